@@ -1,0 +1,39 @@
+# Everything runs in a virtual environment of the checkout; the first use of any target makes it.
+#   make pretrain      set up, then train the default recipe (goes on where an interrupted run stopped)
+#   make test          set up, then the tests (under 15 minutes on two cores)
+#   make test-all      the tests and the long matrix
+#   make check         lint, types and tests
+
+PYTHON ?= python3
+BIN := .venv/bin
+# Extra flags, e.g. make pretrain ARGS="--tiny"
+ARGS ?=
+
+.PHONY: setup pretrain test test-all check lint clean
+
+setup: .venv/installed
+
+.venv/installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v[:2] <= (3, 12) else \
+	"$(PYTHON) is %d.%d: Python 3.10, 3.11 or 3.12 is needed; name one with make PYTHON=python3.11" % v[:2])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check -q -r requirements.txt
+	touch $@
+
+pretrain: setup
+	$(BIN)/deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json --resume $(ARGS)
+
+test: setup
+	$(BIN)/pytest -m "not long" $(ARGS)
+
+test-all: setup
+	$(BIN)/pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check: lint test
+
+clean:
+	rm -rf .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,97 @@
+"""Find and read a DeepSpeed JSON: near matches for a missing file, file:line:column for a malformed one, no duplicate keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from recipes.problems import ProblemsError, nearest
+
+FOLDER = Path(__file__).resolve().parent
+
+
+class ConfigError(ProblemsError):
+    """A ds_config that cannot run this recipe here: every problem, one line each."""
+
+
+def available() -> list[str]:
+    """Names of the JSONs in ds_configs/."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def find(ds_path: str | Path) -> Path:
+    """The file meant by a path, or by the bare name of a file of ds_configs/.
+
+    Raises:
+        ConfigError: no such file, with near matches.
+    """
+    path = Path(ds_path).expanduser()
+    tried = [path, FOLDER.parent / path]
+    if path.name == str(path):
+        tried += [FOLDER / path.name, FOLDER / f"{path.name}.json"]
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate
+    near = nearest(path.stem, available())
+    hint = f"did you mean {' or '.join(near)}?" if near else f"ds_configs/ has {', '.join(available())}"
+    kind = "is a directory, not a JSON file" if path.is_dir() else "no such file"
+    raise ConfigError([f"--ds_config {ds_path}: {kind}; {hint}"])
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        ConfigError: malformed (file:line:column and the line), a key twice in one object, or no object.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text, object_pairs_hook=_without_duplicates)
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: not UTF-8 at byte {error.start}: save the file as UTF-8"]) from None
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError([_malformed(path, text, error)]) from None
+    except _DuplicateKeyError as error:
+        raise ConfigError([_duplicate(path, text, error.key)]) from None
+    if not isinstance(value, dict):
+        raise ConfigError([f"{path}: holds {type(value).__name__}: a DeepSpeed config is an object, {{...}}"])
+    return value
+
+
+class _DuplicateKeyError(Exception):
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _DuplicateKeyError(key)
+        found[key] = value
+    return found
+
+
+def _malformed(path: Path, text: str, error: json.JSONDecodeError) -> str:
+    lines = text.splitlines()
+    shown = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
+    reason = error.msg[0].lower() + error.msg[1:]
+    hint = ""
+    if shown.startswith(("//", "#", "/*")):
+        hint = "; JSON has no comments"
+    elif "property name" in reason or "expecting value" in reason:
+        hint = "; is there a comma too many?"
+    return f"{path}:{error.lineno}:{error.colno}: not JSON: {reason}: {shown!r}{hint}"
+
+
+def _duplicate(path: Path, text: str, key: str) -> str:
+    written = json.dumps(key)
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if written in line]
+    places = f"{path}:{lines[-1]}" if lines else str(path)
+    return (
+        f"{places}: key {written} stands twice in one object (lines {', '.join(map(str, lines))}): JSON readers keep one of "
+        "them silently; remove the other"
+    )

@@ -1,0 +1,92 @@
+"""Checkpoints: DeepSpeed's files plus layout-free weights, complete only when a marker says so.
+
+    checkpoints/
+      step-000100/            DeepSpeed's shards, weights-stage-NN.safetensors
+        complete.json         written last, atomically: step, layout, data position, every file with its size
+
+A run killed at any moment, also while saving, leaves a directory without marker, which resuming ignores. What is not
+saved needs no saving: dropout and data order are functions of (seed, step).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ds_configs.resolver import Plan
+from launch.files import write_atomically
+from launch.weights import save_weights
+from modeling.process_grid import ProcessGrid
+from recipes.catalog import digest
+
+MARKER = "complete.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    directory: Path
+    step: int
+    data_state: dict  # position in the data, equal on all ranks
+
+    @staticmethod
+    def read(directory: Path) -> Checkpoint | None:
+        """The checkpoint in `directory`, or None if it is not complete: no marker, or files missing or of another size."""
+        try:
+            marker = json.loads((directory / MARKER).read_text())
+        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+            return None
+        whole = all((directory / name).is_file() and (directory / name).stat().st_size == size for name, size in marker["files"].items())
+        return Checkpoint(directory, marker["step"], marker["data"]) if whole else None
+
+
+def complete_checkpoints(root: Path) -> list[Checkpoint]:
+    """Complete checkpoints below `root`, oldest first."""
+    found = [Checkpoint.read(d) for d in sorted(root.glob("step-*")) if d.is_dir()]
+    return sorted((c for c in found if c), key=lambda c: c.step)
+
+
+def save(engine, plan: Plan, grid: ProcessGrid, root: Path, step: int, data_state: dict) -> Path:
+    """Save the state after `step` optimizer steps and prune old checkpoints. Collective."""
+    directory = root / f"step-{step:06d}"
+    if grid.rank == 0:
+        if Checkpoint.read(directory) is None and directory.exists():
+            shutil.rmtree(directory)  # the remains of a save that was killed
+        directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier(group=grid.control_group)
+    engine.save_checkpoint(str(root), tag=directory.name, client_state={"step": step}, save_latest=False)
+    save_weights(engine, grid, directory)
+    dist.barrier(group=grid.control_group)
+    if grid.rank == 0:
+        files = {str(p.relative_to(directory)): p.stat().st_size for p in sorted(directory.rglob("*")) if p.is_file() and p.name != MARKER}
+        marker = {"step": step, "recipe": digest(plan.recipe), "layout": asdict(plan.layout), "data": data_state, "files": files}
+        write_atomically(directory / MARKER, json.dumps(marker, indent=2) + "\n")
+        _prune(root, plan.recipe.run.keep_checkpoints)
+    dist.barrier(group=grid.control_group)
+    return directory
+
+
+def _prune(root: Path, keep: int | None) -> None:
+    for old in complete_checkpoints(root)[:-keep] if keep else []:
+        (old.directory / MARKER).unlink()  # first, so that a killed removal leaves no checkpoint that looks complete
+        shutil.rmtree(old.directory)
+
+
+def newest(root: Path) -> Checkpoint | None:
+    """The newest complete checkpoint, or None."""
+    return (complete_checkpoints(root) or [None])[-1]
+
+
+def load(engine, checkpoint: Checkpoint) -> int:
+    """Load weights, optimizer, loss scaler and schedule; return the completed optimizer steps. Collective."""
+    path, client_state = engine.load_checkpoint(str(checkpoint.directory.parent), tag=checkpoint.directory.name)
+    if path is None:
+        raise ValueError(f"{checkpoint.directory}: DeepSpeed could not read this checkpoint")
+    step = checkpoint.step
+    assert client_state.get("step", step) == step, f"{checkpoint.directory}: marker says step {step}, shards {client_state}"
+    return step

@@ -1,0 +1,247 @@
+"""From a resolved plan to a DeepSpeed engine, and one training or validation step on it.
+
+The only place that knows whether the engine is plain (ZeRO 0-3, with or without tensor parallelism) or a pipeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.utils import set_z3_leaf_modules
+
+from ds_configs.resolver import Plan
+from launch.schedule import Schedule
+from modeling.convert_hf import read_hf
+from modeling.gpt2 import GPT2, GPT2Shape, pipeline_module
+from modeling.initialization import Init
+from modeling.process_grid import ProcessGrid
+from modeling.transformer import TransformerLayer
+from recipes.schema import Recipe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+MicroBatch = dict[str, torch.Tensor]  # tokens, labels, weights: (B, S)
+
+
+STUCK_STEPS = 20  # skipped steps in a row after which a static loss scale counts as stuck
+
+
+class Diverged(RuntimeError):
+    """Further steps would be noise: the loss is not finite, or the fp16 loss scale is stuck. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step reports; the loss is the mean over the global batch, in nats per token."""
+
+    loss: float
+    lr: float
+    grad_norm: float | None
+    loss_scale: float
+    skipped: bool
+
+
+def gpt2_shape(recipe: Recipe, padded_vocab: int) -> GPT2Shape:
+    m = recipe.model
+    return GPT2Shape(
+        layers=m.layers, hidden=m.hidden, heads=m.heads, vocab=m.vocab_size, padded_vocab=padded_vocab,
+        positions=recipe.sequence_length, hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention,
+        checkpoint_interval=recipe.checkpoint_interval,
+    )  # fmt: skip
+
+
+def build_module(plan: Plan, grid: ProcessGrid, initial_weights: str | None = None) -> torch.nn.Module:
+    """The model of this rank, with its initial weights; partitioned as it is built under ZeRO-3.
+
+    `initial_weights`: directory of a `transformers` GPT-2 to start from instead of random weights.
+    """
+    recipe = plan.recipe
+    shape = gpt2_shape(recipe, plan.padded_vocab)
+    group = grid.tensor_group if grid.tp > 1 else None
+    given = read_hf(initial_weights, shape.layers, shape.heads) if initial_weights else None
+    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given)
+    if grid.pp > 1:
+        return pipeline_module(shape, grid=grid, group=group, init=init)
+    if plan.zero_stage < 3:
+        return GPT2(shape, group=group, init=init)
+    with deepspeed.zero.Init(data_parallel_group=grid.data_group, config_dict_or_path=plan.ds, mpu=grid):
+        return GPT2(shape, group=group, init=replace(init, dtype=DTYPES[plan.precision]))
+
+
+def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict]:
+    """Two groups: matrices and embeddings, which are decayed, and biases and LayerNorms, which are not."""
+    decayed, plain = [], []
+    for parameter in module.parameters():
+        dimensions = len(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves an empty tensor behind
+        (decayed if dimensions > 1 else plain).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [g for g in groups if g["params"]]
+
+
+def build_engine(plan: Plan, grid: ProcessGrid, *, compiled: bool = False, initial_weights: str | None = None):
+    """A DeepSpeed engine for `plan` on the processes of `grid`."""
+    # Here and not by DeepSpeed, so that the tracker of dropout states knows the tensor group before anything is drawn.
+    deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
+    module = build_module(plan, grid, initial_weights)
+    if plan.zero_stage == 3:
+        # Gather a layer's parameters at once: one set of hooks for each layer instead of one for each of its leaves.
+        set_z3_leaf_modules(module, [TransformerLayer])
+    if compiled:
+        compile_module(module, plan)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=parameter_groups(module, plan.recipe.optimizer.weight_decay),
+        mpu=None if isinstance(module, PipelineModule) else grid,
+        config=plan.ds,
+        lr_scheduler=lambda optimizer: Schedule(optimizer, plan.recipe),
+    )
+    if plan.zero_stage == 0:
+        _keep_norm(engine)
+    return engine
+
+
+def _keep_norm(engine) -> None:
+    """Make the ZeRO-0 engine remember the norm that its clipping computes and drops, as the ZeRO optimizers do."""
+
+    def clip() -> None:
+        engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping(), mpu=engine.mpu)
+
+    engine.clip_fp32_gradients = clip
+
+
+@contextlib.contextmanager
+def closing(engine):
+    """Release what the engine holds, so that the next run in this process starts clean."""
+    try:
+        yield
+    finally:
+        engine.destroy()
+        deepspeed.checkpointing.reset()
+        torch._dynamo.reset()  # compiled code of this model counts against the recompilation limit of the next
+
+
+def compile_module(module: torch.nn.Module, plan: Plan) -> None:
+    """torch.compile the whole model, or its transformer layers where something has to happen between them.
+
+    That is the pipeline, which runs its layers itself, recomputation, and ZeRO-3, which gathers parameters in hooks of each
+    layer; there `forward` alone is compiled, so that the hooks stay outside of it.
+    """
+    if isinstance(module, GPT2) and plan.zero_stage < 3 and not plan.recipe.checkpoint_interval:
+        module.compile()
+        return
+    for layer in module.modules():
+        if isinstance(layer, TransformerLayer):
+            layer.forward = torch.compile(layer.forward)
+
+
+def train_step(engine, batches: Sequence[MicroBatch], grid: ProcessGrid) -> Step:
+    """One optimizer step over the micro-batches of this data-parallel rank.
+
+    DeepSpeed divides each loss by the accumulation steps, averages gradients over data-parallel ranks, clips, scales and
+    unscales, and steps the optimizer and the schedule at the last micro-batch.
+    """
+    lr = engine.get_lr()[0]
+    scale = loss_scale(engine)
+    skipped_before = engine.skipped_steps
+    with _explained_floor(engine):
+        if isinstance(engine, PipelineEngine):
+            loss = engine.train_batch(iter([_pipeline_batch(b) for b in batches]))
+        else:
+            engine.train()
+            total = torch.zeros((), device=engine.device)
+            for batch in batches:
+                micro_loss = engine(*_on_device(batch, engine.device))
+                engine.backward(micro_loss)
+                engine.step()
+                total += micro_loss.detach().float()
+            loss = _data_parallel_mean(total / len(batches), grid)
+    norm = engine.get_global_grad_norm()
+    skipped = engine.skipped_steps > skipped_before
+    if not math.isfinite(float(loss)) and not skipped:
+        raise Diverged(f"the loss is {float(loss)} in {engine_precision(engine)}: {DIVERGED_ADVICE}")
+    return Step(float(loss), lr, None if norm is None else float(norm), scale, skipped)
+
+
+@torch.no_grad()
+def validate(engine, steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid) -> float:
+    """Mean loss in nats per token over the held-out samples; weights of the batches make the mean over micro-batches exact."""
+    total = torch.zeros((), device=engine.device)
+    for batches in steps:
+        if isinstance(engine, PipelineEngine):
+            total += engine.eval_batch(iter([_pipeline_batch(b) for b in batches]), num_micro_batches=len(batches)).squeeze()
+        else:
+            engine.eval()
+            losses = [engine(*_on_device(b, engine.device)).float() for b in batches]
+            total += _data_parallel_mean(torch.stack(losses).mean(), grid)
+    engine.train()
+    return float(total / len(steps))
+
+
+def loss_scale(engine) -> float:
+    """The fp16 loss scale that the next step will use; 1 in other precisions."""
+    return float(engine._get_optimizer_loss_scale()) if engine.fp16_enabled() else 1.0
+
+
+def _on_device(batch: MicroBatch, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(batch[key].to(device, non_blocking=True) for key in ("tokens", "labels", "weights"))  # type: ignore[return-value]
+
+
+def _pipeline_batch(batch: MicroBatch):
+    return batch["tokens"], (batch["labels"], batch["weights"])
+
+
+def _data_parallel_mean(x: torch.Tensor, grid: ProcessGrid) -> torch.Tensor:
+    if grid.dp > 1:
+        dist.all_reduce(x, group=grid.data_group)
+        x = x / grid.dp
+    return x
+
+
+@contextlib.contextmanager
+def _explained_floor(engine):
+    """DeepSpeed raises a bare Exception when an overflow meets the smallest loss scale: say what it means and what to do."""
+    try:
+        yield
+    except Exception as e:
+        if "loss scale already at minimum" not in str(e):
+            raise
+        raise Diverged(
+            f"gradients overflow at the smallest allowed loss scale, {loss_scale(engine):g} (fp16.min_loss_scale): fp16 cannot "
+            f"represent them, and every further step would be skipped. {DIVERGED_ADVICE}"
+        ) from None
+
+
+class SkippedInARow:
+    """Watches for a static loss scale under which every step overflows; a dynamic one is watched by DeepSpeed itself."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def see(self, report: Step) -> None:
+        """Raises Diverged after STUCK_STEPS skipped steps in a row."""
+        self.count = self.count + 1 if report.skipped else 0
+        if self.count >= STUCK_STEPS:
+            raise Diverged(
+                f"{self.count} steps in a row overflowed and were skipped at loss scale {report.loss_scale:g}: the scale does not "
+                f"come down to what fp16 can represent (fp16.loss_scale fixes it; 0 makes it dynamic). {DIVERGED_ADVICE}"
+            )
+
+
+DIVERGED_ADVICE = """nothing more can be learned from here.
+  - metrics.jsonl shows the grad norm before this step: if it grew, lower optimizer.lr, lengthen schedule.warmup_steps or
+    set optimizer.clip
+  - fp16 overflows where bf16, which needs no loss scale, does not: ds_configs/bf16.json or --set precision=bf16
+  - --resume goes on from the last checkpoint"""
+
+
+def engine_precision(engine) -> str:
+    return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"

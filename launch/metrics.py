@@ -1,0 +1,197 @@
+"""What a run reports while it trains: metrics.jsonl, TensorBoard events and the screen. Rank 0 only.
+
+A step's number counts completed optimizer steps: the first step is 1, and 0 means "before training". Numbers that are
+not finite (the gradient norm of an overflowed fp16 step) are null in the JSON, since JSON has no infinity.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from torch.utils.tensorboard import SummaryWriter
+
+from launch import hardware
+from launch.progress import Silent, screen
+from launch.run_directory import RunDirectory
+from modeling import cost
+
+WARMUP_STEPS = 5  # steps of a launch left out of its throughput: allocation, compilation and caches make them slower
+
+
+class Metrics:
+    """Records steps, validations and notes of one launch; `close()` it at the end."""
+
+    def __init__(
+        self,
+        run_dir: RunDirectory,
+        plan: Any,
+        *,
+        progress: bool,
+        start_step: int,
+        total_steps: int,
+        stream: TextIO | None = None,
+    ) -> None:
+        """`start_step`: steps done before this launch: 0, or the resumed checkpoint's; what metrics.jsonl holds of
+        later ones is dropped. `progress`: show steps on `stream` (standard output), as a bar or, in a log, as lines.
+        """
+        self._throughput = Throughput(plan)
+        self._show_scale = plan.precision == "fp16"
+        self._memory_kind = hardware.peak_memory().kind
+        self._step, self._start_step, self._total_steps = start_step, start_step, total_steps
+        run_dir.truncate_metrics(start_step)
+        self._file = open(run_dir.metrics_jsonl, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._events = SummaryWriter(
+            str(run_dir.tensorboard), purge_step=start_step + 1 if start_step else 0, flush_secs=10
+        )
+        self._screen = screen(stream or sys.stdout, start_step, total_steps) if progress else Silent()
+
+    def step(
+        self,
+        step: int,
+        loss: float,
+        lr: float,
+        grad_norm: float | None,
+        loss_scale: float | None,
+        skipped: bool,
+        seconds: float,
+        peak_memory_bytes: int,
+    ) -> dict[str, Any]:
+        """Record a completed optimizer step and return its line.
+
+        `loss` in nats per token, mean over the global batch; `seconds` of wall time for the step; `skipped`: the loss
+        scaler threw the update away; `peak_memory_bytes` as `hardware.peak_memory` counts it.
+        """
+        assert step == self._step + 1, (
+            f"step {step} follows step {self._step}: steps count completed steps, the first is 1"
+        )
+        self._step = step
+        record = {
+            "kind": "step",
+            "step": step,
+            "loss": _finite(loss),
+            "lr": lr,
+            "grad_norm": _finite(grad_norm),
+            "loss_scale": _finite(loss_scale),
+            "skipped": bool(skipped),
+            "seconds": seconds,
+            **self._throughput.rates(seconds),
+            "peak_memory_bytes": peak_memory_bytes,
+            "memory_kind": self._memory_kind,
+            "launch_step": step - self._start_step,
+            "time": time.time(),
+        }
+        self._write(record)
+        self._tensorboard("train", record, ("loss", "lr", "grad_norm", "loss_scale" if self._show_scale else None))
+        self._tensorboard("speed", record, ("seconds", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops"))
+        self._tensorboard("memory", record, ("peak_memory_bytes",))
+        self._screen.step(step, self._fields(record))
+        return record
+
+    def validation(self, step: int, loss: float) -> None:
+        """Record the validation loss (nats per token) after `step` completed steps."""
+        record = {"kind": "validation", "step": step, "loss": _finite(loss), "time": time.time()}
+        self._write(record)
+        self._tensorboard("validation", record, ("loss",))
+        self._screen.line(f"step {step}: validation loss {loss:.4f}")
+
+    def note(self, text: str) -> None:
+        """Record and show one line of text."""
+        self._write({"kind": "note", "step": self._step, "text": text, "time": time.time()})
+        self._screen.line(text)
+
+    def close(self) -> None:
+        """End of the bar and of the files; a second call does nothing."""
+        self._screen.close()
+        self._events.close()
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """One line, handed to the system at once: a killed process loses none but the one it was writing."""
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def _tensorboard(self, group: str, record: dict[str, Any], names: Sequence[str | None]) -> None:
+        for name in names:
+            if name is not None and record[name] is not None:
+                self._events.add_scalar(f"{group}/{name}", record[name], record["step"])
+
+    def _fields(self, record: dict[str, Any]) -> list[str]:
+        """The numbers of a step for the screen, short enough that all stand in 80 columns."""
+        loss, norm = record["loss"], record["grad_norm"]
+        fields = [f"loss {'not finite' if loss is None else f'{loss:.4f}'}", f"lr {record['lr']:.1e}"]
+        fields.append(f"grad norm {'-' if norm is None else f'{norm:.3g}'}")
+        if self._show_scale:
+            fields.append(f"scale {_short(record['loss_scale'])}")
+        fields.append(f"{_short(record['samples_per_s'])} samples/s")
+        fields.append(f"{_short(record['tokens_per_s'])} tokens/s")
+        fields.append(f"{record['exact_tflops']:.3g} TFLOPS")
+        # First, since a narrow terminal cuts the end off.
+        return ["SKIPPED (overflow)", *fields] if record["skipped"] else fields
+
+
+class Throughput:
+    """Rates of a plan from the seconds of an optimizer step."""
+
+    def __init__(self, plan: Any) -> None:
+        recipe, layout = plan.recipe, plan.layout
+        self._samples, self._length = layout.global_batch, recipe.sequence_length
+        self._gpus = layout.tp * layout.pp * layout.dp
+        self._checkpointing = recipe.checkpoint_interval > 0
+        self._parameters = cost.parameters(recipe.model, recipe.sequence_length)
+        self._flops = cost.exact_flops_per_step(
+            recipe.model,
+            recipe.sequence_length,
+            layout.global_batch,
+            padded_vocab=plan.padded_vocab,
+            checkpointing=self._checkpointing,
+        )
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """samples/s and tokens/s over all ranks; TFLOPS per rank by the published formula and by exact count."""
+        published = cost.published_tflops(
+            self._parameters, self._length, self._samples, seconds, self._gpus, checkpointing=self._checkpointing
+        )
+        return {
+            "samples_per_s": self._samples / seconds,
+            "tokens_per_s": self._samples * self._length / seconds,
+            "tflops": published,
+            "exact_tflops": cost.exact_tflops(self._flops, seconds, self._gpus),
+        }
+
+
+def steady_seconds(records: Sequence[dict[str, Any]]) -> tuple[float, str] | None:
+    """(median seconds per step, which steps those are), the first WARMUP_STEPS of every launch left out.
+
+    A run too short for that leaves out its first step only; None where no step was recorded.
+    `records`: of metrics.jsonl.
+    """
+    steps = [record for record in records if record["kind"] == "step"]
+    for left_out in (WARMUP_STEPS, 1, 0):
+        steady = [record["seconds"] for record in steps if record["launch_step"] > left_out]
+        if steady:
+            which = f"median of {len(steady)} steps" + (
+                f", the first {left_out} of each launch left out" if left_out else ""
+            )
+            return statistics.median(steady), which
+    return None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _short(value: float | None) -> str:
+    """512, 14.3, 3,657, 65.5k, 1.2M; "-" for None."""
+    if value is None:
+        return "-"
+    if value >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if value >= 1e4:
+        return f"{value / 1e3:.3g}k"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

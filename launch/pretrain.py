@@ -1,0 +1,188 @@
+"""Pretrain one recipe under one DeepSpeed configuration.
+
+    deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":  # replace launch/, which would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from ds_configs.resolver import Plan, resolve
+from launch import arguments, startup
+from recipes import catalog
+
+EXAMPLES = """\
+examples:
+  deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
+      the default recipe: a small GPT-2 on the packaged corpus, about three minutes on two CPU cores
+  deepspeed --num_gpus 2 launch/pretrain.py --ds_config ds_configs/zero2.json --tiny
+      two processes, on GPUs or on a CPU, with the recipe shrunk to seconds
+  torchrun --nproc_per_node 8 launch/pretrain.py --ds_config ds_configs/3d.json --recipe parallel_kinds/3d
+      2 x 2 x 2 tensor, pipeline and data parallel
+  python launch/pretrain.py --ds_config ds_configs/bf16.json --set optimizer.lr=3e-4 --steps 100 --out runs/try1
+      one process, one field of the recipe changed
+  deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json --resume
+      go on from the newest complete checkpoint; a first start if there is none
+
+to stop: Ctrl-C, SIGTERM or `touch <run directory>/STOP` finish the step, save and exit 0. (The deepspeed and torchrun
+launchers themselves report 1 when a signal reaches them; with the STOP file they report 0.)
+exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything was started, 3 training diverged."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: what, how, where."""
+
+    plan: Plan
+    name: str
+    directory: Path
+    resume: bool = False
+    compiled: bool = False
+    record_gradients: bool = False  # write the gradients of the first step, for compare_layouts
+    initial_weights: str | None = None
+    cache: Path | None = None
+
+
+def train(job: Job, metrics, corpus, grid) -> str | None:
+    """The whole training on this rank. Returns why it was stopped early, or None.
+
+    `metrics` records on rank 0 and is silent elsewhere. Raises engine.Diverged when the loss is lost.
+    """
+    from data.loader import StepBatches, validation_batches
+    from launch import checkpoint
+    from launch.engine import SkippedInARow, build_engine, closing, train_step, validate
+    from launch.weights import save_first_moments
+    from modeling.random_state import seed_step
+
+    plan, recipe, layout, run = job.plan, job.plan.recipe, job.plan.layout, job.plan.recipe.run
+    engine = build_engine(plan, grid, compiled=job.compiled, initial_weights=job.initial_weights)
+    held_out = validation_batches(corpus.validation, layout.micro, layout.accumulation, layout.dp, grid.at.dp)
+
+    saved = checkpoint.newest(job.directory / "checkpoints") if job.resume else None
+    done = checkpoint.load(engine, saved) if saved else 0
+    batches = StepBatches(corpus.train, recipe.seed, layout, grid.at.dp, done, saved.data_state if saved else None)
+    if not done:
+        metrics.validation(0, validate(engine, held_out, grid))
+
+    skipped = SkippedInARow()
+    with closing(engine), startup.StopRequest(job.directory / "STOP") as stop:
+        for step in range(done, recipe.steps):
+            started = time.perf_counter()
+            seed_step(recipe.seed, step, grid.at)
+            # DeepSpeed accumulates, clips, scales the loss, averages over data-parallel ranks and steps the schedule.
+            report = train_step(engine, next(batches), grid)
+            metrics.step(step + 1, report, time.perf_counter() - started)
+            skipped.see(report)
+            if job.record_gradients and step == 0:
+                save_first_moments(engine, grid, job.directory, recipe.optimizer.betas[0])
+
+            stopped, last = stop.agreed(grid.control_group), step + 1 == recipe.steps
+            if last or due(step + 1, run.validate_every):
+                metrics.validation(step + 1, validate(engine, held_out, grid))
+            if last or stopped or due(step + 1, run.save_every):
+                checkpoint.save(engine, plan, grid, job.directory / "checkpoints", step + 1, batches.state())
+            if stopped and not last:
+                return f"{stopped}: stopped after step {step + 1} of {recipe.steps}, checkpoint saved"
+    return None
+
+
+def due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+def build_parser():
+    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
+    arguments.add_recipe_arguments(parser)
+    parser.add_argument("--list", action="store_true", help="list the recipes and exit")
+    how = parser.add_argument_group("how to run it")
+    how.add_argument("--ds_config", metavar="FILE", help="DeepSpeed JSON, as a path or the bare name of one in ds_configs/ "
+                     "(default: the recipe's own)")  # fmt: skip
+    how.add_argument("--compile", action="store_true", help="compile the transformer layers with torch.compile and print the measured gain")
+    how.add_argument("--emulate_fp16", action="store_true", help="let a CPU run fp16 to exercise the loss scaler: slow, and said in the results")
+    how.add_argument("--plan", action="store_true", help="check everything, show the resolved plan and exit")
+    keep = parser.add_argument_group("where it is kept")
+    keep.add_argument("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
+    keep.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of the run directory")
+    keep.add_argument("--init_from", metavar="DIR", help="start from the weights of a transformers GPT-2 in DIR instead of random ones")
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    if args.list:
+        print(arguments.list_recipes())
+        return
+    startup.quiet_libraries()
+    job, original, machine = checked_job(args)
+    if args.plan:
+        show_plan(job)
+        return
+    directory = open_run_directory(job) if startup.rank() == 0 else None
+    with startup.clean_exit(lambda text: startup.keep_error(job.directory, text)):
+        startup.start_processes()
+        run(job, directory, original=original, tiny=args.tiny, emulated=machine.emulated_fp16)
+
+
+def checked_job(args):
+    """The job that the flags ask for; every problem of recipe and configuration is printed at once, with exit code 2."""
+    from launch.run_directory import default_path
+
+    try:
+        recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
+        machine = startup.detect_machine(args.emulate_fp16)
+        plan = resolve(recipe, args.ds_config or recipe.ds_config, startup.world_size(), machine)
+        if args.init_from:
+            startup.check_weights_directory(args.init_from)
+        original = catalog.load(args.recipe)
+    except ValueError as e:
+        startup.refuse(e)
+    name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
+    directory = Path(args.out) if args.out else default_path(name, plan.ds_name)
+    job = Job(plan, name, directory, args.resume, args.compile, initial_weights=args.init_from)
+    return job, original, machine
+
+
+def open_run_directory(job: Job):
+    from launch.run_directory import RunDirectory, RunDirectoryError
+
+    try:
+        return RunDirectory.create(job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume)
+    except RunDirectoryError as e:
+        startup.refuse(e)
+
+
+def show_plan(job: Job) -> None:
+    from launch import hardware
+    from launch.plan_text import describe_plan
+
+    if startup.rank() == 0:
+        print(describe_plan(job.plan, name=job.name, hardware=hardware.summary(hardware.describe()), run_directory=job.directory))
+
+
+def run(job: Job, directory, **facts) -> None:
+    """Data, plan on the screen, training, results. `directory` is None except on rank 0."""
+    import data
+    from launch import engine, reporting
+    from modeling.process_grid import ProcessGrid
+
+    layout = job.plan.layout
+    report = reporting.Report(job, directory, **facts) if directory else reporting.Silence()
+    with report:
+        corpus = data.build(job.plan.recipe, job.cache, say=report.say)
+        report.start(corpus)
+        try:
+            stopped = train(job, report, corpus, ProcessGrid(layout.tp, layout.pp, layout.dp))
+        except engine.Diverged as e:
+            report.finish("diverged")
+            startup.refuse(e, code=3)
+        report.finish("interrupted" if stopped else "ok", stopped)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What rank 0 says and keeps of a run, from the plan on the screen to the results row; silence on the other ranks."""
+
+from __future__ import annotations
+
+from launch import hardware, results
+from launch.metrics import Metrics
+from launch.plan_text import describe_plan
+from launch.plotting import plot_loss
+from launch.run_directory import RunDirectory, read_metrics
+
+SAMPLE_TOKENS = 80
+LARGEST_SAMPLED = 2_000_000_000  # parameters; above this, rank 0 does not assemble the whole model to continue a prompt
+
+
+class Silence:
+    """The ranks other than 0."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def start(self, corpus) -> None: ...
+
+    def step(self, step: int, report, seconds: float) -> None: ...
+
+    def validation(self, step: int, loss: float) -> None: ...
+
+    def finish(self, status: str, reason: str | None = None) -> None: ...
+
+
+class Report(Silence):
+    """Rank 0. `original`: the recipe before --tiny, --set and --steps."""
+
+    def __init__(self, job, directory: RunDirectory, *, original, tiny: bool, emulated: bool, progress: bool = True):
+        self.job, self.directory = job, directory
+        self.original, self.tiny, self.emulated, self.progress = original, tiny, emulated, progress
+        self.metrics: Metrics | None = None
+        self.described = hardware.describe()
+
+    def __exit__(self, *_) -> None:
+        if self.metrics:
+            self.metrics.close()
+        self.directory.close()
+
+    def say(self, text: str) -> None:
+        if self.metrics:
+            self.metrics.note(text)
+        elif self.progress:
+            print(text, flush=True)
+
+    def start(self, corpus) -> None:
+        """Show the plan and open the records at the checkpoint that training will go on from."""
+        from launch import checkpoint
+
+        self.corpus = corpus
+        saved = checkpoint.newest(self.directory.checkpoints) if self.job.resume else None
+        done = saved.step if saved else 0
+        text = describe_plan(
+            self.job.plan, name=self.job.name, hardware=hardware.summary(self.described), run_directory=self.directory.path, data=corpus.summary
+        )
+        if self.progress:
+            print(f"\n{text}\n", flush=True)
+            print(
+                f"to beat on the validation text, in nats per token: uniform {corpus.uniform_entropy:.4f}, "
+                f"unigram {corpus.unigram_entropy:.4f}\n",
+                flush=True,
+            )
+        self.metrics = Metrics(
+            self.directory, self.job.plan, progress=self.progress, start_step=done, total_steps=self.job.plan.recipe.steps
+        )
+        for notice in self.directory.notices:
+            self.metrics.note(notice)
+        if self.job.resume:
+            self.metrics.note(f"resumed from {saved.directory}" if saved else "--resume: no complete checkpoint yet, starting at step 0")
+
+    def step(self, step: int, report, seconds: float) -> None:
+        assert self.metrics is not None
+        self.metrics.step(
+            step, report.loss, report.lr, report.grad_norm, report.loss_scale, report.skipped, seconds, hardware.peak_memory().bytes
+        )
+
+    def validation(self, step: int, loss: float) -> None:
+        assert self.metrics is not None
+        self.metrics.validation(step, loss)
+
+    def finish(self, status: str, reason: str | None = None) -> None:
+        """Loss curve, results row and, after a whole run, a sample; on an early stop, how to go on."""
+        assert self.metrics is not None
+        self.metrics.close()
+        entropies = {"uniform": self.corpus.uniform_entropy, "unigram": self.corpus.unigram_entropy}
+        plot_loss(self.directory.metrics_jsonl, self.directory.loss_png, entropies, title=self.job.name)
+        row = results.result_row(
+            self.job.plan, read_metrics(self.directory.metrics_jsonl), name=self.job.name, described=self.described,
+            original=self.original, entropies=entropies, cached_bytes=hardware.peak_cached_bytes(), tiny=self.tiny,
+            emulated_fp16=self.emulated, status=status,
+        )  # fmt: skip
+        if status == "ok" and self.job.plan.recipe.run.prompt:
+            row["sample"] = self.sample()
+        results.write_result(self.directory.result_json, row)
+        if not self.progress:
+            return
+        print("\n" + results.format_row(row))
+        if row.get("sample"):
+            print(f"\nsample\n  {row['sample']}")
+        print(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl, checkpoints/", flush=True)
+        if reason:
+            print(f"{reason}; go on with the same command and --resume", flush=True)
+
+    def sample(self) -> str:
+        """The prompt and its continuation by the final weights; for a model too large for one process, a line that says so."""
+        from launch import checkpoint
+        from launch.engine import gpt2_shape
+        from launch.weights import load_tensors
+        from modeling import cost
+        from modeling.generation import continue_tokens
+        from modeling.gpt2 import GPT2
+        from modeling.initialization import Init
+
+        recipe = self.job.plan.recipe
+        if cost.parameters(recipe.model, recipe.sequence_length) > LARGEST_SAMPLED:
+            return f"not sampled: more than {LARGEST_SAMPLED:,} parameters"
+        saved = checkpoint.newest(self.directory.checkpoints)
+        assert saved is not None and recipe.run.prompt is not None
+        init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=load_tensors(saved.directory))
+        model = GPT2(gpt2_shape(recipe, self.job.plan.padded_vocab), group=None, init=init)
+        tokenizer = self.corpus.tokenizer
+        prompt = tokenizer.encode(recipe.run.prompt)
+        more = continue_tokens(model, prompt, SAMPLE_TOKENS, seed=recipe.seed, end=tokenizer.eos_token_id)
+        return tokenizer.decode(prompt + more)

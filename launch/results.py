@@ -1,0 +1,234 @@
+"""One row of a results table: published and measured side by side, with every deviation stated."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch import hardware
+from launch.files import differences, write_atomically
+from launch.metrics import Throughput, steady_seconds
+from modeling import cost
+
+NOT_MEASURED = "not measured"
+LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
+
+# Fields of a recipe whose change is no deviation: they change no number, or appear elsewhere among the deviations.
+UNREMARKABLE = ("title", "note", "published", "hardware", "run", "ds_config", "parallel")
+
+
+def result_row(
+    plan: Any,
+    records: Sequence[dict[str, Any]],
+    *,
+    name: str,
+    described: Mapping[str, Any],
+    original: Any = None,
+    entropies: Mapping[str, float | None] | None = None,
+    cached_bytes: int | None = None,
+    tiny: bool = False,
+    emulated_fp16: bool = False,
+    status: str = "ok",
+) -> dict[str, Any]:
+    """The row as JSON values; null where something does not apply.
+
+    `records`: of metrics.jsonl. `described`: `hardware.describe()`. `original`: the recipe before --tiny, --set and
+    --steps. `entropies`: "uniform" and "unigram", nats per token on the validation text. `cached_bytes`:
+    `hardware.peak_cached_bytes()`. `status`: "ok", or what ended the run ("interrupted", "OOM"): failures are rows too.
+    """
+    recipe, layout = plan.recipe, plan.layout
+    steps = [record for record in records if record["kind"] == "step"]
+    validations = [record for record in records if record["kind"] == "validation"]
+    steady = steady_seconds(records)
+    rates = Throughput(plan).rates(steady[0]) if steady else {}
+    entropies = entropies or {}
+    row = {
+        "recipe": name,
+        "title": recipe.title,
+        "status": status,
+        "ds_config": plan.ds_name,
+        "layout": {key: getattr(layout, key) for key in ("tp", "pp", "dp", "micro", "accumulation", "global_batch")},
+        "processes": layout.tp * layout.pp * layout.dp,
+        "precision": plan.precision + (" (emulated)" if emulated_fp16 and plan.precision == "fp16" else ""),
+        "zero_stage": plan.zero_stage,
+        "offload": plan.offload,
+        "activation_checkpointing": recipe.activation_checkpointing,
+        "parameters": cost.parameters(recipe.model, recipe.sequence_length),
+        "parameters_summed_over_tp_ranks": _summed_parameters(plan),
+        "steps": steps[-1]["step"] if steps else 0,
+        "skipped_steps": sum(record["skipped"] for record in steps),
+        "train_loss": _final_loss(steps),
+        "train_loss_is": f"mean of the last {min(LAST_STEPS, len(steps))} steps, nats per token",
+        "validation_loss": validations[-1]["loss"] if validations else None,
+        "validation_step": validations[-1]["step"] if validations else None,
+        "uniform_entropy": entropies.get("uniform"),
+        "unigram_entropy": entropies.get("unigram"),
+        "seconds_per_step": steady[0] if steady else None,
+        "seconds_per_step_is": steady[1] if steady else None,
+        "samples_per_s": rates.get("samples_per_s"),
+        "tokens_per_s": rates.get("tokens_per_s"),
+        "tflops": rates.get("tflops"),
+        "exact_tflops": rates.get("exact_tflops"),
+        "peak_memory_bytes": max((record["peak_memory_bytes"] for record in steps), default=None),
+        "memory_kind": steps[-1]["memory_kind"] if steps else None,
+        "cached_bytes": cached_bytes,
+        "hardware": hardware.summary(dict(described)),
+    }
+    row["deviations"] = deviations(plan, row, original=original, tiny=tiny, emulated_fp16=emulated_fp16)
+    row["comparison"] = comparison(recipe.published, row)
+    row["published_source"] = recipe.published.source if recipe.published else None
+    return row
+
+
+def deviations(plan: Any, row: Mapping[str, Any], *, original: Any, tiny: bool, emulated_fp16: bool) -> list[str]:
+    """Everything in which the run is not the recipe as written, one line each."""
+    recipe, layout = plan.recipe, plan.layout
+    found = list(plan.notices)
+    if tiny:
+        found.append("tiny: the recipe was shrunk (--tiny), so its numbers are not those of the model it names")
+    if original is not None:
+        found += _changed_fields(original, recipe)
+    if row["ds_config"] != recipe.ds_config:
+        found.append(f"ds_config: run with {row['ds_config']}, the recipe's is {recipe.ds_config}")
+    for key in ("tp", "pp"):
+        # A degree that the recipe does not state is the ds_config's to choose.
+        if key in recipe.parallel.model_fields_set and getattr(layout, key) != getattr(recipe.parallel, key):
+            found.append(f"parallel.{key}: {getattr(layout, key)}, the recipe's is {getattr(recipe.parallel, key)}")
+    if recipe.hardware:
+        found.append(f"hardware: run on {row['hardware']}, the recipe's is {recipe.hardware}")
+    said = any(notice.startswith("precision:") for notice in plan.notices)
+    if plan.precision != recipe.precision and not said:
+        found.append(f"precision: {plan.precision}, the recipe's is {recipe.precision}")
+    if emulated_fp16 and plan.precision == "fp16" and not said:
+        found.append("precision: fp16 is emulated on a CPU, so its speed means nothing")
+    if row["steps"] < recipe.steps:
+        found.append(f"steps: {row['steps']} of the recipe's {recipe.steps}")
+    return list(dict.fromkeys(found))
+
+
+def comparison(published: Any, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Per published quantity: unit, published value (null: not printed), measured value or "not measured", ratio."""
+    if published is None:
+        return []
+    cached = row["cached_bytes"]
+    measured = {
+        "time_per_iteration_s": ("s", row["seconds_per_step"]),
+        "samples_per_s": ("samples/s", row["samples_per_s"]),
+        "tflops": ("TFLOPS per GPU, published formula", row["tflops"]),
+        "cached_gb": ("GB per GPU", None if cached is None else cached / 1e9),
+        "parameters": ("summed over tensor-parallel ranks", row["parameters_summed_over_tp_ranks"]),
+        "oom": ("", row["status"] == "OOM"),
+    }
+    return [_compare(key, unit, getattr(published, key), value) for key, (unit, value) in measured.items()]
+
+
+def format_row(row: Mapping[str, Any]) -> str:
+    """The row as a small table for the terminal."""
+    layout = row["layout"]
+    memory = row["peak_memory_bytes"]
+    lines = [
+        ("recipe", f"{row['recipe']}: {row['title']}"),
+        ("status", row["status"]),
+        (
+            "run with",
+            f"{row['ds_config']}: tp {layout['tp']} x pp {layout['pp']} x dp {layout['dp']}, ZeRO-{row['zero_stage']}, "
+            f"offload {row['offload']}, {row['precision']}, activation checkpointing {row['activation_checkpointing']}",
+        ),
+        ("hardware", row["hardware"]),
+        ("parameters", f"{row['parameters']:,}"),
+        ("steps", f"{row['steps']:,}" + (f" ({row['skipped_steps']:,} skipped)" if row["skipped_steps"] else "")),
+        ("training loss", _loss(row["train_loss"], row["train_loss_is"])),
+        ("validation loss", _validation(row)),
+        ("time per step", _number(row["seconds_per_step"], "s", row["seconds_per_step_is"])),
+        ("throughput", f"{_number(row['samples_per_s'], 'samples/s')}, {_number(row['tokens_per_s'], 'tokens/s')}"),
+        (
+            "TFLOPS per GPU",
+            f"{_number(row['tflops'])} by the published formula, {_number(row['exact_tflops'])} by exact count",
+        ),
+        ("peak memory", NOT_MEASURED if memory is None else f"{memory / 1e9:.2f} GB ({row['memory_kind']})"),
+    ]
+    text = "\n".join(f"{label:<16} {value}" for label, value in lines)
+    return "\n".join(part for part in (text, _format_comparison(row), _format_deviations(row)) if part)
+
+
+def write_result(path: Path, row: Mapping[str, Any]) -> None:
+    """Write result.json, whole or not at all."""
+    write_atomically(path, json.dumps(row, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _summed_parameters(plan: Any) -> int:
+    """As Megatron-LM prints a model's size: what every tensor-parallel rank holds, duplicates and padding included."""
+    recipe, tp = plan.recipe, plan.layout.tp
+    return tp * cost.parameters_per_rank(recipe.model, recipe.sequence_length, plan.padded_vocab, tp)
+
+
+def _final_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    losses = [record["loss"] for record in steps[-LAST_STEPS:]]
+    if not losses or None in losses:  # None stands for a loss that was not finite: no mean can hide that
+        return None
+    return math.fsum(losses) / len(losses)
+
+
+def _changed_fields(original: Any, recipe: Any) -> list[str]:
+    old_fields, new_fields = (each.model_dump(mode="json", by_alias=True) for each in (original, recipe))
+    for fields, each in ((old_fields, original), (new_fields, recipe)):
+        fields["schedule"]["decay_steps"] = each.decay_steps  # null and the number it stands for are the same schedule
+    changed = [change for change in differences(old_fields, new_fields) if change[0].split(".")[0] not in UNREMARKABLE]
+    return [f"{key}: {new}, the recipe's is {old}" for key, old, new in changed]
+
+
+def _compare(quantity: str, unit: str, published: Any, measured: Any) -> dict[str, Any]:
+    both = published is not None and measured is not None and not isinstance(published, bool)
+    return {
+        "quantity": quantity,
+        "unit": unit,
+        "published": published,
+        "measured": NOT_MEASURED if measured is None else measured,
+        "ratio": measured / published if both else None,
+    }
+
+
+def _format_comparison(row: Mapping[str, Any]) -> str:
+    if not row["comparison"]:
+        return ""
+    lines = [f"\n{'':<22} {'published':>14} {'measured':>14} {'ratio':>10}"]
+    for entry in row["comparison"]:
+        ratio = "" if entry["ratio"] is None else f"{entry['ratio']:.4g}"
+        published = "not published" if entry["published"] is None else _cell(entry["published"])
+        columns = f"{entry['quantity']:<22} {published:>14} {_cell(entry['measured']):>14} {ratio:>10}"
+        lines.append(f"{columns}  {entry['unit']}".rstrip())
+    return "\n".join([*lines, f"source: {row['published_source']}"])
+
+
+def _format_deviations(row: Mapping[str, Any]) -> str:
+    lines = [f"  - {line}" for line in row["deviations"]]
+    return "\n".join(["\ndeviations from the recipe", *lines]) if lines else ""
+
+
+def _validation(row: Mapping[str, Any]) -> str:
+    entropies = {kind: row[f"{kind}_entropy"] for kind in ("uniform", "unigram")}
+    references = [f"{kind} {entropy:.4f}" for kind, entropy in entropies.items() if entropy is not None]
+    return _loss(row["validation_loss"], ", ".join([f"after step {row['validation_step']}", *references]))
+
+
+def _loss(value: float | None, remark: str) -> str:
+    return NOT_MEASURED if value is None else f"{value:.4f} ({remark})"
+
+
+def _number(value: float | None, unit: str = "", remark: str | None = None) -> str:
+    if value is None:
+        return NOT_MEASURED
+    return f"{_cell(value)}{f' {unit}' if unit else ''}{f' ({remark})' if remark else ''}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return str(value)

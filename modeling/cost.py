@@ -1,0 +1,117 @@
+"""Arithmetic of a GPT-2: parameters, floating-point operations and bytes, from the recipe's shape alone.
+
+Symbols, as in the literature: L layers, h hidden, S tokens per sample, B samples per optimizer step, V vocabulary
+(padded where said), t tensor-parallel degree, N_d data-parallel degree. A multiply-add counts as two operations.
+
+Imports neither torch nor deepspeed, so that planning is instant and runs anywhere.
+"""
+
+from __future__ import annotations
+
+from recipes.schema import Model
+
+
+def parameters(model: Model, sequence_length: int, padded_vocab: int | None = None) -> int:
+    """Parameters of the whole model, each counted once: V h + S h + L (12 h^2 + 13 h) + 2 h.
+
+    Token and position embeddings (the output layer is tied to the first), per layer 12 h^2 weights and 13 h biases
+    and LayerNorm parameters, and the final LayerNorm. V is `padded_vocab`, or the recipe's vocabulary where None.
+    """
+    return parameters_per_rank(model, sequence_length, padded_vocab)
+
+
+def parameters_per_rank(
+    model: Model,
+    sequence_length: int,
+    padded_vocab: int | None = None,
+    tp: int = 1,
+    *,
+    layers: int | None = None,
+    first: bool = True,
+    last: bool = True,
+) -> int:
+    """Parameters held by one tensor-parallel rank of one pipeline stage, as Megatron-LM splits (1909.08053, section 3).
+
+    Split over t ranks: the embedding, QKV and the first MLP matrix with their biases, and the two row-parallel weights:
+    (12 h^2 + 7 h) / t per layer. On every rank: positions, LayerNorms and the row-parallel biases, 6 h per layer.
+    Multiplied by t this is the sum over ranks that Megatron-LM prints as the size of a model.
+
+    `layers` of the stage (None: all), `first` and `last`: whether it is the first stage (embeddings) and the last
+    (final LayerNorm, and a copy of the tied embedding unless it is also the first).
+    """
+    hidden = model.hidden
+    vocab = model.vocab_size if padded_vocab is None else padded_vocab
+    assert vocab % tp == 0 and hidden % tp == 0, f"vocabulary {vocab} and hidden {hidden} must be divisible by tp={tp}"
+    depth = model.layers if layers is None else layers
+    total = depth * ((12 * hidden**2 + 7 * hidden) // tp + 6 * hidden)
+    if first or last:
+        total += vocab // tp * hidden
+    if first:
+        total += sequence_length * hidden
+    if last:
+        total += 2 * hidden
+    return total
+
+
+def exact_flops_per_step(
+    model: Model,
+    sequence_length: int,
+    global_batch: int,
+    *,
+    padded_vocab: int | None = None,
+    checkpointing: bool = False,
+) -> int:
+    """Operations of the matrix multiplications of one optimizer step, over all GPUs.
+
+    Forward, per sample and layer: QKV 6 S h^2, scores 2 S^2 h, attention times values 2 S^2 h (the full S x S square,
+    as a dense kernel computes it: a causal kernel that skips the upper triangle does about half of these two),
+    projection 2 S h^2, MLP 16 S h^2: together 24 S h^2 + 4 S^2 h. Logits: 2 S h V. Backward is twice the forward
+    (gradients of inputs and of weights); with activation checkpointing the layers' forward runs once more, the logits'
+    does not. Hence
+        B (f L (24 S h^2 + 4 S^2 h) + 6 S h V),  f = 3, or 4 with checkpointing,
+    which for f = 4 is 96 B S L h^2 (1 + S / 6h + V / 16 L h), the count of Narayanan et al. (arXiv 2104.04473,
+    section 5.1 and appendix).
+    Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as there.
+    """
+    hidden, length = model.hidden, sequence_length
+    vocab = model.vocab_size if padded_vocab is None else padded_vocab
+    layers_forward = model.layers * (24 * length * hidden**2 + 4 * length**2 * hidden)
+    logits_forward = 2 * length * hidden * vocab
+    passes = 4 if checkpointing else 3
+    return global_batch * (passes * layers_forward + 3 * logits_forward)
+
+
+def exact_tflops(flops_per_step: float, seconds: float, gpus: int) -> float:
+    """TFLOPS (10^12 operations per second) per GPU from `exact_flops_per_step` and the seconds of an optimizer step."""
+    return flops_per_step / (seconds * gpus * 1e12)
+
+
+def published_tflops(
+    parameters: float, sequence_length: int, global_batch: int, seconds: float, gpus: int, *, checkpointing: bool
+) -> float:
+    """TFLOPS per GPU by the formula of the published tables ("GPT2 Experiments", Jean Zay HPC):
+
+        parameters / 1e9 * 4 * 2 * S * B / (seconds * gpus * 1000)
+
+    Two operations per parameter and token, four passes (forward, recomputed forward, twice for the backward); without
+    activation checkpointing three. Attention's S x S products are not counted and embeddings are, as in the source.
+    """
+    passes = 4 if checkpointing else 3
+    return parameters / 1e9 * passes * 2 * sequence_length * global_batch / (seconds * gpus * 1000)
+
+
+def model_state_bytes(parameters: float, zero_stage: int, dp: int, *, mixed_precision: bool = True) -> float:
+    """Bytes of weights, gradients and Adam's states on one data-parallel rank, nothing offloaded.
+
+    Rajbhandari et al., arXiv 1910.02054, section 3.1: mixed precision keeps 2 bytes of weight, 2 of gradient and K = 12
+    of optimizer states (fp32 weight, momentum, variance) per parameter; fp32 keeps 4, 4 and 8 (the weight is its own
+    master). ZeRO stage 1 divides the optimizer states by N_d, stage 2 the gradients too, stage 3 the weights too.
+    """
+    assert zero_stage in (0, 1, 2, 3), f"no such ZeRO stage: {zero_stage}"
+    weight, gradient, optimizer = (2, 2, 12) if mixed_precision else (4, 4, 8)
+    per_parameter = (
+        weight / (dp if zero_stage >= 3 else 1)
+        + gradient / (dp if zero_stage >= 2 else 1)
+        + optimizer / (dp if zero_stage >= 1 else 1)
+    )
+    return parameters * per_parameter

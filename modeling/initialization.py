@@ -1,0 +1,115 @@
+"""Initial weights as a function of (seed, parameter name), never of the layout.
+
+Every rank draws the full tensor of a parameter and keeps its slice, so that one recipe starts from the same weights under
+every layout. The draw comes from numpy's counter-based Philox generator keyed by the seed and the name: it does not depend
+on the order in which layers are built, and `deepspeed.zero.Init`, which replaces torch's constructors, cannot reach it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Init:
+    """Names and draws the parameters of one module; `child` goes one level down."""
+
+    seed: int
+    std: float
+    layers: int
+    name: str = ""
+    dtype: torch.dtype = torch.float32  # of the parameters; drawn in float32 whatever it is
+    meta: bool = False  # shapes only, on the meta device
+    given: Mapping[str, torch.Tensor] | None = field(default=None, repr=False)  # full tensors to start from instead of draws
+
+    def child(self, name: str) -> Init:
+        return replace(self, name=f"{self.name}.{name}" if self.name else name)
+
+    @property
+    def residual_std(self) -> float:
+        """Standard deviation of projections onto the residual stream, std / sqrt(2 x layers) (GPT-2 report, section 2.3)."""
+        return self.std / (2 * self.layers) ** 0.5
+
+    def _normal(self, name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:
+        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+        values = generator.standard_normal(size=shape, dtype=np.float32)
+        values *= np.float32(std)
+        return torch.from_numpy(values)
+
+    def normal(self, leaf: str, shape: tuple[int, ...], std: float, *, shard: Shard | None = None) -> torch.nn.Parameter:
+        """N(0, std^2) of the full `shape`, of which this rank keeps its slice."""
+        return self._parameter(leaf, shape, shard, lambda name: self._normal(name, shape, std))
+
+    def zeros(self, leaf: str, shape: tuple[int, ...], *, shard: Shard | None = None) -> torch.nn.Parameter:
+        return self._parameter(leaf, shape, shard, lambda name: torch.from_numpy(np.zeros(shape, np.float32)))
+
+    def ones(self, leaf: str, shape: tuple[int, ...]) -> torch.nn.Parameter:
+        return self._parameter(leaf, shape, None, lambda name: torch.from_numpy(np.ones(shape, np.float32)))
+
+    def _parameter(self, leaf, shape, shard, draw) -> torch.nn.Parameter:
+        name = self.child(leaf).name
+        if self.meta:
+            local = torch.empty(shard.local_shape(shape) if shard else shape, dtype=self.dtype, device="meta")
+        else:
+            full = draw(name) if self.given is None else self._given(name, shape)
+            local = (shard.of(full) if shard else full).to(self.dtype)
+        parameter = torch.nn.Parameter(local)
+        parameter.canonical_name = name  # type: ignore[attr-defined]
+        parameter.shard = None if shard is None else replace(shard, entries=shape[shard.dim])  # type: ignore[attr-defined]
+        if shard is not None and shard.size > 1:
+            # DeepSpeed counts parameters without this mark once per tensor group in the gradient norm.
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        return parameter
+
+    def _given(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Raises ValueError where the given weights lack the parameter or have it in another shape."""
+        assert self.given is not None
+        full = self.given.get(name)
+        if full is None or tuple(full.shape) != tuple(shape):
+            came = "lack it" if full is None else f"have shape {tuple(full.shape)}"
+            raise ValueError(f"{name} has shape {tuple(shape)} in this model, but the given weights {came}")
+        return full.float()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a full tensor is cut over a tensor-parallel group: dimension `dim`, first padded with zeros to `padded` entries."""
+
+    dim: int
+    rank: int
+    size: int
+    padded: int | None = None
+    entries: int = 0  # of the full, unpadded tensor; set on the shard that a parameter carries
+
+    @staticmethod
+    def over(group: dist.ProcessGroup | None, dim: int, padded: int | None = None) -> Shard:
+        if group is None:
+            return Shard(dim, 0, 1, padded)
+        return Shard(dim, dist.get_rank(group), dist.get_world_size(group), padded)
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        entries = self.padded or shape[self.dim]
+        assert entries % self.size == 0, f"{entries} entries cannot be cut over {self.size} ranks"
+        return (*shape[: self.dim], entries // self.size, *shape[self.dim + 1 :])
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a full, unpadded tensor (a copy)."""
+        local = self.local_shape(tuple(full.shape))
+        start, length = self.rank * local[self.dim], local[self.dim]
+        kept = full.narrow(self.dim, min(start, full.shape[self.dim]), max(0, min(length, full.shape[self.dim] - start)))
+        missing = length - kept.shape[self.dim]
+        if not missing:
+            return kept.clone(memory_format=torch.contiguous_format)
+        padding = kept.new_zeros((*local[: self.dim], missing, *local[self.dim + 1 :]))
+        return torch.cat([kept, padding], self.dim)
+
+    def join(self, slices: list[torch.Tensor]) -> torch.Tensor:
+        """The full, unpadded tensor from the slices of all ranks in rank order."""
+        return torch.cat(slices, self.dim).narrow(self.dim, 0, self.entries).clone(memory_format=torch.contiguous_format)

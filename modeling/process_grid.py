@@ -1,0 +1,108 @@
+"""The grid of processes: tensor x data x pipeline.
+
+Rank order is DeepSpeed's PipeModelDataParallelTopology: tensor fastest, pipeline slowest. With tp=2, dp=2, pp=2:
+
+                 stage 0                stage 1
+              tp 0    tp 1           tp 0    tp 1
+    dp 0   rank 0   rank 1        rank 4   rank 5
+    dp 1   rank 2   rank 3        rank 6   rank 7
+
+    tensor groups    [0 1] [2 3] [4 5] [6 7]    share every layer
+    data groups      [0 2] [1 3] [4 6] [5 7]    hold the same slice, see other samples
+    pipeline groups  [0 4] [1 5] [2 6] [3 7]    hold consecutive layers
+
+Pure functions first, process groups last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Place of one rank in the grid."""
+
+    tp: int
+    dp: int
+    pp: int
+
+
+def coordinates(rank: int, tp: int, dp: int) -> Coordinates:
+    """Place of global `rank` in a grid of tensor degree `tp` and data degree `dp`."""
+    return Coordinates(tp=rank % tp, dp=rank // tp % dp, pp=rank // (tp * dp))
+
+
+def tensor_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
+    return [list(range(start, start + tp)) for start in range(0, tp * pp * dp, tp)]
+
+
+def data_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
+    stage = tp * dp
+    return [[s * stage + d * tp + t for d in range(dp)] for s in range(pp) for t in range(tp)]
+
+
+def pipeline_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
+    stage = tp * dp
+    return [[s * stage + i for s in range(pp)] for i in range(stage)]
+
+
+def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
+    """Create every group of the list, on every rank and in the same order as NCCL and gloo demand; return one's own."""
+    own = None
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            own = group
+    assert own is not None, f"rank {rank} is in none of {groups}"
+    return own
+
+
+class ProcessGrid:
+    """Process groups of one layout. Serves DeepSpeed as its `mpu` object.
+
+    It deliberately lacks `initialize_sequence_parallel`: DeepSpeed switches the tensor-parallel norm off when `mpu` has it.
+    """
+
+    def __init__(self, tp: int, pp: int, dp: int):
+        world = dist.get_world_size()
+        assert tp * pp * dp == world, f"tp={tp} x pp={pp} x dp={dp} is not the world size {world}"
+        self.tp, self.pp, self.dp = tp, pp, dp
+        self.rank = dist.get_rank()
+        self.at = coordinates(self.rank, tp, dp)
+        self.tensor_group = _own_group(tensor_groups(tp, pp, dp), self.rank)
+        self.data_group = _own_group(data_groups(tp, pp, dp), self.rank)
+        self.pipeline_group = _own_group(pipeline_groups(tp, pp, dp), self.rank)
+        # Small messages between hosts' CPUs (stop requests, barriers): no accelerator stream has to wait for them.
+        self.control_group = dist.new_group(backend="gloo")
+
+    # What DeepSpeed calls on an `mpu`.
+    def get_model_parallel_rank(self) -> int:
+        return self.at.tp
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.tp
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.tensor_group
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return self.at.pp
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self.pp
+
+    def get_data_parallel_rank(self) -> int:
+        return self.at.dp
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.dp
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.data_group

@@ -1,0 +1,1 @@
+"""What to train: one YAML file per table, one recipe per row. `recipes.schema` is the schema, `recipes.catalog` the files."""

@@ -1,0 +1,187 @@
+"""Recipes by name: `recipes/*.yaml` holds one table per file and one recipe per row.
+
+    recipe = load("parallel_kinds/3d", overrides=["batch.global=16"], tiny=True)
+
+A row is laid over its table's `defaults`. Every problem of a row is reported at once (`RecipeError`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes import overrides as overriding
+from recipes.problems import ProblemsError, did_you_mean
+from recipes.schema import Recipe
+from recipes.tables import FOLDER, Table, read_table
+from recipes.tiny import tiny as shrink
+from recipes.validation import RecipeError, validate
+from recipes.yamlfile import YamlError, read
+
+DEFAULT_RECIPE = "default/sotu"
+
+# These change what is reported or how the work is shared, never a number of the training.
+_NOT_IN_DIGEST = ("title", "run", "ds_config", "parallel", "hardware", "published", "note")
+
+__all__ = ["DEFAULT_RECIPE", "Entry", "RecipeError", "digest", "dump", "full_name", "load", "load_resolved", "names"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of `--list`."""
+
+    name: str
+    title: str
+    table_title: str
+
+
+def names(folder: Path = FOLDER) -> list[Entry]:
+    """Every recipe of the folder, the default one first.
+
+    Raises:
+        RecipeError: a table that cannot be read; all broken tables in one error.
+    """
+    tables, problems = _tables(folder)
+    if problems:
+        raise RecipeError(problems)
+    entries = [
+        Entry(f"{table.name}/{row}", str(table.row(row).get("title", "")), table.title)
+        for table in tables
+        for row in table.rows
+    ]
+    return sorted(entries, key=lambda entry: entry.name != DEFAULT_RECIPE)
+
+
+def load(
+    name: str = DEFAULT_RECIPE, overrides: Sequence[str] = (), tiny: bool = False, steps: int | None = None
+) -> Recipe:
+    """The recipe called `name`, shrunk, overridden, cut to `steps`, in this order.
+
+    `name` is table/row, a row or a table with one row if that is unambiguous, or a YAML file followed by /row or :row.
+    `overrides` are texts like "batch.micro=4", the value in YAML; they have the last word over `tiny`.
+    `steps` ends the run earlier or later and leaves the schedule as the recipe has it, so that a short run is the
+    beginning of the long one; to stretch the schedule as well, override `steps=`.
+
+    Raises:
+        RecipeError: no such recipe, or every problem of it, one line each.
+    """
+    table, row = _find(name)
+    values, where = table.row(row), f"{table.name}/{row}"
+    if tiny:
+        values = _values(shrink(validate(values, where, table.document, table.paths(row))))
+    changed = overriding.apply(values, overrides)
+    recipe = validate(changed.values, where, table.document, table.paths(row), changed)
+    return recipe if steps is None else _with_steps(recipe, steps)
+
+
+def full_name(name: str) -> str:
+    """The recipe that `name` means to `load`, as table/row. Raises RecipeError where there is none."""
+    table, row = _find(name)
+    return f"{table.name}/{row}"
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as YAML with every value written out; `load_resolved` reads it back."""
+    values = recipe.model_dump(mode="json", by_alias=True)
+    # A degree that nobody stated stays unsaid: the DeepSpeed JSON may choose it (see ds_configs/README.md).
+    values["parallel"] = recipe.parallel.model_dump(mode="json", exclude_unset=True)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+
+
+def load_resolved(path: str | Path) -> Recipe:
+    """Read a recipe that `dump` wrote (a run's recipe.yaml).
+
+    Raises:
+        RecipeError: missing, malformed or not a recipe.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise RecipeError([f"{path}: no such file: a run keeps its recipe in recipe.yaml; give the run's directory"])
+    try:
+        document = read(path, str(path))
+    except YamlError as error:
+        raise RecipeError([str(error)]) from None
+    if not isinstance(document.value, dict):
+        raise RecipeError(
+            [f"{path}: holds {type(document.value).__name__}, not a recipe: was it written by this project?"]
+        )
+    return validate(document.value, str(path), document, ((),))
+
+
+def digest(recipe: Recipe) -> str:
+    """sha256 over what decides the numbers of the training.
+
+    Left out are the layout (`parallel`, `batch.micro`, `batch.accumulation`, `ds_config`), what is only printed or kept, and
+    `steps`, which decides how far the run goes: in its place stands the step at which the learning rate has decayed.
+    """
+    values = recipe.model_dump(mode="json", by_alias=True, exclude=set(_NOT_IN_DIGEST))
+    values["batch"] = {"global": recipe.batch.global_}
+    values["schedule"]["decay_steps"] = None if recipe.schedule.kind == "constant" else recipe.decay_steps
+    del values["steps"]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _with_steps(recipe: Recipe, steps: int) -> Recipe:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise RecipeError(
+            [f"steps={steps!r}: a run has at least one optimizer step; give --steps a whole number from 1"]
+        )
+    schedule = recipe.schedule.model_copy(update={"decay_steps": recipe.decay_steps})
+    return recipe.model_copy(update={"steps": steps, "schedule": schedule})
+
+
+def _values(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(by_alias=True, exclude_unset=True)
+
+
+def _tables(folder: Path) -> tuple[list[Table], list[str]]:
+    tables: list[Table] = []
+    problems: list[str] = []
+    for path in sorted(folder.glob("*.yaml")):
+        try:
+            tables.append(read_table(path))
+        except ProblemsError as error:
+            problems += error.problems
+    return tables, problems
+
+
+def _find(name: str) -> tuple[Table, str]:
+    outside = _outside(name)
+    if outside:
+        path, row = outside
+        if not path.is_file():
+            raise RecipeError(
+                [f"--recipe {name}: there is no file {path}: give the path of a table and a row, as in {path}/row"]
+            )
+        return _row_of([read_table(path)], name, f"{path.stem}/{row}" if row else path.stem, [])
+    tables, problems = _tables(FOLDER)
+    return _row_of(tables, name, name, problems)
+
+
+def _outside(name: str) -> tuple[Path, str] | None:
+    """`path.yaml/row` or `path.yaml:row` -> path and row; None for a name of the catalog."""
+    for suffix in (".yaml", ".yml"):
+        before, found, after = name.rpartition(suffix)
+        if found and after[:1] in ("", "/", ":"):
+            return Path(before + suffix).expanduser(), after[1:]
+    return None
+
+
+def _row_of(tables: list[Table], asked: str, name: str, problems: list[str]) -> tuple[Table, str]:
+    """The one row that `name` can mean; other tables' problems are told only where the name is not found."""
+    every = {f"{table.name}/{row}": (table, row) for table in tables for row in table.rows}
+    matching = [key for key in every if name in (key, *key.split("/", 1))]
+    if name in every:
+        return every[name]
+    if len(matching) == 1:
+        return every[matching[0]]
+    if matching:
+        raise RecipeError([f"--recipe {asked}: can be {', '.join(matching)}: give the table and the row"])
+    words = [*every, *(row for _, row in every.values())]
+    raise RecipeError([f"--recipe {asked}: no such recipe: {did_you_mean(name, words)} (--list shows all)", *problems])

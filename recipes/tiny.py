@@ -1,0 +1,79 @@
+"""`--tiny`: any recipe shrunk to what two CPU cores carry in a minute, on the same code path.
+
+Kept: family, kind of layout, ZeRO stage and offload (they are the ds_config's), kind of checkpointing, precision, dropout,
+kind of schedule, and whether micro-batches are accumulated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recipes.schema import Recipe
+
+LAYERS = 4
+HIDDEN = 64
+HEADS = 4
+VOCABULARY = 509  # prime: tensor parallelism has to pad it
+SEQUENCE = 64
+STEPS = 20
+GLOBAL = 8  # where the number of data-parallel ranks is left open: 1, 2, 4 and 8 divide it
+LEAST_LR = 1e-3  # with less, 20 steps learn nothing visible
+
+
+def tiny(recipe: Recipe) -> Recipe:
+    """The recipe, shrunk; shrinking twice changes nothing more.
+
+    Raises:
+        pydantic.ValidationError: never for a valid recipe (our invariant).
+    """
+    values: dict[str, Any] = recipe.model_dump(by_alias=True, exclude_unset=True)
+    suffix = " (tiny)"
+    values["title"] = recipe.title if recipe.title.endswith(suffix) else recipe.title + suffix
+    values["model"] = {
+        "family": recipe.model.family, "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab_size": VOCABULARY
+    }  # fmt: skip
+    values["sequence_length"] = min(SEQUENCE, recipe.sequence_length)
+    values["parallel"] = {key: min(2, degree) for key, degree in values.get("parallel", {}).items() if degree}
+    values["batch"] = _batch(recipe, values["parallel"].get("dp"))
+    values |= _steps(recipe)
+    values["optimizer"]["lr"] = max(LEAST_LR, recipe.optimizer.lr)
+    if isinstance(recipe.activation_checkpointing, int):
+        values["activation_checkpointing"] = min(2, recipe.activation_checkpointing)
+    values["data"] = {"source": "packaged", "tokenizer": {"kind": "trained_bpe"}}
+    values["run"] = _run(recipe, values.get("run", {}))
+    return Recipe.model_validate(values)
+
+
+def _batch(recipe: Recipe, dp: int | None) -> dict[str, int]:
+    """Micro-batch at most 2; accumulated (twice) if the recipe accumulates, or may once dp is known."""
+    batch = recipe.batch
+    if dp is None:
+        known = {} if batch.micro is None else {"micro": min(2, batch.micro)}
+        return known | {"global": GLOBAL}
+    published_dp = recipe.parallel.dp
+    assert published_dp is not None
+    accumulates = batch.accumulation or (batch.global_ // (batch.micro * published_dp) if batch.micro else 1)
+    micro = min(2, batch.micro or batch.global_ // (published_dp * (batch.accumulation or 1)))
+    accumulation = 2 if accumulates > 1 else 1
+    return {"micro": micro, "accumulation": accumulation, "global": micro * accumulation * dp}
+
+
+def _steps(recipe: Recipe) -> dict[str, Any]:
+    """At most 20 steps; warm-up and decay scaled alike, and the warm-up left shorter than the decay."""
+    steps = min(STEPS, recipe.steps)
+    schedule = recipe.schedule.model_dump(exclude_unset=True)
+    shrunk = steps / recipe.steps
+    decay = max(2, round(recipe.decay_steps * shrunk))
+    if recipe.schedule.decay_steps is not None:
+        schedule["decay_steps"] = decay
+    if recipe.schedule.warmup_steps:
+        schedule["warmup_steps"] = min(max(1, round(recipe.schedule.warmup_steps * shrunk)), decay - 1)
+    return {"steps": steps, "schedule": schedule}
+
+
+def _run(recipe: Recipe, run: dict[str, Any]) -> dict[str, Any]:
+    shrunk = dict(run, validation_samples=min(8, recipe.run.validation_samples))
+    for key, every in (("validate_every", recipe.run.validate_every), ("save_every", recipe.run.save_every)):
+        if every:
+            shrunk[key] = min(10, every)
+    return shrunk

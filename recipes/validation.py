@@ -1,0 +1,113 @@
+"""From a mapping to a Recipe, or to every problem in it at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from recipes.fields import known_prefix, suggestion
+from recipes.overrides import Overridden
+from recipes.problems import ProblemsError
+from recipes.schema import Recipe
+from recipes.yamlfile import Document, KeyPath
+
+_MISSING = "missing"
+_UNKNOWN = "extra_forbidden"
+
+
+class RecipeError(ProblemsError):
+    """A recipe that cannot be had: every problem, one line each."""
+
+
+def validate(
+    values: dict[str, Any],
+    name: str,
+    document: Document,
+    roots: Sequence[KeyPath],
+    overridden: Overridden | None = None,
+) -> Recipe:
+    """The Recipe in `values`.
+
+    Args:
+        values: the recipe as plain data, keys as in the file.
+        name: of the recipe, to start each line with.
+        document: the file it comes from; `roots` are the paths in it under which a key of the recipe may stand.
+        overridden: where the values come from `--set`: its problems are reported with those found here.
+
+    Raises:
+        RecipeError: all problems.
+    """
+    lines = list(overridden.problems) if overridden else []
+    set_keys = overridden.keys if overridden else frozenset()
+    try:
+        recipe = Recipe.model_validate(values)
+        if not lines:
+            return recipe
+    except ValidationError as error:
+        for path, message in _lines(error, values):
+            place = " (--set)" if ".".join(path) in set_keys else _place(path, document, roots)
+            lines.append(f"{name}: {message}{place}")
+    raise RecipeError(list(dict.fromkeys(lines)))
+
+
+def _lines(error: ValidationError, values: dict[str, Any]) -> list[tuple[KeyPath, str]]:
+    """(key path, message) of each problem, those that unknown keys hid included."""
+    details = error.errors()
+    found = [pair for detail in details for pair in _describe(detail)]
+    unknown = [detail["loc"] for detail in details if detail["type"] == _UNKNOWN]
+    if unknown:  # pydantic compares no fields of a model with an unknown key: look again without those
+        rest = copy.deepcopy(values)
+        for loc in unknown:
+            _remove(rest, loc)
+        try:
+            Recipe.model_validate(rest)
+        except ValidationError as second:
+            found += [pair for detail in second.errors() for pair in _describe(detail) if pair not in found]
+    return _one_per_union(found)
+
+
+def _one_per_union(found: list[tuple[KeyPath, str]]) -> list[tuple[KeyPath, str]]:
+    """A value that fits no member of a union is reported by pydantic once per member; joined here."""
+    joined: dict[KeyPath, list[str]] = {}
+    for path, message in found:
+        joined.setdefault(path, []).append(message)
+    result = []
+    for path, messages in joined.items():
+        if len(messages) == 1 or not path:
+            result += [(path, message) for message in messages]
+        else:
+            came = messages[0].split(": ", 1)[0]
+            rules = [message.split(": ", 1)[1] for message in messages]
+            result.append((path, f"{came}: {', or '.join(dict.fromkeys(rules))}"))
+    return result
+
+
+def _describe(detail: ErrorDetails) -> list[tuple[KeyPath, str]]:
+    loc = tuple(str(part) for part in detail["loc"])
+    if detail["type"] == _UNKNOWN:
+        return [(loc, f"{'.'.join(loc)}: unknown key; {suggestion(loc)}")]
+    path = known_prefix(detail["loc"])
+    key = ".".join(path)
+    if detail["type"] == _MISSING:
+        return [(loc, f"{'.'.join(loc)}: is missing; the recipe must state it")]
+    if detail["type"] == "value_error":  # ours: each line says what came, the rule and the fix
+        return [(path, line) for line in detail["msg"].removeprefix("Value error, ").splitlines()]
+    rule = detail["msg"][0].lower() + detail["msg"][1:]
+    return [(path, f"{key}={detail['input']!r}: {rule.replace('input should', 'should')}")]
+
+
+def _place(path: KeyPath, document: Document, roots: Sequence[KeyPath]) -> str:
+    """Where a key stands, as " (recipes/default.yaml:14)"; empty for one that is not in the file."""
+    lines = (document.lines.get((*root, *path)) for root in roots if path)
+    line = next(filter(None, lines), None)
+    return f" ({document.where}:{line})" if line else ""
+
+
+def _remove(values: Any, loc: Sequence[str | int]) -> None:
+    for part in loc[:-1]:
+        values = values[part]
+    values.pop(loc[-1], None)

@@ -1,0 +1,341 @@
+"""The recipe schema, the catalog and its errors, --set, --steps and --tiny."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from recipes import catalog
+from recipes.catalog import RecipeError, digest, dump, load, load_resolved
+from recipes.fields import paths
+from recipes.schema import Recipe
+from recipes.yamlfile import YamlError, parse
+
+EVERY = [entry.name for entry in catalog.names()]
+GOOD = """
+title: a table
+defaults:
+  model: {layers: 2, hidden: 8, heads: 2, vocab_size: 300}
+  sequence_length: 16
+  batch: {micro: 1, global: 4}
+  steps: 10
+  optimizer: {lr: 1e-3}
+rows:
+  one: {title: first, optimizer: {weight_decay: 0.5}}
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path):
+    """Writes a table and returns its path."""
+
+    def write(text: str = GOOD, name: str = "mine.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def problems(name: str, *overrides: str, **how) -> tuple[str, ...]:
+    with pytest.raises(RecipeError) as error:
+        load(name, overrides, **how)
+    return error.value.problems
+
+
+# --- names
+
+
+def test_there_are_recipes_and_the_default_comes_first():
+    assert EVERY[0] == catalog.DEFAULT_RECIPE
+    assert {name.split("/")[0] for name in EVERY} >= {"default", "openwebtext", "parallel_kinds"}
+    assert all(entry.title and entry.table_title for entry in catalog.names())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_recipe_loads_and_names_a_ds_config(name):
+    recipe = load(name)
+    assert (Path(catalog.__file__).parents[1] / "ds_configs" / f"{recipe.ds_config}.json").is_file()
+
+
+def test_a_row_or_a_table_of_one_row_is_name_enough():
+    assert load("3d") == load("parallel_kinds/3d")
+    assert load("default") == load("sotu") == load()
+    assert catalog.full_name("sotu") == "default/sotu"
+
+
+def test_unknown_name_gets_near_matches_and_an_ambiguous_one_its_choices():
+    assert "did you mean parallel_kinds/pipeline" in problems("parallel_kinds/pipelin")[0]
+    assert "there is" in problems("qqqqqq")[0] and "default/sotu" in problems("qqqqqq")[0]
+    assert "parallel_kinds/zero1, parallel_kinds/zero2" in problems("parallel_kinds")[0]
+
+
+@pytest.mark.parametrize("form", ["{}/one", "{}:one", "{}"])
+def test_a_file_of_ones_own(table, form):
+    recipe = load(form.format(table()))
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (
+        1e-3,
+        0.5,
+    )  # merged with the defaults, 1e-3 a number
+
+
+def test_a_file_or_row_that_is_not_there(table, tmp_path):
+    assert f"there is no file {tmp_path}/no.yaml" in problems(f"{tmp_path}/no.yaml:one")[0]
+    assert "did you mean mine/one?" in problems(f"{table()}:onee")[0]
+
+
+# --- bad files
+
+
+def test_malformed_yaml_says_where(table):
+    path = table("title: x\nrows: {a: [1, 2}\n")
+    assert problems(f"{path}:a") == (
+        f"{path}:2:16: not YAML: expected ',' or ']', but got '}}': 'rows: {{a: [1, 2}}'",
+    )  # fmt: skip
+
+
+def test_a_duplicate_key_is_refused_with_both_lines(table):
+    path = table(GOOD.replace("  steps: 10\n", "  steps: 10\n  steps: 20\n"))
+    assert problems(f"{path}:one") == (
+        f"{path}:8:3: key 'steps' is already in line 7: a key stands once in its mapping; remove one of the two",
+    )
+
+
+def test_duplicates_are_found_at_any_depth():
+    for text in ("a: {b: {c: 1, c: 2}}", "a: [{b: 1, b: 2}]"):
+        with pytest.raises(YamlError, match="is already in line 1"):
+            parse(text, "x")
+
+
+def test_the_frame_of_a_table_is_checked_at_once(table):
+    path = table("defauls: {}\nrows: {a: 3, 1: {}}\n")
+    found = problems(f"{path}:a")
+    assert found[0] == f"{path}:1: defauls: unknown key of a table: did you mean defaults?"
+    assert [line for line in found if "title is missing" in line]
+    assert [line for line in found if "row a holds 3" in line] and [line for line in found if "row 1" in line]
+    assert "holds str" in problems(str(table("just text")))[0]
+    assert "at least one row" in problems(str(table("title: x")))[0]
+    assert "not UTF-8" in problems(str(_latin1(table())))[0]
+
+
+def _latin1(path: Path) -> Path:
+    path.write_bytes("title: é".encode("latin-1"))
+    return path
+
+
+def test_all_problems_of_a_row_come_at_once_with_their_lines(table):
+    text = (
+        GOOD.replace("layers: 2", "layer: 2").replace("steps: 10", "steps: ten") + "    seeed: 3\n    precision: fp8\n"
+    )
+    text = text.replace(
+        "one: {title: first, optimizer: {weight_decay: 0.5}}", "one:\n    title: first\n    schedule: {warmup: 3}"
+    )
+    path = table(text)
+    found = problems(f"{path}:one")
+    assert f"mine/one: model.layer: unknown key; did you mean model.layers? ({path}:4)" in found
+    assert "mine/one: model.layers: is missing; the recipe must state it" in found
+    assert f"mine/one: steps='ten': should be a valid integer ({path}:7)" in found
+    assert f"mine/one: schedule.warmup: unknown key; did you mean schedule.warmup_steps? ({path}:12)" in found
+    assert f"mine/one: seeed: unknown key; did you mean seed? ({path}:13)" in found
+    assert f"mine/one: precision='fp8': should be 'fp32', 'bf16' or 'fp16' ({path}:14)" in found
+    assert len(found) == 6
+
+
+def test_an_unknown_key_does_not_hide_what_the_other_keys_owe_each_other(table):
+    found = problems(f"{table(GOOD + '  two: {title: x, sped: 1, schedule: {warmup_steps: 10}}')}:two")
+    assert [line.split(":")[1].strip() for line in found] == ["sped", "schedule.warmup_steps=10 is not below steps=10"]
+
+
+# --- what the fields owe each other
+
+WRONG = {
+    "model.heads=5": "model.hidden=384 is not divisible by model.heads=5",
+    "schedule.min_lr=1": "schedule.min_lr=1.0 is above optimizer.lr=0.001",
+    "schedule.warmup_steps=300": "schedule.warmup_steps=300 is not below steps=300",
+    "schedule.decay_steps=20": "schedule.warmup_steps=20 is not below schedule.decay_steps=20",
+    "optimizer.betas=[1.0, 0.9]": "optimizer.betas=1.0: should be less than 1",
+    "data.tokenizer.kind=gpt2": "the published vocabulary has 50257 tokens",
+    "model.vocab_size=256": "set model.vocab_size to 257 or more",
+    "data={source: hub, name: x}": "a vocabulary cannot be trained on a stream",
+    "data.source=jsonl": "data.source=jsonl needs data.name",
+    "activation_checkpointing=7": "activation_checkpointing=7 is above model.layers=6",
+    "activation_checkpointing=some": "activation_checkpointing='some': should be 'none' or 'full', or should be a valid integer",
+    "steps=true": "steps=True: should be a valid integer",
+    "steps=1.5": "steps=1.5: should be a valid integer",
+    "steps='12'": "steps='12': should be a valid integer",
+    "optimizer.lr=-1": "optimizer.lr=-1: should be greater than 0",
+    "optimizer.lr=.nan": "optimizer.lr=nan",
+    "dropout.hidden=1": "dropout.hidden=1: should be less than 1",
+    "batch.global=0": "batch.global=0: should be greater than 0",
+    "batch=null": "batch=None",
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_inconsistent_values_are_refused(override):
+    found = problems("default/sotu", override)
+    assert any(WRONG[override] in line for line in found), found
+
+
+def test_a_constant_rate_may_warm_up_to_the_end():
+    assert load("default", ["schedule.kind=constant", "schedule.warmup_steps=300"]).schedule.warmup_steps == 300
+
+
+def test_the_schema_is_frozen_and_every_number_says_what_it_is():
+    recipe = load()
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.steps = 3  # type: ignore[misc]
+    assert "batch.global" in set(paths()) and "batch.global_" not in set(paths())
+
+
+# --- overrides
+
+
+def test_overrides_reach_every_depth_and_read_values_as_yaml():
+    recipe = load(
+        "default",
+        [
+            "batch.global=16",
+            "data.tokenizer.kind=gpt2",
+            "model.vocab_size=50257",
+            "optimizer.lr=1e-4",
+            "run.prompt=null",
+        ]
+        + ["schedule.min_lr=0.0", "published.source=me", "schedule.min_lr=1e-5", "optimizer.betas=[0.8, 0]"],
+    )
+    assert (recipe.batch.global_, recipe.data.tokenizer.kind, recipe.optimizer.lr) == (16, "gpt2", 1e-4)
+    assert (recipe.run.prompt, recipe.schedule.min_lr, recipe.optimizer.betas) == (None, 1e-5, (0.8, 0.0))
+    assert recipe.published is not None and recipe.published.source == "me"
+    assert load().batch.global_ == 8  # the catalog is not changed
+
+
+def test_bad_overrides_are_all_reported_with_how_to_write_them():
+    found = problems("default", "batch.micr=4", "lr=1", "steps", "=3", "model.layers=[", "steps=0", "foo.bar=1")
+    assert found[:6] == (
+        "--set batch.micr=4: batch.micr: unknown key; did you mean batch.micro?",
+        "--set lr=1: lr: unknown key; did you mean optimizer.lr?",
+        "--set steps: is not key=value; write --set key=value, as in --set batch.micro=4",
+        "--set =3: is not key=value; write --set key=value, as in --set batch.micro=4",
+        found[4],
+        "--set foo.bar=1: foo.bar: unknown key; no such key",
+    )
+    assert found[4].startswith("--set model.layers=[:1:2: not YAML")
+    assert found[6] == "default/sotu: steps=0: should be greater than 0 (--set)"
+
+
+# --- steps, dump, digest
+
+
+def test_steps_end_the_run_and_leave_the_schedule():
+    full, short, longer = load(), load(steps=7), load(steps=1000)
+    assert (short.steps, short.decay_steps, short.schedule.warmup_steps) == (7, full.decay_steps, 20)
+    assert digest(short) == digest(full) == digest(longer)
+    assert digest(load(overrides=["steps=301"])) != digest(full)
+    assert "at least one optimizer step" in problems("default", steps=0)[0]
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("tiny", [False, True])
+def test_a_resolved_recipe_reads_back_equal(name, tiny, tmp_path):
+    recipe = load(name, tiny=tiny)
+    (tmp_path / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
+    again = load_resolved(tmp_path / "recipe.yaml")
+    assert again == recipe and digest(again) == digest(recipe)
+    assert (
+        again.parallel.model_fields_set == recipe.parallel.model_fields_set
+    )  # or the JSON's default degrees would be lost
+
+
+def test_resolved_recipes_that_cannot_be_read(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    for text, message in (
+        (None, "no such file"),
+        ("[1]", "holds list"),
+        ("a: {", "not YAML"),
+        ("title: x", "is missing"),
+    ):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            load_resolved(path)
+
+
+SAME = (
+    "parallel.tp=2",
+    "batch.micro=4",
+    "batch.accumulation=2",
+    "ds_config=zero1",
+    "title=x",
+    "note=x",
+    "run.save_every=7",
+)
+OTHER = ("batch.global=16", "optimizer.lr=2e-3", "seed=1", "model.layers=5", "precision=fp32", "dropout.hidden=0.1",
+         "schedule.warmup_steps=21", "data.validation_every=7", "sequence_length=128", "init_std=0.01",
+         "activation_checkpointing=full")  # fmt: skip
+
+
+def test_the_digest_knows_what_decides_the_numbers():
+    base = digest(load())
+    assert {digest(load(overrides=[override])) for override in SAME} == {base}
+    others = [digest(load(overrides=[override])) for override in OTHER]
+    assert base not in others and len(set(others)) == len(OTHER)
+
+
+# --- tiny
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_tiny_keeps_the_code_path(name):
+    full, small = load(name), load(name, tiny=True)
+    assert small.model.layers <= 4 and small.model.hidden == 64 and small.steps <= 20 and small.sequence_length <= 64
+    assert small.model.vocab_size % 2 == 1, "tensor parallelism must have to pad"
+    assert small.data.source == "packaged" and small.optimizer.lr >= 1e-3 and small.title.endswith(" (tiny)")
+    for kept in ("dropout", "precision", "ds_config", "seed"):
+        assert getattr(small, kept) == getattr(full, kept)
+    assert small.schedule.kind == full.schedule.kind
+    assert type(small.activation_checkpointing) is type(full.activation_checkpointing)
+    for degree in ("tp", "pp", "dp"):
+        before, after = getattr(full.parallel, degree), getattr(small.parallel, degree)
+        assert after == (None if before is None else min(2, before))
+    assert load(name, tiny=True) == small
+
+
+def published(**batch) -> Recipe:
+    """A row as the tables have them: many GPUs, everything stated."""
+    values = load("openwebtext/gpt2-124m").model_dump(by_alias=True)
+    values |= {"parallel": {"tp": 4, "pp": 8, "dp": 4}, "batch": batch, "activation_checkpointing": 4}
+    values["schedule"] |= {"warmup_steps": 2000, "decay_steps": 320000, "min_lr": 1e-5}
+    return Recipe.model_validate(values | {"steps": 400000})
+
+
+def test_tiny_of_a_published_layout_keeps_the_batch_identity():
+    from recipes.tiny import tiny
+
+    small = tiny(published(micro=4, accumulation=16, **{"global": 256}))
+    assert (small.parallel.tp, small.parallel.pp, small.parallel.dp) == (2, 2, 2)
+    assert small.batch.model_dump() == {"micro": 2, "accumulation": 2, "global_": 8}
+    assert small.activation_checkpointing == 2
+    assert (small.schedule.warmup_steps, small.schedule.decay_steps) == (1, 16)
+    once = tiny(published(micro=4, accumulation=None, **{"global": 16}))
+    assert once.batch.model_dump() == {"micro": 2, "accumulation": 1, "global_": 4}
+    assert tiny(small) == small
+
+
+def test_set_has_the_last_word_over_tiny():
+    assert load("default", ["model.layers=3", "batch.global=12"], tiny=True).model.layers == 3
+
+
+# --- the planning side is light
+
+
+def test_reading_recipes_imports_neither_torch_nor_deepspeed():
+    code = (
+        "import sys, recipes.catalog, ds_configs.resolver; recipes.catalog.load(); "
+        "sys.exit(bool({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
+    )
+    root = Path(catalog.__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
