@@ -103,8 +103,9 @@ def build_parser():
     how = parser.add_argument_group("how to run it")
     how.add_argument("--ds_config", metavar="FILE", help="DeepSpeed JSON, as a path or the bare name of one in ds_configs/ "
                      "(default: the recipe's own)")  # fmt: skip
-    how.add_argument("--compile", action="store_true", help="compile the transformer layers with torch.compile and print the measured gain")
-    how.add_argument("--emulate_fp16", action="store_true", help="let a CPU run fp16 to exercise the loss scaler: slow, and said in the results")
+    how.add_argument("--compile", action="store_true", help="use torch.compile and print the measured gain")
+    how.add_argument("--emulate_fp16", action="store_true", help="let a CPU run fp16, to exercise the loss scaler: slow, and "
+                     "said in the results")  # fmt: skip
     how.add_argument("--plan", action="store_true", help="check everything, show the resolved plan and exit")
     keep = parser.add_argument_group("where it is kept")
     keep.add_argument("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")

@@ -59,8 +59,9 @@ class Report(Silence):
         saved = checkpoint.newest(self.directory.checkpoints) if self.job.resume else None
         done = saved.step if saved else 0
         text = describe_plan(
-            self.job.plan, name=self.job.name, hardware=hardware.summary(self.described), run_directory=self.directory.path, data=corpus.summary
-        )
+            self.job.plan, name=self.job.name, hardware=hardware.summary(self.described), run_directory=self.directory.path,
+            data=corpus.summary,
+        )  # fmt: skip
         if self.progress:
             print(f"\n{text}\n", flush=True)
             print(

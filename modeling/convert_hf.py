@@ -112,7 +112,9 @@ def _check_names(found: set[str], expected: set[str], what: str) -> None:
         )
 
 
-def hf_config(*, layers: int, hidden: int, heads: int, vocab: int, positions: int, dropout: float = 0.0, end_token: int | None = None) -> Any:
+def hf_config(
+    *, layers: int, hidden: int, heads: int, vocab: int, positions: int, dropout: float = 0.0, end_token: int | None = None
+) -> Any:
     """The `GPT2Config` of the same model."""
     from transformers import GPT2Config
 

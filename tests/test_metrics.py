@@ -131,7 +131,8 @@ def test_a_log_gets_whole_lines(tmp_path):
     assert "\r" not in stream.getvalue()
     assert LINES_PER_RUN <= len(lines) <= LINES_PER_RUN + 1
     assert lines[0].startswith("step 1/200 | loss 5.9000 | lr 1.0e-03 | grad norm 1.5 | 16 samples/s | 256 tokens/s")
-    assert "left" in lines[0] and lines[-1].startswith("step 200/200")
+    assert "left" not in lines[0] and "left" in lines[1]  # one step tells nothing about the rate: it compiles and allocates
+    assert lines[-1].startswith("step 200/200")
     assert "scale" not in lines[0]
 
 
