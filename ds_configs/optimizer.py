@@ -47,6 +47,10 @@ def fills(recipe: Recipe, config: dict[str, Any], offloads: bool, machine: Machi
                 "optimizer: torch's AdamW, since DeepSpeed's needs g++ and ninja, which are missing; same rule, slower"
             )
         torch_adam = True
+    if torch_adam is None and machine.accelerator == "cpu" and not offloads:
+        # DeepSpeed's fused Adam is a GPU kernel. Its CPU form compiles for half a minute, is not faster than torch's on the
+        # flat partitions of ZeRO, and accumulates its bias correction in a way that a resumed run cannot repeat.
+        torch_adam = True
     values["optimizer.params.torch_adam"] = torch_adam is True
     if torch_adam is True and offloads:
         if config.get("zero_force_ds_cpu_optimizer") is True:

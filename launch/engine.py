@@ -19,6 +19,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import set_z3_leaf_modules
 
 from ds_configs.resolver import Plan
+from launch import ops
 from launch.schedule import Schedule
 from modeling.convert_hf import read_hf
 from modeling.gpt2 import GPT2, GPT2Shape, pipeline_module
@@ -87,8 +88,9 @@ def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict]
     return [g for g in groups if g["params"]]
 
 
-def build_engine(plan: Plan, grid: ProcessGrid, *, compiled: bool = False, initial_weights: str | None = None):
-    """A DeepSpeed engine for `plan` on the processes of `grid`."""
+def build_engine(plan: Plan, grid: ProcessGrid, *, compiled: bool = False, initial_weights: str | None = None, say: ops.Say = print):
+    """A DeepSpeed engine for `plan` on the processes of `grid`; `say` is told when an op has to be compiled first."""
+    ops.prepare(plan.ds, grid.control_group, say)
     # Here and not by DeepSpeed, so that the tracker of dropout states knows the tensor group before anything is drawn.
     deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
     module = build_module(plan, grid, initial_weights)
@@ -106,6 +108,8 @@ def build_engine(plan: Plan, grid: ProcessGrid, *, compiled: bool = False, initi
     )
     if plan.zero_stage == 0:
         _keep_norm(engine)
+    if engine.fp16_enabled():
+        _postpone_growth(engine)
     return engine
 
 
@@ -116,6 +120,30 @@ def _keep_norm(engine) -> None:
         engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping(), mpu=engine.mpu)
 
     engine.clip_fp32_gradients = clip
+
+
+def _postpone_growth(engine) -> None:
+    """Let the loss scale grow after the optimizer step instead of in the middle of it.
+
+    DeepSpeed 0.19.8 doubles the scale at the end of a loss_scale_window before it unscales that step's gradients, which
+    halves them (and under ZeRO-3 the reported norm).
+    """
+    update = engine.optimizer._update_scale
+    postponed: list[bool] = []
+
+    def update_on_overflow(has_overflow: bool = False) -> None:
+        if has_overflow:
+            update(True)
+        else:
+            postponed.append(True)
+
+    def settle() -> None:
+        while postponed:
+            postponed.pop()
+            update(False)
+
+    engine.optimizer._update_scale = update_on_overflow
+    engine.settle_loss_scale = settle
 
 
 @contextlib.contextmanager
@@ -164,10 +192,12 @@ def train_step(engine, batches: Sequence[MicroBatch], grid: ProcessGrid) -> Step
                 engine.step()
                 total += micro_loss.detach().float()
             loss = _data_parallel_mean(total / len(batches), grid)
+    if engine.fp16_enabled():
+        engine.settle_loss_scale()
     norm = engine.get_global_grad_norm()
     skipped = engine.skipped_steps > skipped_before
     if not math.isfinite(float(loss)) and not skipped:
-        raise Diverged(f"the loss is {float(loss)} in {engine_precision(engine)}: {DIVERGED_ADVICE}")
+        raise Diverged(f"the loss is {float(loss)} in {engine_precision(engine)}. {DIVERGED_ADVICE}")
     return Step(float(loss), lr, None if norm is None else float(norm), scale, skipped)
 
 
@@ -236,7 +266,7 @@ class SkippedInARow:
             )
 
 
-DIVERGED_ADVICE = """nothing more can be learned from here.
+DIVERGED_ADVICE = """Nothing more can be learned from here.
   - metrics.jsonl shows the grad norm before this step: if it grew, lower optimizer.lr, lengthen schedule.warmup_steps or
     set optimizer.clip
   - fp16 overflows where bf16, which needs no loss scale, does not: ds_configs/bf16.json or --set precision=bf16

@@ -61,7 +61,7 @@ def train(job: Job, metrics, corpus, grid) -> str | None:
     from modeling.random_state import seed_step
 
     plan, recipe, layout, run = job.plan, job.plan.recipe, job.plan.layout, job.plan.recipe.run
-    engine = build_engine(plan, grid, compiled=job.compiled, initial_weights=job.initial_weights)
+    engine = build_engine(plan, grid, compiled=job.compiled, initial_weights=job.initial_weights, say=metrics.say)
     held_out = validation_batches(corpus.validation, layout.micro, layout.accumulation, layout.dp, grid.at.dp)
 
     saved = checkpoint.newest(job.directory / "checkpoints") if job.resume else None
@@ -139,8 +139,8 @@ def checked_job(args):
         machine = startup.detect_machine(args.emulate_fp16)
         plan = resolve(recipe, args.ds_config or recipe.ds_config, startup.world_size(), machine)
         if args.init_from:
-            startup.check_weights_directory(args.init_from)
-        original = catalog.load(args.recipe)
+            startup.check_weights_directory(args.init_from, recipe)
+        original = catalog.load(args.recipe, tiny=args.tiny)
     except ValueError as e:
         startup.refuse(e)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")

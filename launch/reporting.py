@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launch import hardware, results
+from launch import hardware, results, run_vocabulary
 from launch.metrics import Metrics
 from launch.plan_text import describe_plan
 from launch.plotting import plot_loss
@@ -56,6 +56,7 @@ class Report(Silence):
         from launch import checkpoint
 
         self.corpus = corpus
+        run_vocabulary.keep(self.directory.path, corpus.tokenizer)
         saved = checkpoint.newest(self.directory.checkpoints) if self.job.resume else None
         done = saved.step if saved else 0
         text = describe_plan(

@@ -2,6 +2,7 @@
 
     recipe.yaml        the resolved recipe, loadable again
     ds_config.json     the resolved DeepSpeed configuration, as DeepSpeed got it
+    tokenizer/         the vocabulary, in transformers' form (launch/run_vocabulary.py)
     environment.json   one entry per launch: command line, commit, versions, hardware, layout, notices
     metrics.jsonl      one line per optimizer step, validation and note (launch/metrics.py)
     tensorboard/       the same as events

@@ -292,11 +292,19 @@ def test_what_passes_through(written):
 # --- filling
 
 
+def test_compiled_adam_is_kept_where_it_pays():
+    def torch_adam(name, machine):
+        return plan(name, machine=machine).ds["optimizer"]["params"]["torch_adam"]
+
+    assert torch_adam("zero1", CPU) and not torch_adam("zero1", GPU)
+    assert not torch_adam("zero3_offload", CPU) and not torch_adam("zero3_offload", GPU)
+
+
 def test_autos_are_the_recipes():
     ds = plan("zero3", "optimizer.clip=0.5", "optimizer.eps=1e-6", world=2).ds
     assert ds["optimizer"] == {
         "type": "AdamW",
-        "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": False},
+        "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True},
     }
     assert ds["gradient_clipping"] == 0.5
     assert (ds["train_batch_size"], ds["train_micro_batch_size_per_gpu"], ds["gradient_accumulation_steps"]) == (

@@ -1,0 +1,226 @@
+"""Weights out to transformers and in again, from runs that were really trained under several layouts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import data
+from data.vocabulary import train_bpe, vocabulary_digest
+from launch import export_hf, run_vocabulary, startup
+from launch.run_directory import read_metrics
+from launch.weights import load_tensors
+from modeling import convert_hf
+from recipes import catalog
+from recipes.schema import Recipe
+from tests.launching import ROOT, run, run_ranks
+
+STEPS = 4
+
+
+def pretrain(directory: Path, processes: int, *flags: str, stage: int = 0, recipe: str = "default/sotu") -> Path:
+    """A real launch of a tiny recipe with torch's AdamW, which needs no compilation."""
+    config = {"zero_optimization": {"stage": stage}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    directory.parent.mkdir(exist_ok=True, parents=True)
+    ds_config = directory.with_suffix(".json")
+    ds_config.write_text(json.dumps(config))
+    arguments = ["--recipe", recipe, "--tiny", "--steps", STEPS, "--ds_config", ds_config, "--out", directory, *flags]
+    done = run_ranks(processes, ROOT / "launch/pretrain.py", *arguments)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return directory
+
+
+FP32 = ("--set", "precision=fp32")
+LAYOUTS = {  # processes, ZeRO stage, flags
+    "one process": (1, 0, FP32),
+    "dp2 zero3 bf16": (2, 3, ("--set", "precision=bf16")),
+    "tp2 zero3": (2, 3, (*FP32, "--set", "parallel.tp=2")),
+    "pp2": (2, 1, (*FP32, "--set", "parallel.pp=2")),
+}
+MORE_LAYOUTS = {
+    "dp2 zero3": (2, 3, FP32),
+    "dp2 zero1 bf16": (2, 1, ("--set", "precision=bf16")),
+    "tp2 pp2": (4, 1, (*FP32, "--set", "parallel.tp=2", "--set", "parallel.pp=2")),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """name of a layout -> the directory of its run, trained at first use."""
+    root, made = tmp_path_factory.mktemp("runs"), {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            processes, stage, flags = (LAYOUTS | MORE_LAYOUTS)[name]
+            made[name] = pretrain(root / name.replace(" ", "-"), processes, *flags, stage=stage)
+        return made[name]
+
+    return get
+
+
+def validation_losses(run_directory: Path) -> dict[int, float]:
+    records = read_metrics(run_directory / "metrics.jsonl")
+    return {r["step"]: r["loss"] for r in records if r["kind"] == "validation"}
+
+
+def transformers_loss(model: GPT2LMHeadModel, recipe: Recipe) -> float:
+    """Mean cross-entropy in nats per token over the recipe's validation samples, computed by transformers."""
+    samples = data.build(recipe, say=lambda text: None).validation
+    tokens = torch.stack([torch.from_numpy(samples[i]) for i in range(len(samples))])  # (samples, S + 1)
+    with torch.no_grad():
+        logits = model.eval()(tokens[:, :-1]).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE_LAYOUTS)])
+def test_transformers_computes_the_validation_loss_that_the_run_measured(layout, trained, tmp_path):
+    directory = trained(layout)
+    done = export_hf.export(directory, tmp_path / "out")
+    assert done.step == STEPS and done.difference < 1e-4 and done.rounding == 0
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.float32
+    recipe = catalog.load_resolved(directory / "recipe.yaml")
+    # A bf16 run validates in bf16, with 8 bits of mantissa.
+    expected, tolerance = validation_losses(directory)[STEPS], 1e-2 if "bf16" in layout else 1e-5
+    assert transformers_loss(model, recipe) == pytest.approx(expected, abs=tolerance)
+    assert expected < validation_losses(directory)[0] - 0.05, "the run has learned, so these are not the initial weights"
+
+
+def test_the_export_holds_the_runs_weights_bit_for_bit_and_its_vocabulary(trained, tmp_path):
+    directory = trained("dp2 zero3 bf16")
+    done = export_hf.export(directory, tmp_path / "out")
+    recipe = catalog.load_resolved(directory / "recipe.yaml")
+    back = convert_hf.read_hf(tmp_path / "out", recipe.model.layers, recipe.model.heads)
+    saved = load_tensors(done.checkpoint)
+    assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
+    # Master weights, not the bf16 ones that the run computes with.
+    assert any(not torch.equal(t, t.bfloat16().float()) for t in saved.values())
+    tokenizer, trained_with = AutoTokenizer.from_pretrained(tmp_path / "out"), data.build(recipe, say=lambda text: None).tokenizer
+    text = "My fellow citizens, 1865 — naïve <|endoftext|>"
+    assert tokenizer.encode(text) == trained_with.encode(text) and tokenizer.eos_token_id == trained_with.eos_token_id
+    config = GPT2Config.from_pretrained(tmp_path / "out")
+    assert (config.eos_token_id, config.n_positions, config.vocab_size) == (tokenizer.eos_token_id, 64, 509)
+
+
+def test_half_precision_exports_are_rounded_and_still_checked(trained, tmp_path):
+    done = export_hf.export(trained("one process"), tmp_path / "out", dtype="bfloat16")
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert done.difference < 1e-4 < done.rounding < 0.1
+    assert GPT2LMHeadModel.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_the_command_and_the_lines_it_prints(trained, tmp_path):
+    done = run([sys.executable, "launch/export_hf.py", str(trained("one process")), "--out", str(tmp_path / "out")])
+    assert done.returncode == 0, done.stdout
+    lines = [line.strip() for line in done.stdout.split("use it\n")[1].splitlines()]
+    used = run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path)
+    assert used.returncode == 0 and "My fellow citizens" in used.stdout, used.stdout
+
+
+def test_refusals_say_what_is_there(trained, tmp_path):
+    directory = trained("one process")
+    with pytest.raises(ValueError, match="does not exist: give a run directory"):
+        export_hf.export(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(ValueError, match="is no run of this project"):
+        export_hf.export(tmp_path, tmp_path / "out")
+    with pytest.raises(ValueError, match=f"--step 3: .* only of {STEPS}: give one of these"):
+        export_hf.export(directory, tmp_path / "out", step=3)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="not empty"):
+        export_hf.export(directory, tmp_path / "full")
+    torn = tmp_path / "torn"
+    shutil.copytree(directory, torn)
+    next((torn / "checkpoints").rglob("weights-stage-00.safetensors")).write_bytes(b"torn")
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        export_hf.export(torn, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_conversion_is_noticed_and_leaves_nothing(trained, tmp_path, monkeypatch):
+    back = convert_hf.FORMS["qkv"][1]
+    monkeypatch.setitem(convert_hf.FORMS, "qkv", (lambda x, heads: x.t() if x.dim() == 2 else x, back))
+    with pytest.raises(export_hf.ExportMismatch, match="differ from ours"):
+        export_hf.export(trained("one process"), tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_keeps_its_vocabulary_and_refuses_another(tmp_path):
+    def tokenizer(text):
+        return PreTrainedTokenizerFast(tokenizer_object=train_bpe([text] * 3, 262), eos_token="<|endoftext|>")
+
+    first = tokenizer("the thin thing this there")
+    run_vocabulary.keep(tmp_path, first)
+    run_vocabulary.keep(tmp_path, first)
+    assert vocabulary_digest(run_vocabulary.load(tmp_path)) == vocabulary_digest(first)
+    with pytest.raises(ValueError, match="is not the vocabulary"):
+        run_vocabulary.keep(tmp_path, tokenizer("on and on and on anon"))
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        run_vocabulary.load(tmp_path / "elsewhere")
+
+
+# --init_from
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory) -> Path:
+    """A transformers GPT-2 of the tiny recipe's shape whose every weight, biases and norms too, is far from its initial value."""
+    torch.manual_seed(7)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=509, n_positions=64, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    directory = tmp_path_factory.mktemp("foreign")
+    model.save_pretrained(directory)
+    return directory
+
+
+def test_a_run_from_given_weights_starts_at_the_loss_that_transformers_computes(foreign, tmp_path):
+    directory = pretrain(tmp_path / "run", 2, *FP32, "--set", "parallel.tp=2", "--init_from", str(foreign), stage=1)
+    recipe = catalog.load_resolved(directory / "recipe.yaml")
+    expected = transformers_loss(GPT2LMHeadModel.from_pretrained(foreign), recipe)
+    assert expected > 7, "far from the loss of the recipe's own initial weights"
+    assert validation_losses(directory)[0] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage, flags", [(3, ("parallel.tp=2",)), (1, ("parallel.pp=2",)), (3, ())], ids=["tp2 zero3", "pp2", "dp2 zero3"])
+def test_a_run_goes_on_from_an_export_where_the_other_ended(stage, flags, trained, tmp_path):
+    export_hf.export(trained("one process"), tmp_path / "out")
+    sets = [word for flag in flags for word in ("--set", flag)]
+    directory = pretrain(tmp_path / "run", 2, *FP32, *sets, "--init_from", str(tmp_path / "out"), stage=stage)
+    assert validation_losses(directory)[0] == pytest.approx(validation_losses(trained("one process"))[STEPS], abs=1e-5)
+
+
+def test_given_weights_of_another_shape_are_refused_with_every_mismatch(foreign, tmp_path):
+    tiny = catalog.load(tiny=True)
+    startup.check_weights_directory(foreign, tiny)
+    with pytest.raises(ValueError) as refused:
+        startup.check_weights_directory(foreign, catalog.load())
+    fix = "--set model.layers=4 --set model.hidden=64 --set model.heads=4 --set model.vocab_size=509 --set sequence_length=64"
+    assert str(refused.value).count("--init_from") == 5 and fix in str(refused.value)
+
+    def config(**values) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps({**json.loads((foreign / "config.json").read_text()), **values}))
+        return tmp_path
+
+    with pytest.raises(ValueError, match="holds no weights(.|\n)*no readable config.json"):
+        startup.check_weights_directory(tmp_path, tiny)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match="n_positions=1024(.|\n)*--set sequence_length=1024"):
+        startup.check_weights_directory(config(n_positions=1024), tiny)
+    with pytest.raises(ValueError, match="--set model.vocab_size=50257 --set data.tokenizer.kind=gpt2"):
+        startup.check_weights_directory(config(vocab_size=50257), tiny)
+    with pytest.raises(ValueError, match="activation_function=relu: our GPT-2 has gelu_new"):
+        startup.check_weights_directory(config(activation_function="relu"), tiny)
+    with pytest.raises(ValueError, match="of type 'bert'"):
+        startup.check_weights_directory(config(model_type="bert"), tiny)
+    with pytest.raises(ValueError, match="does not exist"):
+        startup.check_weights_directory(tmp_path / "nowhere", tiny)

@@ -1,0 +1,229 @@
+"""One recipe, the same numbers under every layout, on real gloo processes; and the comparison notices what is broken on purpose."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import broken_layouts
+import pytest
+import torch
+from launching import ROOT, WORKERS, run, run_ranks
+
+from launch import compare_layouts, parity
+from launch.parity import Outcome, compare, read_outcome
+from recipes import catalog
+
+COMMAND = [sys.executable, str(ROOT / "launch" / "compare_layouts.py"), "--tiny"]
+STEPS = 6
+FAST = [
+    "accumulation 4", "recomputed by 2",
+    "tp2", "tp2 zero3", "pp2", "pp2 accumulation 4, recomputed",
+    "dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp2 zero3 offload",
+    "pp2 dp2", "tp2 pp2", "tp2 pp2 dp2",
+]  # fmt: skip
+
+
+def rows_of(output: str) -> dict[str, str]:
+    """Layout -> verdict, of the printed table."""
+    lines = output.splitlines()
+    (header,) = [i for i, line in enumerate(lines) if line.startswith("layout ")]
+    rows = {}
+    for line in lines[header + 1 :]:
+        if line.startswith("loss: "):  # the legend
+            return rows
+        name, _, _, _, _, _, _, verdict = re.split(r"\s{2,}", line, maxsplit=7)
+        rows[name] = verdict
+    raise AssertionError(f"no legend after the table:\n{output}")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> tuple[Path, str]:
+    """Run directories of the layouts in FAST, and what the command printed."""
+    out = tmp_path_factory.mktemp("layouts")
+    done = run([*COMMAND, "--steps", str(STEPS), "--out", str(out), "--only", *FAST], timeout=580)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return out, done.stdout
+
+
+def outcome(out: Path, name: str) -> Outcome:
+    return read_outcome(name, 0, out / compare_layouts.slug(name), out / "no log")
+
+
+@pytest.fixture(scope="module")
+def reference(compared) -> Outcome:
+    return outcome(compared[0], compare_layouts.REFERENCE.name)
+
+
+def test_reference_trains(reference):
+    assert reference.failure is None
+    assert len(reference.losses) == len(reference.norms) == STEPS
+    assert reference.losses[-1] < reference.losses[0] - 0.05, "six steps must show learning, or equal losses say little"
+    assert min(reference.norms) < 1.0 < max(reference.norms), "clipping at 1 must be active in some steps, or a wrong norm hides"
+    assert reference.weights["word.weight"].shape == (509, 64), "509 is prime: tensor parallelism has to pad it"
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_layout_agrees(compared, reference, name):
+    out, printed = compared
+    assert rows_of(printed)[name] == "yes"
+    found = outcome(out, name)
+    difference = compare(reference, found)
+    assert difference.agrees, f"{difference}"
+    assert difference.loss <= 1e-4 and difference.norm <= 1e-4
+    assert found.weights.keys() == reference.weights.keys() == found.gradients.keys()
+
+
+def test_only_what_was_asked_for_is_compared(compared):
+    assert list(rows_of(compared[1])) == [case.name for case in compare_layouts.CASES if case.name in FAST]
+
+
+def test_cases_keep_to_what_they_are_named():
+    cases = {case.name: case for case in compare_layouts.CASES}
+    assert len(cases) == len(compare_layouts.CASES)
+    assert set(FAST) < set(cases)
+    assert {case.processes for case in cases.values()} == {1, 2, 4, 8}
+    assert {case.accumulation for case in cases.values()} == {1, 4}
+    assert {case.checkpointing for case in cases.values()} == {"none", "full", "2"}
+    for name, case in cases.items():
+        for axis in ("tp", "pp", "dp"):
+            named = re.search(rf"\b{axis}(\d)", name)
+            assert getattr(case, axis) == (int(named[1]) if named else 1), name
+
+
+# Broken on purpose
+
+
+@pytest.fixture(scope="module")
+def broken(compared, tmp_path_factory) -> Path:
+    """Run directories of the broken layouts, all trained by one launch of two ranks."""
+    out = tmp_path_factory.mktemp("broken")
+    (out / "recipe.yaml").write_text((compared[0] / "recipe.yaml").read_text())
+    done = run_ranks(broken_layouts.PROCESSES, WORKERS / "broken_layouts.py", out, timeout=400)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return out
+
+
+@pytest.mark.parametrize("breakage", broken_layouts.BREAKAGES, ids=lambda b: b.case.name)
+def test_breakage_is_noticed(broken, reference, breakage):
+    found = outcome(broken, breakage.case.name)
+    difference = compare(reference, found)
+    assert found.failure is None, "it has to train, and wrongly: a crash proves nothing"
+    assert not difference.agrees
+    assert difference.diverging is not None
+    if breakage.first:
+        assert difference.diverging.startswith(f"{breakage.first} (gradient of step 1")
+    if breakage.by_norm:
+        assert math.isclose(found.losses[0], reference.losses[0], rel_tol=1e-6)
+        assert abs(found.norms[0] / reference.norms[0] - 1) > 0.05
+    assert "NO   first: " in parity.table(reference, [difference])
+
+
+def test_unbroken_layout_agrees(broken, reference):
+    difference = compare(reference, outcome(broken, broken_layouts.CONTROL.case.name))
+    assert difference.agrees, f"{difference}"
+
+
+# The comparison itself
+
+
+def made_up(**changes) -> Outcome:
+    weights = {"word.weight": torch.ones(4, 2), "layers.0.mlp.expand.weight": torch.ones(3), "final_norm.bias": torch.ones(2)}
+    return replace(Outcome("made up", 2, [3.0, 2.0], [1.0, 0.5], dict(weights), dict(weights)), **changes)
+
+
+def test_equal_runs_agree():
+    difference = compare(made_up(), made_up())
+    assert (difference.loss, difference.norm, difference.gradient, difference.weight) == (0, 0, 0, 0)
+    assert difference.agrees and difference.diverging is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"losses": [3.0, 2.0002]},
+        {"losses": [3.0, math.nan]},
+        {"losses": [math.nan, 2.0]},
+        {"norms": [1.0, 0.5001]},
+        {"norms": [math.nan, 0.5]},
+        {"failure": "killed"},
+    ],
+)
+def test_another_loss_or_norm_does_not_agree(changes):
+    assert not compare(made_up(), made_up(**changes)).agrees
+
+
+@pytest.mark.parametrize("kind", ["gradients", "weights"])
+@pytest.mark.parametrize("value", [1.01, math.nan, math.inf])
+def test_first_diverging_tensor_is_named(kind, value):
+    tensors = {**made_up().weights, "final_norm.bias": torch.full((2,), value), "layers.0.mlp.expand.weight": torch.full((3,), value)}
+    difference = compare(made_up(), made_up(**{kind: tensors}))
+    assert not difference.agrees and difference.diverging.startswith("layers.0.mlp.expand.weight")
+
+
+def test_rounding_agrees():
+    near = {name: t * (1 + 1e-6) for name, t in made_up().weights.items()}
+    assert compare(made_up(), made_up(losses=[3.00001, 2.0], norms=[1.00001, 0.5], gradients=near, weights=near)).agrees
+
+
+def test_what_failed_is_said_below_the_table():
+    table = parity.table(made_up(), [compare(made_up(), made_up(name="tp2", failure="refused: heads=3"))])
+    assert "FAILED" in table and table.endswith("tp2: refused: heads=3")
+
+
+def test_a_failing_reference_is_said():
+    failed = made_up(name="one process", failure="no such file")
+    assert not compare(failed, made_up()).agrees
+    assert parity.table(failed, [compare(failed, made_up())]) == "one process: no such file"
+
+
+# The command
+
+
+def test_unknown_layout_is_refused():
+    done = run([*COMMAND, "--only", "tp2", "tp3"], timeout=60)
+    assert done.returncode == 2 and "--only tp3: no such layout; there are: " in done.stdout
+
+
+def test_layouts_are_listed_by_processes():
+    done = run([*COMMAND, "--list", "--processes", "2"], timeout=60)
+    listed = done.stdout.splitlines()
+    fitting = [case.name for case in compare_layouts.CASES if case.processes <= 2]
+    assert done.returncode == 0
+    assert [re.split(r"\s{2,}", line)[0] for line in listed[-len(fitting) :]] == fitting
+
+
+def test_plans_keep_the_global_batch():
+    """Whatever the layout, a step sees the same samples."""
+    from ds_configs.resolver import Machine
+
+    recipe = catalog.load(catalog.DEFAULT_RECIPE, list(compare_layouts.FORCED), tiny=True)
+    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+    for case in compare_layouts.CASES:
+        plan = compare_layouts.case_plan(recipe, case, machine)
+        assert plan.layout.micro * plan.layout.accumulation * plan.layout.dp == recipe.batch.global_, case.name
+        assert plan.layout.accumulation == case.accumulation and plan.precision == "fp32", case.name
+        assert plan.padded_vocab % (128 * case.tp) == 0 and plan.padded_vocab > recipe.model.vocab_size
+
+
+# The full set
+
+
+@pytest.mark.long
+def test_all_layouts_agree_over_twenty_steps(tmp_path):
+    done = run([*COMMAND, "--out", str(tmp_path)], timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert rows_of(done.stdout) == {case.name: "yes" for case in compare_layouts.CASES}
+    assert "20 steps" in done.stdout
+
+
+@pytest.mark.long
+def test_compiled_layouts_agree(tmp_path):
+    names = ["tp2", "tp2 zero3", "pp2", "recomputed"]
+    done = run([*COMMAND, "--compile", "--steps", str(STEPS), "--out", str(tmp_path), "--only", *names], timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:]
+    rows = rows_of(done.stdout)
+    assert {f"{name} compiled" for name in names} < set(rows) and set(rows.values()) == {"yes"}

@@ -1,0 +1,133 @@
+"""Two ranks that train layouts with one thing broken on purpose, one after another. Started by tests/test_layouts.py.
+
+    broken_layouts.py DIRECTORY    which holds recipe.yaml and gets a run directory for every breakage
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch.nn.functional as F
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from launch import compare_layouts, startup
+from launch.compare_layouts import LayoutCase
+from modeling import collectives, tensor_parallel
+from modeling.collectives import reduce_from_tensor_parallel
+from modeling.initialization import Init
+from modeling.tensor_parallel import RowParallelLinear, VocabParallelEmbedding
+from recipes import catalog
+
+PROCESSES = 2
+
+
+def gradients_stay_apart_at_f() -> AbstractContextManager:
+    return mock.patch.object(collectives._F, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
+
+
+def summands_stay_apart_at_g() -> AbstractContextManager:
+    return mock.patch.object(collectives._G, "forward", staticmethod(lambda ctx, x, group: x.clone()))
+
+
+def no_parameter_marked() -> AbstractContextManager:
+    return _after_parameter(lambda parameter: vars(parameter).pop("tensor_model_parallel", None))
+
+
+def every_parameter_marked() -> AbstractContextManager:
+    return _after_parameter(lambda parameter: setattr(parameter, "tensor_model_parallel", True))
+
+
+def _after_parameter(change: Callable) -> AbstractContextManager:
+    make = Init._parameter
+
+    def changed(self, *args):
+        parameter = make(self, *args)
+        change(parameter)
+        return parameter
+
+    return mock.patch.object(Init, "_parameter", changed)
+
+
+def tied_gradients_stay_apart() -> AbstractContextManager:
+    return mock.patch.object(PipelineModule, "get_tied_weights_and_groups", lambda self: [])
+
+
+def bias_on_every_rank() -> AbstractContextManager:
+    def forward(self, x):
+        return reduce_from_tensor_parallel(F.linear(x, self.weight, self.bias), self.group)
+
+    return mock.patch.object(RowParallelLinear, "forward", forward)
+
+
+def padding_gets_probability() -> AbstractContextManager:
+    def logits(self, x):
+        return F.linear(tensor_parallel.copy_to_tensor_parallel(x, self.group), self.weight)
+
+    return mock.patch.object(VocabParallelEmbedding, "_logits", logits)
+
+
+def data_ranks_stay_apart() -> AbstractContextManager:
+    return mock.patch.object(DeepSpeedEngine, "allreduce_gradients", lambda self, *args, **kwargs: None)
+
+
+def weights_of_another_layout() -> AbstractContextManager:
+    """Every tensor rank draws its slice under a name of its own, as a draw of the slice alone would."""
+    draw = Init._normal
+
+    def by_rank(self, name, shape, std):
+        return draw(self, f"{name}@{startup.rank()}", shape, std)
+
+    return mock.patch.object(Init, "_normal", by_rank)
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """A layout, what breaks it, and by what the comparison has to notice."""
+
+    case: LayoutCase
+    broken: Callable[[], AbstractContextManager]
+    first: str | None = None  # beginning of the first tensor that diverges
+    by_norm: bool = False  # the norm of the first step is wrong, though its loss is right
+
+
+def _case(name: str, tp: int, pp: int, dp: int, ds_config: str) -> LayoutCase:
+    return LayoutCase(name, tp, pp, dp, ds_config)
+
+
+BREAKAGES = [
+    Breakage(_case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="word.weight"),
+    Breakage(_case("f without all-reduce, zero3", 2, 1, 1, "zero3"), gradients_stay_apart_at_f, first="word.weight"),
+    Breakage(_case("g without all-reduce", 2, 1, 1, "zero0"), summands_stay_apart_at_g, first="word.weight"),
+    Breakage(_case("sharded parameters not marked", 2, 1, 1, "zero0"), no_parameter_marked, by_norm=True),
+    Breakage(_case("sharded parameters not marked, zero3", 2, 1, 1, "zero3"), no_parameter_marked, by_norm=True),
+    Breakage(_case("duplicated parameters marked", 2, 1, 1, "zero0"), every_parameter_marked, by_norm=True),
+    Breakage(_case("duplicated parameters marked, zero1", 2, 1, 1, "zero1"), every_parameter_marked, by_norm=True),
+    Breakage(_case("tied gradients not summed", 1, 2, 1, "pipeline"), tied_gradients_stay_apart, first="word.weight"),
+    Breakage(_case("bias on every rank", 2, 1, 1, "zero0"), bias_on_every_rank),
+    Breakage(_case("padding not masked", 2, 1, 1, "zero0"), padding_gets_probability),
+    Breakage(_case("data ranks not averaged", 1, 1, 2, "zero0"), data_ranks_stay_apart, by_norm=True),
+    Breakage(_case("weights drawn by rank", 2, 1, 1, "zero0"), weights_of_another_layout, first="word.weight"),
+]
+# Last, so that it also shows that every breakage was undone.
+CONTROL = Breakage(_case("nothing broken", 2, 1, 1, "zero0"), nullcontext)
+
+
+def main(directory: Path) -> None:
+    startup.quiet_libraries()
+    recipe = catalog.load_resolved(directory / "recipe.yaml")
+    machine = startup.detect_machine()
+    with startup.clean_exit():
+        startup.start_processes(timeout_minutes=2)
+        for breakage in (*BREAKAGES, CONTROL):
+            with breakage.broken():
+                compare_layouts.run_case(recipe, breakage.case, directory / compare_layouts.slug(breakage.case.name), machine)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

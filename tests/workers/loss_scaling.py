@@ -1,0 +1,62 @@
+"""Trains the tiny recipe in emulated fp16 under given loss-scaler settings and writes each step's record.
+
+    loss_scaling.py OUT CASES.json      cases: name, ds_config, tp, pp, dp, fp16 (section of the JSON), steps
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from launch import startup
+
+startup.quiet_libraries()
+MACHINE = startup.detect_machine(emulated_fp16=True)
+
+import torch  # noqa: E402  (after the accelerator is chosen)
+
+import data  # noqa: E402
+from ds_configs.resolver import resolve  # noqa: E402
+from launch import pretrain  # noqa: E402
+from launch.engine import Diverged  # noqa: E402
+from launch.reporting import Silence  # noqa: E402
+from modeling.process_grid import ProcessGrid  # noqa: E402
+from recipes import catalog  # noqa: E402
+
+
+class Records(Silence):
+    def __init__(self):
+        self.steps = []
+
+    def step(self, step, report, seconds):
+        self.steps.append({"loss": report.loss, "lr": report.lr, "norm": report.grad_norm, "scale": report.loss_scale,
+                           "skipped": report.skipped})  # fmt: skip
+
+
+def run(case: dict, out: Path) -> None:
+    settings = [f"parallel.tp={case['tp']}", f"parallel.pp={case['pp']}", f"parallel.dp={case['dp']}", "batch.accumulation=2"]
+    recipe = catalog.load(overrides=settings, tiny=True, steps=case["steps"])
+    config = json.loads((Path("ds_configs") / f"{case['ds_config']}.json").read_text())
+    config["fp16"], config["bf16"] = {"enabled": True, **case["fp16"]}, {"enabled": False}
+    path = out / f"{case['name']}.json"
+    if startup.rank() == 0:
+        path.write_text(json.dumps(config))
+    torch.distributed.barrier()
+    plan = resolve(recipe, path, startup.world_size(), MACHINE)
+    records, problem = Records(), None
+    try:
+        corpus = data.build(recipe, say=records.say)
+        job = pretrain.Job(plan, case["name"], out / case["name"])
+        pretrain.train(job, records, corpus, ProcessGrid(case["tp"], case["pp"], case["dp"]))
+    except Diverged as e:
+        problem = str(e)
+    if startup.rank() == 0:
+        (out / f"{case['name']}.result.json").write_text(json.dumps({"steps": records.steps, "problem": problem}))
+
+
+if __name__ == "__main__":
+    with startup.clean_exit():
+        startup.start_processes()
+        for one in json.loads(Path(sys.argv[2]).read_text()):
+            run(one, Path(sys.argv[1]))

@@ -1,0 +1,53 @@
+"""Four ranks that check the modeling, with tp 2 (two groups side by side) and tp 4. Started by tests/test_modeling.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import deepspeed
+import randomness
+import tensor_parallel
+import torch.distributed as dist
+from reporting import Checks, run_checks
+
+from modeling.process_grid import ProcessGrid
+
+PROCESSES = 4
+DEGREES = (2, 4)
+
+
+def checks_of(tp: int) -> dict[str, Callable[[ProcessGrid, Path], None]]:
+    found: dict[str, Callable[[ProcessGrid, Path], None]] = {}
+    for name, check in tensor_parallel.CHECKS.items():
+        found[name] = partial(lambda check, grid, directory: check(grid.tensor_group), check)
+    found["imported weights"] = lambda grid, directory: tensor_parallel.imported_weights(grid.tensor_group, directory)
+    for_grid = {"process grid": tensor_parallel.process_grid, **randomness.CHECKS}
+    if tp < PROCESSES:
+        for_grid |= randomness.DATA_PARALLEL_CHECKS
+    for name, check in for_grid.items():
+        found[name] = partial(lambda check, grid, directory: check(grid), check)
+    return found
+
+
+NAMES = [f"{name}, tp {tp}" for tp in DEGREES for name in checks_of(tp)]
+
+
+def prepare(directory: Path) -> Checks:
+    checks = {}
+    for tp in DEGREES:
+        grid = ProcessGrid(tp, 1, dist.get_world_size() // tp)
+        for name, check in checks_of(tp).items():
+            checks[f"{name}, tp {tp}"] = partial(configured, check, grid, directory)
+    return checks
+
+
+def configured(check: Callable[[ProcessGrid, Path], None], grid: ProcessGrid, directory: Path) -> None:
+    deepspeed.checkpointing.configure(grid)
+    check(grid, directory)
+
+
+if __name__ == "__main__":
+    run_checks(prepare, Path(sys.argv[1]))

@@ -1,0 +1,80 @@
+"""Trains cases uninterrupted, and again with a failure after some steps followed by a resumed run; writes what differs.
+
+    resuming.py OUT CASES.json      cases: name, ds_config, tp, pp, dp, precision, settings
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from launch import startup
+
+startup.quiet_libraries()
+MACHINE = startup.detect_machine(emulated_fp16=True)
+
+import torch  # noqa: E402  (after the accelerator is chosen)
+
+import data  # noqa: E402
+from ds_configs.resolver import resolve  # noqa: E402
+from launch import checkpoint, pretrain  # noqa: E402
+from launch.reporting import Silence  # noqa: E402
+from launch.weights import load_tensors  # noqa: E402
+from modeling.process_grid import ProcessGrid  # noqa: E402
+from recipes import catalog  # noqa: E402
+
+STEPS, SAVE_EVERY, FAILS_AFTER = 12, 4, 7
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Records(Silence):
+    def __init__(self, fails_after: int | None = None):
+        self.steps, self.fails_after = {}, fails_after
+
+    def step(self, step, report, seconds):
+        self.steps[step] = [report.loss, report.lr, report.grad_norm, report.loss_scale, report.skipped]
+        if step == self.fails_after:
+            raise Interrupted
+
+
+def train(plan, directory: Path, resume: bool, fails_after: int | None = None) -> dict:
+    records = Records(fails_after)
+    job = pretrain.Job(plan, directory.name, directory, resume=resume)
+    try:
+        pretrain.train(job, records, data.build(plan.recipe, say=records.say), ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp))
+    except Interrupted:
+        torch.distributed.barrier()
+    return records.steps
+
+
+def run(case: dict, out: Path) -> None:
+    settings = [
+        *(f"parallel.{degree}={case[degree]}" for degree in ("tp", "pp", "dp")), "dropout.hidden=0.1", "dropout.attention=0.1",
+        "optimizer.betas=[0.9, 0.999]", f"run.save_every={SAVE_EVERY}", f"precision={case['precision']}", *case["settings"],
+    ]  # fmt: skip
+    recipe = catalog.load(overrides=settings, tiny=True, steps=STEPS)
+    plan = resolve(recipe, case["ds_config"], startup.world_size(), MACHINE)
+    whole, broken = out / f"{case['name']}-whole", out / f"{case['name']}-broken"
+    uninterrupted = train(plan, whole, resume=False)
+    train(plan, broken, resume=False, fails_after=FAILS_AFTER)
+    resumed = train(plan, broken, resume=True)
+    torch.distributed.barrier()
+    if startup.rank() == 0:
+        a, b = (load_tensors(checkpoint.newest(d / "checkpoints").directory) for d in (whole, broken))
+        (out / f"{case['name']}.json").write_text(json.dumps({
+            "resumed_steps": sorted(resumed),
+            "different_steps": [s for s in resumed if resumed[s] != uninterrupted[s]],
+            "different_weights": [n for n in a if not torch.equal(a[n], b[n])],
+            "tensors": len(a),
+        }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    with startup.clean_exit():
+        startup.start_processes()
+        for one in json.loads(Path(sys.argv[2]).read_text()):
+            run(one, Path(sys.argv[1]))
