@@ -36,20 +36,20 @@ def fills(recipe: Recipe, config: dict[str, Any], offloads: bool, machine: Machi
     values: dict[str, Any] = {key: value for key, _, value in _numbers(recipe)}
     values["optimizer.type"] = "AdamW"
     torch_adam = lookup(config, "optimizer.params.torch_adam")
+    if torch_adam is None and machine.accelerator == "cpu" and not offloads:
+        # DeepSpeed's fused Adam is a GPU kernel. Its CPU form compiles for half a minute and accumulates its
+        # bias correction in a way that a resumed run cannot repeat (launch/checkpoint.py).
+        torch_adam = True
     if not machine.compiler:
         if torch_adam is False:
             report.problem(
                 f"{report.where}: optimizer.params.torch_adam=false, but there is no compiler: DeepSpeed's Adam is compiled at first "
-                "use; install g++ and ninja, or remove the key"
+                "use; install g++, ninja and Python's headers, or remove the key"
             )
         elif torch_adam is not True:
             report.notice(
-                "optimizer: torch's AdamW, since DeepSpeed's needs g++ and ninja, which are missing; same rule, slower"
+                "optimizer: torch's AdamW, since DeepSpeed's needs g++, ninja and Python's headers, which are missing; same rule, slower"
             )
-        torch_adam = True
-    if torch_adam is None and machine.accelerator == "cpu" and not offloads:
-        # DeepSpeed's fused Adam is a GPU kernel. Its CPU form compiles for half a minute, is not faster than torch's on the
-        # flat partitions of ZeRO, and accumulates its bias correction in a way that a resumed run cannot repeat.
         torch_adam = True
     values["optimizer.params.torch_adam"] = torch_adam is True
     if torch_adam is True and offloads:

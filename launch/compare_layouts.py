@@ -18,7 +18,7 @@ if __name__ == "__main__":  # replace launch/, which would shadow packages
 
 from ds_configs.resolver import ConfigError, Plan, resolve
 from launch import arguments, startup
-from launch.parity import Outcome, compare, read_outcome, table
+from launch.parity import COMPILED, Outcome, compare, read_outcome, table
 from recipes import catalog
 from recipes.schema import Recipe
 
@@ -128,7 +128,7 @@ def chosen_cases(args) -> list[LayoutCase]:
         startup.refuse(f"--only {', '.join(unknown)}: no such layout; there are: {', '.join(names)}")
     cases = [c for c in CASES if (not args.only or c.name in args.only) and c.processes <= args.processes]
     if args.compile:
-        cases = [*cases, *(replace(c, name=f"{c.name} compiled", compiled=True) for c in [REFERENCE, *cases])]
+        cases = [*cases, *(replace(c, name=c.name + COMPILED, compiled=True) for c in [REFERENCE, *cases])]
     return cases
 
 

@@ -19,7 +19,8 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import set_z3_leaf_modules
 
 from ds_configs.resolver import Plan
-from launch import ops
+from launch import compiling, ops
+from launch.compiling import DTYPES
 from launch.schedule import Schedule
 from modeling.convert_hf import read_hf
 from modeling.gpt2 import GPT2, GPT2Shape, pipeline_module
@@ -27,8 +28,6 @@ from modeling.initialization import Init
 from modeling.process_grid import ProcessGrid
 from modeling.transformer import TransformerLayer
 from recipes.schema import Recipe
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 MicroBatch = dict[str, torch.Tensor]  # tokens, labels, weights: (B, S)
 
@@ -98,7 +97,8 @@ def build_engine(plan: Plan, grid: ProcessGrid, *, compiled: bool = False, initi
         # Gather a layer's parameters at once: one set of hooks for each layer instead of one for each of its leaves.
         set_z3_leaf_modules(module, [TransformerLayer])
     if compiled:
-        compile_module(module, plan)
+        say(compiling.measured_gain(plan, grid))
+        compiling.compile_module(module, plan)
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=parameter_groups(module, plan.recipe.optimizer.weight_decay),
@@ -155,20 +155,6 @@ def closing(engine):
         engine.destroy()
         deepspeed.checkpointing.reset()
         torch._dynamo.reset()  # compiled code of this model counts against the recompilation limit of the next
-
-
-def compile_module(module: torch.nn.Module, plan: Plan) -> None:
-    """torch.compile the whole model, or its transformer layers where something has to happen between them.
-
-    That is the pipeline, which runs its layers itself, recomputation, and ZeRO-3, which gathers parameters in hooks of each
-    layer; there `forward` alone is compiled, so that the hooks stay outside of it.
-    """
-    if isinstance(module, GPT2) and plan.zero_stage < 3 and not plan.recipe.checkpoint_interval:
-        module.compile()
-        return
-    for layer in module.modules():
-        if isinstance(layer, TransformerLayer):
-            layer.forward = torch.compile(layer.forward)
 
 
 def train_step(engine, batches: Sequence[MicroBatch], grid: ProcessGrid) -> Step:

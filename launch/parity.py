@@ -12,6 +12,7 @@ import torch
 LOSS_TOLERANCE = 1e-4  # nats per token, at every step
 NORM_TOLERANCE = 1e-4  # relative, at every step
 GRADIENT_TOLERANCE = 1e-4  # L2 norm of the difference, relative to that of the tensor
+COMPILED = " compiled"  # ends the name of a layout that was run with compiled layers
 WEIGHT_TOLERANCE = 1e-3  # the same, of the final weights: Adam amplifies rounding where gradients are small
 
 
@@ -94,8 +95,16 @@ def table(reference: Outcome, rows: list[Difference]) -> str:
         lines.append(f"{r.name:<{width}}  {r.processes:>5}  {numbers}  {'FAILED' if r.failure else verdict}")
     lines.append("loss: largest absolute difference of a step; grad norm: largest relative one; gradients: of the first step, largest")
     lines.append("relative L2 difference of a tensor; weights: after the last step, largest difference of an element")
+    lines += _compile_gains(reference, rows)
     lines += [f"\n{r.name}: {r.failure}" for r in rows if r.failure]
     return "\n".join(lines)
+
+
+def _compile_gains(reference: Outcome, rows: list[Difference]) -> list[str]:
+    """How many times faster a compiled layout steps than the same one eager."""
+    eager = {reference.name: reference.seconds, **{r.name: r.seconds for r in rows}}
+    gains = [f"{base} {eager[base] / r.seconds:.2f}x" for r in rows if (base := r.name.removesuffix(COMPILED)) != r.name]
+    return [f"\ncompiling makes a step faster by: {', '.join(gains)}"] if gains else []
 
 
 def _failed(name: str, processes: int, why: str) -> Outcome:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from launch import hardware, results, run_vocabulary
 from launch.metrics import Metrics
 from launch.plan_text import describe_plan
@@ -75,6 +77,8 @@ class Report(Silence):
         )
         for notice in self.directory.notices:
             self.metrics.note(notice)
+        if self.job.initial_weights and (warning := run_vocabulary.foreign_tokens(Path(self.job.initial_weights), corpus.tokenizer)):
+            self.metrics.note(warning)
         if self.job.resume:
             self.metrics.note(f"resumed from {saved.directory}" if saved else "--resume: no complete checkpoint yet, starting at step 0")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -37,3 +38,22 @@ def load(run: Path) -> PreTrainedTokenizerFast:
     tokenizer = AutoTokenizer.from_pretrained(run / FOLDER, local_files_only=True)
     assert isinstance(tokenizer, PreTrainedTokenizerFast), type(tokenizer)
     return tokenizer
+
+
+def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """A warning where the vocabulary saved beside given weights numbers the tokens otherwise; None if it is the same, or absent."""
+    for name in ("tokenizer.json", "vocab.json"):
+        try:
+            saved = json.loads((weights / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        vocabulary = saved["model"]["vocab"] if name == "tokenizer.json" else saved
+        known = tokenizer.get_vocab()
+        other = sum(known.get(token) != number for token, number in vocabulary.items())
+        if other:
+            return (
+                f"{weights / name} is not the vocabulary of this run ({other:,} of {len(vocabulary):,} tokens differ): the given weights "
+                "know other tokens, so the loss starts high"
+            )
+        return None
+    return None

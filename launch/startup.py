@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -88,10 +89,16 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
         accelerator=accelerator.device_name(),
         fp16=bool(accelerator.is_fp16_supported()),
         bf16=bool(accelerator.is_bf16_supported()),
-        compiler=bool(shutil.which(os.environ.get("CXX", "g++")) and (shutil.which("ninja") or _ninja_module())),
+        compiler=_can_compile(),
         libaio=ctypes.util.find_library("aio") is not None,
         emulated_fp16=emulated,
     )
+
+
+def _can_compile() -> bool:
+    """Whether DeepSpeed's ops can be built: what torch calls as the C++ compiler, ninja, and Python's headers."""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return bool(shutil.which(os.environ.get("CXX", "c++")) and (shutil.which("ninja") or _ninja_module()) and headers.exists())
 
 
 def _ninja_module() -> bool:
@@ -214,9 +221,11 @@ class StopRequest:
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if error is not None and self.reason:
+            error.after_stop_request = True  # the launcher is ending this rank because another one failed
 
     def _receive(self, number, frame) -> None:
         self.reason = signal.Signals(number).name
@@ -261,11 +270,21 @@ def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Itera
 
 def _report(error: BaseException, note_failure: Callable[[str], None]) -> None:
     text = "".join(traceback.format_exception(error))
-    note_failure(text)
-    if world_size() > 1 and isinstance(error, RuntimeError) and any(word in str(error) for word in GLOO_ERRORS):
+    if getattr(error, "after_stop_request", False) and world_size() > 1 and _lost_peers(error):
+        return
+    if world_size() > 1 and _lost_peers(error):
         # A consequence of another rank's end. Say nothing, so that the cause stays last on the screen, and let the launcher
         # end this process; speak up only if nothing does.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         time.sleep(20)
+    note_failure(text)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun prints what is in there as the root cause
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
     print(f"\nrank {rank()} of {world_size()} failed:\n{text}", file=sys.stderr, flush=True)
+
+
+def _lost_peers(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in GLOO_ERRORS)

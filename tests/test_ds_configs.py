@@ -370,7 +370,10 @@ def test_without_a_compiler_torchs_adam_is_taken_with_a_notice(written):
     result = plan("zero3_offload", machine=bare)
     assert result.ds["optimizer"]["params"]["torch_adam"] is True
     assert result.ds["zero_force_ds_cpu_optimizer"] is False
-    assert any("g++ and ninja" in line for line in result.notices)
+    assert any("needs g++, ninja and Python's headers" in line for line in result.notices)
+    on_a_gpu = plan("zero1", machine=dataclasses.replace(GPU, compiler=False))
+    assert any("needs g++" in line for line in on_a_gpu.notices)
+    assert not any("needs g++" in line for line in plan("zero1", machine=bare).notices), "nothing would have been compiled"
     assert "zero_force_ds_cpu_optimizer" not in plan("zero3_offload").ds
     assert plan(written(optimizer__params__torch_adam=True), machine=bare).notices == ()
     assert "torch_adam=false, but there is no compiler" in only(

@@ -162,6 +162,9 @@ def test_a_run_keeps_its_vocabulary_and_refuses_another(tmp_path):
     assert vocabulary_digest(run_vocabulary.load(tmp_path)) == vocabulary_digest(first)
     with pytest.raises(ValueError, match="is not the vocabulary"):
         run_vocabulary.keep(tmp_path, tokenizer("on and on and on anon"))
+    assert run_vocabulary.foreign_tokens(tmp_path / "tokenizer", first) is None
+    assert "tokens differ" in (run_vocabulary.foreign_tokens(tmp_path / "tokenizer", tokenizer("on and on and on anon")) or "")
+    assert run_vocabulary.foreign_tokens(tmp_path, first) is None, "weights without a vocabulary"
     with pytest.raises(ValueError, match="holds no tokenizer"):
         run_vocabulary.load(tmp_path / "elsewhere")
 

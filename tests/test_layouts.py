@@ -180,6 +180,18 @@ def test_a_failing_reference_is_said():
     assert parity.table(failed, [compare(failed, made_up())]) == "one process: no such file"
 
 
+def test_outcome_of_a_refused_layout_is_its_reason(tmp_path):
+    (tmp_path / "refused.txt").write_text("heads=3 is not divisible by tp=2\n")
+    assert read_outcome("tp2", 2, tmp_path, tmp_path / "no log").failure == "heads=3 is not divisible by tp=2"
+
+
+def test_outcome_of_a_killed_layout_is_its_traceback(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("noise\nrank 1 of 2 failed:\nTraceback (most recent call last):\nZeroDivisionError: here\n")
+    failure = read_outcome("tp2", 2, tmp_path / "never made", log).failure
+    assert failure.startswith("did not finish: Traceback") and failure.endswith("ZeroDivisionError: here")
+
+
 # The command
 
 
@@ -213,6 +225,7 @@ def test_plans_keep_the_global_batch():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1000)
 def test_all_layouts_agree_over_twenty_steps(tmp_path):
     done = run([*COMMAND, "--out", str(tmp_path)], timeout=900)
     assert done.returncode == 0, done.stdout[-6000:]
@@ -221,6 +234,7 @@ def test_all_layouts_agree_over_twenty_steps(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1000)
 def test_compiled_layouts_agree(tmp_path):
     names = ["tp2", "tp2 zero3", "pp2", "recomputed"]
     done = run([*COMMAND, "--compile", "--steps", str(STEPS), "--out", str(tmp_path), "--only", *names], timeout=900)
