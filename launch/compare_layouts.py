@@ -96,6 +96,8 @@ def main() -> None:
         print("\n".join(f"{c.name:<36} {c.processes} processes, {c.ds_config}" for c in cases))
         return
     startup.quiet_libraries()
+    if args.out and Path(args.out).exists() and any(Path(args.out).iterdir()):
+        startup.refuse(f"--out {args.out} is not empty, and runs are never overwritten or mixed: name a new directory")
     try:
         recipe = catalog.load(args.recipe, [*FORCED, *args.set], tiny=args.tiny)
         recipe = recipe.model_copy(update={"steps": args.steps or 20})

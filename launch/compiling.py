@@ -20,48 +20,61 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UP, TIMED = 2, 5  # passes
 
 
-def compile_module(module: torch.nn.Module, plan: Plan) -> None:
-    """torch.compile the whole model, or its transformer layers where something has to happen between them.
+def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> str:
+    """torch.compile `module` in place before DeepSpeed takes it; return a line with the measured gain. Collective.
 
-    That is the pipeline, which runs its layers itself, recomputation, and ZeRO-3, which gathers parameters in hooks of each
-    layer; there `forward` alone is compiled, so that the hooks stay outside of it.
+    The whole model is compiled, or its transformer layers where something has to happen between them: in the pipeline, which
+    runs its layers itself, under recomputation, and under ZeRO-3, which gathers parameters in hooks of each layer; there
+    `forward` alone is compiled, so that the hooks stay outside of it.
     """
+    seed_step(plan.recipe.seed, 0, grid.at)
+    started = time.perf_counter()
     if isinstance(module, GPT2) and plan.zero_stage < 3 and not plan.recipe.checkpoint_interval:
-        module.compile()
-        return
+        what, eager, compiled = "forward and backward of a micro-batch", *_compile_whole(module, plan)
+    else:
+        what, eager, compiled = "forward and backward of one transformer layer", *_compile_layers(module, plan, grid)
+    took = time.perf_counter() - started
+    return (
+        f"compiled: {what} takes {1e3 * compiled:.1f} ms instead of {1e3 * eager:.1f} ms ({eager / compiled:.2f}x; medians of {TIMED}; "
+        f"compiling and measuring took {took:.0f} s)"
+    )
+
+
+def _compile_whole(module: GPT2, plan: Plan) -> tuple[float, float]:
+    """Seconds eager and compiled, of the model itself; its gradients are dropped again."""
+    device = torch.device(get_accelerator().current_device_name())
+    module.to(device=device, dtype=DTYPES[plan.precision]).train()
+    shape = (plan.layout.micro, plan.recipe.sequence_length)
+    tokens = torch.randint(plan.recipe.model.vocab_size, shape, device=device)
+    weights = torch.full(shape, 1 / tokens.numel(), device=device)
+    eager = _seconds(lambda: module(tokens, tokens, weights))
+    module.compile()
+    compiled = _seconds(lambda: module(tokens, tokens, weights))
+    module.zero_grad(set_to_none=True)
+    return eager, compiled
+
+
+def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> tuple[float, float]:
+    """Seconds eager and compiled, of a layer of its own: those of the model may be partitioned, or lie on another stage."""
     for layer in module.modules():
         if isinstance(layer, TransformerLayer):
             layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
-
-
-def measured_gain(plan: Plan, grid: ProcessGrid) -> str:
-    """Time one transformer layer of the plan, forward and backward on a micro-batch, eager and compiled. Collective.
-
-    A layer of its own, since the model's may be partitioned by ZeRO-3; `compare_layouts.py --compile` times whole steps.
-    """
     recipe, layout = plan.recipe, plan.layout
-    seed_step(recipe.seed, 0, grid.at)
     device = torch.device(get_accelerator().current_device_name())
     shape = LayerShape(recipe.model.hidden, recipe.model.heads, recipe.dropout.hidden, recipe.dropout.attention)
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, dtype=DTYPES[plan.precision])
     layer = TransformerLayer(shape, group=grid.tensor_group if grid.tp > 1 else None, init=init).to(device)
     x = torch.randn(layout.micro, recipe.sequence_length, recipe.model.hidden, dtype=init.dtype, device=device, requires_grad=True)
-    started = time.perf_counter()
-    eager = _seconds(layer, x)
-    compiled = _seconds(torch.compile(layer), x)
-    took = time.perf_counter() - started
-    return (
-        f"compiled: a transformer layer, forward and backward, takes {1e3 * compiled:.1f} ms instead of {1e3 * eager:.1f} ms "
-        f"({eager / compiled:.2f}x; medians of {TIMED}, measured in {took:.0f} s)"
-    )
+    compiled = torch.compile(layer)
+    return _seconds(lambda: layer(x).sum()), _seconds(lambda: compiled(x).sum())
 
 
-def _seconds(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
+def _seconds(loss: Callable[[], torch.Tensor]) -> float:
     times = []
     for _ in range(WARM_UP + TIMED):
         get_accelerator().synchronize()
         started = time.perf_counter()
-        run(x).sum().backward()
+        loss().backward()
         get_accelerator().synchronize()
         times.append(time.perf_counter() - started)
     return statistics.median(times[WARM_UP:])

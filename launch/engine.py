@@ -97,8 +97,7 @@ def build_engine(plan: Plan, grid: ProcessGrid, *, compiled: bool = False, initi
         # Gather a layer's parameters at once: one set of hooks for each layer instead of one for each of its leaves.
         set_z3_leaf_modules(module, [TransformerLayer])
     if compiled:
-        say(compiling.measured_gain(plan, grid))
-        compiling.compile_module(module, plan)
+        say(compiling.compile_module(module, plan, grid))
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=parameter_groups(module, plan.recipe.optimizer.weight_decay),

@@ -40,7 +40,7 @@ class Difference:
     norm: float  # largest relative difference over the steps
     gradient: float  # largest relative difference over the tensors, first step
     weight: float  # largest absolute difference of an element of the final weights
-    diverging: str | None  # first tensor, in the order of the forward pass, that differs by more than the tolerance
+    diverging: str | None  # first tensor that differs by more than the tolerance: gradients in backward, weights in forward order
     agrees: bool
     seconds: float = math.nan
     failure: str | None = None
@@ -67,12 +67,14 @@ def read_outcome(name: str, processes: int, directory: Path, log: Path) -> Outco
 def compare(reference: Outcome, other: Outcome) -> Difference:
     failure = reference.failure or other.failure
     if failure:
-        return Difference(other.name, other.processes, math.nan, math.nan, math.nan, math.nan, None, False, failure=failure)
+        return _not_compared(other, failure)
+    if len(reference.losses) != len(other.losses):
+        return _not_compared(other, f"{len(other.losses)} steps, the reference has {len(reference.losses)}")
     loss = _largest(abs(a - b) for a, b in zip(reference.losses, other.losses, strict=True))
-    norm = _largest(abs(a - b) / a for a, b in zip(reference.norms, other.norms, strict=True))
+    norm = _largest(abs(a - b) / max(a, 1e-30) for a, b in zip(reference.norms, other.norms, strict=True))
     gradients = {name: _relative(tensor, other.gradients[name]) for name, tensor in reference.gradients.items()}
     weight = _largest(float((tensor - other.weights[name]).abs().max()) for name, tensor in reference.weights.items())
-    diverging = _first(gradients, GRADIENT_TOLERANCE, "gradient of step 1")
+    diverging = _first(gradients, GRADIENT_TOLERANCE, "gradient of step 1", backward=True)
     if diverging is None:
         relative = {name: _relative(tensor, other.weights[name]) for name, tensor in reference.weights.items()}
         diverging = _first(relative, WEIGHT_TOLERANCE, "final weight")
@@ -122,8 +124,13 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm()) / scale
 
 
-def _first(differences: dict[str, float], tolerance: float, what: str) -> str | None:
-    for name in sorted(differences, key=_forward_order):
+def _not_compared(other: Outcome, why: str) -> Difference:
+    return Difference(other.name, other.processes, math.nan, math.nan, math.nan, math.nan, None, False, failure=why)
+
+
+def _first(differences: dict[str, float], tolerance: float, what: str, backward: bool = False) -> str | None:
+    """The tensor nearest to the fault: a wrong gradient spreads to everything that backpropagation reaches after it."""
+    for name in sorted(differences, key=_forward_order, reverse=backward):
         if not differences[name] <= tolerance:
             return f"{name} ({what} differs by {differences[name]:.1e})"
     return None

@@ -57,7 +57,7 @@ def train(job: Job, metrics, corpus, grid) -> str | None:
     from data.loader import StepBatches, validation_batches
     from launch import checkpoint
     from launch.engine import SkippedInARow, build_engine, closing, train_step, validate
-    from launch.weights import save_first_moments
+    from launch.weights import save_first_gradients
     from modeling.random_state import seed_step
 
     plan, recipe, layout, run = job.plan, job.plan.recipe, job.plan.layout, job.plan.recipe.run
@@ -80,7 +80,7 @@ def train(job: Job, metrics, corpus, grid) -> str | None:
             metrics.step(step + 1, report, time.perf_counter() - started)
             skipped.see(report)
             if job.record_gradients and step == 0:
-                save_first_moments(engine, grid, job.directory, recipe.optimizer.betas[0])
+                save_first_gradients(engine, grid, job.directory, recipe.optimizer, report.grad_norm)
 
             stopped, last = stop.agreed(grid.control_group), step + 1 == recipe.steps
             if last or due(step + 1, run.validate_every):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from modeling.initialization import Shard
 from modeling.process_grid import ProcessGrid
+from recipes.schema import Optimizer
 
 PATTERN = "weights-stage-*.safetensors"
 
@@ -26,18 +27,20 @@ def save_weights(engine, grid: ProcessGrid, directory: Path) -> None:
     _save(engine, grid, directory / f"weights-stage-{grid.at.pp:02d}.safetensors", _master_weight)
 
 
-def save_first_moments(engine, grid: ProcessGrid, directory: Path, beta1: float) -> None:
-    """Write Adam's first moment / (1 - beta1) of every parameter, which after one step is the clipped gradient. Collective.
+def save_first_gradients(engine, grid: ProcessGrid, directory: Path, optimizer: Optimizer, norm: float | None) -> None:
+    """Write the gradient of every parameter, before clipping, after the first optimizer step. Collective.
 
-    Reading gradients this way works alike under every ZeRO stage and in the pipeline, where there is no moment between
-    backward and step at which to look.
+    Read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient: that works alike under
+    every ZeRO stage and in the pipeline, where there is no moment between backward and step at which to look.
     """
+    clipped = min(1.0, optimizer.clip / (norm + 1e-6)) if optimizer.clip and norm else 1.0
+    scale = (1 - optimizer.betas[0]) * clipped
     if getattr(engine.optimizer, "_hp_optimizer_states_linked", False):
         # ZeRO 1/2 links moments to parameters after stepping its first parameter group, when the others have none yet.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     path = directory / f"gradients-stage-{grid.at.pp:02d}.safetensors"
-    _save(engine, grid, path, lambda p: _first_moment(engine, p) / (1 - beta1))
+    _save(engine, grid, path, lambda p: _first_moment(engine, p) / scale)
 
 
 def load_tensors(directory: Path, pattern: str = PATTERN) -> dict[str, torch.Tensor]:

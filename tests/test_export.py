@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import ROOT, run, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -20,7 +21,6 @@ from launch.weights import load_tensors
 from modeling import convert_hf
 from recipes import catalog
 from recipes.schema import Recipe
-from tests.launching import ROOT, run, run_ranks
 
 STEPS = 4
 

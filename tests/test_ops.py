@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import ROOT, environment, run, run_ranks
 
 from ds_configs.resolver import Machine, resolve
 from launch import ops
 from recipes import catalog
-from tests.launching import ROOT, environment, run, run_ranks
 
 TINY = ["--tiny", "--steps", "1", "--set", "run.prompt=null"]
 

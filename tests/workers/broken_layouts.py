@@ -101,9 +101,9 @@ def _case(name: str, tp: int, pp: int, dp: int, ds_config: str) -> LayoutCase:
 
 
 BREAKAGES = [
-    Breakage(_case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="word.weight"),
-    Breakage(_case("f without all-reduce, zero3", 2, 1, 1, "zero3"), gradients_stay_apart_at_f, first="word.weight"),
-    Breakage(_case("g without all-reduce", 2, 1, 1, "zero0"), summands_stay_apart_at_g, first="word.weight"),
+    Breakage(_case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="final_norm.weight"),
+    Breakage(_case("f without all-reduce, zero3", 2, 1, 1, "zero3"), gradients_stay_apart_at_f, first="final_norm.weight"),
+    Breakage(_case("g without all-reduce", 2, 1, 1, "zero0"), summands_stay_apart_at_g, first="final_norm.weight"),
     Breakage(_case("sharded parameters not marked", 2, 1, 1, "zero0"), no_parameter_marked, by_norm=True),
     Breakage(_case("sharded parameters not marked, zero3", 2, 1, 1, "zero3"), no_parameter_marked, by_norm=True),
     Breakage(_case("duplicated parameters marked", 2, 1, 1, "zero0"), every_parameter_marked, by_norm=True),
@@ -112,7 +112,7 @@ BREAKAGES = [
     Breakage(_case("bias on every rank", 2, 1, 1, "zero0"), bias_on_every_rank),
     Breakage(_case("padding not masked", 2, 1, 1, "zero0"), padding_gets_probability),
     Breakage(_case("data ranks not averaged", 1, 1, 2, "zero0"), data_ranks_stay_apart, by_norm=True),
-    Breakage(_case("weights drawn by rank", 2, 1, 1, "zero0"), weights_of_another_layout, first="word.weight"),
+    Breakage(_case("weights drawn by rank", 2, 1, 1, "zero0"), weights_of_another_layout, first="final_norm.weight"),
 ]
 # Last, so that it also shows that every breakage was undone.
 CONTROL = Breakage(_case("nothing broken", 2, 1, 1, "zero0"), nullcontext)
