@@ -40,6 +40,11 @@ def fills(recipe: Recipe, config: dict[str, Any], offloads: bool, machine: Machi
         # DeepSpeed's fused Adam is a GPU kernel. Its CPU form compiles for half a minute and accumulates its
         # bias correction in a way that a resumed run cannot repeat (launch/checkpoint.py).
         torch_adam = True
+    if torch_adam is None and machine.compiler and not machine.cuda_compiler and not offloads:
+        report.notice(
+            "optimizer: torch's AdamW, since DeepSpeed's fused Adam needs nvcc (the CUDA toolkit), which is missing; same rule, slower"
+        )
+        torch_adam = True
     if not machine.compiler:
         if torch_adam is False:
             report.problem(

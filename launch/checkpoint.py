@@ -84,6 +84,23 @@ def newest(root: Path) -> Checkpoint | None:
     return (complete_checkpoints(root) or [None])[-1]
 
 
+def agreed(root: Path, grid: ProcessGrid) -> Checkpoint | None:
+    """The newest complete checkpoint as rank 0 sees it, so that all ranks go on from the same one. Collective.
+
+    Raises ValueError where another machine does not see it.
+    """
+    choice = [newest(root) if grid.rank == 0 else None]
+    dist.broadcast_object_list(choice, src=0, group=grid.control_group)
+    seen: list = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, choice[0] is None or Checkpoint.read(choice[0].directory) is not None, group=grid.control_group)
+    if not all(seen):
+        raise ValueError(
+            f"ranks {[i for i, s in enumerate(seen) if not s]} do not see {choice[0].directory} whole: the run directory (--out) must "
+            "be on a file system that all machines share"
+        )
+    return choice[0]
+
+
 def load(engine, checkpoint: Checkpoint) -> int:
     """Load weights, optimizer, loss scaler and schedule; return the completed optimizer steps. Collective."""
     path, client_state = engine.load_checkpoint(str(checkpoint.directory.parent), tag=checkpoint.directory.name)

@@ -128,7 +128,10 @@ def chosen_cases(args) -> list[LayoutCase]:
     unknown = [name for name in args.only or [] if name not in names]
     if unknown:
         startup.refuse(f"--only {', '.join(unknown)}: no such layout; there are: {', '.join(names)}")
-    cases = [c for c in CASES if (not args.only or c.name in args.only) and c.processes <= args.processes]
+    processes = min(args.processes, startup.device_limit() or args.processes)
+    cases = [c for c in CASES if (not args.only or c.name in args.only) and c.processes <= processes]
+    if processes < args.processes:
+        print(f"this machine has {processes} devices: layouts of more processes are left out (--processes {args.processes})")
     if args.compile:
         cases = [*cases, *(replace(c, name=c.name + COMPILED, compiled=True) for c in [REFERENCE, *cases])]
     return cases

@@ -181,7 +181,7 @@ def train_step(engine, batches: Sequence[MicroBatch], grid: ProcessGrid) -> Step
         engine.settle_loss_scale()
     norm = engine.get_global_grad_norm()
     skipped = engine.skipped_steps > skipped_before
-    if not math.isfinite(float(loss)) and not skipped:
+    if not math.isfinite(float(loss)) and not (skipped and engine.fp16_enabled()):  # DeepSpeed skips in bf16 and fp32 too
         raise Diverged(f"the loss is {float(loss)} in {engine_precision(engine)}. {DIVERGED_ADVICE}")
     return Step(float(loss), lr, None if norm is None else float(norm), scale, skipped)
 
@@ -236,19 +236,28 @@ def _explained_floor(engine):
 
 
 class SkippedInARow:
-    """Watches for a static loss scale under which every step overflows; a dynamic one is watched by DeepSpeed itself."""
+    """Watches for skipped steps that nothing will end: a static loss scale that overflows, or bf16 gradients that are not finite.
 
-    def __init__(self) -> None:
+    A dynamic loss scale comes down, and DeepSpeed itself watches its floor.
+    """
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
         self.count = 0
+        self.scale = math.nan
 
     def see(self, report: Step) -> None:
-        """Raises Diverged after STUCK_STEPS skipped steps in a row."""
-        self.count = self.count + 1 if report.skipped else 0
-        if self.count >= STUCK_STEPS:
-            raise Diverged(
-                f"{self.count} steps in a row overflowed and were skipped at loss scale {report.loss_scale:g}: the scale does not "
-                f"come down to what fp16 can represent (fp16.loss_scale fixes it; 0 makes it dynamic). {DIVERGED_ADVICE}"
-            )
+        """Raises Diverged after STUCK_STEPS skipped steps in a row at one loss scale."""
+        self.count = self.count + 1 if report.skipped and report.loss_scale == self.scale else int(report.skipped)
+        self.scale = report.loss_scale
+        if self.count < STUCK_STEPS:
+            return
+        if self.precision != "fp16":
+            raise Diverged(f"the gradients of {self.count} steps in a row were not finite in {self.precision}. {DIVERGED_ADVICE}")
+        raise Diverged(
+            f"{self.count} steps in a row overflowed and were skipped at loss scale {report.loss_scale:g}: the scale does not "
+            f"come down to what fp16 can represent (fp16.loss_scale fixes it; 0 makes it dynamic). {DIVERGED_ADVICE}"
+        )
 
 
 DIVERGED_ADVICE = """Nothing more can be learned from here.

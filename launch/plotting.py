@@ -57,7 +57,7 @@ def _draw_references(axes: Axes, reference_lines: Mapping[str, float]) -> None:
         axes.axhline(value, linestyle=style, color="gray", linewidth=1)
         axes.annotate(
             f"{label} {value:.2f}",
-            xy=(0.01, value),
+            xy=(0.35, value),
             xycoords=axes.get_yaxis_transform(),
             xytext=(0, 3),
             textcoords="offset points",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -62,15 +63,17 @@ def train(job: Job, metrics, corpus, grid) -> str | None:
 
     plan, recipe, layout, run = job.plan, job.plan.recipe, job.plan.layout, job.plan.recipe.run
     engine = build_engine(plan, grid, compiled=job.compiled, initial_weights=job.initial_weights, say=metrics.say)
-    held_out = validation_batches(corpus.validation, layout.micro, layout.accumulation, layout.dp, grid.at.dp)
+    # No more micro-batches than the samples fill: a validation step may be shorter than a training step.
+    passes = min(layout.accumulation, math.ceil(len(corpus.validation) / (layout.micro * layout.dp)))
+    held_out = validation_batches(corpus.validation, layout.micro, passes, layout.dp, grid.at.dp)
 
-    saved = checkpoint.newest(job.directory / "checkpoints") if job.resume else None
+    saved = checkpoint.agreed(job.directory / "checkpoints", grid) if job.resume else None
     done = checkpoint.load(engine, saved) if saved else 0
     batches = StepBatches(corpus.train, recipe.seed, layout, grid.at.dp, done, saved.data_state if saved else None)
     if not done:
         metrics.validation(0, validate(engine, held_out, grid))
 
-    skipped = SkippedInARow()
+    skipped = SkippedInARow(plan.precision)
     with closing(engine), startup.StopRequest(job.directory / "STOP") as stop:
         for step in range(done, recipe.steps):
             started = time.perf_counter()
@@ -132,6 +135,7 @@ def main() -> None:
 
 def checked_job(args):
     """The job that the flags ask for; every problem of recipe and configuration is printed at once, with exit code 2."""
+    from data.sources import open_source
     from launch.run_directory import default_path
 
     try:
@@ -140,6 +144,7 @@ def checked_job(args):
         plan = resolve(recipe, args.ds_config or recipe.ds_config, startup.world_size(), machine)
         if args.init_from:
             startup.check_weights_directory(args.init_from, recipe)
+        open_source(recipe.data)
         original = catalog.load(args.recipe, tiny=args.tiny)
     except ValueError as e:
         startup.refuse(e)
@@ -168,21 +173,33 @@ def show_plan(job: Job) -> None:
 
 def run(job: Job, directory, **facts) -> None:
     """Data, plan on the screen, training, results. `directory` is None except on rank 0."""
+    import torch
+
     import data
-    from launch import engine, reporting
+    from launch import agreement, engine, reporting
     from modeling.process_grid import ProcessGrid
 
     layout = job.plan.layout
     report = reporting.Report(job, directory, **facts) if directory else reporting.Silence()
     with report:
-        corpus = data.build(job.plan.recipe, job.cache, say=report.say)
+        grid = ProcessGrid(layout.tp, layout.pp, layout.dp)
+        try:
+            corpus = data.build(job.plan.recipe, job.cache, say=report.say)
+            agreement.check(job.plan, corpus, grid.control_group)
+        except ValueError as e:
+            startup.refuse(e)
         report.start(corpus)
         try:
-            stopped = train(job, report, corpus, ProcessGrid(layout.tp, layout.pp, layout.dp))
+            stopped = train(job, report, corpus, grid)
         except engine.Diverged as e:
-            report.finish("diverged")
-            startup.refuse(e, code=3)
-        report.finish("interrupted" if stopped else "ok", stopped)
+            report.finish("diverged", memory=agreement.peak_memory(grid.control_group))
+            startup.explain(e)
+            torch.distributed.barrier(group=grid.control_group)  # rank 0 is not done before it has said why
+            raise SystemExit(3) from None
+        except torch.OutOfMemoryError:
+            report.finish("OOM")
+            raise
+        report.finish("interrupted" if stopped else "ok", stopped, memory=agreement.peak_memory(grid.control_group))
 
 
 if __name__ == "__main__":

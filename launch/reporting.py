@@ -30,7 +30,7 @@ class Silence:
 
     def validation(self, step: int, loss: float) -> None: ...
 
-    def finish(self, status: str, reason: str | None = None) -> None: ...
+    def finish(self, status: str, reason: str | None = None, memory: dict | None = None) -> None: ...
 
 
 class Report(Silence):
@@ -92,8 +92,11 @@ class Report(Silence):
         assert self.metrics is not None
         self.metrics.validation(step, loss)
 
-    def finish(self, status: str, reason: str | None = None) -> None:
-        """Loss curve, results row and, after a whole run, a sample; on an early stop, how to go on."""
+    def finish(self, status: str, reason: str | None = None, memory: dict | None = None) -> None:
+        """Loss curve, results row and, after a whole run, a sample; on an early stop, how to go on.
+
+        `memory`: peaks over all ranks; rank 0's own where the others can no longer be asked.
+        """
         assert self.metrics is not None
         self.metrics.close()
         entropies = {"uniform": self.corpus.uniform_entropy, "unigram": self.corpus.unigram_entropy}
@@ -103,6 +106,7 @@ class Report(Silence):
             original=self.original, entropies=entropies, cached_bytes=hardware.peak_cached_bytes(), tiny=self.tiny,
             emulated_fp16=self.emulated, status=status,
         )  # fmt: skip
+        row.update(memory or {})
         if status == "ok" and self.job.plan.recipe.run.prompt:
             row["sample"] = self.sample()
         results.write_result(self.directory.result_json, row)

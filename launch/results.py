@@ -75,7 +75,7 @@ def result_row(
         "peak_memory_bytes": max((record["peak_memory_bytes"] for record in steps), default=None),
         "memory_kind": steps[-1]["memory_kind"] if steps else None,
         "cached_bytes": cached_bytes,
-        "hardware": hardware.summary(dict(described)),
+        "hardware": hardware.summary({**described, "accelerators": described["accelerators"] and layout.tp * layout.pp * layout.dp}),
     }
     row["deviations"] = deviations(plan, row, original=original, tiny=tiny, emulated_fp16=emulated_fp16)
     row["comparison"] = comparison(recipe.published, row)

@@ -19,6 +19,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,9 +164,11 @@ def _admit(directory: RunDirectory, plan: Any, resume: bool) -> tuple[bool, tupl
     """(whether steps of this very run are there, notices), or RunDirectoryError."""
     if not directory.recipe_yaml.exists():
         return False, ()
-    _refuse_other_recipe(directory, plan.recipe)
-    if not directory.has_steps():
+    saved = _saved_recipe(directory)
+    if not directory.has_steps():  # a start that failed before its first step has left nothing worth keeping
+        shutil.rmtree(directory.path / "tokenizer", ignore_errors=True)
         return False, ()
+    _refuse_other_recipe(directory, saved, plan.recipe)
     if not resume:
         raise RunDirectoryError(
             f"{directory.path} already holds steps of this recipe, and a run is never overwritten: add --resume to go "
@@ -189,14 +192,17 @@ def _refuse_strangers(directory: RunDirectory) -> None:
         )
 
 
-def _refuse_other_recipe(directory: RunDirectory, recipe: Any) -> None:
+def _saved_recipe(directory: RunDirectory) -> Any:
     try:
-        saved = catalog.load_resolved(directory.recipe_yaml)
+        return catalog.load_resolved(directory.recipe_yaml)
     except (ValueError, yaml.YAMLError) as error:
         raise RunDirectoryError(
             f"{directory.recipe_yaml} cannot be read as a recipe ({error}): restore it, or name another directory with "
             f"--out"
         ) from None
+
+
+def _refuse_other_recipe(directory: RunDirectory, saved: Any, recipe: Any) -> None:
     if catalog.digest(saved) == catalog.digest(recipe):
         return
     changed = differences(yaml.safe_load(catalog.dump(saved)), yaml.safe_load(catalog.dump(recipe)))

@@ -36,10 +36,15 @@ def world_size() -> int:
 
 
 def refuse(problem: object, code: int = 2) -> NoReturn:
-    """Say on rank 0 what is wrong and end every rank with `code`, without a traceback."""
-    if rank() == 0:
-        print(f"\n{problem}\n", file=sys.stderr, flush=True)
+    """Say what is wrong, once per machine since machines may differ, and end every rank with `code`, without a traceback."""
+    explain(problem)
     raise SystemExit(code)
+
+
+def explain(problem: object) -> None:
+    """Print on the first rank of every machine; those other than rank 0 say which machine they are."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        print(f"\n{problem}\n" if rank() == 0 else f"\non {socket.gethostname()}:\n{problem}\n", file=sys.stderr, flush=True)
 
 
 def keep_error(directory: Path, text: str) -> None:
@@ -88,11 +93,27 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
     return Machine(
         accelerator=accelerator.device_name(),
         fp16=bool(accelerator.is_fp16_supported()),
-        bf16=bool(accelerator.is_bf16_supported()),
+        bf16=_has_bf16(accelerator),
         compiler=_can_compile(),
+        cuda_compiler=accelerator.device_name() != "cuda" or _has_nvcc(),
         libaio=ctypes.util.find_library("aio") is not None,
         emulated_fp16=emulated,
     )
+
+
+def _has_bf16(accelerator) -> bool:
+    """On CUDA in hardware: DeepSpeed and torch also count the emulation of cards before Ampere, which is slow."""
+    if accelerator.device_name() != "cuda":
+        return bool(accelerator.is_bf16_supported())
+    import torch
+
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _has_nvcc() -> bool:
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
 
 
 def _can_compile() -> bool:
@@ -190,13 +211,30 @@ def start_processes(timeout_minutes: float = 30) -> None:
         # DeepSpeed's shared-memory collectives compile for 20 s and leave 66 MiB per rank in /dev/shm; gloo does without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     else:
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+        _take_device(get_accelerator())
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name() if get_accelerator().device_name() != "cpu" else "gloo",
         auto_mpi_discovery=False,
         verbose=False,
         timeout=datetime.timedelta(minutes=timeout_minutes),
     )
+
+
+def _take_device(accelerator) -> None:
+    local = int(os.environ["LOCAL_RANK"])
+    if local >= accelerator.device_count():
+        raise SystemExit(
+            f"local rank {local} has no {accelerator.device_name()} device of its own: this machine has {accelerator.device_count()}; "
+            "start as many processes as devices, or set DS_ACCELERATOR=cpu and CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    accelerator.set_device(local)
+
+
+def device_limit() -> int | None:
+    """How many ranks this machine's devices carry; None on a CPU, where ranks share cores."""
+    from deepspeed.accelerator import get_accelerator
+
+    return None if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
 
 
 def _share_cores(torch) -> None:

@@ -7,6 +7,7 @@ parallelism); `pipeline_module` hands it to DeepSpeed's `PipelineModule` (pipeli
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -93,31 +94,46 @@ class GPT2(nn.Module):
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None, weights: torch.Tensor | None = None):
         """tokens, labels, weights (B, S) -> scalar loss; without labels -> logits (B, S, V/t)."""
         x = self.position(self.word(tokens))
-        for chunk in self._chunks():
-            x = chunk(x)
+        interval = self.shape.checkpoint_interval if self.training else 0
+        # DeepSpeed's checkpointing restores both streams of dropout.
+        for layers, recomputed in recomputed_chunks(self.layers, interval):
+            run = partial(_in_turn, layers)
+            x = deepspeed.checkpointing.checkpoint(run, x) if recomputed else run(x)
         logits = self.word(self.final_norm(x), project=True)
         return logits if labels is None else weighted_loss(logits, labels, weights, self.group)
 
-    def _chunks(self):
-        interval = self.shape.checkpoint_interval if self.training else 0
-        if not interval:
-            return list(self.layers)
-        return [_Recomputed(self.layers[i : i + interval]) for i in range(0, len(self.layers), interval)]
 
 
-class _Recomputed:
-    """Runs consecutive layers and keeps only their input; DeepSpeed's checkpointing restores both dropout streams."""
+def _in_turn(layers, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
 
-    def __init__(self, layers):
-        self.layers = layers
 
-    def _run(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
+def recomputed_chunks(layers, interval: int) -> list[tuple[list, bool]]:
+    """(consecutive layers, whether to keep only their input) in order: transformer layers by `interval`, others as they are."""
+    chunks: list[tuple[list, bool]] = []
+    for layer in layers:
+        recomputed = interval > 0 and isinstance(layer, TransformerLayer)
+        if recomputed and chunks and chunks[-1][1] and len(chunks[-1][0]) < interval:
+            chunks[-1][0].append(layer)
+        else:
+            chunks.append(([layer], recomputed))
+    return chunks
+
+
+class Pipeline(PipelineModule):
+    """DeepSpeed's stage, with recomputed chunks that begin at a transformer layer.
+
+    DeepSpeed cuts chunks from the first layer of the stage, whatever it is, and recomputes none that holds an embedding.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        interval = self.activation_checkpoint_interval if self.training else 0
+        for layers, recomputed in recomputed_chunks(self.forward_funcs, interval):
+            run = partial(_in_turn, layers)
+            x = self.activation_checkpoint_func(run, x) if recomputed else run(x)
         return x
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return deepspeed.checkpointing.checkpoint(self._run, x)
 
 
 def _project(module: VocabParallelEmbedding, x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +152,7 @@ def pipeline_module(shape: GPT2Shape, *, grid, group: dist.ProcessGroup | None, 
         labels, weights = labels_and_weights
         return weighted_loss(logits, labels, weights, group)
 
-    return PipelineModule(
+    return Pipeline(
         [specification(d) for d in layer_list(shape, group=group, init=init)],
         topology=PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp),
         loss_fn=loss,

@@ -49,4 +49,5 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     of_a_launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {k: v for k, v in os.environ.items() if k not in of_a_launch and not k.startswith("TORCHELASTIC_")}
     path = os.pathsep.join(p for p in (str(ROOT), kept.get("PYTHONPATH", "")) if p)
-    return {**kept, "PYTHONPATH": path, **(extra or {})}
+    # Also on a machine with GPUs: these tests are about gloo on CPUs, with more ranks than there may be GPUs.
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path, **(extra or {})}

@@ -373,6 +373,9 @@ def test_without_a_compiler_torchs_adam_is_taken_with_a_notice(written):
     assert any("needs g++, ninja and Python's headers" in line for line in result.notices)
     on_a_gpu = plan("zero1", machine=dataclasses.replace(GPU, compiler=False))
     assert any("needs g++" in line for line in on_a_gpu.notices)
+    without_toolkit = plan("zero1", machine=dataclasses.replace(GPU, cuda_compiler=False))
+    assert without_toolkit.ds["optimizer"]["params"]["torch_adam"] and "needs nvcc" in without_toolkit.notices[0]
+    assert not plan("zero2_offload", machine=dataclasses.replace(GPU, cuda_compiler=False)).notices, "CPU Adam needs no nvcc"
     assert not any("needs g++" in line for line in plan("zero1", machine=bare).notices), "nothing would have been compiled"
     assert "zero_force_ds_cpu_optimizer" not in plan("zero3_offload").ds
     assert plan(written(optimizer__params__torch_adam=True), machine=bare).notices == ()

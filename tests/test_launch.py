@@ -60,6 +60,27 @@ def test_a_refusal_is_said_once_and_starts_nothing(tmp_path):
     assert not out.exists()
 
 
+def test_a_lost_loss_ends_every_rank_with_one_explanation(tmp_path):
+    """bf16, in which DeepSpeed skips such steps in silence; on two ranks, of which the first has to finish its report."""
+    out = tmp_path / "run"
+    done = run([*TORCHRUN, "2", *TINY[:2], "--ds_config", "bf16", "--set", "optimizer.lr=1e30", "--out", str(out)])
+    assert done.returncode != 0
+    assert done.stdout.count("the loss is nan in bf16") == 1 and "optimizer.lr" in done.stdout, done.stdout[-3000:]
+    assert json.loads((out / "result.json").read_text())["status"] == "diverged" and (out / "loss.png").exists()
+    assert not any((out / "checkpoints").glob("step-*/complete.json"))
+
+
+def test_a_start_that_failed_does_not_block_its_directory(tmp_path):
+    out = tmp_path / "run"
+    missing = run([sys.executable, *TINY, "--set", "data.source=jsonl", "--set", "data.name=nope.jsonl", "--out", str(out)])
+    assert missing.returncode == 2 and "nope.jsonl" in missing.stdout and "Traceback" not in missing.stdout
+    small = tmp_path / "small.jsonl"
+    small.write_text('{"text": "too little text"}\n' * 3)
+    failed = run([sys.executable, *TINY, "--set", "data.source=jsonl", "--set", f"data.name={small}", "--out", str(out)])
+    assert failed.returncode != 0
+    assert run([sys.executable, *TINY, "--ds_config", "zero1", "--out", str(out)]).returncode == 0
+
+
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_a_failing_rank_is_the_last_on_the_screen(tmp_path, launcher):
     command = deepspeed(2) if launcher == "deepspeed" else [*TORCHRUN, "2"]

@@ -16,7 +16,7 @@ from transformers import GPT2LMHeadModel
 from launch.engine import parameter_groups
 from modeling.convert_hf import from_hf, hf_config, read_hf, to_hf
 from modeling.generation import continue_tokens
-from modeling.gpt2 import GPT2, GPT2Shape
+from modeling.gpt2 import GPT2, GPT2Shape, recomputed_chunks
 from modeling.initialization import Init, Shard
 from modeling.process_grid import Coordinates, coordinates, data_groups, pipeline_groups, tensor_groups
 
@@ -341,3 +341,13 @@ def test_context_slides(sampler):
     assert len(tokens) == SHAPE.positions + 4
     assert tokens[0] == greedy(sampler, long[-SHAPE.positions :], 1)[0]
     assert tokens[-1] == greedy(sampler, tokens[:-1][-SHAPE.positions :], 1)[0]
+
+
+def test_recomputed_chunks_begin_at_transformer_layers():
+    """Embedding, five layers and the final norm in chunks of two: DeepSpeed alone would pair the embedding with a layer."""
+    group = torch.nn.ModuleList(GPT2(GPT2Shape(5, 8, 2, 16, 16, 4), group=None, init=Init(1, 0.02, 5)).layers)
+    word, norm = torch.nn.Identity(), torch.nn.Identity()
+    chunks = recomputed_chunks([word, *group, norm], 2)
+    assert [(len(layers), recomputed) for layers, recomputed in chunks] == [(1, False), (2, True), (2, True), (1, True), (1, False)]
+    assert [layer for layers, _ in chunks for layer in layers] == [word, *group, norm]
+    assert not any(recomputed for _, recomputed in recomputed_chunks([word, *group, norm], 0))
