@@ -155,7 +155,7 @@ def launch(recipe: Recipe, cases: Sequence[LayoutCase], processes: int, out: Pat
     (out / "recipe.yaml").write_text(catalog.dump(recipe))
     jobs.write_text(json.dumps([vars(c) for c in cases]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", __file__]
-    print(f"{processes} process{'es' if processes > 1 else ''}: {', '.join(c.name for c in cases)}", flush=True)
+    print(f"{processes} process{'es' if processes > 1 else ''}: {'; '.join(c.name for c in cases)}", flush=True)
     with log.open("w") as file:
         subprocess.run([*command, "--worker", str(jobs)], stdout=file, stderr=subprocess.STDOUT, check=False)
     return log

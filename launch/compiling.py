@@ -23,7 +23,7 @@ WARM_UP, TIMED = 2, 5  # passes
 def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> str:
     """torch.compile `module` in place before DeepSpeed takes it; return a line with the measured gain. Collective.
 
-    The whole model is compiled, or its transformer layers where something has to happen between them: in the pipeline, which
+    The whole model is compiled, or its transformer layers and its loss where something has to happen between them: in the pipeline, which
     runs its layers itself, under recomputation, and under ZeRO-3, which gathers parameters in hooks of each layer; there
     `forward` alone is compiled, so that the hooks stay outside of it.
     """
@@ -59,6 +59,10 @@ def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> t
     for layer in module.modules():
         if isinstance(layer, TransformerLayer):
             layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+    if isinstance(module, GPT2):
+        module.loss = torch.compile(module.loss)
+    else:
+        module.loss_fn = torch.compile(module.loss_fn)
     recipe, layout = plan.recipe, plan.layout
     device = torch.device(get_accelerator().current_device_name())
     shape = LayerShape(recipe.model.hidden, recipe.model.heads, recipe.dropout.hidden, recipe.dropout.attention)

@@ -85,7 +85,7 @@ class GPT2(nn.Module):
 
     def __init__(self, shape: GPT2Shape, *, group: dist.ProcessGroup | None, init: Init):
         super().__init__()
-        self.shape, self.group = shape, group
+        self.shape, self.group, self.loss = shape, group, weighted_loss
         definitions = layer_list(shape, group=group, init=init)
         built = {d.name: d.kind(**d.arguments) for d in definitions if not d.project}
         self.word, self.position, self.final_norm = built["word"], built["position"], built["final_norm"]
@@ -100,7 +100,7 @@ class GPT2(nn.Module):
             run = partial(_in_turn, layers)
             x = deepspeed.checkpointing.checkpoint(run, x) if recomputed else run(x)
         logits = self.word(self.final_norm(x), project=True)
-        return logits if labels is None else weighted_loss(logits, labels, weights, self.group)
+        return logits if labels is None else self.loss(logits, labels, weights, self.group)
 
 
 
