@@ -14,6 +14,8 @@ def describe_plan(plan: Plan, *, name: str, hardware: str, run_directory: Path |
     recipe, layout = plan.recipe, plan.layout
     model, o, s = recipe.model, recipe.optimizer, recipe.schedule
     parameters = cost.parameters(model, recipe.sequence_length)
+    mixed = plan.precision != "fp32"
+    states = cost.model_state_bytes(parameters / (layout.tp * layout.pp), plan.zero_stage, layout.dp, mixed_precision=mixed)
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
         ("model", f"{model.family.upper().replace('GPT', 'GPT-')}, {model.layers} layers, hidden size {model.hidden}, {model.heads} heads, "
@@ -24,6 +26,8 @@ def describe_plan(plan: Plan, *, name: str, hardware: str, run_directory: Path |
         ("batch", layout.identity()),
         ("precision", plan.precision),
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
+        ("model states", f"{states / 1e9:.3g} GB per process (weights, gradients, optimizer; formula of the ZeRO paper"
+                         f"{', before offloading' if plan.offload != 'none' else ''}), activations on top"),
         ("recomputed", {0: "nothing", 1: "every layer"}.get(recipe.checkpoint_interval, f"chunks of {recipe.checkpoint_interval} layers")),
         ("optimizer", f"AdamW, lr {o.lr:g}, betas {o.betas[0]:g} {o.betas[1]:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}"),
         ("schedule", f"{s.kind}, {s.warmup_steps} warm-up steps, to {s.min_lr:g} at step {s.decay_steps or recipe.steps}; "
