@@ -106,13 +106,13 @@ def load(engine, checkpoint: Checkpoint) -> int:
     path, client_state = engine.load_checkpoint(str(checkpoint.directory.parent), tag=checkpoint.directory.name)
     if path is None:
         raise ValueError(f"{checkpoint.directory}: DeepSpeed could not read this checkpoint")
-    _replay_bias_correction(engine.basic_optimizer)
+    replay_bias_correction(engine.basic_optimizer)
     step = checkpoint.step
     assert client_state.get("step", step) == step, f"{checkpoint.directory}: marker says step {step}, shards {client_state}"
     return step
 
 
-def _replay_bias_correction(optimizer) -> None:
+def replay_bias_correction(optimizer) -> None:
     """Bring DeepSpeed's CPU Adam to the exact bias correction of the uninterrupted run.
 
     Its compiled half multiplies beta^t up in float32, step by step, and keeps the product outside of the optimizer's state; after

@@ -8,10 +8,12 @@ import sys
 import time
 
 import pytest
+import torch
 from launching import ROOT, WORKERS, environment, run, run_ranks
 
-from launch.checkpoint import MARKER, complete_checkpoints, newest
+from launch.checkpoint import MARKER, complete_checkpoints, newest, replay_bias_correction
 from launch.run_directory import read_metrics
+from launch.startup import detect_machine
 
 TWO_RANKS = {
     "zero0": ("zero0", 1, 1, 2, "fp32", []),
@@ -19,6 +21,7 @@ TWO_RANKS = {
     "zero2": ("zero2", 1, 1, 2, "bf16", ["batch.accumulation=2"]),
     "zero3": ("zero3", 1, 1, 2, "bf16", []),
     "zero2_offload": ("zero2_offload", 1, 1, 2, "fp32", []),
+    "zero2_offload-late": ("zero2_offload", 1, 1, 2, "fp32", []),
     "zero3_offload": ("zero3_offload", 1, 1, 2, "bf16", ["activation_checkpointing=full"]),
     "tensor-zero3": ("zero3", 2, 1, 1, "fp32", ["activation_checkpointing=2"]),
     "pipeline": ("pipeline", 1, 2, 1, "bf16", ["batch.accumulation=4"]),
@@ -41,8 +44,8 @@ def resume_cases(tmp_path_factory, ranks, table):
     return {name: json.loads((out / f"{name}.json").read_text()) for name in table}
 
 
-def check_equal(result):
-    assert result["resumed_steps"] == list(range(5, 13)), "goes on after the checkpoint of step 4"
+def check_equal(result, late=False):
+    assert result["resumed_steps"] == (list(range(45, 61)) if late else list(range(5, 13))), "goes on after the newest checkpoint"
     assert result["different_steps"] == [] and result["different_weights"] == [] and result["tensors"] > 40
 
 
@@ -58,7 +61,7 @@ def on_four_ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_a_resumed_run_equals_the_uninterrupted_one(on_two_ranks, name):
-    check_equal(on_two_ranks[name])
+    check_equal(on_two_ranks[name], late=name.endswith("late"))
 
 
 @pytest.mark.long
@@ -195,3 +198,32 @@ def test_only_complete_checkpoints_count(tmp_path):
     make_checkpoint(tmp_path, 100000)
     make_checkpoint(tmp_path, 2000000)
     assert [c.step for c in complete_checkpoints(tmp_path)] == [4, 100000, 2000000]
+
+
+# --- what DeepSpeed's CPU Adam keeps outside of its state
+
+
+def adam_after(steps, resumed_at=None, replay=True):
+    """A parameter after `steps` updates by DeepSpeed's CPU Adam, the optimizer made anew and loaded at `resumed_at`."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    generator = torch.Generator().manual_seed(1)
+    parameter = torch.nn.Parameter(torch.randn(1000, generator=generator))
+    optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, betas=(0.9, 0.999))
+    for step in range(steps):
+        if step == resumed_at:
+            state = optimizer.state_dict()
+            optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, betas=(0.9, 0.999))
+            optimizer.load_state_dict(state)
+            if replay:
+                replay_bias_correction(optimizer)
+        parameter.grad = torch.randn(1000, generator=generator)
+        optimizer.step()
+    return parameter.detach().clone()
+
+
+@pytest.mark.skipif(not detect_machine().compiler, reason="DeepSpeed's CPU Adam needs a compiler; without one it is not used")
+def test_cpu_adam_goes_on_with_the_same_bias_correction():
+    whole = adam_after(60)
+    assert torch.equal(adam_after(60, resumed_at=44), whole)
+    assert not torch.equal(adam_after(60, resumed_at=44, replay=False), whole), "DeepSpeed has mended it: the replay can go"
