@@ -1,9 +1,5 @@
-"""Documents in, batches out: sources, vocabularies, token files, samples and the loader.
+"""Documents in, batches out: sources, vocabularies, token stores, samples and the loader.
 
-`build(recipe)` gives a `Corpus`; `loader.StepBatches(corpus.train, recipe.seed, layout, dp_rank)` its batches.
+`corpus.build(recipe)` gives a `Corpus`; `loader.StepBatches(corpus.train, recipe.seed, layout, dp_rank)` its batches. Importing the
+package imports nothing, so that worker processes of `data.prepare` start without torch.
 """
-
-from data import loader
-from data.corpus import Corpus, build
-
-__all__ = ["Corpus", "build", "loader"]

@@ -1,8 +1,9 @@
-"""From a recipe to samples: source, vocabulary, tokens, and the two reference entropies."""
+"""From a recipe to samples: sources, vocabulary, tokens, and the two reference entropies."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,30 @@ from transformers import PreTrainedTokenizerFast
 from data import cache
 from data.cache import Say
 from data.entropy import unigram_cross_entropy
-from data.prepared import prepared_parts
-from data.samples import Samples, TrainingSamples
-from data.sources import Source, open_source
-from data.streaming import stream_parts
-from data.vocabulary import build_vocabulary, vocabulary_digest
-from recipes.schema import Recipe
+from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
+from data.samples.fields import HeldOut, Parts, TrainingSamples
+from data.sources.documents import Source, open_source
+from data.stores.cached import cached_store
+from data.stores.given import given_store, store_prefix
+from data.stores.parts import store_parts
+from data.streams.parts import stream_parts
+from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
+from recipes.schema import BlendPart, Origin, Recipe
+
+_ADDED_UP = frozenset(
+    {"documents", "text_bytes", "train_documents", "train_tokens", "held_out_documents", "held_out_tokens", "test_documents", "test_tokens",
+     "documents_read_for_validation", "unigram_tokens", "samples_per_epoch"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run trains on and validates with. Entropies are in nats per token, on the validation labels."""
+    """What a run trains on, validates with and may be tested with. Entropies are in nats per token, on the validation labels."""
 
     tokenizer: PreTrainedTokenizerFast
     train: TrainingSamples
-    validation: Samples
+    validation: HeldOut
+    test: HeldOut | None
     uniform_entropy: float
     unigram_entropy: float
     summary: dict[str, Any]
@@ -42,31 +52,92 @@ def build(recipe: Recipe, cache_directory: Path | None = None, say: Say = print,
         source: read instead of what `recipe.data` names.
 
     Raises:
-        ValueError: the source cannot be read, or is too small for the recipe.
+        ValueError: a source cannot be read, or is too small for the recipe.
     """
     directory = cache_directory or cache.default_directory()
-    source = source or open_source(recipe.data)
-    _check_split(recipe.data.validation_every)
-    tokenizer = build_vocabulary(recipe, source, directory, say)
-    parts = prepared_parts(recipe, source, tokenizer, directory, say) if source.finite else stream_parts(recipe, source, tokenizer, say)
-    labels = np.stack([parts.validation[i][1:] for i in range(len(parts.validation))])
+    origins = recipe.data.origins
+    assert source is None or len(origins) == 1, "one source cannot take the place of several"
+    sources = [source or (None if origin.source == "store" else open_source(origin, say)) for origin in origins]
+    tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
+    parts = _all_parts(recipe, sources, tokenizer, directory, say)
     return Corpus(
         tokenizer=tokenizer,
         train=parts.train,
         validation=parts.validation,
+        test=parts.test,
         uniform_entropy=math.log(recipe.model.vocab_size),
-        unigram_entropy=unigram_cross_entropy(parts.train_counts, labels),
+        unigram_entropy=unigram_cross_entropy(parts.train_counts, parts.validation.labels),
         summary={
-            "source": source.name,
+            "source": parts.summary["source"],
             "vocabulary": recipe.data.tokenizer.kind,
             "vocabulary_size": len(tokenizer),
             "vocabulary_digest": vocabulary_digest(tokenizer),
             **parts.summary,
             "validation_samples": len(parts.validation),
+            **({"test_samples": len(parts.test)} if parts.test else {}),
         },
     )
 
 
-def _check_split(every: int) -> None:
-    if every < 2:
-        raise ValueError(f"data.validation_every={every} holds out every document and leaves none to train on: set it to 2 or more")
+def check_origin(origin: Origin, family: str = "gpt2") -> None:
+    """
+    Raises:
+        ValueError: files or packages that the origin names are not there.
+    """
+    if origin.source == "store":
+        store_prefix(origin, family)
+    else:
+        open_source(origin)
+
+
+def _all_parts(
+    recipe: Recipe, sources: Sequence[Source | None], tokenizer: PreTrainedTokenizerFast, directory: Path, say: Say
+) -> Parts:
+    origins = recipe.data.origins
+    weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]
+    wanted = np.maximum(largest_remainder(weights, recipe.run.validation_samples), 1).tolist()
+    found = [
+        _parts(recipe, origin, source, tokenizer, count, directory, say)
+        for origin, source, count in zip(origins, sources, wanted, strict=True)
+    ]
+    return found[0] if len(found) == 1 else _blended(recipe, found, weights)
+
+
+def _parts(
+    recipe: Recipe, origin: Origin, source: Source | None, tokenizer: PreTrainedTokenizerFast, wanted: int, directory: Path, say: Say
+) -> Parts:
+    if source is None:
+        return store_parts(recipe, given_store(recipe, origin, tokenizer), tokenizer, wanted)
+    if source.finite:
+        return store_parts(recipe, cached_store(recipe, origin, source, tokenizer, directory, say), tokenizer, wanted)
+    return stream_parts(recipe, origin, source, tokenizer, wanted, bool(recipe.data.blend), say)
+
+
+def _blended(recipe: Recipe, parts: Sequence[Parts], weights: Sequence[float]) -> Parts:
+    tests = [part.test for part in parts if part.test]
+    return Parts(
+        BlendedSamples([part.train for part in parts], weights, recipe.seed),
+        blended_held_out([part.validation for part in parts]),
+        blended_held_out(tests) if tests else None,
+        _blended_counts([part.train_counts for part in parts], weights),
+        _blended_summary([part.summary for part in parts], weights),
+    )
+
+
+def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """(V,) of as many tokens as were counted, in the proportions in which they are trained on."""
+    sums = [max(1, int(count.sum())) for count in counts]
+    shares = np.asarray(weights) / np.sum(weights)
+    return sum(sums) * sum(share * count / total for share, count, total in zip(shares, counts, sums, strict=True))
+
+
+def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
+    """Sums over the parts where every part has the entry; the parts themselves; checksums side by side."""
+    shared = [key for key in summaries[0] if key in _ADDED_UP and all(key in summary for summary in summaries)]
+    checksums = [str(summary.get("train_tokens_crc32", "stream")) for summary in summaries]
+    return {
+        "source": " + ".join(f"{summary['source']} ({weight:g})" for summary, weight in zip(summaries, weights, strict=True)),
+        **{key: sum(summary[key] for summary in summaries) for key in shared},
+        "train_tokens_crc32": ",".join(checksums),
+        "parts": [{"weight": weight, **summary} for summary, weight in zip(summaries, weights, strict=True)],
+    }

@@ -1,25 +1,25 @@
 """Micro-batches for one data-parallel rank. The batch of a step does not depend on the layout.
 
-Sample j of step s is sample s * global + j of the training order. It belongs to micro-batch a, data-parallel rank r and
-row m with j = (a * dp + r) * micro + m. No worker processes: a micro-batch is a few slices of a mapped file.
-
-The loss of a micro-batch is sum(cross_entropy * weights). Weights make its mean over micro-batches and ranks, which
-DeepSpeed computes, the mean over all tokens of the global batch.
+Sample j of step s is sample s * global + j of the training order. It belongs to data-parallel rank r, micro-batch a and row m
+with j = (r * accumulation + a) * micro + m: a rank has consecutive samples, so that ranks can read different files of a
+stream. Where the samples come from memory-mapped tokens any thread makes any step; a stream has one thread.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from data.samples import Samples, TrainingSamples
+from data.batches import MicroBatch, batch_digest, micro_batch
+from data.prefetch import InTurn, Prefetcher
+from data.samples.fields import Fields, HeldOut, TrainingSamples
 
-MicroBatch = dict[str, torch.Tensor]
-"""tokens (B, T) int64, labels (B, T) int64, weights (B, T) float32"""
+__all__ = ["BatchLayout", "MicroBatch", "StepBatches", "batch_digest", "merge_states", "micro_batch", "rank_rows", "validation_batches"]
 
 
 class BatchLayout(Protocol):
@@ -38,27 +38,15 @@ class BatchLayout(Protocol):
 def rank_rows(layout: BatchLayout, dp_rank: int) -> np.ndarray:
     """(accumulation, micro) int64: which samples of the global batch this rank reads, by micro-batch and row."""
     _check(layout, dp_rank)
-    rows = np.arange(layout.global_batch).reshape(layout.accumulation, layout.dp, layout.micro)
-    return rows[:, dp_rank]
-
-
-def micro_batch(windows: np.ndarray, row_weights: np.ndarray) -> MicroBatch:
-    """
-    Args:
-        windows: (B, T + 1) int64.
-        row_weights: (B,) weight of every token of a row.
-    """
-    tensor = torch.from_numpy(windows)
-    weights = torch.from_numpy(row_weights.astype(np.float32))
-    return {
-        "tokens": tensor[:, :-1].contiguous(),
-        "labels": tensor[:, 1:].contiguous(),
-        "weights": weights[:, None].repeat(1, windows.shape[1] - 1),
-    }
+    rows = np.arange(layout.global_batch).reshape(layout.dp, layout.accumulation, layout.micro)
+    return rows[dp_rank]
 
 
 class StepBatches:
-    """Endless iterator: each `next` is the list of `accumulation` micro-batches of the next optimizer step."""
+    """Endless iterator: each `next` is the list of `accumulation` micro-batches of the next optimizer step.
+
+    Reads `samples.fresh()`: several of them can be made from the same samples.
+    """
 
     def __init__(
         self,
@@ -68,70 +56,131 @@ class StepBatches:
         dp_rank: int,
         start_step: int = 0,
         start_state: dict[str, Any] | None = None,
+        workers: int = 0,
     ):
         """
         Args:
             start_step: optimizer steps that are already done; batches continue after them.
-            start_state: what `state` returned then. Only speed depends on it, and only for streamed sources, which
-                otherwise tokenize again what they already went through.
+            start_state: what `merge_states` made of all ranks' `state` then. Only speed depends on it, and only for streamed
+                sources, which otherwise tokenize again what they already went through.
+            workers: threads that make batches ahead of their use (at most one for a stream); 0: made when asked for.
+
+        Raises:
+            ValueError: the layout does not multiply out, or the state is of another step or another reading of the data.
         """
-        self._samples, self._seed, self._layout = samples, seed, layout
-        self._rows = rank_rows(layout, dp_rank)
+        self._samples, self._seed, self._layout = samples.fresh(), seed, layout
         self.step = start_step
+        rows = rank_rows(layout, dp_rank)
+        position = start_step * layout.global_batch
         if start_state is not None:
-            if start_state.get("position") != start_step * layout.global_batch:
+            if start_state.get("position") != position:
                 raise ValueError(
                     f"data position {start_state.get('position')} is not that of step {start_step} with batch.global="
                     f"{layout.global_batch}: resume with the batch.global of the checkpoint"
                 )
-            samples.restore(start_state)
+            self._samples.restore(start_state)
+        # Known before the first batch, and never asked of a stream that a thread is reading; without a start state a
+        # stream would have to be read through, so then `state` does it if it is called at once.
+        self._state = start_state or (self._samples.state(0) if position == 0 else None)
+        produce = _Producer(self._samples, seed, layout, rows)
+        threads = workers if samples.random_access else min(workers, 1)
+        self._steps = Prefetcher(produce, start_step, threads, prepare=_cuda_device()) if threads else InTurn(produce, start_step)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        positions = self.step * self._layout.global_batch + self._rows
-        windows = self._samples.take(positions.ravel().tolist(), self._seed)
-        windows = windows.reshape(*positions.shape, -1)  # (accumulation, micro, T + 1)
-        weights = np.full(self._layout.micro, 1.0 / (self._layout.micro * self._samples.sequence_length))
+        batches, self._state = self._steps.next()
         self.step += 1
-        return [micro_batch(part, weights) for part in windows]
+        return batches
 
     def state(self) -> dict[str, Any]:
-        """JSON-able position in the data, equal on all ranks and for all layouts of one global batch."""
-        return self._samples.state(self.step * self._layout.global_batch)
+        """JSON-able position after the last step that was handed out, whatever was read ahead: of this rank's part of the data."""
+        if self._state is None:
+            self._state = self._samples.fresh().state(self.step * self._layout.global_batch)
+        return self._state
 
     def digest(self, step: int) -> str:
-        """SHA-256 of the tokens of a step's global batch, in order. Reads all of it: for checks, not for every step."""
+        """SHA-256 of a step's global batch, in order. Reads all of it: for checks, not for every step."""
         first = step * self._layout.global_batch
-        windows = self._samples.fresh().take(range(first, first + self._layout.global_batch), self._seed)
-        return hashlib.sha256(windows.astype("<i8").tobytes()).hexdigest()
+        fields = self._samples.fresh().take(range(first, first + self._layout.global_batch), self._seed)
+        return batch_digest([micro_batch(fields, np.ones(self._layout.global_batch))])
+
+    def close(self) -> None:
+        """Ends the threads; no batch comes after it."""
+        self._steps.close()
 
 
-def validation_batches(samples: Samples, micro: int, accumulation: int, dp: int, dp_rank: int) -> list[list[MicroBatch]]:
+@dataclass(frozen=True)
+class _Producer:
+    """Makes the batches of a step and the state after it."""
+
+    samples: TrainingSamples
+    seed: int
+    layout: BatchLayout
+    rows: np.ndarray  # (accumulation, micro)
+
+    def __call__(self, step: int) -> tuple[list[MicroBatch], dict[str, Any]]:
+        size, micro = self.layout.global_batch, self.layout.micro
+        fields = self.samples.take((step * size + self.rows).ravel().tolist(), self.seed)
+        weights = np.full(micro, 1.0 / micro)
+        batches = [micro_batch(_rows(fields, slice(at, at + micro)), weights) for at in range(0, self.rows.size, micro)]
+        if torch.cuda.is_available():  # pinned memory is copied to the device without waiting
+            batches = [{key: tensor.pin_memory() for key, tensor in batch.items()} for batch in batches]
+        return batches, self.samples.state((step + 1) * size)
+
+
+def _rows(fields: Fields, rows: slice) -> Fields:
+    return {key: values[rows] for key, values in fields.items()}
+
+
+def _cuda_device() -> Callable[[], None]:
+    """For a new thread: this rank's device, without which pinning would open a context on the first one."""
+    if not torch.cuda.is_available():
+        return lambda: None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)
+
+
+def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """One state of the states of all ranks, each of which knows the parts of a stream that it reads."""
+    merged = json.loads(json.dumps(states[0]))
+    for state in states[1:]:
+        _merge(merged, state)
+    return merged
+
+
+def _merge(into: dict[str, Any], state: dict[str, Any]) -> None:
+    for key, value in state.items():
+        if key == "parts":
+            for mine, other in zip(into[key], value, strict=True):
+                _merge(mine, other)
+        elif isinstance(value, dict):
+            for name, entry in value.items():
+                assert into[key].setdefault(name, entry) == entry, f"ranks disagree about {key} {name}"
+        else:
+            assert into[key] == value, f"ranks disagree about {key}: {into[key]} and {value}"
+
+
+def validation_batches(samples: HeldOut, micro: int, accumulation: int, dp: int, dp_rank: int) -> list[list[MicroBatch]]:
     """All validation steps of one rank, each a list of `accumulation` micro-batches.
 
     Every rank gets the same number: the last step is filled up with copies of weight 0. The mean of the loss over all
-    micro-batches of all steps and ranks is the mean over the tokens of the real samples.
+    micro-batches of all steps and ranks is the mean over the real samples (of a BERT's predictions, once the engine has
+    divided by their number).
     """
     assert len(samples) > 0, "build() refuses corpora without validation samples"
     layout = _Layout(micro, accumulation, dp)
     rows = rank_rows(layout, dp_rank)
     steps = -(-len(samples) // layout.global_batch)
-    real_weight = steps * accumulation * dp / (len(samples) * samples.sequence_length)
-    batches = []
-    for step in range(steps):
-        positions = step * layout.global_batch + rows  # (accumulation, micro)
-        batches.append(
-            [
-                micro_batch(
-                    np.stack([samples[min(position, len(samples) - 1)] for position in part.tolist()]),
-                    np.where(part < len(samples), real_weight, 0.0),
-                )
-                for part in positions
-            ]
-        )
-    return batches
+    real_weight = steps * accumulation * dp / len(samples)
+    return [
+        [
+            micro_batch(samples.take(np.minimum(part, len(samples) - 1)), np.where(part < len(samples), real_weight, 0.0))
+            for part in step * layout.global_batch + rows
+        ]
+        for step in range(steps)
+    ]
 
 
 class _Layout:

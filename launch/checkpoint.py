@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from data.loader import merge_states
 from ds_configs.resolver import Plan
 from launch.files import write_atomically
 from launch.weights import save_weights
@@ -34,7 +35,7 @@ class Checkpoint:
 
     directory: Path
     step: int
-    data_state: dict  # position in the data, equal on all ranks
+    data_state: dict  # position in the data, of all ranks
 
     @staticmethod
     def read(directory: Path) -> Checkpoint | None:
@@ -54,7 +55,7 @@ def complete_checkpoints(root: Path) -> list[Checkpoint]:
 
 
 def save(engine, plan: Plan, grid: ProcessGrid, root: Path, step: int, data_state: dict) -> Path:
-    """Save the state after `step` optimizer steps and prune old checkpoints. Collective."""
+    """Save the state after `step` optimizer steps and prune old checkpoints. Collective. `data_state`: of this rank."""
     directory = root / f"step-{step:06d}"
     if grid.rank == 0:
         if Checkpoint.read(directory) is None and directory.exists():
@@ -63,10 +64,12 @@ def save(engine, plan: Plan, grid: ProcessGrid, root: Path, step: int, data_stat
     dist.barrier(group=grid.control_group)
     engine.save_checkpoint(str(root), tag=directory.name, client_state={"step": step}, save_latest=False)
     save_weights(engine, grid, directory)
-    dist.barrier(group=grid.control_group)
+    # Every data-parallel rank knows where it is in the files that it reads; gathering also waits for all ranks.
+    states: list = [None] * dist.get_world_size()
+    dist.all_gather_object(states, data_state, group=grid.control_group)
     if grid.rank == 0:
         files = {str(p.relative_to(directory)): p.stat().st_size for p in sorted(directory.rglob("*")) if p.is_file() and p.name != MARKER}
-        marker = {"step": step, "recipe": digest(plan.recipe), "layout": asdict(plan.layout), "data": data_state, "files": files}
+        marker = {"step": step, "recipe": digest(plan.recipe), "layout": asdict(plan.layout), "data": merge_states(states), "files": files}
         write_atomically(directory / MARKER, json.dumps(marker, indent=2) + "\n")
         _prune(root, plan.recipe.run.keep_checkpoints)
     dist.barrier(group=grid.control_group)

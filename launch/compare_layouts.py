@@ -186,7 +186,7 @@ def case_plan(recipe: Recipe, case: LayoutCase, machine) -> Plan:
 
 def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine) -> None:
     """Train one case. A refused one leaves its reason; a failing one ends the launch with its traceback in the log."""
-    import data
+    from data.corpus import build
     from launch.pretrain import Job, train
     from launch.reporting import Report, Silence
     from launch.run_directory import RunDirectory
@@ -205,7 +205,7 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine) -> None
         opened = RunDirectory.create(directory, plan, name=case.name, command=sys.argv, resume=False)
         report = Report(job, opened, original=recipe, tiny=False, emulated=False, progress=False)
     with report:
-        corpus = data.build(recipe, say=report.say)
+        corpus = build(recipe, say=report.say)
         report.start(corpus)
         train(job, report, corpus, ProcessGrid(case.tp, case.pp, case.dp))
         report.finish("ok")

@@ -10,13 +10,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_configs.resolver import Plan
-from modeling.gpt2 import GPT2
+from launch.build_model import DTYPES, model_shape
+from launch.micro_batches import BERT_INPUTS, BERT_TARGETS
 from modeling.initialization import Init
+from modeling.layer_list import Stack
 from modeling.process_grid import ProcessGrid
 from modeling.random_state import seed_step
-from modeling.transformer import LayerShape, TransformerLayer
+from modeling.transformer import TransformerLayer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UP, TIMED = 2, 5  # passes
 
 
@@ -29,7 +30,7 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     """
     seed_step(plan.recipe.seed, 0, grid.at)
     started = time.perf_counter()
-    if isinstance(module, GPT2) and plan.zero_stage < 3 and not plan.recipe.checkpoint_interval:
+    if isinstance(module, Stack) and plan.zero_stage < 3 and not plan.recipe.checkpoint_interval:
         what, eager, compiled = "forward and backward of a micro-batch", *_compile_whole(module, plan)
     else:
         what, eager, compiled = "forward and backward of one transformer layer", *_compile_layers(module, plan, grid)
@@ -40,16 +41,19 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     )
 
 
-def _compile_whole(module: GPT2, plan: Plan) -> tuple[float, float]:
+def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
     """Seconds eager and compiled, of the model itself; its gradients are dropped again."""
     device = torch.device(get_accelerator().current_device_name())
     module.to(device=device, dtype=DTYPES[plan.precision]).train()
-    shape = (plan.layout.micro, plan.recipe.sequence_length)
-    tokens = torch.randint(plan.recipe.model.vocab_size, shape, device=device)
-    weights = torch.full(shape, 1 / tokens.numel(), device=device)
-    eager = _seconds(lambda: module(tokens, tokens, weights))
+    batch = _random_batch(plan, device)
+
+    def loss() -> torch.Tensor:
+        outcome = module(*batch)
+        return outcome[0] if isinstance(outcome, tuple) else outcome
+
+    eager = _seconds(loss)
     module.compile()
-    compiled = _seconds(lambda: module(tokens, tokens, weights))
+    compiled = _seconds(loss)
     module.zero_grad(set_to_none=True)
     return eager, compiled
 
@@ -59,18 +63,33 @@ def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> t
     for layer in module.modules():
         if isinstance(layer, TransformerLayer):
             layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
-    if isinstance(module, GPT2):
+    if isinstance(module, Stack):
         module.loss = torch.compile(module.loss)
     else:
-        module.loss_fn = torch.compile(module.loss_fn)
+        module.loss_fn.function = torch.compile(module.loss_fn.function)
     recipe, layout = plan.recipe, plan.layout
     device = torch.device(get_accelerator().current_device_name())
-    shape = LayerShape(recipe.model.hidden, recipe.model.heads, recipe.dropout.hidden, recipe.dropout.attention)
+    shape = model_shape(recipe, plan.padded_vocab).layer
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, dtype=DTYPES[plan.precision])
     layer = TransformerLayer(shape, group=grid.tensor_group if grid.tp > 1 else None, init=init).to(device)
     x = torch.randn(layout.micro, recipe.sequence_length, recipe.model.hidden, dtype=init.dtype, device=device, requires_grad=True)
     compiled = torch.compile(layer)
     return _seconds(lambda: layer(x).sum()), _seconds(lambda: compiled(x).sum())
+
+
+def _random_batch(plan: Plan, device) -> tuple[torch.Tensor, ...]:
+    """Arguments of the plain model: random tokens, and for a BERT random predictions of samples without padding."""
+    recipe, micro = plan.recipe, plan.layout.micro
+    tokens = torch.randint(recipe.model.vocab_size, (micro, recipe.sequence_length), device=device)
+    if recipe.model.family == "gpt2":
+        return tokens, tokens, torch.full(tokens.shape, 1 / tokens.numel(), device=device)
+    positions = torch.randint(recipe.sequence_length, (micro, recipe.predictions), device=device)
+    batch = {
+        "tokens": tokens, "token_types": torch.zeros_like(tokens), "lengths": None, "positions": positions,
+        "labels": tokens.gather(1, positions), "weights": torch.full(positions.shape, 1 / positions.numel(), device=device),
+        "sentence_labels": tokens[:, 0] % 2, "sentence_weights": torch.full((micro,), 1 / micro, device=device),
+    }  # fmt: skip
+    return tuple(batch[key] for key in (*BERT_INPUTS, *BERT_TARGETS))
 
 
 def _seconds(loss: Callable[[], torch.Tensor]) -> float:

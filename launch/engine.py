@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import deepspeed
 import torch
@@ -19,18 +19,14 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import set_z3_leaf_modules
 
 from ds_configs.resolver import Plan
-from launch import compiling, ops
-from launch.compiling import DTYPES
+from launch import compiling, micro_batches, ops
+from launch.build_model import build_module
+from launch.micro_batches import MicroBatch
 from launch.schedule import Schedule
-from modeling.convert_hf import read_hf
-from modeling.gpt2 import GPT2, GPT2Shape, pipeline_module
-from modeling.initialization import Init
+from modeling.bert import LOSS_PARTS
+from modeling.bert import PipelineLoss as BertPipelineLoss
 from modeling.process_grid import ProcessGrid
 from modeling.transformer import TransformerLayer
-from recipes.schema import Recipe
-
-MicroBatch = dict[str, torch.Tensor]  # tokens, labels, weights: (B, S)
-
 
 STUCK_STEPS = 20  # skipped steps in a row after which a static loss scale counts as stuck
 
@@ -41,40 +37,22 @@ class Diverged(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step reports; the loss is the mean over the global batch, in nats per token."""
+    """What one optimizer step reports; losses are means over the global batch, in nats per token (sentence loss: per sample)."""
 
     loss: float
     lr: float
     grad_norm: float | None
     loss_scale: float
     skipped: bool
+    parts: dict[str, float] = field(default_factory=dict)  # of the loss, as `modeling.bert.LOSS_PARTS` names them
 
 
-def gpt2_shape(recipe: Recipe, padded_vocab: int) -> GPT2Shape:
-    m = recipe.model
-    return GPT2Shape(
-        layers=m.layers, hidden=m.hidden, heads=m.heads, vocab=m.vocab_size, padded_vocab=padded_vocab,
-        positions=recipe.sequence_length, hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention,
-        checkpoint_interval=recipe.checkpoint_interval,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Validation:
+    """Means over the held-out samples, as in `Step`."""
 
-
-def build_module(plan: Plan, grid: ProcessGrid, initial_weights: str | None = None) -> torch.nn.Module:
-    """The model of this rank, with its initial weights; partitioned as it is built under ZeRO-3.
-
-    `initial_weights`: directory of a `transformers` GPT-2 to start from instead of random weights.
-    """
-    recipe = plan.recipe
-    shape = gpt2_shape(recipe, plan.padded_vocab)
-    group = grid.tensor_group if grid.tp > 1 else None
-    given = read_hf(initial_weights, shape.layers, shape.heads) if initial_weights else None
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given)
-    if grid.pp > 1:
-        return pipeline_module(shape, grid=grid, group=group, init=init)
-    if plan.zero_stage < 3:
-        return GPT2(shape, group=group, init=init)
-    with deepspeed.zero.Init(data_parallel_group=grid.data_group, config_dict_or_path=plan.ds, mpu=grid):
-        return GPT2(shape, group=group, init=replace(init, dtype=DTYPES[plan.precision]))
+    loss: float
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict]:
@@ -165,53 +143,74 @@ def train_step(engine, batches: Sequence[MicroBatch], grid: ProcessGrid) -> Step
     lr = engine.get_lr()[0]
     scale = loss_scale(engine)
     skipped_before = engine.skipped_steps
+    batches = micro_batches.normalised(batches, grid, engine.device)
     with _explained_floor(engine):
         if isinstance(engine, PipelineEngine):
-            loss = engine.train_batch(iter([_pipeline_batch(b) for b in batches]))
+            loss = engine.train_batch(iter([micro_batches.for_pipeline(b) for b in batches]))
+            parts = _pipeline_parts(engine, grid)
         else:
             engine.train()
-            total = torch.zeros((), device=engine.device)
+            outcomes = []
             for batch in batches:
-                micro_loss = engine(*_on_device(batch, engine.device))
-                engine.backward(micro_loss)
+                loss, *parts = _forward(engine, batch)
+                engine.backward(loss)
                 engine.step()
-                total += micro_loss.detach().float()
-            loss = _data_parallel_mean(total / len(batches), grid)
+                outcomes.append(torch.cat([loss.detach().float().view(1), *parts]))
+            loss, *parts = _data_parallel_mean(torch.stack(outcomes).mean(0), grid)
     if engine.fp16_enabled():
         engine.settle_loss_scale()
     norm = engine.get_global_grad_norm()
     skipped = engine.skipped_steps > skipped_before
     if not math.isfinite(float(loss)) and not (skipped and engine.fp16_enabled()):  # DeepSpeed skips in bf16 and fp32 too
         raise Diverged(f"the loss is {float(loss)} in {engine_precision(engine)}. {DIVERGED_ADVICE}")
-    return Step(float(loss), lr, None if norm is None else float(norm), scale, skipped)
+    return Step(float(loss), lr, None if norm is None else float(norm), scale, skipped, _named(parts))
 
 
 @torch.no_grad()
-def validate(engine, steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid) -> float:
-    """Mean loss in nats per token over the held-out samples; weights of the batches make the mean over micro-batches exact."""
-    total = torch.zeros((), device=engine.device)
+def validate(engine, steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid) -> Validation:
+    """Mean losses over the held-out samples; weights of the batches make the mean over micro-batches exact."""
+    steps = micro_batches.normalised_steps(steps, grid, engine.device)
+    totals = []
     for batches in steps:
         if isinstance(engine, PipelineEngine):
-            total += engine.eval_batch(iter([_pipeline_batch(b) for b in batches]), num_micro_batches=len(batches)).squeeze()
+            loss = engine.eval_batch(iter([micro_batches.for_pipeline(b) for b in batches]), num_micro_batches=len(batches))
+            totals.append(torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)]))
         else:
             engine.eval()
-            losses = [engine(*_on_device(b, engine.device)).float() for b in batches]
-            total += _data_parallel_mean(torch.stack(losses).mean(), grid)
+            outcomes = [torch.cat([loss.float().view(1), *parts]) for loss, *parts in (_forward(engine, b) for b in batches)]
+            totals.append(_data_parallel_mean(torch.stack(outcomes).mean(0), grid))
     engine.train()
-    return float(total / len(steps))
+    loss, *parts = torch.stack(totals).mean(0)
+    return Validation(float(loss), _named(parts))
+
+
+def _forward(engine, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+    """(loss) or (loss, parts of it) of one micro-batch."""
+    outcome = engine(*micro_batches.for_plain(batch, engine.device))
+    return outcome if isinstance(outcome, tuple) else (outcome,)
+
+
+def _pipeline_parts(engine, grid: ProcessGrid) -> list[torch.Tensor]:
+    """Means of the parts of the loss over the micro-batches since the last call, on every stage. Collective; [] for GPT-2."""
+    loss_fn = engine.module.loss_fn
+    if not isinstance(loss_fn, BertPipelineLoss):
+        return []
+    taken = loss_fn.take_parts()
+    parts = torch.zeros(loss_fn.part_count, device=engine.device) if taken is None else taken.mean(0).float()
+    if taken is not None:
+        parts = _data_parallel_mean(parts, grid)
+    # From the last stage, which alone has them, to the others: the sum over the stages.
+    dist.all_reduce(parts, group=grid.pipeline_group)
+    return list(parts)
+
+
+def _named(parts: Sequence[torch.Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in zip(LOSS_PARTS, parts, strict=False)}
 
 
 def loss_scale(engine) -> float:
     """The fp16 loss scale that the next step will use; 1 in other precisions."""
     return float(engine._get_optimizer_loss_scale()) if engine.fp16_enabled() else 1.0
-
-
-def _on_device(batch: MicroBatch, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return tuple(batch[key].to(device, non_blocking=True) for key in ("tokens", "labels", "weights"))  # type: ignore[return-value]
-
-
-def _pipeline_batch(batch: MicroBatch):
-    return batch["tokens"], (batch["labels"], batch["weights"])
 
 
 def _data_parallel_mean(x: torch.Tensor, grid: ProcessGrid) -> torch.Tensor:

@@ -22,6 +22,7 @@ from recipes.schema import Recipe
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerFast
 
     from launch.checkpoint import Checkpoint
 
@@ -32,13 +33,29 @@ examples:
   python launch/export_hf.py runs/default-sotu-zero3_offload --out exported-200 --step 200 --dtype bfloat16
       an older checkpoint, in half the size
 
-one process is enough, and no GPU. The export is loaded again with transformers and its logits are compared with those of
-our own model before it appears under its name; `pretrain.py --init_from exported` starts another run from it.
+one process is enough, and no GPU. A GPT-2 becomes a GPT2LMHeadModel; a BERT a BertForPreTraining (post-LN) or
+MegatronBertForPreTraining (pre-LN), or their ForMaskedLM without a sentence head. The export is loaded again with transformers and
+its logits are compared with those of our own model before it appears under its name; `pretrain.py --init_from exported` starts
+another run from it.
 exit codes: 0 exported and checked, 1 the logits differ, 2 refused."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOLERANCE = 1e-4  # largest difference of a logit, relative to the largest logit where that is above 1
-SAMPLES, POSITIONS = 2, 128  # random tokens that the comparison runs on
+SAMPLES, POSITIONS = 2, 128  # random tokens that the comparison runs on; the second sample of a BERT is padded
+TIED = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}  # copies that no export holds
+
+USES = {
+    "gpt2": """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = AutoModelForCausalLM.from_pretrained("{directory}"), AutoTokenizer.from_pretrained("{directory}")
+print(tokenizer.decode(model.generate(**tokenizer({prompt}, return_tensors="pt"), max_new_tokens=40, do_sample=True)[0]))""",
+    "bert": """\
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+model, tokenizer = AutoModelForMaskedLM.from_pretrained("{directory}"), AutoTokenizer.from_pretrained("{directory}")
+masked = tokenizer({prompt}, return_tensors="pt")
+guesses = model(**masked).logits.argmax(-1)
+print(tokenizer.decode(guesses.where(masked.input_ids == tokenizer.mask_token_id, masked.input_ids)[0], skip_special_tokens=True))""",
+}
 
 
 @dataclass(frozen=True)
@@ -100,17 +117,17 @@ def export(run: str | Path, out: str | Path, *, step: int | None = None, dtype: 
     master = load_tensors(checkpoint.directory)
     rounded = {name: tensor.to(getattr(torch, dtype)) for name, tensor in master.items()}
 
-    tokens = _random_tokens(recipe)
-    ours = our_logits(recipe, rounded, tokens)
-    rounding = 0.0 if dtype == "float32" else _largest(ours, our_logits(recipe, master, tokens))
+    batch = random_batch(recipe)
+    ours = our_logits(recipe, rounded, batch)
+    rounding = 0.0 if dtype == "float32" else _largest(ours, our_logits(recipe, master, batch))
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
         temporary.mkdir(parents=True)
-        write_model(recipe, rounded, tokenizer.eos_token_id, temporary)
+        write_model(recipe, rounded, tokenizer, temporary)
         tokenizer.save_pretrained(temporary)
         facts = {"run": str(run), "step": checkpoint.step, "dtype": dtype, "recipe_digest": catalog.digest(recipe), "title": recipe.title}
         (temporary / "export.json").write_text(json.dumps(facts, indent=2) + "\n")
-        difference = compare(ours, hf_logits(temporary, tokens), checkpoint.directory)
+        difference = compare(ours, hf_logits(recipe, temporary, batch), checkpoint.directory)
         os.replace(temporary, out)  # onto nothing, or onto an empty directory
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -133,75 +150,109 @@ def choose_checkpoint(run: Path, step: int | None) -> Checkpoint:
     return found[max(found) if step is None else step]
 
 
-def our_logits(recipe: Recipe, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """(B, S, V) in float32, from our own model in one process."""
+@dataclass(frozen=True)
+class Batch:
+    """Random input: tokens (B, S); for a BERT token types (B, S) and lengths (B,) too."""
+
+    tokens: torch.Tensor
+    token_types: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+
+    def mask(self) -> torch.Tensor:
+        """(B, S), True for tokens that are not padding."""
+        import torch
+
+        assert self.lengths is not None
+        return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
+
+Logits = tuple["torch.Tensor", ...]  # float32: of tokens that are not padding (tokens, V); of a sentence head (B, 2)
+
+
+def random_batch(recipe: Recipe) -> Batch:
     import torch
 
-    from ds_configs.resolver import padded_vocab
-    from launch.engine import gpt2_shape
-    from modeling.gpt2 import GPT2
-    from modeling.initialization import Init
+    generator = torch.Generator().manual_seed(recipe.seed)
+    shape = (SAMPLES, min(POSITIONS, recipe.sequence_length))
+    tokens = torch.randint(recipe.model.vocab_size, shape, generator=generator)
+    if recipe.model.family == "gpt2":
+        return Batch(tokens)
+    return Batch(tokens, torch.randint(2, shape, generator=generator), torch.tensor([shape[1], shape[1] // 2 + 1]))
 
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=weights)
-    model = GPT2(gpt2_shape(recipe, padded_vocab(recipe.model.vocab_size, 1)), group=None, init=init).eval()
+
+def our_logits(recipe: Recipe, weights: dict[str, torch.Tensor], batch: Batch) -> Logits:
+    """From our own model in one process."""
+    import torch
+
+    from launch.build_model import whole_model
+
+    model = whole_model(recipe, weights)
     with torch.no_grad():
-        return model(tokens)[..., : recipe.model.vocab_size]
+        if recipe.model.family == "gpt2":
+            return (model(batch.tokens)[..., : recipe.model.vocab_size].flatten(0, 1),)
+        logits, sentence = model(batch.tokens, batch.token_types, batch.lengths)
+    tokens = logits[..., : recipe.model.vocab_size][batch.mask()]
+    return (tokens,) if sentence is None else (tokens, sentence)
 
 
-def write_model(recipe: Recipe, weights: dict[str, torch.Tensor], end_token: int, directory: Path) -> None:
-    """config.json, generation_config.json and model.safetensors."""
+def write_model(recipe: Recipe, weights: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """config.json, generation_config.json (GPT-2) and model.safetensors."""
     import torch
-    from transformers import GPT2LMHeadModel
 
-    from modeling.convert_hf import hf_config, to_hf
+    from modeling.convert_hf import class_of, config_of, state_dict_of
 
-    m = recipe.model
-    config = hf_config(
-        layers=m.layers, hidden=m.hidden, heads=m.heads, vocab=m.vocab_size, positions=recipe.sequence_length,
-        dropout=recipe.dropout.hidden, end_token=end_token,
+    config = config_of(
+        recipe.model, positions=recipe.sequence_length, hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention,
+        end_token=tokenizer.eos_token_id, pad_token=tokenizer.pad_token_id or 0,
     )  # fmt: skip
-    config.attn_pdrop = recipe.dropout.attention
     with torch.device("meta"):
-        model = GPT2LMHeadModel(config)
-    left = model.load_state_dict(to_hf(weights, m.layers, m.heads), strict=False, assign=True)
-    assert set(left.missing_keys) <= {"lm_head.weight"} and not left.unexpected_keys, left
+        model = class_of(recipe.model)(config)
+    left = model.load_state_dict(state_dict_of(weights, recipe.model), strict=False, assign=True)
+    assert set(left.missing_keys) <= TIED and not left.unexpected_keys, left
     model.tie_weights()
     model.save_pretrained(directory)
 
 
-def hf_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """(B, S, V) from the exported directory as a user loads it, computed in float32."""
+def hf_logits(recipe: Recipe, directory: Path, batch: Batch) -> Logits:
+    """From the exported directory as a user loads it, computed in float32."""
     import torch
-    from transformers import GPT2LMHeadModel
 
-    model = GPT2LMHeadModel.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    from modeling.convert_hf import class_of
+
+    model = class_of(recipe.model).from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
     with torch.no_grad():
-        return model(tokens).logits
+        if recipe.model.family == "gpt2":
+            return (model(batch.tokens).logits.flatten(0, 1),)
+        mask = batch.mask()
+        done = model(batch.tokens, attention_mask=mask.long(), token_type_ids=batch.token_types)
+    if recipe.model.sentence_head == "none":
+        return (done.logits[mask],)
+    return done.prediction_logits[mask], done.seq_relationship_logits
 
 
-def compare(ours: torch.Tensor, theirs: torch.Tensor, source: Path) -> float:
+def compare(ours: Logits, theirs: Logits, source: Path) -> float:
     """The largest difference. Raises ExportMismatch where it is more than rounding."""
-    difference = _largest(ours, theirs)
-    allowed = TOLERANCE * max(1.0, float(ours.abs().max()))
-    if not difference <= allowed:  # NaN differs
-        raise ExportMismatch(
-            f"the logits of transformers differ from ours by {difference:.3g}, more than {allowed:.3g}: nothing was exported from "
-            f"{source}; with the pinned version of transformers (requirements.txt) this is a bug of the conversion"
-        )
-    return difference
+    for mine, other in zip(ours, theirs, strict=True):
+        difference = _largest((mine,), (other,))
+        allowed = TOLERANCE * max(1.0, float(mine.abs().max()))
+        if not difference <= allowed:  # NaN differs
+            raise ExportMismatch(
+                f"the logits of transformers differ from ours by {difference:.3g}, more than {allowed:.3g}: nothing was exported from "
+                f"{source}; with the pinned version of transformers (requirements.txt) this is a bug of the conversion"
+            )
+    return _largest(ours, theirs)
 
 
 def describe(done: Export, recipe: Recipe) -> str:
-    """What was exported and three lines of Python that use it."""
+    """What was exported and a few lines of Python that use it."""
     rounding = f"; rounding to {done.dtype} changed them by {done.rounding:.1e}" if done.rounding else ""
-    prompt = recipe.run.prompt or "The"
+    family, prompt = recipe.model.family, recipe.run.prompt or ("The [MASK]." if recipe.model.family == "bert" else "The")
+    lines = "\n  ".join(USES[family].format(directory=done.directory, prompt=repr(prompt)).splitlines())
     return f"""{done.checkpoint} -> {done.directory}: {done.dtype}, step {done.step}
 logits of transformers and of our model differ by at most {done.difference:.1e}{rounding}
 
 use it
-  from transformers import AutoModelForCausalLM, AutoTokenizer
-  model, tokenizer = AutoModelForCausalLM.from_pretrained("{done.directory}"), AutoTokenizer.from_pretrained("{done.directory}")
-  print(tokenizer.decode(model.generate(**tokenizer({prompt!r}, return_tensors="pt"), max_new_tokens=40, do_sample=True)[0]))"""
+  {lines}"""
 
 
 def _hide_progress_bars() -> None:
@@ -217,15 +268,8 @@ def _refuse_occupied(out: Path) -> None:
         raise ValueError(f"--out {out} is a file: name a new directory")
 
 
-def _random_tokens(recipe: Recipe) -> torch.Tensor:
-    import torch
-
-    generator = torch.Generator().manual_seed(recipe.seed)
-    return torch.randint(recipe.model.vocab_size, (SAMPLES, min(POSITIONS, recipe.sequence_length)), generator=generator)
-
-
-def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max())
+def _largest(a: Logits, b: Logits) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from torch.utils.tensorboard import SummaryWriter
@@ -21,6 +21,7 @@ from launch.progress import Silent, screen
 from launch.run_directory import RunDirectory
 from modeling import cost
 
+PART_NAMES = {"mlm_loss": "masked tokens", "sentence_loss": "sentence objective", "sentence_accuracy": "sentence accuracy"}
 WARMUP_STEPS = 5  # steps of a launch left out of its throughput: allocation, compilation and caches make them slower
 
 
@@ -61,11 +62,14 @@ class Metrics:
         skipped: bool,
         seconds: float,
         peak_memory_bytes: int,
+        parts: Mapping[str, float] | None = None,
+        data_seconds: float = 0.0,
     ) -> dict[str, Any]:
         """Record a completed optimizer step and return its line.
 
         `loss` in nats per token, mean over the global batch; `seconds` of wall time for the step; `skipped`: the loss
-        scaler threw the update away; `peak_memory_bytes` as `hardware.peak_memory` counts it.
+        scaler threw the update away; `peak_memory_bytes` as `hardware.peak_memory` counts it; `parts` of the loss by name;
+        `data_seconds`: what of `seconds` was spent waiting for the batch.
         """
         assert step == self._step + 1, (
             f"step {step} follows step {self._step}: steps count completed steps, the first is 1"
@@ -75,11 +79,13 @@ class Metrics:
             "kind": "step",
             "step": step,
             "loss": _finite(loss),
+            **_finite_parts(parts),
             "lr": lr,
             "grad_norm": _finite(grad_norm),
             "loss_scale": _finite(loss_scale),
             "skipped": bool(skipped),
             "seconds": seconds,
+            "data_seconds": data_seconds,
             **self._throughput.rates(seconds),
             "peak_memory_bytes": peak_memory_bytes,
             "memory_kind": self._memory_kind,
@@ -87,18 +93,19 @@ class Metrics:
             "time": time.time(),
         }
         self._write(record)
-        self._tensorboard("train", record, ("loss", "lr", "grad_norm", "loss_scale" if self._show_scale else None))
-        self._tensorboard("speed", record, ("seconds", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops"))
+        self._tensorboard("train", record, ("loss", *(parts or ()), "lr", "grad_norm", "loss_scale" if self._show_scale else None))
+        self._tensorboard("speed", record, ("seconds", "data_seconds", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops"))
         self._tensorboard("memory", record, ("peak_memory_bytes",))
         self._screen.step(step, self._fields(record))
         return record
 
-    def validation(self, step: int, loss: float) -> None:
-        """Record the validation loss (nats per token) after `step` completed steps."""
-        record = {"kind": "validation", "step": step, "loss": _finite(loss), "time": time.time()}
+    def validation(self, step: int, loss: float, parts: Mapping[str, float] | None = None, kind: str = "validation") -> None:
+        """Record the loss on held-out text (nats per token) after `step` completed steps; `kind` "test": on the test split."""
+        record = {"kind": kind, "step": step, "loss": _finite(loss), **_finite_parts(parts), "time": time.time()}
         self._write(record)
-        self._tensorboard("validation", record, ("loss",))
-        self._screen.line(f"step {step}: validation loss {loss:.4f}")
+        self._tensorboard(kind, record, ("loss", *(parts or ())))
+        shown = "".join(f", {PART_NAMES[name]} {value:.4f}" for name, value in (parts or {}).items())
+        self._screen.line(f"step {step}: {kind} loss {loss:.4f}{shown}")
 
     def note(self, text: str) -> None:
         """Record and show one line of text."""
@@ -124,7 +131,10 @@ class Metrics:
     def _fields(self, record: dict[str, Any]) -> list[str]:
         """The numbers of a step for the screen, short enough that all stand in 80 columns."""
         loss, norm = record["loss"], record["grad_norm"]
-        fields = [f"loss {'not finite' if loss is None else f'{loss:.4f}'}", f"lr {record['lr']:.1e}"]
+        fields = [f"loss {'not finite' if loss is None else f'{loss:.4f}'}"]
+        if record.get("mlm_loss") is not None:
+            fields.append(f"mlm {record['mlm_loss']:.4f}")
+        fields.append(f"lr {record['lr']:.1e}")
         fields.append(f"grad norm {'-' if norm is None else f'{norm:.3g}'}")
         if self._show_scale:
             fields.append(f"scale {_short(record['loss_scale'])}")
@@ -150,6 +160,7 @@ class Throughput:
             layout.global_batch,
             padded_vocab=plan.padded_vocab,
             checkpointing=self._checkpointing,
+            predictions=recipe.predictions,
         )
 
     def rates(self, seconds: float) -> dict[str, float]:
@@ -180,6 +191,10 @@ def steady_seconds(records: Sequence[dict[str, Any]]) -> tuple[float, str] | Non
             )
             return statistics.median(steady), which
     return None
+
+
+def _finite_parts(parts: Mapping[str, float] | None) -> dict[str, float | None]:
+    return {name: _finite(value) for name, value in (parts or {}).items()}
 
 
 def _finite(value: float | None) -> float | None:

@@ -137,11 +137,13 @@ def _first(differences: dict[str, float], tolerance: float, what: str, backward:
 
 
 def _forward_order(name: str) -> tuple:
-    top = {"word": 0, "position": 1, "layers": 2, "final_norm": 3}
+    """Where a parameter stands in the forward pass."""
+    top = ("word", "position", "embedding", "layers", "final_norm", "head", "decoder_bias")
+    inner = ("position", "token_type", "attention_norm", "attention", "mlp_norm", "mlp", "pooler", "sentence", "transform", "norm")
     parts = name.split(".")
     layer = int(parts[1]) if parts[0] == "layers" else 0
-    inner = ["attention_norm", "attention", "mlp_norm", "mlp"]
-    return top.get(parts[0], 4), layer, inner.index(parts[2]) if parts[0] == "layers" else 0, name
+    below = parts[2 if parts[0] == "layers" else 1]
+    return top.index(parts[0]), layer, inner.index(below) if below in inner else 0, name
 
 
 def _last_error(log: Path) -> str:

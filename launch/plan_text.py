@@ -7,6 +7,7 @@ from typing import Any
 
 from ds_configs.resolver import Plan
 from modeling import cost
+from recipes.schema import Model
 
 
 def describe_plan(plan: Plan, *, name: str, hardware: str, run_directory: Path | None, data: dict[str, Any] | None = None) -> str:
@@ -18,7 +19,7 @@ def describe_plan(plan: Plan, *, name: str, hardware: str, run_directory: Path |
     states = cost.model_state_bytes(parameters / (layout.tp * layout.pp), plan.zero_stage, layout.dp, mixed_precision=mixed)
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
-        ("model", f"{model.family.upper().replace('GPT', 'GPT-')}, {model.layers} layers, hidden size {model.hidden}, {model.heads} heads, "
+        ("model", f"{describe_family(model)}, {model.layers} layers, hidden size {model.hidden}, {model.heads} heads, "
                   f"sequence length {recipe.sequence_length}, vocabulary {model.vocab_size} (padded to {plan.padded_vocab})"),
         ("parameters", f"{parameters:,}"),
         ("layout", f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data parallel = {layout.tp * layout.pp * layout.dp} "
@@ -44,3 +45,11 @@ def describe_plan(plan: Plan, *, name: str, hardware: str, run_directory: Path |
     width = max(len(key) for key, _ in lines)
     text = "\n".join(f"  {key:<{width}}  {value}" for key, value in lines)
     return "\n".join([text, *(f"\n  ! {notice}" for notice in plan.notices)])
+
+
+def describe_family(model: Model) -> str:
+    """GPT-2, or BERT with its choices."""
+    if model.family == "gpt2":
+        return "GPT-2"
+    objective = "no sentence head" if model.sentence_head == "none" else f"{model.sentence_head.upper()} head"
+    return f"BERT ({model.layer_norm}-LN, {objective})"

@@ -15,13 +15,13 @@ SMOOTHING = 0.9  # weight of the past in the exponential moving average
 
 
 def plot_loss(metrics_jsonl: Path, out_png: Path, reference_lines: Mapping[str, float], title: str = "") -> None:
-    """Draw training loss, its moving average, validation points and a horizontal line per reference.
+    """Draw training loss, its moving average, validation points and a horizontal line per reference; of a BERT the masked-token loss.
 
     `reference_lines`: label -> nats per token, such as the entropies of a uniform and a unigram model.
     """
     records = [record for record in read_metrics(metrics_jsonl) if record.get("loss") is not None]
-    train = [(record["step"], record["loss"]) for record in records if record["kind"] == "step"]
-    validation = [(record["step"], record["loss"]) for record in records if record["kind"] == "validation"]
+    key = "mlm_loss" if any(record.get("mlm_loss") is not None for record in records) else "loss"
+    train, validation = (curve(records, kind, key) for kind in ("step", "validation"))
     # Figure and canvas by hand: pyplot would keep a global state and ask for a display.
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -34,12 +34,17 @@ def plot_loss(metrics_jsonl: Path, out_png: Path, reference_lines: Mapping[str, 
         axes.plot(*zip(*validation, strict=True), "o-", markersize=4, color="tab:orange", label="validation")
     _draw_references(axes, reference_lines)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel("loss (nats per token)" if key == "loss" else "loss (nats per masked token)")
     axes.set_title(title)
     axes.grid(alpha=0.2)
     if train or validation:
         axes.legend(loc="upper right")
     figure.savefig(out_png, dpi=120)
+
+
+def curve(records: Sequence[Mapping], kind: str, key: str) -> list[tuple[int, float]]:
+    """(step, value) of the records of one kind that have a finite value."""
+    return [(record["step"], record[key]) for record in records if record["kind"] == kind and record.get(key) is not None]
 
 
 def moving_average(values: Sequence[float]) -> list[float]:

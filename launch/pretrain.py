@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -15,7 +16,7 @@ if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from ds_configs.resolver import Plan, resolve
-from launch import arguments, startup
+from launch import arguments, initial_weights, startup
 from recipes import catalog
 
 EXAMPLES = """\
@@ -55,7 +56,7 @@ def train(job: Job, metrics, corpus, grid) -> str | None:
 
     `metrics` records on rank 0 and is silent elsewhere. Raises engine.Diverged when the loss is lost.
     """
-    from data.loader import StepBatches, validation_batches
+    from data.loader import StepBatches
     from launch import checkpoint
     from launch.engine import SkippedInARow, build_engine, closing, train_step, validate
     from launch.weights import save_first_gradients
@@ -63,24 +64,26 @@ def train(job: Job, metrics, corpus, grid) -> str | None:
 
     plan, recipe, layout, run = job.plan, job.plan.recipe, job.plan.layout, job.plan.recipe.run
     engine = build_engine(plan, grid, compiled=job.compiled, initial_weights=job.initial_weights, say=metrics.say)
-    # No more micro-batches than the samples fill: a validation step may be shorter than a training step.
-    passes = min(layout.accumulation, math.ceil(len(corpus.validation) / (layout.micro * layout.dp)))
-    held_out = validation_batches(corpus.validation, layout.micro, passes, layout.dp, grid.at.dp)
+    held_out = held_out_batches(corpus.validation, layout, grid)
 
     saved = checkpoint.agreed(job.directory / "checkpoints", grid) if job.resume else None
     done = checkpoint.load(engine, saved) if saved else 0
-    batches = StepBatches(corpus.train, recipe.seed, layout, grid.at.dp, done, saved.data_state if saved else None)
+    batches = StepBatches(
+        corpus.train, recipe.seed, layout, grid.at.dp, done, saved.data_state if saved else None, workers=run.loader_workers
+    )
     if not done:
         metrics.validation(0, validate(engine, held_out, grid))
 
     skipped = SkippedInARow(plan.precision)
-    with closing(engine), startup.StopRequest(job.directory / "STOP") as stop:
+    with closing(engine), contextlib.closing(batches), startup.StopRequest(job.directory / "STOP") as stop:
         for step in range(done, recipe.steps):
             started = time.perf_counter()
             seed_step(recipe.seed, step, grid.at)
             # DeepSpeed accumulates, clips, scales the loss, averages over data-parallel ranks and steps the schedule.
-            report = train_step(engine, next(batches), grid)
-            metrics.step(step + 1, report, time.perf_counter() - started)
+            micro_batches = next(batches)
+            waited = time.perf_counter() - started
+            report = train_step(engine, micro_batches, grid)
+            metrics.step(step + 1, report, time.perf_counter() - started, waited)
             skipped.see(report)
             if job.record_gradients and step == 0:
                 save_first_gradients(engine, grid, job.directory, recipe.optimizer, report.grad_norm)
@@ -90,9 +93,20 @@ def train(job: Job, metrics, corpus, grid) -> str | None:
                 metrics.validation(step + 1, validate(engine, held_out, grid))
             if last or stopped or due(step + 1, run.save_every):
                 checkpoint.save(engine, plan, grid, job.directory / "checkpoints", step + 1, batches.state())
+            if last and corpus.test is not None:
+                metrics.validation(step + 1, validate(engine, held_out_batches(corpus.test, layout, grid), grid), "test")
             if stopped and not last:
                 return f"{stopped}: stopped after step {step + 1} of {recipe.steps}, checkpoint saved"
     return None
+
+
+def held_out_batches(samples, layout, grid):
+    """This rank's batches of a held-out split."""
+    from data.loader import validation_batches
+
+    # No more micro-batches than the samples fill: a validation step may be shorter than a training step.
+    passes = min(layout.accumulation, math.ceil(len(samples) / (layout.micro * layout.dp)))
+    return validation_batches(samples, layout.micro, passes, layout.dp, grid.at.dp)
 
 
 def due(step: int, every: int) -> bool:
@@ -113,7 +127,8 @@ def build_parser():
     keep = parser.add_argument_group("where it is kept")
     keep.add_argument("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
     keep.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of the run directory")
-    keep.add_argument("--init_from", metavar="DIR", help="start from the weights of a transformers GPT-2 in DIR instead of random ones")
+    keep.add_argument("--init_from", metavar="DIR", help="start from the weights of a transformers GPT-2 or "
+                      "BERT in DIR instead of random ones")  # fmt: skip
     return parser
 
 
@@ -135,7 +150,6 @@ def main() -> None:
 
 def checked_job(args):
     """The job that the flags ask for; every problem of recipe and configuration is printed at once, with exit code 2."""
-    from data.sources import open_source
     from launch.run_directory import default_path
 
     try:
@@ -143,8 +157,8 @@ def checked_job(args):
         machine = startup.detect_machine(args.emulate_fp16)
         plan = resolve(recipe, args.ds_config or recipe.ds_config, startup.world_size(), machine)
         if args.init_from:
-            startup.check_weights_directory(args.init_from, recipe)
-        open_source(recipe.data)
+            initial_weights.check(args.init_from, recipe)
+        check_sources(recipe)
         original = catalog.load(args.recipe, tiny=args.tiny)
     except ValueError as e:
         startup.refuse(e)
@@ -152,6 +166,14 @@ def checked_job(args):
     directory = Path(args.out) if args.out else default_path(name, plan.ds_name)
     job = Job(plan, name, directory, args.resume, args.compile, initial_weights=args.init_from)
     return job, original, machine
+
+
+def check_sources(recipe) -> None:
+    """Raises ValueError where files that the recipe names are not there."""
+    from data.corpus import check_origin
+
+    for origin in recipe.data.origins:
+        check_origin(origin, recipe.model.family)
 
 
 def open_run_directory(job: Job):
@@ -175,7 +197,7 @@ def run(job: Job, directory, **facts) -> None:
     """Data, plan on the screen, training, results. `directory` is None except on rank 0."""
     import torch
 
-    import data
+    from data.corpus import build
     from launch import agreement, engine, reporting
     from modeling.process_grid import ProcessGrid
 
@@ -184,7 +206,7 @@ def run(job: Job, directory, **facts) -> None:
     with report:
         grid = ProcessGrid(layout.tp, layout.pp, layout.dp)
         try:
-            corpus = data.build(job.plan.recipe, job.cache, say=report.say)
+            corpus = build(job.plan.recipe, job.cache, say=report.say)
             agreement.check(job.plan, corpus, grid.control_group)
         except ValueError as e:
             startup.refuse(e)

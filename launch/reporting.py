@@ -26,9 +26,9 @@ class Silence:
 
     def start(self, corpus) -> None: ...
 
-    def step(self, step: int, report, seconds: float) -> None: ...
+    def step(self, step: int, report, seconds: float, data_seconds: float) -> None: ...
 
-    def validation(self, step: int, loss: float) -> None: ...
+    def validation(self, step: int, report, kind: str = "validation") -> None: ...
 
     def finish(self, status: str, reason: str | None = None, memory: dict | None = None) -> None: ...
 
@@ -68,7 +68,7 @@ class Report(Silence):
         if self.progress:
             print(f"\n{text}\n", flush=True)
             print(
-                f"to beat on the validation text, in nats per token: uniform {corpus.uniform_entropy:.4f}, "
+                f"to beat on the validation text, in nats per {self._token()}: uniform {corpus.uniform_entropy:.4f}, "
                 f"unigram {corpus.unigram_entropy:.4f}\n",
                 flush=True,
             )
@@ -82,15 +82,16 @@ class Report(Silence):
         if self.job.resume:
             self.metrics.note(f"resumed from {saved.directory}" if saved else "--resume: no complete checkpoint yet, starting at step 0")
 
-    def step(self, step: int, report, seconds: float) -> None:
+    def step(self, step: int, report, seconds: float, data_seconds: float) -> None:
         assert self.metrics is not None
         self.metrics.step(
-            step, report.loss, report.lr, report.grad_norm, report.loss_scale, report.skipped, seconds, hardware.peak_memory().bytes
-        )
+            step, report.loss, report.lr, report.grad_norm, report.loss_scale, report.skipped, seconds, hardware.peak_memory().bytes,
+            report.parts, data_seconds,
+        )  # fmt: skip
 
-    def validation(self, step: int, loss: float) -> None:
+    def validation(self, step: int, report, kind: str = "validation") -> None:
         assert self.metrics is not None
-        self.metrics.validation(step, loss)
+        self.metrics.validation(step, report.loss, report.parts, kind)
 
     def finish(self, status: str, reason: str | None = None, memory: dict | None = None) -> None:
         """Loss curve, results row and, after a whole run, a sample; on an early stop, how to go on.
@@ -119,24 +120,27 @@ class Report(Silence):
         if reason:
             print(f"{reason}; go on with the same command and --resume", flush=True)
 
+    def _token(self) -> str:
+        return "masked token" if self.job.plan.recipe.model.family == "bert" else "token"
+
     def sample(self) -> str:
-        """The prompt and its continuation by the final weights; for a model too large for one process, a line that says so."""
+        """The prompt, continued or with its masks filled by the final weights; a line that says so where the model is too large."""
         from launch import checkpoint
-        from launch.engine import gpt2_shape
+        from launch.build_model import whole_model
         from launch.weights import load_tensors
         from modeling import cost
-        from modeling.generation import continue_tokens
-        from modeling.gpt2 import GPT2
-        from modeling.initialization import Init
+        from modeling.generation import continue_tokens, fill_masks
 
         recipe = self.job.plan.recipe
         if cost.parameters(recipe.model, recipe.sequence_length) > LARGEST_SAMPLED:
             return f"not sampled: more than {LARGEST_SAMPLED:,} parameters"
         saved = checkpoint.newest(self.directory.checkpoints)
         assert saved is not None and recipe.run.prompt is not None
-        init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=load_tensors(saved.directory))
-        model = GPT2(gpt2_shape(recipe, self.job.plan.padded_vocab), group=None, init=init)
+        model = whole_model(recipe, load_tensors(saved.directory))
         tokenizer = self.corpus.tokenizer
-        prompt = tokenizer.encode(recipe.run.prompt)
+        if recipe.model.family == "bert":
+            tokens = tokenizer.encode(recipe.run.prompt)[: recipe.sequence_length]
+            return tokenizer.decode(fill_masks(model, tokens, mask=tokenizer.mask_token_id), skip_special_tokens=True)
+        prompt = tokenizer.encode(recipe.run.prompt, add_special_tokens=False)  # a WordPiece vocabulary would add [CLS] and [SEP]
         more = continue_tokens(model, prompt, SAMPLE_TOKENS, seed=recipe.seed, end=tokenizer.eos_token_id)
         return tokenizer.decode(prompt + more)

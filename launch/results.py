@@ -10,7 +10,7 @@ from typing import Any
 
 from launch import hardware
 from launch.files import differences, write_atomically
-from launch.metrics import Throughput, steady_seconds
+from launch.metrics import PART_NAMES, WARMUP_STEPS, Throughput, steady_seconds
 from modeling import cost
 
 NOT_MEASURED = "not measured"
@@ -42,6 +42,7 @@ def result_row(
     recipe, layout = plan.recipe, plan.layout
     steps = [record for record in records if record["kind"] == "step"]
     validations = [record for record in records if record["kind"] == "validation"]
+    tests = [record for record in records if record["kind"] == "test"]
     steady = steady_seconds(records)
     rates = Throughput(plan).rates(steady[0]) if steady else {}
     entropies = entropies or {}
@@ -63,11 +64,16 @@ def result_row(
         "train_loss": _final_loss(steps),
         "train_loss_is": f"mean of the last {min(LAST_STEPS, len(steps))} steps, nats per token",
         "validation_loss": validations[-1]["loss"] if validations else None,
+        "train_parts": _final_parts(steps),
+        "validation_parts": _parts(validations[-1]) if validations else {},
+        "test_loss": tests[-1]["loss"] if tests else None,
+        "test_parts": _parts(tests[-1]) if tests else {},
         "validation_step": validations[-1]["step"] if validations else None,
         "uniform_entropy": entropies.get("uniform"),
         "unigram_entropy": entropies.get("unigram"),
         "seconds_per_step": steady[0] if steady else None,
         "seconds_per_step_is": steady[1] if steady else None,
+        "data_wait_share": _wait_share(steps),
         "samples_per_s": rates.get("samples_per_s"),
         "tokens_per_s": rates.get("tokens_per_s"),
         "tflops": rates.get("tflops"),
@@ -142,7 +148,11 @@ def format_row(row: Mapping[str, Any]) -> str:
         ("steps", f"{row['steps']:,}" + (f" ({row['skipped_steps']:,} skipped)" if row["skipped_steps"] else "")),
         ("training loss", _loss(row["train_loss"], row["train_loss_is"])),
         ("validation loss", _validation(row)),
+        *_format_parts("of validation", row["validation_parts"]),
+        *([("test loss", _loss(row["test_loss"], "held-out test documents, after the last step"))] if row["test_loss"] else []),
+        *_format_parts("of test", row["test_parts"]),
         ("time per step", _number(row["seconds_per_step"], "s", row["seconds_per_step_is"])),
+        ("waiting for data", NOT_MEASURED if row["data_wait_share"] is None else f"{100 * row['data_wait_share']:.2f} % of the time"),
         ("throughput", f"{_number(row['samples_per_s'], 'samples/s')}, {_number(row['tokens_per_s'], 'tokens/s')}"),
         (
             "TFLOPS per GPU",
@@ -170,6 +180,29 @@ def _final_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
     if not losses or None in losses:  # None stands for a loss that was not finite: no mean can hide that
         return None
     return math.fsum(losses) / len(losses)
+
+
+def _parts(record: Mapping[str, Any]) -> dict[str, float | None]:
+    return {name: record[name] for name in PART_NAMES if name in record}
+
+
+def _final_parts(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    last = [_parts(record) for record in steps[-LAST_STEPS:]]
+    names = last[-1] if last else {}
+    values = {name: [parts.get(name) for parts in last] for name in names}
+    return {name: None if None in found else math.fsum(found) / len(found) for name, found in values.items()}  # type: ignore[arg-type]
+
+
+def _format_parts(what: str, parts: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    shown = [f"{PART_NAMES[name]} {NOT_MEASURED if value is None else f'{value:.4f}'}" for name, value in parts.items()]
+    return [(f"  {what}", ", ".join(shown))] if shown else []
+
+
+def _wait_share(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Share of the time of steps spent waiting for batches, the first steps of each launch left out."""
+    steady = [record for record in steps if record["launch_step"] > WARMUP_STEPS] or steps
+    total = math.fsum(record["seconds"] for record in steady)
+    return math.fsum(record.get("data_seconds", 0.0) for record in steady) / total if total else None
 
 
 def _changed_fields(original: Any, recipe: Any) -> list[str]:
@@ -211,6 +244,8 @@ def _format_deviations(row: Mapping[str, Any]) -> str:
 def _validation(row: Mapping[str, Any]) -> str:
     entropies = {kind: row[f"{kind}_entropy"] for kind in ("uniform", "unigram")}
     references = [f"{kind} {entropy:.4f}" for kind, entropy in entropies.items() if entropy is not None]
+    if references and row["validation_parts"]:
+        references[0] = f"of masked tokens: {references[0]}"
     return _loss(row["validation_loss"], ", ".join([f"after step {row['validation_step']}", *references]))
 
 

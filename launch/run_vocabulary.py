@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.vocabulary import vocabulary_digest
+from data.vocabularies.vocabulary import vocabulary_digest
 
 FOLDER = "tokenizer"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes.util
 import datetime
-import json
 import logging
 import os
 import shutil
@@ -19,10 +18,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ds_configs.resolver import Machine
-from recipes.schema import Recipe
 
 GLOO_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL", "gloo")
 
@@ -129,68 +127,6 @@ def _ninja_module() -> bool:
         return False
     os.environ["PATH"] = os.path.dirname(beside) + os.pathsep + os.environ.get("PATH", "")
     return True
-
-
-def check_weights_directory(path: str | Path, recipe: Recipe) -> None:
-    """Refuse initial weights that are not a `transformers` GPT-2 of the recipe's shape. Reads no weights.
-
-    Raises ValueError with every mismatch, and what to put on the command line instead.
-    """
-    directory = Path(path)
-    if not directory.is_dir():
-        what = "is a file" if directory.exists() else "does not exist"
-        raise ValueError(f"--init_from {path} {what}: give a directory that save_pretrained or launch/export_hf.py wrote")
-    problems = []
-    if not any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin")):
-        problems.append("holds no weights, *.safetensors or pytorch_model*.bin: give a directory that save_pretrained wrote")
-    try:
-        config = json.loads((directory / "config.json").read_text())
-        if not isinstance(config, dict):
-            raise ValueError("not a mapping")
-    except (OSError, ValueError) as e:
-        problems.append(f"has no readable config.json ({e.__class__.__name__}): give a directory that save_pretrained wrote")
-    else:
-        problems += _shape_problems(config, recipe)
-    if problems:
-        raise ValueError("\n".join(f"--init_from {path}: {problem}" for problem in problems))
-
-
-def _shape_problems(config: dict, recipe: Recipe) -> list[str]:
-    """Settings of a `transformers` config.json (absent ones have GPT2Config's defaults) that differ from the recipe's model."""
-    if config.get("model_type") != "gpt2":
-        return [f"is a model of type {config.get('model_type')!r}: only gpt2 can be given to model.family={recipe.model.family}"]
-    found, fixes = [], []
-    model = recipe.model
-    shape = (
-        ("n_layer", 12, "model.layers", model.layers),
-        ("n_embd", 768, "model.hidden", model.hidden),
-        ("n_head", 12, "model.heads", model.heads),
-        ("vocab_size", 50257, "model.vocab_size", model.vocab_size),
-        ("n_positions", 1024, "sequence_length", recipe.sequence_length),
-    )
-    for theirs, size, key, ours in shape:
-        value = config.get(theirs, size)
-        if value != ours:
-            found.append(f"{theirs}={value}, but the recipe's {key} is {ours}")
-            fixes.append(f"--set {key}={value}")
-            if key == "model.vocab_size" and value == 50257 and recipe.data.tokenizer.kind != "gpt2":
-                fixes.append("--set data.tokenizer.kind=gpt2")
-    if fixes:
-        found[-1] += f"; to train a model of this shape add {' '.join(fixes)}"
-    inner = 4 * config.get("n_embd", 768)
-    fixed: tuple[tuple[str, Any, tuple], ...] = (
-        ("activation_function", "gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
-        ("layer_norm_epsilon", 1e-5, (1e-5,)),
-        ("n_inner", None, (None, inner)),
-        ("scale_attn_weights", True, (True,)),
-        ("scale_attn_by_inverse_layer_idx", False, (False,)),
-        ("add_cross_attention", False, (False,)),
-        ("tie_word_embeddings", True, (True,)),
-    )
-    for theirs, default, allowed in fixed:
-        if config.get(theirs, default) not in allowed:
-            found.append(f"{theirs}={config[theirs]}: our GPT-2 has {allowed[0]}, as the published one, and no switch; give other weights")
-    return found
 
 
 def start_processes(timeout_minutes: float = 30) -> None:

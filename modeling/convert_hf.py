@@ -1,19 +1,21 @@
-"""Conversion between our canonical GPT-2 weights and `transformers`' GPT-2, by one name map.
+"""Conversion between our canonical GPT-2 weights and `transformers`' GPT-2, by one name map; and of either family by its recipe.
 
-Two differences beside names: `transformers` stores linear weights as (inputs, outputs), and orders the rows of QKV as
-(q/k/v, head, D) where we order (head, q/k/v, D), so that a tensor-parallel slice holds whole heads.
+`modeling/convert_bert.py` has the same for BERT. GPT-2 has two differences beside names: `transformers` stores linear weights
+as (inputs, outputs), and orders the rows of QKV as (q/k/v, head, D) where we order (head, q/k/v, D), so that a tensor-parallel
+slice holds whole heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-Tensors = Mapping[str, torch.Tensor]
+from modeling import convert_bert
+from modeling.state_dicts import Tensors, check_names, read_state_dict
+from recipes.schema import Model
 
 TOP = {
     "word.weight": "transformer.wte.weight",
@@ -71,7 +73,7 @@ def to_hf(ours: Tensors, layers: int, heads: int) -> dict[str, torch.Tensor]:
 
     Raises ValueError naming missing and unexpected tensors.
     """
-    _check_names(set(ours), {name for name, _, _ in name_map(layers)}, "canonical weights")
+    check_names(set(ours), {name for name, _, _ in name_map(layers)}, "canonical weights")
     return {theirs: FORMS[form][0](ours[name], heads).contiguous() for name, theirs, form in name_map(layers)}
 
 
@@ -83,33 +85,8 @@ def from_hf(theirs: Tensors, layers: int, heads: int) -> dict[str, torch.Tensor]
     prefixed = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": t for name, t in theirs.items()}
     # The output layer is tied; masks are buffers that old checkpoints stored.
     kept = {n: t for n, t in prefixed.items() if n != "lm_head.weight" and not n.endswith((".attn.bias", ".attn.masked_bias"))}
-    _check_names(set(kept), {name for _, name, _ in name_map(layers)}, "transformers weights")
+    check_names(set(kept), {name for _, name, _ in name_map(layers)}, "transformers weights")
     return {ours: FORMS[form][1](kept[name].float(), heads).contiguous() for ours, name, form in name_map(layers)}
-
-
-def read_hf(directory: str | Path, layers: int, heads: int) -> dict[str, torch.Tensor]:
-    """Canonical weights of a `transformers` GPT-2 saved in `directory` (safetensors, one file or several; or .bin).
-
-    Raises ValueError where the directory holds no such model.
-    """
-    files = sorted(Path(directory).glob("*.safetensors"))
-    theirs: dict[str, torch.Tensor] = {}
-    for file in files:
-        theirs.update(load_file(file))
-    if not files:
-        for file in sorted(Path(directory).glob("pytorch_model*.bin")):
-            theirs.update(torch.load(file, map_location="cpu", weights_only=True))
-    if not theirs:
-        raise ValueError(f"{directory} holds neither *.safetensors nor pytorch_model*.bin: give a directory that save_pretrained wrote")
-    return from_hf(theirs, layers, heads)
-
-
-def _check_names(found: set[str], expected: set[str], what: str) -> None:
-    if found != expected:
-        raise ValueError(
-            f"{what} are not those of this model: missing {sorted(expected - found)[:5] or 'nothing'}, "
-            f"unexpected {sorted(found - expected)[:5] or 'nothing'}; check model.layers and model.family"
-        )
 
 
 def hf_config(
@@ -123,3 +100,48 @@ def hf_config(
         layer_norm_epsilon=1e-5, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=end_token,
         eos_token_id=end_token, tie_word_embeddings=True,
     )  # fmt: skip
+
+
+# Of either family
+
+
+def read_hf(directory: str | Path, model: Model, *, allow_missing_heads: bool = False) -> dict[str, torch.Tensor]:
+    """Canonical weights of the `transformers` model saved in `directory` (safetensors, one file or several; or .bin).
+
+    `allow_missing_heads`: see `convert_bert.from_hf`.
+
+    Raises ValueError where the directory holds no such model.
+    """
+    theirs = read_state_dict(directory)
+    if model.family == "bert":
+        return convert_bert.from_hf(theirs, model, allow_missing_heads=allow_missing_heads)
+    return from_hf(theirs, model.layers, model.heads)
+
+
+def state_dict_of(ours: Tensors, model: Model) -> dict[str, torch.Tensor]:
+    """Canonical weights -> the state dict of `class_of(model)`, tied copies left out."""
+    return convert_bert.to_hf(ours, model) if model.family == "bert" else to_hf(ours, model.layers, model.heads)
+
+
+def class_of(model: Model) -> type:
+    """The `transformers` class of the model with its heads."""
+    from transformers import GPT2LMHeadModel
+
+    return convert_bert.hf_class(model) if model.family == "bert" else GPT2LMHeadModel
+
+
+def config_of(
+    model: Model, *, positions: int, hidden_dropout: float = 0.0, attention_dropout: float = 0.0,
+    end_token: int | None = None, pad_token: int = 0,
+) -> Any:  # fmt: skip
+    """The `transformers` configuration of the model. `end_token` is GPT-2's end of document, `pad_token` BERT's padding."""
+    if model.family == "bert":
+        return convert_bert.hf_config(
+            model, positions=positions, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout, pad_token=pad_token
+        )
+    config = hf_config(
+        layers=model.layers, hidden=model.hidden, heads=model.heads, vocab=model.vocab_size, positions=positions,
+        dropout=hidden_dropout, end_token=end_token,
+    )  # fmt: skip
+    config.attn_pdrop = attention_dropout
+    return config

@@ -1,7 +1,8 @@
-"""Arithmetic of a GPT-2: parameters, floating-point operations and bytes, from the recipe's shape alone.
+"""Arithmetic of a GPT-2 or BERT: parameters, floating-point operations and bytes, from the recipe's shape alone.
 
-Symbols, as in the literature: L layers, h hidden, S tokens per sample, B samples per optimizer step, V vocabulary
-(padded where said), t tensor-parallel degree, N_d data-parallel degree. A multiply-add counts as two operations.
+Symbols, as in the literature: L layers, h hidden, S tokens per sample, P predicted tokens per sample of a BERT, B samples per
+optimizer step, V vocabulary (padded where said), t tensor-parallel degree, N_d data-parallel degree. A multiply-add counts
+as two operations.
 
 Imports neither torch nor deepspeed, so that planning is instant and runs anywhere.
 """
@@ -10,12 +11,19 @@ from __future__ import annotations
 
 from recipes.schema import Model
 
+TOKEN_TYPES = 2  # BERT's segments A and B
+SENTENCE_CLASSES = 2  # of BERT's sentence head
+
 
 def parameters(model: Model, sequence_length: int, padded_vocab: int | None = None) -> int:
-    """Parameters of the whole model, each counted once: V h + S h + L (12 h^2 + 13 h) + 2 h.
+    """Parameters of the whole model, each counted once.
 
-    Token and position embeddings (the output layer is tied to the first), per layer 12 h^2 weights and 13 h biases
-    and LayerNorm parameters, and the final LayerNorm. V is `padded_vocab`, or the recipe's vocabulary where None.
+    GPT-2: V h + S h + L (12 h^2 + 13 h) + 2 h: token and position embeddings (the output layer is tied to the first), per
+    layer 12 h^2 weights and 13 h biases and LayerNorm parameters, and the final LayerNorm.
+    BERT: V (h + 1) + S h + L (12 h^2 + 13 h) + 2 h + 2 h + (h^2 + h + 2 h) + (h^2 + h + 2 h + 2): beside these two token types,
+    the decoder's bias, the dense and LayerNorm of the masked-token head, and unless sentence_head is none the pooler and the
+    sentence head. Post-LN has a LayerNorm on the embeddings where pre-LN has one after the last layer: the same number.
+    V is `padded_vocab`, or the recipe's vocabulary where None.
     """
     return parameters_per_rank(model, sequence_length, padded_vocab)
 
@@ -32,12 +40,12 @@ def parameters_per_rank(
 ) -> int:
     """Parameters held by one tensor-parallel rank of one pipeline stage, as Megatron-LM splits (1909.08053, section 3).
 
-    Split over t ranks: the embedding, QKV and the first MLP matrix with their biases, and the two row-parallel weights:
-    (12 h^2 + 7 h) / t per layer. On every rank: positions, LayerNorms and the row-parallel biases, 6 h per layer.
-    Multiplied by t this is the sum over ranks that Megatron-LM prints as the size of a model.
+    Split over t ranks: the embedding and BERT's decoder bias, QKV and the first MLP matrix with their biases, and the two
+    row-parallel weights: (12 h^2 + 7 h) / t per layer. On every rank: positions, token types, LayerNorms, BERT's heads, and the
+    row-parallel biases, 6 h per layer. Multiplied by t this is the sum over ranks that Megatron-LM prints as the size of a model.
 
-    `layers` of the stage (None: all), `first` and `last`: whether it is the first stage (embeddings) and the last
-    (final LayerNorm, and a copy of the tied embedding unless it is also the first).
+    `layers` of the stage (None: all), `first` and `last`: whether it is the first stage (embeddings) and the last (final
+    LayerNorm, heads, and a copy of the tied embedding unless it is also the first).
     """
     hidden = model.hidden
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
@@ -48,9 +56,22 @@ def parameters_per_rank(
         total += vocab // tp * hidden
     if first:
         total += sequence_length * hidden
-    if last:
+    if last and model.layer_norm == "pre":
         total += 2 * hidden
+    if model.family == "bert":
+        if first:
+            total += TOKEN_TYPES * hidden + (2 * hidden if model.layer_norm == "post" else 0)
+        if last:
+            total += vocab // tp + _bert_head_parameters(model)
     return total
+
+
+def _bert_head_parameters(model: Model) -> int:
+    """Of the masked-token head without its decoder, and of the pooler and the sentence head where there is one."""
+    hidden = model.hidden
+    dense = hidden**2 + hidden
+    sentence = dense + SENTENCE_CLASSES * (hidden + 1) if model.sentence_head != "none" else 0
+    return dense + 2 * hidden + sentence
 
 
 def exact_flops_per_step(
@@ -60,25 +81,33 @@ def exact_flops_per_step(
     *,
     padded_vocab: int | None = None,
     checkpointing: bool = False,
+    predictions: int | None = None,
 ) -> int:
     """Operations of the matrix multiplications of one optimizer step, over all GPUs.
 
     Forward, per sample and layer: QKV 6 S h^2, scores 2 S^2 h, attention times values 2 S^2 h (the full S x S square,
     as a dense kernel computes it: a causal kernel that skips the upper triangle does about half of these two),
-    projection 2 S h^2, MLP 16 S h^2: together 24 S h^2 + 4 S^2 h. Logits: 2 S h V. Backward is twice the forward
+    projection 2 S h^2, MLP 16 S h^2: together 24 S h^2 + 4 S^2 h. Logits of GPT-2: 2 S h V. Backward is twice the forward
     (gradients of inputs and of weights); with activation checkpointing the layers' forward runs once more, the logits'
     does not. Hence
         B (f L (24 S h^2 + 4 S^2 h) + 6 S h V),  f = 3, or 4 with checkpointing,
     which for f = 4 is 96 B S L h^2 (1 + S / 6h + V / 16 L h), the count of Narayanan et al. (arXiv 2104.04473,
     section 5.1 and appendix).
+    BERT's masked-token head sees only P = `predictions` positions of a sample (None: all S), 2 P h^2 + 2 P h V, and its sentence
+    head only the first, 2 h^2 + 4 h. Padding is counted as tokens.
     Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as there.
     """
     hidden, length = model.hidden, sequence_length
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
     layers_forward = model.layers * (24 * length * hidden**2 + 4 * length**2 * hidden)
-    logits_forward = 2 * length * hidden * vocab
+    if model.family == "bert":
+        heads_forward = 2 * (length if predictions is None else predictions) * hidden * (hidden + vocab)
+        if model.sentence_head != "none":
+            heads_forward += 2 * hidden * (hidden + SENTENCE_CLASSES)
+    else:
+        heads_forward = 2 * length * hidden * vocab
     passes = 4 if checkpointing else 3
-    return global_batch * (passes * layers_forward + 3 * logits_forward)
+    return global_batch * (passes * layers_forward + 3 * heads_forward)
 
 
 def exact_tflops(flops_per_step: float, seconds: float, gpus: int) -> float:

@@ -1,4 +1,4 @@
-"""Continuing a prompt with a one-process model."""
+"""What a trained one-process model says: GPT-2 continues a prompt, BERT fills in its masks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from modeling.bert import Bert
 from modeling.gpt2 import GPT2
 
 
@@ -31,3 +32,18 @@ def continue_tokens(
             break
         tokens.append(int(choice))
     return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def fill_masks(model: Bert, tokens: Sequence[int], *, mask: int) -> list[int]:
+    """`tokens` ([CLS] ... [SEP]) with each `mask` replaced by its most likely token, the surest first."""
+    assert model.group is None, "filling masks needs the whole vocabulary on one rank"
+    model.eval()
+    device = next(model.parameters()).device
+    filled = torch.tensor([list(tokens)], device=device)
+    while bool((filled == mask).any()):
+        logits, _ = model(filled, torch.zeros_like(filled), None)
+        logits[..., mask] = float("-inf")
+        surest = logits.float().softmax(-1).amax(-1).masked_fill(filled != mask, -1.0).argmax()
+        filled[0, surest] = logits[0, surest].argmax()
+    return filled[0].tolist()

@@ -1,4 +1,4 @@
-"""The pre-LN transformer layer of GPT-2, cut over a tensor-parallel group by heads and by MLP features.
+"""The transformer layer of GPT-2 and BERT, cut over a tensor-parallel group by heads and by MLP features.
 
 Shapes: B samples, S positions, H hidden size, t tensor-parallel ranks, N = heads/t heads of this rank, D = H/heads.
 """
@@ -16,31 +16,43 @@ from modeling.initialization import Init
 from modeling.random_state import dropout, tensor_parallel_random
 from modeling.tensor_parallel import ColumnParallelLinear, RowParallelLinear, group_size
 
-LAYER_NORM_EPS = 1e-5
+GPT2_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class LayerShape:
+    """The defaults are GPT-2's."""
+
     hidden: int
     heads: int
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    causal: bool = True  # each position sees itself and earlier ones; else every position that is not padding
+    post_norm: bool = False  # LayerNorm after each residual sum (original BERT) instead of before each branch
+    tanh_gelu: bool = True  # the tanh form of GELU that GPT-2 was trained with; else the exact one
+    norm_eps: float = GPT2_NORM_EPS
 
 
 class LayerNorm(nn.Module):
     """LayerNorm (arXiv 1607.06450), duplicated on every tensor rank."""
 
-    def __init__(self, hidden: int, *, init: Init):
+    def __init__(self, hidden: int, *, init: Init, eps: float = GPT2_NORM_EPS):
         super().__init__()
+        self.eps = eps
         self.weight = init.ones("weight", (hidden,))
         self.bias = init.zeros("bias", (hidden,))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, LAYER_NORM_EPS)
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+
+
+def padding_mask(lengths: torch.Tensor, positions: int) -> torch.Tensor:
+    """lengths (B,) -> (B, 1, 1, S), True for the keys that may be attended to: the first `lengths` of each sample."""
+    return (torch.arange(positions, device=lengths.device) < lengths[:, None])[:, None, None, :]
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each tensor rank holds heads/t whole heads.
+    """Self-attention; each tensor rank holds heads/t whole heads.
 
     Rows of the QKV weight are ordered (head, q/k/v, D), so that a block of rows is a block of heads.
     """
@@ -48,6 +60,7 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape, *, group: dist.ProcessGroup | None, init: Init):
         super().__init__()
         self.local_heads = shape.heads // group_size(group)
+        self.causal = shape.causal
         self.dropout = shape.attention_dropout
         self.own_stream = group is not None and shape.attention_dropout > 0
         self.qkv = ColumnParallelLinear(shape.hidden, 3 * shape.hidden, group=group, init=init.child("qkv"), std=init.std)
@@ -55,40 +68,57 @@ class Attention(nn.Module):
             shape.hidden, shape.hidden, group=group, init=init.child("projection"), std=init.residual_std
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, H) -> (B, S, H)
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """x (B, S, H), lengths (B,) or None where nothing is padded -> (B, S, H).
+
+        Without lengths no mask is built, which lets the fastest attention kernels run.
+        """
         B, S, _ = x.shape
         qkv_BSN3D = self.qkv(x).view(B, S, self.local_heads, 3, -1)
         q_BNSD, k_BNSD, v_BNSD = qkv_BSN3D.permute(3, 0, 2, 1, 4).unbind(0)
         probability = self.dropout if self.training else 0.0
+        mask = None if lengths is None else padding_mask(lengths, S)
+        assert mask is None or not self.causal, "causal samples are packed and have no padding"
         with tensor_parallel_random(self.own_stream and self.training):
-            out_BNSD = F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, dropout_p=probability, is_causal=True)
+            out_BNSD = F.scaled_dot_product_attention(
+                q_BNSD, k_BNSD, v_BNSD, attn_mask=mask, dropout_p=probability, is_causal=self.causal
+            )
         return self.projection(out_BNSD.transpose(1, 2).reshape(B, S, -1))
 
 
 class MLP(nn.Module):
-    """H -> 4H -> H with the tanh form of GELU that GPT-2 was trained with."""
+    """H -> 4H -> H with a GELU between."""
 
     def __init__(self, shape: LayerShape, *, group: dist.ProcessGroup | None, init: Init):
         super().__init__()
         wide = 4 * shape.hidden
+        self.gelu = "tanh" if shape.tanh_gelu else "none"
         self.expand = ColumnParallelLinear(shape.hidden, wide, group=group, init=init.child("expand"), std=init.std)
         self.contract = RowParallelLinear(wide, shape.hidden, group=group, init=init.child("contract"), std=init.residual_std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.contract(F.gelu(self.expand(x), approximate="tanh"))
+        return self.contract(F.gelu(self.expand(x), approximate=self.gelu))
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(LN(x)), then x + MLP(LN(x)); dropout on both branches."""
+    """Attention, then MLP, each with dropout and a residual sum.
+
+    Pre-LN: x + branch(LN(x)), as in GPT-2 and Megatron-BERT (arXiv 1909.08053, figure 1b). Post-LN: LN(x + branch(x)), as in the
+    original BERT. Both have the same parameters.
+    """
 
     def __init__(self, shape: LayerShape, *, group: dist.ProcessGroup | None, init: Init):
         super().__init__()
-        self.dropout = shape.hidden_dropout
-        self.attention_norm = LayerNorm(shape.hidden, init=init.child("attention_norm"))
+        self.dropout, self.post_norm = shape.hidden_dropout, shape.post_norm
+        self.attention_norm = LayerNorm(shape.hidden, init=init.child("attention_norm"), eps=shape.norm_eps)
         self.attention = Attention(shape, group=group, init=init.child("attention"))
-        self.mlp_norm = LayerNorm(shape.hidden, init=init.child("mlp_norm"))
+        self.mlp_norm = LayerNorm(shape.hidden, init=init.child("mlp_norm"), eps=shape.norm_eps)
         self.mlp = MLP(shape, group=group, init=init.child("mlp"))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, H) -> (B, S, H)
-        x = x + dropout(self.attention(self.attention_norm(x)), self.dropout, self.training)
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """x (B, S, H), lengths (B,) of what is not padding, or None -> (B, S, H)."""
+        if self.post_norm:
+            x = self.attention_norm(x + dropout(self.attention(x, lengths), self.dropout, self.training))
+            return self.mlp_norm(x + dropout(self.mlp(x), self.dropout, self.training))
+        x = x + dropout(self.attention(self.attention_norm(x), lengths), self.dropout, self.training)
         return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)

@@ -11,12 +11,17 @@ if TYPE_CHECKING:
     from recipes.schema import Recipe
 
 GPT2_VOCABULARY = 50257  # Radford et al. 2019, section 2.2
+BERT_UNCASED_VOCABULARY = 30522  # of the published bert-base-uncased and bert-large-uncased
+BERT_CASED_VOCABULARY = 28996
+PUBLISHED_VOCABULARIES = {"gpt2": GPT2_VOCABULARY, "bert_uncased": BERT_UNCASED_VOCABULARY, "bert_cased": BERT_CASED_VOCABULARY}
 SMALLEST_BPE = 257  # the 256 bytes, and the end-of-document token
+ORIGIN_FIELDS = frozenset({"source", "name", "config", "split", "text_column", "documents", "sentences", "streaming"})
+SHORTEST_BERT_SAMPLE = 8  # [CLS] A [SEP] B [SEP] with a few tokens in each
 
 
 def problems(recipe: Recipe) -> list[str]:
     """Every broken rule, as lines; empty when the recipe is consistent."""
-    return [*_schedule(recipe), *_vocabulary(recipe), *_checkpointing(recipe)]
+    return [*_schedule(recipe), *_family(recipe), *_vocabulary(recipe), *_data(recipe), *_checkpointing(recipe)]
 
 
 def _schedule(recipe: Recipe) -> list[str]:
@@ -36,25 +41,78 @@ def _schedule(recipe: Recipe) -> list[str]:
     return found
 
 
+def _family(recipe: Recipe) -> list[str]:
+    model, kind = recipe.model, recipe.data.tokenizer.kind
+    found = []
+    if model.family == "gpt2":
+        if model.layer_norm != "pre":
+            found.append("model.layer_norm=post with model.family=gpt2: GPT-2 normalises before attention and MLP; set it to pre")
+        if model.sentence_head != "none":
+            found.append(
+                f"model.sentence_head={model.sentence_head} with model.family=gpt2: only a BERT has a sentence objective; set it to none"
+            )
+        return found
+    if kind in ("trained_bpe", "gpt2"):
+        found.append(
+            f"data.tokenizer.kind={kind} with model.family=bert: a BERT needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]; set "
+            "data.tokenizer.kind to trained_wordpiece, bert_uncased, bert_cased or file"
+        )
+    if recipe.sequence_length < SHORTEST_BERT_SAMPLE:
+        found.append(
+            f"sequence_length={recipe.sequence_length} with model.family=bert: a sample is [CLS] A [SEP] B [SEP]; set it to "
+            f"{SHORTEST_BERT_SAMPLE} or more"
+        )
+    return found
+
+
 def _vocabulary(recipe: Recipe) -> list[str]:
     size, kind = recipe.model.vocab_size, recipe.data.tokenizer.kind
-    if kind == "gpt2" and size != GPT2_VOCABULARY:
+    published = PUBLISHED_VOCABULARIES.get(kind)
+    if published and size != published:
         return [
-            f"model.vocab_size={size} with data.tokenizer.kind=gpt2: the published vocabulary has {GPT2_VOCABULARY} tokens "
-            f"(padding for tensor parallelism comes on top); set model.vocab_size to {GPT2_VOCABULARY}, or "
-            "data.tokenizer.kind to trained_bpe"
+            f"model.vocab_size={size} with data.tokenizer.kind={kind}: the published vocabulary has {published} tokens "
+            f"(padding for tensor parallelism comes on top); set model.vocab_size to {published}, or "
+            "data.tokenizer.kind to another"
         ]
     if kind == "trained_bpe" and size < SMALLEST_BPE:
         return [
             f"model.vocab_size={size} with data.tokenizer.kind=trained_bpe: a byte-level vocabulary needs the 256 bytes and "
             f"one end-of-document token; set model.vocab_size to {SMALLEST_BPE} or more"
         ]
-    if kind == "trained_bpe" and recipe.data.source == "hub":
+    streamed = [origin.source for origin in recipe.data.origins if origin.streamed]
+    if kind in ("trained_bpe", "trained_wordpiece") and streamed:
+        other = "bert_uncased" if recipe.model.family == "bert" else "gpt2"
         return [
-            "data.tokenizer.kind=trained_bpe with data.source=hub: a vocabulary cannot be trained on a stream that is read "
-            f"once; set data.tokenizer.kind to gpt2 and model.vocab_size to {GPT2_VOCABULARY}"
+            f"data.tokenizer.kind={kind} with a streamed source (data.source={streamed[0]}): a vocabulary cannot be trained on what is "
+            f"read once; set data.tokenizer.kind to {other} and model.vocab_size to {PUBLISHED_VOCABULARIES[other]}, or give "
+            "data.tokenizer.kind=file and a path"
         ]
     return []
+
+
+def _data(recipe: Recipe) -> list[str]:
+    data = recipe.data
+    found = []
+    if data.blend and (stated := sorted(data.model_fields_set & ORIGIN_FIELDS)):
+        found.append(
+            f"data.blend together with {', '.join(f'data.{key}' for key in stated)}: the parts of the blend say where documents come "
+            "from; move these keys into the parts"
+        )
+    stores = [origin for origin in data.origins if origin.source == "store"]
+    if any(origin.streaming for origin in stores):
+        found.append("data.streaming=true with data.source=store: the tokens are there already; leave data.streaming out")
+    if stores and data.tokenizer.kind in ("trained_bpe", "trained_wordpiece"):
+        found.append(
+            f"data.tokenizer.kind={data.tokenizer.kind} with data.source=store: its tokens are numbered already; set "
+            "data.tokenizer.kind to store (the vocabulary that prepare_data kept with it), gpt2, bert_uncased, bert_cased or file"
+        )
+    if data.tokenizer.kind == "store" and not stores:
+        found.append("data.tokenizer.kind=store without data.source=store: there is no store to take it from; name another kind")
+    if data.validation_every < 2:
+        found.append(f"data.validation_every={data.validation_every} holds out every document: set it to 2 or more")
+    if data.test_every is not None and data.test_every < 2:
+        found.append(f"data.test_every={data.test_every} leaves no document to train on: set it to 2 or more, or to null")
+    return found
 
 
 def _checkpointing(recipe: Recipe) -> list[str]:

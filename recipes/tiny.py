@@ -30,7 +30,8 @@ def tiny(recipe: Recipe) -> Recipe:
     suffix = " (tiny)"
     values["title"] = recipe.title if recipe.title.endswith(suffix) else recipe.title + suffix
     values["model"] = {
-        "family": recipe.model.family, "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab_size": VOCABULARY
+        "family": recipe.model.family, "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab_size": VOCABULARY,
+        "layer_norm": recipe.model.layer_norm, "sentence_head": recipe.model.sentence_head,
     }  # fmt: skip
     values["sequence_length"] = min(SEQUENCE, recipe.sequence_length)
     values["parallel"] = {key: min(2, degree) for key, degree in values.get("parallel", {}).items() if degree}
@@ -39,7 +40,8 @@ def tiny(recipe: Recipe) -> Recipe:
     values["optimizer"]["lr"] = max(LEAST_LR, recipe.optimizer.lr)
     if isinstance(recipe.activation_checkpointing, int):
         values["activation_checkpointing"] = min(2, recipe.activation_checkpointing)
-    values["data"] = {"source": "packaged", "tokenizer": {"kind": "trained_bpe"}}
+    kind = "trained_wordpiece" if recipe.model.family == "bert" else "trained_bpe"
+    values["data"] = {"source": "packaged", "tokenizer": {"kind": kind}, "masking": recipe.data.masking.model_dump()}
     values["run"] = _run(recipe, values.get("run", {}))
     return Recipe.model_validate(values)
 

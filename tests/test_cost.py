@@ -1,4 +1,4 @@
-"""Cost arithmetic against published numbers, and against what torch counts on transformers' GPT-2."""
+"""Cost arithmetic against published numbers, and against what torch counts on transformers' GPT-2 and BERT."""
 
 import subprocess
 import sys
@@ -27,6 +27,52 @@ def gpt2(layers: int, hidden: int, heads: int = 16, vocab_size: int = 50257) -> 
 )
 def test_dgx2_model_sizes(layers, hidden, tp, padded_vocab, printed):
     assert tp * cost.parameters_per_rank(gpt2(layers, hidden), 1024, padded_vocab, tp) == printed
+
+
+def bert(layers: int, hidden: int, heads: int = 16, vocab_size: int = 30522, **more) -> Model:
+    return Model(family="bert", **{**dict(layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size, sentence_head="nsp"), **more})
+
+
+# "Adventures with BERT and GPT2" (DGX-2), BERT, sequence 512: the nine distinct sizes that it prints, each the sum over the
+# tensor-parallel ranks, with the uncased vocabulary (30522) padded to a multiple of 128 tp.
+DGX2_BERT = [
+    (24, 1024, 16, 1, 30592, 336297858),
+    (40, 1536, 16, 1, 30592, 1185801090),
+    (24, 1024, 16, 2, 30720, 339208196),
+    (40, 1536, 16, 2, 30720, 1191886852),
+    (54, 1920, 20, 2, 30720, 2466520324),
+    (54, 1920, 20, 4, 30720, 2484514568),
+    (64, 2304, 24, 4, 30720, 4199522312),
+    (64, 2304, 24, 8, 30720, 4250339344),
+    (72, 3072, 32, 8, 30720, 8424118288),
+]
+
+
+@pytest.mark.parametrize("layer_norm", ["post", "pre"])
+@pytest.mark.parametrize(("layers", "hidden", "heads", "tp", "padded_vocab", "printed"), DGX2_BERT)
+def test_dgx2_bert_sizes(layers, hidden, heads, tp, padded_vocab, printed, layer_norm):
+    model = bert(layers, hidden, heads, layer_norm=layer_norm)
+    assert tp * cost.parameters_per_rank(model, 512, padded_vocab, tp) == printed
+    # Two such stages hold what one does, and a second copy of the tied embedding.
+    stages = [
+        cost.parameters_per_rank(model, 512, padded_vocab, tp, layers=layers // 2, first=first, last=not first) for first in (True, False)
+    ]
+    assert tp * sum(stages) == printed + padded_vocab * hidden
+
+
+def test_bert_stages_hold_what_they_compute():
+    def stage(first: bool, last: bool, **more) -> int:
+        return cost.parameters_per_rank(bert(24, 1024, **more), 512, 30720, 4, layers=6, first=first, last=last)
+
+    h = 1024
+    layers = 6 * (3 * h * h + 7 * h // 4 + 6 * h)
+    head = h * h + h + 2 * h + 30720 // 4  # dense, LayerNorm, decoder bias
+    sentence = h * h + h + 2 * h + 2  # pooler, two classes
+    assert stage(False, False) == layers
+    for layer_norm, on_first, on_last in (("post", 2 * h, 0), ("pre", 0, 2 * h)):
+        assert stage(True, False, layer_norm=layer_norm) == layers + (30720 // 4 + 512 + 2) * h + on_first
+        assert stage(False, True, layer_norm=layer_norm) == layers + 30720 // 4 * h + head + sentence + on_last
+        assert stage(False, True, layer_norm=layer_norm, sentence_head="none") == layers + 30720 // 4 * h + head + on_last
 
 
 # "GPT2 Experiments" (Jean Zay): logs of the public runs, tp 4, vocabulary 50688: first, middle and last pipeline stage.
@@ -98,6 +144,38 @@ def test_counts_are_what_torch_counts_on_transformers_gpt2(checkpointing):
         model(tokens).logits.sum().backward()
     assert sum(p.numel() for p in model.parameters()) == cost.parameters(shape, length)
     assert counter.get_total_flops() == cost.exact_flops_per_step(shape, length, batch, checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("layer_norm", ["post", "pre"])
+@pytest.mark.parametrize("sentence_head", ["nsp", "none"])
+def test_bert_counts_are_those_of_transformers(layer_norm, sentence_head):
+    import torch
+    import transformers
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shape, length, batch = bert(3, 32, 4, vocab_size=80, layer_norm=layer_norm, sentence_head=sentence_head), 16, 2
+    name = ("Bert" if layer_norm == "post" else "MegatronBert") + ("ForMaskedLM" if sentence_head == "none" else "ForPreTraining")
+    config = (transformers.BertConfig if layer_norm == "post" else transformers.MegatronBertConfig)(
+        vocab_size=80, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=length, attn_implementation="eager",
+    )  # fmt: skip
+    model = getattr(transformers, name)(config).train()
+    assert sum(p.numel() for p in model.parameters()) == cost.parameters(shape, length)
+
+    with FlopCounterMode(display=False) as counter:
+        output = model(torch.zeros(batch, length, dtype=torch.long))
+        sum(x.sum() for x in output.to_tuple()).backward()
+    assert counter.get_total_flops() == cost.exact_flops_per_step(shape, length, batch)
+
+
+def test_a_bert_decodes_only_what_it_predicts():
+    shape = bert(3, 32, 4, vocab_size=80)
+    every, some, none = (cost.exact_flops_per_step(shape, 16, 2, predictions=p) for p in (16, 5, 0))
+    assert every == cost.exact_flops_per_step(shape, 16, 2)
+    per_prediction = 2 * 3 * 2 * 32 * (32 + 80)  # samples, passes, operations per multiply-add, dense and logits
+    assert (every - some, some - none) == (11 * per_prediction, 5 * per_prediction)
+    gpt = gpt2(3, 32, 4, vocab_size=80)
+    assert cost.exact_flops_per_step(gpt, 16, 2, predictions=5) == cost.exact_flops_per_step(gpt, 16, 2), "a GPT predicts every token"
 
 
 def test_exact_tflops_is_per_gpu():

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import broken_layouts
 import pytest
 import torch
-from launching import ROOT, WORKERS, run, run_ranks
+from compared import COMMAND, outcome, rows_of
+from launching import WORKERS, run, run_ranks
 
 from launch import compare_layouts, parity
 from launch.parity import Outcome, compare, read_outcome
 from recipes import catalog
 
-COMMAND = [sys.executable, str(ROOT / "launch" / "compare_layouts.py"), "--tiny"]
 STEPS = 6
 FAST = [
     "accumulation 4", "recomputed by 2",
@@ -27,19 +26,6 @@ FAST = [
 ]  # fmt: skip
 
 
-def rows_of(output: str) -> dict[str, str]:
-    """Layout -> verdict, of the printed table."""
-    lines = output.splitlines()
-    (header,) = [i for i, line in enumerate(lines) if line.startswith("layout ")]
-    rows = {}
-    for line in lines[header + 1 :]:
-        if line.startswith("loss: "):  # the legend
-            return rows
-        name, _, _, _, _, _, _, verdict = re.split(r"\s{2,}", line, maxsplit=7)
-        rows[name] = verdict
-    raise AssertionError(f"no legend after the table:\n{output}")
-
-
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory) -> tuple[Path, str]:
     """Run directories of the layouts in FAST, and what the command printed."""
@@ -47,10 +33,6 @@ def compared(tmp_path_factory) -> tuple[Path, str]:
     done = run([*COMMAND, "--steps", str(STEPS), "--out", str(out), "--only", *FAST], timeout=580)
     assert done.returncode == 0, done.stdout[-6000:]
     return out, done.stdout
-
-
-def outcome(out: Path, name: str) -> Outcome:
-    return read_outcome(name, 0, out / compare_layouts.slug(name), out / "no log")
 
 
 @pytest.fixture(scope="module")

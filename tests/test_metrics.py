@@ -289,3 +289,47 @@ def test_the_commit_of_another_checkout_is_not_ours(tmp_path):
     (tmp_path / "inner" / "file").write_text("")
     assert hardware.git_state(tmp_path)["dirty"] is True
     assert hardware.git_state(tmp_path / "inner") is None
+
+
+# --- BERT: parts of the loss, the test split, waiting for data
+
+PARTS = {"mlm_loss": 5.0, "sentence_loss": 0.69, "sentence_accuracy": 0.5}
+
+
+@pytest.fixture
+def bert_run(tmp_path) -> RunDirectory:
+    run = RunDirectory(tmp_path)
+    metrics = Metrics(run, plan(), progress=False, start_step=0, total_steps=20)
+    for step in range(1, 21):
+        parts = {**PARTS, "mlm_loss": 6.0 - 0.1 * step}
+        metrics.step(step, 6.69 - 0.1 * step, 1e-3, 1.0, 1.0, False, 0.5, 1, parts, data_seconds=0.4 if step <= 5 else 0.01)
+    metrics.validation(20, 5.69, PARTS)
+    metrics.validation(20, 5.89, {**PARTS, "mlm_loss": 5.2}, kind="test")
+    metrics.close()
+    return run
+
+
+def test_parts_of_the_loss_stand_beside_it(bert_run):
+    row = results.result_row(plan(), read_metrics(bert_run.metrics_jsonl), name="bert", described=DESCRIBED, entropies={"unigram": 6.5})
+    assert row["validation_loss"] == 5.69 and row["validation_parts"] == PARTS
+    assert row["test_loss"] == 5.89 and row["test_parts"]["mlm_loss"] == 5.2
+    assert row["train_parts"]["mlm_loss"] == pytest.approx(6.0 - 0.1 * 15.5), "mean of the last ten steps"
+    text = results.format_row(row)
+    assert "masked tokens 5.0000, sentence objective 0.6900, sentence accuracy 0.5000" in text
+    assert "of masked tokens: unigram 6.5" in text and "test loss" in text
+
+
+def test_waiting_for_data_is_a_share_of_the_steady_time(bert_run):
+    row = results.result_row(plan(), read_metrics(bert_run.metrics_jsonl), name="bert", described=DESCRIBED)
+    assert row["data_wait_share"] == pytest.approx(0.01 / 0.5)
+    assert "2.00 % of the time" in results.format_row(row)
+
+
+def test_the_curve_of_a_bert_is_its_masked_token_loss(bert_run):
+    from launch.plotting import curve
+
+    records = read_metrics(bert_run.metrics_jsonl)
+    assert curve(records, "step", "mlm_loss")[0] == (1, pytest.approx(5.9))
+    assert curve(records, "validation", "mlm_loss") == [(20, 5.0)], "the test split is no validation"
+    plot_loss(bert_run.metrics_jsonl, bert_run.loss_png, {"unigram": 6.5})
+    assert bert_run.loss_png.stat().st_size > 10_000

@@ -16,11 +16,14 @@ from transformers import GPT2LMHeadModel
 from launch.engine import parameter_groups
 from modeling.convert_hf import from_hf, hf_config, read_hf, to_hf
 from modeling.generation import continue_tokens
-from modeling.gpt2 import GPT2, GPT2Shape, recomputed_chunks
+from modeling.gpt2 import GPT2, GPT2Shape
 from modeling.initialization import Init, Shard
+from modeling.layer_list import call, recomputed_chunks
 from modeling.process_grid import Coordinates, coordinates, data_groups, pipeline_groups, tensor_groups
+from recipes.schema import Model
 
 SHAPE = GPT2Shape(layers=2, hidden=32, heads=4, vocab=300, padded_vocab=384, positions=16)
+MODEL = Model(layers=2, hidden=32, heads=4, vocab_size=300)
 HEADS = SHAPE.heads
 PINNED_DRAW = [0.18042792, 0.58320785, -0.03542988, 1.23329926, 0.95046782, -0.10789277]  # word.weight of seed 1234
 
@@ -285,14 +288,14 @@ def test_saved_directories_are_read(theirs, tmp_path, form):
         theirs.save_pretrained(tmp_path, max_shard_size="20KB" if form == "several files" else "1GB")
         assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (form == "several files")
     expected = from_hf(theirs.state_dict(), SHAPE.layers, HEADS)
-    found = read_hf(tmp_path, SHAPE.layers, HEADS)
+    found = read_hf(tmp_path, MODEL)
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
 
 
 def test_a_directory_without_weights_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"neither \*.safetensors nor pytorch_model\*.bin"):
-        read_hf(tmp_path, SHAPE.layers, HEADS)
+        read_hf(tmp_path, MODEL)
 
 
 def test_exported_file_is_the_state_dict(theirs, tmp_path):
@@ -347,7 +350,8 @@ def test_recomputed_chunks_begin_at_transformer_layers():
     """Embedding, five layers and the final norm in chunks of two: DeepSpeed alone would pair the embedding with a layer."""
     group = torch.nn.ModuleList(GPT2(GPT2Shape(5, 8, 2, 16, 16, 4), group=None, init=Init(1, 0.02, 5)).layers)
     word, norm = torch.nn.Identity(), torch.nn.Identity()
-    chunks = recomputed_chunks([word, *group, norm], 2)
+    in_order = [(call, layer) for layer in (word, *group, norm)]
+    chunks = recomputed_chunks(in_order, 2)
     assert [(len(layers), recomputed) for layers, recomputed in chunks] == [(1, False), (2, True), (2, True), (1, True), (1, False)]
-    assert [layer for layers, _ in chunks for layer in layers] == [word, *group, norm]
-    assert not any(recomputed for _, recomputed in recomputed_chunks([word, *group, norm], 0))
+    assert [pair for layers, _ in chunks for pair in layers] == in_order
+    assert not any(recomputed for _, recomputed in recomputed_chunks(in_order, 0))

@@ -64,8 +64,9 @@ def test_every_recipe_loads_and_names_a_ds_config(name):
 
 def test_a_row_or_a_table_of_one_row_is_name_enough():
     assert load("3d") == load("parallel_kinds/3d")
-    assert load("default") == load("sotu") == load()
-    assert catalog.full_name("sotu") == "default/sotu"
+    assert load("default") == load("default/sotu") == load()
+    assert load("gpt2-124m") == load("openwebtext")
+    assert catalog.full_name("wikipedia") == "wikipedia/bert-336m"
 
 
 def test_unknown_name_gets_near_matches_and_an_ambiguous_one_its_choices():
@@ -136,7 +137,7 @@ def test_all_problems_of_a_row_come_at_once_with_their_lines(table):
     )
     path = table(text)
     found = problems(f"{path}:one")
-    assert f"mine/one: model.layer: unknown key; did you mean model.layers? ({path}:4)" in found
+    assert f"mine/one: model.layer: unknown key; did you mean model.layers or model.layer_norm? ({path}:4)" in found
     assert "mine/one: model.layers: is missing; the recipe must state it" in found
     assert f"mine/one: steps='ten': should be a valid integer ({path}:7)" in found
     assert f"mine/one: schedule.warmup: unknown key; did you mean schedule.warmup_steps? ({path}:12)" in found
@@ -160,7 +161,7 @@ WRONG = {
     "optimizer.betas=[1.0, 0.9]": "optimizer.betas=1.0: should be less than 1",
     "data.tokenizer.kind=gpt2": "the published vocabulary has 50257 tokens",
     "model.vocab_size=256": "set model.vocab_size to 257 or more",
-    "data={source: hub, name: x}": "a vocabulary cannot be trained on a stream",
+    "data={source: hub, name: x}": "a vocabulary cannot be trained on what is read once",
     "data.source=jsonl": "data.source=jsonl needs data.name",
     "activation_checkpointing=7": "activation_checkpointing=7 is above model.layers=6",
     "activation_checkpointing=some": "activation_checkpointing='some': should be 'none' or 'full', or should be a valid integer",
@@ -172,6 +173,23 @@ WRONG = {
     "dropout.hidden=1": "dropout.hidden=1: should be less than 1",
     "batch.global=0": "batch.global=0: should be greater than 0",
     "batch=null": "batch=None",
+    "model.layer_norm=post": "GPT-2 normalises before attention and MLP",
+    "model.sentence_head=nsp": "only a BERT has a sentence objective",
+    "data.validation_every=1": "data.validation_every=1 holds out every document",
+    "data.test_every=1": "data.test_every=1 leaves no document to train on",
+    "data={source: store, name: x, streaming: true, tokenizer: {kind: store}}": "the tokens are there already",
+    "data={source: store, name: x}": "its tokens are numbered already",
+    "data={tokenizer: {kind: store}}": "there is no store to take it from",
+    "data={tokenizer: {kind: file}}": "data.tokenizer.kind=file needs data.tokenizer.path",
+    "data={source: jsonl, name: x, blend: [{weight: 1}]}": "data.blend together with data.name, data.source",
+    "data.blend=[{weight: 0}]": "should be greater than 0",
+}
+WRONG_FOR_BERT = {
+    "data.tokenizer.kind=trained_bpe": "needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]",
+    "data.tokenizer.kind=bert_uncased": "the published vocabulary has 30522 tokens",
+    "data={source: hub, name: x, tokenizer: {kind: trained_wordpiece}}": "to bert_uncased and model.vocab_size to 30522",
+    "sequence_length=7": "a sample is [CLS] A [SEP] B [SEP]; set it to 8 or more",
+    "data.masking.probability=0": "should be greater than 0",
 }
 
 
@@ -179,6 +197,12 @@ WRONG = {
 def test_inconsistent_values_are_refused(override):
     found = problems("default/sotu", override)
     assert any(WRONG[override] in line for line in found), found
+
+
+@pytest.mark.parametrize("override", WRONG_FOR_BERT)
+def test_inconsistent_values_of_a_bert_are_refused(override):
+    found = problems("bert/sotu", override)
+    assert any(WRONG_FOR_BERT[override] in line for line in found), found
 
 
 def test_a_constant_rate_may_warm_up_to_the_end():

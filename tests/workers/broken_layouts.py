@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from launch import compare_layouts, startup
+from launch import compare_layouts, micro_batches, startup
 from launch.compare_layouts import LayoutCase
-from modeling import collectives, tensor_parallel
+from modeling import bert, collectives, tensor_parallel
 from modeling.collectives import reduce_from_tensor_parallel
 from modeling.initialization import Init
 from modeling.tensor_parallel import RowParallelLinear, VocabParallelEmbedding
@@ -86,6 +86,18 @@ def weights_of_another_layout() -> AbstractContextManager:
     return mock.patch.object(Init, "_normal", by_rank)
 
 
+def padding_attended_to() -> AbstractContextManager:
+    return mock.patch.object(bert, "_attend", lambda layer, stream: (layer(stream[0]), *stream[1:]))
+
+
+def predictions_counted_by_rank() -> AbstractContextManager:
+    def normalised(batches, grid, device):
+        scale = len(batches) / sum(float(b["weights"].sum()) for b in batches)
+        return [{**b, "weights": b["weights"] * scale} for b in batches]
+
+    return mock.patch.object(micro_batches, "normalised", normalised)
+
+
 @dataclass(frozen=True)
 class Breakage:
     """A layout, what breaks it, and by what the comparison has to notice."""
@@ -114,6 +126,13 @@ BREAKAGES = [
     Breakage(_case("data ranks not averaged", 1, 1, 2, "zero0"), data_ranks_stay_apart, by_norm=True),
     Breakage(_case("weights drawn by rank", 2, 1, 1, "zero0"), weights_of_another_layout, first="final_norm.weight"),
 ]
+BERT_BREAKAGES = [
+    Breakage(_case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="head.norm.weight"),
+    Breakage(_case("tied decoder not summed", 1, 2, 1, "pipeline"), tied_gradients_stay_apart, first="word.weight"),
+    Breakage(_case("padding attended to", 1, 2, 1, "pipeline"), padding_attended_to),
+    Breakage(_case("predictions counted by rank", 1, 1, 2, "zero0"), predictions_counted_by_rank),
+    Breakage(_case("decoder bias not marked", 2, 1, 1, "zero0"), no_parameter_marked, by_norm=True),
+]
 # Last, so that it also shows that every breakage was undone.
 CONTROL = Breakage(_case("nothing broken", 2, 1, 1, "zero0"), nullcontext)
 
@@ -124,7 +143,8 @@ def main(directory: Path) -> None:
     machine = startup.detect_machine()
     with startup.clean_exit():
         startup.start_processes(timeout_minutes=2)
-        for breakage in (*BREAKAGES, CONTROL):
+        breakages = BREAKAGES if recipe.model.family == "gpt2" else BERT_BREAKAGES
+        for breakage in (*breakages, CONTROL):
             with breakage.broken():
                 compare_layouts.run_case(recipe, breakage.case, directory / compare_layouts.slug(breakage.case.name), machine)
 

@@ -16,7 +16,7 @@ MACHINE = startup.detect_machine(emulated_fp16=True)
 
 import torch  # noqa: E402  (after the accelerator is chosen)
 
-import data  # noqa: E402
+from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch import pretrain  # noqa: E402
 from launch.engine import Diverged  # noqa: E402
@@ -29,7 +29,7 @@ class Records(Silence):
     def __init__(self):
         self.steps = []
 
-    def step(self, step, report, seconds):
+    def step(self, step, report, seconds, data_seconds):
         self.steps.append({"loss": report.loss, "lr": report.lr, "norm": report.grad_norm, "scale": report.loss_scale,
                            "skipped": report.skipped})  # fmt: skip
 
@@ -46,7 +46,7 @@ def run(case: dict, out: Path) -> None:
     plan = resolve(recipe, path, startup.world_size(), MACHINE)
     records, problem = Records(), None
     try:
-        corpus = data.build(recipe, say=records.say)
+        corpus = build(recipe, say=records.say)
         job = pretrain.Job(plan, case["name"], out / case["name"])
         pretrain.train(job, records, corpus, ProcessGrid(case["tp"], case["pp"], case["dp"]))
     except Diverged as e:

@@ -16,7 +16,7 @@ MACHINE = startup.detect_machine(emulated_fp16=True)
 
 import torch  # noqa: E402  (after the accelerator is chosen)
 
-import data  # noqa: E402
+from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch import checkpoint, pretrain  # noqa: E402
 from launch.reporting import Silence  # noqa: E402
@@ -36,7 +36,7 @@ class Records(Silence):
     def __init__(self, fails_after: int | None = None):
         self.steps, self.fails_after = {}, fails_after
 
-    def step(self, step, report, seconds):
+    def step(self, step, report, seconds, data_seconds):
         self.steps[step] = [report.loss, report.lr, report.grad_norm, report.loss_scale, report.skipped]
         if step == self.fails_after:
             raise Interrupted
@@ -46,7 +46,7 @@ def train(plan, directory: Path, resume: bool, fails_after: int | None = None) -
     records = Records(fails_after)
     job = pretrain.Job(plan, directory.name, directory, resume=resume)
     try:
-        pretrain.train(job, records, data.build(plan.recipe, say=records.say), ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp))
+        pretrain.train(job, records, build(plan.recipe, say=records.say), ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp))
     except Interrupted:
         torch.distributed.barrier()
     return records.steps

@@ -1,0 +1,1 @@
+"""From tokens to samples: windows of GPT, masked segments of BERT, blends."""

@@ -1,0 +1,255 @@
+"""BERT samples: [CLS] A [SEP] B [SEP], or [CLS] A [SEP] without a sentence objective, with masked tokens.
+
+A and B are runs of several sentences that fill the sample together (Devlin et al. 2018, section 3.1 and appendix A.2). A chunk (see
+`data/samples/chunks.py`) is divided between two of its sentences, at random. Then, for half of the samples,
+
+    nsp: B is replaced by text of another document, label 1 (Devlin et al. 2018)
+    sop: A and B are swapped, label 1 (ALBERT, arXiv 1909.11942, section 3.1)
+
+A sample is a function of (seed, epoch, chunk) alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from data.samples.chunks import Lengths, build_chunks
+from data.samples.fields import Fields, HeldOut, spread
+from data.samples.masking import BertVocabulary, check_whole_words, mask
+from data.samples.order import EpochOrders
+from data.stores.indexed import Store
+from recipes.schema import Masking, Recipe
+
+FIXED_SEED = 0  # of held-out samples, so that runs with different seeds are measured on the same ones
+_SPECIAL = {"none": 2, "nsp": 3, "sop": 3}  # [CLS] and one [SEP] per segment
+
+
+@dataclass(frozen=True)
+class BertSettings:
+    """What a recipe says about samples."""
+
+    sequence_length: int  # S
+    predictions: int  # P, most predictions of a sample
+    sentence_head: Literal["none", "nsp", "sop"]
+    masking: Masking
+    seed: int
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> BertSettings:
+        return cls(recipe.sequence_length, recipe.predictions, recipe.model.sentence_head, recipe.data.masking, recipe.seed)
+
+    @property
+    def room(self) -> int:
+        """Tokens of text that a sample holds."""
+        return self.sequence_length - _SPECIAL[self.sentence_head]
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.room, self.masking.short_probability, self.seed)
+
+
+class Sample(NamedTuple):
+    """One sample, without padding."""
+
+    tokens: np.ndarray  # (L,) int64, masked
+    first_length: int  # tokens of [CLS] A [SEP]
+    positions: np.ndarray  # (K,) int64 places of predictions, ascending
+    labels: np.ndarray  # (K,) int64 what stood there
+    sentence_label: int
+
+
+def generator(seed: int, first: int, second: int) -> np.random.Generator:
+    """Random numbers that are a function of the three alone, with no state to keep: a counter-based generator.
+
+    The two numbers, below 2**64, stand in the upper half of the counter, the lower half counts what is drawn.
+    """
+    return np.random.Generator(np.random.Philox(counter=[0, 0, second, first], key=seed % 2**128))
+
+
+def segments(
+    rng: np.random.Generator,
+    tokens: np.ndarray,
+    borders: np.ndarray,
+    head: Literal["none", "nsp", "sop"],
+    other: Callable[[int], np.ndarray | None],
+) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """Makes a chunk into two segments: (A, B, sentence label); for `none` (A, None, 0).
+
+    Args:
+        tokens: (L,) of the chunk, L > 0.
+        borders: (K,) places inside the chunk, between 0 and L, where a sentence begins.
+        head: the sentence objective.
+        other: nsp: text of another document that has about so many tokens, or None where there is none yet.
+    """
+    if head == "none":
+        return tokens, None, 0
+    changed = rng.random() < 0.5
+    if head == "nsp" and (changed or not len(borders)):
+        # A chunk of one sentence has no second one that follows: as in BERT, its B is always another document's.
+        end = _cut(rng, len(tokens), borders) if len(borders) else len(tokens)
+        if (text := other(max(len(tokens) - end, 1))) is not None:
+            return tokens[:end], text, 1
+    cut = _cut(rng, len(tokens), borders)
+    first, second = tokens[:cut], tokens[cut:]
+    return (second, first, 1) if head == "sop" and changed and len(second) else (first, second, 0)
+
+
+def _cut(rng: np.random.Generator, length: int, borders: np.ndarray) -> int:
+    """Where A ends: at a random border of sentences, inside the only sentence, or behind the only token."""
+    if len(borders):
+        return int(borders[rng.integers(len(borders))])
+    return int(rng.integers(1, length)) if length > 1 else 1
+
+
+def truncate(rng: np.random.Generator, first: np.ndarray, second: np.ndarray | None, room: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Drops tokens one by one from the longer segment, from its front or its back at random, until both fit."""
+    a, b = len(first), 0 if second is None else len(second)
+    excess = a + b - room
+    if excess <= 0:
+        return first, second
+    level = min(excess, abs(a - b))  # tokens after which both are equally long
+    from_a = (level if a > b else 0) + (excess - level) // 2
+    return _shortened(rng, first, from_a), None if second is None else _shortened(rng, second, excess - from_a)
+
+
+def _shortened(rng: np.random.Generator, tokens: np.ndarray, dropped: int) -> np.ndarray:
+    front = int(rng.binomial(dropped, 0.5)) if dropped else 0
+    return tokens[front : len(tokens) - dropped + front]
+
+
+def assemble(
+    rng: np.random.Generator,
+    first: np.ndarray,
+    second: np.ndarray | None,
+    label: int,
+    vocabulary: BertVocabulary,
+    settings: BertSettings,
+) -> Sample:
+    """Shortens the two segments to what a sample holds, puts the special tokens around them and masks.
+
+    Args:
+        first, second: tokens of A and B; B is None where there is one segment.
+        label: of the sentence objective.
+    """
+    first, second = truncate(rng, first, second, settings.room)
+    a = len(first)
+    tokens = np.empty(a + 2 if second is None else a + len(second) + 3, dtype=np.int64)
+    tokens[0], tokens[1 : a + 1], tokens[a + 1] = vocabulary.cls, first, vocabulary.sep
+    special = [0, a + 1]
+    if second is not None:
+        tokens[a + 2 : -1], tokens[-1] = second, vocabulary.sep
+        special.append(len(tokens) - 1)
+    positions, labels = mask(rng, tokens, special, vocabulary, settings.masking, settings.predictions)
+    return Sample(tokens, a + 2, positions, labels, label)
+
+
+def stack(samples: Sequence[Sample], vocabulary: BertVocabulary, settings: BertSettings) -> Fields:
+    """Fields of the samples, padded to S tokens and P predictions; see `data/samples/fields.py`."""
+    count, length, most = len(samples), settings.sequence_length, settings.predictions
+    fields = {
+        "tokens": np.full((count, length), vocabulary.pad, dtype=np.int64),
+        "token_types": np.zeros((count, length), dtype=np.int64),
+        "lengths": np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
+        "positions": np.zeros((count, most), dtype=np.int64),
+        "labels": np.zeros((count, most), dtype=np.int64),
+        "predicted": np.array([len(sample.positions) for sample in samples], dtype=np.int64),
+        "sentence_labels": np.array([sample.sentence_label for sample in samples], dtype=np.int64),
+    }
+    for row, sample in enumerate(samples):
+        fields["tokens"][row, : len(sample.tokens)] = sample.tokens
+        fields["token_types"][row, sample.first_length : len(sample.tokens)] = 1
+        fields["positions"][row, : len(sample.positions)] = sample.positions
+        fields["labels"][row, : len(sample.labels)] = sample.labels
+    return fields
+
+
+class BertSamples:
+    """Samples from a store whose sequences are sentences: one per chunk and epoch, every epoch in an order of its own; for any thread."""
+
+    random_access = True
+
+    def __init__(self, store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary):
+        """
+        Args:
+            documents: (D,) int64, ascending: those of one split.
+
+        Raises:
+            ValueError: no text; for nsp, text of one document alone; whole words are to be masked and are not known.
+        """
+        check_whole_words(vocabulary, settings.masking)
+        self.sequence_length = settings.sequence_length
+        self._store, self._settings, self._vocabulary = store, settings, vocabulary
+        self._chunks = build_chunks(store, documents, settings.lengths)
+        self.documents = len(self._chunks.documents)
+        if not self.documents:
+            raise ValueError(f"{len(documents)} documents have no text: give more, or set data.validation_every or data.test_every lower")
+        if self.documents < 2 and settings.sentence_head == "nsp":
+            raise ValueError(
+                "model.sentence_head=nsp with text of one document alone: the second segment must come from another one; give more "
+                "documents, set data.validation_every or data.test_every lower, or set model.sentence_head to sop or none"
+            )
+        self._orders = EpochOrders(len(self._chunks))
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return len(self._chunks)
+
+    def take(self, positions: Sequence[int], seed: int) -> Fields:
+        samples = [self._sample(seed, *self._orders.locate(int(position), seed)) for position in positions]
+        return stack(samples, self._vocabulary, self._settings)
+
+    def state(self, position: int) -> dict[str, Any]:
+        return {"position": position}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing to do: every position is reached at once."""
+
+    def fresh(self) -> BertSamples:
+        return self
+
+    def _sample(self, seed: int, epoch: int, chunk: int) -> Sample:
+        rng = generator(seed, epoch, chunk)
+        start, length = int(self._chunks.starts[chunk]), int(self._chunks.lengths[chunk])
+        tokens = self._store.tokens_array[start : start + length]
+        borders = np.array(self._borders(start, start + length), dtype=np.int64) - start
+        first, second, label = segments(
+            rng, tokens, borders, self._settings.sentence_head, lambda wanted: self._other(rng, chunk, wanted)
+        )
+        return assemble(rng, first, second, label, self._vocabulary, self._settings)
+
+    def _borders(self, start: int, end: int) -> list[int]:
+        """Places between `start` and `end` of the store, themselves excepted, where a sentence begins."""
+        size, pointers = self._store.dtype.itemsize, self._store.pointers
+        # `bisect` looks at a few entries where they lie; numpy would copy the unaligned array first.
+        first = bisect.bisect_right(pointers, start * size)
+        last = bisect.bisect_left(pointers, end * size, lo=first, hi=min(len(pointers), first + end - start))
+        return (pointers[first:last] // size).tolist()
+
+    def _other(self, rng: np.random.Generator, chunk: int, wanted: int) -> np.ndarray:
+        """Sentences of another document, from the beginning of a random chunk on, until they have `wanted` tokens."""
+        own_first, own_end = self._chunks.of_same_document(chunk)
+        found = int(rng.integers(len(self._chunks) - (own_end - own_first)))
+        found += (own_end - own_first) if found >= own_first else 0
+        start, last = int(self._chunks.starts[found]), self._chunks.of_same_document(found)[1] - 1
+        document_end = int(self._chunks.starts[last]) + int(self._chunks.lengths[last])
+        # A document ends where a sentence does: the next border is not beyond it.
+        size, pointers = self._store.dtype.itemsize, self._store.pointers
+        border = bisect.bisect_left(pointers, min(start + wanted, document_end) * size)
+        end = int(pointers[border]) // size if border < len(pointers) else self._store.tokens
+        return self._store.tokens_array[start:end]
+
+
+def fixed_samples(store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary, count: int) -> HeldOut:
+    """The samples of a validation or a test: at most `count`, evenly spread over `documents`, the same whatever the recipe's seed is.
+
+    Raises:
+        ValueError: as `BertSamples`.
+    """
+    samples = BertSamples(store, documents, replace(settings, seed=FIXED_SEED), vocabulary)
+    chosen = [samples._sample(FIXED_SEED, 0, chunk) for chunk in spread(len(samples), count).tolist()]
+    return HeldOut(stack(chosen, vocabulary, settings), settings.sequence_length)

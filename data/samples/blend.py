@@ -1,0 +1,114 @@
+"""Samples of several sources mixed by weight.
+
+Every block of 1000 positions has the same number of samples of each part, by the largest remainder of its weight, in an order
+that (seed, block) decides. So the place of a position in its part is known without walking through those before it.
+
+A stream in a blend is one lane that every rank reads: which rows of a step are its samples changes with the step, so no rank
+could keep to its own files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from data.samples.fields import Fields, HeldOut, TrainingSamples, concatenate
+
+BLOCK = 1000  # positions; the finest share is one in this many
+
+
+def largest_remainder(weights: Sequence[float], total: int) -> np.ndarray:
+    """(parts,) int64 that add up to `total`: the exact shares rounded down, and one more for those that lost most by it."""
+    exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * total
+    counts = np.floor(exact).astype(np.int64)
+    lost = np.argsort(counts - exact, kind="stable")
+    counts[lost[: total - counts.sum()]] += 1
+    return counts
+
+
+class BlendedSamples:
+    """Samples of parts, each read in its own order; a part that ends begins anew."""
+
+    def __init__(self, parts: Sequence[TrainingSamples], weights: Sequence[float], seed: int):
+        """
+        Args:
+            seed: decides which positions are whose; that of `take` decides what the parts give.
+
+        Raises:
+            ValueError: a weight is too small to give a sample per block.
+        """
+        assert len(parts) == len(weights) > 0
+        self._parts, self._weights, self._seed = list(parts), list(weights), seed
+        self.sequence_length = parts[0].sequence_length
+        self.random_access = all(part.random_access for part in parts)
+        self._counts = largest_remainder(weights, BLOCK)
+        if (self._counts == 0).any():
+            smallest = int(np.argmin(weights))
+            raise ValueError(
+                f"data.blend: part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}, less than one sample in {BLOCK}: "
+                "give it more weight or leave it out"
+            )
+
+    def take(self, positions: Sequence[int], seed: int) -> Fields:
+        asked = np.asarray(positions, dtype=np.int64)
+        part_of, local = self.places(asked)
+        rows, order = [], []
+        for number, part in enumerate(self._parts):
+            mine = np.flatnonzero(part_of == number)
+            if mine.size:
+                # A seed of its own, so that parts of one size are not in one order.
+                rows.append(part.take(local[mine].tolist(), seed + (number << 32)))
+                order.append(mine)
+        back = np.argsort(np.concatenate(order))
+        return {key: values[back] for key, values in concatenate(rows).items()}
+
+    def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) number of the part and (n,) position in it, of positions (n,)."""
+        part_of, local = np.empty_like(positions), np.empty_like(positions)
+        blocks = positions // BLOCK
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            within = positions[here] % BLOCK
+            order = self._order(block)
+            part_of[here] = order[within]
+            local[here] = block * self._counts[order[within]] + self._ranks(order)[within]
+        return part_of, local
+
+    def _order(self, block: int) -> np.ndarray:
+        """(BLOCK,) number of the part at each position of the block."""
+        order = np.repeat(np.arange(len(self._parts)), self._counts)
+        return np.random.Generator(np.random.PCG64([self._seed, block])).permutation(order)
+
+    def _ranks(self, order: np.ndarray) -> np.ndarray:
+        """(BLOCK,) how many samples of the same part the block has before each."""
+        ranks = np.empty(BLOCK, dtype=np.int64)
+        ranks[np.argsort(order, kind="stable")] = np.concatenate([np.arange(count) for count in self._counts])
+        return ranks
+
+    def state(self, position: int) -> dict[str, Any]:
+        block, within = divmod(position, BLOCK)
+        before = block * self._counts + np.bincount(self._order(block)[:within], minlength=len(self._parts))
+        return {"position": position, "parts": [part.state(n) for part, n in zip(self._parts, before.tolist(), strict=True)]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: the blend had other parts then.
+        """
+        found = state.get("parts", ())
+        if len(found) != len(self._parts):
+            raise ValueError(
+                f"the checkpoint read a blend of {len(found)} parts, and data.blend has {len(self._parts)}: resume with the same blend"
+            )
+        for part, saved in zip(self._parts, found, strict=True):
+            part.restore(saved)
+
+    def fresh(self) -> BlendedSamples:
+        return BlendedSamples([part.fresh() for part in self._parts], self._weights, self._seed)
+
+
+def blended_held_out(parts: Sequence[HeldOut]) -> HeldOut:
+    """Held-out samples of all parts, one part after another; how many of each, their makers decide."""
+    return HeldOut(concatenate([part.fields for part in parts]), parts[0].sequence_length)

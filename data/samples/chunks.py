@@ -1,0 +1,137 @@
+"""BERT chunks: runs of consecutive sentences of one document, each the text of one sample.
+
+As in BERT's data preparation (Devlin et al. 2018, appendix A.2): sentences are taken until they have as many tokens as a sample
+holds, or, for a share of the chunks, until a random smaller number. A sentence longer than a sample is cut into pieces first, so that
+all of its text is used. Chunks depend on the seed and not on the epoch.
+
+Documents are cut in lock step: step k finds the k-th chunk of every document that has sentences left, with one search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.stores.indexed import Store
+
+SHORTEST_TARGET = 2  # tokens
+_BLOCK = 1 << 16  # documents that are cut at a time, which bounds the memory for their sentences
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long chunks shall be."""
+
+    target: int  # tokens
+    short_probability: float  # share of chunks with a random length in [SHORTEST_TARGET, target]
+    seed: int
+
+    def __post_init__(self) -> None:
+        assert self.target >= SHORTEST_TARGET, "the schema refuses shorter samples"
+
+    def of(self, documents: np.ndarray, chunk: int) -> np.ndarray:
+        """(N,) int64: tokens that the chunk with this number shall reach, in each of the documents."""
+        bits = random_bits(self.seed, documents, chunk)
+        short = (bits >> np.uint64(32)) < np.uint64(round(self.short_probability * 2**32))
+        shorter = SHORTEST_TARGET + (bits & np.uint64(0xFFFFFFFF)) % np.uint64(self.target - SHORTEST_TARGET + 1)
+        return np.where(short, shorter.astype(np.int64), self.target)
+
+
+def random_bits(seed: int, documents: np.ndarray, chunk: int) -> np.ndarray:
+    """(N,) uint64 that look random, a function of (seed, document, chunk): the finalizer of splitmix64, once for each of the three."""
+    key = _mixed(np.array([seed % 2**64], dtype=np.uint64))
+    return _mixed(_mixed(key ^ documents.astype(np.uint64)) ^ np.uint64(chunk))
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, section 4; with Stafford's constants."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of some documents, in the order of the documents; 12 bytes per chunk and 16 per document."""
+
+    documents: np.ndarray  # (D,) int64, ascending: documents that have a chunk
+    starts: np.ndarray  # (C,) int64: where each chunk begins, in tokens of the store
+    lengths: np.ndarray  # (C,) int32 tokens
+    first: np.ndarray  # (D + 1,) int64: the chunks of document d are first[d] up to, not with, first[d + 1]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def of_same_document(self, chunk: int) -> tuple[int, int]:
+        """The chunks of this chunk's document, as (first, last + 1)."""
+        document = int(self.first.searchsorted(chunk, side="right"))
+        return int(self.first[document - 1]), int(self.first[document])
+
+
+def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunks:
+    """The chunks of `documents` (D,) int64, ascending. A document without tokens has none."""
+    found = []
+    for start in range(0, len(documents), _BLOCK):
+        block = documents[start : start + _BLOCK]
+        first, last = store.document_index[block], store.document_index[block + 1]
+        edges = store.sequence_starts(np.arange(first[0], last[-1] + 1))
+        found.append(_cut(edges, first - first[0], last - first[0], block, lengths))
+    counts, starts, sizes = (np.concatenate(parts) for parts in zip(*found, strict=True)) if found else [np.empty(0, np.int64)] * 3
+    filled = counts > 0
+    return Chunks(documents[filled], starts, sizes, np.concatenate([[0], np.cumsum(counts[filled])]))
+
+
+def chunks_of_document(sizes: np.ndarray, document: int, lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:
+    """The same for one document that is in no store.
+
+    Args:
+        sizes: (S,) tokens of its sentences.
+        document: its number, which random lengths depend on.
+
+    Returns:
+        (C,) int64 where each chunk begins, in tokens of the document, and (C,) int32 tokens.
+    """
+    edges = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    return _cut(edges, np.array([0]), np.array([len(sizes)]), np.array([document]), lengths)[1:]
+
+
+def _cut(edges: np.ndarray, first: np.ndarray, last: np.ndarray, documents: np.ndarray, lengths: Lengths) -> tuple[np.ndarray, ...]:
+    """
+    Args:
+        edges: (S + 1,) int64 where sentences begin, in tokens, and where the last one ends.
+        first, last: (D,) document d is the sentences from first[d] up to, not with, last[d].
+        documents: (D,) numbers that random lengths depend on.
+
+    Returns:
+        (D,) chunks of each document; (C,) int64 where chunks begin, in tokens; (C,) int32 tokens; in the order of documents.
+    """
+    places, ends = edges[first], edges[last]  # places: where the next chunk of each document begins
+    edges = _with_cuts(edges, lengths.target)
+    counts = np.zeros(len(documents), dtype=np.int64)
+    steps = []
+    going = np.flatnonzero(places < ends)  # documents that have text left
+    while going.size:
+        start = places[going]
+        reached = edges.searchsorted(start + lengths.of(documents[going], len(steps)))
+        places[going] = np.minimum(edges[np.minimum(reached, len(edges) - 1)], ends[going])
+        steps.append((going, start, (places[going] - start).astype(np.int32)))
+        counts[going] += 1
+        going = going[places[going] < ends[going]]
+    before = np.cumsum(counts) - counts
+    starts, sizes = np.empty(counts.sum(), dtype=np.int64), np.empty(counts.sum(), dtype=np.int32)
+    for step, (going, start, size) in enumerate(steps):
+        starts[before[going] + step] = start
+        sizes[before[going] + step] = size
+    return counts, starts, sizes
+
+
+def _with_cuts(edges: np.ndarray, longest: int) -> np.ndarray:
+    """Edges of sentences, and more of them inside sentences that have over `longest` tokens."""
+    sizes = np.diff(edges)
+    if len(sizes) == 0 or sizes.max() <= longest:
+        return edges
+    pieces = np.maximum(-(-sizes // longest), 1)
+    piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # number within its sentence
+    return np.append(np.repeat(edges[:-1], pieces) + piece * longest, edges[-1])

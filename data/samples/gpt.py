@@ -1,0 +1,131 @@
+"""GPT samples from a token store: windows of a fixed length over the concatenated documents of one split.
+
+Sample i is tokens [i * T, i * T + T + 1) of the split's stream: the first T are the inputs, the last T the labels, so that every
+token but the first of the stream is a label exactly once. Every document of the stream ends with the end-of-document token; where
+the store has none (stores of sentences, or written without Megatron's --append-eod) it is put in while reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from data.samples.fields import Fields, HeldOut, spread, window_count
+from data.samples.order import EpochOrders
+from data.stores.indexed import Store
+
+_LOOKED_AT = 256  # documents whose last token tells how the store ends documents, before all are looked at
+
+
+class Stream:
+    """The documents of a split as one run of tokens, read where they lie.
+
+    Kept in memory: 17 bytes per piece, which is a run of neighbouring documents, or one document where end-of-document tokens are
+    put in.
+    """
+
+    def __init__(self, store: Store, documents: np.ndarray, end_token: int):
+        """
+        Args:
+            documents: (D,) int64, ascending; those without tokens have no part in the stream.
+        """
+        self._tokens, self._end_token = store.tokens_array, end_token
+        starts = store.sequence_starts(store.document_index[documents])
+        ends = store.sequence_starts(store.document_index[documents + 1])
+        starts, ends = starts[ends > starts], ends[ends > starts]
+        self.documents = len(starts)
+        self._starts, ends, self._open = _joined(starts, ends, _without_end(store, ends, end_token))  # (pieces,) places in the store
+        self._ends = np.cumsum(ends - self._starts + self._open)  # (pieces,) places in the stream
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, start: int, end: int) -> np.ndarray:
+        """(end - start,) int64: these tokens of the stream."""
+        assert 0 <= start <= end <= len(self), "beyond the stream"
+        tokens = np.empty(end - start, dtype=np.int64)
+        piece, filled = int(self._ends.searchsorted(start, side="right")), 0
+        while filled < len(tokens):
+            piece_start, piece_end = int(self._ends[piece - 1]) if piece else 0, int(self._ends[piece])
+            place, put_in = start + filled, int(self._open[piece])
+            first = int(self._starts[piece]) + place - piece_start
+            part = self._tokens[first : first + min(piece_end - put_in - place, len(tokens) - filled)]
+            tokens[filled : filled + len(part)] = part
+            filled += len(part)
+            if put_in and filled < len(tokens):
+                tokens[filled] = self._end_token
+                filled += 1
+            piece += 1
+        return tokens
+
+
+def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
+    """(D,) bool: whether the document that ends at each of these places of the store lacks the end-of-document token.
+
+    Stores are written with such tokens or without. So some documents decide for all where they are of one mind, which spares
+    reading a page of the disk per document.
+    """
+    some = store.tokens_array[ends[spread(len(ends), _LOOKED_AT)] - 1] != end_token
+    if some.all() or not some.any():
+        return np.full(len(ends), some.any())
+    return store.tokens_array[ends - 1] != end_token
+
+
+def _joined(starts: np.ndarray, ends: np.ndarray, without_end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(starts, ends, without_end), where documents that follow each other in the store and need nothing between are one piece."""
+    last = np.ones(len(starts), dtype=bool)  # of its piece
+    last[:-1] = (starts[1:] != ends[:-1]) | without_end[:-1]
+    first = np.ones(len(starts), dtype=bool)
+    first[1:] = last[:-1]
+    return starts[first], ends[last], without_end[last]
+
+
+class GptSamples:
+    """Windows over a stream, every epoch in an order of its own; for any thread."""
+
+    random_access = True
+
+    def __init__(self, stream: Stream, sequence_length: int):
+        """
+        Raises:
+            ValueError: the stream is shorter than one window.
+        """
+        self.sequence_length = sequence_length
+        self.stream = stream
+        self._count = window_count(len(stream), sequence_length)
+        if not self._count:
+            raise ValueError(
+                f"{stream.documents} documents have {len(stream)} tokens, and one sample of sequence_length={sequence_length} needs "
+                f"{sequence_length + 1}: give more text, or set sequence_length lower"
+            )
+        self._orders = EpochOrders(self._count)
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return self._count
+
+    def take(self, positions: Sequence[int], seed: int) -> Fields:
+        return self._windows([self._orders.locate(int(position), seed)[1] for position in positions])
+
+    def fixed(self, count: int) -> HeldOut:
+        """min(count, len) samples, evenly spread over the stream and in its order, without a seed."""
+        return HeldOut(self._windows(spread(self._count, count).tolist()), self.sequence_length)
+
+    def state(self, position: int) -> dict[str, Any]:
+        return {"position": position}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing to do: every position is reached at once."""
+
+    def fresh(self) -> GptSamples:
+        return self
+
+    def _windows(self, indices: Sequence[int]) -> Fields:
+        length = self.sequence_length
+        windows = np.empty((len(indices), length + 1), dtype=np.int64)
+        for row, index in enumerate(indices):
+            windows[row] = self.stream.read(index * length, index * length + length + 1)
+        return {"window": windows}

@@ -1,0 +1,148 @@
+"""Masked language modelling: which tokens of a sample are predicted, and what stands in their place.
+
+Whole words, in n-grams of 1 to max_ngram words with probability proportional to 1/n (ALBERT, arXiv 1909.11942, section 4.1; Megatron-LM),
+until a share of the tokens is chosen. Of the chosen tokens 80 % become [MASK], 10 % a random token and 10 % stay (BERT, Devlin et al.
+2018, section 3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from recipes.schema import Masking
+
+MASKED, RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stays
+_CONTINUATION = "##"  # begins a WordPiece that is not the first of its word
+_NEEDED = {"[CLS]": "cls_token", "[SEP]": "sep_token", "[MASK]": "mask_token", "[PAD]": "pad_token"}
+
+
+@dataclass(frozen=True)
+class BertVocabulary:
+    """What samples need to know about the tokens."""
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    continuation: np.ndarray  # (V,) bool: continues the word of the token before it
+    ordinary: np.ndarray  # (N,) int64: tokens that stand for text
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast) -> BertVocabulary:
+        """
+        Raises:
+            ValueError: the vocabulary lacks a special token.
+        """
+        missing = [name for name, attribute in _NEEDED.items() if getattr(tokenizer, attribute) is None]
+        if missing:
+            raise ValueError(
+                f"the vocabulary has no {', '.join(missing)}, and a BERT needs them: set data.tokenizer.kind to trained_wordpiece, "
+                "bert_uncased or bert_cased, or data.tokenizer.path to a vocabulary of a BERT"
+            )
+        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        special = set(tokenizer.all_special_ids)
+        return cls(
+            cls=tokenizer.cls_token_id,
+            sep=tokenizer.sep_token_id,
+            mask=tokenizer.mask_token_id,
+            pad=tokenizer.pad_token_id,
+            continuation=np.array([token is not None and token.startswith(_CONTINUATION) for token in tokens]),
+            ordinary=np.array([i for i, token in enumerate(tokens) if token is not None and i not in special], dtype=np.int64),
+        )
+
+
+def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
+    """
+    Raises:
+        ValueError: whole words are to be masked, and the vocabulary does not tell where words begin.
+    """
+    if masking.whole_words and not vocabulary.continuation.any():
+        raise ValueError(
+            f"data.masking.whole_words=true, but no token of the vocabulary begins with {_CONTINUATION}, by which words are known: set "
+            "data.masking.whole_words to false, or use a WordPiece vocabulary"
+        )
+
+
+def choose(rng: np.random.Generator, borders: np.ndarray, usable: np.ndarray, budget: int, max_ngram: int) -> list[tuple[int, int]]:
+    """Words that are predicted.
+
+    N-grams lie at random places where they fit: lengths keep their distribution, whatever has been chosen already. One that exceeds the
+    budget is shortened; a single word that does is passed over.
+
+    Args:
+        borders: (W + 1,) ascending: word w is the tokens from borders[w] up to, not with, borders[w + 1].
+        usable: (W,) bool: words that may be chosen. An n-gram never goes over one that may not.
+        budget: tokens.
+
+    Returns:
+        n-grams as (first word, words), in the order in which they were chosen; at most `budget` tokens.
+    """
+    words = np.flatnonzero(usable)
+    weights = 1.0 / np.arange(1, max_ngram + 1)
+    chances = np.cumsum(weights) / weights.sum()
+    order = rng.permutation(words).tolist()
+    lengths = (chances.searchsorted(rng.random(min(budget, len(order)))) + 1).tolist()
+    taken = bytearray((~usable).tobytes())  # 1: chosen or not usable
+    ends = borders.tolist()
+    found: list[tuple[int, int]] = []
+    for wanted in (lengths, [1] * budget):  # where n-grams no longer fit, single words fill the budget
+        numbers = iter(wanted)
+        number = next(numbers, 0)
+        for word in order:
+            if not budget or not number:
+                break
+            end = word + number
+            if end > len(taken) or taken.find(1, word, end) >= 0:
+                continue
+            while end > word and ends[end] - ends[word] > budget:
+                end -= 1
+            if end == word:
+                continue
+            taken[word:end] = b"\1" * (end - word)
+            budget -= ends[end] - ends[word]
+            found.append((word, end - word))
+            number = next(numbers, 0)
+    return found
+
+
+def mask(
+    rng: np.random.Generator, tokens: np.ndarray, special: list[int], vocabulary: BertVocabulary, masking: Masking, most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Chooses tokens and replaces them, in place.
+
+    Args:
+        tokens: (L,) int64, changed.
+        special: places of special tokens, ascending, the first one 0 and the last one L - 1. They are never chosen, and words and n-grams
+            do not go over them.
+        most: predictions at most.
+
+    Returns:
+        (K,) int64 places that are predicted, ascending, and (K,) int64 the tokens that stood there.
+    """
+    begins = ~vocabulary.continuation[tokens] if masking.whole_words else np.ones(len(tokens), dtype=bool)
+    begins[special] = True
+    begins[[place + 1 for place in special[:-1]]] = True  # a segment may begin inside a word
+    borders = np.append(np.flatnonzero(begins), len(tokens))
+    usable = np.ones(len(borders) - 1, dtype=bool)
+    usable[borders.searchsorted(special)] = False
+    budget = min(most, max(1, round(masking.probability * len(tokens))))
+    chosen = choose(rng, borders, usable, budget, masking.max_ngram)
+    places = _places(borders, chosen)
+    if not len(places):  # every word of a short sample has more tokens than may be chosen; a sample without predictions is wasted
+        places = np.array([rng.choice(np.setdiff1d(np.arange(len(tokens)), special))])
+    labels = tokens[places]
+    draws = rng.random(len(places))
+    others = vocabulary.ordinary[rng.integers(len(vocabulary.ordinary), size=len(places))]
+    tokens[places] = np.where(draws < MASKED, vocabulary.mask, np.where(draws < MASKED + RANDOM, others, labels))
+    return places, labels
+
+
+def _places(borders: np.ndarray, chosen: list[tuple[int, int]]) -> np.ndarray:
+    """(K,) int64, ascending: the tokens of the chosen words."""
+    words = bytearray(len(borders) - 1)
+    for word, number in chosen:
+        words[word : word + number] = b"\1" * number
+    return np.flatnonzero(np.repeat(np.frombuffer(words, dtype=bool), np.diff(borders)))

@@ -1,0 +1,1 @@
+"""Where documents come from: files, dumps, the hub, the packaged corpus; their records, sentences and splits."""

@@ -1,0 +1,201 @@
+"""Datasets of the Hugging Face hub, read as a stream that outlives network errors.
+
+The libraries below retry single requests (huggingface_hub: five times in about 20 s). Where they give up, the shard is opened
+again and skipped to the first record that was not read yet, so that every document comes out once and in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any
+
+from data.cache import Say
+from data.sources.documents import Document
+from data.sources.records import Broken, Raw
+from data.sources.text_files import field_text
+
+_NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
+_NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)  # two timeouts until Python 3.11
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Pauses between attempts: exponential, with jitter, so that a thousand ranks do not come back at the same moment."""
+
+    attempts: int = 10  # failures in a row, without a record between them, after which the reader gives up
+    first_s: float = 1.0
+    longest_s: float = 60.0
+    sleep: Callable[[float], None] = field(default=time.sleep, compare=False)
+
+    def pause_s(self, failures: int) -> float:
+        """Seconds after that many failures in a row: 50 to 100 % of first_s x 2^(failures - 1)."""
+        return min(self.longest_s, self.first_s * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+
+
+class HubSource:
+    """A dataset of the Hugging Face hub, streamed. Its shards are its files."""
+
+    finite = False
+
+    def __init__(
+        self,
+        name: str,
+        config: str | None = None,
+        split: str = "train",
+        text_column: str = "text",
+        open_stream: Callable[[], Any] | None = None,
+        say: Say | None = None,
+        backoff: Backoff | None = None,
+    ):
+        """
+        Args:
+            open_stream: returns the `datasets.IterableDataset` to read; by default the hub's.
+            say: gets a line per retry; by default standard error does.
+        """
+        self.name = "/".join(filter(None, (name, config, split)))
+        self._settings = [name, config, split, text_column]
+        self._column = text_column
+        self._tried = f"load_dataset({name!r}, {config!r}, split={split!r}, streaming=True)"
+        self._open_stream = open_stream or _hub_stream(name, config, split)
+        self._say = say or _to_standard_error
+        self._backoff = backoff or Backoff()
+        self._reached = False  # whether the hub has ever answered
+        self._shards: int | None = None
+
+    @property
+    def shards(self) -> int:
+        if self._shards is None:
+            # One attempt after another, as for records.
+            self._shards = next(self._with_retries(lambda done: iter([self._open().num_shards])))
+        return self._shards
+
+    def fingerprint(self) -> str:
+        """Of the settings alone: the hub says nothing of a stream's content before it is read."""
+        return hashlib.sha256(json.dumps(self._settings).encode()).hexdigest()
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        """
+        Raises:
+            ValueError: the dataset cannot be opened or read; the message says how to go on without the hub.
+        """
+        return self._documents(self._open, self.name, start)
+
+    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
+        count = self.shards
+        assert 0 <= shard < count, (shard, count)
+
+        def open_shard() -> Any:
+            stream = self._open()
+            if stream.num_shards != count:
+                raise ValueError(
+                    f"data.name={self.name}: the dataset had {count} shards and has {stream.num_shards} now: it was changed while it was "
+                    "read; start the run again"
+                )
+            return stream.shard(num_shards=count, index=shard)
+
+        return self._documents(open_shard, f"{self.name}, shard {shard}" if count > 1 else self.name, start)
+
+    def _documents(self, open_stream: Callable[[], Any], where: str, start: int) -> Iterator[Document]:
+        def records(done: int) -> Iterator[dict[str, Any]]:
+            stream, skipped = open_stream(), start + done
+            return iter(stream.skip(skipped) if skipped else stream)
+
+        for index, record in enumerate(self._with_retries(records), start):
+            found = field_text(record, self._column, Raw(where, index, ""))
+            if isinstance(found, Broken):
+                raise ValueError(f"{where}, document {index}: {found.reason}")
+            if found:
+                yield Document(index, found)
+
+    def _open(self) -> Any:
+        stream = self._open_stream()
+        self._reached = True
+        return stream
+
+    def _with_retries(self, read: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
+        """The items of `read(0)`; after a network error those of `read(n)`, n being the items that came out.
+
+        Raises:
+            ValueError: another error, or too many network errors in a row.
+        """
+        done = failures = 0
+        while True:
+            try:
+                for item in read(done):
+                    yield item
+                    done += 1
+                    failures = 0
+                return
+            except Exception as error:  # datasets, huggingface_hub, httpx and fsspec each raise their own
+                failures += 1
+                # Nothing answered at all, and the libraries have retried that already: there is no network.
+                unreachable = not self._reached and _status(error) is None
+                if not is_temporary(error) or unreachable or failures >= self._backoff.attempts:
+                    raise self._given_up(error, failures) from error
+                pause = self._backoff.pause_s(failures)
+                self._say(
+                    f"{self.name}: {type(error).__name__}: {_first_line(error)}: attempt {failures + 1} of {self._backoff.attempts} "
+                    f"in {pause:.1f} s, from record {done} on"
+                )
+                self._backoff.sleep(pause)
+
+    def _given_up(self, error: Exception, failures: int) -> ValueError:
+        times = f", {failures} times in a row" if failures > 1 else ""
+        return ValueError(
+            f"data.name={self.name}: tried {self._tried}{times}: {type(error).__name__}: {error}: check the name, "
+            "data.config, data.split and the network, or go on without the hub: with a local copy (download the dataset's parquet files "
+            "where there is a network; --set data.source=parquet --set 'data.name=DIRECTORY/*.parquet'; JSON lines with "
+            "data.source=jsonl) or with the packaged corpus (--set data.source=packaged)"
+        )
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx; not 401, 403 or 404."""
+    status = _status(error)
+    if status is not None:
+        return status in (408, 429) or status >= 500
+    return any(
+        isinstance(cause, _NETWORK_ERRORS) or any(base.__module__.split(".")[0] in _NETWORK_MODULES for base in type(cause).__mro__)
+        for cause in _chain(error)
+    )
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error, or one that it came from, carries."""
+    for cause in _chain(error):
+        # httpx, requests and huggingface_hub keep the response, aiohttp the number.
+        for found in (getattr(getattr(cause, "response", None), "status_code", None), getattr(cause, "status", None)):
+            if isinstance(found, int):
+                return found
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def _to_standard_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _hub_stream(name: str, config: str | None, split: str) -> Callable[[], Any]:
+    def open_stream() -> Any:
+        from datasets import load_dataset
+
+        return load_dataset(name, config, split=split, streaming=True)
+
+    return open_stream

@@ -1,0 +1,1 @@
+"""Tokens on disk, in the format of Megatron-LM's indexed datasets."""

@@ -1,0 +1,124 @@
+"""Finite sources: tokenized once into a token store of the cache that all later runs map into memory.
+
+The store has all documents of the source, empty ones too, so that document d of it is document d of the source and one store
+serves every split. Beside it lies a JSON file with what it was made of and its checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from data import cache
+from data.cache import SAY_EVERY_S, Damaged, Say
+from data.sources.documents import Source
+from data.stores.indexed import Checksum, Store, StoreWriter, bin_path, idx_path, open_store
+from data.vocabularies.sentence_encoder import SentenceEncoder
+from data.vocabularies.vocabulary import Encoder, vocabulary_digest, vocabulary_size
+from recipes.schema import Origin, Recipe
+
+FORMAT_VERSION = 2
+CHECKED_BYTES = 1 << 30  # of a .bin: larger ones are checked by their length alone, since every rank of every run opens them
+
+
+@dataclass(frozen=True)
+class OpenedStore:
+    """A store and what is known about it."""
+
+    name: str
+    store: Store
+    text_bytes: int | None  # of the documents it was made of, in UTF-8; None: not known
+    checksum: str
+
+
+def cached_store(
+    recipe: Recipe, origin: Origin, source: Source, tokenizer: PreTrainedTokenizerFast, directory: Path, say: Say
+) -> OpenedStore:
+    """The token store of a source, made where the cache lacks it: of documents for a GPT, of sentences for a BERT.
+
+    Raises:
+        ValueError: the source or the cache directory cannot be read.
+    """
+    sentences = origin.sentences if recipe.model.family == "bert" else None
+    made_of = {
+        "format": FORMAT_VERSION,
+        "source": source.fingerprint(),
+        "vocabulary": vocabulary_digest(tokenizer),
+        "tokenizers": tokenizers.__version__,
+        "sentences": sentences,
+    }
+    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:20]
+    prefix = directory / f"{key}.{'sentences' if sentences else 'documents'}"
+    facts_path = prefix.with_name(prefix.name + ".json")
+    what = f"tokens of {source.name}"
+
+    def write() -> None:
+        encode = SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
+        facts = _tokenize(source, encode, vocabulary_size(tokenizer), prefix, _progress(what, say))
+        _write_facts(facts_path, made_of | facts)
+
+    def read() -> OpenedStore:
+        facts = _read_facts(facts_path)
+        store = open_store(prefix)
+        if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
+            raise Damaged(f"{prefix} has {store.documents} documents and {store.tokens} tokens, not those of {facts_path.name}")
+        if store.tokens_array.nbytes <= CHECKED_BYTES and store.checksum() != Checksum(facts["idx_crc32"], facts["bin_crc32"]):
+            raise Damaged(f"{prefix} does not match its checksum")
+        return OpenedStore(source.name, store, facts["text_bytes"], f"{facts['bin_crc32']:08x}")
+
+    return cache.fetch((facts_path, bin_path(prefix), idx_path(prefix)), read, write, what, say)
+
+
+def _tokenize(source: Source, encode: Callable[[Any], Any], vocab_size: int, prefix: Path, progress: Callable[..., None]) -> dict[str, int]:
+    text_bytes = 0
+    with StoreWriter(prefix, vocab_size) as writer:
+        for document, encoded in encode(source.documents()):
+            for _ in range(writer.documents, document.index):
+                writer.add_document([])  # an empty document of the source, which it passes over
+            writer.add_document(encoded if isinstance(encoded, list) else [encoded])
+            text_bytes += len(document.text.encode())
+            progress(writer.documents, writer.tokens, False)
+    progress(writer.documents, writer.tokens, True)
+    assert writer.checksum is not None
+    return {
+        "documents": writer.documents,
+        "tokens": writer.tokens,
+        "text_bytes": text_bytes,
+        "idx_crc32": writer.checksum.idx,
+        "bin_crc32": writer.checksum.bin,
+    }
+
+
+def _progress(what: str, say: Say) -> Callable[[int, int, bool], None]:
+    """Says how far tokenizing is, every few seconds and at the end."""
+    started = last = time.monotonic()
+
+    def report(documents: int, tokens: int, done: bool) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if done or now - last >= SAY_EVERY_S:
+            last = now
+            say(f"{what}: {documents:,} documents, {tokens:,} tokens {'in' if done else 'after'} {now - started:.1f} s")
+
+    return report
+
+
+def _write_facts(path: Path, facts: dict[str, Any]) -> None:
+    content = json.dumps(facts, indent=2)
+    with cache.replacing(path) as file:
+        file.write(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode())
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    content, _, digest = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
+    if hashlib.sha256(content).hexdigest().encode() != digest:
+        raise Damaged(f"{path} does not match its checksum")
+    return json.loads(content)

@@ -1,0 +1,131 @@
+"""Token stores in the format of Megatron-LM's indexed datasets, which Megatron-DeepSpeed, gpt-neox and others read and write.
+
+A store is two files. `PREFIX.bin` holds the tokens of all sequences, one after the other. `PREFIX.idx` holds, little endian:
+
+     9 bytes  magic "MMIDIDX", 0, 0
+     8        uint64 version, 1
+     1        uint8 type of the tokens, a key of `DTYPES`
+     8        uint64 n, number of sequences
+     8        uint64 m, documents + 1
+    4n        int32 tokens of each sequence
+    8n        int64 where each sequence begins in PREFIX.bin, in bytes
+    8m        int64 document index: document d is the sequences from entry d up to, not with, entry d + 1
+     n        int8 modes, in multimodal stores only; not used here
+
+A GPT store has one sequence per document, a BERT store one per sentence. Neither file has a checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data.cache import Damaged
+
+MAGIC = b"MMIDIDX\0\0"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLOATS = (6, 7)  # float64 and float32; older writers have them the other way round
+BLOCK = 1 << 20  # entries that are handled at a time
+assert HEADER.size == 34
+
+
+class Index(NamedTuple):
+    """A checked index; the arrays lie in the mapped file, without alignment."""
+
+    dtype: np.dtype  # of the tokens
+    sizes: np.ndarray  # (n,) int32 tokens per sequence
+    pointers: np.ndarray  # (n,) int64 bytes
+    documents: np.ndarray  # (m,) int64 sequences
+    tokens: int  # of all sequences
+
+
+def read_index(path: Path) -> Index:
+    """Maps and checks an .idx file; reads all of it.
+
+    Raises:
+        Damaged: truncated, contradicts itself, or is something else.
+        ValueError: it is sound, but its tokens are no integers.
+    """
+    raw = mapped(path)
+    dtype, sequences, entries = _header(path, raw)
+    sizes, pointers, documents = _arrays(path, raw, sequences, entries)
+    tokens = _check_sequences(path, sizes, pointers, dtype.itemsize)
+    _check_documents(path, documents, sequences)
+    return Index(dtype, sizes, pointers, documents, tokens)
+
+
+def mapped(path: Path) -> np.ndarray:
+    """(bytes,) uint8. A plain array over the map: slices of `np.memmap` cost microseconds. An empty file cannot be mapped."""
+    return np.asarray(np.memmap(path, np.uint8, "r")) if os.stat(path).st_size else np.empty(0, np.uint8)
+
+
+def _header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
+    """(type of tokens, sequences, entries of the document index)."""
+    if raw[: len(MAGIC)].tobytes() != MAGIC:
+        raise Damaged(f"{path} begins with {raw[: len(MAGIC)].tobytes()!r} and not with {MAGIC!r}: it is no index of a token store")
+    if raw.size < HEADER.size:
+        raise Damaged(f"{path} has {raw.size} bytes, less than its header of {HEADER.size}")
+    _, version, code, sequences, entries = HEADER.unpack(raw[: HEADER.size].tobytes())
+    if version != VERSION:
+        raise Damaged(f"{path} is of version {version}, and only version {VERSION} is known")
+    if code in FLOATS:
+        raise ValueError(f"{path}: its entries are floating-point numbers (type {code}), not tokens: write the store with integers")
+    if code not in DTYPES:
+        raise Damaged(f"{path}: type {code} of tokens is unknown; known are {', '.join(map(str, DTYPES))}")
+    return np.dtype(DTYPES[code]), sequences, entries
+
+
+def _arrays(path: Path, raw: np.ndarray, sequences: int, entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ends = HEADER.size + np.cumsum([4 * sequences, 8 * sequences, 8 * entries, sequences], dtype=object)
+    if raw.size not in ends[2:]:
+        raise Damaged(
+            f"{path} has {raw.size} bytes where its header promises {ends[2]} (or {ends[3]} with modes): {sequences} sequences and "
+            f"{entries} document entries"
+        )
+    sizes, pointers, documents = raw[HEADER.size : ends[0]], raw[ends[0] : ends[1]], raw[ends[1] : ends[2]]
+    return sizes.view("<i4"), pointers.view("<i8"), documents.view("<i8")
+
+
+def _check_sequences(path: Path, sizes: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """Tokens of all sequences. They must lie one after the other, without gaps, as all writers put them."""
+    tokens = 0
+    for start, part in _blocks(sizes):
+        if (wrong := np.flatnonzero(part < 0)).size:
+            raise Damaged(f"{path}: sequence {start + wrong[0]} has {part[wrong[0]]} tokens")
+        ends = tokens + np.cumsum(part, dtype=np.int64)
+        expected = (ends - part) * itemsize
+        found = pointers[start : start + len(part)]
+        if (wrong := np.flatnonzero(found != expected)).size:
+            first = wrong[0]
+            raise Damaged(
+                f"{path}: sequence {start + first} begins at byte {found[first]}, and the sizes of those before it say "
+                f"{expected[first]}"
+            )
+        tokens = int(ends[-1])
+    return tokens
+
+
+def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
+        ends = f"from {documents[0]} to {documents[-1]}" if len(documents) else "empty"
+        raise Damaged(f"{path}: the document index is {ends}: it must lead from 0 to the number of sequences, {sequences}")
+    last = 0
+    for start, part in _blocks(documents):
+        before = np.concatenate([[last], part[:-1]])
+        if (wrong := np.flatnonzero(part < before)).size:
+            first = wrong[0]
+            raise Damaged(f"{path}: entry {start + first} of the document index is {part[first]}, below the {before[first]} before it")
+        last = int(part[-1])
+
+
+def _blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """(start, aligned copy of up to BLOCK entries)."""
+    for start in range(0, len(array), BLOCK):
+        yield start, array[start : start + BLOCK].copy()

@@ -1,0 +1,1 @@
+"""Samples of what is tokenized while training, with an order and a resume that do not depend on the layout."""

@@ -1,0 +1,1 @@
+"""From text to tokens: vocabularies trained, published or kept with a store."""

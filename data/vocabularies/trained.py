@@ -1,0 +1,174 @@
+"""Vocabularies trained on the recipe's own training documents and kept in the cache.
+
+trained_bpe: byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): any text can be encoded and no token means
+"unknown". trained_wordpiece: lower-cased WordPiece as in BERT (Devlin et al. 2018, section 3): pieces that continue a word
+begin with ##, and a word with a character outside the vocabulary is [UNK].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import BertTokenizer, PreTrainedTokenizerFast
+
+from data import cache
+from data.cache import Damaged, Say
+from data.sources.documents import Source
+from data.sources.splits import part_of
+from data.vocabularies.encoder import use_all_cores
+from recipes.rules import SMALLEST_BPE
+from recipes.schema import Recipe
+
+END_OF_DOCUMENT = "<|endoftext|>"
+BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
+TRAINING_TEXT_LIMIT = 256 << 20  # characters; merges hardly change beyond, and training keeps every distinct word
+FEWEST_CHARACTERS, MOST_CHARACTERS = 48, 1000  # different ones in a WordPiece vocabulary; 1000 as BERT's own has about
+_FILE_MAGIC = "megarecipes-vocabulary-2"
+
+
+def trained_tokenizer(recipe: Recipe, sources: Sequence[Source], directory: Path, say: Say) -> PreTrainedTokenizerFast:
+    """The vocabulary of `model.vocab_size` tokens that the sources' training documents yield, from the cache or kept there.
+
+    Every source gives the same share of `TRAINING_TEXT_LIMIT`.
+
+    Raises:
+        ValueError: the text is too short to yield that many tokens.
+    """
+    size, data = recipe.model.vocab_size, recipe.data
+    assert sources and all(source.finite for source in sources), "the schema refuses to train a vocabulary on a stream"
+    bert = data.tokenizer.kind == "trained_wordpiece"
+    kind, train = ("wordpiece", train_wordpiece) if bert else ("bpe", train_bpe)
+    fingerprints = [source.fingerprint() for source in sources]
+    decided_by = [_FILE_MAGIC, tokenizers.__version__, fingerprints, data.validation_every, data.test_every, size, TRAINING_TEXT_LIMIT]
+    path = directory / f"{kind}-{size}-{hashlib.sha256(json.dumps(decided_by).encode()).hexdigest()[:20]}.vocabulary"
+    what = f"vocabulary of {size} tokens"
+
+    def write() -> None:
+        started = time.perf_counter()
+        say(f"{what}: training a {'WordPiece' if bert else 'byte-level BPE'} on {', '.join(source.name for source in sources)}")
+        tokenizer = train(_texts(recipe, sources), size)
+        _write_checked(path, tokenizer.to_str().encode())
+        say(f"{what}: trained in {time.perf_counter() - started:.1f} s, kept in {path}")
+
+    backend = cache.fetch([path], lambda: Tokenizer.from_str(_read_checked(path).decode()), write, what, say)
+    if bert:
+        return wordpiece_tokenizer(backend.get_vocab(), lowercase=True)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
+
+
+def _texts(recipe: Recipe, sources: Sequence[Source]) -> Iterator[str]:
+    """Training documents of every source in turn, each source up to its share of the limit."""
+    every, test_every = recipe.data.validation_every, recipe.data.test_every
+    for source in sources:
+        texts = (document.text for document in source.documents() if part_of(document.index, every, test_every) == "train")
+        yield from _limited(texts, TRAINING_TEXT_LIMIT // len(sources))
+
+
+def _limited(texts: Iterable[str], characters: int) -> Iterator[str]:
+    seen = 0
+    for text in texts:
+        yield text
+        seen += len(text)
+        if seen >= characters:
+            return
+
+
+def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
+    """Trains a byte-level BPE of exactly `size` tokens. Equal texts give an equal vocabulary.
+
+    Raises:
+        ValueError: the text is too short to yield that many tokens.
+    """
+    assert size >= SMALLEST_BPE, "the schema refuses smaller ones"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    use_all_cores()
+    tokenizer.train_from_iterator(_limited(texts, TRAINING_TEXT_LIMIT), trainer)
+    _check_size(tokenizer.get_vocab_size(), size)
+    return tokenizer
+
+
+def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
+    """Trains BERT's uncased WordPiece of exactly `size` tokens. Equal texts give an equal vocabulary.
+
+    The texts are held in memory while training (at most `TRAINING_TEXT_LIMIT` characters). [PAD] [UNK] [CLS] [SEP] [MASK]
+    are tokens 0 to 4, then come the most frequent characters, at most an eighth of the vocabulary.
+
+    Raises:
+        ValueError: the text is too short to yield that many tokens, or the vocabulary too small for its characters.
+    """
+    held = list(_limited(texts, TRAINING_TEXT_LIMIT))
+    template = wordpiece_tokenizer({token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}, lowercase=True).backend_tokenizer
+    letters = _characters(held, template, min(max(FEWEST_CHARACTERS, size // 8), MOST_CHARACTERS))
+    continuing = [f"##{c}" for c in letters if len(template.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1]
+    first = [*BERT_SPECIAL_TOKENS, *letters, *continuing]
+    if len(first) > size:
+        raise ValueError(
+            f"model.vocab_size={size}: a WordPiece vocabulary of this text begins with {len(first)} special tokens and characters: "
+            f"set model.vocab_size to {len(first)} or more"
+        )
+    # The trainer numbers ##-characters in the order of a randomly seeded hash table, breaks ties of merges by these numbers,
+    # and cuts an alphabet at random among equally frequent characters. As "special tokens" they keep the places given here.
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size, special_tokens=first, initial_alphabet=letters, limit_alphabet=len(letters), show_progress=False
+    )
+    use_all_cores()
+    raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    raw.normalizer, raw.pre_tokenizer = template.normalizer, template.pre_tokenizer
+    raw.train_from_iterator(held, trainer)
+    vocabulary = raw.get_vocab(with_added_tokens=False)
+    _check_size(len(vocabulary), size)
+    return wordpiece_tokenizer(vocabulary, lowercase=True).backend_tokenizer
+
+
+def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[str]:
+    """The `most` most frequent characters that remain of the texts after normalisation, in the order of their code points."""
+    raw: Counter[str] = Counter()
+    for text in texts:
+        raw.update(text)
+    counts: Counter[str] = Counter()
+    for character, times in raw.items():
+        for kept in template.normalizer.normalize_str(character):
+            counts[kept] += times
+    letters = (c for c in counts if not c.isspace())
+    return sorted(sorted(letters, key=lambda c: (-counts[c], c))[:most])
+
+
+def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTrainedTokenizerFast:
+    """BERT's tokenizer around a vocabulary. Equal vocabularies give an equal `data.vocabulary.vocabulary_digest`."""
+    return BertTokenizer(vocab=dict(sorted(vocabulary.items(), key=lambda item: item[1])), do_lower_case=lowercase)
+
+
+def _check_size(found: int, size: int) -> None:
+    if found != size:
+        raise ValueError(
+            f"model.vocab_size={size}: the training text yields a vocabulary of only {found} tokens: "
+            f"set model.vocab_size={found} or less, or give more text"
+        )
+
+
+def _write_checked(path: Path, content: bytes) -> None:
+    with cache.replacing(path) as file:
+        file.write(f"{_FILE_MAGIC} {hashlib.sha256(content).hexdigest()}\n".encode() + content)
+
+
+def _read_checked(path: Path) -> bytes:
+    head, _, content = path.read_bytes().partition(b"\n")
+    if head.decode("ascii", "replace") != f"{_FILE_MAGIC} {hashlib.sha256(content).hexdigest()}":
+        raise Damaged(f"{path} does not match its checksum")
+    return content

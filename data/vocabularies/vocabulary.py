@@ -1,0 +1,81 @@
+"""Vocabularies: the recipe's tokenizer, and text to tokens.
+
+A GPT's document ends with its end-of-document token (`<|endoftext|>`); a BERT's with [SEP], which its samples put between
+segments anyway. Where the kinds of `data.tokenizer` come from is in `data/vocabularies/published.py` (gpt2, bert_uncased,
+bert_cased, file, store) and `data/vocabularies/trained.py` (trained_bpe, trained_wordpiece).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from data.cache import Say
+from data.sources.documents import Source
+from data.vocabularies.encoder import Encoder, end_of_document, use_all_cores
+from data.vocabularies.published import bert_tokenizer, gpt2_tokenizer, read_tokenizer, store_tokenizer
+from data.vocabularies.trained import END_OF_DOCUMENT, train_bpe, train_wordpiece, trained_tokenizer
+from recipes.schema import Recipe
+
+__all__ = [
+    "BERT_ROLES", "END_OF_DOCUMENT", "Encoder", "build_vocabulary", "end_of_document", "gpt2_tokenizer", "read_tokenizer", "train_bpe",
+    "train_wordpiece", "use_all_cores", "vocabulary_digest", "vocabulary_size",
+]  # fmt: skip
+
+BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+
+
+def build_vocabulary(recipe: Recipe, source: Source | Sequence[Source], directory: Path, say: Say) -> PreTrainedTokenizerFast:
+    """The recipe's tokenizer; a trained one comes from the cache or goes there.
+
+    Args:
+        source: one, or the parts of a blend, which a vocabulary is trained on in turn; read for the trained kinds only.
+        directory: where trained vocabularies are kept.
+
+    Raises:
+        ValueError: the vocabulary is not to be had, has not `model.vocab_size` tokens, or lacks what the family needs.
+    """
+    settings = recipe.data.tokenizer
+    if settings.kind == "gpt2":
+        tokenizer = gpt2_tokenizer()
+    elif settings.kind in ("bert_uncased", "bert_cased"):
+        tokenizer = bert_tokenizer(settings.kind, settings.path)
+    elif settings.kind == "file":
+        assert settings.path is not None, "the schema demands a path"
+        tokenizer = read_tokenizer(settings.path)
+    elif settings.kind == "store":
+        tokenizer = store_tokenizer([origin.name for origin in recipe.data.origins if origin.source == "store" and origin.name])
+    else:
+        tokenizer = trained_tokenizer(recipe, source if isinstance(source, Sequence) else (source,), directory, say)
+    _check(tokenizer, recipe)
+    tokenizer.model_max_length = recipe.sequence_length
+    return tokenizer
+
+
+def _check(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
+    settings, size = recipe.data.tokenizer, vocabulary_size(tokenizer)
+    what = f"the {settings.kind} vocabulary{f' of {settings.path}' if settings.path else ''}"
+    if size != recipe.model.vocab_size:
+        raise ValueError(f"model.vocab_size={recipe.model.vocab_size}, but {what} has {size} tokens: set model.vocab_size={size}")
+    if recipe.model.family == "bert":
+        missing = [role for role in BERT_ROLES if getattr(tokenizer, role) is None]
+        if missing:
+            raise ValueError(
+                f"model.family=bert needs tokens for {', '.join(missing)}, which {what} does not have: set data.tokenizer.kind to "
+                "bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a tokenizer_config.json beside the file"
+            )
+    else:
+        end_of_document(tokenizer)
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Rows that an embedding needs: the largest token id and one (more than the number of tokens where ids leave gaps)."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """SHA-256 over everything that decides how text becomes tokens."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
