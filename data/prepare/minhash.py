@@ -1,0 +1,46 @@
+"""MinHash signatures of documents (Broder 1997): the share of equal entries of two estimates the Jaccard similarity of their sets.
+
+The sets are the word n-grams ("shingles") of the repaired text. The estimate from p permutations has the standard error
+sqrt(J (1 - J) / p): 0.04 at J = 0.7 and p = 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import rensa
+
+from data.prepare.words import Words, ngrams
+
+RECALL = 0.99  # least probability that two documents at the threshold meet in a band
+
+
+def signatures(words: Words, shingle: int, permutations: int, seed: int) -> np.ndarray:
+    """(texts, permutations) uint32. A text of fewer than `shingle` words is one shingle."""
+    hashes, _, offsets = ngrams(words, shingle, whole_if_short=True)
+    digests = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets.astype(np.uint64), permutations, seed)
+    return np.array(digests.to_rows(), dtype=np.uint32).reshape(-1, permutations)
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Locality-sensitive hashing: a signature is cut into `count` bands of `rows` entries; equal in one band: candidates."""
+
+    count: int
+    rows: int
+
+    def probability(self, similarity: float) -> float:
+        """That two documents of this Jaccard similarity become candidates: the S-curve 1 - (1 - s^r)^b (Leskovec et al., 3.4.2)."""
+        return 1 - (1 - similarity**self.rows) ** self.count
+
+
+def choose_bands(permutations: int, threshold: float) -> Bands:
+    """The bands with most rows, so with fewest false candidates, that still find RECALL of the pairs at the threshold."""
+    choices = [Bands(permutations // rows, rows) for rows in range(1, permutations + 1)]
+    enough = [bands for bands in choices if bands.probability(threshold) > RECALL]
+    if not enough:
+        raise ValueError(
+            f"--permutations {permutations} find no {RECALL:.0%} of the pairs at --dedup {threshold}: set --permutations 128 or more"
+        )
+    return enough[-1]

@@ -1,0 +1,79 @@
+"""Text repair: what `ftfy.fix_text` returns (mojibake, entities, control characters, curly quotes, NFC), in a twentieth of its time.
+
+Megatron-LM cleaned OpenWebText with `ftfy.fix_text`. It takes 70 ns per character of English text, a third of what
+tokenizing takes, and 300 ns in lines with any character outside ASCII. It works line by line, and most lines need none of it:
+
+- printable ASCII without '&' is a fixed point;
+- so is a line whose other characters are all `INERT`, if ftfy's own test for mojibake, `is_bad`, finds nothing. Each of that
+  test's patterns spans at most `REACH` + 1 characters, one of them outside ASCII, so it is given only the surroundings of
+  such characters;
+- curly quotes become straight ones, which is done first.
+
+All else goes to ftfy. A test compares the two on random text of the characters that matter.
+"""
+
+from __future__ import annotations
+
+import re
+
+import ftfy
+from ftfy.badness import is_bad
+
+# Letters of Latin, Greek and Cyrillic (without ligatures), and common signs. All are in NFC and none combines with another.
+INERT = (
+    "\xa0-\xac\xae-\u0131\u0134-\u0148\u014a-\u017e\u0180-\u01c3\u01cd-\u01f0\u01f4-\u024f\u0391-\u03a1\u03a3-\u03c9\u0400-\u0481"
+    "\u2010-\u2015\u2020-\u2022\u2026\u2030\u20ac\u2122\u2190-\u2193\u2200-\u220f\u2212\u221a\u221e\u2248\u2260\u2264\u2265"
+)
+REACH = 5
+_ACTIVE = re.compile(rf"[^\n\t\x20-\x25\x27-\x7e{INERT}]")
+_OUTSIDE_ASCII_RUN = re.compile(r"[^\x00-\x7f]+")
+_QUOTES = tuple((c, "'") for c in "\u02bc\u2018\u2019\u201a\u201b") + tuple((c, '"') for c in "\u201c\u201d\u201e\u201f")
+_HARMLESS = bytes({ord("\n"), ord("\t"), *range(0x20, 0x7F)} - {ord("&")})
+_OUTSIDE_ASCII = bytes(range(0x80, 0x100))
+_CONFIG = ftfy.TextFixerConfig(explain=False)
+_AS_MARKUP = _CONFIG._replace(unescape_html=False)
+
+
+def repair(text: str) -> str:
+    """What `ftfy.fix_text(text)` returns."""
+    left = _suspicious(text)
+    if not left:
+        return text
+    only_outside_ascii = not left.translate(None, _OUTSIDE_ASCII)
+    markup = text.find("<")  # ftfy leaves entities alone from the first line with a '<' on
+    lines = _lines(text)
+    end = 0
+    for k, line in enumerate(lines):
+        end += len(line)
+        if line.isascii() and (only_outside_ascii or not _suspicious(line)):
+            continue
+        if len(line) > _CONFIG.max_decode_length:
+            return ftfy.fix_text(text, _CONFIG)  # which cuts such a line in pieces
+        lines[k] = _repair_line(line, _AS_MARKUP if 0 <= markup < end else _CONFIG)
+    return "".join(lines)
+
+
+def _repair_line(line: str, config: ftfy.TextFixerConfig) -> str:
+    straight = line
+    for curly, plain in _QUOTES:
+        straight = straight.replace(curly, plain)
+    if not _ACTIVE.search(straight) and not _is_bad(line) and (straight == line or not _is_bad(straight)):
+        return straight
+    return ftfy.fix_and_explain(line, config).text
+
+
+def _is_bad(line: str) -> bool:
+    """At least where `is_bad(line)` is."""
+    found = (run.span() for run in _OUTSIDE_ASCII_RUN.finditer(line))
+    return is_bad("\n".join([line[max(0, start - REACH) : end + REACH] for start, end in found]))
+
+
+def _suspicious(text: str) -> bytes:
+    """The bytes of it that are not printable ASCII, tab or line feed; and '&'."""
+    return text.encode("utf-8", "surrogatepass").translate(None, _HARMLESS)
+
+
+def _lines(text: str) -> list[str]:
+    """The lines with their line feeds; a line feed alone ends a line, as for ftfy."""
+    *lines, last = text.split("\n")
+    return [*(line + "\n" for line in lines), last]

