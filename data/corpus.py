@@ -57,6 +57,9 @@ def build(recipe: Recipe, cache_directory: Path | None = None, say: Say = print,
     directory = cache_directory or cache.default_directory()
     origins = recipe.data.origins
     assert source is None or len(origins) == 1, "one source cannot take the place of several"
+    for origin in origins if source is None else ():
+        if origin.source == "store":
+            store_prefix(origin, recipe.model.family)  # before its vocabulary is looked for: the store's absence is the cause
     sources = [source or (None if origin.source == "store" else open_source(origin, say)) for origin in origins]
     tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
     parts = _all_parts(recipe, sources, tokenizer, directory, say)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ds_configs.resolver import Plan
 from launch import hardware
+from recipes import catalog
 
 ABSENT = "absent"
 
@@ -24,6 +25,7 @@ def check(plan: Plan, corpus, group: dist.ProcessGroup) -> None:
     own = {
         "host": socket.gethostname(),
         "vocabulary": corpus.summary.get("vocabulary_digest", ABSENT),
+        "recipe": catalog.digest(plan.recipe)[:12],
         "training tokens (crc32)": corpus.summary.get("train_tokens_crc32", ABSENT),
         "resolved DeepSpeed configuration": hashlib.sha256(json.dumps(plan.ds, sort_keys=True).encode()).hexdigest()[:12],
         **{f"version of {name}": version for name, version in hardware.versions().items()},

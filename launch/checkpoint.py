@@ -36,6 +36,7 @@ class Checkpoint:
     directory: Path
     step: int
     data_state: dict  # position in the data, of all ranks
+    corpus: str | None = None  # checksum of the training tokens
 
     @staticmethod
     def read(directory: Path) -> Checkpoint | None:
@@ -45,7 +46,7 @@ class Checkpoint:
         except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
             return None
         whole = all((directory / name).is_file() and (directory / name).stat().st_size == size for name, size in marker["files"].items())
-        return Checkpoint(directory, marker["step"], marker["data"]) if whole else None
+        return Checkpoint(directory, marker["step"], marker["data"], marker.get("corpus")) if whole else None
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:
@@ -54,8 +55,11 @@ def complete_checkpoints(root: Path) -> list[Checkpoint]:
     return sorted((c for c in found if c), key=lambda c: c.step)
 
 
-def save(engine, plan: Plan, grid: ProcessGrid, root: Path, step: int, data_state: dict) -> Path:
-    """Save the state after `step` optimizer steps and prune old checkpoints. Collective. `data_state`: of this rank."""
+def save(engine, plan: Plan, grid: ProcessGrid, root: Path, step: int, data_state: dict, corpus: str | None = None) -> Path:
+    """Save the state after `step` optimizer steps and prune old checkpoints. Collective.
+
+    `data_state`: of this rank. `corpus`: checksum of the training tokens.
+    """
     directory = root / f"step-{step:06d}"
     if grid.rank == 0:
         if Checkpoint.read(directory) is None and directory.exists():
@@ -69,7 +73,8 @@ def save(engine, plan: Plan, grid: ProcessGrid, root: Path, step: int, data_stat
     dist.all_gather_object(states, data_state, group=grid.control_group)
     if grid.rank == 0:
         files = {str(p.relative_to(directory)): p.stat().st_size for p in sorted(directory.rglob("*")) if p.is_file() and p.name != MARKER}
-        marker = {"step": step, "recipe": digest(plan.recipe), "layout": asdict(plan.layout), "data": merge_states(states), "files": files}
+        marker = {"step": step, "recipe": digest(plan.recipe), "layout": asdict(plan.layout), "data": merge_states(states),
+                  "corpus": corpus, "files": files}  # fmt: skip
         write_atomically(directory / MARKER, json.dumps(marker, indent=2) + "\n")
         _prune(root, plan.recipe.run.keep_checkpoints)
     dist.barrier(group=grid.control_group)
@@ -102,6 +107,16 @@ def agreed(root: Path, grid: ProcessGrid) -> Checkpoint | None:
             "be on a file system that all machines share"
         )
     return choice[0]
+
+
+def check_corpus(checkpoint: Checkpoint, corpus: str | None) -> None:
+    """Raises ValueError where the run would go on with other training text than it was begun with."""
+    if checkpoint.corpus not in (None, corpus):
+        raise ValueError(
+            f"{checkpoint.directory} was trained on tokens with CRC-32 {checkpoint.corpus}, and the recipe's data now have {corpus}: "
+            "its files, or the store of that name, have changed; restore them, or begin a new run with --out (--init_from takes exported "
+            "weights along)"
+        )
 
 
 def load(engine, checkpoint: Checkpoint) -> int:

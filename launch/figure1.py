@@ -49,7 +49,12 @@ def main() -> None:
         startup.refuse(e)
     if not args.resume and out.exists() and any(out.iterdir()):
         startup.refuse(f"--out {out} is not empty, and runs are never overwritten or mixed: name a new directory, or add --resume")
-    codes = {placement: run(args, placement, out / placement) for placement in PLACEMENTS}
+    codes = {}
+    for placement in PLACEMENTS:
+        codes[placement] = run(args, placement, out / placement)
+        if codes[placement] == 0 and summarise(out / placement)["status"] == "interrupted":
+            print(f"stopped on request; the same command with --resume goes on with {out}")
+            return
     failed = [placement for placement, code in codes.items() if code not in (0, DIVERGED)]
     if failed:
         print(f"{', '.join(str(out / p) for p in failed)} did not finish: see above", file=sys.stderr)
@@ -79,7 +84,12 @@ def run(args, placement: str, directory: Path) -> int:
     command += ["--steps", str(args.steps)] if args.steps else []
     command += ["--ds_config", args.ds_config] if args.ds_config else []
     print(f"\n=== {PLACEMENTS[placement]}\n", flush=True)
-    return subprocess.run(command, check=False).returncode
+    process = subprocess.Popen(command)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the training gets it too: it finishes its step, saves and ends
+            continue
 
 
 def summarise(directory: Path) -> dict:
@@ -131,10 +141,11 @@ def plot(runs: dict[str, Path], reference: dict, out_png: Path, title: str) -> N
 
 
 def _draw(axes, train: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]], label: str, color: str, smooth) -> None:
-    steps, losses = zip(*train, strict=True)
+    steps, losses = zip(*train, strict=True) if train else ((), ())  # a run can diverge in its first step
     axes.plot(steps, losses, linewidth=0.5, alpha=0.35, color=color)
-    axes.plot(steps, smooth(losses), linewidth=1.8, color=color, label=label)
-    axes.plot(*zip(*held_out, strict=True), "o", markersize=4, color=color)
+    axes.plot(steps, smooth(losses), linewidth=1.8, color=color, label=label if train else f"{label}: diverged at once")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o", markersize=4, color=color)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.rules import BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY
+from recipes.rules import BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY, PUBLISHED_VOCABULARIES
 from recipes.schema import Recipe
 
 Fixed = tuple[tuple[str, Any, tuple], ...]  # (key, default, values that our model has)
@@ -67,7 +67,7 @@ FORMS = {
     "bert": _bert_form(12, 768, 12, BERT_UNCASED_VOCABULARY),
     "megatron-bert": _bert_form(24, 1024, 16, 29056),
 }
-TOKENIZERS = {GPT2_VOCABULARY: "gpt2", BERT_UNCASED_VOCABULARY: "bert_uncased"}  # published vocabularies by their size
+TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}  # published vocabularies by their size
 
 
 def model_type(recipe: Recipe) -> str:

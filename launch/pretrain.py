@@ -67,6 +67,12 @@ def train(job: Job, metrics, corpus, grid) -> str | None:
     held_out = held_out_batches(corpus.validation, layout, grid)
 
     saved = checkpoint.agreed(job.directory / "checkpoints", grid) if job.resume else None
+    text = corpus.summary.get("train_tokens_crc32")
+    if saved:
+        try:
+            checkpoint.check_corpus(saved, text)
+        except ValueError as e:
+            startup.refuse(e)
     done = checkpoint.load(engine, saved) if saved else 0
     batches = StepBatches(
         corpus.train, recipe.seed, layout, grid.at.dp, done, saved.data_state if saved else None, workers=run.loader_workers
@@ -91,10 +97,10 @@ def train(job: Job, metrics, corpus, grid) -> str | None:
             stopped, last = stop.agreed(grid.control_group), step + 1 == recipe.steps
             if last or due(step + 1, run.validate_every):
                 metrics.validation(step + 1, validate(engine, held_out, grid))
-            if last or stopped or due(step + 1, run.save_every):
-                checkpoint.save(engine, plan, grid, job.directory / "checkpoints", step + 1, batches.state())
             if last and corpus.test is not None:
                 metrics.validation(step + 1, validate(engine, held_out_batches(corpus.test, layout, grid), grid), "test")
+            if last or stopped or due(step + 1, run.save_every):
+                checkpoint.save(engine, plan, grid, job.directory / "checkpoints", step + 1, batches.state(), text)
             if stopped and not last:
                 return f"{stopped}: stopped after step {step + 1} of {recipe.steps}, checkpoint saved"
     return None

@@ -71,6 +71,8 @@ def check(args, recipe: Recipe) -> None:
     for flag in ("step", "samples", "hashes", "workers"):
         if getattr(args, flag) < 0:
             raise ValueError(f"--{flag} {getattr(args, flag)} is below 0: give a number of {flag}, from 0 on")
+    if not args.samples and not args.hashes:
+        raise ValueError("--samples 0 shows nothing: give 1 or more, or --hashes")
     if args.hashes and args.split != "train":
         raise ValueError(f"--hashes with --split {args.split}: only training has steps; leave one of the two out")
     if args.split == "test" and not recipe.data.test_every:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -13,10 +13,10 @@ from recipes.schema import Recipe
 
 
 def submodel(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model in an annotation such as `Published | None`; None where there is none."""
+    """The pydantic model in an annotation such as `Published | None` or `tuple[BlendPart, ...]`; None where there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in (Union, types.UnionType):
+    if get_origin(annotation) in (Union, types.UnionType, tuple):
         return next((found for part in get_args(annotation) if (found := submodel(part))), None)
     return None
 
@@ -26,38 +26,67 @@ def children(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
     return {field.alias or name: submodel(field.annotation) for name, field in model.model_fields.items()}
 
 
+def is_list(model: type[BaseModel], key: str) -> bool:
+    """Whether the key of this model holds a list."""
+    return any(get_origin(field.annotation) is tuple for name, field in model.model_fields.items() if (field.alias or name) == key)
+
+
+def shown(path: Sequence[str | int]) -> str:
+    """A path as users write it: data.blend[1].weight."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
 def paths(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    """Every dotted key: model, model.layers, …"""
+    """Every dotted key: model, model.layers, … Keys inside lists have none."""
     for key, below in children(model).items():
         yield prefix + key
-        if below:
+        if below and not is_list(model, key):
             yield from paths(below, f"{prefix}{key}.")
 
 
-def known_prefix(path: tuple[str | int, ...]) -> tuple[str, ...]:
-    """The part of an error's location that names keys of the schema (pydantic appends union members and indices)."""
-    kept: list[str] = []
+def known_prefix(path: Sequence[str | int]) -> tuple[str | int, ...]:
+    """The part of an error's location that names keys of the schema, and models in lists by their index from 0 (pydantic
+    appends union members and indices of plain values)."""
+    kept: list[str | int] = []
     level: type[BaseModel] | None = Recipe
     for part in path:
-        if level is None or part not in children(level):
+        if level is None or (isinstance(part, str) and part not in children(level)):
             break
-        kept.append(str(part))
-        level = children(level)[str(part)]
+        kept.append(part)
+        level = level if isinstance(part, int) else children(level)[part]
     return tuple(kept)
 
 
-def suggestion(path: tuple[str, ...]) -> str:
-    """What an unknown key may have been meant as: a sibling spelt alike, or the same word elsewhere in the recipe."""
+def model_at(path: Sequence[str | int]) -> type[BaseModel] | None:
+    """The model that a key holds, or each part of its list."""
     level: type[BaseModel] | None = Recipe
-    for part in path[:-1]:
-        level = children(level).get(part) if level else None
+    for part in path:
+        if isinstance(part, str):
+            level = children(level).get(part) if level else None
+    return level
+
+
+def list_rule(path: Sequence[str | int]) -> str:
+    """What the list of a key consists of; empty for a key that holds no list of models."""
+    level, key = model_at(path[:-1]), path[-1]
+    part = children(level).get(key) if level and isinstance(key, str) and is_list(level, key) else None
+    needed = [field.alias or name for name, field in part.model_fields.items() if field.is_required()] if part else []
+    return f"a list of parts, each with {', '.join(needed)}" if needed else ""
+
+
+def suggestion(path: Sequence[str | int]) -> str:
+    """What an unknown key may have been meant as: a sibling spelt alike, or the same word elsewhere in the recipe."""
+    for end in range(1, len(path)):
+        if isinstance(path[end], str) and (rule := list_rule(path[:end])):
+            return f"{shown(path[:end])} is {rule}: give it as a whole"
+    level, last = model_at(path[:-1]), str(path[-1])
     siblings = list(children(level)) if level else []
-    near = nearest(path[-1], siblings)
+    near = nearest(last, siblings)
     if near:
-        return f"did you mean {' or '.join('.'.join((*path[:-1], word)) for word in near)}?"
+        return f"did you mean {' or '.join(shown((*path[:-1], word)) for word in near)}?"
     everywhere = list(paths())
-    same = [key for key in everywhere if key.rsplit(".", 1)[-1] == path[-1]]
-    near = same or nearest(".".join(path), everywhere)
+    same = [key for key in everywhere if key.rsplit(".", 1)[-1] == last]
+    near = same or ([] if any(isinstance(part, int) for part in path) else nearest(shown(path), everywhere))
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"{'.'.join(path[:-1]) or 'a recipe'} has {', '.join(siblings)}" if siblings else "no such key"
+    return f"{shown(path[:-1]) or 'a recipe'} has {', '.join(siblings)}" if siblings else "no such key"

@@ -15,7 +15,7 @@ BERT_UNCASED_VOCABULARY = 30522  # of the published bert-base-uncased and bert-l
 BERT_CASED_VOCABULARY = 28996
 PUBLISHED_VOCABULARIES = {"gpt2": GPT2_VOCABULARY, "bert_uncased": BERT_UNCASED_VOCABULARY, "bert_cased": BERT_CASED_VOCABULARY}
 SMALLEST_BPE = 257  # the 256 bytes, and the end-of-document token
-ORIGIN_FIELDS = frozenset({"source", "name", "config", "split", "text_column", "documents", "sentences", "streaming"})
+ORIGIN_FIELDS = frozenset({"source", "name", "config", "revision", "split", "text_column", "documents", "sentences", "streaming"})
 SHORTEST_BERT_SAMPLE = 8  # [CLS] A [SEP] B [SEP] with a few tokens in each
 
 
@@ -101,6 +101,16 @@ def _data(recipe: Recipe) -> list[str]:
     stores = [origin for origin in data.origins if origin.source == "store"]
     if any(origin.streaming for origin in stores):
         found.append("data.streaming=true with data.source=store: the tokens are there already; leave data.streaming out")
+    if any(origin.streaming and origin.source == "packaged" for origin in data.origins):
+        found.append(
+            "data.streaming=true with data.source=packaged: the packaged corpus is prepared in seconds and never streamed; leave "
+            "data.streaming out"
+        )
+    if any(origin.streaming and (origin.source, origin.documents) == ("text", "file") for origin in data.origins):
+        found.append(
+            "data.streaming=true with data.source=text and data.documents=file: a stream holds documents out by their place in their "
+            "file, and none of a file that is one document; set data.streaming to false, or data.documents to blank_line"
+        )
     if stores and data.tokenizer.kind in ("trained_bpe", "trained_wordpiece"):
         found.append(
             f"data.tokenizer.kind={data.tokenizer.kind} with data.source=store: its tokens are numbered already; set "

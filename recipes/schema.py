@@ -159,6 +159,7 @@ class Origin(Strict):
         default=None, description="hub: dataset name, e.g. Skylion007/openwebtext; files: path or glob; store: directory or prefix"
     )
     config: str | None = Field(default=None, description="hub: dataset configuration, e.g. 20231101.en")
+    revision: str | None = Field(default=None, description="hub: branch, tag or commit of the dataset; null: the newest")
     split: str = Field(default="train", description="hub: split that is read")
     text_column: str = Field(default="text", description="hub, jsonl and parquet: field that holds the document")
     documents: Literal["file", "blank_line"] = Field(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from recipes.fields import known_prefix, suggestion
+from recipes.fields import known_prefix, list_rule, shown, suggestion
 from recipes.overrides import Overridden
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
@@ -17,6 +18,9 @@ from recipes.yamlfile import Document, KeyPath
 
 _MISSING = "missing"
 _UNKNOWN = "extra_forbidden"
+_NO_LIST = "tuple_type"
+
+ErrorPath = tuple[str | int, ...]  # keys, and indices of the parts of a list
 
 
 class RecipeError(ProblemsError):
@@ -49,13 +53,14 @@ def validate(
             return recipe
     except ValidationError as error:
         for path, message in _lines(error, values):
-            place = " (--set)" if ".".join(path) in set_keys else _place(path, document, roots)
+            key = _outside_lists(path)
+            place = " (--set)" if ".".join(key) in set_keys else _place(key, document, roots)
             lines.append(f"{name}: {message}{place}")
     raise RecipeError(list(dict.fromkeys(lines)))
 
 
-def _lines(error: ValidationError, values: dict[str, Any]) -> list[tuple[KeyPath, str]]:
-    """(key path, message) of each problem, those that unknown keys hid included."""
+def _lines(error: ValidationError, values: dict[str, Any]) -> list[tuple[ErrorPath, str]]:
+    """(path, message) of each problem, those that unknown keys hid included."""
     details = error.errors()
     found = [pair for detail in details for pair in _describe(detail)]
     unknown = [detail["loc"] for detail in details if detail["type"] == _UNKNOWN]
@@ -70,9 +75,9 @@ def _lines(error: ValidationError, values: dict[str, Any]) -> list[tuple[KeyPath
     return _one_per_union(found)
 
 
-def _one_per_union(found: list[tuple[KeyPath, str]]) -> list[tuple[KeyPath, str]]:
+def _one_per_union(found: list[tuple[ErrorPath, str]]) -> list[tuple[ErrorPath, str]]:
     """A value that fits no member of a union is reported by pydantic once per member; joined here."""
-    joined: dict[KeyPath, list[str]] = {}
+    joined: dict[ErrorPath, list[str]] = {}
     for path, message in found:
         joined.setdefault(path, []).append(message)
     result = []
@@ -86,18 +91,28 @@ def _one_per_union(found: list[tuple[KeyPath, str]]) -> list[tuple[KeyPath, str]
     return result
 
 
-def _describe(detail: ErrorDetails) -> list[tuple[KeyPath, str]]:
-    loc = tuple(str(part) for part in detail["loc"])
+def _describe(detail: ErrorDetails) -> list[tuple[ErrorPath, str]]:
+    loc = detail["loc"]
     if detail["type"] == _UNKNOWN:
-        return [(loc, f"{'.'.join(loc)}: unknown key; {suggestion(loc)}")]
-    path = known_prefix(detail["loc"])
-    key = ".".join(path)
+        return [(loc, f"{shown(loc)}: unknown key; {suggestion(loc)}")]
+    path = known_prefix(loc)
+    key = shown(path)
     if detail["type"] == _MISSING:
-        return [(loc, f"{'.'.join(loc)}: is missing; the recipe must state it")]
+        return [(loc, f"{shown(loc)}: is missing; the recipe must state it")]
     if detail["type"] == "value_error":  # ours: each line says what came, the rule and the fix
-        return [(path, line) for line in detail["msg"].removeprefix("Value error, ").splitlines()]
+        lines = detail["msg"].removeprefix("Value error, ").splitlines()
+        if path != _outside_lists(path):  # a part of data.blend has the rules of data, which know nothing of a list
+            lines = [line.replace("data.", f"{key}.") for line in lines]
+        return [(path, line) for line in lines]
+    if detail["type"] == _NO_LIST:
+        return [(path, f"{key}={detail['input']!r}: should be {list_rule(path) or 'a list'}")]
     rule = detail["msg"][0].lower() + detail["msg"][1:]
     return [(path, f"{key}={detail['input']!r}: {rule.replace('input should', 'should')}")]
+
+
+def _outside_lists(path: ErrorPath) -> KeyPath:
+    """The path up to its first list: what is in a list has no line and no --set of its own."""
+    return tuple(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), path))
 
 
 def _place(path: KeyPath, document: Document, roots: Sequence[KeyPath]) -> str:

@@ -135,6 +135,28 @@ def test_no_text_is_lost_in_chunks(store):
     assert chunks.lengths.max() < 2 * 20
 
 
+@pytest.mark.parametrize("documents", [np.arange(399, 400), np.arange(3, 400, 100), np.arange(100, 180), np.arange(0)])
+def test_sentences_of_few_documents_are_looked_up_block_by_block(store, monkeypatch, documents):
+    """However far apart the documents are, no more of the store is looked at at a time than one block of it."""
+
+    class Watched:
+        document_index = store.document_index
+
+        def sequence_starts(self, sequences):
+            documents = np.searchsorted(store.document_index, sequences[[0, -1]], side="right")
+            spans.append(int(documents[1] - documents[0]))
+            return store.sequence_starts(sequences)
+
+    spans: list[int] = []
+    lengths = Lengths(20, 0.1, 1)
+    whole = build_chunks(store, documents, lengths)
+    monkeypatch.setattr("data.samples.chunks._BLOCK", 50)
+    found = build_chunks(Watched(), documents, lengths)
+    for name in ("documents", "starts", "lengths", "first"):
+        assert np.array_equal(getattr(found, name), getattr(whole, name))
+    assert len(spans) == len(set((documents // 50).tolist())) and max(spans, default=0) <= 50
+
+
 def test_random_lengths_have_their_share_and_are_uniform():
     lengths = Lengths(50, 0.1, seed=3)
     found = np.concatenate([lengths.of(np.arange(20_000), k) for k in range(10)])
@@ -287,6 +309,15 @@ def test_the_vocabulary_of_a_tokenizer():
     check_whole_words(no_words, Masking(whole_words=False))
     with pytest.raises(ValueError, match="data.masking.whole_words=true"):
         check_whole_words(no_words, Masking())
+
+
+def test_a_vocabulary_whose_ids_leave_gaps():
+    names = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "a": 9, "##b": 12}
+    backend = Tokenizer(models.WordPiece(names, unk_token="[UNK]"))
+    special = dict(pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
+    found = BertVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=backend, **special))
+    assert np.flatnonzero(found.continuation).tolist() == [12] and len(found.continuation) == 13
+    assert found.ordinary.tolist() == [9, 12]
 
 
 # --- segments and samples

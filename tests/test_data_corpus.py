@@ -22,7 +22,7 @@ from data.corpus import build, check_origin
 from data.loader import validation_batches
 from data.samples.decoding import describe
 from data.samples.fields import HeldOut
-from data.sources.documents import Document, PackagedSource, held_out
+from data.sources.documents import Document, PackagedSource
 from data.sources.splits import part_of
 from data.stores import parts as store_parts
 from data.stores.indexed import StoreWriter, open_store
@@ -35,7 +35,8 @@ DOCUMENTS, EVERY, VOCABULARY = 40, 4, 300
 def text_of_document(index: int) -> str:
     """Some words of a small artificial language; held-out documents have words of their own."""
     draw = np.random.default_rng(index)
-    syllables = ["zo", "zu", "za"] if held_out(index, EVERY) else ["ba", "de", "ki", "mo", "nu", "ra", "si", "to", "vé", "lu"]
+    held_out = part_of(index, EVERY) == "validation"
+    syllables = ["zo", "zu", "za"] if held_out else ["ba", "de", "ki", "mo", "nu", "ra", "si", "to", "vé", "lu"]
     return " ".join("".join(draw.choice(syllables, draw.integers(1, 5))) for _ in range(draw.integers(20, 60)))
 
 
@@ -112,7 +113,7 @@ def test_build_measures_the_entropies_on_the_validation_labels(corpus_file, tmp_
     size = 120 if bert else VOCABULARY
     corpus = build(make_recipe(corpus_file, size, bert=bert), tmp_path / "cache", quiet)
     (prefix,) = (path.with_suffix("") for path in (tmp_path / "cache").glob("*.idx"))
-    train = np.concatenate([open_store(prefix).document(i) for i in range(DOCUMENTS) if not held_out(i, EVERY)]).tolist()
+    train = np.concatenate([open_store(prefix).document(i) for i in range(DOCUMENTS) if part_of(i, EVERY) == "train"]).tolist()
     train = [token for token in train if not bert or token not in corpus.tokenizer.all_special_ids]
     batches = validation_batches(corpus.validation, 4, 1, 1, 0)
     labels = [int(x) for (micro,) in batches for x in micro["labels"][micro["weights"] > 0]]
@@ -218,7 +219,7 @@ def test_empty_documents_keep_their_number(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     corpus = build(make_recipe(path), tmp_path / "cache", quiet)
-    expected = [text + END_OF_DOCUMENT for i, text in enumerate(texts) if text and not held_out(i, EVERY)]
+    expected = [text + END_OF_DOCUMENT for i, text in enumerate(texts) if text and part_of(i, EVERY) == "train"]
     assert corpus.tokenizer.decode(stream_tokens(corpus)) == "".join(expected)
 
 
@@ -324,7 +325,7 @@ def test_packaged_corpus_is_chronological_and_held_out_in_every_century():
     documents = list(PackagedSource().documents())
     years = [int(path.name[:4]) for path in PackagedSource()._paths]
     assert len(documents) == len(years) >= 240 and years == sorted(years)
-    held = {years[d.index] // 100 for d in documents if held_out(d.index, 20)}
+    held = {years[d.index] // 100 for d in documents if part_of(d.index, 20) == "validation"}
     assert held == {year // 100 for year in years if year >= 1800}
     assert all(len(d.text) > 1000 for d in documents)
 

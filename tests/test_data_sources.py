@@ -7,6 +7,8 @@ import json
 import lzma
 import os
 import pickle
+import re
+import sys
 import tracemalloc
 
 import datasets
@@ -15,6 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from data.prepare import pipeline
+from data.prepare.inputs import Cursor, Inputs
+from data.prepare.pipeline import TooManyBroken, check_broken
+from data.prepare.settings import Settings
+from data.prepare.tally import Step, Tally
 from data.sources import records, sentences, wikipedia
 from data.sources.documents import PackagedSource, open_source
 from data.sources.hub import Backoff, HubSource, is_temporary
@@ -22,7 +29,11 @@ from data.sources.records import EXCERPT_BYTES, Broken, Raw, files_of, format_of
 from data.sources.text_files import JsonlFormat, ParquetFormat, TextFormat
 from data.sources.wikipedia import WikipediaFormat
 from data.sources.wikitext import plain_text
-from recipes.schema import Data, Origin
+from data.vocabularies.published import read_tokenizer
+from data.vocabularies.trained import train_bpe, train_wordpiece
+from launch import prepare_data
+from launch.prepare_data import in_flags
+from recipes.schema import Data, Origin, Tokenizer
 
 COMPRESS = {
     "plain": lambda content: content,
@@ -463,6 +474,131 @@ def test_a_hub_dataset_is_read_whole_or_by_its_files(hub_stream):
     with pytest.raises(ValueError, match="local/train, document 0: no field 'body': set data.text_column to one of .*text"):
         list(missing.documents())
     assert source.fingerprint() != missing.fingerprint()
+
+
+@pytest.mark.parametrize("revision", [None, "refs/convert/parquet"])
+def test_the_revision_is_asked_for_and_part_of_the_fingerprint(monkeypatch, revision):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **how: asked.append((*names, how)) or Faulty(99, None))
+    source = open_source(Origin(source="hub", name="a/b", config="c", revision=revision))
+    assert len(list(source.shard_documents(1))) == 10
+    assert asked == [("a/b", "c", {"split": "train", "revision": revision, "streaming": True})]
+    assert (source.fingerprint() == HubSource("a/b", "c").fingerprint()) == (revision is None)
+
+
+def test_a_dataset_that_is_a_script_is_refused_with_the_branch_that_does_without():
+    def script():
+        raise RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py")
+
+    def absent():
+        raise RuntimeError("absent")
+
+    for open_stream, hint in ((script, True), (absent, False)):
+        with pytest.raises(ValueError, match="tried load_dataset.*revision='main'.*check the name") as refused:
+            list(HubSource("a/b", revision="main", open_stream=open_stream).documents())
+        assert ("set data.revision=refs/convert/parquet" in str(refused.value)) == hint
+
+
+def test_a_hub_dataset_is_opened_once_and_anew_after_an_error(hub_stream):
+    opened = []
+
+    def open_stream():
+        opened.append(hub_stream())
+        return opened[-1]
+
+    source = HubSource("a/b", open_stream=open_stream)
+    readers = [source.shard_documents(0), source.documents(), source.documents(2), source.shard_documents(0), source.shard_documents(2, 1)]
+    found = [[d.text for d in some if d] for some in zip(*itertools.zip_longest(*readers), strict=True)]  # one from each in turn
+    first, whole, last = HUB_TEXTS[0], sum(HUB_TEXTS, []), HUB_TEXTS[2]
+    assert found == [list(filter(None, texts)) for texts in (first, whole, whole[2:], first, last[1:])]
+    assert source.shards == 3 and len(opened) == 1
+
+    streams = [Faulty(4, ConnectionError("reset")), Faulty(99, None)]
+    source = HubSource("a/b", open_stream=lambda: streams.pop(0), say=lambda line: None, backoff=Pauses().backoff())
+    assert [d.index for d in source.shard_documents(1)] == list(range(10)) and not streams
+
+
+BROKEN_RECORDS = [{"text": "one"}, {"text": "a\0b"}, {"body": "x"}, {"text": 7}, {"text": ""}, {"text": "six"}]
+
+
+def test_broken_records_of_the_hub_come_out_as_such_and_strict_readers_refuse_them(monkeypatch):
+    source = HubSource("a/b", open_stream=lambda: datasets.IterableDataset.from_generator(lambda: iter(BROKEN_RECORDS)))
+    found = [item.kind if isinstance(item, Broken) else item.payload for item in source.records()]
+    assert found == ["one", "NUL bytes", "no field 'text'", "field 'text' is int, not a string", "", "six"]
+    assert [item.number for item in source.records(2)] == [3, 4, 5, 6] and {item.file for item in source.records()} == {"a/b/train"}
+    broken = list(source.records())[2]
+    assert (broken.excerpt, broken.size) == (b'{"body": "x"}', 13)
+    for read in (source.documents, lambda: source.shard_documents(0)):
+        documents = read()
+        assert next(documents).text == "one"
+        with pytest.raises(ValueError, match="a/b/train, document 1: NUL bytes.*prepare_data"):
+            next(documents)
+
+    monkeypatch.setattr("data.sources.documents.open_source", lambda origin: source)
+    origin = Origin(source="hub", name="a/b")
+    inputs = Inputs(Settings((origin,), "gpt", Tokenizer(kind="gpt2")))
+    items = [item for _, item in inputs.records(Cursor())]
+    assert items == list(source.records())
+    assert [inputs.format.parse(item) for item in items if isinstance(item, Raw)] == ["one", None, "six"]
+    assert [item for _, item in inputs.records(Cursor(0, 4))] == items[4:]
+
+
+def test_prepare_data_names_its_flags_where_the_libraries_name_keys_of_a_recipe(tmp_path):
+    def message(use) -> str:
+        with pytest.raises((ValueError, TooManyBroken)) as refused:
+            use()
+        return in_flags(refused.value)
+
+    def no_script():
+        raise RuntimeError("Dataset scripts are no longer supported")
+
+    place = str(tmp_path / "data.name")  # a path stays what it is
+    found = [
+        message(lambda: files_of(Origin(source="jsonl", name=place))),
+        message(lambda: list(HubSource("a/b", open_stream=no_script).documents())),
+        message(lambda: read_tokenizer(place)),
+        message(lambda: train_wordpiece(["some text"], 3)),
+        message(lambda: train_bpe(["some text"], 30000)),
+        message(lambda: check_broken(Tally(read=Step(2, 2, dropped={"broken: x": [1, 1]})), 0.1, tmp_path, 0)),
+    ]
+    expected = [
+        f"--name {place}: no such file",
+        "--revision refs/convert/parquet, the branch that",
+        f"--tokenizer KIND:{place} does not exist",
+        "--vocab_size 3: a WordPiece",
+        "--vocab_size 30000: the training text",
+        "more than --max_broken 0.1",
+    ]
+    for text, part in zip(found, expected, strict=True):
+        assert part in text and not re.search(r"--set|(?<!/)\b(data|model)\.", text), text
+    for part in ("leave --config out", "--split and the network", "--source parquet --name 'DIRECTORY/*.parquet'", "(--source packaged)"):
+        assert part in found[1]
+    (tmp_path / "a.jsonl").write_bytes(b'{"body": "x"}\n')
+    (item,) = JsonlFormat().frame(tmp_path / "a.jsonl")
+    assert in_flags(JsonlFormat().parse(item).reason) == "no field 'text': set --text_column to one of body"
+    assert in_flags("set data.tokenizer.kind=file and data.tokenizer.path, or data.tokenizer.kind=gpt2") == (
+        "set --tokenizer file:PATH, or --tokenizer gpt2"
+    )
+
+
+@pytest.mark.parametrize(("error", "code"), [(ValueError, 2), (TooManyBroken, 1)])
+def test_the_command_refuses_in_its_own_flags(monkeypatch, capsys, error, code):
+    def refuse(*_):
+        raise error("set data.text_column to one of body")
+
+    monkeypatch.setattr(prepare_data, "start_imports", lambda: None)
+    monkeypatch.setattr(prepare_data.startup, "quiet_libraries", lambda: None)
+    monkeypatch.setattr(pipeline, "prepare", refuse)
+    args = prepare_data.build_parser().parse_args(["--tokenizer", "gpt2", "--out", "x"])
+    with pytest.raises(SystemExit) as end:
+        prepare_data.run(args, prepare_data.Screen(sys.stderr))
+    assert end.value.code == code and "\nset --text_column to one of body\n" in capsys.readouterr().err
+
+
+def test_the_revision_is_a_flag():
+    flags = ["--source", "hub", "--name", "a/b", "--revision", "main", "--tokenizer", "gpt2", "--out", "x"]
+    settings = prepare_data.settings_of(prepare_data.build_parser().parse_args(flags))
+    assert settings.origin.revision == "main" == settings.deciding()["revision"]
 
 
 class Faulty:

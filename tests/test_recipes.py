@@ -178,6 +178,10 @@ WRONG = {
     "data.validation_every=1": "data.validation_every=1 holds out every document",
     "data.test_every=1": "data.test_every=1 leaves no document to train on",
     "data={source: store, name: x, streaming: true, tokenizer: {kind: store}}": "the tokens are there already",
+    "data.streaming=true": "the packaged corpus is prepared in seconds",
+    "data={blend: [{weight: 1, streaming: true}]}": "the packaged corpus is prepared in seconds",
+    "data={source: text, name: x, streaming: true}": "set data.streaming to false, or data.documents to blank_line",
+    "data={revision: main, blend: [{weight: 1}]}": "data.blend together with data.revision",
     "data={source: store, name: x}": "its tokens are numbered already",
     "data={tokenizer: {kind: store}}": "there is no store to take it from",
     "data={tokenizer: {kind: file}}": "data.tokenizer.kind=file needs data.tokenizer.path",
@@ -203,6 +207,14 @@ def test_inconsistent_values_are_refused(override):
 def test_inconsistent_values_of_a_bert_are_refused(override):
     found = problems("bert/sotu", override)
     assert any(WRONG_FOR_BERT[override] in line for line in found), found
+
+
+def test_text_whose_files_hold_many_documents_may_be_streamed():
+    how = {"source": "text", "name": "x", "streaming": True, "documents": "blank_line"}
+    values = load("openwebtext").model_dump(by_alias=True)
+    values["data"] = {**how, "tokenizer": {"kind": "gpt2"}}
+    assert Recipe.model_validate(values).data.streamed
+    assert load("openwebtext").data.revision == "refs/convert/parquet"
 
 
 def test_a_constant_rate_may_warm_up_to_the_end():
@@ -363,3 +375,32 @@ def test_reading_recipes_imports_neither_torch_nor_deepspeed():
     )
     root = Path(catalog.__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
+# --- parts of a blend
+
+BLENDS = {
+    "[{wieght: 1}]": ("data.blend[0].weight: is missing", "data.blend[0].wieght: unknown key; did you mean data.blend[0].weight?"),
+    "[{weight: 0}, {weight: -1}]": ("data.blend[0].weight=0: should be greater than 0", "data.blend[1].weight=-1: should be"),
+    "{weight: 1}": ("data.blend={'weight': 1}: should be a list of parts, each with weight",),
+    "[{weight: 1}, {weight: 1, source: jsonl}]": ("data.blend[1].source=jsonl needs data.blend[1].name: ",),
+    "[{weight: 1, zzz: 1}]": ("data.blend[0].zzz: unknown key; data.blend[0] has source, name,",),
+    "[{weight: 1, validation_every: 9}]": ("data.blend[0].validation_every: unknown key; did you mean data.validation_every?",),
+}
+
+
+@pytest.mark.parametrize("blend", BLENDS)
+def test_problems_of_a_blend_say_which_part(blend, table):
+    expected = BLENDS[blend]
+    found = problems("default/sotu", f"data.blend={blend}")
+    for line in expected:
+        assert any(f": {line}" in problem and problem.endswith(" (--set)") for problem in found), (line, found)
+    path = table(GOOD + f"  two:\n    title: x\n    data:\n      blend: {blend}\n")
+    found = problems(f"{path}:two")
+    assert len(found) == len(expected)
+    assert all(problem.endswith(f" ({path}:14)") for problem in found), found  # the line of the list
+
+
+def test_keys_inside_a_list_cannot_be_set():
+    (found,) = problems("default", "data.blend.weight=1")
+    assert found.endswith("data.blend.weight: unknown key; data.blend is a list of parts, each with weight: give it as a whole")

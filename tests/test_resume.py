@@ -26,7 +26,13 @@ TWO_RANKS = {
     "tensor-zero3": ("zero3", 2, 1, 1, "fp32", ["activation_checkpointing=2"]),
     "pipeline": ("pipeline", 1, 2, 1, "bf16", ["batch.accumulation=4"]),
     "fp16": ("zero2", 1, 1, 2, "fp16", []),
-}
+    "bert": ("zero1", 1, 1, 2, "bf16", ["batch.accumulation=2"]),
+    "bert-pipeline": ("pipeline", 1, 2, 1, "fp32", ["model.layer_norm=post", "model.sentence_head=nsp"]),
+    # Each rank reads files of its own; the checkpoint holds the places of both.
+    "stream": ("zero2", 1, 1, 2, "bf16", [
+        "data={source: jsonl, name: OUT/*.jsonl, streaming: true, validation_every: 5, tokenizer: {kind: gpt2}}", "model.vocab_size=50257",
+    ]),
+}  # fmt: skip
 FOUR_RANKS = {
     "tensor-data-zero2": ("zero2", 2, 1, 2, "bf16", []),
     "tensor-pipeline": ("3d", 2, 2, 1, "bf16", ["batch.accumulation=2"]),
@@ -38,6 +44,11 @@ def resume_cases(tmp_path_factory, ranks, table):
     out = tmp_path_factory.mktemp("resume")
     keys = ("ds_config", "tp", "pp", "dp", "precision", "settings")
     cases = [{"name": name, **dict(zip(keys, values, strict=True))} for name, values in table.items()]
+    for case in cases:
+        case["settings"] = [setting.replace("OUT", str(out)) for setting in case["settings"]]
+    for file in range(4):
+        lines = (json.dumps({"text": f"{file} {i} " + "some words of a text, and more. " * (9 + i)}) for i in range(30))
+        (out / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
     (out / "cases.json").write_text(json.dumps(cases))
     launched = run_ranks(ranks, WORKERS / "resuming.py", out, out / "cases.json", timeout=500)
     assert launched.returncode == 0, launched.stdout[-4000:]
@@ -227,3 +238,17 @@ def test_cpu_adam_goes_on_with_the_same_bias_correction():
     whole = adam_after(60)
     assert torch.equal(adam_after(60, resumed_at=44), whole)
     assert not torch.equal(adam_after(60, resumed_at=44, replay=False), whole), "DeepSpeed has mended it: the replay can go"
+
+
+def test_a_run_does_not_go_on_with_other_text(tmp_path):
+    """The same command after its file has grown: another permutation of other windows."""
+    corpus = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": f"{i} " + "some words of a text, and more. " * 30}) for i in range(40)]
+    corpus.write_text("\n".join(lines) + "\n")
+    data = f"data={{source: jsonl, name: {corpus}, tokenizer: {{kind: gpt2}}}}"
+    command = [sys.executable, str(ROOT / "launch" / "pretrain.py"), "--tiny", "--set", data, "--set", "model.vocab_size=50257"]
+    command += ["--ds_config", "zero1", "--steps", "2", "--out", str(tmp_path / "run")]
+    assert run(command, timeout=120).returncode == 0
+    corpus.write_text("\n".join([*lines, lines[0]]) + "\n")
+    done = run([*command, "--resume"], timeout=120)
+    assert done.returncode == 2 and "have changed; restore them, or begin a new run with --out" in done.stdout, done.stdout[-3000:]

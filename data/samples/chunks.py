@@ -9,14 +9,16 @@ Documents are cut in lock step: step k finds the k-th chunk of every document th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from data.stores.indexed import Store
 
 SHORTEST_TARGET = 2  # tokens
-_BLOCK = 1 << 16  # documents that are cut at a time, which bounds the memory for their sentences
+_BLOCK = 1 << 16  # documents of the store, chosen or not, that are looked at at a time: bounds the memory for their sentences
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,21 @@ class Chunks:
 def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunks:
     """The chunks of `documents` (D,) int64, ascending. A document without tokens has none."""
     found = []
-    for start in range(0, len(documents), _BLOCK):
-        block = documents[start : start + _BLOCK]
+    for block in _blocks(documents):
         first, last = store.document_index[block], store.document_index[block + 1]
         edges = store.sequence_starts(np.arange(first[0], last[-1] + 1))
         found.append(_cut(edges, first - first[0], last - first[0], block, lengths))
     counts, starts, sizes = (np.concatenate(parts) for parts in zip(*found, strict=True)) if found else [np.empty(0, np.int64)] * 3
     filled = counts > 0
     return Chunks(documents[filled], starts, sizes, np.concatenate([[0], np.cumsum(counts[filled])]))
+
+
+def _blocks(documents: np.ndarray) -> Iterator[np.ndarray]:
+    """`documents` in parts, each from a span of _BLOCK documents of the store; spans without any are left out."""
+    bounds = documents.searchsorted(np.arange(0, documents[-1] + 1, _BLOCK)) if len(documents) else []
+    for start, end in pairwise([*bounds, len(documents)]):
+        if start < end:
+            yield documents[start:end]
 
 
 def chunks_of_document(sizes: np.ndarray, document: int, lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:

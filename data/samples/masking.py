@@ -42,7 +42,8 @@ class BertVocabulary:
                 f"the vocabulary has no {', '.join(missing)}, and a BERT needs them: set data.tokenizer.kind to trained_wordpiece, "
                 "bert_uncased or bert_cased, or data.tokenizer.path to a vocabulary of a BERT"
             )
-        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        size = max(tokenizer.get_vocab().values()) + 1  # not len(tokenizer): ids may leave gaps, whose tokens are None
+        tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
         special = set(tokenizer.all_special_ids)
         return cls(
             cls=tokenizer.cls_token_id,

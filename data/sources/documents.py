@@ -3,8 +3,8 @@
 Sources are read strictly: a broken record stops the reader with its place, the reason and the fix. Files that are known to
 have such records go through launch/prepare_data.py, which counts them and keeps them aside.
 
-Held out for validation is every n-th document, whole: document i with i % n == n - 1. The packaged addresses are in
-chronological order, so their held-out part spans all centuries.
+Which documents are held out is the rule of `splits.py`, on their indices. The packaged addresses are in chronological order,
+so that those held out span all centuries.
 """
 
 from __future__ import annotations
@@ -65,16 +65,6 @@ class Source(Protocol):
         ...
 
 
-def held_out(index: int, every: int) -> bool:
-    """Whether the document belongs to the validation part."""
-    return index % every == every - 1
-
-
-def train_documents(source: Source, every: int, start: int = 0) -> Iterator[Document]:
-    """The documents that are not held out, from index `start` on."""
-    return (document for document in source.documents(start) if not held_out(document.index, every))
-
-
 def open_source(origin: Origin, say: Say | None = None) -> Source:
     """The source that a recipe's `data` section, or a part of its blend, names.
 
@@ -90,7 +80,7 @@ def open_source(origin: Origin, say: Say | None = None) -> Source:
         from data.sources.hub import HubSource  # `datasets` takes a second to import
 
         assert origin.name is not None, "the schema demands a name"
-        return HubSource(origin.name, origin.config, origin.split, origin.text_column, say=say)
+        return HubSource(origin.name, origin.config, origin.split, origin.text_column, origin.revision, say=say)
     assert origin.source != "store", "a store holds tokens, not documents"
     return FileSource(origin)
 

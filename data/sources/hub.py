@@ -19,10 +19,14 @@ from typing import Any
 
 from data.cache import Say
 from data.sources.documents import Document
-from data.sources.records import Broken, Raw
+from data.sources.records import Broken, Raw, broken
 from data.sources.text_files import field_text
 
 _NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
+_SCRIPT_HINT = (
+    "set data.revision=refs/convert/parquet, the branch that the hub converts datasets to parquet in (it has no configurations: leave "
+    "data.config out), or "
+)
 _NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)  # two timeouts until Python 3.11
 
 
@@ -51,20 +55,24 @@ class HubSource:
         config: str | None = None,
         split: str = "train",
         text_column: str = "text",
+        revision: str | None = None,
         open_stream: Callable[[], Any] | None = None,
         say: Say | None = None,
         backoff: Backoff | None = None,
     ):
         """
         Args:
+            revision: branch, tag or commit; None: the newest.
             open_stream: returns the `datasets.IterableDataset` to read; by default the hub's.
             say: gets a line per retry; by default standard error does.
         """
         self.name = "/".join(filter(None, (name, config, split)))
-        self._settings = [name, config, split, text_column]
+        self._settings = [name, config, split, text_column, revision]
         self._column = text_column
-        self._tried = f"load_dataset({name!r}, {config!r}, split={split!r}, streaming=True)"
-        self._open_stream = open_stream or _hub_stream(name, config, split)
+        wanted = f", revision={revision!r}" if revision else ""
+        self._tried = f"load_dataset({name!r}, {config!r}, split={split!r}{wanted}, streaming=True)"
+        self._open_stream = open_stream or _hub_stream(name, config, split, revision)
+        self._stream: Any = None  # opened; None after an error
         self._say = say or _to_standard_error
         self._backoff = backoff or Backoff()
         self._reached = False  # whether the hub has ever answered
@@ -84,9 +92,17 @@ class HubSource:
     def documents(self, start: int = 0) -> Iterator[Document]:
         """
         Raises:
-            ValueError: the dataset cannot be opened or read; the message says how to go on without the hub.
+            ValueError: the dataset cannot be opened or read; the message says how to go on without the hub. Or a record is broken.
         """
-        return self._documents(self._open, self.name, start)
+        return _strict(self.records(start))
+
+    def records(self, start: int = 0) -> Iterator[Raw | Broken]:
+        """All records in order, after the first `start` ones: their texts, empty ones too, and the broken records.
+
+        Raises:
+            ValueError: as of `documents`, but not for a broken record.
+        """
+        return self._records(self._open, self.name, start)
 
     def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
         count = self.shards
@@ -101,23 +117,26 @@ class HubSource:
                 )
             return stream.shard(num_shards=count, index=shard)
 
-        return self._documents(open_shard, f"{self.name}, shard {shard}" if count > 1 else self.name, start)
+        return _strict(self._records(open_shard, f"{self.name}, shard {shard}" if count > 1 else self.name, start))
 
-    def _documents(self, open_stream: Callable[[], Any], where: str, start: int) -> Iterator[Document]:
-        def records(done: int) -> Iterator[dict[str, Any]]:
+    def _records(self, open_stream: Callable[[], Any], where: str, start: int) -> Iterator[Raw | Broken]:
+        def read(done: int) -> Iterator[dict[str, Any]]:
             stream, skipped = open_stream(), start + done
             return iter(stream.skip(skipped) if skipped else stream)
 
-        for index, record in enumerate(self._with_retries(records), start):
-            found = field_text(record, self._column, Raw(where, index, ""))
+        for number, record in enumerate(self._with_retries(read), start + 1):
+            found = field_text(record, self._column, Raw(where, number, ""))
             if isinstance(found, Broken):
-                raise ValueError(f"{where}, document {index}: {found.reason}")
-            if found:
-                yield Document(index, found)
+                yield broken(where, number, found.reason, json.dumps(record, ensure_ascii=False, default=str))
+            else:
+                yield Raw(where, number, found or "")
 
     def _open(self) -> Any:
-        stream = self._open_stream()
-        self._reached = True
+        """The dataset; asking the hub for its files takes seconds, so that this is done once."""
+        stream = self._stream
+        if stream is None:
+            stream = self._stream = self._open_stream()
+            self._reached = True
         return stream
 
     def _with_retries(self, read: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
@@ -136,6 +155,7 @@ class HubSource:
                 return
             except Exception as error:  # datasets, huggingface_hub, httpx and fsspec each raise their own
                 failures += 1
+                self._stream = None  # opened anew by the next attempt
                 # Nothing answered at all, and the libraries have retried that already: there is no network.
                 unreachable = not self._reached and _status(error) is None
                 if not is_temporary(error) or unreachable or failures >= self._backoff.attempts:
@@ -149,10 +169,11 @@ class HubSource:
 
     def _given_up(self, error: Exception, failures: int) -> ValueError:
         times = f", {failures} times in a row" if failures > 1 else ""
+        script = _SCRIPT_HINT if "scripts are no longer supported" in str(error) else ""
         return ValueError(
-            f"data.name={self.name}: tried {self._tried}{times}: {type(error).__name__}: {error}: check the name, "
-            "data.config, data.split and the network, or go on without the hub: with a local copy (download the dataset's parquet files "
-            "where there is a network; --set data.source=parquet --set 'data.name=DIRECTORY/*.parquet'; JSON lines with "
+            f"data.name={self.name}: tried {self._tried}{times}: {type(error).__name__}: {error}: {script}check the name, "
+            "data.config, data.revision, data.split and the network, or go on without the hub: with a local copy (download the dataset's "
+            "parquet files where there is a network; --set data.source=parquet --set 'data.name=DIRECTORY/*.parquet'; JSON lines with "
             "data.source=jsonl) or with the packaged corpus (--set data.source=packaged)"
         )
 
@@ -192,10 +213,26 @@ def _to_standard_error(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _hub_stream(name: str, config: str | None, split: str) -> Callable[[], Any]:
+def _strict(found: Iterator[Raw | Broken]) -> Iterator[Document]:
+    """The documents among the records of a dataset.
+
+    Raises:
+        ValueError: a record is broken.
+    """
+    for record in found:
+        if isinstance(record, Broken):
+            raise ValueError(
+                f"{record.file}, document {record.number - 1}: {record.reason} (launch/prepare_data.py counts broken records and goes on)"
+            )
+        if record.payload:
+            assert isinstance(record.payload, str)
+            yield Document(record.number - 1, record.payload)
+
+
+def _hub_stream(name: str, config: str | None, split: str, revision: str | None) -> Callable[[], Any]:
     def open_stream() -> Any:
         from datasets import load_dataset
 
-        return load_dataset(name, config, split=split, streaming=True)
+        return load_dataset(name, config, split=split, revision=revision, streaming=True)
 
     return open_stream

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -169,7 +170,16 @@ def stream_parts(
             "source": source.name,
             "files": source.shards,
             "lanes": count,
+            "train_tokens_crc32": _checksum(source.shards, head.train_counts, validation),
             "documents_read_for_validation": head.documents,
             "unigram_tokens": int(head.train_counts.sum()),
         },
     )
+
+
+def _checksum(files: int, train_counts: np.ndarray, validation: HeldOut) -> str:
+    """Of what was read before training: a stream as a whole is never seen, and another one differs here already."""
+    found = zlib.crc32(train_counts.astype("<i8").tobytes(), files)
+    for name in sorted(validation.fields):
+        found = zlib.crc32(np.ascontiguousarray(validation.fields[name]).tobytes(), found)
+    return f"{found:08x}"

@@ -1,6 +1,6 @@
 """Datasets that are tokenized while they stream in, for those too large to prepare first.
 
-A stream is read in lanes (`data.lanes`). Of the global batch of G samples, row j of step s is item s * (G / L) + j % (G / L) of
+A stream is read in lanes (`lanes.py`). Of the global batch of G samples, row j of step s is item s * (G / L) + j % (G / L) of
 lane j // (G / L): a rank opens only the lanes that its rows touch, and the batch of a step depends on G and L and on no
 layout. Sampling is in the stream's order; shuffle a dataset before, or prepare it.
 """
@@ -38,7 +38,7 @@ class StreamedSamples:
             global_batch: samples per step; the number of lanes divides it.
             say: told where a lane has to be read again from its beginning.
         """
-        assert global_batch % lanes.count == 0, "data.lanes.lane_count gives a divisor"
+        assert global_batch % lanes.count == 0, "lane_count gives a divisor"
         self.sequence_length = sequence_length
         self._lanes, self._global, self._say = lanes, global_batch, say
         self._rows = global_batch // lanes.count  # of one lane, in a step

@@ -1,7 +1,7 @@
 """Published vocabularies, and those of files: GPT-2's, the two of BERT, a vocab.txt, a tokenizer.json, a directory.
 
 A WordPiece vocabulary is built into the same tokenizer whatever it was read from, so that runs from a vocab.txt, from a
-package and from the hub have the same `data.vocabulary.vocabulary_digest`.
+package and from the hub have the same `data.vocabularies.vocabulary.vocabulary_digest`.
 """
 
 from __future__ import annotations

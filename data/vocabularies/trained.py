@@ -150,7 +150,7 @@ def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[st
 
 
 def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTrainedTokenizerFast:
-    """BERT's tokenizer around a vocabulary. Equal vocabularies give an equal `data.vocabulary.vocabulary_digest`."""
+    """BERT's tokenizer around a vocabulary. Equal vocabularies give an equal `data.vocabularies.vocabulary.vocabulary_digest`."""
     return BertTokenizer(vocab=dict(sorted(vocabulary.items(), key=lambda item: item[1])), do_lower_case=lowercase)
 
 

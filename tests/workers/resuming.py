@@ -58,7 +58,7 @@ def run(case: dict, out: Path) -> None:
         *(f"parallel.{degree}={case[degree]}" for degree in ("tp", "pp", "dp")), "dropout.hidden=0.1", "dropout.attention=0.1",
         "optimizer.betas=[0.9, 0.999]", f"run.save_every={save_every}", f"precision={case['precision']}", *case["settings"],
     ]  # fmt: skip
-    recipe = catalog.load(overrides=settings, tiny=True, steps=steps)
+    recipe = catalog.load("bert/sotu" if case["name"].startswith("bert") else catalog.DEFAULT_RECIPE, settings, tiny=True, steps=steps)
     plan = resolve(recipe, case["ds_config"], startup.world_size(), MACHINE)
     whole, broken = out / f"{case['name']}-whole", out / f"{case['name']}-broken"
     uninterrupted = train(plan, whole, resume=False)
