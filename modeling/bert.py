@@ -19,7 +19,7 @@ from torch import nn
 
 from modeling.cross_entropy import weighted_loss
 from modeling.initialization import Init, Shard
-from modeling.layer_list import LayerDefinition, Stack, pipeline_module
+from modeling.layer_list import LayerDefinition, ModelShape, Stack, pipeline_module
 from modeling.random_state import dropout
 from modeling.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from modeling.transformer import LayerNorm, LayerShape, TransformerLayer
@@ -30,18 +30,9 @@ LOSS_PARTS = ("mlm_loss", "sentence_loss", "sentence_accuracy")
 
 
 @dataclass(frozen=True)
-class BertShape:
-    """What defines the model, beside its weights."""
+class BertShape(ModelShape):
+    """With what a BERT can choose."""
 
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    padded_vocab: int
-    positions: int
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    checkpoint_interval: int = 0  # layers per recomputed chunk; 0: all activations are kept
     post_norm: bool = False
     sentence_head: Literal["none", "nsp", "sop"] = "none"
 

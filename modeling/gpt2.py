@@ -10,25 +10,15 @@ from torch import nn
 
 from modeling.cross_entropy import weighted_loss
 from modeling.initialization import Init
-from modeling.layer_list import LayerDefinition, Stack, pipeline_module
+from modeling.layer_list import LayerDefinition, ModelShape, Stack, pipeline_module
 from modeling.random_state import dropout
 from modeling.tensor_parallel import VocabParallelEmbedding
 from modeling.transformer import LayerNorm, LayerShape, TransformerLayer
 
 
 @dataclass(frozen=True)
-class GPT2Shape:
-    """What defines the model, beside its weights."""
-
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    padded_vocab: int
-    positions: int
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    checkpoint_interval: int = 0  # layers per recomputed chunk; 0: all activations are kept
+class GPT2Shape(ModelShape):
+    """Of a GPT-2."""
 
     @property
     def layer(self) -> LayerShape:

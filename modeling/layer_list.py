@@ -44,6 +44,21 @@ class LayerDefinition:
     tied: bool = False
 
 
+@dataclass(frozen=True)
+class ModelShape:
+    """What defines a model of any family, beside its weights."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    padded_vocab: int
+    positions: int
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    checkpoint_interval: int = 0  # layers per recomputed chunk; 0: all activations are kept
+
+
 class Stack(nn.Module):
     """The plain form: every layer in one module; `layers` holds the transformer layers, the others go by their names."""
 

@@ -14,6 +14,7 @@ GPT2_VOCABULARY = 50257  # Radford et al. 2019, section 2.2
 BERT_UNCASED_VOCABULARY = 30522  # of the published bert-base-uncased and bert-large-uncased
 BERT_CASED_VOCABULARY = 28996
 PUBLISHED_VOCABULARIES = {"gpt2": GPT2_VOCABULARY, "bert_uncased": BERT_UNCASED_VOCABULARY, "bert_cased": BERT_CASED_VOCABULARY}
+TRAINED = ("trained_bpe", "trained_wordpiece")  # kinds of vocabulary that are learnt from the text
 SMALLEST_BPE = 257  # the 256 bytes, and the end-of-document token
 ORIGIN_FIELDS = frozenset({"source", "name", "config", "revision", "split", "text_column", "documents", "sentences", "streaming"})
 SHORTEST_BERT_SAMPLE = 8  # [CLS] A [SEP] B [SEP] with a few tokens in each
@@ -80,7 +81,7 @@ def _vocabulary(recipe: Recipe) -> list[str]:
             f"one end-of-document token; set model.vocab_size to {SMALLEST_BPE} or more"
         ]
     streamed = [origin.source for origin in recipe.data.origins if origin.streamed]
-    if kind in ("trained_bpe", "trained_wordpiece") and streamed:
+    if kind in TRAINED and streamed:
         other = "bert_uncased" if recipe.model.family == "bert" else "gpt2"
         return [
             f"data.tokenizer.kind={kind} with a streamed source (data.source={streamed[0]}): a vocabulary cannot be trained on what is "
@@ -111,7 +112,7 @@ def _data(recipe: Recipe) -> list[str]:
             "data.streaming=true with data.source=text and data.documents=file: a stream holds documents out by their place in their "
             "file, and none of a file that is one document; set data.streaming to false, or data.documents to blank_line"
         )
-    if stores and data.tokenizer.kind in ("trained_bpe", "trained_wordpiece"):
+    if stores and data.tokenizer.kind in TRAINED:
         found.append(
             f"data.tokenizer.kind={data.tokenizer.kind} with data.source=store: its tokens are numbered already; set "
             "data.tokenizer.kind to store (the vocabulary that prepare_data kept with it), gpt2, bert_uncased, bert_cased or file"

@@ -13,12 +13,13 @@ from data.prepare import assemble, chunk_file, pool, report, tokenizer
 from data.prepare.contamination import Evaluation, read_evaluation
 from data.prepare.inputs import Chunk, Cursor, Inputs
 from data.prepare.minhash import Bands, choose_bands
-from data.prepare.settings import FORMAT_VERSION, TRAINED, Settings
+from data.prepare.settings import FORMAT_VERSION, Settings
 from data.prepare.tally import BROKEN, Tally
 from data.prepare.work import Done, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.vocabularies.encoder import ONE_CORE_BATCH_CHARACTERS, Encoder
 from data.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
+from recipes.rules import TRAINED
 
 EARLY_RECORDS = 10_000  # from here on too many broken ones end a run at once, not at its end
 EXAMPLES = 3  # broken records that are printed

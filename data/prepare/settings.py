@@ -6,11 +6,10 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from recipes.rules import SMALLEST_BPE
+from recipes.rules import SMALLEST_BPE, TRAINED
 from recipes.schema import Origin, Tokenizer
 
 FORMAT_VERSION = 1  # of chunk files and of the manifest
-TRAINED = ("trained_bpe", "trained_wordpiece")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from data.grouping import grouped
 from data.prepare.batch import Documents, Verdict, broken_line, utf8_size
 from data.prepare.contamination import Evaluation
 from data.prepare.minhash import signatures
@@ -97,16 +98,7 @@ def judge_length(documents: Documents, least: int, ends: int) -> list[Verdict | 
 
 def hash_words(texts: Sequence[str]) -> list[Words]:
     """The words of all texts, in blocks of about `_WORDS_AT_ONCE` characters."""
-    blocks: list[Words] = []
-    some: list[str] = []
-    characters = 0
-    for text in texts:
-        some.append(text)
-        characters += len(text)
-        if characters >= _WORDS_AT_ONCE:
-            blocks.append(words_of(some))
-            some, characters = [], 0
-    return [*blocks, words_of(some)] if some else blocks
+    return [words_of(some) for some in grouped(texts, len, _WORDS_AT_ONCE)]
 
 
 def judge_contamination(blocks: Sequence[Words], evaluation: Evaluation) -> list[Verdict | None]:

@@ -13,11 +13,12 @@ from data.cache import Say
 from data.prepare.inputs import Cursor, Inputs
 from data.prepare.language import make_detector
 from data.prepare.repair import repair
-from data.prepare.settings import TRAINED, Settings
+from data.prepare.settings import Settings
 from data.sources.records import Raw
-from data.vocabularies.published import bert_tokenizer, gpt2_tokenizer, read_tokenizer
-from data.vocabularies.trained import END_OF_DOCUMENT, train_bpe, train_wordpiece, wordpiece_tokenizer
-from data.vocabularies.vocabulary import BERT_ROLES, end_of_document
+from data.vocabularies.published import ready_made
+from data.vocabularies.trained import around, train_bpe, train_wordpiece
+from data.vocabularies.vocabulary import end_of_document, missing_roles
+from recipes.rules import TRAINED
 
 FOLDER = "tokenizer"
 
@@ -63,27 +64,18 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
 
 
 def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFast:
-    kind, path = settings.tokenizer.kind, settings.tokenizer.path
-    if kind == "gpt2":
-        return gpt2_tokenizer()
-    if kind in ("bert_uncased", "bert_cased"):
-        return bert_tokenizer(kind, path)
-    if kind == "file":
-        assert path is not None, "the schema demands a path"
-        return read_tokenizer(path)
-    assert kind in TRAINED and settings.vocab_size is not None, kind
+    kind = settings.tokenizer.kind
+    if kind not in TRAINED:
+        return ready_made(settings.tokenizer)
+    assert settings.vocab_size is not None, "the settings demand a size"
     say(f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on the first {settings.vocabulary_mb} MB of text")
-    texts = training_texts(settings, inputs)
-    if kind == "trained_bpe":
-        backend = train_bpe(texts, settings.vocab_size)
-        return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
-    return wordpiece_tokenizer(train_wordpiece(texts, settings.vocab_size).get_vocab(), lowercase=True)
+    train = train_wordpiece if kind == "trained_wordpiece" else train_bpe
+    return around(kind, train(training_texts(settings, inputs), settings.vocab_size))
 
 
 def _check(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> None:
     if settings.samples == "bert":
-        missing = [role for role in BERT_ROLES if getattr(tokenizer, role) is None]
-        if missing:
+        if missing := missing_roles(tokenizer):
             raise ValueError(
                 f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no {', '.join(missing)}; give "
                 "bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a tokenizer_config.json beside the file"

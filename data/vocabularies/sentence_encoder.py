@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from data.grouping import grouped
 from data.sources import sentences
 from data.vocabularies.vocabulary import Encoder
 
@@ -21,17 +22,6 @@ class SentenceEncoder:
         self._encoder, self._how, self._batch_characters = Encoder(tokenizer), how, batch_characters
 
     def __call__(self, documents: Iterable[Any]) -> Iterator[tuple[Any, list[np.ndarray]]]:
-        batch: list[Any] = []
-        characters = 0
-        for document in documents:
-            batch.append(document)
-            characters += len(document.text)
-            if characters >= self._batch_characters:
-                yield from self._encode(batch)
-                batch, characters = [], 0
-        yield from self._encode(batch)
-
-    def _encode(self, batch: list[Any]) -> Iterator[tuple[Any, list[np.ndarray]]]:
-        if batch:
+        for batch in grouped(documents, lambda document: len(document.text), self._batch_characters):
             encoded = self._encoder.encode_sentences([sentences.split(document.text, self._how) for document in batch])
             yield from zip(batch, encoded, strict=True)

@@ -58,7 +58,12 @@ def trained_tokenizer(recipe: Recipe, sources: Sequence[Source], directory: Path
         say(f"{what}: trained in {time.perf_counter() - started:.1f} s, kept in {path}")
 
     backend = cache.fetch([path], lambda: Tokenizer.from_str(_read_checked(path).decode()), write, what, say)
-    if bert:
+    return around(data.tokenizer.kind, backend)
+
+
+def around(kind: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
+    """What `train_bpe` or `train_wordpiece` gave, as `transformers` has it."""
+    if kind == "trained_wordpiece":
         return wordpiece_tokenizer(backend.get_vocab(), lowercase=True)
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
 

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from data.cache import Say
 from data.sources.documents import Source
 from data.vocabularies.encoder import Encoder, end_of_document, use_all_cores
-from data.vocabularies.published import bert_tokenizer, gpt2_tokenizer, read_tokenizer, store_tokenizer
+from data.vocabularies.published import gpt2_tokenizer, read_tokenizer, ready_made, store_tokenizer
 from data.vocabularies.trained import END_OF_DOCUMENT, train_bpe, train_wordpiece, trained_tokenizer
+from recipes.rules import TRAINED
 from recipes.schema import Recipe
 
 __all__ = [
@@ -39,15 +40,10 @@ def build_vocabulary(recipe: Recipe, source: Source | Sequence[Source], director
         ValueError: the vocabulary is not to be had, has not `model.vocab_size` tokens, or lacks what the family needs.
     """
     settings = recipe.data.tokenizer
-    if settings.kind == "gpt2":
-        tokenizer = gpt2_tokenizer()
-    elif settings.kind in ("bert_uncased", "bert_cased"):
-        tokenizer = bert_tokenizer(settings.kind, settings.path)
-    elif settings.kind == "file":
-        assert settings.path is not None, "the schema demands a path"
-        tokenizer = read_tokenizer(settings.path)
-    elif settings.kind == "store":
+    if settings.kind == "store":
         tokenizer = store_tokenizer([origin.name for origin in recipe.data.origins if origin.source == "store" and origin.name])
+    elif settings.kind not in TRAINED:
+        tokenizer = ready_made(settings)
     else:
         tokenizer = trained_tokenizer(recipe, source if isinstance(source, Sequence) else (source,), directory, say)
     _check(tokenizer, recipe)
@@ -61,14 +57,18 @@ def _check(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     if size != recipe.model.vocab_size:
         raise ValueError(f"model.vocab_size={recipe.model.vocab_size}, but {what} has {size} tokens: set model.vocab_size={size}")
     if recipe.model.family == "bert":
-        missing = [role for role in BERT_ROLES if getattr(tokenizer, role) is None]
-        if missing:
+        if missing := missing_roles(tokenizer):
             raise ValueError(
                 f"model.family=bert needs tokens for {', '.join(missing)}, which {what} does not have: set data.tokenizer.kind to "
                 "bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a tokenizer_config.json beside the file"
             )
     else:
         end_of_document(tokenizer)
+
+
+def missing_roles(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Special tokens that a BERT needs and the vocabulary does not name."""
+    return [role for role in BERT_ROLES if getattr(tokenizer, role) is None]
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
