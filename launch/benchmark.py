@@ -87,14 +87,16 @@ def _add_data(benchmarks: Any) -> None:
 
 
 def main() -> None:
+    from launch import prepare_data
+
     args = build_parser().parse_args()
     startup.quiet_libraries()
     try:
         args.run(args)
     except ValueError as e:
-        startup.refuse(e)
+        startup.refuse(prepare_data.in_flags(e))
     except RuntimeError as e:
-        startup.refuse(e, code=1)
+        startup.refuse(prepare_data.in_flags(e), code=1)
 
 
 def run_data(args: argparse.Namespace) -> None:

@@ -41,10 +41,11 @@ def main() -> None:
     args = build_parser().parse_args()
     out = Path(args.out)
     try:
-        for placement in PLACEMENTS:
-            recipe = catalog.load(args.recipe, [*args.set, f"model.layer_norm={placement}"], tiny=args.tiny, steps=args.steps)
+        recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
         if recipe.model.family != "bert":
-            raise ValueError(f"--recipe {args.recipe} is a {recipe.model.family}: only a BERT has both placements")
+            raise ValueError(
+                f"--recipe {args.recipe} is a {recipe.model.family}: only a BERT has both placements; give bert/figure1 or another"
+            )
     except ValueError as e:
         startup.refuse(e)
     if not args.resume and out.exists() and any(out.iterdir()):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
 
-from launching import ROOT
+import broken_layouts
+from launching import ROOT, WORKERS, run_ranks
 
 from launch import compare_layouts
-from launch.parity import Outcome, read_outcome
+from launch.parity import Difference, Outcome, compare, read_outcome
 
 COMMAND = [sys.executable, str(ROOT / "launch" / "compare_layouts.py"), "--tiny"]
 
@@ -29,3 +31,25 @@ def rows_of(output: str) -> dict[str, str]:
 
 def outcome(out: Path, name: str) -> Outcome:
     return read_outcome(name, 0, out / compare_layouts.slug(name), out / "no log")
+
+
+def train_broken(recipe: Path, out: Path) -> Path:
+    """Run directories, in `out`, of the family's broken layouts, all trained by one launch of two ranks."""
+    (out / "recipe.yaml").write_text(recipe.read_text())
+    done = run_ranks(broken_layouts.PROCESSES, WORKERS / "broken_layouts.py", out, timeout=400)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return out
+
+
+def check_noticed(reference: Outcome, found: Outcome, breakage: broken_layouts.Breakage) -> Difference:
+    """The comparison says no, names the tensor that is nearest to the fault, or sees the wrong norm of a right loss."""
+    difference = compare(reference, found)
+    assert found.failure is None, "it has to train, and wrongly: a crash proves nothing"
+    assert not difference.agrees
+    assert difference.diverging is not None
+    if breakage.first:
+        assert difference.diverging.startswith(f"{breakage.first} (gradient of step 1"), difference.diverging
+    if breakage.by_norm:
+        assert math.isclose(found.losses[0], reference.losses[0], rel_tol=1e-6)
+        assert abs(found.norms[0] / reference.norms[0] - 1) > 0.05
+    return difference

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import broken_layouts
 import pytest
-from compared import COMMAND, outcome, rows_of
-from launching import WORKERS, run, run_ranks
+from compared import COMMAND, check_noticed, outcome, rows_of, train_broken
+from launching import run
 
 from launch import compare_layouts
 from launch.parity import Outcome, compare
@@ -75,21 +75,12 @@ def test_the_objectives_are_other_ones(compared):
 @pytest.fixture(scope="module")
 def broken(compared, tmp_path_factory) -> Path:
     """Run directories of the broken layouts, all trained by one launch of two ranks."""
-    out = tmp_path_factory.mktemp("broken")
-    (out / "recipe.yaml").write_text((compared["pre-LN, SOP"][0] / "recipe.yaml").read_text())
-    done = run_ranks(broken_layouts.PROCESSES, WORKERS / "broken_layouts.py", out, timeout=400)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return out
+    return train_broken(compared["pre-LN, SOP"][0] / "recipe.yaml", tmp_path_factory.mktemp("broken"))
 
 
 @pytest.mark.parametrize("breakage", broken_layouts.BERT_BREAKAGES, ids=lambda b: b.case.name)
 def test_breakage_is_noticed(broken, reference, breakage):
-    found = outcome(broken, breakage.case.name)
-    difference = compare(reference, found)
-    assert found.failure is None, "it has to train, and wrongly: a crash proves nothing"
-    assert not difference.agrees and difference.diverging is not None
-    if breakage.first:
-        assert difference.diverging.startswith(f"{breakage.first} (gradient of step 1"), difference.diverging
+    check_noticed(reference, outcome(broken, breakage.case.name), breakage)
 
 
 def test_unbroken_layout_agrees(broken, reference):

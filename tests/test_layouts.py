@@ -10,8 +10,8 @@ from pathlib import Path
 import broken_layouts
 import pytest
 import torch
-from compared import COMMAND, outcome, rows_of
-from launching import WORKERS, run, run_ranks
+from compared import COMMAND, check_noticed, outcome, rows_of, train_broken
+from launching import run
 
 from launch import compare_layouts, parity
 from launch.parity import Outcome, compare, read_outcome
@@ -82,25 +82,12 @@ def test_cases_keep_to_what_they_are_named():
 @pytest.fixture(scope="module")
 def broken(compared, tmp_path_factory) -> Path:
     """Run directories of the broken layouts, all trained by one launch of two ranks."""
-    out = tmp_path_factory.mktemp("broken")
-    (out / "recipe.yaml").write_text((compared[0] / "recipe.yaml").read_text())
-    done = run_ranks(broken_layouts.PROCESSES, WORKERS / "broken_layouts.py", out, timeout=400)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return out
+    return train_broken(compared[0] / "recipe.yaml", tmp_path_factory.mktemp("broken"))
 
 
 @pytest.mark.parametrize("breakage", broken_layouts.BREAKAGES, ids=lambda b: b.case.name)
 def test_breakage_is_noticed(broken, reference, breakage):
-    found = outcome(broken, breakage.case.name)
-    difference = compare(reference, found)
-    assert found.failure is None, "it has to train, and wrongly: a crash proves nothing"
-    assert not difference.agrees
-    assert difference.diverging is not None
-    if breakage.first:
-        assert difference.diverging.startswith(f"{breakage.first} (gradient of step 1")
-    if breakage.by_norm:
-        assert math.isclose(found.losses[0], reference.losses[0], rel_tol=1e-6)
-        assert abs(found.norms[0] / reference.norms[0] - 1) > 0.05
+    difference = check_noticed(reference, outcome(broken, breakage.case.name), breakage)
     assert "NO   first: " in parity.table(reference, [difference])
 
 
