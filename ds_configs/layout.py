@@ -36,9 +36,9 @@ class Layout:
         return f"{self.micro} micro x {self.accumulation} accumulation x {self.dp} dp = {self.global_batch} global"
 
 
-def padded_vocab(vocab: int, tp: int) -> int:
-    """The smallest multiple of 128 x tp that holds `vocab` tokens (Megatron-LM's make_vocab_size_divisible_by)."""
-    multiple = 128 * tp
+def padded_vocab(vocab: int, tp: int, divisible_by: int = 128) -> int:
+    """The smallest multiple of `divisible_by` x tp that holds `vocab` tokens (Megatron-LM's make_vocab_size_divisible_by)."""
+    multiple = divisible_by * tp
     return -(-vocab // multiple) * multiple
 
 

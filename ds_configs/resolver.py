@@ -40,7 +40,7 @@ class Plan:
         zero_stage: 0 to 3.
         offload: "none", "optimizer", "parameters", "optimizer+parameters" or "nvme".
         precision: of the run; differs from the recipe's only with a notice.
-        padded_vocab: rows of the embedding, a multiple of 128 x tp.
+        padded_vocab: rows of the embedding, a multiple of model.vocab_divisible_by x tp.
         notices: lines to be shown loudly and kept with the results.
         ds_name: name of the JSON without its folder and suffix.
     """
@@ -99,7 +99,7 @@ def resolve(
     if report.problems:
         raise ConfigError(report.problems)
     assert layout is not None and chosen is not None and stage is not None
-    vocab = padded_vocab(recipe.model.vocab_size, layout.tp)
+    vocab = padded_vocab(recipe.model.vocab_size, layout.tp, recipe.model.vocab_divisible_by)
     return Plan(recipe, layout, ds, stage, offload, chosen, vocab, tuple(report.notices), path.stem)
 
 
@@ -126,7 +126,7 @@ def _batch_and_sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[s
     """
     hidden = recipe.model.hidden
     bucket = max(hidden * hidden, _LEAST_BUCKET)
-    embedding = padded_vocab(recipe.model.vocab_size, layout.tp) // layout.tp * hidden
+    embedding = padded_vocab(recipe.model.vocab_size, layout.tp, recipe.model.vocab_divisible_by) // layout.tp * hidden
     return {
         "train_batch_size": layout.global_batch,
         "train_micro_batch_size_per_gpu": layout.micro,

@@ -17,7 +17,7 @@ NOT_MEASURED = "not measured"
 LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
 
 # Fields of a recipe whose change is no deviation: they change no number, or appear elsewhere among the deviations.
-UNREMARKABLE = ("title", "note", "published", "hardware", "run", "ds_config", "parallel")
+UNREMARKABLE = ("title", "note", "published", "hardware", "inferred", "unknown", "run", "ds_config", "parallel")
 
 
 def result_row(
@@ -103,6 +103,8 @@ def deviations(plan: Any, row: Mapping[str, Any], *, original: Any, tiny: bool, 
         # A degree that the recipe does not state is the ds_config's to choose.
         if key in recipe.parallel.model_fields_set and getattr(layout, key) != getattr(recipe.parallel, key):
             found.append(f"parallel.{key}: {getattr(layout, key)}, the recipe's is {getattr(recipe.parallel, key)}")
+    if not tiny:
+        found += [f"{key}: not published; {reason}" for key, reason in recipe.unknown.items()]
     if recipe.hardware:
         found.append(f"hardware: run on {row['hardware']}, the recipe's is {recipe.hardware}")
     said = any(notice.startswith("precision:") for notice in plan.notices)

@@ -27,9 +27,9 @@ from recipes.yamlfile import YamlError, read
 DEFAULT_RECIPE = "default/sotu"
 
 # These change what is reported or how the work is shared, never a number of the training.
-_NOT_IN_DIGEST = ("title", "run", "ds_config", "parallel", "hardware", "published", "note")
+_NOT_IN_DIGEST = ("title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "unknown", "note")
 
-__all__ = ["DEFAULT_RECIPE", "Entry", "RecipeError", "digest", "dump", "full_name", "load", "load_resolved", "names"]
+__all__ = ["DEFAULT_RECIPE", "Entry", "RecipeError", "digest", "dump", "full_name", "load", "load_resolved", "names", "tables"]
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,9 @@ def names(folder: Path = FOLDER) -> list[Entry]:
     Raises:
         RecipeError: a table that cannot be read; all broken tables in one error.
     """
-    tables, problems = _tables(folder)
-    if problems:
-        raise RecipeError(problems)
     entries = [
         Entry(f"{table.name}/{row}", str(table.row(row).get("title", "")), table.title)
-        for table in tables
+        for table in tables(folder)
         for row in table.rows
     ]
     return sorted(entries, key=lambda entry: entry.name != DEFAULT_RECIPE)
@@ -140,15 +137,27 @@ def _values(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(by_alias=True, exclude_unset=True)
 
 
+def tables(folder: Path = FOLDER) -> list[Table]:
+    """Every table of the folder, in the order of their names.
+
+    Raises:
+        RecipeError: as `names`.
+    """
+    found, problems = _tables(folder)
+    if problems:
+        raise RecipeError(problems)
+    return found
+
+
 def _tables(folder: Path) -> tuple[list[Table], list[str]]:
-    tables: list[Table] = []
+    found: list[Table] = []
     problems: list[str] = []
     for path in sorted(folder.glob("*.yaml")):
         try:
-            tables.append(read_table(path))
+            found.append(read_table(path))
         except ProblemsError as error:
             problems += error.problems
-    return tables, problems
+    return found, problems
 
 
 def _find(name: str) -> tuple[Table, str]:
@@ -160,8 +169,8 @@ def _find(name: str) -> tuple[Table, str]:
                 [f"--recipe {name}: there is no file {path}: give the path of a table and a row, as in {path}/row"]
             )
         return _row_of([read_table(path)], name, f"{path.stem}/{row}" if row else path.stem, [])
-    tables, problems = _tables(FOLDER)
-    return _row_of(tables, name, name, problems)
+    found, problems = _tables(FOLDER)
+    return _row_of(found, name, name, problems)
 
 
 def _outside(name: str) -> tuple[Path, str] | None:

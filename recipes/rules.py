@@ -5,7 +5,7 @@ One function per subject; each returns lines "what came: the rule: the fix", so 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 if TYPE_CHECKING:
     from recipes.schema import Recipe
@@ -22,7 +22,10 @@ SHORTEST_BERT_SAMPLE = 8  # [CLS] A [SEP] B [SEP] with a few tokens in each
 
 def problems(recipe: Recipe) -> list[str]:
     """Every broken rule, as lines; empty when the recipe is consistent."""
-    return [*_schedule(recipe), *_family(recipe), *_vocabulary(recipe), *_data(recipe), *_checkpointing(recipe)]
+    return [
+        *_schedule(recipe), *_family(recipe), *_attention(recipe), *_implementation(recipe), *_vocabulary(recipe), *_data(recipe),
+        *_checkpointing(recipe), *_provenance(recipe),
+    ]  # fmt: skip
 
 
 def _schedule(recipe: Recipe) -> list[str]:
@@ -64,6 +67,71 @@ def _family(recipe: Recipe) -> list[str]:
             f"{SHORTEST_BERT_SAMPLE} or more"
         )
     return found
+
+
+def _attention(recipe: Recipe) -> list[str]:
+    model = recipe.model
+    banded, window = "banded" in model.attention, model.attention_window
+    found = []
+    if banded and model.family != "gpt2":
+        found.append("model.attention with banded layers and model.family=bert: the band looks back only; set model.attention to [dense]")
+    if len(model.attention) > model.layers:
+        found.append(
+            f"model.attention has {len(model.attention)} kinds for model.layers={model.layers}: the pattern is repeated over the layers; "
+            f"give {model.layers} or fewer"
+        )
+    if banded and window is None:
+        found.append("model.attention has banded layers without model.attention_window: say how many positions each one sees")
+    if window is not None and not banded:
+        found.append(f"model.attention_window={window} without a banded layer: set model.attention to [dense, banded], or leave it out")
+    if banded and window is not None and window >= recipe.sequence_length:
+        found.append(
+            f"model.attention_window={window} with sequence_length={recipe.sequence_length}: such a band is the whole triangle; set "
+            f"model.attention_window to {recipe.sequence_length - 1} or less, or model.attention to [dense]"
+        )
+    return found
+
+
+def _implementation(recipe: Recipe) -> list[str]:
+    model = recipe.model
+    if model.implementation != "transformers":
+        return []
+    asked = "model.implementation=transformers"
+    found = []
+    if model.family != "gpt2":
+        found.append(f"model.family={model.family} with {asked}: transformers' Trainer is run with its GPT-2; set the family to gpt2")
+    if "banded" in model.attention:
+        found.append(f"model.attention={list(model.attention)} with {asked}: its GPT-2 has dense layers; set model.attention to [dense]")
+    for key in ("tp", "pp"):
+        if (degree := getattr(recipe.parallel, key)) > 1:
+            found.append(f"parallel.{key}={degree} with {asked}: its GPT-2 is cut by ZeRO alone; set parallel.{key} to 1")
+    if isinstance(recipe.activation_checkpointing, int):
+        found.append(
+            f"activation_checkpointing={recipe.activation_checkpointing} with {asked}: it recomputes all layers or none; set full or none"
+        )
+    return found
+
+
+def _provenance(recipe: Recipe) -> list[str]:
+    """Keys named in `inferred`, `unknown` and `published.printed` exist."""
+    named = {"inferred": recipe.inferred, "unknown": recipe.unknown}
+    if recipe.published:
+        named["published.printed"] = recipe.published.printed  # type: ignore[assignment]
+    return [
+        f"{section}: {key}: no such key of a recipe: name the key whose value it explains, e.g. batch.global"
+        for section, keys in named.items()
+        for key in keys
+        if not _is_key(type(recipe), key)
+    ]
+
+
+def _is_key(model: Any, dotted: str) -> bool:
+    first, _, rest = dotted.partition(".")
+    fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+    if first not in fields:
+        return False
+    below = [part for part in (fields[first], *get_args(fields[first])) if hasattr(part, "model_fields")]
+    return not rest or any(_is_key(part, rest) for part in below)
 
 
 def _vocabulary(recipe: Recipe) -> list[str]:

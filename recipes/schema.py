@@ -8,7 +8,7 @@ Imports neither torch nor deepspeed, so that reading and planning recipes is ins
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -39,7 +39,21 @@ class Model(Strict):
     layers: PositiveInt = Field(description="transformer layers")
     hidden: PositiveInt = Field(description="hidden size: width of the residual stream")
     heads: PositiveInt = Field(description="attention heads per layer; divides hidden")
-    vocab_size: PositiveInt = Field(description="tokens of the vocabulary, before padding to a multiple of 128 x tp")
+    vocab_size: PositiveInt = Field(description="tokens of the vocabulary, before padding")
+    vocab_divisible_by: PositiveInt = Field(
+        default=128, description="the vocabulary is padded to a multiple of this x tp (Megatron-LM's make_vocab_size_divisible_by)"
+    )
+    implementation: Literal["megarecipes", "transformers"] = Field(
+        default="megarecipes",
+        description="megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel, trained by transformers.Trainer",
+    )
+    attention: Annotated[tuple[Literal["dense", "banded"], ...], Field(strict=False, min_length=1)] = Field(
+        default=("dense",),
+        description="kind of each layer, repeated over the layers; [dense, banded] alternates as GPT-3 (Brown et al. 2020, section 2.1)",
+    )
+    attention_window: PositiveInt | None = Field(
+        default=None, description="banded: positions that each position sees, itself and those before it"
+    )
     layer_norm: Literal["pre", "post"] = Field(
         default="pre",
         description="pre: before attention and MLP, and once after the last layer (GPT-2; Megatron-BERT, arXiv 1909.08053 figure "
@@ -58,6 +72,12 @@ class Model(Strict):
                 f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}: every head has hidden/heads dimensions"
             )
         return self
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Attention window of every layer; None: dense."""
+        kinds = (self.attention[i % len(self.attention)] for i in range(self.layers))
+        return tuple(self.attention_window if kind == "banded" else None for kind in kinds)
 
 
 class Parallel(Strict):
@@ -232,16 +252,45 @@ class Run(Strict):
     )
 
 
+class Hardware(Strict):
+    """What the row was measured on, or is meant for; a text alone is its name."""
+
+    name: str
+    gpus: PositiveInt | None = Field(default=None, description="of the whole run, as printed")
+    gpus_per_node: PositiveInt | None = None
+    gpu_memory_gb: PositiveFloat | None = Field(default=None, description="GB of each GPU")
+    peak_tflops: PositiveFloat | None = Field(default=None, description="per GPU in half precision, as the source states it")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    def __str__(self) -> str:
+        return self.name if self.gpus is None else f"{self.gpus} GPUs ({self.name})"
+
+
 class Published(Strict):
     """The row as printed by its source; what is not printed is null."""
 
-    source: str
+    source: str = Field(description="document and table")
+    row: str | None = Field(default=None, description="the row word for word, cells separated by |, in the order of the table's columns")
+    framework: str | None = Field(default=None, description="what the source ran")
+    date: str | None = None
+    size_label: str | None = Field(default=None, description="model size as printed, e.g. 48B")
+    parameters: PositiveInt | None = Field(default=None, description="model size where printed to the unit")
+    parameters_per_rank: PositiveInt | None = None
     time_per_iteration_s: PositiveFloat | None = None
     samples_per_s: PositiveFloat | None = None
     tflops: PositiveFloat | None = Field(default=None, description="per GPU, as printed")
     cached_gb: PositiveFloat | None = Field(default=None, description="GB of memory cached by PyTorch, per GPU")
-    parameters: PositiveInt | None = None
-    oom: bool = False
+    weak_scaling_percent: PositiveFloat | None = None
+    peak_percent: PositiveFloat | None = Field(default=None, description="share of the GPU's peak TFLOPS")
+    validation_loss: PositiveFloat | None = Field(default=None, description="held-out loss, nats per masked token")
+    oom: bool = Field(default=False, description="printed as out of memory")
+    printed: dict[str, int | float | str] = Field(
+        default={}, description="keys of the recipe whose printed value the run cannot have had -> that value; the note says why"
+    )
 
 
 class Recipe(Strict):
@@ -267,8 +316,14 @@ class Recipe(Strict):
     ds_config: str = Field(
         default="zero1", description="file of ds_configs/ (without .json) that the recipe is run with by default"
     )
-    hardware: str | None = None
+    hardware: Hardware | None = None
     published: Published | None = None
+    inferred: dict[str, str] = Field(
+        default={}, description="keys that the table does not print -> where their values come from (its text, a public script, a paper)"
+    )
+    unknown: dict[str, str] = Field(
+        default={}, description="keys that no source gives -> why the value here stands in for them; a run states them as deviations"
+    )
     note: str | None = None
 
     @model_validator(mode="after")

@@ -1,4 +1,7 @@
-"""A table file: `title`, `source`, `defaults`, and `rows`, each laid over the defaults."""
+"""A table file: `title`, `defaults`, and `rows`, each laid over the defaults; a published table has `source`, `columns` and `note` too.
+
+`columns` are the headings of the source's table, in the order of the cells of each row's `published.row`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from recipes.validation import RecipeError
 from recipes.yamlfile import Document, KeyPath, YamlError, read
 
 FOLDER = Path(__file__).resolve().parent
-_KEYS = ("title", "source", "defaults", "rows")
+_KEYS = ("title", "source", "columns", "note", "defaults", "rows")
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,14 @@ class Table:
     defaults: Mapping[str, Any]
     rows: Mapping[str, Mapping[str, Any]]
     document: Document
+    source: str | None = None
+    columns: tuple[str, ...] = ()
+    note: str | None = None
+
+    @property
+    def published(self) -> bool:
+        """Whether it reproduces a table of a document."""
+        return bool(self.columns)
 
     def row(self, name: str) -> dict[str, Any]:
         """The row over the defaults; not yet validated."""
@@ -58,7 +69,11 @@ def read_table(path: Path) -> Table:
     if problems:
         raise RecipeError(problems)
     rows = {name: row or {} for name, row in document.value["rows"].items()}
-    return Table(path.stem, str(document.value["title"]), document.value.get("defaults") or {}, rows, document)
+    value = document.value
+    return Table(
+        path.stem, str(value["title"]), value.get("defaults") or {}, rows, document, value.get("source"),
+        tuple(value.get("columns") or ()), value.get("note"),
+    )  # fmt: skip
 
 
 def _frame_problems(document: Document) -> list[str]:
@@ -74,6 +89,12 @@ def _frame_problems(document: Document) -> list[str]:
         problems.append(f"{document.where}: title is missing: give the table one line for --list")
     if not isinstance(value.get("defaults") or {}, dict):
         problems.append(f"{document.at('defaults')}: defaults={value['defaults']!r}: must be a mapping of recipe keys")
+    columns = value.get("columns") or []
+    if not isinstance(columns, list) or not all(isinstance(name, str) for name in columns):
+        problems.append(f"{document.at('columns')}: columns={columns!r}: must be a list of the source's headings")
+    for key in ("source", "note"):
+        if not isinstance(value.get(key) or "", str):
+            problems.append(f"{document.at(key)}: {key}={value[key]!r}: must be text")
     rows = value.get("rows")
     if not isinstance(rows, dict) or not rows:
         return [*problems, f"{document.at('rows')}: rows={rows!r}: a table has at least one row, name: {{keys}}"]

@@ -1,7 +1,7 @@
 """`--tiny`: any recipe shrunk to what two CPU cores carry in a minute, on the same code path.
 
-Kept: family, kind of layout, ZeRO stage and offload (they are the ds_config's), kind of checkpointing, precision, dropout,
-kind of schedule, and whether micro-batches are accumulated.
+Kept: family, objective, implementation, pattern of attention, kind of layout, ZeRO stage and offload (they are the ds_config's), kind of
+checkpointing, precision, dropout, kind of schedule, and whether micro-batches are accumulated.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ VOCABULARY = 509  # prime: tensor parallelism has to pad it
 SEQUENCE = 64
 STEPS = 20
 GLOBAL = 8  # where the number of data-parallel ranks is left open: 1, 2, 4 and 8 divide it
+WINDOW = 16  # of banded attention
 LEAST_LR = 1e-3  # with less, 20 steps learn nothing visible
 
 
@@ -32,7 +33,10 @@ def tiny(recipe: Recipe) -> Recipe:
     values["model"] = {
         "family": recipe.model.family, "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab_size": VOCABULARY,
         "layer_norm": recipe.model.layer_norm, "sentence_head": recipe.model.sentence_head,
+        "implementation": recipe.model.implementation, "attention": recipe.model.attention[:LAYERS],
     }  # fmt: skip
+    if recipe.model.attention_window:
+        values["model"]["attention_window"] = min(WINDOW, recipe.model.attention_window)
     values["sequence_length"] = min(SEQUENCE, recipe.sequence_length)
     values["parallel"] = {key: min(2, degree) for key, degree in values.get("parallel", {}).items() if degree}
     values["batch"] = _batch(recipe, values["parallel"].get("dp"))
