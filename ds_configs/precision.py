@@ -32,8 +32,8 @@ def precision(
         )
         return None
     chosen = _demanded(demanded[0], recipe, machine, report) if demanded else _asked(switches, recipe, machine, report)
-    if chosen is not None:
-        _check_stage(chosen, bool(demanded), stage, report)
+    if stage == 0 and chosen in _HALVES:
+        _check_accumulation(chosen, config, report)
     return chosen
 
 
@@ -92,18 +92,13 @@ def _say_emulated(half: str, machine: Machine, report: Report) -> None:
         )
 
 
-def _check_stage(chosen: Precision, demanded: bool, stage: int | None, report: Report) -> None:
-    if stage != 0 or chosen == "fp32":
-        return
-    reason = {
-        "fp16": "DeepSpeed scales the loss only for ZeRO optimizers but unscales the gradients always",
-        "bf16": "DeepSpeed's optimizer for it steps once at initialisation, so that weights drift from those of ZeRO-1",
-    }[chosen]
-    off = f"set {chosen}.enabled to false in the JSON" if demanded else "--set precision=fp32"
-    report.problem(
-        f"{chosen} with zero_optimization.stage=0 ({report.where}): {reason}; --ds_config zero1 (stage 1), which is the same "
-        f"computation, or {off}"
-    )
+def _check_accumulation(chosen: Precision, config: dict[str, Any], report: Report) -> None:
+    wanted = lookup(config, "data_types.grad_accum_dtype")
+    if wanted not in (None, chosen):
+        report.problem(
+            f"{report.where}: data_types.grad_accum_dtype={wanted} with {chosen} and zero_optimization.stage=0: DeepSpeed accumulates "
+            f"gradients in {chosen} there; remove the key, or --ds_config zero1 (stage 1), which accumulates in another precision"
+        )
 
 
 def _check_autocast(config: dict[str, Any], report: Report) -> None:

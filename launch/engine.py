@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import set_z3_leaf_modules
 
 from ds_configs.resolver import Plan
-from launch import compiling, micro_batches, ops
+from launch import compiling, data_parallel, micro_batches, ops
 from launch.build_model import build_module
 from launch.micro_batches import MicroBatch
 from launch.schedule import Schedule
@@ -28,6 +27,7 @@ from modeling.bert import PipelineLoss as BertPipelineLoss
 from modeling.process_grid import ProcessGrid
 from modeling.transformer import TransformerLayer
 
+Forward = Callable[..., tuple[torch.Tensor, ...]]  # (engine, micro-batch) -> (loss) or (loss, parts of it)
 STUCK_STEPS = 20  # skipped steps in a row after which a static loss scale counts as stuck
 
 
@@ -76,30 +76,20 @@ def build_engine(plan: Plan, grid: ProcessGrid, *, compiled: bool = False, initi
         set_z3_leaf_modules(module, [TransformerLayer])
     if compiled:
         say(compiling.compile_module(module, plan, grid))
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        model_parameters=parameter_groups(module, plan.recipe.optimizer.weight_decay),
-        mpu=None if isinstance(module, PipelineModule) else grid,
-        config=plan.ds,
-        lr_scheduler=lambda optimizer: Schedule(optimizer, plan.recipe),
-    )
-    if plan.zero_stage == 0:
-        _keep_norm(engine)
+    how = {
+        "model": module,
+        "model_parameters": parameter_groups(module, plan.recipe.optimizer.weight_decay),
+        "mpu": None if isinstance(module, PipelineModule) else grid,
+        "config": plan.ds,
+        "lr_scheduler": lambda optimizer: Schedule(optimizer, plan.recipe),
+    }
+    engine = data_parallel.initialize(**how) if plan.zero_stage == 0 else deepspeed.initialize(**how)[0]
     if engine.fp16_enabled():
-        _postpone_growth(engine)
+        postpone_growth(engine)
     return engine
 
 
-def _keep_norm(engine) -> None:
-    """Make the ZeRO-0 engine remember the norm that its clipping computes and drops, as the ZeRO optimizers do."""
-
-    def clip() -> None:
-        engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping(), mpu=engine.mpu)
-
-    engine.clip_fp32_gradients = clip
-
-
-def _postpone_growth(engine) -> None:
+def postpone_growth(engine) -> None:
     """Let the loss scale grow after the optimizer step instead of in the middle of it.
 
     DeepSpeed 0.19.8 doubles the scale at the end of a loss_scale_window before it unscales that step's gradients, which
@@ -140,11 +130,9 @@ def train_step(engine, batches: Sequence[MicroBatch], grid: ProcessGrid) -> Step
     DeepSpeed divides each loss by the accumulation steps, averages gradients over data-parallel ranks, clips, scales and
     unscales, and steps the optimizer and the schedule at the last micro-batch.
     """
-    lr = engine.get_lr()[0]
-    scale = loss_scale(engine)
-    skipped_before = engine.skipped_steps
+    before = Before.step(engine)
     batches = micro_batches.normalised(batches, grid, engine.device)
-    with _explained_floor(engine):
+    with explained_floor(engine):
         if isinstance(engine, PipelineEngine):
             loss = engine.train_batch(iter([micro_batches.for_pipeline(b) for b in batches]))
             parts = _pipeline_parts(engine, grid)
@@ -152,22 +140,46 @@ def train_step(engine, batches: Sequence[MicroBatch], grid: ProcessGrid) -> Step
             engine.train()
             outcomes = []
             for batch in batches:
-                loss, *parts = _forward(engine, batch)
+                loss, *parts = forward(engine, batch)
                 engine.backward(loss)
                 engine.step()
                 outcomes.append(torch.cat([loss.detach().float().view(1), *parts]))
-            loss, *parts = _data_parallel_mean(torch.stack(outcomes).mean(0), grid)
+            loss, *parts = data_parallel_mean(torch.stack(outcomes).mean(0), grid)
+    return outcome_of_step(engine, before, loss, parts)
+
+
+@dataclass(frozen=True)
+class Before:
+    """Of an engine before an optimizer step."""
+
+    lr: float
+    loss_scale: float
+    skipped_steps: int
+
+    @staticmethod
+    def step(engine) -> Before:
+        return Before(engine.get_lr()[0], loss_scale(engine), engine.skipped_steps)
+
+
+def outcome_of_step(engine, before: Before, loss: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -> Step:
+    """What the step that began at `before` reports, with its mean `loss`. Raises Diverged where the loss is lost."""
     if engine.fp16_enabled():
         engine.settle_loss_scale()
     norm = engine.get_global_grad_norm()
-    skipped = engine.skipped_steps > skipped_before
+    skipped = engine.skipped_steps > before.skipped_steps
     if not math.isfinite(float(loss)) and not (skipped and engine.fp16_enabled()):  # DeepSpeed skips in bf16 and fp32 too
         raise Diverged(f"the loss is {float(loss)} in {engine_precision(engine)}. {DIVERGED_ADVICE}")
-    return Step(float(loss), lr, None if norm is None else float(norm), scale, skipped, _named(parts))
+    return Step(float(loss), before.lr, None if norm is None else float(norm), before.loss_scale, skipped, _named(parts))
+
+
+def forward(engine, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+    """(loss) or (loss, parts of it) of one micro-batch, by our plain model."""
+    outcome = engine(*micro_batches.for_plain(batch, engine.device))
+    return outcome if isinstance(outcome, tuple) else (outcome,)
 
 
 @torch.no_grad()
-def validate(engine, steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid) -> Validation:
+def validate(engine, steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid, forward: Forward = forward) -> Validation:
     """Mean losses over the held-out samples; weights of the batches make the mean over micro-batches exact."""
     steps = micro_batches.normalised_steps(steps, grid, engine.device)
     totals = []
@@ -177,17 +189,11 @@ def validate(engine, steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid) -
             totals.append(torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)]))
         else:
             engine.eval()
-            outcomes = [torch.cat([loss.float().view(1), *parts]) for loss, *parts in (_forward(engine, b) for b in batches)]
-            totals.append(_data_parallel_mean(torch.stack(outcomes).mean(0), grid))
+            outcomes = [torch.cat([loss.float().view(1), *parts]) for loss, *parts in (forward(engine, b) for b in batches)]
+            totals.append(data_parallel_mean(torch.stack(outcomes).mean(0), grid))
     engine.train()
     loss, *parts = torch.stack(totals).mean(0)
     return Validation(float(loss), _named(parts))
-
-
-def _forward(engine, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    """(loss) or (loss, parts of it) of one micro-batch."""
-    outcome = engine(*micro_batches.for_plain(batch, engine.device))
-    return outcome if isinstance(outcome, tuple) else (outcome,)
 
 
 def _pipeline_parts(engine, grid: ProcessGrid) -> list[torch.Tensor]:
@@ -198,7 +204,7 @@ def _pipeline_parts(engine, grid: ProcessGrid) -> list[torch.Tensor]:
     taken = loss_fn.take_parts()
     parts = torch.zeros(loss_fn.part_count, device=engine.device) if taken is None else taken.mean(0).float()
     if taken is not None:
-        parts = _data_parallel_mean(parts, grid)
+        parts = data_parallel_mean(parts, grid)
     # From the last stage, which alone has them, to the others: the sum over the stages.
     dist.all_reduce(parts, group=grid.pipeline_group)
     return list(parts)
@@ -213,7 +219,7 @@ def loss_scale(engine) -> float:
     return float(engine._get_optimizer_loss_scale()) if engine.fp16_enabled() else 1.0
 
 
-def _data_parallel_mean(x: torch.Tensor, grid: ProcessGrid) -> torch.Tensor:
+def data_parallel_mean(x: torch.Tensor, grid: ProcessGrid) -> torch.Tensor:
     if grid.dp > 1:
         dist.all_reduce(x, group=grid.data_group)
         x = x / grid.dp
@@ -221,7 +227,7 @@ def _data_parallel_mean(x: torch.Tensor, grid: ProcessGrid) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _explained_floor(engine):
+def explained_floor(engine):
     """DeepSpeed raises a bare Exception when an overflow meets the smallest loss scale: say what it means and what to do."""
     try:
         yield

@@ -1,0 +1,85 @@
+"""Trains cases under ZeRO-0 and again under ZeRO-1, and runs resumed ones; writes where they differ. Started by tests/test_zero0.py.
+
+    zero0.py OUT CASES.json      cases: name, tp, dp, precision, fp16 (section of the JSON), settings; `resuming`'s where they say "resumed"
+
+A gradient norm is a sum in the order of the shards, and its last bit moves every clipped gradient. So that everything else can be
+compared bit for bit, both stages clip by the norm rounded to 12 bits; the norms themselves are recorded before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import resuming
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from data.corpus import build
+from ds_configs.resolver import resolve
+from launch import checkpoint, pretrain, startup
+from launch.data_parallel import MasterWeights
+from launch.weights import load_tensors
+from modeling.process_grid import ProcessGrid
+from recipes import catalog
+
+STEPS = 9
+COMMON = ("batch.accumulation=2", "optimizer.clip=0.5", "optimizer.weight_decay=0.1", "dropout.hidden=0", "dropout.attention=0")
+
+
+@contextlib.contextmanager
+def rounded_norms(kind: type, method: str):
+    """Round what `kind.method` returns to 12 bits; yields the list of what it returned."""
+    original, seen = getattr(kind, method), []
+
+    def rounded(self):
+        norm = original(self)
+        seen.append(float(norm))
+        mantissa, exponent = torch.frexp(norm)
+        return torch.ldexp((mantissa * 2**12).round(), exponent - 12)
+
+    with mock.patch.object(kind, method, rounded):
+        yield seen
+
+
+def train(case: dict, ds_config: str, out: Path) -> dict:
+    """One run: each step's record, each step's scaled gradient norm, and the fp32 weights at the end."""
+    degrees = [f"parallel.{degree}={case[degree]}" for degree in ("tp", "dp")]
+    settings = [*degrees, *COMMON, f"precision={case['precision']}", *case["settings"]]
+    recipe = catalog.load("bert/sotu" if case["name"] == "bert" else catalog.DEFAULT_RECIPE, settings, tiny=True, steps=STEPS)
+    config = json.loads((Path("ds_configs") / f"{ds_config}.json").read_text())
+    config["fp16"].update(case["fp16"])
+    directory = out / f"{case['name']}-{ds_config}"
+    if startup.rank() == 0:
+        directory.mkdir()
+        (directory / "ds.json").write_text(json.dumps(config))
+    torch.distributed.barrier()
+    plan = resolve(recipe, directory / "ds.json", startup.world_size(), resuming.MACHINE)
+    records = resuming.Records()
+    norm = (MasterWeights, "_norm") if ds_config == "zero0" else (DeepSpeedZeroOptimizer, "scaled_global_norm")
+    with rounded_norms(*norm) as norms:
+        job = pretrain.Job(plan, case["name"], directory)
+        pretrain.train(job, records, build(recipe, say=records.say), ProcessGrid(case["tp"], 1, case["dp"]))
+    torch.distributed.barrier()
+    weights = load_tensors(checkpoint.newest(directory / "checkpoints").directory)
+    return {"steps": records.steps, "norms": norms, "weights": weights}
+
+
+def run(case: dict, out: Path) -> None:
+    plain, sharded = (train(case, stage, out) for stage in ("zero0", "zero1"))
+    weights, expected = plain.pop("weights"), sharded.pop("weights")
+    if startup.rank() == 0:
+        (out / f"{case['name']}.json").write_text(json.dumps({
+            "zero0": plain, "zero1": sharded, "tensors": len(expected),
+            "different_weights": [n for n in expected if not torch.equal(weights[n], expected[n])],
+        }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    with startup.clean_exit():
+        startup.start_processes()
+        for one in json.loads(Path(sys.argv[2]).read_text()):
+            (resuming.run if one.get("resumed") else run)(one, Path(sys.argv[1]))
