@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ds_configs import implementation
 from ds_configs.keys import lookup
 from ds_configs.layout import Layout, divisors, share_batch
 from ds_configs.report import Report, join
@@ -81,6 +82,8 @@ def _is_degree(value: object) -> bool:
 
 def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, report: Report) -> None:
     heads, layers = recipe.model.heads, recipe.model.layers
+    for degree in (tp, pp):
+        implementation.check_degree(recipe, degree.text, degree.value, report)
     if heads % tp.value:
         report.problem(
             f"model.heads={heads} is not divisible by {tp.text}: each tensor-parallel rank takes heads/tp heads; set "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_configs import keys, optimizer, parallel, zero
+from ds_configs import implementation, keys, optimizer, parallel, zero
 from ds_configs.jsonfile import FOLDER, ConfigError, available, find, read
 from ds_configs.layout import Layout, padded_vocab
 from ds_configs.machine import Machine
@@ -40,7 +40,7 @@ class Plan:
         zero_stage: 0 to 3.
         offload: "none", "optimizer", "parameters", "optimizer+parameters" or "nvme".
         precision: of the run; differs from the recipe's only with a notice.
-        padded_vocab: rows of the embedding, a multiple of model.vocab_divisible_by x tp.
+        padded_vocab: rows of the embedding, a multiple of model.vocab_divisible_by x tp; transformers' has no padding.
         notices: lines to be shown loudly and kept with the results.
         ds_name: name of the JSON without its folder and suffix.
     """
@@ -82,6 +82,7 @@ def resolve(
     layout = parallel.layout(recipe, config, world, stage, report)
     offload = zero.offload(config, stage, machine, report)
     optimizer.check(recipe, config, report)
+    implementation.check(recipe, config, report)
     if config.get("gradient_allreduce_op", "mean") != "mean":
         report.problem(
             f"{report.where}: gradient_allreduce_op={config['gradient_allreduce_op']}: a step's gradient is the mean over its global "
@@ -99,7 +100,7 @@ def resolve(
     if report.problems:
         raise ConfigError(report.problems)
     assert layout is not None and chosen is not None and stage is not None
-    vocab = padded_vocab(recipe.model.vocab_size, layout.tp, recipe.model.vocab_divisible_by)
+    vocab = implementation.embedding_rows(recipe, layout.tp)
     return Plan(recipe, layout, ds, stage, offload, chosen, vocab, tuple(report.notices), path.stem)
 
 
@@ -126,7 +127,7 @@ def _batch_and_sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[s
     """
     hidden = recipe.model.hidden
     bucket = max(hidden * hidden, _LEAST_BUCKET)
-    embedding = padded_vocab(recipe.model.vocab_size, layout.tp, recipe.model.vocab_divisible_by) // layout.tp * hidden
+    embedding = implementation.embedding_rows(recipe, layout.tp) // layout.tp * hidden
     return {
         "train_batch_size": layout.global_batch,
         "train_micro_batch_size_per_gpu": layout.micro,

@@ -205,7 +205,10 @@ def _saved_recipe(directory: RunDirectory) -> Any:
 def _refuse_other_recipe(directory: RunDirectory, saved: Any, recipe: Any) -> None:
     if catalog.digest(saved) == catalog.digest(recipe):
         return
-    changed = differences(yaml.safe_load(catalog.dump(saved)), yaml.safe_load(catalog.dump(recipe)))
+    changed = [
+        change for change in differences(yaml.safe_load(catalog.dump(saved)), yaml.safe_load(catalog.dump(recipe)))
+        if change[0].split(".")[0] not in catalog.NOT_IN_DIGEST
+    ]  # fmt: skip
     raise RunDirectoryError(
         f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another directory with "
         f"--out, or run the recipe that is there. They differ in (there -> now):\n{_listed(changed)}"

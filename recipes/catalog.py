@@ -18,6 +18,7 @@ import yaml
 
 from recipes import overrides as overriding
 from recipes.problems import ProblemsError, did_you_mean
+from recipes.rules import ORIGIN_FIELDS
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
 from recipes.tiny import tiny as shrink
@@ -27,9 +28,9 @@ from recipes.yamlfile import YamlError, read
 DEFAULT_RECIPE = "default/sotu"
 
 # These change what is reported or how the work is shared, never a number of the training.
-_NOT_IN_DIGEST = ("title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "unknown", "note")
+NOT_IN_DIGEST = ("title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "unknown", "note")
 
-__all__ = ["DEFAULT_RECIPE", "Entry", "RecipeError", "digest", "dump", "full_name", "load", "load_resolved", "names", "tables"]
+__all__ = ["DEFAULT_RECIPE", "Entry", "RecipeError", "digest", "dump", "find", "full_name", "load", "load_resolved", "names", "tables"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def load(
     Raises:
         RecipeError: no such recipe, or every problem of it, one line each.
     """
-    table, row = _find(name)
+    table, row = find(name)
     values, where = table.row(row), f"{table.name}/{row}"
     if tiny:
         values = _values(shrink(validate(values, where, table.document, table.paths(row))))
@@ -79,7 +80,7 @@ def load(
 
 def full_name(name: str) -> str:
     """The recipe that `name` means to `load`, as table/row. Raises RecipeError where there is none."""
-    table, row = _find(name)
+    table, row = find(name)
     return f"{table.name}/{row}"
 
 
@@ -88,6 +89,8 @@ def dump(recipe: Recipe) -> str:
     values = recipe.model_dump(mode="json", by_alias=True)
     # A degree that nobody stated stays unsaid: the DeepSpeed JSON may choose it (see ds_configs/README.md).
     values["parallel"] = recipe.parallel.model_dump(mode="json", exclude_unset=True)
+    if recipe.data.blend:  # whose parts say where documents come from
+        values["data"] = {key: value for key, value in values["data"].items() if key not in ORIGIN_FIELDS}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -117,7 +120,7 @@ def digest(recipe: Recipe) -> str:
     Left out are the layout (`parallel`, `batch.micro`, `batch.accumulation`, `ds_config`), what is only printed or kept, and
     `steps`, which decides how far the run goes: in its place stands the step at which the learning rate has decayed.
     """
-    values = recipe.model_dump(mode="json", by_alias=True, exclude=set(_NOT_IN_DIGEST))
+    values = recipe.model_dump(mode="json", by_alias=True, exclude=set(NOT_IN_DIGEST))
     values["batch"] = {"global": recipe.batch.global_}
     values["schedule"]["decay_steps"] = None if recipe.schedule.kind == "constant" else recipe.decay_steps
     del values["steps"]
@@ -160,7 +163,8 @@ def _tables(folder: Path) -> tuple[list[Table], list[str]]:
     return found, problems
 
 
-def _find(name: str) -> tuple[Table, str]:
+def find(name: str) -> tuple[Table, str]:
+    """The table and the row that `name` means to `load`. Raises RecipeError where there is none."""
     outside = _outside(name)
     if outside:
         path, row = outside
@@ -169,6 +173,11 @@ def _find(name: str) -> tuple[Table, str]:
                 [f"--recipe {name}: there is no file {path}: give the path of a table and a row, as in {path}/row"]
             )
         return _row_of([read_table(path)], name, f"{path.stem}/{row}" if row else path.stem, [])
+    table, _, row = name.partition("/")
+    if (FOLDER / f"{table}.yaml").is_file():  # a full name needs no other table
+        only = read_table(FOLDER / f"{table}.yaml")
+        if row in only.rows:
+            return only, row
     found, problems = _tables(FOLDER)
     return _row_of(found, name, name, problems)
 

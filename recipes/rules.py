@@ -117,7 +117,8 @@ def _provenance(recipe: Recipe) -> list[str]:
     named = {"inferred": recipe.inferred, "unknown": recipe.unknown}
     if recipe.published:
         named["published.printed"] = recipe.published.printed  # type: ignore[assignment]
-    return [
+    both = sorted(recipe.inferred.keys() & recipe.unknown.keys())
+    return [f"unknown: {key}: is in inferred as well: a value has a source or none; keep one of the two" for key in both] + [
         f"{section}: {key}: no such key of a recipe: name the key whose value it explains, e.g. batch.global"
         for section, keys in named.items()
         for key in keys

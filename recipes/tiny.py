@@ -65,7 +65,7 @@ def _batch(recipe: Recipe, dp: int | None) -> dict[str, int]:
 
 
 def _steps(recipe: Recipe) -> dict[str, Any]:
-    """At most 20 steps; warm-up and decay scaled alike, and the warm-up left shorter than the decay."""
+    """At most 20 steps; warm-up and decay scaled alike, and the warm-up over after a quarter of the steps."""
     steps = min(STEPS, recipe.steps)
     schedule = recipe.schedule.model_dump(exclude_unset=True)
     shrunk = steps / recipe.steps
@@ -73,7 +73,7 @@ def _steps(recipe: Recipe) -> dict[str, Any]:
     if recipe.schedule.decay_steps is not None:
         schedule["decay_steps"] = decay
     if recipe.schedule.warmup_steps:
-        schedule["warmup_steps"] = min(max(1, round(recipe.schedule.warmup_steps * shrunk)), decay - 1)
+        schedule["warmup_steps"] = min(max(1, round(recipe.schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1)
     return {"steps": steps, "schedule": schedule}
 
 

@@ -72,27 +72,37 @@ def only(config, *overrides: str, **how) -> str:
 
 
 def test_the_set_is_complete():
-    wanted = "zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero_infinity pipeline 3d"
+    wanted = "zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_offload_optimizer zero_infinity pipeline 3d"
     precisions = "fp16_dynamic fp16_static bf16 fp32"
     assert set(EVERY_CONFIG) >= {*wanted.split(" "), *precisions.split(" ")}
     readme = (FOLDER / "README.md").read_text()
     assert [name for name in EVERY_CONFIG if f"| `{name}` |" not in readme] == []
 
 
-@pytest.mark.parametrize("machine", [GPU, CPU, OLD], ids=["gpu", "cpu", "old-cpu"])
-@pytest.mark.parametrize("config", EVERY_CONFIG)
-def test_every_recipe_resolves_or_is_refused_with_reasons(config, machine, nvme):
-    resolved = 0
+@pytest.fixture(scope="module")
+def recipes_and_worlds() -> list[tuple[Recipe, tuple[int, ...]]]:
+    """Every recipe in both sizes, with the number of processes it states, or with several where it leaves them open."""
+    found = []
     for name in EVERY_RECIPE:
         for recipe in (catalog.load(name), catalog.load(name, tiny=True)):
-            for world in WORLDS:
-                try:
-                    result = resolve(recipe, config, world, machine, nvme)
-                except ConfigError as error:
-                    assert all(":" in line and ";" in line for line in error.problems), error
-                else:
-                    resolved += 1
-                    assert_consistent(result, world)
+            degrees = recipe.parallel
+            found.append((recipe, (degrees.tp * degrees.pp * degrees.dp,) if degrees.dp else WORLDS))
+    return found
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU, OLD], ids=["gpu", "cpu", "old-cpu"])
+@pytest.mark.parametrize("config", EVERY_CONFIG)
+def test_every_recipe_resolves_or_is_refused_with_reasons(config, machine, nvme, recipes_and_worlds):
+    resolved = 0
+    for recipe, worlds in recipes_and_worlds:
+        for world in worlds:
+            try:
+                result = resolve(recipe, config, world, machine, nvme)
+            except ConfigError as error:
+                assert all(":" in line and ";" in line for line in error.problems), error
+            else:
+                resolved += 1
+                assert_consistent(result, world)
     lacks = {"fp16_dynamic": not machine.fp16, "fp16_static": not machine.fp16, "bf16": not machine.bf16}
     assert (resolved == 0) == lacks.get(config, False)
 
@@ -104,8 +114,9 @@ def assert_consistent(result: Plan, world: int) -> None:
     assert layout.global_batch == result.recipe.batch.global_ == ds["train_batch_size"]
     assert layout.micro == ds["train_micro_batch_size_per_gpu"]
     assert layout.accumulation == ds["gradient_accumulation_steps"]
-    assert result.padded_vocab % (128 * layout.tp) == 0
-    assert 0 <= result.padded_vocab - result.recipe.model.vocab_size < 128 * layout.tp
+    model = result.recipe.model
+    multiple = 1 if model.implementation == "transformers" else model.vocab_divisible_by * layout.tp
+    assert result.padded_vocab % multiple == 0 and 0 <= result.padded_vocab - model.vocab_size < multiple
     assert (ds["fp16"]["enabled"], ds["bf16"]["enabled"]) == (result.precision == "fp16", result.precision == "bf16")
     assert ds["optimizer"]["params"]["lr"] == result.recipe.optimizer.lr
     assert result.zero_stage == ds["zero_optimization"]["stage"]
@@ -213,9 +224,8 @@ def test_a_file_by_name_by_path_and_from_another_directory(monkeypatch, tmp_path
 
 
 def test_a_missing_file_gets_near_matches(tmp_path):
-    assert (
-        only("zero3_ofload") == "--ds_config zero3_ofload: no such file; did you mean zero3_offload or zero2_offload?"
-    )
+    near = "zero3_offload or zero2_offload or zero3_offload_optimizer"
+    assert only("zero3_ofload") == f"--ds_config zero3_ofload: no such file; did you mean {near}?"
     assert "ds_configs/ has 3d, bf16" in only("ds_configs/qqq.json")
     assert "is a directory" in only(tmp_path)
 
@@ -408,7 +418,7 @@ def test_an_explicit_choice_wins_over_the_recipe_with_a_notice(written):
     assert plan("fp16_static", machine=GPU).notices == (
         "precision: fp16, as ds_configs/fp16_static.json says; the recipe asks for bf16",
     )
-    assert plan("fp32").precision == plan("zero0").precision == "fp32"
+    assert plan("fp32").precision == "fp32"
     assert "the recipe asks for bf16" in plan("fp32").notices[0]
     path = written(bf16={"enabled": False})  # fp16 "auto" does not stand in for a bf16 that is off
     assert plan(path, machine=GPU).precision == "fp32"
@@ -436,17 +446,20 @@ def test_two_precisions_or_none_that_is_one(written):
     assert "fp16.enabled='yes': must be true, false" in only(written(fp16__enabled="yes"))
 
 
-def test_half_precision_with_zero_0_is_refused(written):
-    auto = {"zero_optimization": {"stage": 0}}
-    found = only(written(**auto), machine=GPU)
-    assert (
-        "bf16 with zero_optimization.stage=0" in found
-        and "--ds_config zero1" in found
-        and "--set precision=fp32" in found
-    )
-    assert plan(written(**auto), "precision=fp32").precision == "fp32"
-    found = only(written(**auto, fp16={"enabled": True}, bf16={"enabled": False}), machine=GPU)
-    assert "fp16 with zero_optimization.stage=0" in found and "scales the loss only for ZeRO" in found
+def test_zero_0_takes_every_precision(written):
+    for wanted in ("fp32", "bf16", "fp16"):
+        result = plan("zero0", f"precision={wanted}", machine=GPU)
+        assert (result.precision, result.zero_stage, result.notices) == (wanted, 0, ())
+    assert plan("zero0", "precision=fp16", "parallel.tp=2", world=4, machine=GPU).layout.dp == 2
+    assert "pp=2 with zero_optimization.stage=0" in only("zero0", "parallel.pp=2", "precision=bf16", world=2)
+
+
+def test_zero_0_accumulates_in_the_precision_of_the_run(written):
+    path = written(base="zero0", data_types__grad_accum_dtype="fp32")
+    found = only(path, "precision=bf16", machine=GPU)
+    assert "data_types.grad_accum_dtype=fp32 with bf16 and zero_optimization.stage=0" in found and "--ds_config zero1" in found
+    assert plan(path, "precision=fp32").precision == "fp32"
+    assert plan(written(data_types__grad_accum_dtype="fp32"), "precision=bf16").zero_stage == 1
 
 
 # --- layout
