@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from dataclasses import dataclass
@@ -56,67 +55,29 @@ def train(job: Job, metrics, corpus, grid) -> str | None:
 
     `metrics` records on rank 0 and is silent elsewhere. Raises engine.Diverged when the loss is lost.
     """
-    from data.loader import StepBatches
-    from launch import checkpoint
-    from launch.engine import SkippedInARow, build_engine, closing, train_step, validate
-    from launch.weights import save_first_gradients
+    from launch.engine import build_engine, closing, train_step
+    from launch.training_run import TrainingRun
     from modeling.random_state import seed_step
 
-    plan, recipe, layout, run = job.plan, job.plan.recipe, job.plan.layout, job.plan.recipe.run
+    plan, recipe = job.plan, job.plan.recipe
+    if recipe.model.implementation == "transformers":
+        from launch import hf_training
+
+        return hf_training.train(job, metrics, corpus, grid)
     engine = build_engine(plan, grid, compiled=job.compiled, initial_weights=job.initial_weights, say=metrics.say)
-    held_out = held_out_batches(corpus.validation, layout, grid)
-
-    saved = checkpoint.agreed(job.directory / "checkpoints", grid) if job.resume else None
-    text = corpus.summary.get("train_tokens_crc32")
-    if saved:
-        try:
-            checkpoint.check_corpus(saved, text)
-        except ValueError as e:
-            startup.refuse(e)
-    done = checkpoint.load(engine, saved) if saved else 0
-    batches = StepBatches(
-        corpus.train, recipe.seed, layout, grid.at.dp, done, saved.data_state if saved else None, workers=run.loader_workers
-    )
-    if not done:
-        metrics.validation(0, validate(engine, held_out, grid))
-
-    skipped = SkippedInARow(plan.precision)
-    with closing(engine), contextlib.closing(batches), startup.StopRequest(job.directory / "STOP") as stop:
-        for step in range(done, recipe.steps):
+    run = TrainingRun(job, metrics, corpus, grid).begin(engine)
+    with closing(engine), contextlib.closing(run), startup.StopRequest(job.directory / "STOP") as stop:
+        for step in range(run.done, recipe.steps):
             started = time.perf_counter()
             seed_step(recipe.seed, step, grid.at)
             # DeepSpeed accumulates, clips, scales the loss, averages over data-parallel ranks and steps the schedule.
-            micro_batches = next(batches)
+            micro_batches = next(run.batches)
             waited = time.perf_counter() - started
             report = train_step(engine, micro_batches, grid)
-            metrics.step(step + 1, report, time.perf_counter() - started, waited)
-            skipped.see(report)
-            if job.record_gradients and step == 0:
-                save_first_gradients(engine, grid, job.directory, recipe.optimizer, report.grad_norm)
-
-            stopped, last = stop.agreed(grid.control_group), step + 1 == recipe.steps
-            if last or due(step + 1, run.validate_every):
-                metrics.validation(step + 1, validate(engine, held_out, grid))
-            if last and corpus.test is not None:
-                metrics.validation(step + 1, validate(engine, held_out_batches(corpus.test, layout, grid), grid), "test")
-            if last or stopped or due(step + 1, run.save_every):
-                checkpoint.save(engine, plan, grid, job.directory / "checkpoints", step + 1, batches.state(), text)
-            if stopped and not last:
-                return f"{stopped}: stopped after step {step + 1} of {recipe.steps}, checkpoint saved"
+            # Records, validates, and saves where one of these is due.
+            if stopped := run.completed(step + 1, report, time.perf_counter() - started, waited, stop):
+                return stopped
     return None
-
-
-def held_out_batches(samples, layout, grid):
-    """This rank's batches of a held-out split."""
-    from data.loader import validation_batches
-
-    # No more micro-batches than the samples fill: a validation step may be shorter than a training step.
-    passes = min(layout.accumulation, math.ceil(len(samples) / (layout.micro * layout.dp)))
-    return validation_batches(samples, layout.micro, passes, layout.dp, grid.at.dp)
-
-
-def due(step: int, every: int) -> bool:
-    return bool(every) and step % every == 0
 
 
 def build_parser():
@@ -162,6 +123,11 @@ def checked_job(args):
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
         machine = startup.detect_machine(args.emulate_fp16)
         plan = resolve(recipe, args.ds_config or recipe.ds_config, startup.world_size(), machine)
+        if args.compile and recipe.model.implementation == "transformers":
+            raise ValueError(
+                "--compile with model.implementation=transformers: these rows run transformers' modules as their source did, uncompiled; "
+                "leave --compile out, or --set model.implementation=megarecipes"
+            )
         if args.init_from:
             initial_weights.check(args.init_from, recipe)
         check_sources(recipe)

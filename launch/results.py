@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from launch.metrics import PART_NAMES, WARMUP_STEPS, Throughput, steady_seconds
 from modeling import cost
 
 NOT_MEASURED = "not measured"
+OURS = "megarecipes"  # as model.implementation names it
 LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
 
 # Fields of a recipe whose change is no deviation: they change no number, or appear elsewhere among the deviations.
@@ -49,6 +51,7 @@ def result_row(
     row = {
         "recipe": name,
         "title": recipe.title,
+        "implementation": implementation(recipe.model),
         "status": status,
         "ds_config": plan.ds_name,
         "layout": {key: getattr(layout, key) for key in ("tp", "pp", "dp", "micro", "accumulation", "global_batch")},
@@ -145,6 +148,7 @@ def format_row(row: Mapping[str, Any]) -> str:
             f"{row['ds_config']}: tp {layout['tp']} x pp {layout['pp']} x dp {layout['dp']}, ZeRO-{row['zero_stage']}, "
             f"offload {row['offload']}, {row['precision']}, activation checkpointing {row['activation_checkpointing']}",
         ),
+        *([("implementation", row["implementation"])] if row["implementation"] != OURS else []),
         ("hardware", row["hardware"]),
         ("parameters", f"{row['parameters']:,}"),
         ("steps", f"{row['steps']:,}" + (f" ({row['skipped_steps']:,} skipped)" if row["skipped_steps"] else "")),
@@ -164,6 +168,11 @@ def format_row(row: Mapping[str, Any]) -> str:
     ]
     text = "\n".join(f"{label:<16} {value}" for label, value in lines)
     return "\n".join(part for part in (text, _format_comparison(row), _format_deviations(row)) if part)
+
+
+def implementation(model: Any) -> str:
+    """Whose modules and loop: ours, or "transformers" with its version."""
+    return OURS if model.implementation == OURS else f"{model.implementation} {metadata.version(model.implementation)}"
 
 
 def write_result(path: Path, row: Mapping[str, Any]) -> None:
