@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import hardware
+from launch.comparability import not_comparable
 from launch.files import differences, write_atomically
 from launch.metrics import PART_NAMES, WARMUP_STEPS, Throughput, steady_seconds
 from modeling import cost
@@ -87,6 +88,9 @@ def result_row(
         "hardware": hardware.summary({**described, "accelerators": described["accelerators"] and layout.tp * layout.pp * layout.dp}),
     }
     row["deviations"] = deviations(plan, row, original=original, tiny=tiny, emulated_fp16=emulated_fp16)
+    row["not_comparable"] = None
+    if recipe.published:
+        row["not_comparable"] = not_comparable(original or recipe, recipe, tiny=tiny, precision=row["precision"])
     row["comparison"] = comparison(recipe.published, row)
     row["published_source"] = recipe.published.source if recipe.published else None
     return row
@@ -121,7 +125,10 @@ def deviations(plan: Any, row: Mapping[str, Any], *, original: Any, tiny: bool, 
 
 
 def comparison(published: Any, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Per published quantity: unit, published value (null: not printed), measured value or "not measured", ratio."""
+    """Per published quantity: unit, published value (null: not printed), measured value or "not measured", ratio.
+
+    No ratios where the row says that it is not comparable.
+    """
     if published is None:
         return []
     cached = row["cached_bytes"]
@@ -133,7 +140,8 @@ def comparison(published: Any, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         "parameters": ("summed over tensor-parallel ranks", row["parameters_summed_over_tp_ranks"]),
         "oom": ("", row["status"] == "OOM"),
     }
-    return [_compare(key, unit, getattr(published, key), value) for key, (unit, value) in measured.items()]
+    comparable = not row.get("not_comparable")
+    return [_compare(key, unit, getattr(published, key), value, comparable) for key, (unit, value) in measured.items()]
 
 
 def format_row(row: Mapping[str, Any]) -> str:
@@ -224,8 +232,8 @@ def _changed_fields(original: Any, recipe: Any) -> list[str]:
     return [f"{key}: {new}, the recipe's is {old}" for key, old, new in changed]
 
 
-def _compare(quantity: str, unit: str, published: Any, measured: Any) -> dict[str, Any]:
-    both = published is not None and measured is not None and not isinstance(published, bool)
+def _compare(quantity: str, unit: str, published: Any, measured: Any, comparable: bool) -> dict[str, Any]:
+    both = comparable and published is not None and measured is not None and not isinstance(published, bool)
     return {
         "quantity": quantity,
         "unit": unit,
@@ -244,6 +252,8 @@ def _format_comparison(row: Mapping[str, Any]) -> str:
         published = "not published" if entry["published"] is None else _cell(entry["published"])
         columns = f"{entry['quantity']:<22} {published:>14} {_cell(entry['measured']):>14} {ratio:>10}"
         lines.append(f"{columns}  {entry['unit']}".rstrip())
+    if row["not_comparable"]:
+        lines.append(f"no ratios: {row['not_comparable']}")
     return "\n".join([*lines, f"source: {row['published_source']}"])
 
 

@@ -237,6 +237,17 @@ def test_published_and_measured_side_by_side(tmp_path):
     assert row(run, used, cached_bytes=31_400_000_000)["comparison"][3]["measured"] == pytest.approx(31.4)
 
 
+def test_no_ratio_to_a_published_number_of_other_work(tmp_path):
+    published = {"source": "Some table", "time_per_iteration_s": 0.25}
+    original = recipe(published=published)
+    changed = original.model_copy(update={"sequence_length": 8})
+    for used, tiny, why in ((plan(original), True, "tiny, another model"), (plan(changed), False, "other sequence_length")):
+        result = row(run_steps(tmp_path, used, 3), used, original=original, tiny=tiny)
+        assert result["not_comparable"] == why and f"no ratios: {why}" in results.format_row(result)
+        assert [entry["ratio"] for entry in result["comparison"]] == [None] * len(result["comparison"])
+    assert row(run_steps(tmp_path, plan(original), 3), plan(original), original=original)["not_comparable"] is None
+
+
 def test_a_run_that_ended_at_once_is_a_row_too(tmp_path):
     result = row(run_steps(tmp_path, plan(), 0), plan(), status="OOM", entropies=None)
     assert result["status"] == "OOM" and result["seconds_per_step"] is None

@@ -1,0 +1,58 @@
+"""The recipes: which there are, what one of them says, and whether the published tables add up.
+
+    python launch/recipes.py list --table jeanzay_megatron_performance
+    python launch/recipes.py show dgx2_gpt2_model_parallel/72x3072-h32-tp8
+    python launch/recipes.py verify
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # replace launch/, which would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from launch import arguments, list_command, show_command, verify_command
+
+EXAMPLES = """\
+examples:
+  python launch/recipes.py list
+      every recipe, table by table, with shape, layout and what was published
+  python launch/recipes.py list --family bert --gpus 16 --hardware dgx-2
+      the BERT rows on 16 GPUs of a DGX-2
+  python launch/recipes.py list --fits
+      the rows whose weights, gradients and optimizer states fit this machine
+  python launch/recipes.py show jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527
+      one row: everything resolved, published numbers and source, what is inferred or unknown, the line that launches it
+  python launch/recipes.py show my_table.yaml/my-row --yaml
+      a row of your own file, with every value written out
+  python launch/recipes.py verify
+      recompute what can be recomputed of the published tables; explain every disagreement
+
+exit codes: 0 shown, or everything agrees or is explained; 1 something that verify cannot explain; 2 refused."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{list,show,verify}")
+    for command in (list_command, show_command, verify_command):
+        command.add_parser(commands)
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    try:
+        return args.run(args)
+    except ValueError as error:
+        print(f"\n{error}\n", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, e.g. head, has seen enough
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,121 @@
+"""Published tables with what was measured beside them, and runs compared: Markdown, CSV and one HTML page with plots.
+
+    python launch/report.py runs/a runs/b
+    python launch/report.py runs --table jeanzay_megatron_performance
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # replace launch/, which would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from recipes.tables import FOLDER
+
+EXAMPLES = """\
+examples:
+  python launch/report.py runs
+      every run below runs/, each in the table of its recipe, beside what was published
+  python launch/report.py runs/zero1 runs/zero3
+      two runs: curves over each other, what differs in how they were made and in what came out (up to 6 runs)
+  python launch/report.py 'runs/dgx2*' --table dgx2_gpt2_model_parallel
+      only this table, with those of the runs that belong to it
+  python launch/report.py --table jeanzay_megatron_performance
+      the table as published, with nothing run
+  python launch/report.py runs --all --out reports/july
+      every published table, run or not
+
+A run is a directory with recipe.yaml, metrics.jsonl and, once it has ended, result.json; one that still goes on is shown as unfinished.
+Tiny runs are marked. They get no ratio to published numbers, nor do runs that change the model, the sequence length, the batch or what
+is recomputed, nor emulated fp16.
+Writes report.md, report.csv and report.html (plots inside, no network, no scripts). A former report there is replaced; other files never.
+Long curves are drawn as means of neighbouring steps, at most 1000 points each.
+exit codes: 0 written; 1 written, but some file of a run or of a table could not be read (they are named); 2 refused, nothing written."""
+
+
+def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
+    """Write the report that the flags ask for; the exit code. `folder`: of the tables."""
+    args = build_parser().parse_args(arguments)
+    try:
+        return report(args, folder)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    from launch.arguments import command
+
+    assert __doc__
+    parser = command(__doc__.split("\n\n")[0], EXAMPLES)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run directory, a glob of them, or a folder with runs somewhere below it")
+    parser.add_argument("--table", action="append", default=[], metavar="NAME", help="only this table of recipes/, also where nothing of "
+                        "it was run; a YAML file of your own will do; repeatable")  # fmt: skip
+    parser.add_argument("--all", action="store_true", help="every published table, also where nothing of it was run")
+    parser.add_argument("--out", metavar="DIR", help="where to write (default: reports/<table or runs>)")
+    return parser
+
+
+def report(args: argparse.Namespace, folder: Path) -> int:
+    """Raises ValueError for whatever is refused, before anything is written."""
+    if not (args.runs or args.table or args.all):
+        raise ValueError("nothing to report: name run directories, as in launch/report.py runs, or --table NAME, or --all (see --help)")
+    # matplotlib and torch take seconds to load: not before --help and the commonest mistake.
+    from launch.reports import document, writing
+    from launch.reports.finding import find, labels
+    from launch.reports.runs import read_run
+    from launch.reports.tables import Tables
+
+    tables = Tables(folder)
+    names, paths = _asked(args, tables, find)
+    every, problems = tables.published() if args.all else ([], [])
+    run_labels = labels(paths)
+    directory = Path(args.out) if args.out else writing.default_directory(names, run_labels, args.all)
+    former = writing.check(directory)
+    runs = [read_run(path, label, tables.recipe) for path, label in zip(paths, run_labels, strict=True)]
+    only_named = bool(args.table) and not args.all
+    made = document.assemble(tables, [*names, *every], runs, only_named=only_named, problems=problems)
+    files = writing.write(made, directory)
+    _say(made, directory, files, former)
+    return 1 if made.problems else 0
+
+
+def _asked(args: argparse.Namespace, tables, find) -> tuple[list[str], list[Path]]:
+    """Names of tables and run directories; all that is wrong with both in one error."""
+    problems: list[str] = []
+    names: list[str] = []
+    paths: list[Path] = []
+    try:
+        names = tables.named(args.table)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        paths = find(args.runs)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return names, paths
+
+
+def _say(made, directory: Path, files: Sequence[Path], former: Sequence[str]) -> None:
+    for section in made.sections:
+        print(f"{section.table.name}: {section.summary}")
+    if made.comparison:
+        print(f"compared: {', '.join(run.label for run in made.comparison.runs)}")
+        for line in (*made.comparison.remarks, *made.comparison.findings):
+            print(f"  {line}")
+    for note in made.notes:
+        print(note)
+    sizes = ", ".join(f"{path.name} ({path.stat().st_size / 1e3:,.0f} kB)" for path in files)
+    print(f"{directory}: {sizes}" + ("; a former report was replaced" if former else ""))
+    if made.problems:
+        print("\ncould not be read:", *(f"  {problem}" for problem in made.problems), sep="\n", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What `launch/report.py` reads, compares, draws and writes."""

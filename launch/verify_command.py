@@ -1,0 +1,119 @@
+"""Recompute the published tables and list every disagreement with them.
+
+    python launch/recipes.py verify
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch import startup
+from launch.verifying.check import Check
+
+if TYPE_CHECKING:
+    from launch.verification import Report
+    from launch.verifying.rows import Row
+
+ABOUT = """\
+Recompute every number of the published tables that can be recomputed: parameters by building each model on the meta device at
+every rank, layouts and batches, samples/s, TFLOPS, scaling, and what the documents say in their text. Each disagreement is an
+erratum with its explanation (recipes/checks/errata.yaml)."""
+EXAMPLES = """\
+examples:
+  python launch/recipes.py verify
+      everything: a summary, the errata, and what nothing explains
+  python launch/recipes.py verify --table jeanzay_megatron_performance --verbose
+      one table, every check of it
+  python launch/recipes.py verify --json verify.json --csv verify.csv
+      every check, for a program and for a spreadsheet
+
+exit codes: 0 every disagreement is explained and no explanation is stale, 1 otherwise, 2 refused."""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """The subcommand `verify` of launch/recipes.py."""
+    parser = subparsers.add_parser(
+        "verify", help="recompute the published tables and list every disagreement", description=ABOUT, epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--table", nargs="+", action="extend", default=[], metavar="NAME", help="only these published tables, or groups of "
+                        "claims")  # fmt: skip
+    parser.add_argument("--verbose", action="store_true", help="list every check")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all checks, errata and remarks as JSON")
+    parser.add_argument("--csv", metavar="FILE", type=Path, help="write all checks as CSV, one a line")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0, 1 or 2."""
+    startup.quiet_libraries()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # modules are built without memory: no GPU is looked for, none is missed
+    from launch import verification
+    from launch.verifying import text
+
+    try:
+        _check_outputs(args)
+        report = verification.verify(args.table, progress=_progress)
+    except ValueError as error:
+        print(f"\n{error}\n", file=sys.stderr)
+        return 2
+    print(text.describe(report, verbose=args.verbose))
+    if args.json:
+        args.json.write_text(json.dumps(_values(report), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(f"wrote {args.json}")
+    if args.csv:
+        _write_csv(args.csv, report)
+        print(f"wrote {args.csv}")
+    return 0 if report.passed else 1
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Before minutes are spent: somewhere to write to."""
+    for flag in ("json", "csv"):
+        path = getattr(args, flag)
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            problem = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+            raise ValueError(f"--{flag} {path}: {problem}: name a file in a directory that exists")
+
+
+def _progress(rows: Sequence[Row]) -> Iterator[Row]:
+    """A bar on a terminal while models are built; nothing in a log."""
+    from tqdm import tqdm
+
+    bar = tqdm(rows, file=sys.stderr, unit="row", disable=None, leave=False, dynamic_ncols=True)
+    for row in bar:
+        bar.set_description_str(row.full_name)
+        yield row
+
+
+def _values(report: Report) -> dict[str, Any]:
+    errata = [
+        {"explanation": erratum.explanation, "later": erratum.later, "disagreements": [check.values() for check in checks]}
+        for erratum, checks in report.sorted.explained
+    ]
+    return {
+        "passed": report.passed,
+        "checks": [check.values() for check in report.checks],
+        "errata": errata,
+        "unexplained": [check.values() for check in report.sorted.unexplained],
+        "stale_explanations": list(report.sorted.stale),
+        "remarks": list(report.remarks),
+    }
+
+
+def _write_csv(path: Path, report: Report) -> None:
+    explained = {check: erratum.text for erratum, checks in report.sorted.explained for check in checks}
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*(field.name for field in fields(Check)), "explanation"])
+        writer.writeheader()
+        for check in report.checks:
+            writer.writerow({**check.values(), "explanation": explained.get(check, "")})

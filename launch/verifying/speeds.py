@@ -1,0 +1,109 @@
+"""Throughput of a row: samples/s, TFLOPS by the documents' formula and by an exact count, shares of the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ds_configs.implementation import embedding_rows
+from launch.verifying.check import Check
+from launch.verifying.printed import Printed, agreement, label_unit, spread
+from launch.verifying.rows import Row
+from modeling import cost
+
+TIME = "published.time_per_iteration_s"
+NEAR_TWICE = 0.005  # relative: a value this close to twice the computed one is called twice
+
+
+def checks(row: Row, once: int) -> Iterator[Check]:
+    """`once`: parameters of the model, each counted once."""
+    published = row.published
+    if published.oom:
+        yield row.say("not checkable", "time", how="out of memory: no time, no samples/s, no TFLOPS", printed="OOM")
+        return
+    if published.time_per_iteration_s is None:
+        printed = next((str(v) for v in (published.samples_per_s, published.tflops) if v is not None), "")
+        yield row.say("not checkable", "time", _implied(row), "no time of an iteration is printed", printed)
+    else:
+        if published.samples_per_s is not None:
+            yield _samples(row)
+        if published.tflops is not None:
+            yield _tflops(row)
+        yield from _computed(row, once)
+    if published.peak_percent is not None:
+        yield _peak(row)
+
+
+def _implied(row: Row) -> str:
+    rate = row.published.samples_per_s
+    return f"{row.recipe.batch.global_ / rate:.3f} s would give it" if rate else ""
+
+
+def _samples(row: Row) -> Check:
+    """Samples of an iteration over its time."""
+    rate, seconds, batch = row.printed("published.samples_per_s"), row.printed(TIME), row.as_printed("batch.global")
+    assert rate and seconds
+    computed = batch / seconds.value
+    how = agreement(rate, computed, spread(lambda s: batch / s, seconds), "the printed time")
+    return row.compare("samples/s", rate.text, f"{batch} / {seconds.value:g} s = {computed:.3f}", how)
+
+
+def formula(row: Row, parameters: float, seconds: float) -> float:
+    """TFLOPS per GPU by the documents' formula, with the batch and the GPUs as printed."""
+    return cost.published_tflops(
+        parameters, row.recipe.sequence_length, row.as_printed("batch.global"), seconds, row.as_printed("hardware.gpus"),
+        checkpointing=row.recipe.checkpoint_interval > 0,
+    )  # fmt: skip
+
+
+def _tflops(row: Row) -> Check:
+    """With the size as the label has it, whatever its unit, as the sources do."""
+    printed, seconds, label = row.printed("published.tflops"), row.printed(TIME), row.published.size_label
+    assert printed and seconds
+    if label is None:
+        return row.say("not checkable", "TFLOPS", how="the row prints no model size for the formula", printed=printed.text)
+    size = Printed.read(label, label_unit(label))
+    assert size is not None
+    computed = formula(row, size.value, seconds.value)
+    how = agreement(printed, computed, spread(lambda s: formula(row, size.value, s), seconds), "the printed time")
+    ratio = printed.value / computed
+    off = "printed is twice that" if abs(ratio / 2 - 1) < NEAR_TWICE else f"printed is {100 * (ratio - 1):+.1f} %"
+    return row.compare("TFLOPS", printed.text, f"{computed:.4g} with {label}" + ("" if how else f" ({off})"), how)
+
+
+def _computed(row: Row, once: int) -> Iterator[Check]:
+    """For information: what the printed time means in operations."""
+    seconds, gpus = row.published.time_per_iteration_s, row.as_printed("hardware.gpus")
+    recipe = row.recipe
+    if gpus is None:
+        return
+    if recipe.published and recipe.published.tflops is None and recipe.published.size_label:
+        label = recipe.published.size_label
+        size = float((Printed.read(label) or Printed("", 0.0)).value) * label_unit(label)
+        yield row.say("computed", "TFLOPS, formula, label", f"{formula(row, size, seconds):.4g}", f"none is printed; {label} as the size")
+        declared = recipe.published.printed.get("batch.global")
+        if declared is not None:
+            own = formula(row, size, seconds) * recipe.batch.global_ / float(declared)
+            yield row.say("computed", "TFLOPS, formula, batch of the run", f"{own:.4g}", f"global batch {recipe.batch.global_}")
+    if row.unknown("model"):
+        return
+    share = recipe.batch.global_ / row.as_printed("batch.global")
+    yield row.say("computed", "TFLOPS, formula, all parameters", f"{share * formula(row, once, seconds):.4g}", f"{once} parameters")
+    operations = cost.exact_flops_per_step(
+        recipe.model, recipe.sequence_length, recipe.batch.global_, padded_vocab=embedding_rows(recipe, recipe.parallel.tp),
+        checkpointing=recipe.checkpoint_interval > 0, predictions=recipe.predictions,
+    )  # fmt: skip
+    exact = cost.exact_tflops(operations, seconds, gpus)
+    yield row.say("computed", "TFLOPS, exact count", f"{exact:.4g}", f"{operations:.4g} operations per iteration on {gpus} GPUs")
+    peak = recipe.hardware.peak_tflops if recipe.hardware else None
+    if peak:
+        yield row.say("computed", "share of peak, exact count", f"{100 * exact / peak:.1f} %", f"of {peak:g} TFLOPS")
+
+
+def _peak(row: Row) -> Check:
+    printed, tflops, peak = row.printed("published.peak_percent"), row.printed("published.tflops"), row.own("hardware.peak_tflops")
+    assert printed
+    if tflops is None or peak is None:
+        return row.say("not checkable", "share of peak", how="needs TFLOPS and a peak", printed=printed.text)
+    computed = 100 * tflops.value / peak
+    how = agreement(printed, computed, spread(lambda t: 100 * t / peak, tflops), "the printed TFLOPS")
+    return row.compare("share of peak", printed.text, f"{tflops.text} / {peak:g} = {computed:.2f} %", how)

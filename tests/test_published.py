@@ -1,0 +1,186 @@
+"""The recipes of published tables: all rows, as printed, with everything that is not printed accounted for; list and show."""
+
+import json
+import sys
+
+import pytest
+from launching import ROOT, run
+
+from launch import fitting, list_command, show_command
+from launch import recipes as command
+from recipes import catalog
+
+# Rows of each table that describe a run, counted in the source documents. The Megatron paper's four lines are two runs each.
+ROWS = {
+    "hpe1270_v100_pcie": 6, "dgx2_gpt2_data_parallel": 6, "dgx2_gpt2_model_parallel": 7, "dgx2_gpt2_torch_ddp": 4,
+    "dgx2_bert_data_parallel": 2, "dgx2_bert_model_parallel": 7, "dgx2_bert_activation_checkpointing": 3, "a100_blog_table1": 3,
+    "a100_blog_table4": 4, "megatron_paper_table1": 8, "jeanzay_megatron_max_size_16gb": 5, "jeanzay_megatron_max_size_32gb": 5,
+    "jeanzay_megatron_performance": 19, "jeanzay_megatron_deepspeed_3d": 1, "jeanzay_megatron_deepspeed_zero": 2,
+    "jeanzay_megatron_deepspeed_zero_tp_sweep": 5, "jeanzay_megatron_deepspeed_zero_cpu_offload": 1, "jeanzay_hf_deepspeed_max_size": 3,
+    "jeanzay_hf_deepspeed_performance": 3, "sber_path_to_13b": 10,
+}  # fmt: skip
+PUBLISHED = [(table, row) for table in catalog.tables() if table.published for row in table.rows]
+NAMES = [f"{table.name}/{row}" for table, row in PUBLISHED]
+# No table prints these: they come from somewhere, or stand in.
+NEVER_PRINTED = ("optimizer", "schedule", "dropout", "precision", "data")
+
+
+def test_every_row_of_every_table_is_a_recipe():
+    assert {table.name: len(table.rows) for table in catalog.tables() if table.published} == ROWS
+
+
+@pytest.mark.parametrize(("table", "row"), PUBLISHED, ids=NAMES)
+def test_a_row_says_what_is_printed_and_where_the_rest_is_from(table, row):
+    recipe = catalog.load(f"{table.name}/{row}")
+    published = recipe.published
+    assert published and recipe.hardware and recipe.hardware.gpus
+    assert len(published.row.split("|")) == len(table.columns)
+    assert ("OOM" in published.row) == published.oom
+    explained = {key.split(".")[0] for key in (*recipe.inferred, *recipe.unknown)}
+    from_text = {"megatron_paper_table1": {"optimizer", "schedule", "dropout"}}.get(table.name, set())  # the paper's own section
+    assert explained >= set(NEVER_PRINTED) - from_text
+    assert fitting.published_plan(recipe).notices == (), "the row runs as published on GPUs that can do everything"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiny_keeps_the_kind_of_run(name):
+    full, tiny = catalog.load(name), catalog.load(name, tiny=True)
+    assert (tiny.model.family, tiny.model.layer_norm, tiny.model.sentence_head) == (
+        full.model.family, full.model.layer_norm, full.model.sentence_head)  # fmt: skip
+    assert (tiny.model.implementation, tiny.model.attention) == (full.model.implementation, full.model.attention)
+    shared = [[getattr(recipe.parallel, key) > 1 for key in ("tp", "pp", "dp")] for recipe in (full, tiny)]
+    assert shared[0] == shared[1]
+    assert fitting.processes(tiny) <= 8
+    plans = [fitting.published_plan(recipe) for recipe in (full, tiny)]
+    assert len({(plan.zero_stage, plan.offload, plan.precision, plan.ds_name, plan.layout.accumulation > 1) for plan in plans}) == 1
+    assert tiny.activation_checkpointing == full.activation_checkpointing
+    assert (tiny.data.masking, tiny.dropout) == (full.data.masking, full.dropout)
+    warmup = tiny.schedule.warmup_steps
+    assert warmup <= tiny.steps // 4, "the rate is not still warming up when the run ends"
+
+
+def test_training_is_as_the_megatron_paper_says():
+    gpt2, bert = catalog.load("megatron_paper_table1/8.3b-mp-dp"), catalog.load("a100_blog_table1/336m")
+    for recipe, lr, batch in ((gpt2, 1.5e-4, 512), (bert, 1e-4, 1024)):
+        assert (recipe.optimizer.lr, recipe.optimizer.weight_decay, recipe.optimizer.clip) == (lr, 0.01, 1.0)
+        assert (recipe.dropout.hidden, recipe.dropout.attention, recipe.batch.global_) == (0.1, 0.1, batch)
+    assert (gpt2.steps, gpt2.schedule.kind, gpt2.schedule.warmup_steps, gpt2.schedule.min_lr) == (300_000, "cosine", 3000, 1e-5)
+    assert (bert.steps, bert.schedule.kind, bert.schedule.warmup_steps, bert.decay_steps) == (2_000_000, "linear", 10_000, 2_000_000)
+    assert bert.model.sentence_head == "sop" and bert.data.masking.whole_words and bert.data.masking.max_ngram > 1
+    assert fitting.published_plan(gpt2).padded_vocab == 51200
+
+
+def test_a_run_says_what_no_source_gives():
+    assert "24B" in catalog.load("jeanzay_megatron_deepspeed_zero_tp_sweep/24b-tp1-mb16").unknown["model"]
+
+
+def test_unexplained_keys_are_refused_with_the_file():
+    for broken, expected in (
+        ("inferred={batch.globl: a typo}", "inferred: batch.globl: no such key"),
+        ("unknown={optimizer: twice}", "unknown: optimizer: is in inferred as well"),
+    ):
+        with pytest.raises(catalog.RecipeError, match=expected):
+            catalog.load(NAMES[0], [broken])
+
+
+# --- recipes.py list and show
+
+
+def output(capsys, *arguments: str) -> str:
+    sys.argv = ["recipes.py", *arguments]
+    assert command.main() == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def _arguments(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["recipes.py"])
+
+
+def listed(capsys, *arguments: str) -> list[dict]:
+    return json.loads(output(capsys, "list", "--json", *arguments))
+
+
+def test_list_filters(capsys):
+    assert len(listed(capsys, "--published")) == len(NAMES)
+    assert {row["recipe"].split("/")[0] for row in listed(capsys, "--published", "--family", "bert")} == {
+        "hpe1270_v100_pcie", "dgx2_bert_data_parallel", "dgx2_bert_model_parallel", "dgx2_bert_activation_checkpointing",
+        "a100_blog_table1",
+    }  # fmt: skip
+    assert [row["recipe"] for row in listed(capsys, "--hardware", "a100", "--gpus", "2-4", "--published")] == [
+        "a100_blog_table4/2b", "a100_blog_table4/4.2b",
+    ]  # fmt: skip
+    assert len(listed(capsys, "--oom")) == 3
+    assert {row["processes"] for row in listed(capsys, "--gpus", "256-")} == {256, 512}
+    text = output(capsys, "list", "--table", "jeanzay_megatron_deepspeed_3d")
+    assert "48B: 146 s, 43 TFLOPS" in text and "4 x 16 x 1" in text
+    assert "no recipe is left" in output(capsys, "list", "--family", "bert", "--gpus", "3")
+
+
+def test_what_fits_is_arithmetic_on_model_states():
+    def says(name: str, memory: fitting.Memory) -> tuple[bool, str]:
+        return fitting.verdict(catalog.load(name), memory)
+
+    v100s = fitting.Memory(16, 32e9, 1e12)
+    assert says("dgx2_gpt2_data_parallel/40x1536-b8", v100s) == (True, "as published")
+    assert says("dgx2_gpt2_data_parallel/54x1920-b2-oom", v100s)[0] is False, "2.49B x 16 bytes is 40 GB: printed as out of memory"
+    ok, how = says("megatron_paper_table1/8.3b-mp-dp", v100s)
+    assert ok and "parallel.dp=2: 16 of 512" in how
+    assert says("jeanzay_megatron_performance/48b-pp16-ga256-mb8", v100s) == (False, "tp x pp = 64 processes, 16 GPUs here")
+    laptop = fitting.Memory(0, 0.0, 16e9)
+    assert says("default/sotu", laptop)[0] and not says("dgx2_gpt2_torch_ddp/72x3072-h8-tp8", laptop)[0]
+    offloaded = fitting.published_plan(catalog.load("jeanzay_hf_deepspeed_max_size/91b-g64"))
+    on_gpu, on_host = fitting.state_bytes(offloaded)
+    assert on_gpu == pytest.approx(2 * 98.03e9 / 64, rel=1e-3) and on_host == pytest.approx(14 * 98.03e9 / 64, rel=1e-3)
+
+
+def test_show_tells_all_of_a_row(capsys):
+    text = output(capsys, "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb4")
+    for part in (
+        "18,437,670,912", "4 tensor x 8 pipeline x 1 data parallel = 32 processes", "Throughput  90.5s", "TFlops      26.1",
+        "parallel.tp = 4: 'TP=4 in all of entries'", "Impossible as printed",
+        "deepspeed --hostfile hosts --num_nodes 8 --num_gpus 4 launch/pretrain.py --ds_config ds_configs/3d.json --recipe",
+        "deepspeed --num_gpus 4 launch/pretrain.py",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "given by no source" in output(capsys, "show", "jeanzay_megatron_deepspeed_zero_tp_sweep/24b-tp1-mb16")
+    name = "dgx2_bert_model_parallel/64x2304-tp8-b8"
+    assert catalog.load(name).model_dump() == _read_back(output(capsys, "show", name, "--yaml")).model_dump()
+    assert json.loads(output(capsys, "show", name, "--json"))["train_micro_batch_size_per_gpu"] == 8
+
+
+def _read_back(text: str):
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "recipe.yaml")
+        path.write_text(text)
+        return catalog.load_resolved(path)
+
+
+def test_bad_input_is_refused_at_once(tmp_path):
+    table = tmp_path / "mine.yaml"
+    table.write_text(
+        "title: mine\ndefaults:\n  model: {layers: 4, hidden: 100, heads: 3, vocab_size: 512}\n  sequence_length: 64\n  batch: {globl: 8}\n"
+        "  steps: 10\n  optimizer: {lr: fast}\nrows:\n  small: {title: small}\n"
+    )
+    done = run([sys.executable, "launch/recipes.py", "show", f"{table}/small"])
+    assert done.returncode == 2 and "Traceback" not in done.stdout
+    for part in ("model.hidden=100 is not divisible by model.heads=3", "did you mean batch.global?", "optimizer.lr='fast'"):
+        assert part in done.stdout
+    done = run([sys.executable, "launch/recipes.py", "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb5"])
+    assert done.returncode == 2 and "did you mean jeanzay_megatron_performance/18b-pp8-ga64-mb4" in done.stdout
+    done = run([sys.executable, "launch/recipes.py", "list", "--table", "jeanzay_megatron_perf"])
+    assert done.returncode == 2 and "did you mean jeanzay_megatron_performance" in done.stdout
+
+
+def test_the_launch_line_fits_the_machine():
+    def lines(name: str) -> list[str]:
+        return show_command.launch_lines(catalog.load(name), name)
+
+    assert "--num_nodes 32 --num_gpus 16" in lines("a100_blog_table1/3.9b")[1]
+    assert lines("a100_blog_table4/8.7b")[1].startswith("deepspeed --num_gpus 8 ")
+    assert lines("default/sotu")[1] == "deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json --recipe default/sotu"
+    assert ROOT.joinpath(lines("default/sotu")[1].split()[1]).is_file()
+    assert list_command.short_count(8_348_393_472) == "8.35B"
