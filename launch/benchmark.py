@@ -1,6 +1,7 @@
-"""Measure speeds beside what bounds them: the steps of a data preparation, the whole of it, the loader.
+"""Measure speeds beside what bounds them: the steps of a data preparation, the whole of it, the loader; banded attention.
 
     python launch/benchmark.py data --source jsonl --name 'corpus/*.jsonl.zst' --samples gpt bert --mb 60
+    python launch/benchmark.py attention
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from typing import Any
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launch import arguments, startup
+from launch import arguments, attention_speed, startup
 
 EXAMPLES = """\
 benchmarks:
-  data      documents/s and MB/s of every step of prepare_data.py, of all of it, and tokens/s of the loader
+  data        documents/s and MB/s of every step of prepare_data.py, of all of it, and tokens/s of the loader
+  attention   forward and backward of dense and of locally banded attention (model.attention) over sequence lengths
 
 examples:
   python launch/benchmark.py data --help
   python launch/benchmark.py data --mb 20 --out speeds.json
+  python launch/benchmark.py attention --positions 1024 2048 4096 --windows 128
 exit codes: 0 measured, 1 failed, 2 refused."""
 
 DATA_EXAMPLES = """\
@@ -55,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     _add_data(benchmarks)
+    attention_speed.add_parser(benchmarks)
     return parser
 
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from ds_configs.resolver import Plan, padded_vocab
+from modeling.banded_attention import choose, has_gpu_compiler, saves_time
 from modeling.bert import Bert, BertShape, bert_pipeline
 from modeling.convert_hf import read_hf
 from modeling.gpt2 import GPT2, GPT2Shape, gpt2_pipeline
@@ -29,8 +31,22 @@ def model_shape(recipe: Recipe, padded_vocab: int) -> GPT2Shape | BertShape:
         checkpoint_interval=recipe.checkpoint_interval,
     )  # fmt: skip
     if m.family == "gpt2":
-        return GPT2Shape(**common)
+        return GPT2Shape(**common, windows=m.windows)
     return BertShape(**common, post_norm=m.layer_norm == "post", sentence_head=m.sentence_head)
+
+
+def band_kernel(plan: Plan) -> str | None:
+    """What computes the banded layers in training on this machine's accelerator, for the plan; None: all layers are dense."""
+    recipe, window = plan.recipe, plan.recipe.model.attention_window
+    if window is None:
+        return None
+    device, head_size = get_accelerator().device_name(), recipe.model.hidden // recipe.model.heads
+    compiler = device == "cuda" and has_gpu_compiler()
+    kernel, why = choose(
+        device, DTYPES[plan.precision], recipe.dropout.attention, recipe.sequence_length, window, head_size, compiler=compiler
+    )
+    saved = "" if saves_time(kernel, recipe.sequence_length, window) else "; dense layers would take no longer"
+    return f"{kernel} ({why}){saved}"
 
 
 def build_module(plan: Plan, grid: ProcessGrid, initial_weights: str | None = None) -> torch.nn.Module:

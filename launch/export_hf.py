@@ -34,7 +34,8 @@ examples:
       an older checkpoint, in half the size
 
 one process is enough, and no GPU. A GPT-2 becomes a GPT2LMHeadModel; a BERT a BertForPreTraining (post-LN) or
-MegatronBertForPreTraining (pre-LN), or their ForMaskedLM without a sentence head. The export is loaded again with transformers and
+MegatronBertForPreTraining (pre-LN), or their ForMaskedLM without a sentence head; a model with banded layers
+(model.attention) is none of these, and refused. The export is loaded again with transformers and
 its logits are compared with those of our own model before it appears under its name; `pretrain.py --init_from exported` starts
 another run from it.
 exit codes: 0 exported and checked, 1 the logits differ, 2 refused."""
@@ -101,17 +102,19 @@ def export(run: str | Path, out: str | Path, *, step: int | None = None, dtype: 
     """Export one checkpoint of `run` to the new directory `out`, which appears whole and checked or not at all.
 
     Raises:
-        ValueError: no run, no such complete checkpoint, or `out` is not empty.
+        ValueError: no run, no such complete checkpoint, a model that `transformers` does not have, or `out` is not empty.
         ExportMismatch: `transformers` computes other logits than our model from the same weights.
     """
     import torch
 
     from launch import run_vocabulary
     from launch.weights import load_tensors
+    from modeling.convert_hf import check_convertible
 
     run, out = Path(run), Path(out)
     checkpoint = choose_checkpoint(run, step)
     recipe = catalog.load_resolved(run / "recipe.yaml")
+    check_convertible(recipe.model)
     _refuse_occupied(out)
     tokenizer = run_vocabulary.load(run)
     master = load_tensors(checkpoint.directory)

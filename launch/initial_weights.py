@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch import startup
 from recipes.rules import BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY, PUBLISHED_VOCABULARIES
 from recipes.schema import Recipe
 
@@ -78,7 +79,7 @@ def model_type(recipe: Recipe) -> str:
 
 
 def check(path: str | Path, recipe: Recipe) -> None:
-    """Refuse initial weights that are not a `transformers` model of the recipe's kind and shape. Reads no weights.
+    """Refuse initial weights that are not a `transformers` model of the recipe's kind and shape; say what else differs. Reads no weights.
 
     Raises ValueError with every mismatch, and what to put on the command line instead.
     """
@@ -99,6 +100,20 @@ def check(path: str | Path, recipe: Recipe) -> None:
         problems += _problems(config, recipe)
     if problems:
         raise ValueError("\n".join(f"--init_from {path}: {problem}" for problem in problems))
+    for remark in remarks(recipe):
+        startup.explain(f"--init_from {path}: {remark}")
+
+
+def remarks(recipe: Recipe) -> list[str]:
+    """In what a model of the recipe differs from the one that weights of the same shape were trained in."""
+    model = recipe.model
+    banded = [str(i) for i, window in enumerate(model.windows) if window is not None]
+    if not banded:
+        return []
+    return [
+        f"these weights were trained in dense layers, and layers {', '.join(banded)} are banded here: they see {model.attention_window} of "
+        f"{recipe.sequence_length} positions (model.attention_window), so the loss starts above that of the dense model"
+    ]
 
 
 def _problems(config: dict, recipe: Recipe) -> list[str]:

@@ -21,6 +21,7 @@ def describe_plan(plan: Plan, *, name: str, hardware: str, run_directory: Path |
         ("recipe", f"{name}: {recipe.title}"),
         ("model", f"{describe_family(model)}, {model.layers} layers, hidden size {model.hidden}, {model.heads} heads, "
                   f"sequence length {recipe.sequence_length}, vocabulary {model.vocab_size} (padded to {plan.padded_vocab})"),
+        *describe_attention(plan),
         ("parameters", f"{parameters:,}"),
         ("layout", f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data parallel = {layout.tp * layout.pp * layout.dp} "
                    f"process{'es' if layout.tp * layout.pp * layout.dp > 1 else ''}"),
@@ -45,6 +46,20 @@ def describe_plan(plan: Plan, *, name: str, hardware: str, run_directory: Path |
     width = max(len(key) for key, _ in lines)
     text = "\n".join(f"  {key:<{width}}  {value}" for key, value in lines)
     return "\n".join([text, *(f"\n  ! {notice}" for notice in plan.notices)])
+
+
+def describe_attention(plan: Plan) -> list[tuple[str, str]]:
+    """Of a model with banded layers: which they are, and the kernel that trains them on this machine."""
+    model = plan.recipe.model
+    if model.attention_window is None:
+        return []
+    from launch.build_model import band_kernel
+
+    banded = sum(window is not None for window in model.windows)
+    return [
+        ("attention", f"layers {', '.join(model.attention)}, repeated: {banded} of {model.layers} see {model.attention_window} positions"),
+        ("  banded by", f"{band_kernel(plan)}"),
+    ]
 
 
 def describe_family(model: Model) -> str:

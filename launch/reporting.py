@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch import hardware, results, run_vocabulary
+from launch import hardware, initial_weights, results, run_vocabulary
 from launch.metrics import Metrics
 from launch.plan_text import describe_plan
 from launch.plotting import plot_loss
@@ -79,6 +79,9 @@ class Report(Silence):
             self.metrics.note(notice)
         if self.job.initial_weights and (warning := run_vocabulary.foreign_tokens(Path(self.job.initial_weights), corpus.tokenizer)):
             self.metrics.note(warning)
+        if self.job.initial_weights and not done:
+            for remark in initial_weights.remarks(self.job.plan.recipe):
+                self.metrics.note(remark)
         if self.job.resume:
             self.metrics.note(f"resumed from {saved.directory}" if saved else "--resume: no complete checkpoint yet, starting at step 0")
 
@@ -108,6 +111,7 @@ class Report(Silence):
             emulated_fp16=self.emulated, status=status,
         )  # fmt: skip
         row.update(memory or {})
+        row["banded_attention_kernel"] = self._band_kernel()
         if status == "ok" and self.job.plan.recipe.run.prompt:
             row["sample"] = self.sample()
         results.write_result(self.directory.result_json, row)
@@ -119,6 +123,11 @@ class Report(Silence):
         print(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl, checkpoints/", flush=True)
         if reason:
             print(f"{reason}; go on with the same command and --resume", flush=True)
+
+    def _band_kernel(self) -> str | None:
+        from launch.build_model import band_kernel
+
+        return band_kernel(self.job.plan)
 
     def _token(self) -> str:
         return "masked token" if self.job.plan.recipe.model.family == "bert" else "token"

@@ -118,8 +118,22 @@ def read_hf(directory: str | Path, model: Model, *, allow_missing_heads: bool = 
     return from_hf(theirs, model.layers, model.heads)
 
 
+def check_convertible(model: Model) -> None:
+    """Raises ValueError where no `transformers` model computes what `model` does."""
+    if any(window is not None for window in model.windows):
+        raise ValueError(
+            f"model.attention={list(model.attention)}, model.attention_window={model.attention_window}: transformers' GPT-2 has dense "
+            "layers alone, and with these weights it would compute something else; only a run with model.attention=[dense] can be "
+            "exported. The weights stay in the run's checkpoints, and launch/pretrain.py --resume goes on from them"
+        )
+
+
 def state_dict_of(ours: Tensors, model: Model) -> dict[str, torch.Tensor]:
-    """Canonical weights -> the state dict of `class_of(model)`, tied copies left out."""
+    """Canonical weights -> the state dict of `class_of(model)`, tied copies left out.
+
+    Raises ValueError as `check_convertible` does.
+    """
+    check_convertible(model)
     return convert_bert.to_hf(ours, model) if model.family == "bert" else to_hf(ours, model.layers, model.heads)
 
 

@@ -93,13 +93,17 @@ def exact_flops_per_step(
         B (f L (24 S h^2 + 4 S^2 h) + 6 S h V),  f = 3, or 4 with checkpointing,
     which for f = 4 is 96 B S L h^2 (1 + S / 6h + V / 16 L h), the count of Narayanan et al. (arXiv 2104.04473,
     section 5.1 and appendix).
+    A banded layer counts the S x S square only inside its band of W keys, `band(S, W)` pairs of a query and a key instead of S^2:
+    scores and values together 4 h (W S - W (W - 1) / 2) operations. What a kernel computes beyond, in blocks that the edge of the
+    band crosses or under a mask, is no work of the model and is not counted.
     BERT's masked-token head sees only P = `predictions` positions of a sample (None: all S), 2 P h^2 + 2 P h V, and its sentence
     head only the first, 2 h^2 + 4 h. Padding is counted as tokens.
     Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as there.
     """
     hidden, length = model.hidden, sequence_length
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
-    layers_forward = model.layers * (24 * length * hidden**2 + 4 * length**2 * hidden)
+    pairs = sum(length**2 if window is None else band(length, window) for window in model.windows)
+    layers_forward = model.layers * 24 * length * hidden**2 + 4 * pairs * hidden
     if model.family == "bert":
         heads_forward = 2 * (length if predictions is None else predictions) * hidden * (hidden + vocab)
         if model.sentence_head != "none":
@@ -108,6 +112,12 @@ def exact_flops_per_step(
         heads_forward = 2 * length * hidden * vocab
     passes = 4 if checkpointing else 3
     return global_batch * (passes * layers_forward + 3 * heads_forward)
+
+
+def band(length: int, window: int) -> int:
+    """Pairs (query, key) of a causal band: query i of `length` sees min(i + 1, window) keys."""
+    window = min(window, length)
+    return window * length - window * (window - 1) // 2
 
 
 def exact_tflops(flops_per_step: float, seconds: float, gpus: int) -> float:

@@ -18,11 +18,15 @@ from modeling.transformer import LayerNorm, LayerShape, TransformerLayer
 
 @dataclass(frozen=True)
 class GPT2Shape(ModelShape):
-    """Of a GPT-2."""
+    """Of a GPT-2; layers differ in their attention alone."""
+
+    def layer_at(self, index: int) -> LayerShape:
+        return LayerShape(self.hidden, self.heads, self.hidden_dropout, self.attention_dropout, window=self.window(index))
 
     @property
     def layer(self) -> LayerShape:
-        return LayerShape(self.hidden, self.heads, self.hidden_dropout, self.attention_dropout)
+        """Of the first layer."""
+        return self.layer_at(0)
 
 
 class PositionEmbedding(nn.Module):
@@ -51,7 +55,7 @@ def layer_list(shape: GPT2Shape, *, group: dist.ProcessGroup | None, init: Init)
         LayerDefinition("word", VocabParallelEmbedding, word, tied=True),
         LayerDefinition("position", PositionEmbedding, position),
         *(
-            LayerDefinition(f"layers.{i}", TransformerLayer, dict(shape=shape.layer, group=group, init=init.child(f"layers.{i}")))
+            LayerDefinition(f"layers.{i}", TransformerLayer, dict(shape=shape.layer_at(i), group=group, init=init.child(f"layers.{i}")))
             for i in range(shape.layers)
         ),
         LayerDefinition("final_norm", LayerNorm, dict(hidden=shape.hidden, init=init.child("final_norm"))),

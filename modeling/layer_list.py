@@ -57,6 +57,11 @@ class ModelShape:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     checkpoint_interval: int = 0  # layers per recomputed chunk; 0: all activations are kept
+    windows: tuple[int | None, ...] = ()  # of banded attention, by layer; None: a dense layer; (): all are dense
+
+    def window(self, layer: int) -> int | None:
+        assert len(self.windows) in (0, self.layers), f"{len(self.windows)} windows for {self.layers} layers"
+        return self.windows[layer] if self.windows else None
 
 
 class Stack(nn.Module):

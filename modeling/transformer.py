@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from modeling.banded_attention import banded_attention
 from modeling.initialization import Init
 from modeling.random_state import dropout, tensor_parallel_random
 from modeling.tensor_parallel import ColumnParallelLinear, RowParallelLinear, group_size
@@ -31,6 +32,7 @@ class LayerShape:
     post_norm: bool = False  # LayerNorm after each residual sum (original BERT) instead of before each branch
     tanh_gelu: bool = True  # the tanh form of GELU that GPT-2 was trained with; else the exact one
     norm_eps: float = GPT2_NORM_EPS
+    window: int | None = None  # causal: positions that each one sees, itself and those before it; None: all of them
 
 
 class LayerNorm(nn.Module):
@@ -60,7 +62,8 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape, *, group: dist.ProcessGroup | None, init: Init):
         super().__init__()
         self.local_heads = shape.heads // group_size(group)
-        self.causal = shape.causal
+        self.causal, self.window = shape.causal, shape.window
+        assert self.causal or self.window is None, "the band looks back only"
         self.dropout = shape.attention_dropout
         self.own_stream = group is not None and shape.attention_dropout > 0
         self.qkv = ColumnParallelLinear(shape.hidden, 3 * shape.hidden, group=group, init=init.child("qkv"), std=init.std)
@@ -80,9 +83,12 @@ class Attention(nn.Module):
         mask = None if lengths is None else padding_mask(lengths, S)
         assert mask is None or not self.causal, "causal samples are packed and have no padding"
         with tensor_parallel_random(self.own_stream and self.training):
-            out_BNSD = F.scaled_dot_product_attention(
-                q_BNSD, k_BNSD, v_BNSD, attn_mask=mask, dropout_p=probability, is_causal=self.causal
-            )
+            if self.window is None:
+                out_BNSD = F.scaled_dot_product_attention(
+                    q_BNSD, k_BNSD, v_BNSD, attn_mask=mask, dropout_p=probability, is_causal=self.causal
+                )
+            else:
+                out_BNSD = banded_attention(q_BNSD, k_BNSD, v_BNSD, self.window, probability)
         return self.projection(out_BNSD.transpose(1, 2).reshape(B, S, -1))
 
 

@@ -178,6 +178,23 @@ def test_a_bert_decodes_only_what_it_predicts():
     assert cost.exact_flops_per_step(gpt, 16, 2, predictions=5) == cost.exact_flops_per_step(gpt, 16, 2), "a GPT predicts every token"
 
 
+@pytest.mark.parametrize(("length", "window"), [(1, 1), (7, 1), (7, 3), (7, 7), (7, 9), (64, 16)])
+def test_pairs_of_a_band(length, window):
+    assert cost.band(length, window) == sum(max(0, i - window + 1) <= j <= i for i in range(length) for j in range(length))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_banded_layer_counts_its_band(checkpointing):
+    """Two of three layers: their scores and values count the pairs of the band, all else is that of the dense model."""
+    dense = gpt2(3, 32, 4, vocab_size=80)
+    banded = Model.model_validate({**dense.model_dump(), "attention": ("banded", "dense"), "attention_window": 5})
+    count, less = (cost.exact_flops_per_step(model, 16, 2, checkpointing=checkpointing) for model in (dense, banded))
+    pairs = sum(1 for i in range(16) for j in range(16) if i - 5 < j <= i)
+    passes, samples = 4 if checkpointing else 3, 2
+    assert count - less == passes * samples * 2 * 2 * 2 * (16 * 16 - pairs) * 32  # layers, products, operations per multiply-add
+    assert cost.parameters(dense, 16) == cost.parameters(banded, 16)
+
+
 def test_exact_tflops_is_per_gpu():
     assert cost.exact_tflops(6e12, seconds=2.0, gpus=3) == 1.0
 

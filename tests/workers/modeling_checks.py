@@ -9,6 +9,7 @@ from pathlib import Path
 
 import deepspeed
 import randomness
+import sparse
 import tensor_parallel
 import torch.distributed as dist
 from reporting import Checks, run_checks
@@ -21,10 +22,10 @@ DEGREES = (2, 4)
 
 def checks_of(tp: int) -> dict[str, Callable[[ProcessGrid, Path], None]]:
     found: dict[str, Callable[[ProcessGrid, Path], None]] = {}
-    for name, check in tensor_parallel.CHECKS.items():
+    for name, check in {**tensor_parallel.CHECKS, **sparse.CHECKS}.items():
         found[name] = partial(lambda check, grid, directory: check(grid.tensor_group), check)
     found["imported weights"] = lambda grid, directory: tensor_parallel.imported_weights(grid.tensor_group, directory)
-    for_grid = {"process grid": tensor_parallel.process_grid, **randomness.CHECKS}
+    for_grid = {"process grid": tensor_parallel.process_grid, **randomness.CHECKS, **sparse.GRID_CHECKS}
     if tp < PROCESSES:
         for_grid |= randomness.DATA_PARALLEL_CHECKS
     for name, check in for_grid.items():

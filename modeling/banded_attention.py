@@ -1,0 +1,175 @@
+"""Locally banded causal attention: the sparse layers of GPT-3 (Brown et al., arXiv 2005.14165, section 2.1).
+
+Position i sees the `window` positions max(0, i - window + 1) .. i. The work grows with S x window instead of S^2.
+
+Four kernels compute it; `choose` says which one is taken, as a function of the case alone:
+
+    flex_attention  CUDA: one fused kernel, compiled at first use, that skips blocks outside of the band; no dropout
+    blocks          anywhere: each block of queries gets a copy of the keys and values that it can see, and SDPA a mask
+    dense mask      SDPA over all S x S scores: where the sequence is short or the window covers most of it
+    causal          SDPA without a mask: where the window covers all of the sequence
+
+Shapes: B samples, N heads, S positions, D head size; T positions per block, n blocks, R blocks that a query reaches back.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+Kernel = Literal["flex_attention", "blocks", "dense mask", "causal"]
+
+SHORTEST = 256  # positions below which gathering blocks costs more than it saves, measured on a CPU
+FLEX_BLOCK = 128  # positions per block of flex_attention's mask
+FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLEX_HEAD_SIZES = (16, 256)  # smallest and largest
+
+
+class Choice(NamedTuple):
+    kernel: Kernel
+    why: str
+
+
+def choose(
+    device: str, dtype: torch.dtype, dropout: float, positions: int, window: int, head_size: int, *, compiler: bool = False
+) -> Choice:
+    """The kernel that computes the band, and why.
+
+    Args:
+        device: type of the device, e.g. "cpu" or "cuda".
+        dropout: probability on attention weights; 0 in evaluation.
+        compiler: whether torch.compile can make GPU code, as `has_gpu_compiler` finds it.
+    """
+    if window >= positions:
+        return Choice("causal", "the window covers the sequence")
+    if positions < SHORTEST:
+        return Choice("dense mask", f"the sequence is shorter than {SHORTEST}")
+    obstacle = _obstacle_to_flex(device, dtype, dropout, positions, head_size, compiler)
+    if obstacle is None:
+        return Choice("flex_attention", "compiled for the band")
+    if 8 * keys_per_block(window) > 5 * positions:
+        return Choice("dense mask", "the window covers most of the sequence")
+    return Choice("blocks", obstacle)
+
+
+def saves_time(kernel: Kernel, positions: int, window: int) -> bool:
+    """Whether the kernel computes fewer scores than a dense causal one, which skips what lies above the diagonal."""
+    return kernel == "flex_attention" or (kernel == "blocks" and 2 * keys_per_block(window) < positions)
+
+
+def _obstacle_to_flex(device: str, dtype: torch.dtype, dropout: float, positions: int, head_size: int, compiler: bool) -> str | None:
+    """Why flex_attention cannot compute it; None: it can."""
+    if device != "cuda":
+        return f"flex_attention has no backward pass on a {device.upper()}"
+    if dropout:
+        return "flex_attention has no dropout"
+    if dtype not in FLEX_DTYPES:
+        return f"flex_attention has no {dtype}"
+    if positions % FLEX_BLOCK:  # would be compiled again for every length that generation passes through
+        return f"{positions} positions are no multiple of {FLEX_BLOCK}"
+    least, most = FLEX_HEAD_SIZES
+    if not least <= head_size <= most:
+        return f"flex_attention takes heads of {least} to {most} dimensions"
+    return None if compiler else "flex_attention needs Triton, a GPU of compute capability 7 or more and a C compiler"
+
+
+@functools.cache
+def has_gpu_compiler() -> bool:
+    """Whether torch.compile can make code for this machine's GPU: Triton, a GPU that it supports, and a C compiler for its launcher."""
+    from torch.utils._triton import has_triton
+
+    compilers = (os.environ.get("CC"), "gcc", "clang")
+    return torch.cuda.is_available() and has_triton() and any(name and shutil.which(name) for name in compilers)
+
+
+def block_size(window: int) -> int:
+    """T: a power of two of about half the window: larger ones compute more outside of the band, smaller ones copy more."""
+    return min(128, max(32, 1 << (max(1, window // 2) - 1).bit_length()))
+
+
+def keys_per_block(window: int) -> int:
+    """(R + 1) T, the keys that every query of a block is multiplied with."""
+    size = block_size(window)
+    return (-(-(window - 1) // size) + 1) * size
+
+
+def banded_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0) -> torch.Tensor:
+    """q, k, v (B, N, S, D) -> (B, N, S, D): softmax(q k' / sqrt(D)) v over the band, by the kernel that `choose` names.
+
+    `dropout_p` on the weights; it draws from the stream that is current.
+    """
+    assert window >= 1, f"a window of {window} positions does not hold the position itself"
+    S, D = q.shape[-2:]
+    # What torch.compile is tracing for a GPU, it can compile.
+    compiler = q.is_cuda and (torch.compiler.is_compiling() or has_gpu_compiler())
+    kernel = choose(q.device.type, q.dtype, dropout_p, S, window, D, compiler=compiler).kernel
+    if kernel == "causal":
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    if kernel == "flex_attention":
+        return by_flex(q, k, v, window)
+    return {"blocks": by_blocks, "dense mask": by_dense_mask}[kernel](q, k, v, window, dropout_p)
+
+
+def in_band(query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor:
+    """Positions, broadcast against each other -> whether the query sees the key."""
+    return (key <= query) & (key > query - window)
+
+
+def by_dense_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0) -> torch.Tensor:
+    """All S x S scores, those outside of the band masked: the reference."""
+    position = torch.arange(q.shape[-2], device=q.device)
+    mask = in_band(position[:, None], position, window)  # (S, S)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
+
+
+def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0) -> torch.Tensor:
+    """Blocks of T queries, each against the keys of its own block and of the R before it: S (R + 1) T scores.
+
+    Blocks stand where SDPA expects heads, so that one mask serves all samples and heads.
+    """
+    B, N, S, D = q.shape
+    T = block_size(window)
+    n, R = -(-S // T), -(-(window - 1) // T)
+    after = n * T - S  # padding, which no query before it sees
+
+    def reaching_back(x: torch.Tensor) -> torch.Tensor:  # (B, N, S, D) -> (B N, n, (R + 1) T, D)
+        x = F.pad(x, (0, 0, R * T, after)).reshape(B * N, R + n, T, D)
+        return torch.cat([x[:, i : i + n] for i in range(R + 1)], 2)
+
+    queries = F.pad(q, (0, 0, 0, after)).reshape(B * N, n, T, D)
+    query = torch.arange(n * T, device=q.device).view(n, T, 1)
+    key = query[:, :1] + torch.arange(-R * T, T, device=q.device)  # (n, 1, (R + 1) T)
+    mask = in_band(query, key, window) & (key >= 0)  # before the first position there is padding only
+    out = F.scaled_dot_product_attention(queries, reaching_back(k), reaching_back(v), attn_mask=mask[None], dropout_p=dropout_p)
+    return out.view(B, N, n * T, D)[:, :, :S]
+
+
+def by_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """One fused kernel; inside of a compiled region it becomes part of it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    kernel = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    return kernel(q, k, v, block_mask=_block_mask(q.shape[-2], window, q.device))
+
+
+@functools.cache
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=16)
+def _block_mask(positions: int, window: int, device: torch.device):
+    """Which blocks of keys each block of queries has to visit; made once, since it takes S x S comparisons."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(sample, head, query, key):
+        return in_band(query, key, window)
+
+    return create_block_mask(visible, None, None, positions, positions, device=device, BLOCK_SIZE=FLEX_BLOCK)
