@@ -28,7 +28,7 @@ from recipes.yamlfile import YamlError, read
 DEFAULT_RECIPE = "default/sotu"
 
 # These change what is reported or how the work is shared, never a number of the training.
-NOT_IN_DIGEST = ("title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "unknown", "note")
+NOT_IN_DIGEST = ("title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "differs", "unknown", "note")
 
 __all__ = ["DEFAULT_RECIPE", "Entry", "RecipeError", "digest", "dump", "find", "full_name", "load", "load_resolved", "names", "tables"]
 

@@ -113,8 +113,8 @@ def _implementation(recipe: Recipe) -> list[str]:
 
 
 def _provenance(recipe: Recipe) -> list[str]:
-    """Keys named in `inferred`, `unknown` and `published.printed` exist."""
-    named = {"inferred": recipe.inferred, "unknown": recipe.unknown}
+    """Keys named in `inferred`, `differs`, `unknown` and `published.printed` exist."""
+    named = {"inferred": recipe.inferred, "differs": recipe.differs, "unknown": recipe.unknown}
     if recipe.published:
         named["published.printed"] = recipe.published.printed  # type: ignore[assignment]
     both = sorted(recipe.inferred.keys() & recipe.unknown.keys())

@@ -240,7 +240,10 @@ class Run(Strict):
     validation_samples: PositiveInt = Field(
         default=64, description="sequences per validation (fewer if the held-out text has fewer)"
     )
-    save_every: NonNegativeInt = Field(default=0, description="optimizer steps between checkpoints; 0: only at the end")
+    save_every: NonNegativeInt = Field(default=0, description="optimizer steps between checkpoints; 0: none of these")
+    save_last: bool = Field(
+        default=True, description="a checkpoint after the last step; false for runs that only time iterations"
+    )
     keep_checkpoints: PositiveInt | None = Field(
         default=None, description="newest complete checkpoints that are kept; null: all"
     )
@@ -283,6 +286,9 @@ class Published(Strict):
     time_per_iteration_s: PositiveFloat | None = None
     samples_per_s: PositiveFloat | None = None
     tflops: PositiveFloat | None = Field(default=None, description="per GPU, as printed")
+    tflops_by: Literal["formula", "exact"] = Field(
+        default="formula", description="what tflops counts: 2 x parameters x passes per token (Jean Zay), or every matrix product (NVIDIA)"
+    )
     cached_gb: PositiveFloat | None = Field(default=None, description="GB of memory cached by PyTorch, per GPU")
     weak_scaling_percent: PositiveFloat | None = None
     peak_percent: PositiveFloat | None = Field(default=None, description="share of the GPU's peak TFLOPS")
@@ -320,6 +326,9 @@ class Recipe(Strict):
     published: Published | None = None
     inferred: dict[str, str] = Field(
         default={}, description="keys that the table does not print -> where their values come from (its text, a public script, a paper)"
+    )
+    differs: dict[str, str] = Field(
+        default={}, description="keys in which the recipe knowingly is not what the source ran -> how; a run states them as deviations"
     )
     unknown: dict[str, str] = Field(
         default={}, description="keys that no source gives -> why the value here stands in for them; a run states them as deviations"

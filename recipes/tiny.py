@@ -6,6 +6,7 @@ checkpointing, precision, dropout, kind of schedule, and whether micro-batches a
 
 from __future__ import annotations
 
+from itertools import chain, groupby
 from typing import Any
 
 from recipes.schema import Recipe
@@ -17,7 +18,8 @@ VOCABULARY = 509  # prime: tensor parallelism has to pad it
 SEQUENCE = 64
 STEPS = 20
 GLOBAL = 8  # where the number of data-parallel ranks is left open: 1, 2, 4 and 8 divide it
-WINDOW = 16  # of banded attention
+# Of models with banded layers: long enough for the kernel of blocks, as the published lengths are (modeling/banded_attention.py)
+BANDED_SEQUENCE, WINDOW = 256, 16
 LEAST_LR = 1e-3  # with less, 20 steps learn nothing visible
 
 
@@ -33,11 +35,12 @@ def tiny(recipe: Recipe) -> Recipe:
     values["model"] = {
         "family": recipe.model.family, "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab_size": VOCABULARY,
         "layer_norm": recipe.model.layer_norm, "sentence_head": recipe.model.sentence_head,
-        "implementation": recipe.model.implementation, "attention": recipe.model.attention[:LAYERS],
+        "implementation": recipe.model.implementation, "attention": _pattern(recipe.model.attention),
     }  # fmt: skip
-    if recipe.model.attention_window:
-        values["model"]["attention_window"] = min(WINDOW, recipe.model.attention_window)
     values["sequence_length"] = min(SEQUENCE, recipe.sequence_length)
+    if recipe.model.attention_window is not None:
+        values["sequence_length"] = min(BANDED_SEQUENCE, recipe.sequence_length)
+        values["model"]["attention_window"] = _window(recipe.model.attention_window, recipe.sequence_length)
     values["parallel"] = {key: min(2, degree) for key, degree in values.get("parallel", {}).items() if degree}
     values["batch"] = _batch(recipe, values["parallel"].get("dp"))
     values |= _steps(recipe)
@@ -48,6 +51,23 @@ def tiny(recipe: Recipe) -> Recipe:
     values["data"] = {"source": "packaged", "tokenizer": {"kind": kind}, "masking": recipe.data.masking.model_dump()}
     values["run"] = _run(recipe, values.get("run", {}))
     return Recipe.model_validate(values)
+
+
+def _pattern(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """At most LAYERS kinds of layers in the same order, both if there are two: the longest run of one kind gets shorter first."""
+    runs = [list(run) for _, run in groupby(kinds)]
+    for _ in range(len(kinds) - LAYERS):
+        longest = max(runs, key=len)
+        del longest[1:2]
+    return tuple(chain.from_iterable(runs))[:LAYERS]
+
+
+def _window(window: int, positions: int) -> int:
+    """16 positions, a block's own and the one before it; or as much of the sequence as before, where that is most of it."""
+    if 8 * window <= 5 * positions:
+        return min(WINDOW, window)
+    shrunk = min(BANDED_SEQUENCE, positions)
+    return min(shrunk - 1, -(-window * shrunk // positions))
 
 
 def _batch(recipe: Recipe, dp: int | None) -> dict[str, int]:
