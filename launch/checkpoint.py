@@ -1,7 +1,7 @@
 """Checkpoints: DeepSpeed's files plus layout-free weights, complete only when a marker says so.
 
     checkpoints/
-      step-000100/            DeepSpeed's shards, weights-stage-NN.safetensors
+      step-000100/            DeepSpeed's shards, weights-stage-NN-part-NNN.safetensors
         complete.json         written last, atomically: step, layout, data position, every file with its size
 
 A run killed at any moment, also while saving, leaves a directory without marker, which resuming ignores. What is not

@@ -36,7 +36,7 @@ that are zero in exact arithmetic (the key biases) into full steps. A layout agr
 the one-process run and every gradient norm within 1e-4 of it, relatively.
 exit codes: 0 all agree, 1 some do not or failed, 2 refused."""
 
-FORCED = ("precision=fp32", "dropout.hidden=0", "dropout.attention=0", "optimizer.eps=1e-6")
+FORCED = ("precision=fp32", "dropout.hidden=0", "dropout.attention=0", "optimizer.eps=1e-6", "run.save_last=true")
 
 
 @dataclass(frozen=True)

@@ -146,11 +146,18 @@ def choose_checkpoint(run: Path, step: int | None) -> Checkpoint:
         raise ValueError(f"{run} {what}: give a run directory, as pretrain.py printed it")
     found = {c.step: c for c in complete_checkpoints(run / "checkpoints")}
     if not found:
-        raise ValueError(f"{run} holds no complete checkpoint: the run saves at its end and every run.save_every steps; let it go on")
+        raise ValueError(f"{run} holds no complete checkpoint: {_why_no_checkpoint(catalog.load_resolved(run / 'recipe.yaml'))}")
     if step is not None and step not in found:
         steps = ", ".join(map(str, found))
         raise ValueError(f"--step {step}: {run} holds no complete checkpoint of that step, only of {steps}: give one of these")
     return found[max(found) if step is None else step]
+
+
+def _why_no_checkpoint(recipe: Recipe) -> str:
+    if recipe.run.save_last:
+        return "the run saves at its end and every run.save_every steps; let it go on"
+    every = f"every run.save_every={recipe.run.save_every} steps and" if recipe.run.save_every else "only"
+    return f"with run.save_last=false the run saves {every} when it is stopped; train it again with --set run.save_last=true"
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,18 @@ def _admit(directory: RunDirectory, plan: Any, resume: bool) -> tuple[bool, tupl
             f"{directory.path} already holds steps of this recipe, and a run is never overwritten: add --resume to go "
             f"on from its newest checkpoint, or start a second run elsewhere with --out"
         )
+    _refuse_finished(directory)
     return True, _compare_plans(directory, plan)
+
+
+def _refuse_finished(directory: RunDirectory) -> None:
+    """RunDirectoryError where a finished run left no checkpoint (run.save_last=false): going on would train it again, over its results."""
+    saved = directory.checkpoints.is_dir() and any(directory.checkpoints.iterdir())
+    if not saved and directory.result_json.exists() and _read_json(directory.result_json).get("status") == "ok":
+        raise RunDirectoryError(
+            f"--resume: {directory.path} holds a finished run without a checkpoint (run.save_last=false): there is nothing to go on from, "
+            "and a run is never overwritten; start again elsewhere with --out, with --set run.save_last=true to be able to go on"
+        )
 
 
 def _refuse_strangers(directory: RunDirectory) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from data.loader import StepBatches, validation_batches
-from launch import checkpoint, startup
+from launch import agreement, checkpoint, startup
 from launch.engine import Forward, SkippedInARow, Step, forward, validate
 from launch.weights import save_first_gradients
 
@@ -74,7 +74,9 @@ class TrainingRun:
         if last and self.corpus.test is not None:
             tested = held_out_batches(self.corpus.test, self.plan.layout, self.grid)
             self.metrics.validation(step, self.validate(tested), "test")
-        if last or stopped or due(step, run.save_every):
+        if stopped or (last and run.save_last) or due(step, run.save_every):
+            if stopped or last:
+                self.metrics.saving(agreement.peak_memory(self.grid.control_group))
             self.save(step)
         if stopped and not last:
             return f"{stopped}: stopped after step {step} of {self.recipe.steps}, checkpoint saved"

@@ -1,18 +1,25 @@
 """Weights in their layout-free form: full, unpadded float32 tensors under canonical names.
 
-Every checkpoint carries them beside DeepSpeed's own files, one `weights-stage-NN.safetensors` per pipeline stage, so that a
-run of any layout can be exported, sampled from and compared. A parameter is assembled from its ZeRO partitions by
-DeepSpeed and from its tensor slices here, one parameter at a time.
+Every checkpoint carries them beside DeepSpeed's own files, so that a run of any layout can be exported, sampled from and
+compared. Each pipeline stage writes parts of at most `PART_BYTES`, in the order of its parameters:
+
+    weights-stage-00-part-000.safetensors ...     the last part of a stage says in its metadata how many there are
+
+so that saving never holds a whole stage in host memory (392 GB for 98 billion parameters). A parameter is assembled from its ZeRO
+partitions by DeepSpeed and from its tensor slices here, one parameter at a time. Checkpoints of earlier versions have one file per
+stage, weights-stage-00.safetensors, and are read too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from modeling.initialization import Shard
@@ -20,11 +27,12 @@ from modeling.process_grid import ProcessGrid
 from recipes.schema import Optimizer
 
 PATTERN = "weights-stage-*.safetensors"
+PART_BYTES = 4 * 1024**3  # of a file's tensors; a single larger tensor has a part of its own
 
 
 def save_weights(engine, grid: ProcessGrid, directory: Path) -> None:
     """Write the master weights of every stage into `directory`. Collective."""
-    _save(engine, grid, directory / f"weights-stage-{grid.at.pp:02d}.safetensors", _master_weight)
+    _save(engine, grid, directory, "weights", _master_weight)
 
 
 def save_first_gradients(engine, grid: ProcessGrid, directory: Path, optimizer: Optimizer, norm: float | None) -> None:
@@ -39,18 +47,36 @@ def save_first_gradients(engine, grid: ProcessGrid, directory: Path, optimizer: 
         # ZeRO 1/2 links moments to parameters after stepping its first parameter group, when the others have none yet.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    path = directory / f"gradients-stage-{grid.at.pp:02d}.safetensors"
-    _save(engine, grid, path, lambda p: _first_moment(engine, p) / scale)
+    _save(engine, grid, directory, "gradients", lambda p: _first_moment(engine, p) / scale)
+
+
+def write_parts(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, stem: str) -> None:
+    """Write named host tensors to `directory`/`stem`-part-NNN.safetensors, replacing what is there of `stem`.
+
+    Takes one tensor at a time and lets go of a part once it is written: `PART_BYTES` and one tensor are the most it holds.
+    """
+    for old in (*directory.glob(f"{stem}.safetensors"), *directory.glob(f"{stem}-part-*.safetensors")):
+        old.unlink()
+    part: dict[str, torch.Tensor] = {}
+    written = 0
+    for name, tensor in tensors:
+        if part and sum(t.nbytes for t in part.values()) + tensor.nbytes > PART_BYTES:
+            save_file(part, directory / f"{stem}-part-{written:03d}.safetensors")
+            part.clear()
+            written += 1
+        part[name] = tensor
+    save_file(part, directory / f"{stem}-part-{written:03d}.safetensors", metadata={"parts": str(written + 1)})
 
 
 def load_tensors(directory: Path, pattern: str = PATTERN) -> dict[str, torch.Tensor]:
     """All stages' tensors by canonical name.
 
-    Raises FileNotFoundError if there are none.
+    Raises FileNotFoundError if there are none, or not all parts of a stage.
     """
     files = sorted(Path(directory).glob(pattern))
     if not files:
         raise FileNotFoundError(f"{directory} holds no {pattern}")
+    _check_parts(files)
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
@@ -61,15 +87,31 @@ def named_parameters(engine) -> Iterator[tuple[str, torch.nn.Parameter]]:
             yield parameter.canonical_name, parameter
 
 
-def _save(engine, grid: ProcessGrid, path: Path, read: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
-    writer = grid.at.tp == 0 and grid.at.dp == 0
-    tensors = {}
+def _check_parts(files: list[Path]) -> None:
+    """Raises FileNotFoundError where a part of a stage is not among `files`. A file that is no part is whole by itself."""
+    stages: dict[str, dict[int, Path]] = {}
+    for file in files:
+        if part := re.fullmatch(r"(.+)-part-(\d+)\.safetensors", file.name):
+            stages.setdefault(part[1], {})[int(part[2])] = file
+    for stem, parts in stages.items():
+        with safe_open(parts[max(parts)], framework="pt") as last:
+            told = (last.metadata() or {}).get("parts")
+        if sorted(parts) != list(range(len(parts))) or told != str(len(parts)):
+            raise FileNotFoundError(f"{files[0].parent} holds {len(parts)} of the {told or 'more'} parts of {stem}: restore the others")
+
+
+def _save(engine, grid: ProcessGrid, directory: Path, what: str, read: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
+    tensors = _full_tensors(engine, grid, read)
+    if grid.at.tp == 0 and grid.at.dp == 0:
+        write_parts(((name, full.cpu().contiguous()) for name, full in tensors), directory, f"{what}-stage-{grid.at.pp:02d}")
+    else:
+        for _ in tensors:  # joining is collective
+            pass
+
+
+def _full_tensors(engine, grid: ProcessGrid, read: Callable[[torch.nn.Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in named_parameters(engine):
-        full = _join(read(parameter).detach().float(), parameter, grid)
-        if writer:
-            tensors[name] = full.cpu().contiguous()
-    if writer:
-        save_file(tensors, path)
+        yield name, _join(read(parameter).detach().float(), parameter, grid)
 
 
 def _master_weight(parameter: torch.nn.Parameter) -> torch.Tensor:

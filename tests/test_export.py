@@ -207,7 +207,7 @@ def test_refusals_say_what_is_there(trained, tmp_path):
         export_hf.export(directory, tmp_path / "full")
     torn = tmp_path / "torn"
     shutil.copytree(directory, torn)
-    next((torn / "checkpoints").rglob("weights-stage-00.safetensors")).write_bytes(b"torn")
+    next((torn / "checkpoints").rglob("weights-stage-00-part-000.safetensors")).write_bytes(b"torn")
     with pytest.raises(ValueError, match="no complete checkpoint"):
         export_hf.export(torn, tmp_path / "out")
     assert not (tmp_path / "out").exists()

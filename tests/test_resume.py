@@ -58,6 +58,7 @@ def resume_cases(tmp_path_factory, ranks, table):
 def check_equal(result, late=False):
     assert result["resumed_steps"] == (list(range(45, 61)) if late else list(range(5, 13))), "goes on after the newest checkpoint"
     assert result["different_steps"] == [] and result["different_weights"] == [] and result["tensors"] > 40
+    assert "weights-stage-00-part-000.safetensors" in result["parts"] and len(result["parts"]) > 2
 
 
 @pytest.fixture(scope="module")

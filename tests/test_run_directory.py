@@ -1,5 +1,6 @@
 """A run directory takes one run, refuses everything else and survives being killed."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch import files
+from launch import files, pretrain
 from launch.run_directory import (
     RunDirectory,
     RunDirectoryError,
@@ -111,6 +112,17 @@ def test_steps_are_not_overwritten_without_resume(tmp_path):
     add_steps(create(tmp_path, plan()))
     message = refusal(tmp_path, plan())
     assert "--resume" in message and "--out" in message
+
+
+def test_a_launch_forgets_the_errors_of_the_last_and_a_refused_one_does_not(tmp_path):
+    add_steps(create(tmp_path, plan()))
+    (tmp_path / "error-rank-3.txt").write_text("torch.OutOfMemoryError: CUDA out of memory.")
+    job = pretrain.Job(plan(), "default/small", tmp_path)
+    with pytest.raises(SystemExit):
+        pretrain.open_run_directory(job)
+    assert (tmp_path / "error-rank-3.txt").exists()
+    pretrain.open_run_directory(dataclasses.replace(job, resume=True)).close()
+    assert not (tmp_path / "error-rank-3.txt").exists()
 
 
 def test_checkpoints_alone_count_as_steps(tmp_path):
@@ -236,3 +248,19 @@ def test_one_process_at_a_time_even_after_a_kill(tmp_path):
         finally:
             holder.send_signal(signal.SIGKILL)
     create(tmp_path, plan())
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
+    path = tmp_path / "run"
+    run = create(path, plan())
+    run.metrics_jsonl.write_text('{"kind": "step", "step": 20}\n')
+    for status, refused in (("interrupted", False), ("ok", True)):
+        run.result_json.write_text(json.dumps({"status": status}))
+        if refused:
+            with pytest.raises(RunDirectoryError, match="nothing to go on from"):
+                create(path, plan(), resume=True)
+        else:
+            create(path, plan(), resume=True)
+    (run.checkpoints / "step-000020").mkdir(parents=True)
+    create(path, plan(), resume=True)
+    assert run.metrics_jsonl.read_text()

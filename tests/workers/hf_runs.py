@@ -1,6 +1,8 @@
 """Trains cases with our GPT-2 or with that of `transformers` through its Trainer, right and broken, and writes what they report.
 
     hf_runs.py OUT CASES.json      cases: name, ds_config, settings; broken (a key of BREAKAGES), fails_after (steps, then resumed)
+
+A rank that draws weights which nobody uses fails.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from unittest import mock
 
 import torch
 from resuming import MACHINE, Interrupted, Records  # first: it chooses the accelerator
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from data.corpus import build
 from ds_configs.resolver import resolve
 from launch import hf_model, hf_training, pretrain, startup
+from modeling.initialization import Init
 from modeling.process_grid import ProcessGrid
 from recipes import catalog
 
@@ -26,7 +30,10 @@ STEPS = 4
 class Recorded(Records):
     def __init__(self, fails_after):
         super().__init__(fails_after)
-        self.validations = []
+        self.validations, self.said = [], []
+
+    def say(self, text):
+        self.said.append(text)
 
     def validation(self, step, report, kind="validation"):
         self.validations.append(report.loss)
@@ -34,6 +41,10 @@ class Recorded(Records):
 
 def unshifted(engine, batch, right=hf_training.forward):
     return right(engine, {**batch, "labels": batch["tokens"]})
+
+
+def other_weights(recipe, *how, right=hf_model._canonical_weights):
+    return right(recipe.model_copy(update={"seed": recipe.seed + 1}), *how)
 
 
 def swapped(run, right=hf_training._flat):
@@ -49,11 +60,43 @@ def all_decayed(module, decay):
 
 BREAKAGES = {
     "labels are not shifted": (hf_training, "forward", unshifted),
-    "transformers draws the weights": (hf_model, "_copy", lambda full, parameter: None),
+    "other weights are drawn": (hf_model, "_canonical_weights", other_weights),
     "micro-batches in another order": (hf_training, "_flat", swapped),
     "everything is decayed": (hf_training, "parameter_groups", all_decayed),
     "dropout is not seeded by step": (hf_training, "seed_step", lambda seed, step, at: None),
 }
+
+
+class BlocksRun:
+    """Counts forward passes of transformers' layers in training, those that recompute among them.
+
+    By their attention: a layer whose own `forward` is replaced does not recompute.
+    """
+
+    def __init__(self):
+        self.times = 0
+
+    def __call__(self, attention, *inputs, right=GPT2Attention.forward, **how):
+        self.times += torch.is_grad_enabled()
+        return right(attention, *inputs, **how)
+
+
+def drawn_once(recipe, *how, right=hf_model.build):
+    """`hf_model.build`, where transformers draws nothing, and no two ranks draw the same parameter."""
+    names = []
+
+    def noted(init, name, shape, std, draw=Init._normal):
+        names.append(name)
+        return draw(init, name, shape, std)
+
+    unwanted = AssertionError("transformers draws weights")
+    with mock.patch.object(torch.Tensor, "normal_", side_effect=unwanted), mock.patch.object(Init, "_normal", noted):
+        model = right(recipe, *how)
+    of_ranks = [None] * startup.world_size()
+    torch.distributed.all_gather_object(of_ranks, names)
+    every = [name for of_rank in of_ranks for name in of_rank]
+    assert len(every) == len(set(every)) == 2 + 4 * recipe.model.layers, of_ranks
+    return model
 
 
 def train(case: dict, out: Path) -> None:
@@ -61,8 +104,11 @@ def train(case: dict, out: Path) -> None:
     plan = resolve(recipe, case["ds_config"], startup.world_size(), MACHINE)
     corpus, grid = build(recipe, say=lambda text: None), ProcessGrid(1, 1, plan.layout.dp)
     directory, fails_after = out / case["name"], case.get("fails_after")
-    records = Recorded(fails_after)
-    with mock.patch.object(*BREAKAGES[case["broken"]]) if case.get("broken") else contextlib.nullcontext():
+    records, blocks = Recorded(fails_after), BlocksRun()
+    patches = [(hf_model, "LARGE", 0), (hf_model, "build", drawn_once), (GPT2Attention, "forward", lambda *a, **k: blocks(*a, **k))]
+    with contextlib.ExitStack() as stack:
+        for patch in (*patches, *([BREAKAGES[case["broken"]]] if case.get("broken") else [])):
+            stack.enter_context(mock.patch.object(*patch))
         try:
             pretrain.train(pretrain.Job(plan, case["name"], directory), records, corpus, grid)
         except Interrupted:
@@ -71,7 +117,10 @@ def train(case: dict, out: Path) -> None:
             pretrain.train(pretrain.Job(plan, case["name"], directory, resume=True), records, corpus, grid)
     torch.distributed.barrier()
     if startup.rank() == 0:
-        (directory / "reported.json").write_text(json.dumps({"steps": records.steps, "validations": records.validations}))
+        per_layer = blocks.times / (recipe.model.layers * plan.layout.accumulation * len(records.steps))
+        (directory / "reported.json").write_text(json.dumps({
+            "steps": records.steps, "validations": records.validations, "said": records.said, "blocks_run": per_layer,
+        }))  # fmt: skip
 
 
 if __name__ == "__main__":

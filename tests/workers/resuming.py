@@ -18,12 +18,13 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
-from launch import checkpoint, pretrain  # noqa: E402
+from launch import checkpoint, pretrain, weights  # noqa: E402
 from launch.reporting import Silence  # noqa: E402
 from launch.weights import load_tensors  # noqa: E402
 from modeling.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
+weights.PART_BYTES = 200_000  # so that every stage of a tiny model is several files
 EARLY = 12, 4, 7  # steps, checkpoint every, failure after
 LATE = 60, 44, 46  # by when the products of beta that DeepSpeed's CPU Adam keeps have gathered rounding
 
@@ -67,11 +68,13 @@ def run(case: dict, out: Path) -> None:
     torch.distributed.barrier()
     if startup.rank() == 0:
         a, b = (load_tensors(checkpoint.newest(d / "checkpoints").directory) for d in (whole, broken))
+        parts = [p.name for p in sorted(checkpoint.newest(whole / "checkpoints").directory.glob(weights.PATTERN))]
         (out / f"{case['name']}.json").write_text(json.dumps({
             "resumed_steps": sorted(resumed),
             "different_steps": [s for s in resumed if resumed[s] != uninterrupted[s]],
             "different_weights": [n for n in a if not torch.equal(a[n], b[n])],
             "tensors": len(a),
+            "parts": parts,
         }))  # fmt: skip
 
 

@@ -1,0 +1,22 @@
+"""launch/pretrain.py whose rank 1 finds no memory in its third step, while the others wait for it in a collective."""
+
+import sys
+
+import torch
+
+from launch import engine, pretrain, startup
+
+steps = []
+train_step = engine.train_step
+
+
+def failing(*arguments):
+    steps.append(1)
+    if startup.rank() == 1 and len(steps) == 3:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return train_step(*arguments)
+
+
+engine.train_step = failing
+sys.argv[0] = pretrain.__file__
+pretrain.main()
