@@ -1,21 +1,26 @@
 """Whether the model states of a row fit the GPUs, or the memory, of a machine: arithmetic on a resolved plan.
 
-States are weights, gradients and Adam's (ZeRO paper, arXiv 1910.02054, section 3.1). Activations, buffers and fragmentation come on
-top, so that "fits" is necessary and not sufficient.
+States are weights, gradients and Adam's, where DeepSpeed has them while it steps (`cost.placed_state_bytes`). Activations, buffers and
+fragmentation come on top, so that "fits" is necessary and not sufficient.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ds_configs.layout import divisors
 from ds_configs.resolver import ConfigError, Machine, Plan, resolve
+from ds_configs.zero import NVME_VARIABLE
 from modeling import cost
 from recipes.schema import Recipe
 
 ANY_GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)  # for resolving a row that is meant for another machine
-OFFLOADED = {"none": (), "optimizer": ("optimizer",), "parameters": ("weights",), "optimizer+parameters": ("optimizer", "weights")}
+PLACES = {"none": "gpu", "cpu": "host", "nvme": "nvme"}  # of DeepSpeed's offload devices
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,36 @@ class Memory:
 
 
 def this_machine() -> Memory:
-    """Imports torch."""
+    """The smallest visible GPU stands for all; the host's memory is what this process may use. Imports torch."""
     import torch
 
-    host = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Memory(gpus, float(torch.cuda.get_device_properties(0).total_memory) if gpus else 0.0, host)
+    smallest = min((float(torch.cuda.get_device_properties(i).total_memory) for i in range(gpus)), default=0.0)
+    return Memory(gpus, smallest, host_memory())
+
+
+def host_memory(root: Path = Path("/")) -> float:
+    """Bytes: the machine's memory, or the lowest limit of this process's control groups (containers, batch systems)."""
+    physical = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min([physical, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> Iterator[float]:
+    """Limits of the group and of those above it, cgroup v2 (memory.max) and v1 (memory.limit_in_bytes)."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for _, controllers, path in (line.split(":", 2) for line in groups):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = ("sys/fs/cgroup/memory", "memory.limit_in_bytes") if controllers else ("sys/fs/cgroup", "memory.max")
+        group = root / top / path.strip("/")
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # not visible from inside a container; "max": no limit
+                yield float((folder / name).read_text())
+            if folder == root / top:
+                break
 
 
 def processes(recipe: Recipe) -> int:
@@ -48,10 +77,23 @@ def processes(recipe: Recipe) -> int:
 def published_plan(recipe: Recipe) -> Plan:
     """The recipe with its own ds_config and number of processes, on GPUs that can do everything.
 
+    A path that the other machine's environment gives is left as $MEGARECIPES_NVME.
+
     Raises:
         ConfigError: it cannot run like that.
     """
-    return resolve(recipe, recipe.ds_config, processes(recipe), ANY_GPU, {"MEGARECIPES_NVME": os.getcwd()})
+    stand_in = tempfile.gettempdir()  # the resolver wants a directory that is there
+    plan = resolve(recipe, recipe.ds_config, processes(recipe), ANY_GPU, {NVME_VARIABLE: stand_in})
+    for section in _offloads(plan):
+        if section.get("nvme_path") == stand_in:
+            section["nvme_path"] = f"${NVME_VARIABLE}"
+    return plan
+
+
+def _offloads(plan: Plan) -> tuple[dict, dict]:
+    """The sections offload_optimizer and offload_param of the resolved JSON; empty where there is none."""
+    zero = plan.ds.get("zero_optimization") or {}
+    return zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
 
 
 def stage_parameters(plan: Plan) -> int:
@@ -65,52 +107,69 @@ def stage_parameters(plan: Plan) -> int:
     )
 
 
-def state_bytes(plan: Plan) -> tuple[float, float]:
-    """Bytes of model states of one process: (on its GPU, offloaded to the host). NVMe counts as neither."""
-    parameters, dp = stage_parameters(plan), plan.layout.dp
-    mixed = plan.precision != "fp32"
-    sizes = {"weights": 2, "gradients": 2, "optimizer": 12} if mixed else {"weights": 4, "gradients": 4, "optimizer": 8}
-    sharded = {"optimizer": plan.zero_stage >= 1, "gradients": plan.zero_stage >= 2, "weights": plan.zero_stage >= 3}
-    shares = {kind: parameters * size / (dp if sharded[kind] else 1) for kind, size in sizes.items()}
-    if plan.offload == "nvme":
-        return shares["gradients"], 0.0
-    away = OFFLOADED[plan.offload]
-    return sum(v for kind, v in shares.items() if kind not in away), sum(v for kind, v in shares.items() if kind in away)
+def state_bytes(plan: Plan) -> cost.StateBytes:
+    """Bytes of model states of a process of the fullest pipeline stage, while it steps."""
+    optimizer, weights = (PLACES[section.get("device") or "none"] for section in _offloads(plan))
+    return cost.placed_state_bytes(
+        stage_parameters(plan), plan.zero_stage, plan.layout.dp, mixed_precision=plan.precision != "fp32", optimizer=optimizer,
+        weights=weights, accumulates=plan.layout.accumulation > 1,
+        sub_group=(plan.ds.get("zero_optimization") or {}).get("sub_group_size", 1e9),
+    )  # fmt: skip
 
 
 def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
     """(whether the row can be run on one such machine, how or why not)."""
     shared = recipe.parallel.tp * recipe.parallel.pp
-    most = processes(recipe) if not memory.gpus else min(processes(recipe), memory.gpus)
+    most = memory.gpus if recipe.parallel.dp is None or 0 < memory.gpus < processes(recipe) else processes(recipe)
     if memory.gpus and shared > memory.gpus:
         return False, f"tp x pp = {shared} processes, {memory.gpus} GPU{'s' if memory.gpus > 1 else ''} here"
-    for dp in sorted((d for d in divisors(recipe.batch.global_) if d * shared <= most), reverse=True):
+    refused, too_large = "", []
+    for dp in sorted((d for d in divisors(recipe.batch.global_) if d * shared <= max(most, shared)), reverse=True):
         try:
-            plan = resolve(_with_dp(recipe, dp), recipe.ds_config, dp * shared, ANY_GPU, {"MEGARECIPES_NVME": os.getcwd()})
-        except ConfigError:
+            plan = published_plan(_with_dp(recipe, dp))
+        except ConfigError as error:
+            refused = str(error)
             continue
         if _fits(plan, memory):
-            same = dp == (recipe.parallel.dp or 1)
-            return True, "as published" if same else f"with --set parallel.dp={dp}: {dp * shared} of {processes(recipe)} processes"
-    least = min(most, shared)
-    return False, f"{_smallest(recipe, least)} of model states"
+            return True, _how(recipe, dp, shared)
+        too_large.append(plan)
+    return False, _least(too_large, memory) if too_large else refused
+
+
+def _how(recipe: Recipe, dp: int, shared: int) -> str:
+    count = f"{dp * shared} process{'es' if dp * shared > 1 else ''}"
+    if recipe.parallel.dp is None:
+        return f"on {count}"
+    if dp == recipe.parallel.dp:
+        return "as published" if recipe.published else f"on {count}"
+    open_batch = " --set batch.accumulation=null" if recipe.batch.accumulation else ""
+    return f"with --set parallel.dp={dp}{open_batch}: {dp * shared} of {processes(recipe)} processes"
 
 
 def _with_dp(recipe: Recipe, dp: int) -> Recipe:
-    parallel = recipe.parallel.model_copy(update={"dp": dp})
-    return recipe.model_copy(update={"parallel": parallel, "batch": recipe.batch.model_copy(update={"accumulation": None})})
+    """What `_how` tells the user to set."""
+    if dp == recipe.parallel.dp:
+        return recipe
+    batch = recipe.batch if recipe.parallel.dp is None else recipe.batch.model_copy(update={"accumulation": None})
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"dp": dp}), "batch": batch})
 
 
 def _fits(plan: Plan, memory: Memory) -> bool:
-    on_gpu, on_host = state_bytes(plan)
-    world = plan.layout.world
+    states, world = state_bytes(plan), plan.layout.world
     if memory.gpus:
-        return on_gpu <= memory.gpu_bytes and on_host * world <= memory.host_bytes
-    return (on_gpu + on_host) * world <= memory.host_bytes
+        return states.gpu <= memory.gpu_bytes and states.host * world <= memory.host_bytes
+    return (states.gpu + states.host) * world <= memory.host_bytes
 
 
-def _smallest(recipe: Recipe, world: int) -> str:
-    """What the fewest processes of the row would hold, each."""
-    shared = recipe.parallel.tp * recipe.parallel.pp
-    total = 16 * cost.parameters(recipe.model, recipe.sequence_length)
-    return f"{total / 1e9:,.0f} GB over {shared} process{'es' if shared > 1 else ''}" if world else f"{total / 1e9:,.0f} GB"
+def _least(plans: Sequence[Plan], memory: Memory) -> str:
+    """What a process of the plan that needs the least would hold: on its GPU first, or in all where there is no GPU."""
+
+    def needed(plan: Plan) -> tuple[float, ...]:
+        states, world = state_bytes(plan), plan.layout.world
+        return (states.gpu, states.host * world) if memory.gpus else ((states.gpu + states.host) * world,)
+
+    plan = min(plans, key=needed)
+    states, world = state_bytes(plan), plan.layout.world
+    sizes = [(states.gpu, " on the GPU"), (states.host, " in host memory")] if memory.gpus else [(states.gpu + states.host, "")]
+    held = " and ".join(f"{size / 1e9:,.3g} GB{place}" for size, place in sizes if size)
+    return f"model states of {held} per process, {world} process{'es' if world > 1 else ''}"

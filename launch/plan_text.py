@@ -10,8 +10,10 @@ from modeling import cost
 from recipes.schema import Model
 
 
-def describe_plan(plan: Plan, *, name: str, hardware: str, run_directory: Path | None, data: dict[str, Any] | None = None) -> str:
-    """A block of aligned lines. `data` is the corpus' summary, once it is known."""
+def describe_plan(
+    plan: Plan, *, name: str, hardware: str, run_directory: Path | None, data: dict[str, Any] | None = None, here: bool = True
+) -> str:
+    """A block of aligned lines. `data` is the corpus' summary, once it is known; `here`: the plan is for this machine."""
     recipe, layout = plan.recipe, plan.layout
     model, o, s = recipe.model, recipe.optimizer, recipe.schedule
     parameters = cost.parameters(model, recipe.sequence_length)
@@ -21,7 +23,7 @@ def describe_plan(plan: Plan, *, name: str, hardware: str, run_directory: Path |
         ("recipe", f"{name}: {recipe.title}"),
         ("model", f"{describe_family(model)}, {model.layers} layers, hidden size {model.hidden}, {model.heads} heads, "
                   f"sequence length {recipe.sequence_length}, vocabulary {model.vocab_size} (padded to {plan.padded_vocab})"),
-        *describe_attention(plan),
+        *describe_attention(plan, here=here),
         ("parameters", f"{parameters:,}"),
         ("layout", f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data parallel = {layout.tp * layout.pp * layout.dp} "
                    f"process{'es' if layout.tp * layout.pp * layout.dp > 1 else ''}"),
@@ -48,18 +50,18 @@ def describe_plan(plan: Plan, *, name: str, hardware: str, run_directory: Path |
     return "\n".join([text, *(f"\n  ! {notice}" for notice in plan.notices)])
 
 
-def describe_attention(plan: Plan) -> list[tuple[str, str]]:
-    """Of a model with banded layers: which they are, and the kernel that trains them on this machine."""
+def describe_attention(plan: Plan, *, here: bool = True) -> list[tuple[str, str]]:
+    """Of a model with banded layers: which they are, and unless the plan is for another machine the kernel that trains them."""
     model = plan.recipe.model
     if model.attention_window is None:
         return []
+    banded = sum(window is not None for window in model.windows)
+    kinds = f"layers {', '.join(model.attention)}, repeated: {banded} of {model.layers} see {model.attention_window} positions"
+    if not here:
+        return [("attention", kinds)]
     from launch.build_model import band_kernel
 
-    banded = sum(window is not None for window in model.windows)
-    return [
-        ("attention", f"layers {', '.join(model.attention)}, repeated: {banded} of {model.layers} see {model.attention_window} positions"),
-        ("  banded by", f"{band_kernel(plan)}"),
-    ]
+    return [("attention", kinds), ("  banded by", f"{band_kernel(plan)}")]
 
 
 def describe_family(model: Model) -> str:

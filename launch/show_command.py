@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from ds_configs.resolver import ConfigError, Plan
+from ds_configs.resolver import ConfigError, Plan, available
 from launch.fitting import processes, published_plan, state_bytes
 from launch.plan_text import describe_plan
 from launch.verification import errata_of
@@ -39,16 +40,17 @@ def run(args: argparse.Namespace) -> int:
     elif args.json:
         print(json.dumps(published_plan(recipe).ds, indent=2))
     else:
-        print(describe(recipe, *catalog.find(args.recipe), given=args.recipe, tiny=args.tiny))
+        print(describe(recipe, *catalog.find(args.recipe), given=args.recipe, tiny=args.tiny, settings=args.set))
     return 0
 
 
-def describe(recipe: Recipe, table: Table, row: str, *, given: str, tiny: bool = False) -> str:
-    """Sections of text; `given` is the name as the user wrote it."""
+def describe(recipe: Recipe, table: Table, row: str, *, given: str, tiny: bool = False, settings: Sequence[str] = ()) -> str:
+    """Sections of text; `given` is the name as the user wrote it, `settings` what --set changed."""
     try:
         plan = published_plan(recipe)
-        resolved = [describe_plan(plan, name=f"{table.name}/{row}", hardware=str(recipe.hardware or "any"), run_directory=None)]
-        resolved += _aligned(derived(plan), width=len("model states"))
+        hardware = str(recipe.hardware or "any")
+        resolved = [describe_plan(plan, name=f"{table.name}/{row}", hardware=hardware, run_directory=None, here=False)]
+        resolved += _aligned(derived(plan, as_published=not (tiny or settings)), width=len("model states"))
     except ConfigError as error:  # a row of a user's file
         plan, resolved = None, [f"  cannot be run as it is: {line}" for line in str(error).splitlines()]
     sections = [
@@ -59,23 +61,22 @@ def describe(recipe: Recipe, table: Table, row: str, *, given: str, tiny: bool =
         ("given by no source: what stands in", _reasons(recipe, recipe.unknown)),
         ("notes", _wrapped([recipe.note] if recipe.note else [])),
         ("errata", _wrapped(errata_of(f"{table.name}/{row}"))),
-        ("launch", [f"  {line}" for line in launch_lines(recipe, given, tiny)] if plan else []),
+        ("launch", [f"  {line}" for line in launch_lines(recipe, given, tiny, settings)] if plan else []),
     ]
     return "\n\n".join("\n".join([title, *lines]) for title, lines in sections if lines)
 
 
-def derived(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What follows from the recipe: sizes, memory, and the published time in both kinds of TFLOPS."""
+def derived(plan: Plan, *, as_published: bool = True) -> Iterator[tuple[str, str]]:
+    """What follows from the recipe: sizes, memory, and unless it was changed the published time in both kinds of TFLOPS."""
     recipe, layout = plan.recipe, plan.layout
     per_rank = cost.parameters_per_rank(recipe.model, recipe.sequence_length, plan.padded_vocab, layout.tp)
     if layout.tp > 1:
         yield "tensor ranks", f"{per_rank:,} parameters each, {layout.tp * per_rank:,} in all, with duplicates and padding"
-    on_gpu, on_host = state_bytes(plan)
-    if plan.offload != "none" or layout.pp > 1:
-        host = f", {on_host / 1e9:.3g} GB in CPU memory" if on_host else ""
-        yield "fullest rank", f"{on_gpu / 1e9:.3g} GB of model states on its GPU{host}"
+    places = [(size, place) for size, place in zip(state_bytes(plan), ("on its GPU", "in CPU memory", "on NVMe"), strict=True) if size]
+    held = ", ".join(f"{size / 1e9:.3g} GB {place}" for size, place in places)
+    yield "fullest rank", f"model states while it steps: {held}"
     published = recipe.published
-    if published and published.time_per_iteration_s:
+    if as_published and published and published.time_per_iteration_s:
         yield "TFLOPS", f"{_tflops(plan, published.time_per_iteration_s)} in the published {published.time_per_iteration_s:g} s, per GPU"
 
 
@@ -125,25 +126,35 @@ def _value(recipe: Recipe, key: str) -> str:
     return "" if isinstance(value, dict | list) or value is None else str(value)
 
 
-def launch_lines(recipe: Recipe, name: str, tiny: bool = False) -> list[str]:
-    """Command lines: for the hardware of the row, and for a machine without it."""
+def launch_lines(recipe: Recipe, name: str, tiny: bool = False, settings: Sequence[str] = ()) -> list[str]:
+    """Command lines: for the hardware of the row, and for a machine without it. `settings` are in `recipe` already."""
     world, per_node = processes(recipe), recipe.hardware.gpus_per_node if recipe.hardware else None
-    script = f"launch/pretrain.py --ds_config ds_configs/{recipe.ds_config}.json --recipe {name}"
+    script = f"launch/pretrain.py --ds_config {_json_file(recipe)} --recipe {shlex.quote(name)}"
+    sets = "".join(f" --set {shlex.quote(setting)}" for setting in settings)
     lines = []
     if not tiny:
         if recipe.parallel.dp is None:
-            lines += ["# on any number of GPUs of one machine that divides the batch", f"deepspeed {script}"]
+            lines += ["# on any number of GPUs of one machine that divides the batch", f"deepspeed {script}{sets}"]
         elif per_node and world > per_node:
             lines += [f"# on {-(-world // per_node)} machines of {per_node} GPUs; hosts has a line 'name slots={per_node}' for each",
-                      f"deepspeed --hostfile hosts --num_nodes {-(-world // per_node)} --num_gpus {per_node} {script}"]  # fmt: skip
+                      f"deepspeed --hostfile hosts --num_nodes {-(-world // per_node)} --num_gpus {per_node} {script}{sets}"]  # fmt: skip
         else:
-            lines += [f"# on {world} GPU{'s' if world > 1 else ''} of one machine", f"deepspeed --num_gpus {world} {script}"]
-        shrunk = catalog.load(name, tiny=True)
+            lines += [f"# on {world} GPU{'s' if world > 1 else ''} of one machine", f"deepspeed --num_gpus {world} {script}{sets}"]
+        try:
+            shrunk = catalog.load(name, settings, tiny=True)
+            published_plan(shrunk)
+        except (catalog.RecipeError, ConfigError) as error:  # a setting that the smaller model cannot have
+            return [*lines, "# cannot be shrunk with these settings:", *(f"#   {problem}" for problem in error.problems)]
     else:
         shrunk = recipe
     small = processes(shrunk)
-    lines += ["# shrunk, on any machine, with the same code path", f"deepspeed --num_gpus {small} {script} --tiny"]
-    return lines
+    return [*lines, "# shrunk, on any machine, with the same code path", f"deepspeed --num_gpus {small} {script} --tiny{sets}"]
+
+
+def _json_file(recipe: Recipe) -> str:
+    """The DeepSpeed JSON of the recipe as an argument: one of ds_configs/ by its path, the user's own as it is written."""
+    name = recipe.ds_config
+    return f"ds_configs/{name}.json" if name in available() else shlex.quote(name)
 
 
 def _aligned(pairs: Iterable[tuple[str, object]], width: int = 0) -> list[str]:

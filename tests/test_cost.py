@@ -206,9 +206,60 @@ def test_model_states_of_zero(stage, gigabytes):
 
 
 def test_model_states_in_fp32():
+    # ZeRO steps a copy of the weights, in fp32 as well: 4 + 4 + 12 where plain data parallelism has 4 + 4 + 8.
     assert cost.model_state_bytes(1, 0, dp=8, mixed_precision=False) == 16
-    assert cost.model_state_bytes(1, 1, dp=8, mixed_precision=False) == 9
-    assert cost.model_state_bytes(1, 3, dp=8, mixed_precision=False) == 2
+    assert cost.model_state_bytes(1, 1, dp=8, mixed_precision=False) == 8 + 12 / 8
+    assert cost.model_state_bytes(1, 2, dp=8, mixed_precision=False) == 4 + 16 / 8
+    assert cost.model_state_bytes(1, 3, dp=8, mixed_precision=False) == 20 / 8
+
+
+# Bytes per parameter of a whole model on one rank, while it steps. Those of DeepSpeed 0.19.8 are what its tensors hold in a run of eight
+# square layers, less its staging buffers; launch/data_parallel.py for stage 0.
+@pytest.mark.parametrize(
+    ("stage", "mixed", "away", "gpu", "host", "nvme"),
+    [
+        (0, True, {}, 18, 0, 0),
+        (0, False, {}, 16, 0, 0),
+        (1, True, {}, 18, 0, 0),
+        (2, True, {}, 18, 0, 0),
+        (2, False, {}, 20, 0, 0),
+        (3, True, {}, 20, 0, 0),
+        (3, False, {}, 24, 0, 0),
+        (2, True, {"optimizer": "host"}, 2, 18, 0),
+        (2, True, {"optimizer": "host", "accumulates": True}, 2, 20, 0),
+        (2, False, {"optimizer": "host"}, 4, 20, 0),
+        (1, True, {"optimizer": "host"}, 4, 18, 0),
+        (3, True, {"optimizer": "host"}, 2, 18, 0),
+        (3, True, {"optimizer": "host", "accumulates": True}, 2, 18, 0),
+        (3, True, {"optimizer": "host", "weights": "host"}, 0, 20, 0),
+        (3, False, {"optimizer": "host", "weights": "host"}, 0, 24, 0),
+        (3, True, {"weights": "host"}, 18, 2, 0),
+        (3, True, {"optimizer": "nvme"}, 2, 2, 16),
+        (3, True, {"optimizer": "nvme", "weights": "host"}, 0, 4, 16),
+        (3, True, {"optimizer": "host", "weights": "nvme"}, 0, 18, 2),
+        (3, True, {"optimizer": "nvme", "weights": "nvme"}, 0, 2, 18),
+    ],
+)
+def test_model_states_lie_where_the_offload_puts_them(stage, mixed, away, gpu, host, nvme):
+    assert cost.placed_state_bytes(1, stage, 1, mixed_precision=mixed, **away) == (gpu, host, nvme)
+
+
+def test_model_states_of_a_step_are_sharded():
+    def gpu(stage: int, dp: int, parameters: float = 1, **more) -> float:
+        return cost.placed_state_bytes(parameters, stage, dp, **more).gpu
+
+    assert [gpu(stage, 8) for stage in (0, 1, 2, 3)] == [18, 4 + 12 / 8, 2 + 16 / 8, 20 / 8]
+    assert gpu(1, 8, mixed_precision=False) == 8 + 12 / 8
+    assert gpu(3, 4, 40.0, sub_group=5.0) == 10 * 16 + 5 * 4, "stage 3 has fp32 gradients of one sub-group at a time"
+    assert cost.placed_state_bytes(1, 2, 8, optimizer="host") == (2, 18 / 8, 0)
+    assert cost.placed_state_bytes(1, 3, 8, optimizer="host") == (2 / 8, 18 / 8, 0)
+
+
+def test_zero_offload_trains_13_billion_parameters_on_one_v100():
+    # Ren et al., arXiv 2101.06840, table 2: 13B on one 32 GB V100 with 1.5 TB of host memory, where plain data parallelism has 1.4B.
+    states = cost.placed_state_bytes(13e9, 2, 1, optimizer="host")
+    assert states.gpu <= 32e9 and 16 * 13e9 <= states.host <= 1.5e12
+    assert cost.placed_state_bytes(1.4e9, 0, 1).gpu <= 32e9 < cost.placed_state_bytes(13e9, 0, 1).gpu
 
 
 def test_planning_imports_neither_torch_nor_deepspeed():

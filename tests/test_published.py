@@ -1,6 +1,7 @@
 """The recipes of published tables: all rows, as printed, with everything that is not printed accounted for; list and show."""
 
 import json
+import shlex
 import sys
 
 import pytest
@@ -117,23 +118,6 @@ def test_list_filters(capsys):
     assert "no recipe is left" in output(capsys, "list", "--family", "bert", "--gpus", "3")
 
 
-def test_what_fits_is_arithmetic_on_model_states():
-    def says(name: str, memory: fitting.Memory) -> tuple[bool, str]:
-        return fitting.verdict(catalog.load(name), memory)
-
-    v100s = fitting.Memory(16, 32e9, 1e12)
-    assert says("dgx2_gpt2_data_parallel/40x1536-b8", v100s) == (True, "as published")
-    assert says("dgx2_gpt2_data_parallel/54x1920-b2-oom", v100s)[0] is False, "2.49B x 16 bytes is 40 GB: printed as out of memory"
-    ok, how = says("megatron_paper_table1/8.3b-mp-dp", v100s)
-    assert ok and "parallel.dp=2: 16 of 512" in how
-    assert says("jeanzay_megatron_performance/48b-pp16-ga256-mb8", v100s) == (False, "tp x pp = 64 processes, 16 GPUs here")
-    laptop = fitting.Memory(0, 0.0, 16e9)
-    assert says("default/sotu", laptop)[0] and not says("dgx2_gpt2_torch_ddp/72x3072-h8-tp8", laptop)[0]
-    offloaded = fitting.published_plan(catalog.load("jeanzay_hf_deepspeed_max_size/91b-g64"))
-    on_gpu, on_host = fitting.state_bytes(offloaded)
-    assert on_gpu == pytest.approx(2 * 98.03e9 / 64, rel=1e-3) and on_host == pytest.approx(14 * 98.03e9 / 64, rel=1e-3)
-
-
 def test_show_tells_all_of_a_row(capsys):
     text = output(capsys, "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb4")
     for part in (
@@ -147,6 +131,53 @@ def test_show_tells_all_of_a_row(capsys):
     name = "dgx2_bert_model_parallel/64x2304-tp8-b8"
     assert catalog.load(name).model_dump() == _read_back(output(capsys, "show", name, "--yaml")).model_dump()
     assert json.loads(output(capsys, "show", name, "--json"))["train_micro_batch_size_per_gpu"] == 8
+
+
+def test_show_says_what_the_published_time_means_in_tflops(capsys):
+    # 18,437,670,912 parameters, 40 layers of hidden size 6144, vocabulary 50688, 1024 tokens, recomputed; 256 samples in 90.5 s on 16 GPUs.
+    tokens, gpu_seconds = 256 * 1024, 90.5 * 16
+    formula = 18.437670912e9 * 8 * tokens / gpu_seconds / 1e12
+    layers = 40 * (24 * 6144**2 + 4 * 1024 * 6144)
+    exact = (4 * layers + 3 * 2 * 6144 * 50688) * tokens / gpu_seconds / 1e12
+    assert (round(formula, 2), round(exact, 2)) == (26.7, 27.31)
+    text = output(capsys, "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb4")
+    assert f"{formula:.4g} by the documents' formula with the true size, {exact:.4g} by exact count" in text
+    changed = output(capsys, "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb4", "--set", "sequence_length=512")
+    assert "in the published 90.5 s" not in changed
+
+
+def test_show_carries_the_settings_into_the_launch_lines(capsys):
+    name, prompt = "dgx2_gpt2_data_parallel/40x1536-b8", "run.prompt=once upon"
+    text = output(capsys, "show", name, "--set", "parallel.dp=2", "--set", "batch.accumulation=null", "--set", prompt)
+    lines = [line for line in text.splitlines() if line.startswith("  deepspeed ")]
+    settings = ["parallel.dp=2", "batch.accumulation=null", prompt]
+    assert len(lines) == 2 and all("--num_gpus 2 " in line for line in lines), "the shrunk row has these settings too"
+    for line in lines:
+        words = shlex.split(line)
+        assert [words[i + 1] for i, word in enumerate(words) if word == "--set"] == settings
+    for setting in ("model.heads=96", "batch.micro=8"):  # a recipe that is none, and one that cannot be resolved
+        text = output(capsys, "show", name, "--set", setting)
+        assert "launch/pretrain.py" in text and "cannot be shrunk with these settings" in text and setting in text
+
+
+def test_show_is_about_the_machine_of_the_row(capsys):
+    sparse = output(capsys, "show", "sber_path_to_13b/07-gpt3-large-sparse")
+    assert "attention     layers dense, banded, repeated" in sparse and "banded by" not in sparse and "CPU" not in sparse
+    infinity = json.loads(output(capsys, "show", "default/sotu", "--json", "--set", "ds_config=zero_infinity"))["zero_optimization"]
+    assert {infinity[f"offload_{kind}"]["nvme_path"] for kind in ("optimizer", "param")} == {"$MEGARECIPES_NVME"}
+
+
+def test_show_of_a_users_row(capsys, tmp_path):
+    (tmp_path / "own.json").write_text(ROOT.joinpath("ds_configs/zero2.json").read_text())
+    table = tmp_path / "my table.yaml"
+    table.write_text(
+        "title: mine\ndefaults:\n  model: {layers: 4, hidden: 64, heads: 4, vocab_size: 512}\n  sequence_length: 64\n  batch: {global: 8}\n"
+        "  steps: 10\n  optimizer: {lr: 1.0e-3}\nrows:\n"
+        f"  small: {{title: small}}\n  own: {{title: own, ds_config: {tmp_path}/own.json}}\n"
+    )
+    text = output(capsys, "show", f"{table}/small")
+    assert "hardware      any" in text and "published" not in text and f"--recipe '{table}/small'" in text
+    assert f"--ds_config {tmp_path}/own.json --recipe" in output(capsys, "show", f"{table}/own")
 
 
 def _read_back(text: str):
