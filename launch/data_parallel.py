@@ -67,8 +67,9 @@ class DataParallelEngine(DeepSpeedEngine):
 class MasterWeights(DeepSpeedOptimizer):
     """Steps fp32 copies of all fp16 or bf16 parameters and rounds them back (Micikevicius et al. 2018, arXiv 1710.03740, section 3).
 
-    Gradients come averaged over the data-parallel ranks, in the parameters' precision; a step holds them in fp32 as well, one
-    parameter after the other. Per parameter 16 bytes between steps: 2 of weight, 2 of gradient, 12 of fp32 weight and moments.
+    Gradients come averaged over the data-parallel ranks, in the parameters' precision. Per parameter 16 bytes between backward and
+    step: 2 of weight, 2 of gradient, 12 of fp32 weight and moments. In a step 18: all gradients are in fp32 at once, each in the
+    place of its half-precision one, until the optimizer has stepped.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, mpu: ProcessGrid, *, clip: float, scaler, skips_overflow: bool):

@@ -47,7 +47,7 @@ def train(job, metrics, corpus, grid: ProcessGrid) -> str | None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_own_accelerate_state())
         arguments = training_arguments(plan, str(job.directory))
-        model = hf_model.build(plan.recipe, job.initial_weights)
+        model = hf_model.build(plan.recipe, job.initial_weights, metrics.say)
         if plan.zero_stage == 0:
             stack.enter_context(_plain_data_parallel(grid))
         stop = stack.enter_context(startup.StopRequest(job.directory / "STOP"))

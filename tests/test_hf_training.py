@@ -30,7 +30,7 @@ PUBLISHED_FORM = [
     "precision=fp32",
 ]  # fmt: skip
 BROKEN = [
-    "labels are not shifted", "transformers draws the weights", "micro-batches in another order", "everything is decayed",
+    "labels are not shifted", "other weights are drawn", "micro-batches in another order", "everything is decayed",
     "dropout is not seeded by step",
 ]  # fmt: skip
 
@@ -52,7 +52,7 @@ class Trained:
         reported = json.loads((directory / "reported.json").read_text())
         self.steps = {int(step): values for step, values in reported["steps"].items()}
         self.losses, self.lrs, self.norms, self.scales, self.skipped = zip(*self.steps.values(), strict=True)
-        self.validations = reported["validations"]
+        self.validations, self.said, self.blocks_run = (reported[key] for key in ("validations", "said", "blocks_run"))
         self.weights = load_tensors(newest(directory / "checkpoints").directory)
 
 
@@ -73,6 +73,7 @@ def on_two_ranks(tmp_path_factory):
     theirs = [case(broken, "zero3", PUBLISHED_FORM, "transformers", broken=broken) for broken in BROKEN]
     theirs += [
         case("theirs", "zero3", PUBLISHED_FORM, "transformers"),
+        case("unpartitioned", "zero1", [*PUBLISHED_FORM, "activation_checkpointing=none"], "transformers"),
         case("resumed", "zero3", [*PUBLISHED_FORM, "run.save_every=2"], "transformers", fails_after=3),
     ]
     train(out, 2, [case("ours", "zero3", PUBLISHED_FORM, "megarecipes"), *theirs])
@@ -85,6 +86,20 @@ def test_transformers_has_our_loss_curve(on_two_ranks):
     assert loss < 3e-6 and norm < 1e-6 and weights < 5e-6
     assert ours.lrs == theirs.lrs and len(set(ours.lrs)) == 4
     assert ours.losses[0] - ours.losses[-1] > 0.1, "it has to learn, or equality says little"
+
+
+def test_unpartitioned_weights_are_those_of_rank_0_and_nothing_is_recomputed(on_two_ranks):
+    partitioned, other = Trained(on_two_ranks / "theirs"), Trained(on_two_ranks / "unpartitioned")
+    loss, norm, weights = apart(partitioned, other)
+    assert loss < 3e-6 and norm < 1e-6 and weights < 5e-6
+    assert (partitioned.blocks_run, other.blocks_run) == (2, 1), "forward passes of a layer per micro-batch"
+
+
+def test_a_large_model_says_how_far_its_initial_weights_are(on_two_ranks):
+    said = [line for line in Trained(on_two_ranks / "theirs").said if line.startswith("initial weights")]
+    tenths = [int(line.split()[2]) for line in said]
+    assert tenths == sorted(set(tenths)) and tenths[-1] == 100 and 3 <= len(tenths) <= 10
+    assert all("% of " in line and line.endswith("million per second") for line in said)
 
 
 @pytest.mark.parametrize("broken", BROKEN)
