@@ -25,7 +25,8 @@ examples:
 
 What is measured: attention alone (scores, softmax, values) of one layer, forward and backward, without the projections around it.
   dense       causal attention over all positions, as the dense layers of a GPT-2 run it
-  banded      the kernel that training takes for this case, named in the table
+  banded      the kernel that training takes for this case, named in the table; it depends on --dropout: give the recipe's
+              dropout.attention, with which flex_attention is never taken
   masked      all scores, those outside of the band masked: what a band costs without a kernel for it
 Dense, banded and masked take turns, --rounds times; times are medians of wall time. "faster" is the median over the turns of dense /
 banded, and "by CPU" the same of processor time: on a machine that others use it is the steady one, with --threads 1. "scores" is the

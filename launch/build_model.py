@@ -10,12 +10,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_configs.resolver import Plan, padded_vocab
-from modeling.banded_attention import choose, has_gpu_compiler, saves_time
+from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.bert import Bert, BertShape, bert_pipeline
 from modeling.convert_hf import read_hf
 from modeling.gpt2 import GPT2, GPT2Shape, gpt2_pipeline
 from modeling.initialization import Init
 from modeling.process_grid import ProcessGrid
+from modeling.transformer import LayerShape
 from recipes.schema import Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,8 +36,17 @@ def model_shape(recipe: Recipe, padded_vocab: int) -> GPT2Shape | BertShape:
     return BertShape(**common, post_norm=m.layer_norm == "post", sentence_head=m.sentence_head)
 
 
+def layer_kinds(shape: GPT2Shape | BertShape) -> dict[LayerShape, int]:
+    """How many layers there are of each shape, in the order in which the shapes first occur."""
+    layers = [shape.layer_at(i) if isinstance(shape, GPT2Shape) else shape.layer for i in range(shape.layers)]
+    return {kind: layers.count(kind) for kind in dict.fromkeys(layers)}
+
+
 def band_kernel(plan: Plan) -> str | None:
-    """What computes the banded layers in training on this machine's accelerator, for the plan; None: all layers are dense."""
+    """What computes the banded layers in training on this machine's accelerator, for the plan; None: all layers are dense.
+
+    Says why, whether it computes fewer scores than dense layers would, and that speeds on CUDA are unknown.
+    """
     recipe, window = plan.recipe, plan.recipe.model.attention_window
     if window is None:
         return None
@@ -45,8 +55,12 @@ def band_kernel(plan: Plan) -> str | None:
     kernel, why = choose(
         device, DTYPES[plan.precision], recipe.dropout.attention, recipe.sequence_length, window, head_size, compiler=compiler
     )
-    saved = "" if saves_time(kernel, recipe.sequence_length, window) else "; dense layers would take no longer"
-    return f"{kernel} ({why}){saved}"
+    said = [f"{kernel} ({why})"]
+    if not computes_fewer_scores(kernel, recipe.sequence_length, window):
+        said.append("counted, not timed: no fewer scores than in dense layers")
+    if device == "cuda":
+        said.append("not measured on CUDA")
+    return "; ".join(said)
 
 
 def build_module(plan: Plan, grid: ProcessGrid, initial_weights: str | None = None) -> torch.nn.Module:

@@ -5,24 +5,36 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_configs.resolver import Plan
-from launch.build_model import DTYPES, model_shape
+from launch.build_model import DTYPES, layer_kinds, model_shape
 from launch.micro_batches import BERT_INPUTS, BERT_TARGETS
 from modeling.initialization import Init
 from modeling.layer_list import Stack
 from modeling.process_grid import ProcessGrid
 from modeling.random_state import seed_step
-from modeling.transformer import TransformerLayer
+from modeling.transformer import Attention, LayerShape, TransformerLayer
 
 WARM_UP, TIMED = 2, 5  # passes
 
 
+class Gain(NamedTuple):
+    """Seconds of a forward and backward pass of `what`."""
+
+    what: str
+    eager: float
+    compiled: float
+
+    def __str__(self) -> str:
+        return f"{self.what} {1e3 * self.compiled:.1f} ms instead of {1e3 * self.eager:.1f} ms ({self.eager / self.compiled:.2f}x)"
+
+
 def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> str:
-    """torch.compile `module` in place before DeepSpeed takes it; return a line with the measured gain. Collective.
+    """torch.compile `module` in place before DeepSpeed takes it; return a line with the measured gains. Collective.
 
     The whole model is compiled, or its transformer layers and its loss where something has to happen between them: in the pipeline, which
     runs its layers itself, under recomputation, and under ZeRO-3, which gathers parameters in hooks of each layer; there
@@ -30,15 +42,22 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     """
     seed_step(plan.recipe.seed, 0, grid.at)
     started = time.perf_counter()
+    prepare(module, plan)
     if isinstance(module, Stack) and plan.zero_stage < 3 and not plan.recipe.checkpoint_interval:
-        what, eager, compiled = "forward and backward of a micro-batch", *_compile_whole(module, plan)
+        gains = [Gain("a micro-batch", *_compile_whole(module, plan))]
     else:
-        what, eager, compiled = "forward and backward of one transformer layer", *_compile_layers(module, plan, grid)
+        gains = _compile_layers(module, plan, grid)
     took = time.perf_counter() - started
-    return (
-        f"compiled: {what} takes {1e3 * compiled:.1f} ms instead of {1e3 * eager:.1f} ms ({eager / compiled:.2f}x; medians of {TIMED}; "
-        f"compiling and measuring took {took:.0f} s)"
-    )
+    said = ", ".join(map(str, gains))
+    return f"compiled: forward and backward of {said}; medians of {TIMED}; compiling and measuring took {took:.0f} s"
+
+
+def prepare(module: torch.nn.Module, plan: Plan) -> None:
+    """What the attention of the recipe's sequences needs and no graph should hold."""
+    device = torch.device(get_accelerator().current_device_name())
+    for attention in module.modules():
+        if isinstance(attention, Attention):
+            attention.prepare(plan.recipe.sequence_length, device, DTYPES[plan.precision])
 
 
 def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
@@ -58,8 +77,8 @@ def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
     return eager, compiled
 
 
-def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> tuple[float, float]:
-    """Seconds eager and compiled, of a layer of its own: those of the model may be partitioned, or lie on another stage."""
+def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> list[Gain]:
+    """Of every kind of layer, measured on one of its own: those of the model may be partitioned, or lie on another stage."""
     for layer in module.modules():
         if isinstance(layer, TransformerLayer):
             layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
@@ -67,12 +86,24 @@ def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> t
         module.loss = torch.compile(module.loss)
     else:
         module.loss_fn.function = torch.compile(module.loss_fn.function)
-    recipe, layout = plan.recipe, plan.layout
+    kinds, layers = layer_kinds(model_shape(plan.recipe, plan.padded_vocab)), plan.recipe.model.layers
+    if len(kinds) == 1:
+        return [Gain("one transformer layer", *_time_layer(shape, plan, grid)) for shape in kinds]
+    return [
+        Gain(f"one {'dense' if shape.window is None else 'banded'} layer ({count} of {layers})", *_time_layer(shape, plan, grid))
+        for shape, count in kinds.items()
+    ]
+
+
+def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float, float]:
+    """Seconds eager and compiled, on a random micro-batch."""
+    recipe = plan.recipe
     device = torch.device(get_accelerator().current_device_name())
-    shape = model_shape(recipe, plan.padded_vocab).layer
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, dtype=DTYPES[plan.precision])
     layer = TransformerLayer(shape, group=grid.tensor_group if grid.tp > 1 else None, init=init).to(device)
-    x = torch.randn(layout.micro, recipe.sequence_length, recipe.model.hidden, dtype=init.dtype, device=device, requires_grad=True)
+    prepare(layer, plan)
+    size = (plan.layout.micro, recipe.sequence_length, recipe.model.hidden)
+    x = torch.randn(size, dtype=init.dtype, device=device, requires_grad=True)
     compiled = torch.compile(layer)
     return _seconds(lambda: layer(x).sum()), _seconds(lambda: compiled(x).sum())
 

@@ -9,6 +9,8 @@ Four kernels compute it; `choose` says which one is taken, as a function of the 
     dense mask      SDPA over all S x S scores: where the sequence is short or the window covers most of it
     causal          SDPA without a mask: where the window covers all of the sequence
 
+`choose` rests on what a kernel can compute and on what was measured on a CPU; nothing was measured on CUDA.
+
 Shapes: B samples, N heads, S positions, D head size; T positions per block, n blocks, R blocks that a query reaches back.
 """
 
@@ -17,10 +19,13 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Kernel = Literal["flex_attention", "blocks", "dense mask", "causal"]
 
@@ -53,21 +58,23 @@ def choose(
     if obstacle is None:
         return Choice("flex_attention", "compiled for the band")
     if 8 * keys_per_block(window) > 5 * positions:
-        return Choice("dense mask", "the window covers most of the sequence")
+        return Choice("dense mask", f"the window covers most of the sequence, and {obstacle}")
     return Choice("blocks", obstacle)
 
 
-def saves_time(kernel: Kernel, positions: int, window: int) -> bool:
-    """Whether the kernel computes fewer scores than a dense causal one, which skips what lies above the diagonal."""
-    return kernel == "flex_attention" or (kernel == "blocks" and 2 * keys_per_block(window) < positions)
+def computes_fewer_scores(kernel: Kernel, positions: int, window: int) -> bool:
+    """Whether the kernel computes fewer scores than a dense causal one, which skips what lies above the diagonal: a count, not a time."""
+    if kernel == "flex_attention":
+        return (_blocks_back(window, FLEX_BLOCK) + 1) * FLEX_BLOCK < positions
+    return kernel == "blocks" and 2 * keys_per_block(window) < positions
 
 
 def _obstacle_to_flex(device: str, dtype: torch.dtype, dropout: float, positions: int, head_size: int, compiler: bool) -> str | None:
-    """Why flex_attention cannot compute it; None: it can."""
+    """Why flex_attention cannot compute it; None: it can. What holds on every machine comes first."""
+    if dropout:
+        return f"flex_attention has no dropout, and attention weights are dropped with probability {dropout:g}"
     if device != "cuda":
         return f"flex_attention has no backward pass on a {device.upper()}"
-    if dropout:
-        return "flex_attention has no dropout"
     if dtype not in FLEX_DTYPES:
         return f"flex_attention has no {dtype}"
     if positions % FLEX_BLOCK:  # would be compiled again for every length that generation passes through
@@ -95,13 +102,22 @@ def block_size(window: int) -> int:
 def keys_per_block(window: int) -> int:
     """(R + 1) T, the keys that every query of a block is multiplied with."""
     size = block_size(window)
-    return (-(-(window - 1) // size) + 1) * size
+    return (_blocks_back(window, size) + 1) * size
 
 
-def banded_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0) -> torch.Tensor:
+def _blocks_back(window: int, size: int) -> int:
+    """R: blocks before its own that a query's window reaches into."""
+    return -(-(window - 1) // size)
+
+
+def banded_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0, *, mask: BlockMask | None = None
+) -> torch.Tensor:
     """q, k, v (B, N, S, D) -> (B, N, S, D): softmax(q k' / sqrt(D)) v over the band, by the kernel that `choose` names.
 
-    `dropout_p` on the weights; it draws from the stream that is current.
+    Args:
+        dropout_p: on the weights; it draws from the stream that is current.
+        mask: flex_attention's, as `prepared_mask` makes it; needed where torch.compile traces this.
     """
     assert window >= 1, f"a window of {window} positions does not hold the position itself"
     S, D = q.shape[-2:]
@@ -111,7 +127,7 @@ def banded_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: 
     if kernel == "causal":
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
     if kernel == "flex_attention":
-        return by_flex(q, k, v, window)
+        return by_flex(q, k, v, window, mask)
     return {"blocks": by_blocks, "dense mask": by_dense_mask}[kernel](q, k, v, window, dropout_p)
 
 
@@ -134,7 +150,7 @@ def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dr
     """
     B, N, S, D = q.shape
     T = block_size(window)
-    n, R = -(-S // T), -(-(window - 1) // T)
+    n, R = -(-S // T), _blocks_back(window, T)
     after = n * T - S  # padding, which no query before it sees
 
     def reaching_back(x: torch.Tensor) -> torch.Tensor:  # (B, N, S, D) -> (B N, n, (R + 1) T, D)
@@ -149,12 +165,15 @@ def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dr
     return out.view(B, N, n * T, D)[:, :, :S]
 
 
-def by_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """One fused kernel; inside of a compiled region it becomes part of it."""
+def by_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, mask: BlockMask | None = None) -> torch.Tensor:
+    """One fused kernel; inside of a compiled region it becomes part of it. A `mask` for another length is left alone."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    S = q.shape[-2]
+    if mask is None or mask.seq_lengths != (S, S):
+        mask = block_mask(S, window, q.device)
     kernel = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-    return kernel(q, k, v, block_mask=_block_mask(q.shape[-2], window, q.device))
+    return kernel(q, k, v, block_mask=mask)
 
 
 @functools.cache
@@ -164,8 +183,18 @@ def _compiled_flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
+def prepared_mask(device: torch.device, dtype: torch.dtype, positions: int, window: int, head_size: int) -> BlockMask | None:
+    """flex_attention's mask, for a layer to keep before torch.compile traces it; None: not the kernel of this case.
+
+    The case is that without dropout, as evaluation is. Traced without it, a layer is cut in two, since `block_mask` is not traced.
+    """
+    chosen = choose(device.type, dtype, 0.0, positions, window, head_size, compiler=device.type == "cuda" and has_gpu_compiler())
+    return block_mask(positions, window, device) if chosen.kernel == "flex_attention" else None
+
+
+@torch.compiler.disable  # which looks past lru_cache: the comparisons would be in the graph, made in every call
 @functools.lru_cache(maxsize=16)
-def _block_mask(positions: int, window: int, device: torch.device):
+def block_mask(positions: int, window: int, device: torch.device) -> BlockMask:
     """Which blocks of keys each block of queries has to visit; made once, since it takes S x S comparisons."""
     from torch.nn.attention.flex_attention import create_block_mask
 

@@ -23,11 +23,6 @@ class GPT2Shape(ModelShape):
     def layer_at(self, index: int) -> LayerShape:
         return LayerShape(self.hidden, self.heads, self.hidden_dropout, self.attention_dropout, window=self.window(index))
 
-    @property
-    def layer(self) -> LayerShape:
-        """Of the first layer."""
-        return self.layer_at(0)
-
 
 class PositionEmbedding(nn.Module):
     """Adds learned positions to the word embeddings, then dropout."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from modeling.banded_attention import banded_attention
+from modeling.banded_attention import banded_attention, prepared_mask
 from modeling.initialization import Init
 from modeling.random_state import dropout, tensor_parallel_random
 from modeling.tensor_parallel import ColumnParallelLinear, RowParallelLinear, group_size
@@ -62,7 +62,8 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape, *, group: dist.ProcessGroup | None, init: Init):
         super().__init__()
         self.local_heads = shape.heads // group_size(group)
-        self.causal, self.window = shape.causal, shape.window
+        self.causal, self.window, self.head_size = shape.causal, shape.window, shape.hidden // shape.heads
+        self.block_mask = None  # of banded attention; see prepare
         assert self.causal or self.window is None, "the band looks back only"
         self.dropout = shape.attention_dropout
         self.own_stream = group is not None and shape.attention_dropout > 0
@@ -70,6 +71,11 @@ class Attention(nn.Module):
         self.projection = RowParallelLinear(
             shape.hidden, shape.hidden, group=group, init=init.child("projection"), std=init.residual_std
         )
+
+    def prepare(self, positions: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Make what depends on the length of sequences alone, before torch.compile traces `forward`: a banded layer's block mask."""
+        if self.window is not None:
+            self.block_mask = prepared_mask(device, dtype, positions, self.window, self.head_size)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, S, H), lengths (B,) or None where nothing is padded -> (B, S, H).
@@ -88,7 +94,7 @@ class Attention(nn.Module):
                     q_BNSD, k_BNSD, v_BNSD, attn_mask=mask, dropout_p=probability, is_causal=self.causal
                 )
             else:
-                out_BNSD = banded_attention(q_BNSD, k_BNSD, v_BNSD, self.window, probability)
+                out_BNSD = banded_attention(q_BNSD, k_BNSD, v_BNSD, self.window, probability, mask=self.block_mask)
         return self.projection(out_BNSD.transpose(1, 2).reshape(B, S, -1))
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from recipes import catalog
@@ -308,6 +309,7 @@ SAME = (
     "title=x",
     "note=x",
     "run.save_every=7",
+    "run.save_last=false",
 )
 OTHER = ("batch.global=16", "optimizer.lr=2e-3", "seed=1", "model.layers=5", "precision=fp32", "dropout.hidden=0.1",
          "schedule.warmup_steps=21", "data.validation_every=7", "sequence_length=128", "init_std=0.01",
@@ -321,13 +323,27 @@ def test_the_digest_knows_what_decides_the_numbers():
     assert base not in others and len(set(others)) == len(OTHER)
 
 
+# --- what a run keeps
+
+
+def test_only_runs_that_time_iterations_leave_out_the_last_checkpoint():
+    """Whole tables of them, and one row of two in the Megatron paper's."""
+    timing = ("hpe1270_", "dgx2_", "a100_blog_table4/", "jeanzay_")
+    for name in EVERY:
+        only_timed = name.startswith(timing) or (name.startswith("megatron_paper_table1/") and name.endswith("-mp"))
+        run = load(name).run
+        assert run.save_last is not only_timed and not (only_timed and run.save_every), name
+        assert load(name, tiny=True).run.save_last is run.save_last
+
+
 # --- tiny
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_tiny_keeps_the_code_path(name):
     full, small = load(name), load(name, tiny=True)
-    assert small.model.layers <= 4 and small.model.hidden == 64 and small.steps <= 20 and small.sequence_length <= 64
+    assert small.model.layers <= 4 and small.model.hidden == 64 and small.steps <= 20
+    assert small.sequence_length == (64 if small.model.attention == ("dense",) else 256)
     assert small.model.vocab_size % 2 == 1, "tensor parallelism must have to pad"
     assert small.data.source == "packaged" and small.optimizer.lr >= 1e-3 and small.title.endswith(" (tiny)")
     for kept in ("dropout", "precision", "ds_config", "seed"):
@@ -359,6 +375,37 @@ def test_tiny_of_a_published_layout_keeps_the_batch_identity():
     once = tiny(published(micro=4, accumulation=None, **{"global": 16}))
     assert once.batch.model_dump() == {"micro": 2, "accumulation": 1, "global_": 4}
     assert tiny(small) == small
+
+
+D, B = "dense", "banded"
+PATTERNS = {  # of a recipe -> shrunk
+    (D, D, D, D, B): (D, D, D, B), (B, D, D, D, D, D): (B, D, D, D), (D, D, D, B, B, B): (D, D, B, B), (D, B) * 3: (D, B) * 2,
+    (D, D, B, D, D, B): (D, B, D, B), (B,) * 6: (B,) * 4, (D, B): (D, B), (D, D, D, B): (D, D, D, B),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kinds", PATTERNS)
+def test_tiny_keeps_every_kind_of_layer(kinds, table):
+    pattern = f"attention: [{', '.join(kinds)}], attention_window: 5"
+    small = load(f"{table(GOOD.replace('layers: 2', 'layers: 6, ' + pattern))}:one", tiny=True)
+    assert small.model.attention == PATTERNS[kinds]
+
+
+@pytest.mark.parametrize(("positions", "window"), [(2048, 128), (2048, 1000), (2048, 2047), (1024, 700), (300, 20), (100, 9), (16, 5)])
+def test_tiny_takes_the_kernel_of_the_whole_recipe(positions, window, table):
+    from modeling.banded_attention import choose
+    from recipes.tiny import tiny
+
+    text = GOOD.replace("layers: 2", f"layers: 2, attention: [dense, banded], attention_window: {window}")
+    path = table(text.replace("sequence_length: 16", f"sequence_length: {positions}"))
+    small = load(f"{path}:one", tiny=True)
+
+    def kernel(recipe: Recipe) -> str:
+        model = recipe.model
+        return choose("cpu", torch.float32, 0.0, recipe.sequence_length, model.attention_window, model.hidden // model.heads).kernel
+
+    assert small.sequence_length == min(256, positions) and tiny(small) == small
+    assert kernel(small) == kernel(load(f"{path}:one"))
 
 
 def test_set_has_the_last_word_over_tiny():
