@@ -151,28 +151,19 @@ class Throughput:
     def __init__(self, plan: Any) -> None:
         recipe, layout = plan.recipe, plan.layout
         self._samples, self._length = layout.global_batch, recipe.sequence_length
-        self._gpus = layout.tp * layout.pp * layout.dp
-        self._checkpointing = recipe.checkpoint_interval > 0
-        self._parameters = cost.parameters(recipe.model, recipe.sequence_length)
-        self._flops = cost.exact_flops_per_step(
-            recipe.model,
-            recipe.sequence_length,
-            layout.global_batch,
-            padded_vocab=plan.padded_vocab,
-            checkpointing=self._checkpointing,
-            predictions=recipe.predictions,
-        )
+        # Of a step of one second: it takes longer, they are as many times fewer.
+        self._published, self._exact = cost.tflops(
+            recipe.model, self._length, self._samples, 1.0, layout.tp * layout.pp * layout.dp, padded_vocab=plan.padded_vocab,
+            checkpointing=recipe.checkpoint_interval > 0, predictions=recipe.predictions,
+        )  # fmt: skip
 
     def rates(self, seconds: float) -> dict[str, float]:
         """samples/s and tokens/s over all ranks; TFLOPS per rank by the published formula and by exact count."""
-        published = cost.published_tflops(
-            self._parameters, self._length, self._samples, seconds, self._gpus, checkpointing=self._checkpointing
-        )
         return {
             "samples_per_s": self._samples / seconds,
             "tokens_per_s": self._samples * self._length / seconds,
-            "tflops": published,
-            "exact_tflops": cost.exact_tflops(self._flops, seconds, self._gpus),
+            "tflops": self._published / seconds,
+            "exact_tflops": self._exact / seconds,
         }
 
 
@@ -191,6 +182,17 @@ def steady_seconds(records: Sequence[dict[str, Any]]) -> tuple[float, str] | Non
             )
             return statistics.median(steady), which
     return None
+
+
+def number(value: Any) -> str:
+    """As tables show it: 12,345 for an integer, four significant digits for a float, yes or no; text as it is."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
 
 
 def _finite_parts(parts: Mapping[str, float] | None) -> dict[str, float | None]:

@@ -15,7 +15,7 @@ if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from ds_configs.resolver import Plan, resolve
-from launch import arguments, initial_weights, startup
+from launch import arguments, initial_weights, out_of_memory, startup
 from recipes import catalog
 
 EXAMPLES = """\
@@ -152,9 +152,11 @@ def open_run_directory(job: Job):
     from launch.run_directory import RunDirectory, RunDirectoryError
 
     try:
-        return RunDirectory.create(job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume)
+        directory = RunDirectory.create(job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume)
     except RunDirectoryError as e:
         startup.refuse(e)
+    out_of_memory.forget(directory.path)  # before this rank joins the others: none of them has begun to compute
+    return directory
 
 
 def show_plan(job: Job) -> None:
@@ -190,8 +192,12 @@ def run(job: Job, directory, **facts) -> None:
             startup.explain(e)
             torch.distributed.barrier(group=grid.control_group)  # rank 0 is not done before it has said why
             raise SystemExit(3) from None
-        except torch.OutOfMemoryError:
-            report.finish("OOM")
+        except (RuntimeError, MemoryError) as e:
+            # Another rank's: it leaves its traceback before it ends, and its end is what this one stumbles over.
+            if said := out_of_memory.said_by(e):
+                report.finish("OOM", because=f"rank {startup.rank()}: {said}")
+            elif said := out_of_memory.reason(job.directory):
+                report.finish("OOM", because=said)
             raise
         report.finish("interrupted" if stopped else "ok", stopped, memory=agreement.peak_memory(grid.control_group))
 

@@ -30,7 +30,9 @@ class Silence:
 
     def validation(self, step: int, report, kind: str = "validation") -> None: ...
 
-    def finish(self, status: str, reason: str | None = None, memory: dict | None = None) -> None: ...
+    def saving(self, memory: dict) -> None: ...
+
+    def finish(self, status: str, reason: str | None = None, memory: dict | None = None, because: str | None = None) -> None: ...
 
 
 class Report(Silence):
@@ -40,6 +42,7 @@ class Report(Silence):
         self.job, self.directory = job, directory
         self.original, self.tiny, self.emulated, self.progress = original, tiny, emulated, progress
         self.metrics: Metrics | None = None
+        self._drawn: int | None = None  # records in loss.png
         self.described = hardware.describe()
 
     def __exit__(self, *_) -> None:
@@ -96,33 +99,52 @@ class Report(Silence):
         assert self.metrics is not None
         self.metrics.validation(step, report.loss, report.parts, kind)
 
-    def finish(self, status: str, reason: str | None = None, memory: dict | None = None) -> None:
+    def saving(self, memory: dict) -> None:
+        """Loss curve and results row of a run that has only its last checkpoint to write, which a host may not survive."""
+        self._keep("saving", memory, "its last checkpoint was not complete when this was written")
+
+    def finish(self, status: str, reason: str | None = None, memory: dict | None = None, because: str | None = None) -> None:
         """Loss curve, results row and, after a whole run, a sample; on an early stop, how to go on.
 
-        `memory`: peaks over all ranks; rank 0's own where the others can no longer be asked.
+        `reason`: of an early stop, for the screen; `because`: of a failure, for the row. `memory`: peaks over all ranks; rank 0's own
+        where the others can no longer be asked.
         """
         assert self.metrics is not None
         self.metrics.close()
-        entropies = {"uniform": self.corpus.uniform_entropy, "unigram": self.corpus.unigram_entropy}
-        plot_loss(self.directory.metrics_jsonl, self.directory.loss_png, entropies, title=self.job.name)
-        row = results.result_row(
-            self.job.plan, read_metrics(self.directory.metrics_jsonl), name=self.job.name, described=self.described,
-            original=self.original, entropies=entropies, cached_bytes=hardware.peak_cached_bytes(), tiny=self.tiny,
-            emulated_fp16=self.emulated, status=status,
-        )  # fmt: skip
-        row.update(memory or {})
-        row["banded_attention_kernel"] = self._band_kernel()
+        row = self._keep(status, memory or {"cached_bytes": hardware.peak_cached_bytes()}, because)
         if status == "ok" and self.job.plan.recipe.run.prompt:
             row["sample"] = self.sample()
-        results.write_result(self.directory.result_json, row)
+            results.write_result(self.directory.result_json, row)
         if not self.progress:
             return
         print("\n" + results.format_row(row))
         if row.get("sample"):
             print(f"\nsample\n  {row['sample']}")
-        print(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl, checkpoints/", flush=True)
+        print(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}", flush=True)
         if reason:
             print(f"{reason}; go on with the same command and --resume", flush=True)
+
+    def _checkpoints(self) -> str:
+        from launch import checkpoint
+
+        if checkpoint.newest(self.directory.checkpoints):
+            return ", checkpoints/"
+        return "" if self.job.plan.recipe.run.save_last else "; no checkpoint (--set run.save_last=true keeps one)"
+
+    def _keep(self, status: str, memory: dict, because: str | None) -> dict:
+        """loss.png and result.json as they are now; the row."""
+        records = read_metrics(self.directory.metrics_jsonl)
+        entropies = {"uniform": self.corpus.uniform_entropy, "unigram": self.corpus.unigram_entropy}
+        row = results.result_row(
+            self.job.plan, records, name=self.job.name, described=self.described, original=self.original, entropies=entropies,
+            **memory, tiny=self.tiny, emulated_fp16=self.emulated, status=status, reason=because,
+        )  # fmt: skip
+        row["banded_attention_kernel"] = self._band_kernel()
+        results.write_result(self.directory.result_json, row)  # before the plot: where another rank has failed, this one is soon ended
+        if self._drawn != len(records):
+            plot_loss(self.directory.metrics_jsonl, self.directory.loss_png, entropies, title=self.job.name)
+            self._drawn = len(records)
+        return row
 
     def _band_kernel(self) -> str | None:
         from launch.build_model import band_kernel
@@ -144,7 +166,9 @@ class Report(Silence):
         if cost.parameters(recipe.model, recipe.sequence_length) > LARGEST_SAMPLED:
             return f"not sampled: more than {LARGEST_SAMPLED:,} parameters"
         saved = checkpoint.newest(self.directory.checkpoints)
-        assert saved is not None and recipe.run.prompt is not None
+        assert recipe.run.prompt is not None
+        if saved is None or saved.step < recipe.steps:
+            return "not sampled: there is no checkpoint of the last step (run.save_last=false); --set run.save_last=true keeps one"
         model = whole_model(recipe, load_tensors(saved.directory))
         tokenizer = self.corpus.tokenizer
         if recipe.model.family == "bert":

@@ -11,16 +11,16 @@ from typing import Any
 
 from launch import hardware
 from launch.comparability import not_comparable
-from launch.files import differences, write_atomically
-from launch.metrics import PART_NAMES, WARMUP_STEPS, Throughput, steady_seconds
+from launch.deviations import deviations
+from launch.files import write_atomically
+from launch.metrics import PART_NAMES, WARMUP_STEPS, Throughput, number, steady_seconds
 from modeling import cost
 
 NOT_MEASURED = "not measured"
 OURS = "megarecipes"  # as model.implementation names it
+# What a source counts -> (unit, the measured number that counts the same).
+TFLOPS_BY = {"formula": ("TFLOPS per GPU, published formula", "tflops"), "exact": ("TFLOPS per GPU, exact count", "exact_tflops")}
 LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
-
-# Fields of a recipe whose change is no deviation: they change no number, or appear elsewhere among the deviations.
-UNREMARKABLE = ("title", "note", "published", "hardware", "inferred", "unknown", "run", "ds_config", "parallel")
 
 
 def result_row(
@@ -32,15 +32,18 @@ def result_row(
     original: Any = None,
     entropies: Mapping[str, float | None] | None = None,
     cached_bytes: int | None = None,
+    peak_memory_bytes: int | None = None,
     tiny: bool = False,
     emulated_fp16: bool = False,
     status: str = "ok",
+    reason: str | None = None,
 ) -> dict[str, Any]:
     """The row as JSON values; null where something does not apply.
 
     `records`: of metrics.jsonl. `described`: `hardware.describe()`. `original`: the recipe before --tiny, --set and
-    --steps. `entropies`: "uniform" and "unigram", nats per token on the validation text. `cached_bytes`:
-    `hardware.peak_cached_bytes()`. `status`: "ok", or what ended the run ("interrupted", "OOM"): failures are rows too.
+    --steps. `entropies`: "uniform" and "unigram", nats per token on the validation text. `cached_bytes` and `peak_memory_bytes`: the
+    largest of any rank (`agreement.peak_memory`); the records hold rank 0's. `status`: "ok", or what ended the run ("interrupted",
+    "OOM", "diverged"; "saving": it is at its last checkpoint): failures are rows too. `reason`: of the status, said first.
     """
     recipe, layout = plan.recipe, plan.layout
     steps = [record for record in records if record["kind"] == "step"]
@@ -54,6 +57,7 @@ def result_row(
         "title": recipe.title,
         "implementation": implementation(recipe.model),
         "status": status,
+        "status_is": reason,
         "ds_config": plan.ds_name,
         "layout": {key: getattr(layout, key) for key in ("tp", "pp", "dp", "micro", "accumulation", "global_batch")},
         "processes": layout.tp * layout.pp * layout.dp,
@@ -82,7 +86,7 @@ def result_row(
         "tokens_per_s": rates.get("tokens_per_s"),
         "tflops": rates.get("tflops"),
         "exact_tflops": rates.get("exact_tflops"),
-        "peak_memory_bytes": max((record["peak_memory_bytes"] for record in steps), default=None),
+        "peak_memory_bytes": max([record["peak_memory_bytes"] for record in steps] + [peak_memory_bytes or 0]) or None,
         "memory_kind": steps[-1]["memory_kind"] if steps else None,
         "cached_bytes": cached_bytes,
         "hardware": hardware.summary({**described, "accelerators": described["accelerators"] and layout.tp * layout.pp * layout.dp}),
@@ -90,38 +94,12 @@ def result_row(
     row["deviations"] = deviations(plan, row, original=original, tiny=tiny, emulated_fp16=emulated_fp16)
     row["not_comparable"] = None
     if recipe.published:
-        row["not_comparable"] = not_comparable(original or recipe, recipe, tiny=tiny, precision=row["precision"])
+        row["not_comparable"] = not_comparable(
+            original or recipe, recipe, tiny=tiny, precision=row["precision"], layout=row["layout"], ds_name=plan.ds_name, ds=plan.ds,
+        )  # fmt: skip
     row["comparison"] = comparison(recipe.published, row)
     row["published_source"] = recipe.published.source if recipe.published else None
     return row
-
-
-def deviations(plan: Any, row: Mapping[str, Any], *, original: Any, tiny: bool, emulated_fp16: bool) -> list[str]:
-    """Everything in which the run is not the recipe as written, one line each."""
-    recipe, layout = plan.recipe, plan.layout
-    found = list(plan.notices)
-    if tiny:
-        found.append("tiny: the recipe was shrunk (--tiny), so its numbers are not those of the model it names")
-    if original is not None:
-        found += _changed_fields(original, recipe)
-    if row["ds_config"] != recipe.ds_config:
-        found.append(f"ds_config: run with {row['ds_config']}, the recipe's is {recipe.ds_config}")
-    for key in ("tp", "pp"):
-        # A degree that the recipe does not state is the ds_config's to choose.
-        if key in recipe.parallel.model_fields_set and getattr(layout, key) != getattr(recipe.parallel, key):
-            found.append(f"parallel.{key}: {getattr(layout, key)}, the recipe's is {getattr(recipe.parallel, key)}")
-    if not tiny:
-        found += [f"{key}: not published; {reason}" for key, reason in recipe.unknown.items()]
-    if recipe.hardware:
-        found.append(f"hardware: run on {row['hardware']}, the recipe's is {recipe.hardware}")
-    said = any(notice.startswith("precision:") for notice in plan.notices)
-    if plan.precision != recipe.precision and not said:
-        found.append(f"precision: {plan.precision}, the recipe's is {recipe.precision}")
-    if emulated_fp16 and plan.precision == "fp16" and not said:
-        found.append("precision: fp16 is emulated on a CPU, so its speed means nothing")
-    if row["steps"] < recipe.steps:
-        found.append(f"steps: {row['steps']} of the recipe's {recipe.steps}")
-    return list(dict.fromkeys(found))
 
 
 def comparison(published: Any, row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -132,10 +110,11 @@ def comparison(published: Any, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if published is None:
         return []
     cached = row["cached_bytes"]
+    unit, key = TFLOPS_BY[published.tflops_by]
     measured = {
         "time_per_iteration_s": ("s", row["seconds_per_step"]),
         "samples_per_s": ("samples/s", row["samples_per_s"]),
-        "tflops": ("TFLOPS per GPU, published formula", row["tflops"]),
+        "tflops": (unit, row[key]),
         "cached_gb": ("GB per GPU", None if cached is None else cached / 1e9),
         "parameters": ("summed over tensor-parallel ranks", row["parameters_summed_over_tp_ranks"]),
         "oom": ("", row["status"] == "OOM"),
@@ -150,7 +129,7 @@ def format_row(row: Mapping[str, Any]) -> str:
     memory = row["peak_memory_bytes"]
     lines = [
         ("recipe", f"{row['recipe']}: {row['title']}"),
-        ("status", row["status"]),
+        ("status", row["status"] + (f": {row['status_is']}" if row["status_is"] else "")),
         (
             "run with",
             f"{row['ds_config']}: tp {layout['tp']} x pp {layout['pp']} x dp {layout['dp']}, ZeRO-{row['zero_stage']}, "
@@ -224,14 +203,6 @@ def _wait_share(steps: Sequence[Mapping[str, Any]]) -> float | None:
     return math.fsum(record.get("data_seconds", 0.0) for record in steady) / total if total else None
 
 
-def _changed_fields(original: Any, recipe: Any) -> list[str]:
-    old_fields, new_fields = (each.model_dump(mode="json", by_alias=True) for each in (original, recipe))
-    for fields, each in ((old_fields, original), (new_fields, recipe)):
-        fields["schedule"]["decay_steps"] = each.decay_steps  # null and the number it stands for are the same schedule
-    changed = [change for change in differences(old_fields, new_fields) if change[0].split(".")[0] not in UNREMARKABLE]
-    return [f"{key}: {new}, the recipe's is {old}" for key, old, new in changed]
-
-
 def _compare(quantity: str, unit: str, published: Any, measured: Any, comparable: bool) -> dict[str, Any]:
     both = comparable and published is not None and measured is not None and not isinstance(published, bool)
     return {
@@ -249,8 +220,8 @@ def _format_comparison(row: Mapping[str, Any]) -> str:
     lines = [f"\n{'':<22} {'published':>14} {'measured':>14} {'ratio':>10}"]
     for entry in row["comparison"]:
         ratio = "" if entry["ratio"] is None else f"{entry['ratio']:.4g}"
-        published = "not published" if entry["published"] is None else _cell(entry["published"])
-        columns = f"{entry['quantity']:<22} {published:>14} {_cell(entry['measured']):>14} {ratio:>10}"
+        published = "not published" if entry["published"] is None else number(entry["published"])
+        columns = f"{entry['quantity']:<22} {published:>14} {number(entry['measured']):>14} {ratio:>10}"
         lines.append(f"{columns}  {entry['unit']}".rstrip())
     if row["not_comparable"]:
         lines.append(f"no ratios: {row['not_comparable']}")
@@ -277,14 +248,4 @@ def _loss(value: float | None, remark: str) -> str:
 def _number(value: float | None, unit: str = "", remark: str | None = None) -> str:
     if value is None:
         return NOT_MEASURED
-    return f"{_cell(value)}{f' {unit}' if unit else ''}{f' ({remark})' if remark else ''}"
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-    return str(value)
+    return f"{number(value)}{f' {unit}' if unit else ''}{f' ({remark})' if remark else ''}"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ds_configs.resolver import Machine
+from launch import out_of_memory
 
 GLOO_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL", "gloo")
 
@@ -261,4 +262,5 @@ def _report(error: BaseException, note_failure: Callable[[str], None]) -> None:
 
 
 def _lost_peers(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in GLOO_ERRORS)
+    lost = isinstance(error, RuntimeError) and any(word in str(error) for word in GLOO_ERRORS)
+    return lost and out_of_memory.said_by(error) is None  # NCCL may be what found no memory

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch import hardware, results
+from launch import hardware, results, training_run
 from launch.metrics import Metrics, Throughput, steady_seconds
 from launch.plotting import moving_average, plot_loss
 from launch.progress import LINES_PER_RUN
+from launch.reporting import Report
 from launch.run_directory import RunDirectory, read_metrics
 from modeling import cost
 from recipes.schema import Recipe
@@ -41,6 +42,7 @@ def plan(recipe_: Recipe | None = None, **changes):
         "padded_vocab": 384,
         "notices": (),
         "ds_name": "zero1",
+        "ds": {},
     }
     return SimpleNamespace(**{**facts, **changes})
 
@@ -246,6 +248,78 @@ def test_no_ratio_to_a_published_number_of_other_work(tmp_path):
         assert result["not_comparable"] == why and f"no ratios: {why}" in results.format_row(result)
         assert [entry["ratio"] for entry in result["comparison"]] == [None] * len(result["comparison"])
     assert row(run_steps(tmp_path, plan(original), 3), plan(original), original=original)["not_comparable"] is None
+
+
+class TestReport:
+    """What rank 0 keeps at the end of a run, without a run."""
+
+    @pytest.fixture
+    def report(self, tmp_path):
+        used = plan(recipe(published={"source": "S", "cached_gb": 10.0}))
+        job = SimpleNamespace(plan=used, name="table/small", resume=False, initial_weights=None)
+        directory = run_steps(tmp_path, used, 20)
+        report = Report(job, directory, original=used.recipe, tiny=False, emulated=False, progress=False)
+        report.corpus = SimpleNamespace(uniform_entropy=5.7, unigram_entropy=5.0)
+        report.metrics = Metrics(directory, used, progress=False, start_step=20, total_steps=20)
+        return report
+
+    @staticmethod
+    def kept(report) -> dict:
+        return json.loads(report.directory.result_json.read_text())
+
+    def test_memory_is_the_largest_of_any_rank_in_the_row_and_beside_the_published(self, report, monkeypatch):
+        monkeypatch.setattr(hardware, "peak_cached_bytes", lambda: 20 * 10**9)  # rank 0's own
+        report.finish("ok", memory={"peak_memory_bytes": 7 * 10**9, "cached_bytes": 30 * 10**9})
+        row = self.kept(report)
+        assert (row["cached_bytes"], row["peak_memory_bytes"]) == (30 * 10**9, 7 * 10**9)
+        cached = next(entry for entry in row["comparison"] if entry["quantity"] == "cached_gb")
+        assert (cached["measured"], cached["ratio"]) == (30.0, 3.0)
+
+    def test_rank_0_speaks_for_itself_where_the_others_cannot_be_asked(self, report, monkeypatch):
+        monkeypatch.setattr(hardware, "peak_cached_bytes", lambda: 20 * 10**9)
+        report.finish("OOM", because="rank 3: torch.OutOfMemoryError: CUDA out of memory.")
+        row = self.kept(report)
+        assert row["status"] == "OOM" and row["cached_bytes"] == 20 * 10**9 and row["peak_memory_bytes"] == 10**9
+        assert row["deviations"][0] == "OOM: rank 3: torch.OutOfMemoryError: CUDA out of memory."
+        assert "OOM: rank 3" in results.format_row(row).splitlines()[1]
+
+    def test_a_run_at_its_last_checkpoint_has_a_result_and_a_curve(self, report, monkeypatch):
+        drawn = []
+        monkeypatch.setattr("launch.reporting.plot_loss", lambda *_, **__: drawn.append(1))
+        report.saving({"peak_memory_bytes": 1, "cached_bytes": None})
+        row = self.kept(report)
+        assert row["status"] == "saving" and row["steps"] == 20 and row["seconds_per_step"] == 0.5 and drawn == [1]
+        assert "last checkpoint was not complete" in row["deviations"][0]
+        report.finish("ok", memory={"peak_memory_bytes": 1, "cached_bytes": None})
+        row = self.kept(report)
+        assert row["status"] == "ok" and row["deviations"] == [] and drawn == [1], "nothing new to draw"
+
+
+@pytest.mark.parametrize("asked, save_last, expected", [
+    (None, True, ["validation", "saving", "save"]),
+    (None, False, ["validation"]),
+    ("SIGTERM", False, ["saving", "save"]),
+])  # fmt: skip
+def test_results_are_written_before_the_last_checkpoint(monkeypatch, asked, save_last, expected):
+    """A host that is killed while it saves leaves its numbers."""
+    done = []
+    recorded = SimpleNamespace(
+        step=lambda *_: None, validation=lambda *_: done.append("validation"), saving=lambda memory: done.append("saving")
+    )
+    run = object.__new__(training_run.TrainingRun)
+    run.recipe = recipe(run={"save_last": save_last, "save_every": 3})
+    run.job, run.metrics, run.grid = SimpleNamespace(record_gradients=False), recorded, SimpleNamespace(control_group=None)
+    run.corpus, run.held_out, run._skipped = SimpleNamespace(test=None), None, SimpleNamespace(see=lambda _: None)
+    monkeypatch.setattr(run, "validate", lambda _: None)
+    monkeypatch.setattr(run, "save", lambda _: done.append("save"))
+    monkeypatch.setattr("launch.agreement.peak_memory", lambda _: {})
+    stop = SimpleNamespace(agreed=lambda _: asked)
+    run.completed(17 if asked else 20, None, 1.0, 0.0, stop)
+    assert done == expected
+    done.clear()
+    stop.agreed = lambda _: None
+    run.completed(18, None, 1.0, 0.0, stop)
+    assert done == ["save"], "a result while the run goes on"
 
 
 def test_a_run_that_ended_at_once_is_a_row_too(tmp_path):

@@ -14,9 +14,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from launch import report, results
-from launch.reports import comparing, curves, finding, writing
+from launch import out_of_memory, report, results, startup
+from launch.reports import comparing, curves, figures, finding, lines, writing
 from launch.reports import runs as reading
+from launch.reports.lines import compared as compared_with_row
 from launch.reports.svg import PALETTE
 from launch.reports.tables import Tables, source_cells
 from recipes import catalog
@@ -107,7 +108,8 @@ def make_run(folder: Path, tables: Path, row: str, *, tiny=False, status="ok", s
     launch = {"started": started, "command": command, "recipe": name, "plan": plan, **MACHINE, **(environment or {})}
     (folder / "environment.json").write_text(json.dumps({"launches": [launch]}))
     if finished:
-        made = SimpleNamespace(recipe=recipe, **{**plan, "layout": SimpleNamespace(**plan["layout"])})
+        ds = json.loads((folder / "ds_config.json").read_text())
+        made = SimpleNamespace(recipe=recipe, ds=ds, **{**plan, "layout": SimpleNamespace(**plan["layout"])})
         results.write_result(folder / "result.json", results.result_row(
             made, records, name=name, described=MACHINE, original=recipe if tiny else original, tiny=tiny, status=status,
             cached_bytes=cached, entropies={"uniform": 5.7, "unigram": 5.2},
@@ -370,6 +372,23 @@ def test_only_former_reports_are_replaced(tables, tmp_path, capsys):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_a_directory_is_made_only_for_a_report(tables, tmp_path, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("refused late")
+
+    out = tmp_path / "deep" / "out"
+    monkeypatch.setattr("launch.reports.document.assemble", refuse)
+    assert report.main(["--table", "quiet", "--out", str(out)], tables) == 2
+    assert "refused late" in capsys.readouterr().err and not (tmp_path / "deep").exists()
+    (tmp_path / "file").write_text("")
+    assert report.main(["--table", "quiet", "--out", str(tmp_path / "file" / "out")], tables) == 2
+    assert "is a file" in capsys.readouterr().err
+    (tmp_path / "theirs").mkdir()
+    monkeypatch.setattr("launch.reports.writing.os.access", lambda path, mode: path != tmp_path / "theirs")
+    assert report.main(["--table", "quiet", "--out", str(tmp_path / "theirs" / "out")], tables) == 2
+    assert "not yours to write" in capsys.readouterr().err and not any((tmp_path / "theirs").iterdir())
+
+
 def test_default_places():
     assert str(writing.default_directory(["widgets"], [], False)) == "reports/widgets"
     assert str(writing.default_directory([], ["a/zero1", "b/zero1"], False)) == "reports/a-zero1-and-b-zero1"
@@ -398,6 +417,112 @@ def compared(tables, tmp_path, *second, **changes) -> comparing.Comparison:
     b = make_run(tmp_path / "b", tables, "widgets/fast", **changes)
     read = Tables(tables).recipe
     return comparing.compare([reading.read_run(a, "a", read), reading.read_run(b, "b", read)])
+
+
+def outcome(tables, folder, row="widgets/fast", **changes) -> str:
+    """What the line of a run says beside the published numbers."""
+    read = reading.read_run(make_run(folder, tables, row, **changes), "r", Tables(tables).recipe)
+    return compared_with_row(Tables(tables).get("widgets").row(row.partition("/")[2]), read).outcome
+
+
+def test_a_run_in_another_layout_is_not_compared(tables, tmp_path):
+    shares = {"micro": 2, "accumulation": 4, "global_batch": 8}
+    for key in ("tp", "pp", "dp"):
+        said = outcome(tables, tmp_path / key, facts={"layout": {**shares, "tp": 1, "pp": 1, "dp": 1, key: 2}})
+        assert said == f"not compared: other parallel.{key}"
+    said = outcome(tables, tmp_path / "zero3", facts={"zero_stage": 3, "ds_name": "zero3"})
+    assert said == "not compared: other ds_config (ZeRO-3, offload none; the row's is ZeRO-1, offload none)"
+    run = make_run(tmp_path / "changed", tables, "widgets/fast")  # with a file of one's own that is called zero1.json
+    (run / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    read = reading.read_run(run, "r", Tables(tables).recipe)
+    assert "ZeRO-2" in compared_with_row(Tables(tables).get("widgets").row("fast"), read).outcome
+    assert "time 0.250x" in outcome(tables, tmp_path / "as_written")
+
+
+def test_tflops_stand_beside_the_count_that_the_source_made(tables, tmp_path):
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "widgets.yaml").write_text(TABLE.replace("tflops: 4000.0,", "tflops: 4000.0, tflops_by: exact,"))
+    run = make_run(tmp_path / "r", folder, "widgets/fast")
+    result = json.loads((run / "result.json").read_text())
+    entry = next(entry for entry in result["comparison"] if entry["quantity"] == "tflops")
+    assert entry["measured"] == result["exact_tflops"] != result["tflops"] and entry["unit"] == "TFLOPS per GPU, exact count"
+    line = lines.lines_of(Tables(folder).get("widgets"), [reading.read_run(run, "r", Tables(folder).recipe)])[0]
+    assert line.ratios["tflops"] == result["exact_tflops"] / 4000 and figures._measured(line, "tflops") == result["exact_tflops"]
+
+
+# --- out of memory
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "launch/engine.py", line 1, in train_step
+    raise ValueError("no OutOfMemoryError, CUDA out of memory")
+{}
+"""
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@pytest.mark.parametrize("said", [
+    OOM,
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8.",
+    "torch.AcceleratorError: CUDA error: out of memory",
+    "torch.distributed.DistBackendError: NCCL error\nncclUnhandledCudaError: failed.\nLast error:\nCuda failure 2 'out of memory'",
+    "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8 GiB",
+])  # fmt: skip
+def test_tracebacks_that_say_oom(said):
+    assert out_of_memory.line(TRACEBACK.format(said))
+    assert out_of_memory.line(TRACEBACK.format("ValueError: no")) is None, "a line of source code counts"
+
+
+def test_exceptions_that_are_an_oom():
+    import torch
+
+    for error in (torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        assert out_of_memory.said_by(error)
+    for error in (RuntimeError("Connection closed by peer"), ValueError("CUDA out of memory"), RuntimeError("out of tune")):
+        assert out_of_memory.said_by(error) is None
+    assert not startup._lost_peers(RuntimeError("NCCL error: Cuda failure 2 'out of memory'")), "it would wait to be ended, and say nothing"
+    assert startup._lost_peers(RuntimeError("NCCL communicator was aborted"))
+
+
+def test_an_oom_of_any_rank_is_an_oom_without_a_result(tables, tmp_path):
+    run = make_run(tmp_path / "r", tables, "widgets/oom", finished=False, records=[])
+    (run / "error-rank-2.txt").write_text(TRACEBACK.format("RuntimeError: something else"))
+    assert read_status(run, tables) == "unfinished"
+    (run / "error-rank-13.txt").write_text(TRACEBACK.format(OOM))
+    (run / "error-rank-3.txt").write_text(TRACEBACK.format(OOM))
+    read = reading.read_run(run, "r", Tables(tables).recipe)
+    assert read.status == "OOM" and not read.problems
+    assert read.deviations[0] == f"OOM: rank 3: {OOM} (and 1 more)" and not any(line.startswith("unfinished") for line in read.deviations)
+    assert compared_with_row(Tables(tables).get("widgets").row("oom"), read).outcome == "OOM, as published"
+    assert compared_with_row(Tables(tables).get("widgets").row("fast"), read).outcome == "OOM, published as running"
+    (run / "recipe.yaml").unlink()
+    assert read_status(run, tables) == "OOM", "whatever else cannot be read"
+
+
+def test_an_oom_counts_against_an_older_result_and_not_against_a_whole_run(tables, tmp_path):
+    for status, becomes in (("interrupted", "OOM"), ("saving", "OOM"), ("ok", "measured")):
+        run = make_run(tmp_path / status, tables, "widgets/fast", status=status)
+        (run / "error-rank-1.txt").write_text(TRACEBACK.format(OOM))
+        assert read_status(run, tables) == becomes
+    with open(tmp_path / "ok" / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(step(41)) + "\n")
+    assert read_status(tmp_path / "ok", tables) == "OOM"
+
+
+def read_status(run: Path, tables: Path) -> str:
+    return reading.read_run(run, "r", Tables(tables).recipe).status
+
+
+def test_a_run_that_was_killed_in_its_last_checkpoint_is_measured(tables, tmp_path):
+    run = make_run(tmp_path / "r", tables, "widgets/fast", status="saving")
+    read = reading.read_run(run, "r", Tables(tables).recipe)
+    line = compared_with_row(Tables(tables).get("widgets").row("fast"), read)
+    assert line.status == "saving" and "time 0.250x" in line.outcome
+    records = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(records[:20]) + "\n")  # resumed from a checkpoint in the middle
+    assert read_status(run, tables) == "unfinished"
 
 
 def test_where_two_runs_part(tables, tmp_path):

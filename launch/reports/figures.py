@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from launch import results
 from launch.reports import curves, numbers, svg
 from launch.reports.lines import MEASURED, Line
 from launch.reports.runs import Run
@@ -81,7 +82,7 @@ def _throughput(lines: Sequence[Line], key: str, prefix: str) -> Figure:
     rows = list(dict.fromkeys(line.row.full_name for line in lines))
     by_row = {line.row.full_name: line for line in lines}
     figure = svg.new_figure(8, 1.5 + 0.3 * len(rows))
-    axes = svg.new_axes(figure, "", THROUGHPUT[key], "")
+    axes = svg.new_axes(figure, "", _axis(lines, key), "")
     published = _published(lines, key)
     axes.barh([rows.index(name) for name in published], list(published.values()), height=0.62, color=PALETTE[0], alpha=0.6)
     points = [(rows.index(line.row.full_name), value) for line in lines if (value := _measured(line, key)) is not None]
@@ -101,11 +102,12 @@ def _throughput(lines: Sequence[Line], key: str, prefix: str) -> Figure:
     if points:
         entries.append((Line2D([], [], **diamonds), "measured"))
     svg.legend_below(figure, entries)
-    return Figure(svg.render(figure, prefix, f"Published and measured: {THROUGHPUT[key]}"), _throughput_caption(lines, key, points, values))
+    title = f"Published and measured: {_axis(lines, key)}"
+    return Figure(svg.render(figure, prefix, title), _throughput_caption(lines, key, points, values))
 
 
 def _throughput_caption(lines: Sequence[Line], key: str, points: Sequence, values: Sequence[float]) -> str:
-    parts = [f"{THROUGHPUT[key]}{', logarithmic axis' if _wide(values) else ''}: bars as published, points as measured."]
+    parts = [f"{_axis(lines, key)}{', logarithmic axis' if _wide(values) else ''}: bars as published, points as measured."]
     left_out = [line for line in lines if line.run and line.no_ratio and line.no_ratio.startswith("not compared")]
     if left_out:
         count = f"{len(left_out)} run{'s' if len(left_out) > 1 else ''}"
@@ -161,9 +163,19 @@ def _published(lines: Sequence[Line], key: str) -> dict[str, float]:
     return {name: getattr(p, key) for name, p in published.items() if p is not None and getattr(p, key) is not None}
 
 
+def _counted_as(lines: Sequence[Line]) -> str:
+    """Which of our two counts of TFLOPS stands beside the published ones."""
+    found = {line.row.recipe.published.tflops_by for line in lines if line.row.recipe and line.row.recipe.published}
+    return results.TFLOPS_BY["exact" if found == {"exact"} else "formula"][1]
+
+
+def _axis(lines: Sequence[Line], key: str) -> str:
+    return next(column.heading for column in MEASURED if column.key == _counted_as(lines)) if key == "tflops" else THROUGHPUT[key]
+
+
 def _measured(line: Line, key: str) -> float | None:
     """None also where the run's numbers are not those of the row."""
-    column = next(column for column in MEASURED if column.key == key)
+    column = next(column for column in MEASURED if column.key == (_counted_as([line]) if key == "tflops" else key))
     value = column.value(line.run) if line.run and not line.no_ratio else None
     return value if numbers.is_number(value) and value > 0 else None
 

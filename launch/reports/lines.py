@@ -96,7 +96,11 @@ def compared(row: Row, run: Run) -> Line:
     published = row.recipe.published if row.recipe else None
     if published is None:
         return Line(row, run)
-    if why := not_comparable(row.recipe, run.recipe, tiny=run.tiny, precision=str(run.row.get("precision"))):
+    why = not_comparable(
+        row.recipe, run.recipe, tiny=run.tiny, precision=str(run.row.get("precision")), layout=run.row.get("layout"),
+        ds_name=run.row.get("ds_config"), ds=run.ds_config,
+    )  # fmt: skip
+    if why:
         return Line(row, run, no_ratio=f"not compared: {why}")
     if published.oom or run.status == "OOM":
         return Line(row, run, no_ratio=_memory_outcome(published.oom, run.status))
@@ -114,6 +118,7 @@ def remarks_of(row: Row) -> Remarks:
         *errata,
         *([("note", " ".join(recipe.note.split()))] if recipe.note else []),
         *((f"{key} printed as", str(value)) for key, value in (published.printed if published else {}).items()),
+        *((f"differs: {key}", text) for key, text in recipe.differs.items()),
         *((f"unknown: {key}", text) for key, text in recipe.unknown.items()),
         *((f"inferred: {key}", text) for key, text in recipe.inferred.items()),
     ]

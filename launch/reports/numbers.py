@@ -5,20 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from launch import metrics
+
 NOTHING = "–"
 
 
 def number(value: Any) -> str:
-    """12,345 for an integer, four significant digits for a float, yes or no, `NOTHING` for None; text as it is."""
-    if value is None:
-        return NOTHING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
-    return str(value)
+    """As `metrics.number` writes it, `NOTHING` for None."""
+    return NOTHING if value is None else metrics.number(value)
 
 
 def loss(value: Any) -> str:

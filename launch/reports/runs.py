@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from launch import results
+from launch import out_of_memory, results
 from launch.reports.numbers import is_number
 from launch.run_directory import RunDirectory, read_metrics
 from recipes import catalog
@@ -18,7 +18,7 @@ from recipes.schema import Recipe
 from recipes.tiny import tiny as shrink
 
 STATUS = {"ok": "measured"}  # of result.json -> as shown; the others are shown as they are
-UNFINISHED, UNREADABLE = "unfinished", "unreadable"
+UNFINISHED, UNREADABLE, OOM = "unfinished", "unreadable", "OOM"
 
 # Numbers of result.json that a report shows or computes with; a text or a NaN in their place is a broken file.
 NUMBERS = (
@@ -92,18 +92,23 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     launch = launches[-1] if launches else {}
     name, tiny = _name(result, launch, recipe, label, original_of)
     steps = [record["step"] for record in records if record["kind"] == "step"]
-    # A resumed run keeps its old result.json until it ends again.
-    going_on = not at.result_json.exists() or bool(result and steps and steps[-1] > (result.get("steps") or 0))
+    ds_config = _mapping(at.ds_config_json, problems)
+    # A resumed run keeps its old result.json until it ends again; it may go on from a checkpoint before the last step.
+    going_on = not at.result_json.exists() or bool(result and steps and steps[-1] != (result.get("steps") or 0))
+    oom = out_of_memory.reason(path)
     if going_on:
-        row = _row_of_metrics(recipe, launch, records, name, tiny, original_of(name), at, problems)
-        status = UNFINISHED if row else UNREADABLE
+        ended = (OOM, oom) if oom else (UNFINISHED, None)
+        row = _row_of_metrics(recipe, launch, records, name, tiny, original_of(name), ds_config, ended, at, problems)
+        status = ended[0] if row or oom else UNREADABLE
     else:
         said = str(result.get("status") or UNREADABLE)
         row, status = result, STATUS.get(said, said)
+        if oom and said not in ("ok", OOM):  # of a launch that wrote no result
+            row, status = {**result, "status": OOM, "deviations": [f"{OOM}: {oom}", *_list(result, "deviations")]}, OOM
     # Many long runs are held at once: only what is drawn is kept of a step.
     kept = [{key: record[key] for key in DRAWN if key in record} for record in records if record["kind"] in ("step", "validation")]
     return Run(
-        path, label, name, tiny, status, _checked_numbers(row, at.result_json, problems), recipe, _mapping(at.ds_config_json, problems),
+        path, label, name, tiny, status, _checked_numbers(row, at.result_json, problems), recipe, ds_config,
         launches, kept, tuple(problems),
     )  # fmt: skip
 
@@ -120,20 +125,27 @@ def _name(result: Mapping, launch: Mapping, recipe: Recipe | None, label: str, o
     return (name.removesuffix("-tiny") if tiny else name), tiny
 
 
-def _row_of_metrics(recipe, launch, records, name, tiny, original, at: RunDirectory, problems: list[str]) -> dict[str, Any]:
-    """A results row from what is recorded so far; empty where recipe.yaml or environment.json do not say enough."""
+def _row_of_metrics(
+    recipe, launch, records, name, tiny, original, ds_config, ended: tuple[str, str | None], at: RunDirectory, problems: list[str]
+) -> dict[str, Any]:
+    """A results row from what is recorded so far; empty where recipe.yaml or environment.json do not say enough.
+
+    `ended`: (status, its reason).
+    """
     if recipe is None:
         return {}
     try:
         facts = launch["plan"]
-        plan = SimpleNamespace(recipe=recipe, **{**facts, "layout": SimpleNamespace(**facts["layout"])})
+        plan = SimpleNamespace(recipe=recipe, ds=ds_config, **{**facts, "layout": SimpleNamespace(**facts["layout"])})
         row = results.result_row(
             plan, records, name=name, described=launch, original=shrink(original) if original and tiny else original, tiny=tiny,
-            emulated_fp16="--emulate_fp16" in launch["command"], status=UNFINISHED,
+            emulated_fp16="--emulate_fp16" in launch["command"], status=ended[0], reason=ended[1],
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
         problems.append(f"{at.environment_json}: does not say how the run was made ({error!r}): restore it")
         return {}
+    if ended[0] != UNFINISHED:
+        return row
     said = f"unfinished: no result.json of its {row['steps']} steps yet; taken from metrics.jsonl (the run goes on, or was killed)"
     return {**row, "deviations": [said, *row["deviations"]]}
 
@@ -194,6 +206,11 @@ def _checked_numbers(row: Mapping[str, Any], path: Path, problems: list[str]) ->
             problems.append(f"{path}: {key}={checked[key]!r} is no number: restore the file")
             checked[key] = None
     return checked
+
+
+def _list(result: Mapping[str, Any], key: str) -> list:
+    value = result.get(key)
+    return value if isinstance(value, list) else []
 
 
 def _one_line(error: Exception) -> str:

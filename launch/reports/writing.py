@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,12 +48,13 @@ def check(directory: Path) -> list[str]:
     """Names of a former report's files there.
 
     Raises:
-        ValueError: the directory cannot be made, or a file in it has the name of ours and is no report.
+        ValueError: the directory cannot be made or written, or a file in it has the name of ours and is no report.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {directory} cannot be made ({error.strerror}): name a directory you may write") from None
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"--out {directory} cannot be made ({there} is a file): name a directory you may write")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {directory} cannot be written ({there} is not yours to write): name a directory you may write")
     former = [form for form in FORMS if (directory / form.name).exists()]
     strangers = [form.name for form in former if not _is_former(directory / form.name, form.marker)]
     if strangers:
@@ -66,6 +68,7 @@ def check(directory: Path) -> list[str]:
 def write(document: Document, directory: Path) -> list[Path]:
     """Write the three files; their paths."""
     texts = [(directory / form.name, form.write(document)) for form in FORMS]  # all of them, before one is replaced
+    directory.mkdir(parents=True, exist_ok=True)
     for path, text in texts:
         write_atomically(path, text)
     return [path for path, _ in texts]

@@ -1,0 +1,50 @@
+"""Which rank of a run ran out of memory: said by an exception, or by the traceback that a failing rank leaves in the run directory.
+
+Only rank 0 writes results, and where another rank fails it is the launcher that ends rank 0, often inside a collective. So a rank's
+`error-rank-N.txt` is what tells an OOM; the next launch into the directory removes those of the last.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+# torch on a GPU, cuBLAS, NCCL and pinned memory, torch and numpy on a CPU.
+SAID = re.compile(
+    r"OutOfMemoryError|MemoryError|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|(CUDA|Cuda|HIP)\b.*out of memory|"
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory"
+)
+FILES = "error-rank-*.txt"
+
+
+def line(text: str) -> str | None:
+    """The line of a traceback or message that says so; None where none does. Lines of source code, which are indented, do not count."""
+    return next((each.strip() for each in text.splitlines() if each[:1].strip() and SAID.search(each)), None)
+
+
+def said_by(error: BaseException) -> str | None:
+    """In one line, why this exception is an OOM; None where it is not."""
+    return line(f"{type(error).__name__}: {error}") if isinstance(error, RuntimeError | MemoryError) else None
+
+
+def reason(directory: Path) -> str | None:
+    """ "rank 1: torch.OutOfMemoryError: ...", of the lowest rank that left such a traceback; others are counted. None: no rank did."""
+    found = []
+    for path in directory.glob(FILES):
+        number = path.stem.rpartition("-")[2]
+        try:
+            said = line(path.read_text(encoding="utf-8", errors="replace"))
+        except OSError:
+            continue
+        if said and number.isdecimal():
+            found.append((int(number), said))
+    if not found:
+        return None
+    rank, said = min(found)
+    return f"rank {rank}: {said}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+
+
+def forget(directory: Path) -> None:
+    """Remove what failing ranks of former launches left."""
+    for path in directory.glob(FILES):
+        path.unlink(missing_ok=True)
