@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from ds_configs.layout import Layout, divisors, share_batch
 from ds_configs.report import Report, join
 from recipes.schema import Recipe
 
+_Numbers = tuple[int | None, int | None]  # micro, accumulation
 _RECIPE_KEY = {"tensor": "tp", "pipeline": "pp"}
 
 
@@ -31,7 +33,7 @@ def layout(recipe: Recipe, config: dict[str, Any], world: int, stage: int | None
     if tp is None or pp is None:
         return None
     _check_model(recipe, tp, pp, stage, report)
-    dp = _data_parallel(recipe, tp, pp, world, report)
+    dp = _data_parallel(recipe, tp, pp, world, report, lambda dp: numbers and _batch_for(recipe, config, numbers, dp, pp.value))
     if dp is None or numbers is None:
         return None
     micro, accumulation = numbers
@@ -107,12 +109,15 @@ def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, re
         )
 
 
-def _data_parallel(recipe: Recipe, tp: _Degree, pp: _Degree, world: int, report: Report) -> int | None:
+def _data_parallel(
+    recipe: Recipe, tp: _Degree, pp: _Degree, world: int, report: Report, batch_for: Callable[[int], str | None]
+) -> int | None:
+    """dp, or None with the problem reported; `batch_for`: what another dp asks of the batch, None where it cannot be had."""
     dp, shared = recipe.parallel.dp, tp.value * pp.value
     if dp is not None and shared * dp != world:
         fix = f"start {shared * dp} (deepspeed --num_gpus {shared * dp} …)"
-        if world % shared == 0:
-            fix += f", or --set parallel.dp={world // shared}, or --set parallel.dp=null to take what is started"
+        if world % shared == 0 and (batch := batch_for(world // shared)) is not None:
+            fix += f", or --set parallel.dp={world // shared}{batch}, or --set parallel.dp=null{batch} to take what is started"
         report.problem(
             f"{tp.text} x {pp.text} x parallel.dp={dp} = {shared * dp}, but {world} process{_es(world)} started: "
             f"tp x pp x dp = processes; {fix}"
@@ -128,11 +133,32 @@ def _data_parallel(recipe: Recipe, tp: _Degree, pp: _Degree, world: int, report:
     return world // shared
 
 
+def _batch_for(recipe: Recipe, config: dict[str, Any], numbers: _Numbers, dp: int, pp: int) -> str | None:
+    """What to set of the batch beside another dp, so that the shares come out: the same samples a step where dp divides them.
+
+    None where the JSON states what is in the way.
+    """
+    keys = {"train_micro_batch_size_per_gpu": "micro", "gradient_accumulation_steps": "accumulation", "train_batch_size": "global"}
+    free = {key for written, key in keys.items() if config.get(written) in (None, "auto")}
+    micro, accumulation = numbers
+    free -= {key for key, number in (("micro", micro), ("accumulation", accumulation)) if number is None}
+    for dropped in ((), ("accumulation",), ("micro",), ("micro", "accumulation")):
+        if free.issuperset(dropped):
+            kept = None if "micro" in dropped else micro, None if "accumulation" in dropped else accumulation
+            if not isinstance(share_batch(*kept, recipe.batch.global_, dp, pp), str):
+                return "".join(f" --set batch.{key}=null" for key in dropped)
+    if "global" not in free or (accumulation and "accumulation" not in free):
+        return None
+    step = (micro or 1) * dp
+    opened = " --set batch.accumulation=null" if accumulation else ""
+    return f"{opened} --set batch.global={max(1, round(recipe.batch.global_ / step)) * step}"
+
+
 def _es(world: int) -> str:
     return "" if world == 1 else "es"
 
 
-def _batch(recipe: Recipe, config: dict[str, Any], report: Report) -> tuple[int | None, int | None] | None:
+def _batch(recipe: Recipe, config: dict[str, Any], report: Report) -> _Numbers | None:
     """(micro, accumulation) as stated by recipe or JSON, None where neither does."""
     batch = recipe.batch
     stated: list[int | None] = []

@@ -74,8 +74,8 @@ def processes(recipe: Recipe) -> int:
     return recipe.parallel.tp * recipe.parallel.pp * (recipe.parallel.dp or 1)
 
 
-def published_plan(recipe: Recipe) -> Plan:
-    """The recipe with its own ds_config and number of processes, on GPUs that can do everything.
+def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
+    """The recipe with its own ds_config and number of processes (or of `world`), on GPUs that can do everything.
 
     A path that the other machine's environment gives is left as $MEGARECIPES_NVME.
 
@@ -83,7 +83,7 @@ def published_plan(recipe: Recipe) -> Plan:
         ConfigError: it cannot run like that.
     """
     stand_in = tempfile.gettempdir()  # the resolver wants a directory that is there
-    plan = resolve(recipe, recipe.ds_config, processes(recipe), ANY_GPU, {NVME_VARIABLE: stand_in})
+    plan = resolve(recipe, recipe.ds_config, world or processes(recipe), ANY_GPU, {NVME_VARIABLE: stand_in})
     for section in _offloads(plan):
         if section.get("nvme_path") == stand_in:
             section["nvme_path"] = f"${NVME_VARIABLE}"
@@ -141,7 +141,8 @@ def _how(recipe: Recipe, dp: int, shared: int) -> str:
     if recipe.parallel.dp is None:
         return f"on {count}"
     if dp == recipe.parallel.dp:
-        return "as published" if recipe.published else f"on {count}"
+        guessed = any(key.partition(".")[0] in ("model", "parallel", "batch") for key in recipe.unknown)
+        return "as published" if recipe.published and not guessed else f"as it is, on {count}"
     open_batch = " --set batch.accumulation=null" if recipe.batch.accumulation else ""
     return f"with --set parallel.dp={dp}{open_batch}: {dp * shared} of {processes(recipe)} processes"
 

@@ -6,16 +6,17 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from launch.fitting import Memory, processes, this_machine, verdict
 from modeling import cost
 from recipes import catalog
 from recipes.problems import did_you_mean
 from recipes.schema import Published, Recipe
-from recipes.tables import Table
+from recipes.tables import Table, read_table
 
-COLUMNS = ("row", "parameters", "layers x hidden", "tp x pp x dp", "GPUs", "batch", "ds_config", "published")
+COLUMNS = ("row", "parameters, each once", "layers x hidden", "tp x pp x dp", "GPUs", "batch", "ds_config", "published")
 
 
 @dataclass(frozen=True)
@@ -25,20 +26,33 @@ class Row:
     table: Table
     name: str
     recipe: Recipe
+    asked: str  # its table as `catalog.load` takes it: the table's name, or the path of a file
     fits: str | None = None  # how, or why not; None where nobody asked
 
     @property
     def full_name(self) -> str:
-        return f"{self.table.name}/{self.name}"
+        return f"{self.asked}/{self.name}"
+
+    @property
+    def gpus(self) -> int | None:
+        """As printed."""
+        return self.recipe.hardware.gpus if self.recipe.hardware else None
+
+    @property
+    def processes(self) -> int | None:
+        """Of the layout; None where it leaves dp open."""
+        return processes(self.recipe) if self.recipe.parallel.dp else None
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
         "list", help="which recipes there are", description="List the recipes, filtered; every filter narrows the list.", allow_abbrev=False
     )
-    parser.add_argument("--table", action="append", default=[], metavar="NAME", help="only this table; repeatable")
+    parser.add_argument("--table", action="append", default=[], metavar="NAME", help="only this table, or that of your own file.yaml; "
+                        "repeatable")  # fmt: skip
     parser.add_argument("--family", choices=("gpt2", "bert"), help="only this family")
-    parser.add_argument("--gpus", metavar="N|A-B", type=_range, help="only rows of so many processes, e.g. 16, 1-8 or 64-")
+    parser.add_argument("--gpus", metavar="N|A-B", type=_range, help="only rows that print so many GPUs, or run so many processes, e.g. "
+                        "16, 1-8 or 64-")  # fmt: skip
     parser.add_argument("--hardware", metavar="TEXT", help="only rows whose hardware has this text, e.g. dgx-2, 'jean zay' or a100")
     parser.add_argument("--published", action="store_true", help="only rows of published tables")
     parser.add_argument("--oom", action="store_true", help="only rows that ran out of memory")
@@ -52,23 +66,37 @@ def run(args: argparse.Namespace) -> int:
     rows = select(catalog_rows(args.table), args)
     memory = this_machine() if args.fits else None
     if memory:
-        rows = [Row(row.table, row.name, row.recipe, how) for row in rows for ok, how in [verdict(row.recipe, memory)] if ok]
+        rows = [replace(row, fits=how) for row in rows for ok, how in [verdict(row.recipe, memory)] if ok]
     print(json.dumps([as_json(row) for row in rows], indent=2, ensure_ascii=False) if args.json else as_text(rows, memory))
     return 0
 
 
 def catalog_rows(tables: Sequence[str] = ()) -> list[Row]:
-    """Every row of the named tables (of all where none is named).
+    """Every row of the named tables (of all of recipes/ where none is named); a name may be the path of a YAML file.
 
     Raises:
-        RecipeError: a table that is not there, with near matches; broken tables and rows.
+        RecipeError: tables that are not there, with near matches; broken tables and rows, all of them.
     """
     known = {table.name: table for table in catalog.tables()}
-    unknown = [name for name in tables if name not in known]
-    if unknown:
-        raise catalog.RecipeError([f"--table {name}: no such table: {did_you_mean(name, list(known))}" for name in unknown])
-    chosen = [known[name] for name in dict.fromkeys(tables)] or list(known.values())
-    return [Row(table, row, catalog.load(f"{table.name}/{row}")) for table in chosen for row in table.rows]
+    chosen, rows, problems = {}, [], []
+    for name in dict.fromkeys(tables) or known:
+        if name in known:
+            chosen[name] = known[name]
+        elif name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file():
+            chosen[name] = read_table(Path(name).expanduser())
+        elif name.endswith((".yaml", ".yml")):
+            problems.append(f"--table {name}: there is no such file: give the path of a table, or the name of one of recipes/")
+        else:
+            problems.append(f"--table {name}: no such table: {did_you_mean(name, known)}")
+    for name, table in chosen.items():
+        for row in table.rows:
+            try:
+                rows.append(Row(table, row, catalog.load(f"{name}/{row}"), name))
+            except catalog.RecipeError as error:
+                problems += error.problems
+    if problems:
+        raise catalog.RecipeError(list(dict.fromkeys(problems)))
+    return rows
 
 
 def select(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
@@ -76,7 +104,7 @@ def select(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
     if args.family:
         checks.append(lambda row: row.recipe.model.family == args.family)
     if args.gpus:
-        checks.append(lambda row: row.recipe.parallel.dp is not None and args.gpus[0] <= processes(row.recipe) <= args.gpus[1])
+        checks.append(lambda row: any(args.gpus[0] <= count <= args.gpus[1] for count in (row.gpus, row.processes) if count))
     if args.hardware:
         checks.append(lambda row: row.recipe.hardware is not None and _plain(args.hardware) in _plain(str(row.recipe.hardware)))
     if args.published:
@@ -90,7 +118,7 @@ def as_json(row: Row) -> dict:
     recipe = row.recipe
     return {
         "recipe": row.full_name, "title": recipe.title, "family": recipe.model.family,
-        "parameters": cost.parameters(recipe.model, recipe.sequence_length), "processes": processes(recipe) if recipe.parallel.dp else None,
+        "parameters": cost.parameters(recipe.model, recipe.sequence_length), "gpus": row.gpus, "processes": row.processes,
         "ds_config": recipe.ds_config, "hardware": str(recipe.hardware) if recipe.hardware else None,
         "published": recipe.published.model_dump(mode="json") if recipe.published else None, "unknown": sorted(recipe.unknown),
     } | ({"fits": row.fits} if row.fits else {})  # fmt: skip
@@ -103,29 +131,36 @@ def as_text(rows: Sequence[Row], memory: Memory | None = None) -> str:
     lines = {row.full_name: cells(row) + ([row.fits or ""] if memory else []) for row in rows}
     widths = [max(len(name), *(len(line[i]) for line in lines.values())) for i, name in enumerate(columns)]
     blocks = []
-    for table in {row.table.name: row.table for row in rows}.values():
-        body = [_line(lines[row.full_name], widths) for row in rows if row.table is table]
-        blocks.append("\n".join([f"{table.name}: {table.title}", _line(columns, widths), *body]))
+    for name, table in {row.asked: row.table for row in rows}.items():
+        body = [_line(lines[row.full_name], widths) for row in rows if row.asked == name]
+        blocks.append("\n".join([f"{name}: {table.title}", _line(columns, widths), *body]))
     count = f"{len(rows)} recipe{'s' if len(rows) > 1 else ''}; recipes.py show TABLE/ROW tells all of one"
     notes = [f"this machine: {memory}; model states only, activations come on top"] if memory else []
-    if any(row.recipe.unknown for row in rows):
+    if any(_stands_in(row.recipe) for row in rows):
         notes.append("?: values that no source gives stand in for some of the row; show says which")
+    if any(row.gpus and row.processes and row.gpus != row.processes for row in rows):
+        notes.append("16 (32): 16 GPUs are printed, and the layout has 32 processes")
     return "\n\n".join([*blocks, "\n".join([count, *notes])])
 
 
 def cells(row: Row) -> list[str]:
     recipe, model, parallel = row.recipe, row.recipe.model, row.recipe.parallel
-    gpus = str(recipe.hardware.gpus) if recipe.hardware and recipe.hardware.gpus else ""
+    counts = [str(row.gpus or ""), f"({row.processes})" if row.processes and row.processes != row.gpus else ""]
     return [
-        row.name + ("?" if recipe.unknown.keys() - {"steps"} else ""),
+        row.name + ("?" if _stands_in(recipe) else ""),
         short_count(cost.parameters(model, recipe.sequence_length)),
         f"{'BERT ' if model.family == 'bert' else ''}{model.layers}x{model.hidden}",
         f"{parallel.tp} x {parallel.pp} x {parallel.dp or 'any'}",
-        gpus,
+        " ".join(filter(None, counts)),
         f"{recipe.batch.global_}",
         recipe.ds_config,
         published_text(recipe.published),
     ]
+
+
+def _stands_in(recipe: Recipe) -> bool:
+    """Whether values that no source gives are part of it; that the number of steps is one goes for most tables."""
+    return bool(recipe.unknown.keys() - {"steps"})
 
 
 def published_text(published: Published | None) -> str:
@@ -163,4 +198,7 @@ def _range(text: str) -> tuple[int, float]:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number of processes or a range, e.g. 16, 1-8 or 64-")
     first = int(match[1])
-    return first, first if not match[2] else (int(match[3]) if match[3] else float("inf"))
+    last = first if not match[2] else (int(match[3]) if match[3] else float("inf"))
+    if last < max(first, 1):
+        raise argparse.ArgumentTypeError(f"{text!r}: no number lies in it: give the smaller one first, from 1, e.g. 8-16")
+    return first, last

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -27,11 +28,12 @@ examples:
   python launch/recipes.py show jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527
       one row: everything resolved, published numbers and source, what is inferred or unknown, the line that launches it
   python launch/recipes.py show my_table.yaml/my-row --yaml
-      a row of your own file, with every value written out
+      a row of your own file, with every value written out; list --table my_table.yaml lists them
   python launch/recipes.py verify
-      recompute what can be recomputed of the published tables; explain every disagreement
+      recompute what can be recomputed of the published tables of recipes/ (of no file of yours); explain every disagreement
 
-exit codes: 0 shown, or everything agrees or is explained; 1 something that verify cannot explain; 2 refused."""
+exit codes: 0 shown, or everything agrees or is explained; 1 something that verify cannot explain, or output that cannot be written;
+2 refused, or shown and cannot be run as it is."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,13 +47,23 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = build_parser().parse_args()
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()  # or a full disk is found out when nothing can say so any more
+        return code
     except ValueError as error:
         print(f"\n{error}\n", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, e.g. head, has seen enough
-        sys.stderr.close()
-        return 0
+    except OSError as error:
+        _drop_output()
+        if isinstance(error, BrokenPipeError):  # the reader, e.g. head, has seen enough
+            return 0
+        print(f"cannot write the output: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere: Python would try to write it again when it ends, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

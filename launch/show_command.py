@@ -7,8 +7,10 @@ import json
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from ds_configs.resolver import ConfigError, Plan, available
+from launch.comparability import not_comparable
 from launch.fitting import processes, published_plan, state_bytes
 from launch.plan_text import describe_plan
 from launch.verification import errata_of
@@ -18,6 +20,7 @@ from recipes.schema import Published, Recipe
 from recipes.tables import Table
 
 WIDTH = 120
+COUNTED = {"formula": "by Jean Zay's formula with the printed size", "exact": "by exact count, which is NVIDIA's"}
 
 
 def add_parser(commands) -> None:
@@ -28,8 +31,9 @@ def add_parser(commands) -> None:
     parser.add_argument("recipe", metavar="TABLE/ROW", help="a row of recipes/, or of your own YAML file as file.yaml/row")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one field, as in pretrain.py; repeatable")
     parser.add_argument("--tiny", action="store_true", help="the recipe as --tiny shrinks it")
-    parser.add_argument("--yaml", action="store_true", help="the recipe as YAML, every value written out, and nothing else")
-    parser.add_argument("--json", action="store_true", help="the DeepSpeed JSON as it would be resolved, and nothing else")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--yaml", action="store_true", help="the recipe as YAML, every value written out, and nothing else")
+    form.add_argument("--ds_json", action="store_true", help="the DeepSpeed JSON as it would be resolved, and nothing else")
     parser.set_defaults(run=run)
 
 
@@ -37,51 +41,96 @@ def run(args: argparse.Namespace) -> int:
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny)
     if args.yaml:
         print(catalog.dump(recipe), end="")
-    elif args.json:
-        print(json.dumps(published_plan(recipe).ds, indent=2))
-    else:
-        print(describe(recipe, *catalog.find(args.recipe), given=args.recipe, tiny=args.tiny, settings=args.set))
-    return 0
-
-
-def describe(recipe: Recipe, table: Table, row: str, *, given: str, tiny: bool = False, settings: Sequence[str] = ()) -> str:
-    """Sections of text; `given` is the name as the user wrote it, `settings` what --set changed."""
+        return 0
+    if args.ds_json:
+        print(json.dumps(planned(recipe, args.tiny).ds, indent=2))
+        return 0
+    plan: Plan | ConfigError
     try:
-        plan = published_plan(recipe)
+        plan = planned(recipe, args.tiny)
+    except ConfigError as error:
+        plan = error
+    print(describe(recipe, plan, *catalog.find(args.recipe), given=args.recipe, tiny=args.tiny, settings=args.set))
+    return 2 if isinstance(plan, ConfigError) else 0
+
+
+def planned(recipe: Recipe, tiny: bool = False) -> Plan:
+    """The plan on the row's hardware, whose GPUs decide where the recipe leaves dp open. Raises ConfigError where it cannot run there."""
+    gpus = recipe.hardware.gpus if recipe.hardware else None
+    return published_plan(recipe, gpus if recipe.parallel.dp is None and not tiny else None)
+
+
+def describe(
+    recipe: Recipe, plan: Plan | ConfigError, table: Table, row: str, *, given: str, tiny: bool = False, settings: Sequence[str] = ()
+) -> str:
+    """Sections of text; `given` is the name as the user wrote it, `settings` what --set changed."""
+    original = _original(recipe, given, changed=bool(tiny or settings))
+    if isinstance(plan, ConfigError):
+        resolved = [f"  cannot be run as it is: {line}" for line in plan.problems]
+    else:
         hardware = str(recipe.hardware or "any")
         resolved = [describe_plan(plan, name=f"{table.name}/{row}", hardware=hardware, run_directory=None, here=False)]
-        resolved += _aligned(derived(plan, as_published=not (tiny or settings)), width=len("model states"))
-    except ConfigError as error:  # a row of a user's file
-        plan, resolved = None, [f"  cannot be run as it is: {line}" for line in str(error).splitlines()]
+        resolved += _aligned(derived(plan, original, tiny=tiny), width=len("model states"))
+    lines = {name: _reasons(recipe, original, getattr(recipe, name)) for name in ("inferred", "differs", "unknown")}
     sections = [
         (f"{table.name}/{row}", _wrapped([recipe.title, f"{table.title}.", *([table.note] if table.note else [])])),
         ("resolved", resolved),
         ("published", _published(recipe.published, table)),
-        ("not printed by the table: where it comes from", _reasons(recipe, recipe.inferred)),
-        ("given by no source: what stands in", _reasons(recipe, recipe.unknown)),
+        ("not printed by the table: where it comes from", lines["inferred"]),
+        ("not as the source ran it", lines["differs"]),
+        ("given by no source: what stands in", lines["unknown"]),
+        ("changed by --set or --tiny, so that what is known of the row's value does not hold", _wrapped([_changed(recipe, original)])),
         ("notes", _wrapped([recipe.note] if recipe.note else [])),
         ("errata", _wrapped(errata_of(f"{table.name}/{row}"))),
-        ("launch", [f"  {line}" for line in launch_lines(recipe, given, tiny, settings)] if plan else []),
+        ("launch", [f"  {line}" for line in launch_lines(recipe, given, tiny, settings)] if isinstance(plan, Plan) else []),
     ]
     return "\n\n".join("\n".join([title, *lines]) for title, lines in sections if lines)
 
 
-def derived(plan: Plan, *, as_published: bool = True) -> Iterator[tuple[str, str]]:
-    """What follows from the recipe: sizes, memory, and unless it was changed the published time in both kinds of TFLOPS."""
-    recipe, layout = plan.recipe, plan.layout
-    per_rank = cost.parameters_per_rank(recipe.model, recipe.sequence_length, plan.padded_vocab, layout.tp)
-    if layout.tp > 1:
-        yield "tensor ranks", f"{per_rank:,} parameters each, {layout.tp * per_rank:,} in all, with duplicates and padding"
+def _original(recipe: Recipe, given: str, *, changed: bool) -> Recipe | None:
+    """The row without --set and --tiny; None where it is no recipe without them."""
+    try:
+        return catalog.load(given) if changed else recipe
+    except catalog.RecipeError:
+        return None
+
+
+def derived(plan: Plan, original: Recipe | None, *, tiny: bool = False) -> Iterator[tuple[str, str]]:
+    """What follows from the recipe: sizes, memory, and where its work is the row's the published time in both kinds of TFLOPS."""
+    recipe, published = plan.recipe, plan.recipe.published
+    yield from _padded_size(plan)
     places = [(size, place) for size, place in zip(state_bytes(plan), ("on its GPU", "in CPU memory", "on NVMe"), strict=True) if size]
     held = ", ".join(f"{size / 1e9:.3g} GB {place}" for size, place in places)
     yield "fullest rank", f"model states while it steps: {held}"
-    published = recipe.published
-    if as_published and published and published.time_per_iteration_s:
-        yield "TFLOPS", f"{_tflops(plan, published.time_per_iteration_s)} in the published {published.time_per_iteration_s:g} s, per GPU"
+    if published and published.time_per_iteration_s:
+        layout = {"tp": plan.layout.tp, "pp": plan.layout.pp, "dp": plan.layout.dp}
+        other = not_comparable(original, recipe, tiny=tiny, precision=plan.precision, layout=layout, ds_name=plan.ds_name, ds=plan.ds)
+        none = f"none: the published {published.time_per_iteration_s:g} s are of something else: {other}"
+        yield "TFLOPS", none if other else _tflops(plan)
+    elif published and published.tflops:
+        yield "TFLOPS", f"{published.tflops:g} printed, without a time; {COUNTED[published.tflops_by]}"
 
 
-def _tflops(plan: Plan, seconds: float) -> str:
-    recipe, layout = plan.recipe, plan.layout
+def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
+    """The number of parameters as Megatron-LM prints it, where it is another one, and whether it is the printed one."""
+    recipe, tp = plan.recipe, plan.layout.tp
+    per_rank = cost.parameters_per_rank(recipe.model, recipe.sequence_length, plan.padded_vocab, tp)
+    count = tp * per_rank
+    if count == cost.parameters(recipe.model, recipe.sequence_length):
+        return
+    printed = recipe.published.parameters if recipe.published else None
+    remark = "" if printed is None else ", as printed" if printed == count else f"; {printed:,} is printed"
+    if tp > 1:
+        yield "tensor ranks", f"{per_rank:,} parameters each, {count:,} in all, with duplicates and padding{remark}"
+    else:
+        yield "padded", f"{count:,} with the padded vocabulary{remark}"
+
+
+def _tflops(plan: Plan) -> str:
+    """The published time in both kinds of TFLOPS, and which of them the document counts."""
+    recipe, layout, published = plan.recipe, plan.layout, plan.recipe.published
+    assert published and published.time_per_iteration_s
+    seconds = published.time_per_iteration_s
     gpus = (recipe.hardware.gpus if recipe.hardware else None) or layout.world
     checkpointing = recipe.checkpoint_interval > 0
     count = cost.parameters(recipe.model, recipe.sequence_length)
@@ -94,7 +143,11 @@ def _tflops(plan: Plan, seconds: float) -> str:
     exact = cost.exact_tflops(flops, seconds, gpus)
     peak = recipe.hardware.peak_tflops if recipe.hardware else None
     share = f" ({100 * exact / peak:.1f} % of {peak:g})" if peak else ""
-    return f"{by_formula:.4g} by the documents' formula with the true size, {exact:.4g} by exact count{share}"
+    counted = f"{published.tflops:g} is printed, {COUNTED[published.tflops_by]}" if published.tflops else "the row prints none"
+    return (
+        f"{by_formula:.4g} by Jean Zay's formula with the true size, {exact:.4g} by exact count{share} in the published {seconds:g} s, per "
+        f"GPU; {counted}"
+    )
 
 
 def _published(published: Published | None, table: Table) -> list[str]:
@@ -109,21 +162,30 @@ def _published(published: Published | None, table: Table) -> list[str]:
     return _aligned([*printed, *impossible, *((name, str(value)) for name, value in more if value)])
 
 
-def _reasons(recipe: Recipe, reasons: dict[str, str]) -> list[str]:
+def _reasons(recipe: Recipe, original: Recipe | None, reasons: dict[str, str]) -> list[str]:
+    """Those of the keys whose value is still the row's."""
     lines: list[str] = []
     for key, reason in reasons.items():
+        if original is None or _value(recipe, key) != _value(original, key):
+            continue
         value = _value(recipe, key)
-        head = f"{key}{f' = {value}' if value else ''}: "
+        head = f"{key} = {value}: " if not isinstance(value, dict | list | None) else f"{key}: "
         lines += textwrap.wrap(head + reason, WIDTH, initial_indent="  ", subsequent_indent="      ")
     return lines
 
 
-def _value(recipe: Recipe, key: str) -> str:
-    """The value of a dotted key, where it is short enough to stand in a line."""
+def _changed(recipe: Recipe, original: Recipe | None) -> str:
+    """The keys that `_reasons` leaves out."""
+    keys = dict.fromkeys([*recipe.inferred, *recipe.differs, *recipe.unknown])
+    return ", ".join(key for key in keys if original is None or _value(recipe, key) != _value(original, key))
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    """The value of a dotted key as plain data."""
     value = recipe.model_dump(mode="json", by_alias=True)
     for part in key.split("."):
         value = (value or {}).get(part)
-    return "" if isinstance(value, dict | list) or value is None else str(value)
+    return value
 
 
 def launch_lines(recipe: Recipe, name: str, tiny: bool = False, settings: Sequence[str] = ()) -> list[str]:

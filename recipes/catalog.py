@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from recipes import overrides as overriding
-from recipes.problems import ProblemsError, did_you_mean
+from recipes.problems import ProblemsError, nearest, some
 from recipes.rules import ORIGIN_FIELDS
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
@@ -172,7 +172,9 @@ def find(name: str) -> tuple[Table, str]:
             raise RecipeError(
                 [f"--recipe {name}: there is no file {path}: give the path of a table and a row, as in {path}/row"]
             )
-        return _row_of([read_table(path)], name, f"{path.stem}/{row}" if row else path.stem, [])
+        own = read_table(path)
+        key = f"{own.name}/{row}" if row else own.name
+        return _row_of([own], name, key, [], lambda key: f"{path}/{key.removeprefix(own.name + '/')}")
     table, _, row = name.partition("/")
     if (FOLDER / f"{table}.yaml").is_file():  # a full name needs no other table
         only = read_table(FOLDER / f"{table}.yaml")
@@ -191,8 +193,13 @@ def _outside(name: str) -> tuple[Path, str] | None:
     return None
 
 
-def _row_of(tables: list[Table], asked: str, name: str, problems: list[str]) -> tuple[Table, str]:
-    """The one row that `name` can mean; other tables' problems are told only where the name is not found."""
+def _row_of(
+    tables: list[Table], asked: str, name: str, problems: list[str], written: Callable[[str], str] = str
+) -> tuple[Table, str]:
+    """The one row that `name` can mean; other tables' problems are told only where the name is not found.
+
+    `written`: table/row as the user has to write it.
+    """
     every = {f"{table.name}/{row}": (table, row) for table in tables for row in table.rows}
     matching = [key for key in every if name in (key, *key.split("/", 1))]
     if name in every:
@@ -200,6 +207,21 @@ def _row_of(tables: list[Table], asked: str, name: str, problems: list[str]) -> 
     if len(matching) == 1:
         return every[matching[0]]
     if matching:
-        raise RecipeError([f"--recipe {asked}: can be {', '.join(matching)}: give the table and the row"])
-    words = [*every, *(row for _, row in every.values())]
-    raise RecipeError([f"--recipe {asked}: no such recipe: {did_you_mean(name, words)} (--list shows all)", *problems])
+        raise RecipeError([f"--recipe {asked}: can be {some([written(key) for key in matching])}: give the table and the row"])
+    raise RecipeError([f"--recipe {asked}: no such recipe: {_suggestion(name, every, written)}", *problems])
+
+
+def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Callable[[str], str]) -> str:
+    """Rows spelt like `name`, else tables spelt like it, else the tables there are; each in the form that `load` takes."""
+    near = nearest(name, every)
+    if "/" not in name:
+        rows = nearest(name, {row for _, row in every.values()})
+        near = [key for row in rows for key in every if key.endswith(f"/{row}")][:3]
+    if near:
+        return f"did you mean {' or '.join(written(key) for key in near)}?"
+    tables = sorted({table.name for table, _ in every.values()}, key=lambda table: (table != DEFAULT_RECIPE.partition("/")[0], table))
+    if len(tables) == 1:
+        return f"there is: {some([written(key) for key in every])}"
+    if near := nearest(name.partition("/")[0], tables):
+        return f"did you mean a row of {' or '.join(near)}? (launch/recipes.py list --table {near[0]} shows them)"
+    return f"there are tables {some(tables)} (launch/recipes.py list shows all rows)"

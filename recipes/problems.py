@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+MOST = 10  # options that a message lists
+
 
 class ProblemsError(ValueError):
     """Several problems of one input, one line each: what came, the rule, the fix."""
@@ -21,9 +23,15 @@ def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """The question "did you mean heads?", or the list of what there is."""
+    """The question "did you mean heads?", or what there is, at most `MOST` of it."""
     options = sorted(options)
     near = nearest(word, options)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"there is: {', '.join(options)}" if options else "there is none"
+    return f"there is: {some(options)}" if options else "there is none"
+
+
+def some(options: Sequence[str]) -> str:
+    """The first `MOST` of them, and how many more there are."""
+    more = len(options) - MOST
+    return ", ".join(options[:MOST]) + (f" and {more} more" if more > 0 else "")

@@ -5,6 +5,7 @@ One function per subject; each returns lines "what came: the rule: the fix", so 
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, get_args
 
 if TYPE_CHECKING:
@@ -22,10 +23,16 @@ SHORTEST_BERT_SAMPLE = 8  # [CLS] A [SEP] B [SEP] with a few tokens in each
 
 def problems(recipe: Recipe) -> list[str]:
     """Every broken rule, as lines; empty when the recipe is consistent."""
-    return [
-        *_schedule(recipe), *_family(recipe), *_attention(recipe), *_implementation(recipe), *_vocabulary(recipe), *_data(recipe),
-        *_checkpointing(recipe), *_provenance(recipe),
-    ]  # fmt: skip
+    return [line for rule in _RULES for line in rule(recipe)]
+
+
+def known_problems(incomplete: Recipe) -> list[str]:
+    """Of a recipe that lacks fields: the broken rules among those that ask for none of them."""
+    found: list[str] = []
+    for rule in _RULES:
+        with contextlib.suppress(AttributeError, TypeError):  # a field that is not there, or whose parts are not
+            found += rule(incomplete)
+    return found
 
 
 def _schedule(recipe: Recipe) -> list[str]:
@@ -203,3 +210,6 @@ def _checkpointing(recipe: Recipe) -> list[str]:
             f'together; set it to {layers} or less, to "full" or to "none"'
         ]
     return []
+
+
+_RULES = (_schedule, _family, _attention, _implementation, _vocabulary, _data, _checkpointing, _provenance)

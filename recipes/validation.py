@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from recipes.fields import known_prefix, list_rule, shown, suggestion
+from recipes.incomplete import incomplete, row_problems
 from recipes.overrides import Overridden
 from recipes.problems import ProblemsError
+from recipes.rules import known_problems
 from recipes.schema import Recipe
 from recipes.yamlfile import Document, KeyPath
 
@@ -47,31 +49,42 @@ def validate(
     """
     lines = list(overridden.problems) if overridden else []
     set_keys = overridden.keys if overridden else frozenset()
+    found: list[tuple[ErrorPath, str]] = []
+    recipe = None
     try:
         recipe = Recipe.model_validate(values)
-        if not lines:
-            return recipe
     except ValidationError as error:
-        for path, message in _lines(error, values):
-            key = _outside_lists(path)
-            place = " (--set)" if ".".join(key) in set_keys else _place(key, document, roots)
-            lines.append(f"{name}: {message}{place}")
+        found = _lines(error, values)
+    if "rows" in document.value:  # of a run's recipe.yaml only what training needs is asked
+        found += row_problems(values, document.value.get("columns") or ())
+    for path, message in found:
+        key = _outside_lists(path)
+        dotted = ".".join(key)
+        was_set = any(part == dotted or (key and part.startswith(f"{dotted}.")) for part in set_keys)
+        place = " (--set)" if was_set else _place(key, document, roots)
+        lines.append(f"{name}: {message}{place}")
+    if recipe is not None and not lines:
+        return recipe
     raise RecipeError(list(dict.fromkeys(lines)))
 
 
 def _lines(error: ValidationError, values: dict[str, Any]) -> list[tuple[ErrorPath, str]]:
-    """(path, message) of each problem, those that unknown keys hid included."""
+    """(path, message) of each problem, those that unknown keys and wrong values hid included."""
     details = error.errors()
     found = [pair for detail in details for pair in _describe(detail)]
     unknown = [detail["loc"] for detail in details if detail["type"] == _UNKNOWN]
+    rest = copy.deepcopy(values)
     if unknown:  # pydantic compares no fields of a model with an unknown key: look again without those
-        rest = copy.deepcopy(values)
         for loc in unknown:
             _remove(rest, loc)
         try:
             Recipe.model_validate(rest)
         except ValidationError as second:
+            details = [*details, *second.errors()]
             found += [pair for detail in second.errors() for pair in _describe(detail) if pair not in found]
+    if all(path for path, _ in found):  # nor the fields of a recipe with a wrong value
+        wrong = {known_prefix(detail["loc"]) for detail in details if detail["type"] not in (_UNKNOWN, "value_error")}
+        found += [((), line) for line in known_problems(incomplete(Recipe, rest, wrong))]
     return _one_per_union(found)
 
 

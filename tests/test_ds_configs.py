@@ -501,6 +501,29 @@ def test_world_size():
     assert "start 4" in found and "--set parallel.dp=1" in found
 
 
+@pytest.mark.parametrize("tiny", [True, False])
+def test_what_another_number_of_processes_asks_to_set_resolves(tiny):
+    """Every row whose tp x pp is one process, started on others than its own."""
+    told = 0
+    for entry in catalog.names():
+        recipe = catalog.load(entry.name, tiny=tiny)
+        own = recipe.parallel.dp
+        for world in (1, 3, 4) if own and recipe.parallel.tp * recipe.parallel.pp == 1 else ():
+            if world == own:
+                continue
+            with pytest.raises(ConfigError) as refused:
+                resolve(recipe, recipe.ds_config, world, GPU)
+            (line,) = refused.value.problems
+            fixes = [part.removesuffix(" to take what is started").split("--set ")[1:] for part in line.split(", or ")[1:]]
+            assert [fix[0].strip() for fix in fixes] == [f"parallel.dp={world}", "parallel.dp=null"], line
+            for fix in fixes:
+                plan = resolve(catalog.load(entry.name, [setting.strip() for setting in fix], tiny=tiny), recipe.ds_config, world, GPU)
+                assert plan.layout.dp == world
+                assert plan.layout.global_batch == recipe.batch.global_ or recipe.batch.global_ % world
+            told += 1
+    assert told > 10
+
+
 def test_pipeline_rules():
     assert "parallel.pp=7 is more than model.layers=6" in only("pipeline", "parallel.pp=7", world=7)
     for stage, config in ((2, "zero2"), (3, "zero3")):

@@ -113,6 +113,16 @@ def test_list_filters(capsys):
     ]  # fmt: skip
     assert len(listed(capsys, "--oom")) == 3
     assert {row["processes"] for row in listed(capsys, "--gpus", "256-")} == {256, 512}
+    both = [{row["recipe"] for row in listed(capsys, "--gpus", gpus, "--table", "jeanzay_megatron_performance")} for gpus in ("16", "32")]
+    assert "jeanzay_megatron_performance/18b-pp8-ga64-mb4" in both[0] & both[1], "16 GPUs printed, of a layout of 32"
+    assert "parallel_kinds/3d" in {row["recipe"] for row in listed(capsys, "--gpus", "8")}
+    text = output(capsys, "list", "--table", "jeanzay_megatron_performance", "--gpus", "16-")
+    assert " 4 x 8 x 1     16 (32) " in text and "16 (32): 16 GPUs are printed" in text and "parameters, each once" in text
+    for wrong in ("16-8", "0", "x"):
+        sys.argv = ["recipes.py", "list", "--gpus", wrong]
+        with pytest.raises(SystemExit) as refused:
+            command.main()
+        assert refused.value.code == 2
     text = output(capsys, "list", "--table", "jeanzay_megatron_deepspeed_3d")
     assert "48B: 146 s, 43 TFLOPS" in text and "4 x 16 x 1" in text
     assert "no recipe is left" in output(capsys, "list", "--family", "bert", "--gpus", "3")
@@ -130,7 +140,7 @@ def test_show_tells_all_of_a_row(capsys):
     assert "given by no source" in output(capsys, "show", "jeanzay_megatron_deepspeed_zero_tp_sweep/24b-tp1-mb16")
     name = "dgx2_bert_model_parallel/64x2304-tp8-b8"
     assert catalog.load(name).model_dump() == _read_back(output(capsys, "show", name, "--yaml")).model_dump()
-    assert json.loads(output(capsys, "show", name, "--json"))["train_micro_batch_size_per_gpu"] == 8
+    assert json.loads(output(capsys, "show", name, "--ds_json"))["train_micro_batch_size_per_gpu"] == 8
 
 
 def test_show_says_what_the_published_time_means_in_tflops(capsys):
@@ -141,9 +151,45 @@ def test_show_says_what_the_published_time_means_in_tflops(capsys):
     exact = (4 * layers + 3 * 2 * 6144 * 50688) * tokens / gpu_seconds / 1e12
     assert (round(formula, 2), round(exact, 2)) == (26.7, 27.31)
     text = output(capsys, "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb4")
-    assert f"{formula:.4g} by the documents' formula with the true size, {exact:.4g} by exact count" in text
-    changed = output(capsys, "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb4", "--set", "sequence_length=512")
-    assert "in the published 90.5 s" not in changed
+    assert f"{formula:.4g} by Jean Zay's formula with the true size, {exact:.4g} by exact count" in text
+    assert "GPU; 26.1 is printed, by Jean Zay's formula" in text
+    assert "GPU; the row prints none" in output(capsys, "show", "dgx2_bert_data_parallel/24x1024-b14")
+    assert "103 printed, without a time; by exact count" in output(capsys, "show", "a100_blog_table4/2b")
+
+
+SETTINGS = {
+    "sequence_length=512": "other sequence_length", "parallel.tp=2": "other parallel.tp", "ds_config=pipeline": "", "run.prompt=x": "",
+    "batch.global=512 batch.accumulation=128": "other batch.global", "tiny": "tiny, another model",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_is_known_of_a_row_is_not_said_of_another_recipe(settings, capsys):
+    name, reason = "jeanzay_megatron_performance/18b-pp8-ga64-mb4", SETTINGS[settings]
+    flags = ["--tiny"] if settings == "tiny" else [word for setting in settings.split() for word in ("--set", setting)]
+    text = output(capsys, "show", name, *flags)
+    assert ("in the published 90.5 s" in text) is not bool(reason)
+    assert not reason or f"none: the published 90.5 s are of something else: {reason}" in text
+    assert ("parallel.tp = 4: 'TP=4 in all of entries'" in text) is (settings not in ("parallel.tp=2", "tiny"))
+    assert "parallel.tp = 2:" not in text
+    changed = text.partition("changed by --set or --tiny")[2].partition("\n\n")[0]
+    assert ("parallel.tp" in changed, "ds_config" in changed) == (settings in ("parallel.tp=2", "tiny"), settings == "ds_config=pipeline")
+
+
+def test_show_says_in_what_a_recipe_is_not_the_source(capsys):
+    text = output(capsys, "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb4")
+    section = text.partition("not as the source ran it\n")[2].partition("\n\n")[0]
+    assert "ds_config = 3d: DeepSpeed's pipeline, with ZeRO-1" in section and "  data: all of OpenWebText" in section
+
+
+def test_show_gives_the_size_that_the_source_counts(capsys):
+    for name, said in {
+        "dgx2_bert_data_parallel/24x1024-b14": "336,297,858 with the padded vocabulary, as printed",
+        "dgx2_bert_model_parallel/24x1024-tp2-b30": "339,208,196 in all, with duplicates and padding, as printed",
+    }.items():
+        assert said in output(capsys, "show", name)
+    other = output(capsys, "show", "dgx2_bert_data_parallel/24x1024-b14", "--set", "model.layers=25")
+    assert "348,894,082 with the padded vocabulary; 336,297,858 is printed" in other
 
 
 def test_show_carries_the_settings_into_the_launch_lines(capsys):
@@ -163,7 +209,7 @@ def test_show_carries_the_settings_into_the_launch_lines(capsys):
 def test_show_is_about_the_machine_of_the_row(capsys):
     sparse = output(capsys, "show", "sber_path_to_13b/07-gpt3-large-sparse")
     assert "attention     layers dense, banded, repeated" in sparse and "banded by" not in sparse and "CPU" not in sparse
-    infinity = json.loads(output(capsys, "show", "default/sotu", "--json", "--set", "ds_config=zero_infinity"))["zero_optimization"]
+    infinity = json.loads(output(capsys, "show", "default/sotu", "--ds_json", "--set", "ds_config=zero_infinity"))["zero_optimization"]
     assert {infinity[f"offload_{kind}"]["nvme_path"] for kind in ("optimizer", "param")} == {"$MEGARECIPES_NVME"}
 
 
@@ -175,9 +221,37 @@ def test_show_of_a_users_row(capsys, tmp_path):
         "  steps: 10\n  optimizer: {lr: 1.0e-3}\nrows:\n"
         f"  small: {{title: small}}\n  own: {{title: own, ds_config: {tmp_path}/own.json}}\n"
     )
+    own = ["show", f"{table}/small", "--set"]
+    assert "4 micro x 1 accumulation x 2 dp = 8 global" in output(capsys, *own, "hardware={name: two, gpus: 2}")
+    sys.argv = ["recipes.py", *own, "hardware={name: three, gpus: 3}"]
+    assert command.main() == 2 and "cannot be run as it is: batch.global=8 is not divisible by dp=3" in capsys.readouterr().out
+    sys.argv = ["recipes.py", "show", f"{table}/small", "--yaml", "--ds_json"]
+    with pytest.raises(SystemExit):
+        command.main()
+    rows = listed(capsys, "--table", str(table), "--table", "default")
+    assert [row["recipe"] for row in rows] == [f"{table}/small", f"{table}/own", "default/sotu"]
+    assert "small" in output(capsys, "show", rows[0]["recipe"]), "what list prints is what show takes"
     text = output(capsys, "show", f"{table}/small")
     assert "hardware      any" in text and "published" not in text and f"--recipe '{table}/small'" in text
     assert f"--ds_config {tmp_path}/own.json --recipe" in output(capsys, "show", f"{table}/own")
+
+
+@pytest.mark.parametrize("flags", [["--table", "default"], ["--published"]], ids=["fits the buffer", "does not"])
+def test_a_full_disk_is_told_in_one_line(flags, monkeypatch, capsys):
+    with open("/dev/full", "w") as full:  # whose closing would raise, if something were left to write
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "argv", ["recipes.py", "list", *flags])
+        assert command.main() == 1
+    assert capsys.readouterr().err == "cannot write the output: No space left on device\n"
+
+
+def test_fits_says_as_published_only_of_what_is():
+    many = fitting.Memory(16, 80e9, 2e12)
+    for name, how in {
+        "dgx2_bert_data_parallel/24x1024-b14": "as published", "parallel_kinds/3d": "as it is, on 8 processes",
+        "sber_path_to_13b/02-small-data-parallel": "as it is, on 16 processes",
+    }.items():  # fmt: skip
+        assert fitting.verdict(catalog.load(name), many) == (True, how)
 
 
 def _read_back(text: str):

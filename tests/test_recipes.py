@@ -72,8 +72,18 @@ def test_a_row_or_a_table_of_one_row_is_name_enough():
 
 def test_unknown_name_gets_near_matches_and_an_ambiguous_one_its_choices():
     assert "did you mean parallel_kinds/pipeline" in problems("parallel_kinds/pipelin")[0]
-    assert "there is" in problems("qqqqqq")[0] and "default/sotu" in problems("qqqqqq")[0]
+    (tables,) = problems("qqqqqq")
+    assert "there are tables default, a100_blog_table1, " in tables and "recipes.py list shows all rows" in tables
+    assert len(tables) < 500 and "/sotu" not in tables
+    assert "did you mean a row of jeanzay_megatron_performance or " in problems("jeanzay_megatron_perf")[0]
     assert "parallel_kinds/zero1, parallel_kinds/zero2" in problems("parallel_kinds")[0]
+
+
+def test_suggested_names_are_recipes():
+    """Also for a row's name that is in several tables, and for a file of one's own."""
+    for name in ("72x3072-h32-tp", "parallel_kinds/pipelin", "dgx2_gpt2_torch_dd/72x3072-h32-tp8"):
+        suggested = problems(name)[0].partition("did you mean ")[2].partition("?")[0].split(" or ")
+        assert suggested != [""] and all(load(each) for each in suggested), problems(name)
 
 
 @pytest.mark.parametrize("form", ["{}/one", "{}:one", "{}"])
@@ -87,7 +97,10 @@ def test_a_file_of_ones_own(table, form):
 
 def test_a_file_or_row_that_is_not_there(table, tmp_path):
     assert f"there is no file {tmp_path}/no.yaml" in problems(f"{tmp_path}/no.yaml:one")[0]
-    assert "did you mean mine/one?" in problems(f"{table()}:onee")[0]
+    path = table(GOOD + "  two: {title: second}\n")
+    for asked, said in (("/onee", f"did you mean {path}/one"), ("", f"can be {path}/one, {path}/two: "), ("/x", "did you mean")):
+        assert said in problems(f"{path}{asked}")[0]
+    assert load(f"{path}/two") == load(f"{path}:two")
 
 
 # --- bad files
@@ -150,6 +163,43 @@ def test_all_problems_of_a_row_come_at_once_with_their_lines(table):
 def test_an_unknown_key_does_not_hide_what_the_other_keys_owe_each_other(table):
     found = problems(f"{table(GOOD + '  two: {title: x, sped: 1, schedule: {warmup_steps: 10}}')}:two")
     assert [line.split(":")[1].strip() for line in found] == ["sped", "schedule.warmup_steps=10 is not below steps=10"]
+
+
+def test_what_fields_and_layout_owe_each_other_comes_with_what_is_wrong_in_fields(table):
+    path = table(
+        GOOD.replace("title: a table", "title: a table\nsource: s\ncolumns: [GPUs, Size, Loss]")
+        + "  two:\n    title: x\n    seed: high\n    optimizer: {lr: 1e-5}\n    schedule: {min_lr: 1e-3, warmup_steps: 20}\n"
+        "    parallel: {dp: 4}\n    batch: {accumulation: 2}\n    ds_config: zero4\n    published: {source: s, row: 4 | 8B}\n"
+    )
+    found = problems(f"{path}/two")
+    expected = (
+        f"mine/two: seed='high': should be a valid integer ({path}:15)",
+        "mine/two: schedule.min_lr=0.001 is above optimizer.lr=1e-05",
+        "mine/two: schedule.warmup_steps=20 is not below steps=10",
+        "mine/two: ds_config=zero4: no such file in ds_configs/: did you mean zero3 or zero2 or zero1?",
+        "mine/two: batch.micro=1 x batch.accumulation=2 x parallel.dp=4 = 8 is not batch.global=4: micro x accumulation x dp = global; set "
+        "batch.global to 8 or batch.accumulation to 1 or parallel.dp to 2",
+        "mine/two: published.row has 2 cells for 3 columns (GPUs: 4, Size: 8B, Loss: ?)",
+    )
+    assert len(found) == len(expected) and all(any(line.startswith(part) for line in found) for part in expected), found
+    assert [line.rpartition(":")[2] for line in found if "cells" in line or "ds_config" in line or "batch" in line] == ["20)", "19)", "21)"]
+    # Each is found without the others too, and a setting that mends it is enough.
+    right = ["seed=1", "schedule={}", "ds_config=zero1", "batch.accumulation=1", "published.row='4 | 8B | '"]
+    for i in range(len(right)):
+        assert problems(f"{path}/two", *right[:i], *right[i + 1 :])
+    assert load(f"{path}/two", right)
+    (line,) = problems(f"{path}/two", *right, "batch.micro=3")
+    assert line.endswith("set batch.global to 12 or batch.micro to 1 (--set)")
+
+
+def test_rules_that_ask_for_a_wrong_field_are_left_for_later(table):
+    for wrong in (
+        "model: 3", "model: {layers: x}", "data: {blend: [3]}", "optimizer: {lr: fast}", "published: {row: 3}", "parallel: 2", "batch: []",
+    ):  # fmt: skip
+        found = problems(f"{table(GOOD + f'  two: {{title: x, {wrong}}}')}:two")
+        assert 1 <= len(found) <= 2 and wrong.split(":")[0] in found[0], found
+    found = problems(f"{table(GOOD + '  two: {title: x, schedule: {kind: consant, warmup_steps: 10}}')}:two")
+    assert len(found) == 1 and "schedule.kind='consant'" in found[0], "a cosine could not warm up so long; what is meant may"
 
 
 # --- what the fields owe each other
