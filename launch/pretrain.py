@@ -131,7 +131,7 @@ def checked_job(args):
         if args.init_from:
             initial_weights.check(args.init_from, recipe)
         check_sources(recipe)
-        original = catalog.load(args.recipe, tiny=args.tiny)
+        original = catalog.load(args.recipe)
     except ValueError as e:
         startup.refuse(e)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")

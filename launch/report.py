@@ -31,7 +31,7 @@ examples:
 
 A run is a directory with recipe.yaml, metrics.jsonl and, once it has ended, result.json; one that still goes on is shown as unfinished.
 Tiny runs are marked. They get no ratio to published numbers, nor do runs that change the model, the sequence length, the batch, what is
-recomputed, tp, pp, dp or what ZeRO shards and offloads, nor emulated fp16.
+recomputed, tp, pp, dp or what ZeRO shards and offloads, nor emulated fp16. A † marks published rows that have errata.
 Writes report.md, report.csv and report.html (plots inside, no network, no scripts). A former report there is replaced; other files never.
 Long curves are drawn as means of neighbouring steps, at most 1000 points each.
 exit codes: 0 written; 1 written, but some file of a run or of a table could not be read (they are named); 2 refused, nothing written."""

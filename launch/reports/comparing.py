@@ -8,13 +8,13 @@ from typing import Any
 
 from launch.files import flatten
 from launch.reports import curves, numbers
-from launch.reports.runs import Run
+from launch.reports.runs import UNREADABLE, Run
 
 MOST_COMPARED = 6  # more columns than that are no table any more
 ABSENT = "absent"
 
 # Parts of a recipe that are said elsewhere or change nothing.
-LEFT_OUT = ("title", "published", "inferred", "unknown", "note", "hardware", "parallel", "ds_config")
+LEFT_OUT = ("title", "published", "inferred", "differs", "unknown", "note", "hardware", "parallel", "ds_config")
 MACHINE = ("cpu", "cores", "memory_gb", "accelerator", "accelerators", "accelerator_memory_gb", "cuda", "host")
 # What decides on which text the loss is measured, and in which tokens.
 SAME_TEXT = ("data", "model.vocab_size", "model.family", "model.sentence_head")
@@ -32,7 +32,7 @@ RESULTS = (  # quantity, key of Run.row, whether a difference or a ratio says mo
     ("waiting for data (share of the time)", "data_wait_share", "difference"),
     ("samples/s", "samples_per_s", "ratio"),
     ("tokens/s", "tokens_per_s", "ratio"),
-    ("TFLOPS per GPU, published formula", "tflops", "ratio"),
+    ("TFLOPS per GPU, formula", "tflops", "ratio"),
     ("TFLOPS per GPU, exact count", "exact_tflops", "ratio"),
     ("peak memory (GB)", "peak_memory_bytes", "ratio"),
     ("cached memory (GB)", "cached_bytes", "ratio"),
@@ -62,14 +62,22 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """The first of the runs with each of the others."""
+    """The first of the runs that can be read with each of the others."""
     assert len(runs) >= 2, "a comparison of one run"
+    first, asked = next((run for run in runs if readable(run)), runs[0]), runs[0]
+    runs = [first, *(run for run in runs if run is not first)]
     comparable = {run.label: not incomparable(runs[0], run) for run in runs}
-    remarks = [line for run in runs[1:] for line in (*incomparable(runs[0], run), *cautions(runs[0], run))]
+    remarks = [f"{asked.label} cannot be read: the runs are compared with {first.label}"] if first is not asked else []
+    remarks += [line for run in runs[1:] for line in (*incomparable(runs[0], run), *cautions(runs[0], run))]
     findings = [line for run in runs[1:] if comparable[run.label] for line in curve_findings(runs[0], run)]
     return Comparison(
         tuple(runs), tuple(configuration(runs)), tuple(outcomes(runs, comparable)), tuple(dict.fromkeys(remarks)), tuple(findings)
     )
+
+
+def readable(run: Run) -> bool:
+    """Whether there is anything to compare other runs with."""
+    return run.recipe is not None and run.status != UNREADABLE
 
 
 def configuration(runs: Sequence[Run]) -> list[Row]:
@@ -126,20 +134,21 @@ def cautions(a: Run, b: Run) -> list[str]:
     found = []
     pair = f"{a.label} and {b.label}"
     if a.recipe.batch.global_ != b.recipe.batch.global_:
-        found.append(f"{pair} have other global batches ({a.recipe.batch.global_} / {b.recipe.batch.global_}): after the same step they "
-                     "have read different amounts of text")  # fmt: skip
+        found.append(f"{pair} have different global batches ({a.recipe.batch.global_} / {b.recipe.batch.global_}): after the same step "
+                     "they have read different amounts of text")  # fmt: skip
     if a.recipe.sequence_length != b.recipe.sequence_length:
-        found.append(f"{pair} have other sequence lengths ({a.recipe.sequence_length} / {b.recipe.sequence_length}): a token with more "
+        found.append(f"{pair} have different sequence lengths ({a.recipe.sequence_length} / {b.recipe.sequence_length}): a token with more "
                      "before it is easier to predict")  # fmt: skip
     if a.recipe.seed != b.recipe.seed:
-        found.append(f"{pair} have other seeds ({a.recipe.seed} / {b.recipe.seed}): other initial weights and other batches")
+        found.append(f"{pair} have different seeds ({a.recipe.seed} / {b.recipe.seed}): other initial weights and other batches")
     if a.recipe.run.validation_samples != b.recipe.run.validation_samples:
         counts = f"{a.recipe.run.validation_samples} / {b.recipe.run.validation_samples}"
-        found.append(f"{pair} validate on other numbers of samples ({counts}): compare their training losses")
+        found.append(f"{pair} validate on different numbers of samples ({counts}): compare their training losses")
     if a.tiny != b.tiny:
         found.append(f"{a.label if a.tiny else b.label} is tiny, the other is not: its speed and its loss say nothing about the other's")
-    if a.row.get("memory_kind") != b.row.get("memory_kind"):
-        found.append(f"{pair} count other kinds of memory ({a.row.get('memory_kind')} / {b.row.get('memory_kind')})")
+    kinds = [run.row.get("memory_kind") for run in (a, b)]
+    if None not in kinds and kinds[0] != kinds[1]:  # None: of a run that recorded no step, or of an earlier version
+        found.append(f"{pair} count different kinds of memory ({kinds[0]} / {kinds[1]})")
     return found
 
 

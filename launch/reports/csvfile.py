@@ -12,11 +12,11 @@ from launch.reports.lines import MEASURED, RATIO_NAMES, Line, deviations_of
 
 PUBLISHED = (
     "size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb", "weak_scaling_percent", "peak_percent",
-    "validation_loss", "oom",
+    "tflops_by", "validation_loss", "oom",
 )  # fmt: skip
 OF_THE_RUN = ("parameters_summed_over_tp_ranks", "train_loss", "hardware", "precision", "ds_config")
 COLUMNS = (
-    "table", "recipe", "published_columns", "published_row", *(f"published_{key}" for key in PUBLISHED),
+    "table", "recipe", "published_columns", "published_row", *(f"published_{key}" for key in PUBLISHED), "errata",
     "run", "started", "status", "tiny", *(column.key for column in MEASURED), "parameters_summed_over_tp_ranks", "train_loss",
     *(f"ratio_{key}" for key in RATIO_NAMES), "no_ratio", "hardware", "precision", "ds_config", "deviations",
 )  # fmt: skip
@@ -41,6 +41,7 @@ def _records(section: Section) -> Iterator[dict[str, Any]]:
             "published_columns": " | ".join(section.table.columns),
             "published_row": " | ".join(line.row.cells),
             **{f"published_{key}": getattr(published, key) for key in PUBLISHED if published},
+            "errata": "; ".join(line.row.errata),
             "status": line.status,
             **(_measured(line) if line.run else {}),
         }

@@ -11,7 +11,7 @@ from itertools import groupby
 from launch.reports import figures
 from launch.reports.comparing import MOST_COMPARED, Comparison, compare
 from launch.reports.figures import Figure
-from launch.reports.lines import MEASURED, Column, Line, Remarks, deviations_of, kinds_of, lines_of, split_remarks
+from launch.reports.lines import Column, Line, Remarks, deviations_of, kinds_of, lines_of, measured_columns, split_remarks
 from launch.reports.runs import Run
 from launch.reports.tables import Published, Row, Tables
 from recipes.problems import ProblemsError
@@ -39,6 +39,11 @@ class Section:
     @property
     def common_kinds(self) -> str:
         return kinds_of(self.common)
+
+    @property
+    def with_errata(self) -> dict[str, str]:
+        """Full name of each row that has errata -> id of the place where they are."""
+        return {each.row.full_name: f"errata-{self.anchor}-{n}" for n, each in enumerate(self.remarks) if each.errata}
 
     @property
     def runs(self) -> list[Run]:
@@ -113,7 +118,7 @@ def section(table: Published, runs: Sequence[Run], draw_losses: bool) -> Section
     shown = [line.run for line in lines if line.run]
     common, remarks = split_remarks(table.rows)
     deviations = [(line.run, tuple(deviations_of(line.run, line.row))) for line in lines if line.run]
-    columns = tuple(column for column in MEASURED if any(column.value(run) is not None for run in shown))
+    columns = tuple(column for column in measured_columns(table) if any(column.value(run) is not None for run in shown))
     made = Section(table, tuple(lines), columns, common, remarks, tuple(deviations), ())
     drawn = figures.throughput(lines, f"t-{made.anchor}") + (figures.losses(shown, f"l-{made.anchor}") if draw_losses else [])
     return replace(made, figures=tuple(drawn))

@@ -11,15 +11,20 @@ from matplotlib.patches import Patch
 
 from launch import results
 from launch.reports import curves, numbers, svg
-from launch.reports.lines import MEASURED, Line
+from launch.reports.lines import MEASURED, Line, is_wrong
+from launch.reports.references import draw_references
 from launch.reports.runs import Run
-from launch.reports.svg import FAINT, INK, PALETTE, log_axis
+from launch.reports.svg import INK, PALETTE, log_axis, step_axis
 
 LOG_FROM = 30  # largest / smallest value above which a linear axis would hide the small ones
 RUNS_PER_FIGURE = len(PALETTE)
+# Of the runs of one figure: each curve shows through the gaps of the next, and its validations have a mark of their own.
+DASHES: tuple[Any, ...] = ("-", (0, (6, 3)), (0, (3, 3)), (0, (1, 2)), (0, (9, 3, 2, 3)), (0, (5, 2, 1, 2)), (0, (2, 4)), (0, (8, 5)))
+MARKS = "os^DvPX*"
+VALIDATION: dict[str, Any] = {"linestyle": ":", "linewidth": 0.8, "markersize": 5, "fillstyle": "none"}
 NOISY_POINTS = 300  # of a curve that is not smoothed: more would be a band
 THROUGHPUT = {  # quantity -> axis; the first two are drawn where they were published, the time only where neither was
-    "tflops": "TFLOPS per GPU, published formula",
+    "tflops": "TFLOPS per GPU, counted as each row's source does",
     "samples_per_s": "samples per second, all GPUs",
     "time_per_iteration_s": "seconds per iteration",
 }
@@ -56,6 +61,7 @@ def losses(runs: Sequence[Run], prefix: str, title: str = "Loss") -> list[Figure
 def step_times(runs: Sequence[Run], prefix: str) -> list[Figure]:
     figure = svg.new_figure(8, 4.2)
     axes = svg.new_axes(figure, "Time per step", "optimizer step", "seconds")
+    step_axis(axes)
     entries = _draw(axes, runs, curves.seconds, NOISY_POINTS)
     if not entries:
         return []
@@ -69,6 +75,7 @@ def loss_differences(first: Run, others: Sequence[Run], prefix: str) -> list[Fig
     """How far the training loss of each other run is from the first's, step by step."""
     figure = svg.new_figure(8, 4.2)
     axes = svg.new_axes(figure, f"Training loss beside {first.label}", "optimizer step", "absolute difference (nats)")
+    step_axis(axes)
     entries = _draw(axes, others, lambda run: curves.differences(first, run), NOISY_POINTS, first_colour=1)
     if not entries:
         return []
@@ -84,7 +91,11 @@ def _throughput(lines: Sequence[Line], key: str, prefix: str) -> Figure:
     figure = svg.new_figure(8, 1.5 + 0.3 * len(rows))
     axes = svg.new_axes(figure, "", _axis(lines, key), "")
     published = _published(lines, key)
-    axes.barh([rows.index(name) for name in published], list(published.values()), height=0.62, color=PALETTE[0], alpha=0.6)
+    wrong = [name for name in published if is_wrong(by_row[name].row, key)]
+    bars: dict[str, Any] = dict(facecolor=PALETTE[0], alpha=0.6)
+    hatched = {**bars, "hatch": "///", "edgecolor": INK, "linewidth": 0}
+    for names, style in (([name for name in published if name not in wrong], bars), (wrong, hatched)):
+        axes.barh([rows.index(name) for name in names], [published[name] for name in names], height=0.62, **style)
     points = [(rows.index(line.row.full_name), value) for line in lines if (value := _measured(line, key)) is not None]
     diamonds = dict(marker="D", markersize=6.5, color=PALETTE[1], markeredgecolor=INK, markeredgewidth=0.8, linestyle="")
     axes.plot([x for _, x in points], [y for y, _ in points], zorder=3, **diamonds)
@@ -98,7 +109,9 @@ def _throughput(lines: Sequence[Line], key: str, prefix: str) -> Figure:
     axes.set_yticks(range(len(rows)), [by_row[name].row.name for name in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
-    entries: list[tuple[Any, str]] = [(Patch(facecolor=PALETTE[0], alpha=0.6), "published")]
+    entries: list[tuple[Any, str]] = [(Patch(**bars), "published")]
+    if wrong:
+        entries.append((Patch(**hatched), "published, wrong by its erratum (†)"))
     if points:
         entries.append((Line2D([], [], **diamonds), "measured"))
     svg.legend_below(figure, entries)
@@ -108,6 +121,8 @@ def _throughput(lines: Sequence[Line], key: str, prefix: str) -> Figure:
 
 def _throughput_caption(lines: Sequence[Line], key: str, points: Sequence, values: Sequence[float]) -> str:
     parts = [f"{_axis(lines, key)}{', logarithmic axis' if _wide(values) else ''}: bars as published, points as measured."]
+    if key == "tflops" and _counted_as(lines) == "exact_tflops":
+        parts.append(f"{results.EXACT[0].upper()}{results.EXACT[1:]}.")
     left_out = [line for line in lines if line.run and line.no_ratio and line.no_ratio.startswith("not compared")]
     if left_out:
         count = f"{len(left_out)} run{'s' if len(left_out) > 1 else ''}"
@@ -120,22 +135,22 @@ def _throughput_caption(lines: Sequence[Line], key: str, points: Sequence, value
 def _losses(runs: Sequence[Run], unit: str, prefix: str, title: str, most: int) -> Figure:
     figure = svg.new_figure(8, 4.6 + 0.2 * ((len(runs) + 1) // 2))
     axes = svg.new_axes(figure, title, "optimizer step", unit)
+    step_axis(axes)
     entries = _draw(axes, runs, curves.training, most)
+    validated = False
     for index, run in enumerate(runs):
         points = curves.thin(curves.validation(run), most)
         if points:
-            axes.plot(*zip(*points, strict=True), "o--", markersize=4, linewidth=0.8, color=PALETTE[index])
+            validated = True
+            axes.plot(*zip(*points, strict=True), color=PALETTE[index], marker=MARKS[index], **VALIDATION)
             if all(label != _label(run) for _, label in entries):
                 entries.append((Line2D([], [], color=PALETTE[index]), _label(run)))
-    for (kind, value), names in _entropies(runs).items():
-        axes.axhline(value, color=FAINT, linestyle=":" if kind == "unigram" else "--", linewidth=1.2)
-        whose = f" ({names[0]})" if len(names) < len(runs) and len(names) == 1 else ""
-        axes.annotate(
-            f"{kind} {value:.3f}{whose}", (0.99, value), xycoords=axes.get_yaxis_transform(), xytext=(0, 3), textcoords="offset points",
-            ha="right", fontsize=8, color=INK,
-        )  # fmt: skip
+    if validated:
+        entries.append((Line2D([], [], color=INK, marker=MARKS[0], **VALIDATION), "validation"))
+    outside = draw_references(axes, _entropies(runs), len(runs))
     svg.legend_below(figure, entries)
-    caption = "Lines: training loss, moving average. Points: validation. Grey: entropy of a uniform and of a unigram model."
+    caption = "Lines: training loss, moving average. Marks joined by dots: validation. Grey: entropy of a uniform and of a unigram model"
+    caption += "; an arrow where it lies outside the axis." if outside else "."
     return Figure(svg.render(figure, prefix, f"{title}, {unit}"), caption + _thinned(runs, most))
 
 
@@ -147,7 +162,8 @@ def _draw(axes, runs: Sequence[Run], points_of: Callable[[Run], curves.Points], 
         if points:
             # A curve of one point would be invisible as a line.
             marker = "." if len(points) == 1 else ""
-            (line,) = axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=marker, color=PALETTE[index % len(PALETTE)])
+            (line,) = axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=marker, color=PALETTE[index % len(PALETTE)],
+                                linestyle=DASHES[index % len(DASHES)])  # fmt: skip
             entries.append((line, _label(run)))
     return entries
 
@@ -163,14 +179,17 @@ def _published(lines: Sequence[Line], key: str) -> dict[str, float]:
     return {name: getattr(p, key) for name, p in published.items() if p is not None and getattr(p, key) is not None}
 
 
-def _counted_as(lines: Sequence[Line]) -> str:
-    """Which of our two counts of TFLOPS stands beside the published ones."""
-    found = {line.row.recipe.published.tflops_by for line in lines if line.row.recipe and line.row.recipe.published}
-    return results.TFLOPS_BY["exact" if found == {"exact"} else "formula"][1]
+def _counted_as(lines: Sequence[Line]) -> str | None:
+    """Which of our two counts of TFLOPS stands beside the published ones; None where the rows' sources made both."""
+    rows = [line.row.recipe.published for line in lines if line.row.recipe and line.row.recipe.published]
+    found = {published.tflops_by for published in rows if published.tflops is not None}
+    return None if len(found) > 1 else results.TFLOPS_BY[found.pop() if found else "formula"][1]
 
 
 def _axis(lines: Sequence[Line], key: str) -> str:
-    return next(column.heading for column in MEASURED if column.key == _counted_as(lines)) if key == "tflops" else THROUGHPUT[key]
+    """With the count of TFLOPS that the source made, and we beside it."""
+    counted = _counted_as(lines) if key == "tflops" else None
+    return next((column.heading for column in MEASURED if column.key == counted), THROUGHPUT[key])
 
 
 def _measured(line: Line, key: str) -> float | None:

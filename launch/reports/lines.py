@@ -11,9 +11,14 @@ from launch.comparability import not_comparable
 from launch.reports import numbers
 from launch.reports.runs import Run, newest_first
 from launch.reports.tables import Published, Row
-from launch.verification import errata_of
 
 NOT_RUN = "not run"
+DAGGER = "†"  # of a row that has errata
+# Quantity -> what an erratum of its number begins with: it is wrong, or computed from what is wrong.
+WRONG_BY = {
+    "tflops": ("TFLOPS", "time", "GPUs", "global batch"), "samples_per_s": ("samples", "time", "global batch"),
+    "time_per_iteration_s": ("time", "GPUs", "global batch"),
+}  # fmt: skip
 RATIO_NAMES = {
     "time_per_iteration_s": "time", "samples_per_s": "samples/s", "tflops": "TFLOPS", "cached_gb": "cached", "parameters": "parameters",
 }  # fmt: skip
@@ -39,7 +44,7 @@ MEASURED = (
     Column("steps", "steps", "steps"),
     Column("time_per_iteration_s", "time per iteration (s)", "seconds_per_step"),
     Column("samples_per_s", "samples/s", "samples_per_s"),
-    Column("tflops", "TFLOPS per GPU, published formula", "tflops"),
+    Column("tflops", "TFLOPS per GPU, formula", "tflops"),
     Column("exact_tflops", "TFLOPS per GPU, exact count", "exact_tflops"),
     Column("cached_gb", "cached per GPU (GB)", "cached_bytes"),
     Column("parameters", "parameters", "parameters"),
@@ -83,6 +88,18 @@ class Remarks:
         return kinds_of(self.lines)
 
 
+def is_wrong(row: Row, quantity: str) -> bool:
+    """Whether an erratum says that the published number is wrong."""
+    return any(text.startswith(WRONG_BY[quantity]) for text in row.errata)
+
+
+def measured_columns(table: Published) -> tuple[Column, ...]:
+    """MEASURED, with the count of TFLOPS named that stands beside the published ones."""
+    found = {row.recipe.published.tflops_by for row in table.rows if row.recipe and row.recipe.published and row.recipe.published.tflops}
+    counted = [results.TFLOPS_BY[by][1] for by in found]
+    return tuple(replace(column, heading=f"{column.heading} (as published)") if column.key in counted else column for column in MEASURED)
+
+
 def lines_of(table: Published, runs: Sequence[Run]) -> list[Line]:
     """Every row in the order of the table, each with its runs, newest first."""
     found = []
@@ -110,25 +127,27 @@ def compared(row: Row, run: Run) -> Line:
 
 def remarks_of(row: Row) -> Remarks:
     """Errata, note, printed values that cannot be, what no source gives, and where the rest comes from."""
-    errata = [("erratum", text) for text in errata_of(row.full_name)]
+    wrong = [("erratum", text) for text in row.errata]
     if row.recipe is None:
-        return Remarks(row, tuple(errata), len(errata))
+        return Remarks(row, tuple(wrong), len(wrong))
     recipe, published = row.recipe, row.recipe.published
     lines = [
-        *errata,
+        *wrong,
+        *([("TFLOPS counted", results.EXACT)] if published and published.tflops and published.tflops_by == "exact" else []),
         *([("note", " ".join(recipe.note.split()))] if recipe.note else []),
         *((f"{key} printed as", str(value)) for key, value in (published.printed if published else {}).items()),
         *((f"differs: {key}", text) for key, text in recipe.differs.items()),
         *((f"unknown: {key}", text) for key, text in recipe.unknown.items()),
         *((f"inferred: {key}", text) for key, text in recipe.inferred.items()),
     ]
-    return Remarks(row, tuple(lines), len(errata))
+    return Remarks(row, tuple(lines), len(wrong))
 
 
 def split_remarks(rows: Sequence[Row]) -> tuple[tuple[tuple[str, str], ...], tuple[Remarks, ...]]:
     """(what all of several rows say, what each says beside that): a table's defaults are read once."""
     every = [remarks_of(row) for row in rows]
-    common = [line for line in every[0].lines if all(line in remarks.lines for remarks in every)] if len(every) > 1 else []
+    shared = [line for line in every[0].lines if all(line in remarks.lines for remarks in every)] if len(every) > 1 else []
+    common = [line for line in shared if line[0] != "erratum"]  # each row's mark leads to its own
     own = [replace(remarks, lines=tuple(line for line in remarks.lines if line not in common)) for remarks in every]
     return tuple(common), tuple(remarks for remarks in own if remarks.lines)
 

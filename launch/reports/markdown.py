@@ -9,7 +9,7 @@ from html import escape
 from launch.reports.comparing import Comparison
 from launch.reports.comparing import Row as Difference
 from launch.reports.document import Document, Section
-from launch.reports.lines import Line, Remarks
+from launch.reports.lines import DAGGER, Line, Remarks
 
 MARKER = "<!-- written by megarecipes: launch/report.py -->"
 
@@ -54,6 +54,8 @@ def _section(section: Section) -> list[str]:
         text(published.note) if published.note else "",
         table(headings, (_cells(section, line, footnotes) for line in section.lines)),
     ]
+    if section.with_errata:
+        blocks.append(f"{DAGGER} The source contradicts itself or what it names: see the row's footnote (*erratum*).")
     if section.deviations:
         blocks.append("**Deviations of the runs**")
     for run, deviations in section.deviations:
@@ -65,9 +67,10 @@ def _section(section: Section) -> list[str]:
 
 def _cells(section: Section, line: Line, footnotes: dict[str, int]) -> list[str]:
     number = footnotes.get(line.row.full_name)
+    dagger = f" {DAGGER}" if line.row.full_name in section.with_errata else ""
     reference = f" [^{section.table.name}-{number}]" if number else ""
     status = ("**TINY** " if line.run and line.run.tiny else "") + text(line.status)
-    cells = [*(text(cell) for cell in line.row.cells), text(line.row.name) + reference, status]
+    cells = [*(text(cell) for cell in line.row.cells), text(line.row.name) + dagger + reference, status]
     if line.run:
         cells += [text(column.text(line.run)) for column in section.columns]
         cells += [text(line.outcome), text(line.run.row.get("hardware") or ""), text(line.run.label)]

@@ -12,10 +12,9 @@ from typing import Any
 
 from launch import out_of_memory, results
 from launch.reports.numbers import is_number
-from launch.run_directory import RunDirectory, read_metrics
+from launch.run_directory import RunDirectory
 from recipes import catalog
 from recipes.schema import Recipe
-from recipes.tiny import tiny as shrink
 
 STATUS = {"ok": "measured"}  # of result.json -> as shown; the others are shown as they are
 UNFINISHED, UNREADABLE, OOM = "unfinished", "unreadable", "OOM"
@@ -26,6 +25,7 @@ NUMBERS = (
     "uniform_entropy", "unigram_entropy", "seconds_per_step", "data_wait_share", "samples_per_s", "tokens_per_s", "tflops",
     "exact_tflops", "peak_memory_bytes", "cached_bytes",
 )  # fmt: skip
+MOST_NAMED = 5  # broken lines of one file
 DRAWN = ("kind", "step", "loss", "mlm_loss", "seconds")
 # Fields of a step that are computed with.
 STEP_FIELDS = ("loss", "seconds", "launch_step", "skipped", "peak_memory_bytes", "memory_kind")
@@ -88,13 +88,13 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     recipe = _recipe(at.recipe_yaml, problems)
     result = _mapping(at.result_json, problems)
     launches = [launch for launch in _mapping(at.environment_json, problems).get("launches", ()) if isinstance(launch, Mapping)]
-    records = _records(at.metrics_jsonl, problems)
+    records, dropped = _records(at.metrics_jsonl, problems)
     launch = launches[-1] if launches else {}
     name, tiny = _name(result, launch, recipe, label, original_of)
     steps = [record["step"] for record in records if record["kind"] == "step"]
     ds_config = _mapping(at.ds_config_json, problems)
     # A resumed run keeps its old result.json until it ends again; it may go on from a checkpoint before the last step.
-    going_on = not at.result_json.exists() or bool(result and steps and steps[-1] != (result.get("steps") or 0))
+    going_on = not at.result_json.exists() or bool(result and steps and _went_on(steps[-1], result.get("steps") or 0, dropped))
     oom = out_of_memory.reason(path)
     if going_on:
         ended = (OOM, oom) if oom else (UNFINISHED, None)
@@ -138,7 +138,7 @@ def _row_of_metrics(
         facts = launch["plan"]
         plan = SimpleNamespace(recipe=recipe, ds=ds_config, **{**facts, "layout": SimpleNamespace(**facts["layout"])})
         row = results.result_row(
-            plan, records, name=name, described=launch, original=shrink(original) if original and tiny else original, tiny=tiny,
+            plan, records, name=name, described=launch, original=original, tiny=tiny,
             emulated_fp16="--emulate_fp16" in launch["command"], status=ended[0], reason=ended[1],
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
@@ -172,18 +172,32 @@ def _mapping(path: Path, problems: list[str]) -> dict[str, Any]:
     return value
 
 
-def _records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Records of metrics.jsonl; none at all where one of them is broken, since a curve with a hole misleads."""
+def _went_on(step: int, ended_at: Any, dropped: bool) -> bool:
+    """Whether metrics.jsonl is not that of result.json. With lines dropped, fewer steps are no sign of a run that was resumed."""
+    return step > ended_at if dropped and is_number(ended_at) else step != ended_at
+
+
+def _records(path: Path, problems: list[str]) -> tuple[list[dict[str, Any]], bool]:
+    """(the records of metrics.jsonl that can be read, whether some cannot); each of those is a problem with its line."""
     try:
-        records = read_metrics(path)
-    except (ValueError, OSError) as error:
-        problems.append(_one_line(error))
-        return []
-    for line, record in enumerate(records, start=1):
-        if problem := _record_problem(record):
-            problems.append(f"{path}:{line}: {problem}: delete that line, or restore the file")
-            return []
-    return records
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline is not yet written
+    except OSError as error:
+        problems.append(f"{path}: {_one_line(error)}")
+        return [], True
+    records, broken = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            problem = _record_problem(record)
+        except ValueError as error:
+            problem = f"not a line of metrics ({_one_line(error)})"
+        if problem:
+            broken.append(f"{path}:{number}: {problem}: left out, with the other lines kept; delete that line, or restore the file")
+        else:
+            records.append(record)
+    more = len(broken) - MOST_NAMED
+    problems += [*broken[:MOST_NAMED], f"{path}: {more} more lines like these"] if more > 0 else broken
+    return records, bool(broken)
 
 
 def _record_problem(record: Any) -> str | None:

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 # Stand-ins that nothing else is drawn in: replaced by the page's colours, which differ between day, night and print.
 INK, FAINT, PAPER = "#010203", "#010204", "#010205"
@@ -40,6 +40,11 @@ def new_axes(figure: Figure, title: str, x: str, y: str):
     return axes
 
 
+def step_axis(axes) -> None:
+    """Optimizer steps are whole numbers."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def log_axis(axes, which: str) -> None:
     """A logarithmic x or y axis whose numbers are plain text: 0.001, 1e-05."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
@@ -55,7 +60,7 @@ def legend_below(figure: Figure, entries: list, columns: int = 2) -> None:
         labels = [f" {label}" if label.startswith("_") else label for _, label in entries]
         figure.legend(
             [handle for handle, _ in entries], labels, loc="outside lower center", ncols=columns, fontsize=9, frameon=False,
-            labelcolor=INK,
+            labelcolor=INK, handlelength=3,
         )  # fmt: skip
 
 

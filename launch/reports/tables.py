@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.verification import errata_of
 from recipes.problems import ProblemsError, did_you_mean
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
@@ -15,13 +16,16 @@ from recipes.validation import RecipeError, validate
 
 @dataclass(frozen=True)
 class Row:
-    """One row. `cells`: as many as the table has columns. `recipe`: None where the YAML is no valid recipe."""
+    """One row. `cells`: as many as the table has columns. `recipe`: None where the YAML is no valid recipe. `errata`: of the printed
+    numbers, each a text.
+    """
 
     table: str
     name: str
     title: str
     cells: tuple[str, ...]
     recipe: Recipe | None
+    errata: tuple[str, ...] = ()
 
     @property
     def full_name(self) -> str:
@@ -126,7 +130,7 @@ def load(table: Table) -> Published:
         cells, problem = source_cells(values.get("published"), table.columns) if table.columns else ((title,), None)
         if problem:
             problems.append(f"{table.name}/{name}: {problem}")
-        rows.append(Row(table.name, name, title, cells, recipe))
+        rows.append(Row(table.name, name, title, cells, recipe, tuple(errata_of(f"{table.name}/{name}"))))
     return Published(
         table.name, table.title, table.source, table.note, table.columns or ("Recipe",), tuple(rows), tuple(dict.fromkeys(problems))
     )

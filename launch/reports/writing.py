@@ -12,6 +12,7 @@ from launch.files import write_atomically
 from launch.reports import csvfile, markdown, webpage
 from launch.reports.comparing import MOST_COMPARED
 from launch.reports.document import Document
+from launch.reports.finding import is_run
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,15 @@ def check(directory: Path) -> list[str]:
     """Names of a former report's files there.
 
     Raises:
-        ValueError: the directory cannot be made or written, or a file in it has the name of ours and is no report.
+        ValueError: the directory cannot be made or written, or is a run, or a file in it has the name of ours and is no report.
     """
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"--out {directory} cannot be made ({there} is a file): name a directory you may write")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"--out {directory} cannot be written ({there} is not yours to write): name a directory you may write")
+    if is_run(directory):
+        raise ValueError(f"--out {directory} is a run directory, which holds nothing but the run's own files: name another directory")
     former = [form for form in FORMS if (directory / form.name).exists()]
     strangers = [form.name for form in former if not _is_former(directory / form.name, form.marker)]
     if strangers:
