@@ -60,16 +60,20 @@ def verify(
     folder: Path = FOLDER,
     claims: Path | None = None,
     errata: Path | None = None,
+    settings: Path | None = None,
     progress: Callable[[Sequence[Row]], Iterator[Row]] = iter,  # type: ignore[assignment]
 ) -> Report:
     """Check the published tables of `folder` and the claims; of `only` these tables and groups of claims, where any are named.
 
-    `claims` and `errata` are files, those of recipes/checks/ where None. `progress` wraps the rows while their modules are built.
+    `claims`, `errata` and `settings` are files, those of recipes/checks/ where None. `progress` wraps the rows while their modules
+    are built.
 
     Raises:
         ValueError: an unknown name in `only`, or a file that cannot be read; every broken recipe at once.
     """
     from launch.verifying import claims as claims_file
+    from launch.verifying import settings as settings_file
+    from launch.verifying import transcription, unchecked
     from launch.verifying.rows import published_rows
 
     tables = [table for table in catalog.tables(folder) if table.published]
@@ -77,10 +81,21 @@ def verify(
     _check_names(only, tables, every_claim)
     every_row = published_rows(tables)
     rows = [row for row in every_row if not only or row.table.name in only]
+    every_setting = settings_file.load(settings or settings_file.SETTINGS)
+    settings_file.check_patterns(every_setting, every_row)
+    claimed = unchecked.claimed(every_claim)
     chosen = [claim for claim in every_claim if not only or claim.group in only]
 
     counted = _Counts()
     checks = [check for row in progress(rows) for check in _of_row(row, counted)]
+    for row in rows:
+        checks += settings_file.checks(row, every_setting)
+        said = settings_file.keys(row, every_setting) | {key for name, key in claimed if name == row.full_name}
+        checks += unchecked.checks(row, said)
+    digests = transcription.load()
+    for table in tables:
+        if lines := [row for row in rows if row.table.name == table.name]:
+            checks.append(replace(transcription.check(table, lines, digests), transcribed=True))
     checks += _between_rows(rows)
     checks += _of_claims(chosen, every_row, counted)
     order = [*(table.name for table in tables), *dict.fromkeys(claim.group for claim in every_claim)]
@@ -132,10 +147,11 @@ def _of_row(row: Row, counted: Callable[[Row], RankCounts]) -> Iterator[Check]:
 
 
 def _between_rows(rows: Sequence[Row]) -> list[Check]:
-    from launch.verifying import relations
+    from launch.verifying import memory, relations
 
     names = dict.fromkeys(row.table.name for row in rows)
-    return [check for name in names for check in relations.checks([row for row in rows if row.table.name == name])]
+    tables = [[row for row in rows if row.table.name == name] for name in names]
+    return [check for table in tables for module in (relations, memory) for check in module.checks(table)]
 
 
 def _of_claims(claims: Sequence[Claim], rows: Sequence[Row], counted: Callable[[Row], RankCounts]) -> list[Check]:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch import startup
+from launch.files import write_atomically
 from launch.verifying.check import Check
 
 if TYPE_CHECKING:
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
 
 ABOUT = """\
 Recompute every number of the published tables that can be recomputed: parameters by building each model on the meta device at
-every rank, layouts and batches, samples/s, TFLOPS, scaling, and what the documents say in their text. Each disagreement is an
-erratum with its explanation (recipes/checks/errata.yaml)."""
+every rank, layouts and batches, samples/s, TFLOPS, scaling, memory, and what the documents say in their text. Compare settings with
+texts, papers and public scripts (recipes/checks/settings.yaml), and each printed line with its digest of when it was last compared with
+the document. Each disagreement is an erratum with its explanation (recipes/checks/errata.yaml)."""
 EXAMPLES = """\
 examples:
   python launch/recipes.py verify
@@ -35,7 +38,10 @@ examples:
   python launch/recipes.py verify --json verify.json --csv verify.csv
       every check, for a program and for a spreadsheet
 
+A file that an earlier verify wrote is replaced, any other is not.
 exit codes: 0 every disagreement is explained and no explanation is stale, 1 otherwise, 2 refused."""
+WRITTEN_BY = "launch/recipes.py verify"
+COLUMNS = (*(field.name for field in fields(Check)), "explanation")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -67,22 +73,37 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{error}\n", file=sys.stderr)
         return 2
     print(text.describe(report, verbose=args.verbose))
-    if args.json:
-        args.json.write_text(json.dumps(_values(report), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        print(f"wrote {args.json}")
-    if args.csv:
-        _write_csv(args.csv, report)
-        print(f"wrote {args.csv}")
+    for flag, form in FORMS.items():
+        if path := getattr(args, flag):
+            write_atomically(path, form.text(report))
+            print(f"wrote {path}")
     return 0 if report.passed else 1
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Before minutes are spent: somewhere to write to."""
-    for flag in ("json", "csv"):
+    """Before minutes are spent: somewhere to write to, where nothing is but what this command wrote."""
+    if args.json and args.csv and args.json.resolve() == args.csv.resolve():
+        raise ValueError(f"--json and --csv are both {args.json}: name two files")
+    for flag, form in FORMS.items():
         path = getattr(args, flag)
         if path and (path.is_dir() or not path.parent.is_dir()):
             problem = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
             raise ValueError(f"--{flag} {path}: {problem}: name a file in a directory that exists")
+        if path and path.exists() and not _begins_with(path, form.beginning):
+            raise ValueError(
+                f"--{flag} {path} is a file that this command did not write as {flag.upper()}, and it replaces only its own: name another "
+                f"file with --{flag}, or move this one"
+            )
+
+
+def _begins_with(path: Path, text: str) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return file.read(len(text)) == text
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _progress(rows: Sequence[Row]) -> Iterator[Row]:
@@ -95,12 +116,13 @@ def _progress(rows: Sequence[Row]) -> Iterator[Row]:
         yield row
 
 
-def _values(report: Report) -> dict[str, Any]:
+def _as_json(report: Report) -> str:
     errata = [
         {"explanation": erratum.explanation, "later": erratum.later, "disagreements": [check.values() for check in checks]}
         for erratum, checks in report.sorted.explained
     ]
-    return {
+    values = {
+        "written_by": WRITTEN_BY,
         "passed": report.passed,
         "checks": [check.values() for check in report.checks],
         "errata": errata,
@@ -108,12 +130,26 @@ def _values(report: Report) -> dict[str, Any]:
         "stale_explanations": list(report.sorted.stale),
         "remarks": list(report.remarks),
     }
+    return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
 
 
-def _write_csv(path: Path, report: Report) -> None:
+def _as_csv(report: Report) -> str:
+    """RFC 4180 with a heading."""
     explained = {check: erratum.text for erratum, checks in report.sorted.explained for check in checks}
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*(field.name for field in fields(Check)), "explanation"])
-        writer.writeheader()
-        for check in report.checks:
-            writer.writerow({**check.values(), "explanation": explained.get(check, "")})
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, COLUMNS)
+    writer.writeheader()
+    for check in report.checks:
+        writer.writerow({**check.values(), "explanation": explained.get(check, "")})
+    return buffer.getvalue()
+
+
+@dataclass(frozen=True)
+class Form:
+    """`beginning`: of every file of this form, by which one is known."""
+
+    text: Callable[[Report], str]
+    beginning: str
+
+
+FORMS = {"json": Form(_as_json, f'{{\n "written_by": "{WRITTEN_BY}"'), "csv": Form(_as_csv, ",".join(COLUMNS) + "\r\n")}  # by their flags

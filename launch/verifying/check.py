@@ -18,6 +18,7 @@ class Check:
         status: "computed" is for information: nothing printed stands against it.
         how: how the two agree; why they cannot be compared; of a computed value, what it is.
         transcribed: the recipe is compared with its row's cells and its declarations; nothing is recomputed.
+        stated: the recipe is compared with what a text or a public script says of its row; nothing is recomputed.
     """
 
     table: str
@@ -28,6 +29,7 @@ class Check:
     computed: str = ""
     how: str = ""
     transcribed: bool = False
+    stated: bool = False
 
     @property
     def line(self) -> str:

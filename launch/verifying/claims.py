@@ -6,7 +6,7 @@ recipes/checks/claims.yaml holds groups. A group is a list of `claims` (texts), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,36 +55,61 @@ def load(path: Path = CLAIMS) -> list[Claim]:
     Raises:
         YamlError: malformed YAML. ValueError: a group, a key or a cell that does not fit; the message names it.
     """
-    groups = read(path, path.name).value or {}
-    return [claim for name, group in groups.items() for claim in _of_group(name, group)]
+    groups = _mapping(read(path, path.name).value or {}, path.name, "groups of claims")
+    return [claim for name, group in groups.items() for claim in _of_group(f"{path.name}: {name}", str(name), group)]
 
 
-def _of_group(name: str, group: Mapping[str, Any]) -> Iterator[Claim]:
+def _of_group(where: str, name: str, group: Any) -> Iterator[Claim]:
+    group = _mapping(group, where, "claims, or columns, formulas and rows")
     if "claims" in group:
-        for claim, values in group["claims"].items():
-            yield _single(name, claim, {"source": group.get("source", ""), **values})
+        _check_keys(group, where, "a group of claims", optional={"claims", "source"})
+        for claim, values in _mapping(group["claims"], f"{where}: claims", "claims by their names").items():
+            values = _mapping(values, f"{where}/{claim}", "source, says, printed, and formula or why")
+            yield _single(f"{where}/{claim}", name, str(claim), {**{k: group[k] for k in ("source",) if k in group}, **values})
         return
-    columns, formulas = group["columns"], group["formulas"]
-    for row, text in group["rows"].items():
+    _check_keys(group, where, "a table (a group without claims)", required={"source", "columns", "formulas", "rows"})
+    columns, formulas = (_texts(group[key], f"{where}: {key}") for key in ("columns", "formulas"))
+    for row, text in _mapping(group["rows"], f"{where}: rows", "cells by the names of recipes").items():
         cells = [cell.strip() for cell in str(text).split("|")]
         if not len(cells) == len(columns) == len(formulas):
-            raise ValueError(f"claims.yaml: {name}: {row}: {len(cells)} cells for {len(columns)} columns and {len(formulas)} formulas")
+            raise ValueError(f"{where}: {row}: {len(cells)} cells for {len(columns)} columns and {len(formulas)} formulas")
         for column, formula, cell in zip(columns, formulas, cells, strict=True):
             if cell:
                 yield Claim(name, row, column, group["source"], cell, formula, row)
 
 
-def _single(group: str, name: str, values: Mapping[str, Any]) -> Claim:
-    known = {"source", "says", "printed", "formula", "compare", "places", "why"}
-    if unknown := sorted(set(values) - known):
-        raise ValueError(f"claims.yaml: {group}/{name}: {', '.join(unknown)}: unknown; a claim has {', '.join(sorted(known))}")
+def _mapping(value: Any, where: str, holds: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: {value!r}: a mapping belongs here, with {holds}")
+    return value
+
+
+def _texts(value: Any, where: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"{where}: {value!r}: a list of texts belongs here")
+    return value
+
+
+def _check_keys(
+    values: Mapping[str, Any], where: str, what: str, required: Set[str] = frozenset(), optional: Set[str] = frozenset()
+) -> None:
+    """Raises ValueError naming the keys that are missing or unknown."""
+    missing, unknown = sorted(required - set(values)), sorted(set(values) - required - optional)
+    problems = [f"{', '.join(keys)}: {problem}" for keys, problem in ((missing, "missing"), (unknown, "unknown")) if keys]
+    if problems:
+        raise ValueError(f"{where}: {'; '.join(problems)}; {what} has {', '.join(sorted(required | optional))}")
+
+
+def _single(where: str, group: str, name: str, values: Mapping[str, Any]) -> Claim:
+    _check_keys(values, where, "a claim", {"source", "says", "printed"}, {"formula", "compare", "places", "why"})
     compare = values.get("compare", "rounded")
     if compare not in COMPARISONS:
-        raise ValueError(f"claims.yaml: {group}/{name}: compare={compare!r}: is one of {', '.join(COMPARISONS)}")
+        raise ValueError(f"{where}: compare={compare!r}: is one of {', '.join(COMPARISONS)}")
     if ("formula" in values) == ("why" in values):
-        raise ValueError(f"claims.yaml: {group}/{name}: has a formula, or says why there is none")
+        raise ValueError(f"{where}: has a formula, or says why there is none")
+    formula = str(values["formula"]) if "formula" in values else None
     return Claim(
-        group, name, str(values["says"]), str(values["source"]), str(values["printed"]), values.get("formula"), None, compare,
+        group, name, str(values["says"]), str(values["source"]), str(values["printed"]), formula, None, compare,
         values.get("places"), values.get("why", ""),
     )  # fmt: skip
 

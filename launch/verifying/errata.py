@@ -9,6 +9,7 @@ A line holds both numbers, so that a digit changed on either side is a disagreem
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +70,18 @@ class Sorted:
 
 
 def sort(disagreements: Sequence[Check], errata: Iterable[Erratum], subjects: Collection[str] | None = None) -> Sorted:
-    """Match by line. `subjects`: those that were checked, None for all: errata of others are not stale."""
+    """Match by line. `subjects`: those that were checked, None for all: errata of others are not stale.
+
+    Raises:
+        ValueError: two disagreements of one line, which one erratum would explain.
+    """
     errata = list(errata)
     by_line = {check.line: check for check in disagreements}
-    assert len(by_line) == len(disagreements), "two disagreements print the same line"
+    if twice := [line for line, times in Counter(check.line for check in disagreements).items() if times > 1]:
+        raise ValueError(
+            f"disagreements that print the same line: {'; '.join(twice)}: an erratum could not tell them apart; give the columns of a "
+            "table, and what claims say, different names"
+        )
     known = {line for erratum in errata for line in erratum.lines}
     explained = [(erratum, tuple(by_line[line] for line in erratum.lines if line in by_line)) for erratum in errata]
     return Sorted(

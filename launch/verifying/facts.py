@@ -28,6 +28,7 @@ class Facts:
     padded_vocab(row): tokens of the vocabulary with its padding
     tflops(row, billions): the documents' formula with another size; formula(billions, length, batch, seconds, gpus): with any numbers
     state_bytes(zero_stage, dp, precision): of weights, gradients and Adam's states per parameter and rank
+    exact_tflops(row, batch, milliseconds, gpus): of the row's model, every product counted and layers recomputed
     count(table, condition): rows with "key == value" or "key == key"; largest(table, key), smallest(table, key)
     """
 
@@ -49,6 +50,7 @@ class Facts:
             "formula": lambda billions, length, batch, seconds, gpus: cost.published_tflops(
                 billions * 1e9, length, batch, seconds, gpus, checkpointing=True
             ),
+            "exact_tflops": self._exact_tflops,
             "state_bytes": lambda stage, dp, precision: cost.model_state_bytes(1.0, stage, dp, mixed_precision=precision != "fp32"),
             "count": self._count,
             "largest": lambda table, key: max(self._values(table, key)),
@@ -65,7 +67,7 @@ class Facts:
             raise ValueError(f"{name} prints no {key.removeprefix('published.')}: a formula of claims.yaml asks for it")
         if key == "published.size_label":
             return printed.value * label_unit(row.published.size_label) / 1e9
-        if self._inputs is not None and printed.half and (name, key) not in self._inputs:
+        if self._inputs is not None and (name, key) not in self._inputs:
             self._inputs.append((name, key))
         return printed.value + self._shifts.get((name, key), 0) * printed.half
 
@@ -103,6 +105,16 @@ class Facts:
             billions * 1e9, recipe.sequence_length, self.value(name, "batch.global"), self.value(name, "published.time_per_iteration_s"),
             self.value(name, "hardware.gpus"), checkpointing=recipe.checkpoint_interval > 0,
         )  # fmt: skip
+
+    def _exact_tflops(self, name: str, batch: int, milliseconds: float, gpus: int) -> float:
+        recipe = self._row(name).recipe
+        operations = cost.exact_flops_per_step(
+            recipe.model, recipe.sequence_length, batch, padded_vocab=embedding_rows(recipe, recipe.parallel.tp), checkpointing=True
+        )
+        time = (name, f"{milliseconds} ms")  # printed to the millisecond: its rounding is followed too
+        if self._inputs is not None and time not in self._inputs:
+            self._inputs.append(time)
+        return cost.exact_tflops(operations, (milliseconds + 0.5 * self._shifts.get(time, 0)) / 1000, gpus)
 
     def _table(self, table: str) -> list[Row]:
         found = [row for row in self._rows.values() if row.table.name == table]

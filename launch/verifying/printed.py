@@ -20,12 +20,12 @@ class Printed:
     Attributes:
         text: word for word.
         value: the number, in the unit that it is compared in.
-        half: half a unit of its last printed digit: what rounding can have hidden. 0: a whole number that counts something.
+        half: half a unit of its last printed digit: what rounding can have hidden.
     """
 
     text: str
     value: float
-    half: float = 0.0
+    half: float
 
     @staticmethod
     def read(text: str, factor: float = 1.0, places: int | None = None) -> Printed | None:
@@ -59,8 +59,6 @@ def agreement(printed: Printed, computed: float, spread: tuple[float, float] | N
     slack = _SLACK * max(abs(computed), abs(printed.value), 1e-300)
     if abs(computed - printed.value) <= slack:
         return "exact"
-    if not printed.half:
-        return None
     if abs(computed - printed.value) <= printed.half + slack:
         return "rounded"
     if abs(math.floor(computed / printed.unit + _SLACK) * printed.unit - printed.value) <= slack:

@@ -1,4 +1,4 @@
-"""What rows of one table owe each other: weak scaling, memory, times, repeated measurements."""
+"""What rows of one table owe each other: weak scaling, times, repeated measurements."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 from launch.verifying.check import Check
 from launch.verifying.printed import agreement, spread
 from launch.verifying.rows import Row
-from modeling import cost
-
-STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}  # ds_configs whose model states are all on the GPU
 
 
 def checks(rows: Sequence[Row]) -> Iterator[Check]:
@@ -19,9 +16,7 @@ def checks(rows: Sequence[Row]) -> Iterator[Check]:
     for row in rows:
         if row.published.weak_scaling_percent is not None:
             yield _weak_scaling(row, rows)
-        if row.published.oom:
-            yield _out_of_memory(row, rows)
-        else:
+        if not row.published.oom:
             yield from _slower_with_less(row, rows)
 
 
@@ -39,27 +34,10 @@ def _weak_scaling(row: Row, rows: Sequence[Row]) -> Check:
     return row.compare("weak scaling", printed.text, f"{tflops.text} / {base.text} = {computed:.1f} %", how)
 
 
-def _out_of_memory(row: Row, rows: Sequence[Row]) -> Check:
-    """Contradicted by a larger batch that ran; confirmed where the model states alone exceed the memory."""
-    ran = [r for r in rows if not r.published.oom and _same(r, row, "micro") and r.recipe.batch.micro >= row.recipe.batch.micro]
-    if ran:
-        return row.compare("out of memory", "OOM", f"micro-batch {ran[0].recipe.batch.micro} of the same model ran", None)
-    recipe, memory = row.recipe, row.own("hardware.gpu_memory_gb")
-    stage = STAGES.get(recipe.ds_config)
-    if stage is not None and memory:
-        parameters = cost.parameters(recipe.model, recipe.sequence_length) / (recipe.parallel.tp * recipe.parallel.pp)
-        mixed = recipe.precision != "fp32"
-        needed = cost.model_state_bytes(parameters, stage, recipe.parallel.dp or 1, mixed_precision=mixed) / 1e9
-        if needed > memory:
-            return row.compare("out of memory", "OOM", f"{needed:.1f} GB of model states on {memory:g} GB", "they do not fit")
-    why = "the model states fit: activations decide, which nothing printed gives"
-    return row.say("not checkable", "out of memory", how=why, printed="OOM")
-
-
 def _slower_with_less(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
     """Nothing but the micro-batch differs, it is smaller, and still the iteration took longer."""
     own, micro = row.published.time_per_iteration_s, row.recipe.batch.micro
-    larger = [r for r in rows if own and _same(r, row, "micro") and r.recipe.batch.micro > micro]
+    larger = [r for r in rows if own and same(r, row, "micro") and r.recipe.batch.micro > micro]
     quicker = [r for r in larger if (r.published.time_per_iteration_s or own) < own]
     if quicker:
         other = max(quicker, key=lambda r: r.published.time_per_iteration_s)
@@ -80,7 +58,8 @@ def repeated(rows: Sequence[Row]) -> list[str]:
     return remarks
 
 
-def _same(one: Row, other: Row, but: str) -> bool:
+def same(one: Row, other: Row, but: str) -> bool:
+    """Two rows of one configuration, `but` "micro" for its micro-batch."""
     return one is not other and _configuration(one, but) == _configuration(other, but)
 
 

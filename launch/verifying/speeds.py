@@ -11,6 +11,8 @@ from launch.verifying.rows import Row
 from modeling import cost
 
 TIME = "published.time_per_iteration_s"
+PEAKS = {"V100": 125.0}  # TFLOPS in half precision where the row's document states none: as the Jean Zay document has it
+LEAST, MOST = 1.0, 70.0  # % of the peak: the slowest row has 3 (a pipeline of 64 stages and 4 micro-batches), the quickest 52
 NEAR_TWICE = 0.005  # relative: a value this close to twice the computed one is called twice
 
 
@@ -23,6 +25,8 @@ def checks(row: Row, once: int) -> Iterator[Check]:
     if published.time_per_iteration_s is None:
         printed = next((str(v) for v in (published.samples_per_s, published.tflops) if v is not None), "")
         yield row.say("not checkable", "time", _implied(row), "no time of an iteration is printed", printed)
+        if published.samples_per_s is not None:
+            yield from _plausible(row, row.recipe.batch.global_ / published.samples_per_s)
     else:
         if published.samples_per_s is not None:
             yield _samples(row)
@@ -56,18 +60,29 @@ def formula(row: Row, parameters: float, seconds: float) -> float:
 
 
 def _tflops(row: Row) -> Check:
-    """With the size as the label has it, whatever its unit, as the sources do."""
+    """By the definition that the row states: the formula with the size as the label has it, whatever its unit, or every product."""
     printed, seconds, label = row.printed("published.tflops"), row.printed(TIME), row.published.size_label
     assert printed and seconds
+    if row.published.tflops_by == "exact":
+        work, gpus = operations(row), row.as_printed("hardware.gpus")
+        limits = spread(lambda s: cost.exact_tflops(work, s, gpus), seconds)
+        exact = cost.exact_tflops(work, seconds.value, gpus)
+        return row.compare("TFLOPS", printed.text, f"{exact:.4g}, every product", agreement(printed, exact, limits, "the printed time"))
     if label is None:
         return row.say("not checkable", "TFLOPS", how="the row prints no model size for the formula", printed=printed.text)
-    size = Printed.read(label, label_unit(label))
-    assert size is not None
-    computed = formula(row, size.value, seconds.value)
-    how = agreement(printed, computed, spread(lambda s: formula(row, size.value, s), seconds), "the printed time")
+    size = _size(row, label)
+    computed = formula(row, size, seconds.value)
+    how = agreement(printed, computed, spread(lambda s: formula(row, size, s), seconds), "the printed time")
     ratio = printed.value / computed
     off = "printed is twice that" if abs(ratio / 2 - 1) < NEAR_TWICE else f"printed is {100 * (ratio - 1):+.1f} %"
     return row.compare("TFLOPS", printed.text, f"{computed:.4g} with {label}" + ("" if how else f" ({off})"), how)
+
+
+def _size(row: Row, label: str) -> float:
+    """Parameters that a size label says."""
+    size = Printed.read(label, label_unit(label))
+    assert size is not None, f"{row.full_name}: size label {label!r} has no number"
+    return size.value
 
 
 def _computed(row: Row, once: int) -> Iterator[Check]:
@@ -78,7 +93,7 @@ def _computed(row: Row, once: int) -> Iterator[Check]:
         return
     if recipe.published and recipe.published.tflops is None and recipe.published.size_label:
         label = recipe.published.size_label
-        size = float((Printed.read(label) or Printed("", 0.0)).value) * label_unit(label)
+        size = _size(row, label)
         yield row.say("computed", "TFLOPS, formula, label", f"{formula(row, size, seconds):.4g}", f"none is printed; {label} as the size")
         declared = recipe.published.printed.get("batch.global")
         if declared is not None:
@@ -88,15 +103,29 @@ def _computed(row: Row, once: int) -> Iterator[Check]:
         return
     share = recipe.batch.global_ / row.as_printed("batch.global")
     yield row.say("computed", "TFLOPS, formula, all parameters", f"{share * formula(row, once, seconds):.4g}", f"{once} parameters")
-    operations = cost.exact_flops_per_step(
+    work = operations(row)
+    exact = cost.exact_tflops(work, seconds, gpus)
+    yield row.say("computed", "TFLOPS, exact count", f"{exact:.4g}", f"{work:.4g} operations per iteration on {gpus} GPUs")
+    yield from _plausible(row, seconds)
+
+
+def operations(row: Row) -> int:
+    """Of one iteration, every matrix product counted."""
+    recipe = row.recipe
+    return cost.exact_flops_per_step(
         recipe.model, recipe.sequence_length, recipe.batch.global_, padded_vocab=embedding_rows(recipe, recipe.parallel.tp),
         checkpointing=recipe.checkpoint_interval > 0, predictions=recipe.predictions,
     )  # fmt: skip
-    exact = cost.exact_tflops(operations, seconds, gpus)
-    yield row.say("computed", "TFLOPS, exact count", f"{exact:.4g}", f"{operations:.4g} operations per iteration on {gpus} GPUs")
-    peak = recipe.hardware.peak_tflops if recipe.hardware else None
-    if peak:
-        yield row.say("computed", "share of peak, exact count", f"{100 * exact / peak:.1f} %", f"of {peak:g} TFLOPS")
+
+
+def _plausible(row: Row, seconds: float) -> Iterator[Check]:
+    """A time within what a GPU can do, and not two orders of magnitude below what rows reach: bounds, which catch a wrong unit or digit."""
+    name, gpus = str(row.own("hardware.name")), row.as_printed("hardware.gpus")
+    peak = row.own("hardware.peak_tflops") or next((value for gpu, value in PEAKS.items() if gpu in name), None)
+    if peak and gpus:
+        share = 100 * cost.exact_tflops(operations(row), seconds, gpus) / peak
+        how = "plausible" if LEAST <= share <= MOST else None
+        yield row.compare("share of peak, exact count", f"{LEAST:g} to {MOST:g} %", f"{share:.1f} % of {peak:g} TFLOPS", how)
 
 
 def _peak(row: Row) -> Check:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from launch.verification import Report
 
 WIDTH = 118
+KINDS = ("transcribed", "stated", "recomputed")
+
+
 def describe(report: Report, *, verbose: bool = False) -> str:
     """Blocks of text, an empty line between them."""
     blocks = [_summary(report)]
@@ -22,18 +25,23 @@ def describe(report: Report, *, verbose: bool = False) -> str:
 
 
 def _summary(report: Report) -> str:
-    """Per table: its rows; cells and declarations that the recipes repeat rightly; what was recomputed, and how that ended."""
-    headings = ("table", "rows", "cells", "recomputed", "agree", "errata", "UNEXPLAINED", "not checkable", "for information")
-    number = Counter((check.table, check.transcribed, status) for check, status in report.statuses.items())
+    """Per table: its rows; entries that repeat the printed line rightly; settings as texts have them; what was recomputed, and its end."""
+    headings = ("table", "rows", "cells", "settings", "recomputed", "agree", "errata", "UNEXPLAINED", "not checkable", "for information")
+    number = Counter((check.table, _kind(check), status) for check, status in report.statuses.items())
     lines: list[tuple[str, ...]] = []
     for table, rows in report.rows.items():
-        agree = number[table, False, "agrees"]
-        errata, wrong, left = (sum(number[table, t, s] for t in (False, True)) for s in ("erratum", "UNEXPLAINED", "not checkable"))
-        recomputed = sum(number[table, False, s] for s in ("agrees", "erratum", "UNEXPLAINED"))
-        values = (rows, number[table, True, "agrees"], recomputed, agree, errata, wrong, left, number[table, False, "computed"])
+        agree = {kind: number[table, kind, "agrees"] for kind in KINDS}
+        errata, wrong, left = (sum(number[table, kind, s] for kind in KINDS) for s in ("erratum", "UNEXPLAINED", "not checkable"))
+        recomputed = sum(number[table, "recomputed", s] for s in ("agrees", "erratum", "UNEXPLAINED"))
+        information = number[table, "recomputed", "computed"]
+        values = (rows, *(agree[kind] for kind in KINDS[:2]), recomputed, agree["recomputed"], errata, wrong, left, information)
         lines.append((table, *map(str, values)))
     totals = [str(sum(int(line[column]) for line in lines)) for column in range(1, len(headings))]
     return _columns([headings, *lines, ("all", *totals)])
+
+
+def _kind(check: Check) -> str:
+    return "transcribed" if check.transcribed else "stated" if check.stated else "recomputed"
 
 
 def _columns(lines: list[tuple[str, ...]]) -> str:
@@ -121,11 +129,14 @@ def _unexplained(report: Report) -> str:
 
 
 def _verdict(report: Report) -> str:
-    number = Counter((check.transcribed, status) for check, status in report.statuses.items())
-    agree, cells = number[False, "agrees"], number[True, "agrees"]
-    errata, left = (number[False, status] + number[True, status] for status in ("erratum", "not checkable"))
+    number = Counter((_kind(check), status) for check, status in report.statuses.items())
+    cells, settings, agree = (number[kind, "agrees"] for kind in KINDS)
+    errata, left = (sum(number[kind, status] for kind in KINDS) for status in ("erratum", "not checkable"))
     found = "1 disagreement is an erratum" if errata == 1 else f"{errata} disagreements are errata"
-    text = f"{agree} recomputed values and {cells} cells agree, {found}, {left} cannot be checked"
+    text = (
+        f"{agree} recomputed values agree, {settings} settings are what texts and public scripts say, {found}, {left} cannot be checked "
+        f"({cells} entries of the recipe files are consistent with their own printed lines, which proves no number)"
+    )
     if report.passed:
         return f"{text}. Every disagreement is explained."
     return f"{text}, {len(report.sorted.unexplained)} are UNEXPLAINED, {len(report.sorted.stale)} explanations are stale."
