@@ -15,7 +15,7 @@ from launch.parity import Outcome, compare
 STEPS = 6
 PRE = [
     "accumulation 4", "recomputed by 2", "tp2", "tp2 zero3", "pp2", "pp2 accumulation 4, recomputed",
-    "dp2 zero1", "dp2 zero2", "dp2 zero3 offload", "tp2 pp2 dp2",
+    "dp2 zero1", "dp2 zero2", "dp2 zero3 offload",
 ]  # fmt: skip
 POST = ["tp2", "pp2 accumulation 4, recomputed", "dp2 zero3"]
 RUNS = {
