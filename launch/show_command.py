@@ -132,15 +132,10 @@ def _tflops(plan: Plan) -> str:
     assert published and published.time_per_iteration_s
     seconds = published.time_per_iteration_s
     gpus = (recipe.hardware.gpus if recipe.hardware else None) or layout.world
-    checkpointing = recipe.checkpoint_interval > 0
-    count = cost.parameters(recipe.model, recipe.sequence_length)
-    by_formula = cost.published_tflops(count, recipe.sequence_length, layout.global_batch, seconds, gpus, checkpointing=checkpointing)
-    predictions = recipe.predictions if recipe.model.family == "bert" else None
-    flops = cost.exact_flops_per_step(
-        recipe.model, recipe.sequence_length, layout.global_batch, padded_vocab=plan.padded_vocab, checkpointing=checkpointing,
-        predictions=predictions,
+    by_formula, exact = cost.tflops(
+        recipe.model, recipe.sequence_length, layout.global_batch, seconds, gpus, padded_vocab=plan.padded_vocab,
+        checkpointing=recipe.checkpoint_interval > 0, predictions=recipe.predictions,
     )  # fmt: skip
-    exact = cost.exact_tflops(flops, seconds, gpus)
     peak = recipe.hardware.peak_tflops if recipe.hardware else None
     share = f" ({100 * exact / peak:.1f} % of {peak:g})" if peak else ""
     counted = f"{published.tflops:g} is printed, {COUNTED[published.tflops_by]}" if published.tflops else "the row prints none"

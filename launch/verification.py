@@ -61,7 +61,7 @@ def verify(
     claims: Path | None = None,
     errata: Path | None = None,
     settings: Path | None = None,
-    progress: Callable[[Sequence[Row]], Iterator[Row]] = iter,  # type: ignore[assignment]
+    progress: Callable[[Sequence[Row]], Iterator[Row]] | None = None,
 ) -> Report:
     """Check the published tables of `folder` and the claims; of `only` these tables and groups of claims, where any are named.
 
@@ -87,7 +87,7 @@ def verify(
     chosen = [claim for claim in every_claim if not only or claim.group in only]
 
     counted = _Counts()
-    checks = [check for row in progress(rows) for check in _of_row(row, counted)]
+    checks = [check for row in (progress(rows) if progress else rows) for check in _of_row(row, counted)]
     for row in rows:
         checks += settings_file.checks(row, every_setting)
         said = settings_file.keys(row, every_setting) | {key for name, key in claimed if name == row.full_name}

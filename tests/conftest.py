@@ -2,6 +2,18 @@
 
 import sys
 
+import pytest
 from launching import WORKERS
 
 sys.path.append(str(WORKERS))
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Small tensors gain nothing from more, and threads that wait for each other cost much beside other tests."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -9,6 +9,8 @@ import torch
 
 from modeling import banded_attention as band
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KERNELS = {"blocks": band.by_blocks, "dense mask": band.by_dense_mask, "chosen": band.banded_attention}
 SIZES = [  # positions, window, head size
     (1, 1, 3), (7, 3, 5), (65, 1, 8), (97, 33, 4), (129, 64, 7), (130, 129, 8), (130, 130, 8), (130, 500, 8), (261, 40, 6), (300, 101, 1),
@@ -42,15 +44,6 @@ def check_kernel(kernel, positions: int, window: int, head_size: int) -> None:
         results.append([out.detach(), *torch.autograd.grad(out, inputs, cotangent)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors this small gain nothing from more, and threads that wait for each other cost much beside other tests."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("positions", "window", "head_size"), SIZES)

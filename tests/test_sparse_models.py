@@ -26,16 +26,9 @@ from modeling.initialization import Init
 from recipes import catalog
 from recipes.schema import Model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BANDED = ("model.attention=[dense,banded]", "model.attention_window=24")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors this small gain nothing from more, and threads that wait for each other cost much beside other tests."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def model(windows: tuple[int | None, ...], dropout: float = 0.0) -> GPT2:

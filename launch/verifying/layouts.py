@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from launch.verifying.check import Check
@@ -28,9 +29,7 @@ def checks(row: Row) -> Iterator[Check]:
 def _product(row: Row, quantity: str, printed: int, *factors: int | None) -> Check:
     if None in factors:
         return row.say("not checkable", quantity, "", "the recipe leaves a factor open", str(printed))
-    result = 1
-    for factor in factors:
-        result *= factor  # type: ignore[operator]
+    result = math.prod(factor for factor in factors if factor is not None)
     return row.compare(quantity, str(printed), f"{' x '.join(map(str, factors))} = {result}", "exact" if result == printed else None)
 
 

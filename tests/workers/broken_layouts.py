@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,17 +137,18 @@ BERT_BREAKAGES = [
 CONTROL = Breakage(_case("nothing broken", 2, 1, 1, "zero0"), nullcontext)
 
 
-def main(directory: Path) -> None:
+def train(directory: Path, breakages: Sequence[Breakage] | None = None) -> None:
+    """Train the recipe of the directory once under every breakage (None: those of its family, then none) on the ranks of this launch."""
     startup.quiet_libraries()
     recipe = catalog.load_resolved(directory / "recipe.yaml")
     machine = startup.detect_machine()
     with startup.clean_exit():
         startup.start_processes(timeout_minutes=2)
-        breakages = BREAKAGES if recipe.model.family == "gpt2" else BERT_BREAKAGES
-        for breakage in (*breakages, CONTROL):
+        of_family = BREAKAGES if recipe.model.family == "gpt2" else BERT_BREAKAGES
+        for breakage in breakages or (*of_family, CONTROL):
             with breakage.broken():
                 compare_layouts.run_case(recipe, breakage.case, directory / compare_layouts.slug(breakage.case.name), machine)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    train(Path(sys.argv[1]))

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from unittest import mock
 
-from launch import compare_layouts, startup
+from broken_layouts import Breakage, train
+
 from launch.compare_layouts import LayoutCase
 from modeling import banded_attention
-from recipes import catalog
 
 PROCESSES = 2
 CASES = (
@@ -29,16 +29,5 @@ def one_too_wide() -> AbstractContextManager:
     return mock.patch.object(banded_attention, "in_band", lambda query, key, window: right(query, key, window + 1))
 
 
-def main(directory: Path) -> None:
-    startup.quiet_libraries()
-    recipe = catalog.load_resolved(directory / "recipe.yaml")
-    machine = startup.detect_machine()
-    with startup.clean_exit():
-        startup.start_processes(timeout_minutes=2)
-        for case in (*CASES, BROKEN):
-            with one_too_wide() if case is BROKEN else nullcontext():
-                compare_layouts.run_case(recipe, case, directory / compare_layouts.slug(case.name), machine)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    train(Path(sys.argv[1]), [*(Breakage(case, nullcontext) for case in CASES), Breakage(BROKEN, one_too_wide)])
