@@ -7,21 +7,16 @@ process never leaves a lock behind.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
+
+from data.durable_files import Damaged, locked
 
 T = TypeVar("T")
 Say = Callable[[str], None]
 SAY_EVERY_S = 10.0  # between lines that tell how far a long job is
-
-
-class Damaged(Exception):
-    """A cached file is truncated or changed; the message says how it shows."""
 
 
 def default_directory() -> Path:
@@ -47,49 +42,6 @@ def ensure_directory(directory: Path) -> Path:
             "set MEGARECIPES_CACHE to a directory you can write to"
         ) from error
     return directory
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that takes the place of `path` when the block ends well, and vanishes when it does not."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file, or a directory's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def locked(path: Path, what: str, say: Say) -> Iterator[bool]:
-    """Holds the lock of `path` (a file beside it). Yields False where the file system has no locks.
-
-    Without locks processes may make the same file twice; the renames make that harmless.
-    """
-    with open(path.with_name(path.name + ".lock"), "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
-        except BlockingIOError:
-            say(f"{what}: another process is making it; waiting")
-            fcntl.flock(file, fcntl.LOCK_EX)
-            held = True
-        except OSError:
-            held = False
-        yield held  # closing the file drops the lock
 
 
 def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None], what: str, say: Say) -> T:

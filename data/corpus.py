@@ -17,10 +17,10 @@ from data.entropy import unigram_cross_entropy
 from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
 from data.samples.fields import HeldOut, Parts, TrainingSamples
 from data.sources.documents import Source, open_source
+from data.splits.stored import store_parts
+from data.splits.streamed import stream_parts
 from data.stores.cached import cached_store
-from data.stores.given import given_store, store_prefix
-from data.stores.parts import store_parts
-from data.streams.parts import stream_parts
+from data.stores.ready_made import given_store, store_prefix
 from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.schema import BlendPart, Origin, Recipe
 
@@ -43,7 +43,9 @@ class Corpus:
     summary: dict[str, Any]
 
 
-def build(recipe: Recipe, cache_directory: Path | None = None, say: Say = print, source: Source | None = None) -> Corpus:
+def build(
+    recipe: Recipe, cache_directory: Path | None = None, say: Say = print, source: Source | None = None
+) -> Corpus:
     """Makes or opens everything a run reads. Called by every rank; ranks that share a directory share the work.
 
     Args:
@@ -59,8 +61,12 @@ def build(recipe: Recipe, cache_directory: Path | None = None, say: Say = print,
     assert source is None or len(origins) == 1, "one source cannot take the place of several"
     for origin in origins if source is None else ():
         if origin.source == "store":
-            store_prefix(origin, recipe.model.family)  # before its vocabulary is looked for: the store's absence is the cause
-    sources = [source or (None if origin.source == "store" else open_source(origin, say)) for origin in origins]
+            store_prefix(
+                origin, recipe.model.family
+            )  # before its vocabulary is looked for: the store's absence is the cause
+    sources = [
+        source or (None if origin.source == "store" else open_source(origin, say)) for origin in origins
+    ]
     tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
     parts = _all_parts(recipe, sources, tokenizer, directory, say)
     return Corpus(
@@ -94,7 +100,11 @@ def check_origin(origin: Origin, family: str = "gpt2") -> None:
 
 
 def _all_parts(
-    recipe: Recipe, sources: Sequence[Source | None], tokenizer: PreTrainedTokenizerFast, directory: Path, say: Say
+    recipe: Recipe,
+    sources: Sequence[Source | None],
+    tokenizer: PreTrainedTokenizerFast,
+    directory: Path,
+    say: Say,
 ) -> Parts:
     origins = recipe.data.origins
     weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]
@@ -107,12 +117,20 @@ def _all_parts(
 
 
 def _parts(
-    recipe: Recipe, origin: Origin, source: Source | None, tokenizer: PreTrainedTokenizerFast, wanted: int, directory: Path, say: Say
+    recipe: Recipe,
+    origin: Origin,
+    source: Source | None,
+    tokenizer: PreTrainedTokenizerFast,
+    wanted: int,
+    directory: Path,
+    say: Say,
 ) -> Parts:
     if source is None:
         return store_parts(recipe, given_store(recipe, origin, tokenizer), tokenizer, wanted)
     if source.finite:
-        return store_parts(recipe, cached_store(recipe, origin, source, tokenizer, directory, say), tokenizer, wanted)
+        return store_parts(
+            recipe, cached_store(recipe, origin, source, tokenizer, directory, say), tokenizer, wanted
+        )
     return stream_parts(recipe, origin, source, tokenizer, wanted, bool(recipe.data.blend), say)
 
 
@@ -131,15 +149,21 @@ def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> n
     """(V,) of as many tokens as were counted, in the proportions in which they are trained on."""
     sums = [max(1, int(count.sum())) for count in counts]
     shares = np.asarray(weights) / np.sum(weights)
-    return sum(sums) * sum(share * count / total for share, count, total in zip(shares, counts, sums, strict=True))
+    return sum(sums) * sum(
+        share * count / total for share, count, total in zip(shares, counts, sums, strict=True)
+    )
 
 
 def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
     """Sums over the parts where every part has the entry; the parts themselves; checksums side by side."""
-    shared = [key for key in summaries[0] if key in _ADDED_UP and all(key in summary for summary in summaries)]
+    shared = [
+        key for key in summaries[0] if key in _ADDED_UP and all(key in summary for summary in summaries)
+    ]
     checksums = [str(summary.get("train_tokens_crc32", "stream")) for summary in summaries]
     return {
-        "source": " + ".join(f"{summary['source']} ({weight:g})" for summary, weight in zip(summaries, weights, strict=True)),
+        "source": " + ".join(
+            f"{summary['source']} ({weight:g})" for summary, weight in zip(summaries, weights, strict=True)
+        ),
         **{key: sum(summary[key] for summary in summaries) for key in shared},
         "train_tokens_crc32": ",".join(checksums),
         "parts": [{"weight": weight, **summary} for summary, weight in zip(summaries, weights, strict=True)],

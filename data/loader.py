@@ -19,7 +19,16 @@ from data.batches import MicroBatch, batch_digest, micro_batch
 from data.prefetch import InTurn, Prefetcher
 from data.samples.fields import Fields, HeldOut, TrainingSamples
 
-__all__ = ["BatchLayout", "MicroBatch", "StepBatches", "batch_digest", "merge_states", "micro_batch", "rank_rows", "validation_batches"]
+__all__ = [
+    "BatchLayout",
+    "MicroBatch",
+    "StepBatches",
+    "batch_digest",
+    "merge_states",
+    "micro_batch",
+    "rank_rows",
+    "validation_batches",
+]
 
 
 class BatchLayout(Protocol):
@@ -84,7 +93,11 @@ class StepBatches:
         self._state = start_state or (self._samples.state(0) if position == 0 else None)
         produce = _Producer(self._samples, seed, layout, rows)
         threads = workers if samples.random_access else min(workers, 1)
-        self._steps = Prefetcher(produce, start_step, threads, prepare=_cuda_device()) if threads else InTurn(produce, start_step)
+        self._steps = (
+            Prefetcher(produce, start_step, threads, prepare=_cuda_device())
+            if threads
+            else InTurn(produce, start_step)
+        )
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
@@ -124,7 +137,10 @@ class _Producer:
         size, micro = self.layout.global_batch, self.layout.micro
         fields = self.samples.take((step * size + self.rows).ravel().tolist(), self.seed)
         weights = np.full(micro, 1.0 / micro)
-        batches = [micro_batch(_rows(fields, slice(at, at + micro)), weights) for at in range(0, self.rows.size, micro)]
+        batches = [
+            micro_batch(_rows(fields, slice(at, at + micro)), weights)
+            for at in range(0, self.rows.size, micro)
+        ]
         if torch.cuda.is_available():  # pinned memory is copied to the device without waiting
             batches = [{key: tensor.pin_memory() for key, tensor in batch.items()} for batch in batches]
         return batches, self.samples.state((step + 1) * size)
@@ -162,7 +178,9 @@ def _merge(into: dict[str, Any], state: dict[str, Any]) -> None:
             assert into[key] == value, f"ranks disagree about {key}: {into[key]} and {value}"
 
 
-def validation_batches(samples: HeldOut, micro: int, accumulation: int, dp: int, dp_rank: int) -> list[list[MicroBatch]]:
+def validation_batches(
+    samples: HeldOut, micro: int, accumulation: int, dp: int, dp_rank: int
+) -> list[list[MicroBatch]]:
     """All validation steps of one rank, each a list of `accumulation` micro-batches.
 
     Every rank gets the same number: the last step is filled up with copies of weight 0. The mean of the loss over all
@@ -176,7 +194,10 @@ def validation_batches(samples: HeldOut, micro: int, accumulation: int, dp: int,
     real_weight = steps * accumulation * dp / len(samples)
     return [
         [
-            micro_batch(samples.take(np.minimum(part, len(samples) - 1)), np.where(part < len(samples), real_weight, 0.0))
+            micro_batch(
+                samples.take(np.minimum(part, len(samples) - 1)),
+                np.where(part < len(samples), real_weight, 0.0),
+            )
             for part in step * layout.global_batch + rows
         ]
         for step in range(steps)

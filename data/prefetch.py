@@ -37,7 +37,12 @@ class Prefetcher(Generic[T]):
     """
 
     def __init__(
-        self, produce: Callable[[int], T], start: int, threads: int, depth: int | None = None, prepare: Callable[[], None] = lambda: None
+        self,
+        produce: Callable[[int], T],
+        start: int,
+        threads: int,
+        depth: int | None = None,
+        prepare: Callable[[], None] = lambda: None,
     ):
         """
         Args:
@@ -48,7 +53,10 @@ class Prefetcher(Generic[T]):
         assert threads > 0
         self._queue: _Queue[T] = _Queue(start, depth or threads + 1)
         self._threads = [
-            threading.Thread(target=_work, args=(self._queue, produce, prepare), name=f"loader-{i}", daemon=True) for i in range(threads)
+            threading.Thread(
+                target=_work, args=(self._queue, produce, prepare), name=f"loader-{i}", daemon=True
+            )
+            for i in range(threads)
         ]
         for thread in self._threads:
             thread.start()

@@ -11,53 +11,35 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_configs import implementation, keys, optimizer, parallel, zero
+from ds_configs import known_keys
+from ds_configs.findings import Report
 from ds_configs.jsonfile import FOLDER, ConfigError, available, find, read
-from ds_configs.layout import Layout, padded_vocab
-from ds_configs.machine import Machine
-from ds_configs.precision import Precision, precision
-from ds_configs.report import Report
+from ds_configs.plan import Machine, Plan
+from ds_configs.sections import optimizer, parallel, transformers_modules, zero
+from ds_configs.sections.precision import precision
+from recipes.layout import Layout, padded_vocab
 from recipes.schema import Recipe
 
 __all__ = ["ConfigError", "Layout", "Machine", "Plan", "available", "padded_vocab", "resolve"]
 
-_LEAST_BUCKET = 1_000_000  # elements; with smaller buckets a step of a small model is all latency of collectives
-_OWN_AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")  # DeepSpeed gives "auto" a meaning of its own here
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will be run.
-
-    Attributes:
-        recipe: as it was given.
-        layout: degrees of parallelism, and the batch identity.
-        ds: resolved JSON for DeepSpeed: no "auto" left to fill, no `parallel` section.
-        zero_stage: 0 to 3.
-        offload: "none", "optimizer", "parameters", "optimizer+parameters" or "nvme".
-        precision: of the run; differs from the recipe's only with a notice.
-        padded_vocab: rows of the embedding, a multiple of model.vocab_divisible_by x tp; transformers' has no padding.
-        notices: lines to be shown loudly and kept with the results.
-        ds_name: name of the JSON without its folder and suffix.
-    """
-
-    recipe: Recipe
-    layout: Layout
-    ds: dict[str, Any]
-    zero_stage: int
-    offload: str
-    precision: Precision
-    padded_vocab: int
-    notices: tuple[str, ...]
-    ds_name: str
+_LEAST_BUCKET = (
+    1_000_000  # elements; with smaller buckets a step of a small model is all latency of collectives
+)
+_OWN_AUTO = (
+    "data_types.keep_in_fp32_modules",
+    "pipeline.stages",
+)  # DeepSpeed gives "auto" a meaning of its own here
 
 
 def resolve(
-    recipe: Recipe, ds_path: str | Path, world: int, machine: Machine, environ: Mapping[str, str] | None = None
+    recipe: Recipe,
+    ds_path: str | Path,
+    world: int,
+    machine: Machine,
+    environ: Mapping[str, str] | None = None,
 ) -> Plan:
     """Fill the "auto" values of a ds_config from the recipe and check that it can run.
 
@@ -75,14 +57,14 @@ def resolve(
     path = find(ds_path)
     config = read(path)
     report = Report(_display(path))
-    report.problem(*keys.problems(config, report.where))
+    report.problem(*known_keys.problems(config, report.where))
     stage = zero.stage(config, report)
     config = _without_broken_sections(config)
     chosen = precision(recipe, config, stage, machine, report)
     layout = parallel.layout(recipe, config, world, stage, report)
     offload = zero.offload(config, stage, machine, report)
     optimizer.check(recipe, config, report)
-    implementation.check(recipe, config, report)
+    transformers_modules.check(recipe, config, report)
     if config.get("gradient_allreduce_op", "mean") != "mean":
         report.problem(
             f"{report.where}: gradient_allreduce_op={config['gradient_allreduce_op']}: a step's gradient is the mean over its global "
@@ -100,7 +82,7 @@ def resolve(
     if report.problems:
         raise ConfigError(report.problems)
     assert layout is not None and chosen is not None and stage is not None
-    vocab = implementation.embedding_rows(recipe, layout.tp)
+    vocab = transformers_modules.embedding_rows(recipe, layout.tp)
     return Plan(recipe, layout, ds, stage, offload, chosen, vocab, tuple(report.notices), path.stem)
 
 
@@ -112,9 +94,9 @@ def _display(path: Path) -> str:
 def _without_broken_sections(config: dict[str, Any]) -> dict[str, Any]:
     """A copy in which what should be a section and is not (already reported) is absent."""
     config = copy.deepcopy(config)
-    for name in keys.SECTIONS:
+    for name in known_keys.SECTIONS:
         *above, last = name.split(".")
-        parent = keys.lookup(config, above[0]) if above else config
+        parent = known_keys.lookup(config, above[0]) if above else config
         if isinstance(parent, dict) and not isinstance(parent.get(last, {}), dict):
             del parent[last]
     return config
@@ -127,7 +109,7 @@ def _batch_and_sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[s
     """
     hidden = recipe.model.hidden
     bucket = max(hidden * hidden, _LEAST_BUCKET)
-    embedding = implementation.embedding_rows(recipe, layout.tp) // layout.tp * hidden
+    embedding = transformers_modules.embedding_rows(recipe, layout.tp) // layout.tp * hidden
     return {
         "train_batch_size": layout.global_batch,
         "train_micro_batch_size_per_gpu": layout.micro,
@@ -155,7 +137,7 @@ def _fill(config: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `config` with `values` put where it says "auto" or, for `_ALWAYS`, nothing."""
     filled = copy.deepcopy(config)
     for key, value in values.items():
-        written = keys.lookup(filled, key)
+        written = known_keys.lookup(filled, key)
         if written == "auto" or (written is None and key in _ALWAYS):
             *sections, last = key.split(".")
             section = filled
@@ -170,7 +152,9 @@ def _report_leftovers(ds: dict[str, Any], values: Mapping[str, Any], complete: b
     for key in _autos(ds):
         if key in _OWN_AUTO or key.endswith("nvme_path") or (not complete and key in _FROM_LAYOUT):
             continue
-        report.problem(f'{report.where}: {key}="auto": nothing fills it here; write a value, or remove the key')
+        report.problem(
+            f'{report.where}: {key}="auto": nothing fills it here; write a value, or remove the key'
+        )
 
 
 _FROM_LAYOUT = (

@@ -1,7 +1,7 @@
 """Measure speeds beside what bounds them: the steps of a data preparation, the whole of it, the loader; banded attention.
 
-    python launch/benchmark.py data --source jsonl --name 'corpus/*.jsonl.zst' --samples gpt bert --mb 60
-    python launch/benchmark.py attention
+python launch/benchmark.py data --source jsonl --name 'corpus/*.jsonl.zst' --samples gpt bert --mb 60
+python launch/benchmark.py attention
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launch import arguments, attention_speed, startup
+from launch.benchmarks import attention_speed
+from launch.console import arguments, quiet
+from launch.machine import ending
 
 EXAMPLES = """\
 benchmarks:
@@ -50,7 +52,12 @@ What is printed:
 The text decides much of it: caches like repetition. On a machine that others use, the ratios of processor time are the steady ones, which
 do not see processes that wait for each other; raise --rounds for those of wall time.
 exit codes: 0 measured, 1 failed, 2 refused."""
-GOALS = {"tokenization_of_raw": 0.90, "tokenization_of_raw_processor": 0.90, "whole_of_ceiling": 0.80, "whole_of_ceiling_processor": 0.80}
+GOALS = {
+    "tokenization_of_raw": 0.90,
+    "tokenization_of_raw_processor": 0.90,
+    "whole_of_ceiling": 0.80,
+    "whole_of_ceiling_processor": 0.80,
+}
 NOT_MEASURED = "not measured"
 
 
@@ -69,21 +76,47 @@ def _add_data(benchmarks: Any) -> None:
                                    formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
     prepare_data.add_source(parser.add_argument_group("what is read"))
     group = parser.add_argument_group("what is measured")
-    group.add_argument("--parts", nargs="+", choices=("preparation", "loader"), default=["preparation", "loader"], help="default: both")
+    group.add_argument(
+        "--parts",
+        nargs="+",
+        choices=("preparation", "loader"),
+        default=["preparation", "loader"],
+        help="default: both",
+    )
     group.add_argument("--samples", nargs="+", choices=("gpt", "bert"), default=["gpt", "bert"], help="stores that are prepared "
                        "(default: both)")  # fmt: skip
     group.add_argument("--mb", type=float, default=20.0, help="MB of text (default: %(default)s)")
     group.add_argument("--workers", type=int, metavar="N", help="worker processes (default: cores)")
-    group.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of which the medians are taken (default: %(default)s)")
+    group.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="turns of which the medians are taken (default: %(default)s)",
+    )
     group.add_argument("--gpt_tokenizer", default="gpt2", metavar="KIND[:PATH]", help="as --tokenizer of prepare_data.py "
                        "(default: %(default)s)")  # fmt: skip
-    group.add_argument("--bert_tokenizer", default="trained_wordpiece", metavar="KIND[:PATH]", help="(default: %(default)s)")
-    group.add_argument("--vocab_size", type=int, default=30522, metavar="N", help="of trained vocabularies (default: %(default)s)")
+    group.add_argument(
+        "--bert_tokenizer", default="trained_wordpiece", metavar="KIND[:PATH]", help="(default: %(default)s)"
+    )
+    group.add_argument(
+        "--vocab_size",
+        type=int,
+        default=30522,
+        metavar="N",
+        help="of trained vocabularies (default: %(default)s)",
+    )
     group.add_argument("--recipes", nargs="+", default=["default/sotu", "bert/sotu"], metavar="TABLE/ROW", help="whose loader is measured "
                        "(default: default/sotu bert/sotu)")  # fmt: skip
-    group.add_argument("--loader_steps", type=int, default=100, metavar="N", help="batches (default: %(default)s)")
-    group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one field of the recipes")
-    group.add_argument("--step_seconds", type=float, metavar="S", help="a training step of the recipes takes so long")
+    group.add_argument(
+        "--loader_steps", type=int, default=100, metavar="N", help="batches (default: %(default)s)"
+    )
+    group.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one field of the recipes"
+    )
+    group.add_argument(
+        "--step_seconds", type=float, metavar="S", help="a training step of the recipes takes so long"
+    )
     group.add_argument("--train_steps", type=int, default=0, metavar="N", help="or measure it by N steps of training (default: "
                        "%(default)s)")  # fmt: skip
     parser.add_argument("--out", metavar="FILE", help="write all numbers as JSON")
@@ -94,13 +127,13 @@ def main() -> None:
     from launch import prepare_data
 
     args = build_parser().parse_args()
-    startup.quiet_libraries()
+    quiet.quiet_libraries()
     try:
         args.run(args)
     except ValueError as e:
-        startup.refuse(prepare_data.in_flags(e))
+        ending.refuse(prepare_data.in_flags(e))
     except RuntimeError as e:
-        startup.refuse(prepare_data.in_flags(e), code=1)
+        ending.refuse(prepare_data.in_flags(e), code=1)
 
 
 def run_data(args: argparse.Namespace) -> None:
@@ -112,11 +145,19 @@ def run_data(args: argparse.Namespace) -> None:
     args.workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
     check(args)
     from data.prepare import report
-    from launch import hardware
+    from launch.machine import description
 
-    machine = {**hardware.describe(), "data_versions": report.versions()}
-    result: dict[str, Any] = {"command": sys.argv, "hardware": machine, "rounds": args.rounds, "workers": args.workers}
-    print(f"{hardware.summary(machine)}; {args.workers} workers; load average at the start {os.getloadavg()[0]:.1f}", flush=True)
+    machine = {**description.describe(), "data_versions": report.versions()}
+    result: dict[str, Any] = {
+        "command": sys.argv,
+        "hardware": machine,
+        "rounds": args.rounds,
+        "workers": args.workers,
+    }
+    print(
+        f"{description.summary(machine)}; {args.workers} workers; load average at the start {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
     result["load_average"] = os.getloadavg()[0]
     if "preparation" in args.parts:
         result["preparation"] = {}
@@ -145,7 +186,9 @@ def check(args: argparse.Namespace) -> None:
     if args.step_seconds is not None and args.step_seconds <= 0:
         problems.append(f"--step_seconds {args.step_seconds}: give seconds above 0")
     if args.step_seconds and args.train_steps:
-        problems.append("--step_seconds says how long a step takes, --train_steps measures it: leave one of the two out")
+        problems.append(
+            "--step_seconds says how long a step takes, --train_steps measures it: leave one of the two out"
+        )
     if args.limit is not None:
         problems.append("--limit: the amount of text is given by --mb here")
     if args.out and not Path(args.out).resolve().parent.is_dir():
@@ -155,7 +198,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure_preparation(args: argparse.Namespace, samples: str) -> dict[str, Any]:
-    from launch import benchmark_text, preparation_speed, tokenizing_teams
+    from launch.benchmarks import benchmark_text, preparation_speed, tokenizing_teams
 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
@@ -166,7 +209,10 @@ def measure_preparation(args: argparse.Namespace, samples: str) -> dict[str, Any
         task = tokenizing_teams.Task(folder / "batches.pickle", folder / "tokenizer", samples)
         whole = preparation_speed.Whole()
         rounds = tokenizing_teams.measure(
-            task, tokenizing_teams.ways(args.workers), args.rounds, lambda: preparation_speed.prepare_once(settings, folder, whole)
+            task,
+            tokenizing_teams.ways(args.workers),
+            args.rounds,
+            lambda: preparation_speed.prepare_once(settings, folder, whole),
         )
         return preparation_speed.summary(text, steps, rounds, whole)
 
@@ -176,10 +222,31 @@ def settings_for(args: argparse.Namespace, samples: str):
     from launch import prepare_data
 
     tokenizer = args.bert_tokenizer if samples == "bert" else args.gpt_tokenizer
-    flags = ["--out", "OUT", "--samples", samples, "--tokenizer", tokenizer, "--vocabulary_mb", "16", "--workers", str(args.workers)]
+    flags = [
+        "--out",
+        "OUT",
+        "--samples",
+        samples,
+        "--tokenizer",
+        tokenizer,
+        "--vocabulary_mb",
+        "16",
+        "--workers",
+        str(args.workers),
+    ]
     flags += ["--vocab_size", str(args.vocab_size)] if tokenizer.startswith("trained") else []
     own = prepare_data.build_parser().parse_args(flags)
-    for name in ("source", "name", "config", "revision", "split", "text_column", "documents", "sentences", "max_record_mb"):
+    for name in (
+        "source",
+        "name",
+        "config",
+        "revision",
+        "split",
+        "text_column",
+        "documents",
+        "sentences",
+        "max_record_mb",
+    ):
         setattr(own, name, getattr(args, name))
     return prepare_data.settings_of(own)
 
@@ -197,7 +264,9 @@ def preparation_table(samples: str, measured: dict[str, Any]) -> list[str]:
     seconds = (f"{whole[key]:.2f}" for key in ("mb_per_s", "seconds", "least", "most", "processor_seconds"))
     teams.append(("whole preparation", *seconds))
     imports, rest = whole["import_seconds"], whole["start_seconds"]
-    start = f"to start: {imports:.1f} s of imports and {rest:.1f} s of worker processes, tokenizer, publishing"
+    start = (
+        f"to start: {imports:.1f} s of imports and {rest:.1f} s of worker processes, tokenizer, publishing"
+    )
     return [
         "", f"--- preparation, {samples}: {measured['tokenized_mb']:.1f} MB of text tokenized", *table(rows), "", *table(teams), start,
         f"peak memory {whole['peak_mb']:,} MB, all processes",
@@ -217,7 +286,7 @@ TITLES = {
 
 def measure_loader(args: argparse.Namespace, name: str) -> dict[str, Any]:
     from data import corpus
-    from launch import loader_speed
+    from launch.benchmarks import loader_speed
     from recipes import catalog
 
     recipe = catalog.load(name, args.set)
@@ -234,19 +303,40 @@ def measure_loader(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def loader_table(name: str, measured: dict[str, Any]) -> list[str]:
-    from launch import loader_speed
+    from launch.benchmarks import loader_speed
 
     known = measured["step_seconds"] != NOT_MEASURED
     rows = [("loader threads", "tokens/s", "us per step", "us waited after a step", "share of step")]
     for row in measured["workers"]:
-        waited = (f"{row['wait_microseconds']:,.0f}", f"{row['wait_share_of_step']:.3%}") if known else (NOT_MEASURED, NOT_MEASURED)
-        rows.append((str(row["workers"]), f"{row['tokens_per_s']:,.0f}", f"{row['microseconds_per_step']:,.0f}", *waited))
-    step = f"{measured['step_seconds']:.3f} s" if known else NOT_MEASURED + " (--train_steps 20, or --step_seconds)"
-    lines = ["", f"--- loader, {name}: {measured['tokens_per_step']:,} tokens per step; a training step: {step}", *table(rows)]
+        waited = (
+            (f"{row['wait_microseconds']:,.0f}", f"{row['wait_share_of_step']:.3%}")
+            if known
+            else (NOT_MEASURED, NOT_MEASURED)
+        )
+        rows.append(
+            (
+                str(row["workers"]),
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['microseconds_per_step']:,.0f}",
+                *waited,
+            )
+        )
+    step = (
+        f"{measured['step_seconds']:.3f} s"
+        if known
+        else NOT_MEASURED + " (--train_steps 20, or --step_seconds)"
+    )
+    lines = [
+        "",
+        f"--- loader, {name}: {measured['tokens_per_step']:,} tokens per step; a training step: {step}",
+        *table(rows),
+    ]
     if measured["training"] != NOT_MEASURED:
         wait, whole = measured["training"]["data_seconds"], measured["training"]["seconds"]
         share = f"{wait / whole:.3%} (goal: below {loader_speed.GOAL:.0%})"
-        lines.append(f"in training itself: {wait * 1e6:,.0f} us of {whole:.3f} s waited for the batch, {share}")
+        lines.append(
+            f"in training itself: {wait * 1e6:,.0f} us of {whole:.3f} s waited for the batch, {share}"
+        )
     return lines
 
 

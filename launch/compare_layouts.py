@@ -1,6 +1,6 @@
 """Train one recipe under one process and under every parallel layout that fits, and compare what came out.
 
-    python launch/compare_layouts.py --tiny
+python launch/compare_layouts.py --tiny
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from pathlib import Path
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from ds_configs.resolver import ConfigError, Plan, resolve
-from launch import arguments, startup
-from launch.parity import COMPILED, Outcome, compare, read_outcome, table
+from ds_configs.jsonfile import ConfigError
+from ds_configs.plan import Plan
+from ds_configs.resolver import resolve
+from launch.console import arguments, quiet
+from launch.machine import abilities, ending
+from launch.machine.processes import device_limit, rank, start_processes
+from launch.parity.comparison import COMPILED, Outcome, compare, read_outcome, table
 from recipes import catalog
 from recipes.schema import Recipe
 
@@ -36,7 +40,13 @@ that are zero in exact arithmetic (the key biases) into full steps. A layout agr
 the one-process run and every gradient norm within 1e-4 of it, relatively.
 exit codes: 0 all agree, 1 some do not or failed, 2 refused."""
 
-FORCED = ("precision=fp32", "dropout.hidden=0", "dropout.attention=0", "optimizer.eps=1e-6", "run.save_last=true")
+FORCED = (
+    "precision=fp32",
+    "dropout.hidden=0",
+    "dropout.attention=0",
+    "optimizer.eps=1e-6",
+    "run.save_last=true",
+)
 
 
 @dataclass(frozen=True)
@@ -95,14 +105,16 @@ def main() -> None:
     if args.list:
         print("\n".join(f"{c.name:<36} {c.processes} processes, {c.ds_config}" for c in cases))
         return
-    startup.quiet_libraries()
+    quiet.quiet_libraries()
     if args.out and Path(args.out).exists() and any(Path(args.out).iterdir()):
-        startup.refuse(f"--out {args.out} is not empty, and runs are never overwritten or mixed: name a new directory")
+        ending.refuse(
+            f"--out {args.out} is not empty, and runs are never overwritten or mixed: name a new directory"
+        )
     try:
         recipe = catalog.load(args.recipe, [*FORCED, *args.set], tiny=args.tiny)
         recipe = recipe.model_copy(update={"steps": args.steps or 20})
     except ValueError as e:
-        startup.refuse(e)
+        ending.refuse(e)
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(args.out or temporary)
         outcomes = run_cases(recipe, [REFERENCE, *cases], out)
@@ -114,12 +126,18 @@ def main() -> None:
 def build_parser():
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     arguments.add_recipe_arguments(parser)
-    parser.add_argument("--processes", type=int, default=8, metavar="N", help="largest number of processes (default: 8)")
+    parser.add_argument(
+        "--processes", type=int, default=8, metavar="N", help="largest number of processes (default: 8)"
+    )
     parser.add_argument("--only", nargs="+", metavar="LAYOUT", help="these layouts alone, by name")
     parser.add_argument("--list", action="store_true", help="list the layouts and exit")
     parser.add_argument("--compile", action="store_true", help="also run every layout with compiled layers")
-    parser.add_argument("--out", metavar="DIR", help="keep the run directories there (default: removed at the end)")
-    parser.add_argument("--worker", help="internal: run the jobs of this file on the processes of this launch")
+    parser.add_argument(
+        "--out", metavar="DIR", help="keep the run directories there (default: removed at the end)"
+    )
+    parser.add_argument(
+        "--worker", help="internal: run the jobs of this file on the processes of this launch"
+    )
     return parser
 
 
@@ -127,11 +145,13 @@ def chosen_cases(args) -> list[LayoutCase]:
     names = [c.name for c in CASES]
     unknown = [name for name in args.only or [] if name not in names]
     if unknown:
-        startup.refuse(f"--only {', '.join(unknown)}: no such layout; there are: {', '.join(names)}")
-    processes = min(args.processes, startup.device_limit() or args.processes)
+        ending.refuse(f"--only {', '.join(unknown)}: no such layout; there are: {', '.join(names)}")
+    processes = min(args.processes, device_limit() or args.processes)
     cases = [c for c in CASES if (not args.only or c.name in args.only) and c.processes <= processes]
     if processes < args.processes:
-        print(f"this machine has {processes} devices: layouts of more processes are left out (--processes {args.processes})")
+        print(
+            f"this machine has {processes} devices: layouts of more processes are left out (--processes {args.processes})"
+        )
     if args.compile:
         cases = [*cases, *(replace(c, name=c.name + COMPILED, compiled=True) for c in [REFERENCE, *cases])]
     return cases
@@ -154,8 +174,17 @@ def launch(recipe: Recipe, cases: Sequence[LayoutCase], processes: int, out: Pat
     jobs, log = out / f"jobs-{processes}.json", out / f"log-{processes}.txt"
     (out / "recipe.yaml").write_text(catalog.dump(recipe))
     jobs.write_text(json.dumps([vars(c) for c in cases]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", __file__]
-    print(f"{processes} process{'es' if processes > 1 else ''}: {'; '.join(c.name for c in cases)}", flush=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+        __file__,
+    ]
+    print(
+        f"{processes} process{'es' if processes > 1 else ''}: {'; '.join(c.name for c in cases)}", flush=True
+    )
     with log.open("w") as file:
         subprocess.run([*command, "--worker", str(jobs)], stdout=file, stderr=subprocess.STDOUT, check=False)
     return log
@@ -163,12 +192,12 @@ def launch(recipe: Recipe, cases: Sequence[LayoutCase], processes: int, out: Pat
 
 def work(jobs: Path) -> None:
     """The ranks of one launch: every case in turn, in the same process group."""
-    startup.quiet_libraries()
+    quiet.quiet_libraries()
     out = jobs.parent
     recipe = catalog.load_resolved(out / "recipe.yaml")
-    machine = startup.detect_machine()
-    with startup.clean_exit():
-        startup.start_processes()
+    machine = abilities.detect_machine()
+    with ending.clean_exit():
+        start_processes()
         for case in (LayoutCase(**c) for c in json.loads(jobs.read_text())):
             run_case(recipe, case, out / slug(case.name), machine)
 
@@ -179,7 +208,9 @@ def case_plan(recipe: Recipe, case: LayoutCase, machine) -> Plan:
     settings = {
         "parallel": recipe.parallel.model_copy(update={"tp": case.tp, "pp": case.pp, "dp": case.dp}),
         "batch": recipe.batch.model_copy(update={"micro": micro, "accumulation": case.accumulation}),
-        "activation_checkpointing": int(case.checkpointing) if case.checkpointing.isdigit() else case.checkpointing,
+        "activation_checkpointing": int(case.checkpointing)
+        if case.checkpointing.isdigit()
+        else case.checkpointing,
     }
     return resolve(recipe.model_copy(update=settings), case.ds_config, case.processes, machine)
 
@@ -187,21 +218,22 @@ def case_plan(recipe: Recipe, case: LayoutCase, machine) -> Plan:
 def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine) -> None:
     """Train one case. A refused one leaves its reason; a failing one ends the launch with its traceback in the log."""
     from data.corpus import build
-    from launch.pretrain import Job, train
-    from launch.reporting import Report, Silence
-    from launch.run_directory import RunDirectory
-    from modeling.process_grid import ProcessGrid
+    from launch.runs.directory import RunDirectory
+    from launch.runs.recorder import Report, Silence
+    from launch.training.job import Job
+    from launch.training.run import train
+    from modeling.parallel.process_grid import ProcessGrid
 
     try:
         plan = case_plan(recipe, case, machine)
     except ConfigError as e:
-        if startup.rank() == 0:
+        if rank() == 0:
             directory.mkdir(parents=True)
             (directory / "refused.txt").write_text(str(e))
         return
     job = Job(plan, case.name, directory, compiled=case.compiled, record_gradients=True)
     report = Silence()
-    if startup.rank() == 0:
+    if rank() == 0:
         opened = RunDirectory.create(directory, plan, name=case.name, command=sys.argv, resume=False)
         report = Report(job, opened, original=recipe, tiny=False, emulated=False, progress=False)
     with report:

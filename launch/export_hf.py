@@ -1,6 +1,6 @@
 """Export a run's weights and vocabulary to a directory that `transformers` loads.
 
-    python launch/export_hf.py runs/default-sotu-zero3_offload --out exported
+python launch/export_hf.py runs/default-sotu-zero3_offload --out exported
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launch import arguments, startup
+from launch.console import arguments, quiet
+from launch.machine import ending
 from recipes import catalog
 from recipes.schema import Recipe
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-    from launch.checkpoint import Checkpoint
+    from launch.checkpoints.checkpoint import Checkpoint
 
 EXAMPLES = """\
 examples:
@@ -42,8 +43,15 @@ exit codes: 0 exported and checked, 1 the logits differ, 2 refused."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOLERANCE = 1e-4  # largest difference of a logit, relative to the largest logit where that is above 1
-SAMPLES, POSITIONS = 2, 128  # random tokens that the comparison runs on; the second sample of a BERT is padded
-TIED = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}  # copies that no export holds
+SAMPLES, POSITIONS = (
+    2,
+    128,
+)  # random tokens that the comparison runs on; the second sample of a BERT is padded
+TIED = {
+    "lm_head.weight",
+    "cls.predictions.decoder.weight",
+    "cls.predictions.decoder.bias",
+}  # copies that no export holds
 
 USES = {
     "gpt2": """\
@@ -78,8 +86,15 @@ class ExportMismatch(RuntimeError):
 def build_parser():
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="run directory, as pretrain.py printed it")
-    parser.add_argument("--out", metavar="DIR", required=True, help="directory to make; refused if there is something in it")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after N optimizer steps (default: the newest complete one)")
+    parser.add_argument(
+        "--out", metavar="DIR", required=True, help="directory to make; refused if there is something in it"
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="the checkpoint after N optimizer steps (default: the newest complete one)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the exported weights (default: %(default)s, as the run "
                         "keeps them whatever it computes in)")  # fmt: skip
     return parser
@@ -87,14 +102,14 @@ def build_parser():
 
 def main() -> None:
     args = build_parser().parse_args()
-    startup.quiet_libraries()
+    quiet.quiet_libraries()
     _hide_progress_bars()
     try:
         done = export(args.run, args.out, step=args.step, dtype=args.dtype)
     except ValueError as e:
-        startup.refuse(e)
+        ending.refuse(e)
     except ExportMismatch as e:
-        startup.refuse(e, code=1)
+        ending.refuse(e, code=1)
     print(describe(done, catalog.load_resolved(Path(args.run) / "recipe.yaml")))
 
 
@@ -107,16 +122,16 @@ def export(run: str | Path, out: str | Path, *, step: int | None = None, dtype: 
     """
     import torch
 
-    from launch import run_vocabulary
-    from launch.weights import load_tensors
-    from modeling.convert_hf import check_convertible
+    from launch.checkpoints.weights import load_tensors
+    from launch.runs import vocabulary
+    from modeling.huggingface.gpt2 import check_convertible
 
     run, out = Path(run), Path(out)
     checkpoint = choose_checkpoint(run, step)
     recipe = catalog.load_resolved(run / "recipe.yaml")
     check_convertible(recipe.model)
     _refuse_occupied(out)
-    tokenizer = run_vocabulary.load(run)
+    tokenizer = vocabulary.load(run)
     master = load_tensors(checkpoint.directory)
     rounded = {name: tensor.to(getattr(torch, dtype)) for name, tensor in master.items()}
 
@@ -128,7 +143,13 @@ def export(run: str | Path, out: str | Path, *, step: int | None = None, dtype: 
         temporary.mkdir(parents=True)
         write_model(recipe, rounded, tokenizer, temporary)
         tokenizer.save_pretrained(temporary)
-        facts = {"run": str(run), "step": checkpoint.step, "dtype": dtype, "recipe_digest": catalog.digest(recipe), "title": recipe.title}
+        facts = {
+            "run": str(run),
+            "step": checkpoint.step,
+            "dtype": dtype,
+            "recipe_digest": catalog.digest(recipe),
+            "title": recipe.title,
+        }
         (temporary / "export.json").write_text(json.dumps(facts, indent=2) + "\n")
         difference = compare(ours, hf_logits(recipe, temporary, batch), checkpoint.directory)
         os.replace(temporary, out)  # onto nothing, or onto an empty directory
@@ -139,17 +160,21 @@ def export(run: str | Path, out: str | Path, *, step: int | None = None, dtype: 
 
 def choose_checkpoint(run: Path, step: int | None) -> Checkpoint:
     """The complete checkpoint after `step` optimizer steps, or the newest. Raises ValueError naming those that are there."""
-    from launch.checkpoint import complete_checkpoints
+    from launch.checkpoints.checkpoint import complete_checkpoints
 
     if not (run / "recipe.yaml").is_file():
         what = "is no run of this project (it holds no recipe.yaml)" if run.exists() else "does not exist"
         raise ValueError(f"{run} {what}: give a run directory, as pretrain.py printed it")
     found = {c.step: c for c in complete_checkpoints(run / "checkpoints")}
     if not found:
-        raise ValueError(f"{run} holds no complete checkpoint: {_why_no_checkpoint(catalog.load_resolved(run / 'recipe.yaml'))}")
+        raise ValueError(
+            f"{run} holds no complete checkpoint: {_why_no_checkpoint(catalog.load_resolved(run / 'recipe.yaml'))}"
+        )
     if step is not None and step not in found:
         steps = ", ".join(map(str, found))
-        raise ValueError(f"--step {step}: {run} holds no complete checkpoint of that step, only of {steps}: give one of these")
+        raise ValueError(
+            f"--step {step}: {run} holds no complete checkpoint of that step, only of {steps}: give one of these"
+        )
     return found[max(found) if step is None else step]
 
 
@@ -176,7 +201,9 @@ class Batch:
         return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
 
 
-Logits = tuple["torch.Tensor", ...]  # float32: of tokens that are not padding (tokens, V); of a sentence head (B, 2)
+Logits = tuple[
+    "torch.Tensor", ...
+]  # float32: of tokens that are not padding (tokens, V); of a sentence head (B, 2)
 
 
 def random_batch(recipe: Recipe) -> Batch:
@@ -187,14 +214,16 @@ def random_batch(recipe: Recipe) -> Batch:
     tokens = torch.randint(recipe.model.vocab_size, shape, generator=generator)
     if recipe.model.family == "gpt2":
         return Batch(tokens)
-    return Batch(tokens, torch.randint(2, shape, generator=generator), torch.tensor([shape[1], shape[1] // 2 + 1]))
+    return Batch(
+        tokens, torch.randint(2, shape, generator=generator), torch.tensor([shape[1], shape[1] // 2 + 1])
+    )
 
 
 def our_logits(recipe: Recipe, weights: dict[str, torch.Tensor], batch: Batch) -> Logits:
     """From our own model in one process."""
     import torch
 
-    from launch.build_model import whole_model
+    from launch.training.build_model import whole_model
 
     model = whole_model(recipe, weights)
     with torch.no_grad():
@@ -205,11 +234,13 @@ def our_logits(recipe: Recipe, weights: dict[str, torch.Tensor], batch: Batch) -
     return (tokens,) if sentence is None else (tokens, sentence)
 
 
-def write_model(recipe: Recipe, weights: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+def write_model(
+    recipe: Recipe, weights: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerFast, directory: Path
+) -> None:
     """config.json, generation_config.json (GPT-2) and model.safetensors."""
     import torch
 
-    from modeling.convert_hf import class_of, config_of, state_dict_of
+    from modeling.huggingface.gpt2 import class_of, config_of, state_dict_of
 
     config = config_of(
         recipe.model, positions=recipe.sequence_length, hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention,
@@ -227,9 +258,11 @@ def hf_logits(recipe: Recipe, directory: Path, batch: Batch) -> Logits:
     """From the exported directory as a user loads it, computed in float32."""
     import torch
 
-    from modeling.convert_hf import class_of
+    from modeling.huggingface.gpt2 import class_of
 
-    model = class_of(recipe.model).from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    model = (
+        class_of(recipe.model).from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    )
     with torch.no_grad():
         if recipe.model.family == "gpt2":
             return (model(batch.tokens).logits.flatten(0, 1),)
@@ -256,7 +289,10 @@ def compare(ours: Logits, theirs: Logits, source: Path) -> float:
 def describe(done: Export, recipe: Recipe) -> str:
     """What was exported and a few lines of Python that use it."""
     rounding = f"; rounding to {done.dtype} changed them by {done.rounding:.1e}" if done.rounding else ""
-    family, prompt = recipe.model.family, recipe.run.prompt or ("The [MASK]." if recipe.model.family == "bert" else "The")
+    family, prompt = (
+        recipe.model.family,
+        recipe.run.prompt or ("The [MASK]." if recipe.model.family == "bert" else "The"),
+    )
     lines = "\n  ".join(USES[family].format(directory=done.directory, prompt=repr(prompt)).splitlines())
     return f"""{done.checkpoint} -> {done.directory}: {done.dtype}, step {done.step}
 logits of transformers and of our model differ by at most {done.difference:.1e}{rounding}

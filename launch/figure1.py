@@ -1,6 +1,6 @@
 """Train a BERT with both placements of LayerNorm and plot their losses: figure 1 of the Megatron-BERT documents, at a small scale.
 
-    python launch/figure1.py --out runs/figure1
+python launch/figure1.py --out runs/figure1
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launch import arguments, startup
-from launch.files import write_atomically
+from data.durable_files import write_atomically
+from launch.console import arguments
+from launch.machine import ending
 from recipes import catalog
 
 EXAMPLES = """\
@@ -47,9 +48,11 @@ def main() -> None:
                 f"--recipe {args.recipe} is a {recipe.model.family}: only a BERT has both placements; give bert/figure1 or another"
             )
     except ValueError as e:
-        startup.refuse(e)
+        ending.refuse(e)
     if not args.resume and out.exists() and any(out.iterdir()):
-        startup.refuse(f"--out {out} is not empty, and runs are never overwritten or mixed: name a new directory, or add --resume")
+        ending.refuse(
+            f"--out {out} is not empty, and runs are never overwritten or mixed: name a new directory, or add --resume"
+        )
     codes = {}
     for placement in PLACEMENTS:
         codes[placement] = run(args, placement, out / placement)
@@ -62,7 +65,12 @@ def main() -> None:
         raise SystemExit(2 if all(codes[p] == 2 for p in failed) else 1)
     summary = {placement: summarise(out / placement) for placement in PLACEMENTS}
     write_atomically(out / "figure1.json", json.dumps(summary, indent=2) + "\n")
-    plot({PLACEMENTS[p]: out / p / "metrics.jsonl" for p in PLACEMENTS}, summary["pre"], out / "figure1.png", recipe.title)
+    plot(
+        {PLACEMENTS[p]: out / p / "metrics.jsonl" for p in PLACEMENTS},
+        summary["pre"],
+        out / "figure1.png",
+        recipe.title,
+    )
     print("\n" + table(summary))
     print(f"\n{out}: figure1.png, figure1.json, and the run directories {', '.join(PLACEMENTS)}")
 
@@ -79,7 +87,15 @@ def build_parser():
 
 def run(args, placement: str, directory: Path) -> int:
     """One training, in a process of its own; its exit code."""
-    command = [sys.executable, str(Path(__file__).with_name("pretrain.py")), "--recipe", args.recipe, "--out", str(directory), "--resume"]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("pretrain.py")),
+        "--recipe",
+        args.recipe,
+        "--out",
+        str(directory),
+        "--resume",
+    ]
     command += [f"--set={s}" for s in (*args.set, f"model.layer_norm={placement}")]
     command += ["--tiny"] if args.tiny else []
     command += ["--steps", str(args.steps)] if args.steps else []
@@ -110,12 +126,31 @@ def summarise(directory: Path) -> dict:
 
 
 def table(summary: dict[str, dict]) -> str:
-    columns = ("status", "steps", "train_mlm_loss", "validation_mlm_loss", "validation_sentence_loss", "seconds_per_step")
+    columns = (
+        "status",
+        "steps",
+        "train_mlm_loss",
+        "validation_mlm_loss",
+        "validation_sentence_loss",
+        "seconds_per_step",
+    )
     lines = [f"{'placement':<24}" + "".join(f"{name:>26}" for name in columns)]
     for placement, row in summary.items():
-        cells = ("not measured" if row[c] is None else f"{row[c]:.4f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
+        cells = (
+            "not measured"
+            if row[c] is None
+            else f"{row[c]:.4f}"
+            if isinstance(row[c], float)
+            else str(row[c])
+            for c in columns
+        )
         lines.append(f"{PLACEMENTS[placement]:<24}" + "".join(f"{cell:>26}" for cell in cells))
-    return "\n".join([*lines, f"unigram entropy of the validation predictions: {summary['pre']['unigram_entropy']:.4f} nats"])
+    return "\n".join(
+        [
+            *lines,
+            f"unigram entropy of the validation predictions: {summary['pre']['unigram_entropy']:.4f} nats",
+        ]
+    )
 
 
 def plot(runs: dict[str, Path], reference: dict, out_png: Path, title: str) -> None:
@@ -123,16 +158,25 @@ def plot(runs: dict[str, Path], reference: dict, out_png: Path, title: str) -> N
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from launch.plotting import curve, moving_average
-    from launch.run_directory import read_metrics
+    from launch.runs.directory import read_metrics
+    from launch.runs.loss_plot import curve, moving_average
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for (label, path), color in zip(runs.items(), ("tab:red", "tab:blue"), strict=True):
         records = read_metrics(path)
-        _draw(axes, curve(records, "step", "mlm_loss"), curve(records, "validation", "mlm_loss"), label, color, moving_average)
-    axes.axhline(reference["unigram_entropy"], linestyle=":", color="gray", linewidth=1, label="unigram entropy")
+        _draw(
+            axes,
+            curve(records, "step", "mlm_loss"),
+            curve(records, "validation", "mlm_loss"),
+            label,
+            color,
+            moving_average,
+        )
+    axes.axhline(
+        reference["unigram_entropy"], linestyle=":", color="gray", linewidth=1, label="unigram entropy"
+    )
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per masked token)")
     axes.set_title(title)
@@ -141,10 +185,23 @@ def plot(runs: dict[str, Path], reference: dict, out_png: Path, title: str) -> N
     figure.savefig(out_png, dpi=120)
 
 
-def _draw(axes, train: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]], label: str, color: str, smooth) -> None:
+def _draw(
+    axes,
+    train: Sequence[tuple[int, float]],
+    held_out: Sequence[tuple[int, float]],
+    label: str,
+    color: str,
+    smooth,
+) -> None:
     steps, losses = zip(*train, strict=True) if train else ((), ())  # a run can diverge in its first step
     axes.plot(steps, losses, linewidth=0.5, alpha=0.35, color=color)
-    axes.plot(steps, smooth(losses), linewidth=1.8, color=color, label=label if train else f"{label}: diverged at once")
+    axes.plot(
+        steps,
+        smooth(losses),
+        linewidth=1.8,
+        color=color,
+        label=label if train else f"{label}: diverged at once",
+    )
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o", markersize=4, color=color)
 

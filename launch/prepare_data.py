@@ -1,6 +1,6 @@
 """Clean, filter, deduplicate and tokenize a corpus once, into a token store.
 
-    python launch/prepare_data.py --source jsonl --name 'corpus/*.jsonl.zst' --samples bert --tokenizer bert_uncased --out stores/wiki
+python launch/prepare_data.py --source jsonl --name 'corpus/*.jsonl.zst' --samples bert --tokenizer bert_uncased --out stores/wiki
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, TextIO
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launch import arguments, startup
+from launch.console import arguments, quiet
+from launch.machine import ending
 
 if TYPE_CHECKING:
     from data.prepare.settings import Settings
@@ -71,7 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_target(parser.add_argument_group("what is made"))
     _add_steps(parser.add_argument_group("what is left out"))
     group = parser.add_argument_group("how it runs (changes no byte of the store)")
-    group.add_argument("--workers", type=int, metavar="N", help="worker processes (default: cores; 0: none, for a debugger)")
+    group.add_argument(
+        "--workers", type=int, metavar="N", help="worker processes (default: cores; 0: none, for a debugger)"
+    )
     group.add_argument("--chunk_mb", type=float, default=2.0, metavar="MB", help="of text that a worker takes at a time, and at most loses "
                        "when it is killed (default: %(default)s)")  # fmt: skip
     group.add_argument("--max_broken", type=float, default=0.01, metavar="SHARE", help="of broken records, above which nothing is "
@@ -84,17 +87,36 @@ def build_parser() -> argparse.ArgumentParser:
 def add_source(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--source", choices=("packaged", "jsonl", "parquet", "text", "wikipedia", "hub"), default="packaged",
                        help="kind of the input (default: %(default)s)")  # fmt: skip
-    group.add_argument("--name", nargs="+", default=[], metavar="PATH", help="files or globs, compressed too; hub: names of datasets")
+    group.add_argument(
+        "--name",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="files or globs, compressed too; hub: names of datasets",
+    )
     group.add_argument("--config", help="hub: configuration of the dataset, e.g. 20231101.en")
-    group.add_argument("--revision", help="hub: branch, tag or commit of the dataset, e.g. refs/convert/parquet (default: the newest)")
+    group.add_argument(
+        "--revision",
+        help="hub: branch, tag or commit of the dataset, e.g. refs/convert/parquet (default: the newest)",
+    )
     group.add_argument("--split", default="train", help="hub: split (default: %(default)s)")
-    group.add_argument("--text_column", default="text", help="hub, jsonl, parquet: field with the document (default: %(default)s)")
+    group.add_argument(
+        "--text_column",
+        default="text",
+        help="hub, jsonl, parquet: field with the document (default: %(default)s)",
+    )
     group.add_argument("--documents", choices=("file", "blank_line"), default="file", help="text: what ends a document "
                        "(default: %(default)s)")  # fmt: skip
     group.add_argument("--sentences", choices=("split", "lines"), default="split", help="lines: each line of a document is a "
                        "sentence already, as --write_sentences writes them (default: %(default)s, by sentencex)")  # fmt: skip
     group.add_argument("--limit", type=int, metavar="N", help="read N documents")
-    group.add_argument("--max_record_mb", type=int, default=64, metavar="MB", help="longer records are broken (default: %(default)s)")
+    group.add_argument(
+        "--max_record_mb",
+        type=int,
+        default=64,
+        metavar="MB",
+        help="longer records are broken (default: %(default)s)",
+    )
 
 
 def _add_target(group: argparse._ArgumentGroup) -> None:
@@ -106,7 +128,11 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--vocab_size", type=int, metavar="N", help="tokens of a trained vocabulary")
     group.add_argument("--vocabulary_mb", type=int, default=256, metavar="MB", help="text from the beginning of the input, repaired and in "
                        "the wanted language, that a vocabulary is trained on (default: %(default)s)")  # fmt: skip
-    group.add_argument("--write_articles", action="store_true", help="also write articles.jsonl: one JSON object per article kept")
+    group.add_argument(
+        "--write_articles",
+        action="store_true",
+        help="also write articles.jsonl: one JSON object per article kept",
+    )
     group.add_argument("--write_sentences", action="store_true", help="also write sentences.jsonl: the same with a line feed "
                        "after each sentence")  # fmt: skip
 
@@ -117,12 +143,32 @@ def _add_steps(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no_repair", dest="repair", action="store_false", help=argparse.SUPPRESS)
     group.add_argument("--language", default="en", metavar="CODE", help="ISO 639 code of documents to keep; none: all "
                        "(default: %(default)s)")  # fmt: skip
-    group.add_argument("--language_score", type=float, default=0.5, metavar="SCORE", help="least certainty of it (default: %(default)s)")
-    group.add_argument("--min_tokens", type=int, default=128, metavar="N", help="drop documents of fewer tokens (default: %(default)s)")
+    group.add_argument(
+        "--language_score",
+        type=float,
+        default=0.5,
+        metavar="SCORE",
+        help="least certainty of it (default: %(default)s)",
+    )
+    group.add_argument(
+        "--min_tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="drop documents of fewer tokens (default: %(default)s)",
+    )
     group.add_argument("--dedup", default="0.7", metavar="JACCARD", help="drop documents that are this similar to an earlier one; none: "
                        "keep all (default: %(default)s)")  # fmt: skip
-    group.add_argument("--permutations", type=int, default=128, metavar="N", help="entries of a MinHash signature (default: %(default)s)")
-    group.add_argument("--shingle", type=int, default=5, metavar="N", help="words of a shingle (default: %(default)s)")
+    group.add_argument(
+        "--permutations",
+        type=int,
+        default=128,
+        metavar="N",
+        help="entries of a MinHash signature (default: %(default)s)",
+    )
+    group.add_argument(
+        "--shingle", type=int, default=5, metavar="N", help="words of a shingle (default: %(default)s)"
+    )
     group.add_argument("--decontaminate", nargs="+", default=[], metavar="FILE", help="evaluation files, JSON lines or text: drop "
                        "documents that share --ngram words in a row with them")  # fmt: skip
     group.add_argument("--ngram", type=int, default=13, metavar="N", help="(default: %(default)s)")
@@ -138,13 +184,19 @@ def settings_of(args: argparse.Namespace) -> Settings:
     from recipes.schema import Origin, Tokenizer
 
     if args.source == "packaged" and args.name:
-        raise ValueError("--name with --source packaged, which has no name: give --source jsonl, parquet, text, wikipedia or hub")
+        raise ValueError(
+            "--name with --source packaged, which has no name: give --source jsonl, parquet, text, wikipedia or hub"
+        )
     if args.source != "packaged" and not args.name:
-        raise ValueError(f"--source {args.source} needs --name: paths or globs of the files (hub: names of datasets)")
+        raise ValueError(
+            f"--source {args.source} needs --name: paths or globs of the files (hub: names of datasets)"
+        )
     kind, _, path = args.tokenizer.partition(":")
     kinds = Tokenizer.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
     if kind not in kinds or (kind == "file" and not path):
-        raise ValueError(f"--tokenizer {args.tokenizer}: give one of {', '.join(k for k in kinds if k != 'store')}; file as file:PATH")
+        raise ValueError(
+            f"--tokenizer {args.tokenizer}: give one of {', '.join(k for k in kinds if k != 'store')}; file as file:PATH"
+        )
     shared = dict(source=args.source, config=args.config, revision=args.revision, split=args.split, text_column=args.text_column,
                   documents=args.documents, sentences=args.sentences)  # fmt: skip
     same = ("samples", "vocab_size", "vocabulary_mb", "repair", "language_score", "min_tokens", "permutations", "shingle", "ngram", "seed",
@@ -177,12 +229,15 @@ def main() -> None:
     except Stopped as stop:
         screen.close()
         name = signal.Signals(stop.number).name
-        print(f"\nstopped by {name}: the work done is in {args.out}.partial, and the same command goes on from there", file=sys.stderr)
+        print(
+            f"\nstopped by {name}: the work done is in {args.out}.partial, and the same command goes on from there",
+            file=sys.stderr,
+        )
         raise SystemExit(128 + stop.number) from None
 
 
 def run(args: argparse.Namespace, screen: Screen) -> None:
-    startup.quiet_libraries()
+    quiet.quiet_libraries()
     start_imports()
     try:
         settings = settings_of(args)
@@ -190,17 +245,21 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
         from data.prepare.pool import WorkerDied
         from data.prepare.report import as_text
     except ValueError as e:
-        startup.refuse(in_flags(e))
+        ending.refuse(in_flags(e))
     try:
         report = pipeline.prepare(settings, Path(args.out), screen, args.force)
     except ValueError as e:
         screen.close()
-        startup.refuse(in_flags(e))
+        ending.refuse(in_flags(e))
     except (pipeline.TooManyBroken, pipeline.NothingLeft, WorkerDied) as e:
         screen.close()
-        startup.refuse(in_flags(e), code=1)
+        ending.refuse(in_flags(e), code=1)
     screen.close()
-    print(f"{args.out}: already complete, made by the same command" if report is None else as_text(report).split("\n\ninput")[0])
+    print(
+        f"{args.out}: already complete, made by the same command"
+        if report is None
+        else as_text(report).split("\n\ninput")[0]
+    )
     if report is not None:
         print(f"\n{Path(args.out) / 'report.txt'} has the checksums and arguments too")
 

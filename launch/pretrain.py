@@ -1,21 +1,21 @@
 """Pretrain one recipe under one DeepSpeed configuration.
 
-    deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
+deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from ds_configs.resolver import Plan, resolve
-from launch import arguments, initial_weights, out_of_memory, startup
+from ds_configs.resolver import resolve
+from launch.console import arguments, quiet
+from launch.machine import abilities, ending, out_of_memory, processes
+from launch.training import initial_weights
+from launch.training.job import Job
 from recipes import catalog
 
 EXAMPLES = """\
@@ -36,50 +36,6 @@ launchers themselves report 1 when a signal reaches them; with the STOP file the
 exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything was started, 3 training diverged."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run: what, how, where."""
-
-    plan: Plan
-    name: str
-    directory: Path
-    resume: bool = False
-    compiled: bool = False
-    record_gradients: bool = False  # write the gradients of the first step, for compare_layouts
-    initial_weights: str | None = None
-    cache: Path | None = None
-
-
-def train(job: Job, metrics, corpus, grid) -> str | None:
-    """The whole training on this rank. Returns why it was stopped early, or None.
-
-    `metrics` records on rank 0 and is silent elsewhere. Raises engine.Diverged when the loss is lost.
-    """
-    from launch.engine import build_engine, closing, train_step
-    from launch.training_run import TrainingRun
-    from modeling.random_state import seed_step
-
-    plan, recipe = job.plan, job.plan.recipe
-    if recipe.model.implementation == "transformers":
-        from launch import hf_training
-
-        return hf_training.train(job, metrics, corpus, grid)
-    engine = build_engine(plan, grid, compiled=job.compiled, initial_weights=job.initial_weights, say=metrics.say)
-    run = TrainingRun(job, metrics, corpus, grid).begin(engine)
-    with closing(engine), contextlib.closing(run), startup.StopRequest(job.directory / "STOP") as stop:
-        for step in range(run.done, recipe.steps):
-            started = time.perf_counter()
-            seed_step(recipe.seed, step, grid.at)
-            # DeepSpeed accumulates, clips, scales the loss, averages over data-parallel ranks and steps the schedule.
-            micro_batches = next(run.batches)
-            waited = time.perf_counter() - started
-            report = train_step(engine, micro_batches, grid)
-            # Records, validates, and saves where one of these is due.
-            if stopped := run.completed(step + 1, report, time.perf_counter() - started, waited, stop):
-                return stopped
-    return None
-
-
 def build_parser():
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     arguments.add_recipe_arguments(parser)
@@ -93,7 +49,9 @@ def build_parser():
     how.add_argument("--plan", action="store_true", help="check everything, show the resolved plan and exit")
     keep = parser.add_argument_group("where it is kept")
     keep.add_argument("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
-    keep.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of the run directory")
+    keep.add_argument(
+        "--resume", action="store_true", help="go on from the newest complete checkpoint of the run directory"
+    )
     keep.add_argument("--init_from", metavar="DIR", help="start from the weights of a transformers GPT-2 or "
                       "BERT in DIR instead of random ones")  # fmt: skip
     return parser
@@ -104,25 +62,25 @@ def main() -> None:
     if args.list:
         print(arguments.list_recipes())
         return
-    startup.quiet_libraries()
+    quiet.quiet_libraries()
     job, original, machine = checked_job(args)
     if args.plan:
         show_plan(job)
         return
-    directory = open_run_directory(job) if startup.rank() == 0 else None
-    with startup.clean_exit(lambda text: startup.keep_error(job.directory, text)):
-        startup.start_processes()
+    directory = open_run_directory(job) if processes.rank() == 0 else None
+    with ending.clean_exit(lambda text: ending.keep_error(job.directory, text)):
+        processes.start_processes()
         run(job, directory, original=original, tiny=args.tiny, emulated=machine.emulated_fp16)
 
 
 def checked_job(args):
     """The job that the flags ask for; every problem of recipe and configuration is printed at once, with exit code 2."""
-    from launch.run_directory import default_path
+    from launch.runs.directory import default_path
 
     try:
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
-        machine = startup.detect_machine(args.emulate_fp16)
-        plan = resolve(recipe, args.ds_config or recipe.ds_config, startup.world_size(), machine)
+        machine = abilities.detect_machine(args.emulate_fp16)
+        plan = resolve(recipe, args.ds_config or recipe.ds_config, processes.world_size(), machine)
         if args.compile and recipe.model.implementation == "transformers":
             raise ValueError(
                 "--compile with model.implementation=transformers: these rows run transformers' modules as their source did, uncompiled; "
@@ -133,7 +91,7 @@ def checked_job(args):
         check_sources(recipe)
         original = catalog.load(args.recipe)
     except ValueError as e:
-        startup.refuse(e)
+        ending.refuse(e)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     directory = Path(args.out) if args.out else default_path(name, plan.ds_name)
     job = Job(plan, name, directory, args.resume, args.compile, initial_weights=args.init_from)
@@ -149,22 +107,33 @@ def check_sources(recipe) -> None:
 
 
 def open_run_directory(job: Job):
-    from launch.run_directory import RunDirectory, RunDirectoryError
+    from launch.runs.directory import RunDirectory, RunDirectoryError
 
     try:
-        directory = RunDirectory.create(job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume)
+        directory = RunDirectory.create(
+            job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume
+        )
     except RunDirectoryError as e:
-        startup.refuse(e)
-    out_of_memory.forget(directory.path)  # before this rank joins the others: none of them has begun to compute
+        ending.refuse(e)
+    out_of_memory.forget(
+        directory.path
+    )  # before this rank joins the others: none of them has begun to compute
     return directory
 
 
 def show_plan(job: Job) -> None:
-    from launch import hardware
-    from launch.plan_text import describe_plan
+    from launch.machine import description
+    from launch.planning.plan_text import describe_plan
 
-    if startup.rank() == 0:
-        print(describe_plan(job.plan, name=job.name, hardware=hardware.summary(hardware.describe()), run_directory=job.directory))
+    if processes.rank() == 0:
+        print(
+            describe_plan(
+                job.plan,
+                name=job.name,
+                hardware=description.summary(description.describe()),
+                run_directory=job.directory,
+            )
+        )
 
 
 def run(job: Job, directory, **facts) -> None:
@@ -172,34 +141,38 @@ def run(job: Job, directory, **facts) -> None:
     import torch
 
     from data.corpus import build
-    from launch import agreement, engine, reporting
-    from modeling.process_grid import ProcessGrid
+    from launch.runs import recorder
+    from launch.training import agreement, engine
+    from launch.training.run import train
+    from modeling.parallel.process_grid import ProcessGrid
 
     layout = job.plan.layout
-    report = reporting.Report(job, directory, **facts) if directory else reporting.Silence()
+    report = recorder.Report(job, directory, **facts) if directory else recorder.Silence()
     with report:
         grid = ProcessGrid(layout.tp, layout.pp, layout.dp)
         try:
             corpus = build(job.plan.recipe, job.cache, say=report.say)
             agreement.check(job.plan, corpus, grid.control_group)
         except ValueError as e:
-            startup.refuse(e)
+            ending.refuse(e)
         report.start(corpus)
         try:
             stopped = train(job, report, corpus, grid)
         except engine.Diverged as e:
             report.finish("diverged", memory=agreement.peak_memory(grid.control_group))
-            startup.explain(e)
+            ending.explain(e)
             torch.distributed.barrier(group=grid.control_group)  # rank 0 is not done before it has said why
             raise SystemExit(3) from None
         except (RuntimeError, MemoryError) as e:
             # Another rank's: it leaves its traceback before it ends, and its end is what this one stumbles over.
             if said := out_of_memory.said_by(e):
-                report.finish("OOM", because=f"rank {startup.rank()}: {said}")
+                report.finish("OOM", because=f"rank {processes.rank()}: {said}")
             elif said := out_of_memory.reason(job.directory):
                 report.finish("OOM", because=said)
             raise
-        report.finish("interrupted" if stopped else "ok", stopped, memory=agreement.peak_memory(grid.control_group))
+        report.finish(
+            "interrupted" if stopped else "ok", stopped, memory=agreement.peak_memory(grid.control_group)
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Published tables with what was measured beside them, and runs compared: Markdown, CSV and one HTML page with plots.
 
-    python launch/report.py runs/a runs/b
-    python launch/report.py runs --table jeanzay_megatron_performance
+python launch/report.py runs/a runs/b
+python launch/report.py runs --table jeanzay_megatron_performance
 """
 
 from __future__ import annotations
@@ -48,14 +48,21 @@ def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from launch.arguments import command
+    from launch.console.arguments import command
 
     assert __doc__
     parser = command(__doc__.split("\n\n")[0], EXAMPLES)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run directory, a glob of them, or a folder with runs somewhere below it")
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="a run directory, a glob of them, or a folder with runs somewhere below it",
+    )
     parser.add_argument("--table", action="append", default=[], metavar="NAME", help="only this table of recipes/, also where nothing of "
                         "it was run; a YAML file of your own will do; repeatable")  # fmt: skip
-    parser.add_argument("--all", action="store_true", help="every published table, also where nothing of it was run")
+    parser.add_argument(
+        "--all", action="store_true", help="every published table, also where nothing of it was run"
+    )
     parser.add_argument("--out", metavar="DIR", help="where to write (default: reports/<table or runs>)")
     return parser
 
@@ -63,10 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
 def report(args: argparse.Namespace, folder: Path) -> int:
     """Raises ValueError for whatever is refused, before anything is written."""
     if not (args.runs or args.table or args.all):
-        raise ValueError("nothing to report: name run directories, as in launch/report.py runs, or --table NAME, or --all (see --help)")
+        raise ValueError(
+            "nothing to report: name run directories, as in launch/report.py runs, or --table NAME, or --all (see --help)"
+        )
     # matplotlib and torch take seconds to load: not before --help and the commonest mistake.
     from launch.reports import document, writing
-    from launch.reports.finding import find, labels
+    from launch.reports.run_search import find, labels
     from launch.reports.runs import read_run
     from launch.reports.tables import Tables
 
@@ -114,7 +123,9 @@ def _say(made, directory: Path, files: Sequence[Path], former: Sequence[str]) ->
     sizes = ", ".join(f"{path.name} ({path.stat().st_size / 1e3:,.0f} kB)" for path in files)
     print(f"{directory}: {sizes}" + ("; a former report was replaced" if former else ""))
     if made.problems:
-        print("\ncould not be read:", *(f"  {problem}" for problem in made.problems), sep="\n", file=sys.stderr)
+        print(
+            "\ncould not be read:", *(f"  {problem}" for problem in made.problems), sep="\n", file=sys.stderr
+        )
 
 
 if __name__ == "__main__":

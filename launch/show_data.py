@@ -1,6 +1,6 @@
 """Look at the data of a step: decoded samples with segments and masks, and the hash of its batch.
 
-    python launch/show_data.py --recipe bert/sotu --step 0 --samples 2
+python launch/show_data.py --recipe bert/sotu --step 0 --samples 2
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launch import arguments
+from launch.console import arguments
 from recipes import catalog
 from recipes.schema import Recipe
 
@@ -40,9 +40,15 @@ def build_parser():
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     arguments.add_recipe_arguments(parser)
     group = parser.add_argument_group("what to show")
-    group.add_argument("--step", type=int, default=0, metavar="N", help="optimizer step, from 0 (default: %(default)s)")
-    group.add_argument("--samples", type=int, default=2, metavar="N", help="samples that are decoded (default: %(default)s)")
-    group.add_argument("--split", choices=("train", "validation", "test"), default="train", help="default: %(default)s")
+    group.add_argument(
+        "--step", type=int, default=0, metavar="N", help="optimizer step, from 0 (default: %(default)s)"
+    )
+    group.add_argument(
+        "--samples", type=int, default=2, metavar="N", help="samples that are decoded (default: %(default)s)"
+    )
+    group.add_argument(
+        "--split", choices=("train", "validation", "test"), default="train", help="default: %(default)s"
+    )
     group.add_argument("--hashes", type=int, default=0, metavar="N", help="instead of samples, hashes of N steps from --step on, as "
                        "1, 2 and 4 data-parallel ranks read them")  # fmt: skip
     group.add_argument("--workers", type=int, default=1, metavar="N", help="threads per rank that read ahead for --hashes "
@@ -52,9 +58,10 @@ def build_parser():
 
 def main() -> int:
     args = build_parser().parse_args()
-    from launch import startup
+    from launch.console import quiet
+    from launch.machine import ending
 
-    startup.quiet_libraries()
+    quiet.quiet_libraries()
     try:
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
         check(args, recipe)
@@ -63,7 +70,7 @@ def main() -> int:
         corpus = build(recipe, say=lambda line: print(line, file=sys.stderr))
         return show_hashes(recipe, corpus, args) if args.hashes else show_samples(recipe, corpus, args)
     except ValueError as e:
-        startup.refuse(e)
+        ending.refuse(e)
 
 
 def check(args, recipe: Recipe) -> None:
@@ -74,9 +81,13 @@ def check(args, recipe: Recipe) -> None:
     if not args.samples and not args.hashes:
         raise ValueError("--samples 0 shows nothing: give 1 or more, or --hashes")
     if args.hashes and args.split != "train":
-        raise ValueError(f"--hashes with --split {args.split}: only training has steps; leave one of the two out")
+        raise ValueError(
+            f"--hashes with --split {args.split}: only training has steps; leave one of the two out"
+        )
     if args.split == "test" and not recipe.data.test_every:
-        raise ValueError("--split test, but data.test_every is null: the recipe holds no test documents out; --set data.test_every=20")
+        raise ValueError(
+            "--split test, but data.test_every is null: the recipe holds no test documents out; --set data.test_every=20"
+        )
 
 
 def show_samples(recipe: Recipe, corpus, args) -> int:
@@ -90,8 +101,13 @@ def show_samples(recipe: Recipe, corpus, args) -> int:
     else:
         held_out = getattr(corpus, args.split)
         count = min(args.samples, len(held_out))
-        fields, names = held_out.take(range(count)), [f"{args.split} sample {row} of {len(held_out)}" for row in range(count)]
-    print(f"{corpus.summary['source']}: {recipe.sequence_length} tokens per sample, vocabulary of {corpus.summary['vocabulary_size']}")
+        fields, names = (
+            held_out.take(range(count)),
+            [f"{args.split} sample {row} of {len(held_out)}" for row in range(count)],
+        )
+    print(
+        f"{corpus.summary['source']}: {recipe.sequence_length} tokens per sample, vocabulary of {corpus.summary['vocabulary_size']}"
+    )
     for row, name in enumerate(names):
         print(f"\n--- {name}: {describe(fields, row, corpus.tokenizer, recipe.model.sentence_head)}")
     return 0
@@ -100,16 +116,25 @@ def show_samples(recipe: Recipe, corpus, args) -> int:
 def show_hashes(recipe: Recipe, corpus, args) -> int:
     """Hashes of whole steps, each put together of what the ranks of a layout read on their own."""
     layouts = [layout_of(recipe.batch.global_, dp) for dp in RANKS if recipe.batch.global_ % dp == 0]
-    columns = [step_hashes(recipe, corpus, layout, args.step, args.hashes, args.workers) for layout in layouts]
+    columns = [
+        step_hashes(recipe, corpus, layout, args.step, args.hashes, args.workers) for layout in layouts
+    ]
     print(f"{'step':>8}  " + "  ".join(f"{f'{layout.dp} data-parallel':<16}" for layout in layouts))
     different = []
     for row, hashes in enumerate(zip(*columns, strict=True)):
         step = args.step + row
         if len(set(hashes)) > 1:
             different.append(step)
-        print(f"{step:>8}  " + "  ".join(found[:16] for found in hashes) + ("  DIFFERENT" if step in different else ""))
+        print(
+            f"{step:>8}  "
+            + "  ".join(found[:16] for found in hashes)
+            + ("  DIFFERENT" if step in different else "")
+        )
     if different:
-        print(f"the batch depends on the number of ranks in steps {', '.join(map(str, different))}", file=sys.stderr)
+        print(
+            f"the batch depends on the number of ranks in steps {', '.join(map(str, different))}",
+            file=sys.stderr,
+        )
     return int(bool(different))
 
 
@@ -123,9 +148,14 @@ def layout_of(global_batch: int, dp: int) -> Layout:
 def step_hashes(recipe: Recipe, corpus, layout: Layout, first: int, steps: int, workers: int) -> list[str]:
     from data.loader import StepBatches, batch_digest
 
-    ranks = [StepBatches(corpus.train, recipe.seed, layout, rank, first, workers=workers) for rank in range(layout.dp)]
+    ranks = [
+        StepBatches(corpus.train, recipe.seed, layout, rank, first, workers=workers)
+        for rank in range(layout.dp)
+    ]
     try:
-        return [batch_digest([micro_batch for rank in ranks for micro_batch in next(rank)]) for _ in range(steps)]
+        return [
+            batch_digest([micro_batch for rank in ranks for micro_batch in next(rank)]) for _ in range(steps)
+        ]
     finally:
         for rank in ranks:
             rank.close()

@@ -41,7 +41,14 @@ class Choice(NamedTuple):
 
 
 def choose(
-    device: str, dtype: torch.dtype, dropout: float, positions: int, window: int, head_size: int, *, compiler: bool = False
+    device: str,
+    dtype: torch.dtype,
+    dropout: float,
+    positions: int,
+    window: int,
+    head_size: int,
+    *,
+    compiler: bool = False,
 ) -> Choice:
     """The kernel that computes the band, and why.
 
@@ -69,10 +76,14 @@ def computes_fewer_scores(kernel: Kernel, positions: int, window: int) -> bool:
     return kernel == "blocks" and 2 * keys_per_block(window) < positions
 
 
-def _obstacle_to_flex(device: str, dtype: torch.dtype, dropout: float, positions: int, head_size: int, compiler: bool) -> str | None:
+def _obstacle_to_flex(
+    device: str, dtype: torch.dtype, dropout: float, positions: int, head_size: int, compiler: bool
+) -> str | None:
     """Why flex_attention cannot compute it; None: it can. What holds on every machine comes first."""
     if dropout:
-        return f"flex_attention has no dropout, and attention weights are dropped with probability {dropout:g}"
+        return (
+            f"flex_attention has no dropout, and attention weights are dropped with probability {dropout:g}"
+        )
     if device != "cuda":
         return f"flex_attention has no backward pass on a {device.upper()}"
     if dtype not in FLEX_DTYPES:
@@ -82,7 +93,11 @@ def _obstacle_to_flex(device: str, dtype: torch.dtype, dropout: float, positions
     least, most = FLEX_HEAD_SIZES
     if not least <= head_size <= most:
         return f"flex_attention takes heads of {least} to {most} dimensions"
-    return None if compiler else "flex_attention needs Triton, a GPU of compute capability 7 or more and a C compiler"
+    return (
+        None
+        if compiler
+        else "flex_attention needs Triton, a GPU of compute capability 7 or more and a C compiler"
+    )
 
 
 @functools.cache
@@ -91,7 +106,9 @@ def has_gpu_compiler() -> bool:
     from torch.utils._triton import has_triton
 
     compilers = (os.environ.get("CC"), "gcc", "clang")
-    return torch.cuda.is_available() and has_triton() and any(name and shutil.which(name) for name in compilers)
+    return (
+        torch.cuda.is_available() and has_triton() and any(name and shutil.which(name) for name in compilers)
+    )
 
 
 def block_size(window: int) -> int:
@@ -111,7 +128,13 @@ def _blocks_back(window: int, size: int) -> int:
 
 
 def banded_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0, *, mask: BlockMask | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    dropout_p: float = 0.0,
+    *,
+    mask: BlockMask | None = None,
 ) -> torch.Tensor:
     """q, k, v (B, N, S, D) -> (B, N, S, D): softmax(q k' / sqrt(D)) v over the band, by the kernel that `choose` names.
 
@@ -136,14 +159,18 @@ def in_band(query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor
     return (key <= query) & (key > query - window)
 
 
-def by_dense_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0) -> torch.Tensor:
+def by_dense_mask(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0
+) -> torch.Tensor:
     """All S x S scores, those outside of the band masked: the reference."""
     position = torch.arange(q.shape[-2], device=q.device)
     mask = in_band(position[:, None], position, window)  # (S, S)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
 
 
-def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0) -> torch.Tensor:
+def by_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0
+) -> torch.Tensor:
     """Blocks of T queries, each against the keys of its own block and of the R before it: S (R + 1) T scores.
 
     Blocks stand where SDPA expects heads, so that one mask serves all samples and heads.
@@ -161,11 +188,15 @@ def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dr
     query = torch.arange(n * T, device=q.device).view(n, T, 1)
     key = query[:, :1] + torch.arange(-R * T, T, device=q.device)  # (n, 1, (R + 1) T)
     mask = in_band(query, key, window) & (key >= 0)  # before the first position there is padding only
-    out = F.scaled_dot_product_attention(queries, reaching_back(k), reaching_back(v), attn_mask=mask[None], dropout_p=dropout_p)
+    out = F.scaled_dot_product_attention(
+        queries, reaching_back(k), reaching_back(v), attn_mask=mask[None], dropout_p=dropout_p
+    )
     return out.view(B, N, n * T, D)[:, :, :S]
 
 
-def by_flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, mask: BlockMask | None = None) -> torch.Tensor:
+def by_flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, mask: BlockMask | None = None
+) -> torch.Tensor:
     """One fused kernel; inside of a compiled region it becomes part of it. A `mask` for another length is left alone."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -183,12 +214,22 @@ def _compiled_flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def prepared_mask(device: torch.device, dtype: torch.dtype, positions: int, window: int, head_size: int) -> BlockMask | None:
+def prepared_mask(
+    device: torch.device, dtype: torch.dtype, positions: int, window: int, head_size: int
+) -> BlockMask | None:
     """flex_attention's mask, for a layer to keep before torch.compile traces it; None: not the kernel of this case.
 
     The case is that without dropout, as evaluation is. Traced without it, a layer is cut in two, since `block_mask` is not traced.
     """
-    chosen = choose(device.type, dtype, 0.0, positions, window, head_size, compiler=device.type == "cuda" and has_gpu_compiler())
+    chosen = choose(
+        device.type,
+        dtype,
+        0.0,
+        positions,
+        window,
+        head_size,
+        compiler=device.type == "cuda" and has_gpu_compiler(),
+    )
     return block_mask(positions, window, device) if chosen.kernel == "flex_attention" else None
 
 

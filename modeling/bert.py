@@ -17,11 +17,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from modeling.cross_entropy import weighted_loss
 from modeling.initialization import Init, Shard
 from modeling.layer_list import LayerDefinition, ModelShape, Stack, pipeline_module
-from modeling.random_state import dropout
-from modeling.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from modeling.parallel.cross_entropy import weighted_loss
+from modeling.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from modeling.parallel.random_state import dropout
 from modeling.transformer import LayerNorm, LayerShape, TransformerLayer
 
 NORM_EPS = 1e-12  # of the original implementation
@@ -47,14 +47,18 @@ class BertShape(ModelShape):
 class Embedding(nn.Module):
     """Adds learned positions and token types (segments A and B) to the word embeddings; LayerNorm if post-LN; dropout."""
 
-    def __init__(self, positions: int, hidden: int, probability: float, normalised: bool, *, init: Init, std: float):
+    def __init__(
+        self, positions: int, hidden: int, probability: float, normalised: bool, *, init: Init, std: float
+    ):
         super().__init__()
         self.dropout = probability
         self.position = init.normal("position", (positions, hidden), std)
         self.token_type = init.normal("token_type", (2, hidden), std)
         self.norm = LayerNorm(hidden, init=init.child("norm"), eps=NORM_EPS) if normalised else None
 
-    def forward(self, x: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:  # (B, S, H), (B, S) of 0 and 1 -> (B, S, H)
+    def forward(
+        self, x: torch.Tensor, token_types: torch.Tensor
+    ) -> torch.Tensor:  # (B, S, H), (B, S) of 0 and 1 -> (B, S, H)
         x = x + self.position[: x.shape[1]] + F.embedding(token_types, self.token_type)
         return dropout(x if self.norm is None else self.norm(x), self.dropout, self.training)
 
@@ -70,10 +74,18 @@ class Head(nn.Module):
         dense = dict(group=None, std=init.std)
         self.transform = ColumnParallelLinear(hidden, hidden, init=init.child("transform"), **dense)
         self.norm = LayerNorm(hidden, init=init.child("norm"), eps=NORM_EPS)
-        self.pooler = ColumnParallelLinear(hidden, hidden, init=init.child("pooler"), **dense) if sentences else None
-        self.sentence = ColumnParallelLinear(hidden, SENTENCE_CLASSES, init=init.child("sentence"), **dense) if sentences else None
+        self.pooler = (
+            ColumnParallelLinear(hidden, hidden, init=init.child("pooler"), **dense) if sentences else None
+        )
+        self.sentence = (
+            ColumnParallelLinear(hidden, SENTENCE_CLASSES, init=init.child("sentence"), **dense)
+            if sentences
+            else None
+        )
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x (B, S, H), positions (B, P) or None for all -> (B, P, H) for the decoder, sentence logits (B, 2) or None."""
         chosen = x if positions is None else x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         decoded = self.norm(F.gelu(self.transform(chosen)))
@@ -133,7 +145,14 @@ def _add_bias(decoder_bias, stream):
 
 def layer_list(shape: BertShape, *, group: dist.ProcessGroup | None, init: Init) -> list[LayerDefinition]:
     """(tokens, token types, lengths, positions) -> (logits (B, P, V/t), sentence logits (B, 2) or None)."""
-    word = dict(vocab=shape.vocab, padded=shape.padded_vocab, hidden=shape.hidden, group=group, init=init.child("word"), std=init.std)
+    word = dict(
+        vocab=shape.vocab,
+        padded=shape.padded_vocab,
+        hidden=shape.hidden,
+        group=group,
+        init=init.child("word"),
+        std=init.std,
+    )
     embedding = dict(
         positions=shape.positions, hidden=shape.hidden, probability=shape.hidden_dropout, normalised=shape.post_norm,
         init=init.child("embedding"), std=init.std,
@@ -144,11 +163,21 @@ def layer_list(shape: BertShape, *, group: dist.ProcessGroup | None, init: Init)
         LayerDefinition("word", VocabParallelEmbedding, word, _embed_words, tied=True),
         LayerDefinition("embedding", Embedding, embedding, _embed),
         *(
-            LayerDefinition(f"layers.{i}", TransformerLayer, dict(shape=shape.layer, group=group, init=init.child(f"layers.{i}")), _attend)
+            LayerDefinition(
+                f"layers.{i}",
+                TransformerLayer,
+                dict(shape=shape.layer, group=group, init=init.child(f"layers.{i}")),
+                _attend,
+            )
             for i in range(shape.layers)
         ),
         *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm, _normalise)]),
-        LayerDefinition("head", Head, dict(hidden=shape.hidden, sentences=shape.sentence_head != "none", init=init.child("head")), _head),
+        LayerDefinition(
+            "head",
+            Head,
+            dict(hidden=shape.hidden, sentences=shape.sentence_head != "none", init=init.child("head")),
+            _head,
+        ),
         LayerDefinition("word", VocabParallelEmbedding, word, _decode, tied=True),
         LayerDefinition("decoder_bias", DecoderBias, bias, _add_bias),
     ]
@@ -175,7 +204,9 @@ def pretraining_loss(
     mlm = weighted_loss(logits, labels, weights, group)
     if sentence_logits is None:
         return mlm, mlm.detach().view(1)
-    sentence = (F.cross_entropy(sentence_logits.float(), sentence_labels, reduction="none") * sentence_weights).sum()
+    sentence = (
+        F.cross_entropy(sentence_logits.float(), sentence_labels, reduction="none") * sentence_weights
+    ).sum()
     right = ((sentence_logits.argmax(-1) == sentence_labels) * sentence_weights).sum()
     return mlm + sentence, torch.stack([mlm, sentence, right]).detach()
 
@@ -206,7 +237,9 @@ class Bert(Stack):
         logits, sentence_logits = self.run((tokens, token_types, lengths, positions))
         if labels is None:
             return logits, sentence_logits
-        return self.loss(logits, sentence_logits, labels, weights, sentence_labels, sentence_weights, self.group)
+        return self.loss(
+            logits, sentence_logits, labels, weights, sentence_labels, sentence_weights, self.group
+        )
 
 
 class PipelineLoss:

@@ -12,7 +12,14 @@ from modeling.gpt2 import GPT2
 
 @torch.no_grad()
 def continue_tokens(
-    model: GPT2, prompt: Sequence[int], length: int, *, seed: int, temperature: float = 0.8, top_k: int = 40, end: int | None = None
+    model: GPT2,
+    prompt: Sequence[int],
+    length: int,
+    *,
+    seed: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    end: int | None = None,
 ) -> list[int]:
     """`length` tokens sampled after `prompt` from the `top_k` most likely; the context slides when it exceeds the positions.
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from modeling.cross_entropy import weighted_loss
 from modeling.initialization import Init
 from modeling.layer_list import LayerDefinition, ModelShape, Stack, pipeline_module
-from modeling.random_state import dropout
-from modeling.tensor_parallel import VocabParallelEmbedding
+from modeling.parallel.cross_entropy import weighted_loss
+from modeling.parallel.layers import VocabParallelEmbedding
+from modeling.parallel.random_state import dropout
 from modeling.transformer import LayerNorm, LayerShape, TransformerLayer
 
 
@@ -21,7 +21,9 @@ class GPT2Shape(ModelShape):
     """Of a GPT-2; layers differ in their attention alone."""
 
     def layer_at(self, index: int) -> LayerShape:
-        return LayerShape(self.hidden, self.heads, self.hidden_dropout, self.attention_dropout, window=self.window(index))
+        return LayerShape(
+            self.hidden, self.heads, self.hidden_dropout, self.attention_dropout, window=self.window(index)
+        )
 
 
 class PositionEmbedding(nn.Module):
@@ -42,15 +44,30 @@ def _project(word: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def layer_list(shape: GPT2Shape, *, group: dist.ProcessGroup | None, init: Init) -> list[LayerDefinition]:
     """tokens (B, S) -> logits (B, S, V/t). Each layer takes one tensor and returns one; the first and the last share a module."""
-    word = dict(vocab=shape.vocab, padded=shape.padded_vocab, hidden=shape.hidden, group=group, init=init.child("word"), std=init.std)
+    word = dict(
+        vocab=shape.vocab,
+        padded=shape.padded_vocab,
+        hidden=shape.hidden,
+        group=group,
+        init=init.child("word"),
+        std=init.std,
+    )
     position = dict(
-        positions=shape.positions, hidden=shape.hidden, probability=shape.hidden_dropout, init=init.child("position"), std=init.std
+        positions=shape.positions,
+        hidden=shape.hidden,
+        probability=shape.hidden_dropout,
+        init=init.child("position"),
+        std=init.std,
     )
     return [
         LayerDefinition("word", VocabParallelEmbedding, word, tied=True),
         LayerDefinition("position", PositionEmbedding, position),
         *(
-            LayerDefinition(f"layers.{i}", TransformerLayer, dict(shape=shape.layer_at(i), group=group, init=init.child(f"layers.{i}")))
+            LayerDefinition(
+                f"layers.{i}",
+                TransformerLayer,
+                dict(shape=shape.layer_at(i), group=group, init=init.child(f"layers.{i}")),
+            )
             for i in range(shape.layers)
         ),
         LayerDefinition("final_norm", LayerNorm, dict(hidden=shape.hidden, init=init.child("final_norm"))),
@@ -65,7 +82,9 @@ class GPT2(Stack):
         super().__init__(layer_list(shape, group=group, init=init), shape.checkpoint_interval)
         self.shape, self.group, self.loss = shape, group, weighted_loss
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None, weights: torch.Tensor | None = None):
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, weights: torch.Tensor | None = None
+    ):
         """tokens, labels, weights (B, S) -> scalar loss; without labels -> logits (B, S, V/t)."""
         logits = self.run(tokens)
         return logits if labels is None else self.loss(logits, labels, weights, self.group)
@@ -84,4 +103,6 @@ class PipelineLoss:
 def gpt2_pipeline(shape: GPT2Shape, *, grid, group: dist.ProcessGroup | None, init: Init):
     """The pipeline form: inputs are tokens (B, S), targets are (labels, weights)."""
     definitions = layer_list(shape, group=group, init=init)
-    return pipeline_module(definitions, PipelineLoss(group), grid=grid, checkpoint_interval=shape.checkpoint_interval)
+    return pipeline_module(
+        definitions, PipelineLoss(group), grid=grid, checkpoint_interval=shape.checkpoint_interval
+    )

@@ -26,7 +26,9 @@ class Init:
     name: str = ""
     dtype: torch.dtype = torch.float32  # of the parameters; drawn in float32 whatever it is
     meta: bool = False  # shapes only, on the meta device
-    given: Mapping[str, torch.Tensor] | None = field(default=None, repr=False)  # full tensors to start from instead of draws
+    given: Mapping[str, torch.Tensor] | None = field(
+        default=None, repr=False
+    )  # full tensors to start from instead of draws
 
     def child(self, name: str) -> Init:
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
@@ -43,7 +45,9 @@ class Init:
         values *= np.float32(std)
         return torch.from_numpy(values)
 
-    def normal(self, leaf: str, shape: tuple[int, ...], std: float, *, shard: Shard | None = None) -> torch.nn.Parameter:
+    def normal(
+        self, leaf: str, shape: tuple[int, ...], std: float, *, shard: Shard | None = None
+    ) -> torch.nn.Parameter:
         """N(0, std^2) of the full `shape`, of which this rank keeps its slice."""
         return self._parameter(leaf, shape, shard, lambda name: self._normal(name, shape, std))
 
@@ -103,7 +107,9 @@ class Shard:
         """This rank's slice of a full, unpadded tensor (a copy)."""
         local = self.local_shape(tuple(full.shape))
         start, length = self.rank * local[self.dim], local[self.dim]
-        kept = full.narrow(self.dim, min(start, full.shape[self.dim]), max(0, min(length, full.shape[self.dim] - start)))
+        kept = full.narrow(
+            self.dim, min(start, full.shape[self.dim]), max(0, min(length, full.shape[self.dim] - start))
+        )
         missing = length - kept.shape[self.dim]
         if not missing:
             return kept.clone(memory_format=torch.contiguous_format)
@@ -112,4 +118,8 @@ class Shard:
 
     def join(self, slices: list[torch.Tensor]) -> torch.Tensor:
         """The full, unpadded tensor from the slices of all ranks in rank order."""
-        return torch.cat(slices, self.dim).narrow(self.dim, 0, self.entries).clone(memory_format=torch.contiguous_format)
+        return (
+            torch.cat(slices, self.dim)
+            .narrow(self.dim, 0, self.entries)
+            .clone(memory_format=torch.contiguous_format)
+        )

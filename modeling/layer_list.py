@@ -57,7 +57,9 @@ class ModelShape:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     checkpoint_interval: int = 0  # layers per recomputed chunk; 0: all activations are kept
-    windows: tuple[int | None, ...] = ()  # of banded attention, by layer; None: a dense layer; (): all are dense
+    windows: tuple[
+        int | None, ...
+    ] = ()  # of banded attention, by layer; None: a dense layer; (): all are dense
 
     def window(self, layer: int) -> int | None:
         assert len(self.windows) in (0, self.layers), f"{len(self.windows)} windows for {self.layers} layers"
@@ -69,7 +71,9 @@ class Stack(nn.Module):
 
     def __init__(self, definitions: Sequence[LayerDefinition], checkpoint_interval: int):
         super().__init__()
-        self.checkpoint_interval = checkpoint_interval  # layers per recomputed chunk; 0: all activations are kept
+        self.checkpoint_interval = (
+            checkpoint_interval  # layers per recomputed chunk; 0: all activations are kept
+        )
         built: dict[str, nn.Module] = {}
         for d in definitions:
             if d.name not in built:
@@ -108,7 +112,9 @@ def _specification(d: LayerDefinition) -> LayerSpec:
     return TiedLayerSpec(d.name, d.kind, **d.arguments) if d.tied else LayerSpec(d.kind, **d.arguments)
 
 
-def pipeline_module(definitions: Sequence[LayerDefinition], loss: Callable, *, grid, checkpoint_interval: int) -> Pipeline:
+def pipeline_module(
+    definitions: Sequence[LayerDefinition], loss: Callable, *, grid, checkpoint_interval: int
+) -> Pipeline:
     """The layers as DeepSpeed pipeline stages with equally many transformer layers; tied entries are shared between stages.
 
     `loss(stream, labels)` is computed on the last stage.
@@ -123,7 +129,9 @@ def pipeline_module(definitions: Sequence[LayerDefinition], loss: Callable, *, g
     )
 
 
-def run_layers(layers: Sequence[tuple[Apply, nn.Module]], stream: Stream, interval: int, checkpoint: Callable) -> Stream:
+def run_layers(
+    layers: Sequence[tuple[Apply, nn.Module]], stream: Stream, interval: int, checkpoint: Callable
+) -> Stream:
     """Every layer in turn; transformer layers are recomputed in chunks of `interval` (0: none) by `checkpoint`."""
     for chunk, recomputed in recomputed_chunks(layers, interval):
         if not recomputed:

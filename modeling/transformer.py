@@ -14,8 +14,8 @@ from torch import nn
 
 from modeling.banded_attention import banded_attention, prepared_mask
 from modeling.initialization import Init
-from modeling.random_state import dropout, tensor_parallel_random
-from modeling.tensor_parallel import ColumnParallelLinear, RowParallelLinear, group_size
+from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
+from modeling.parallel.random_state import dropout, tensor_parallel_random
 
 GPT2_NORM_EPS = 1e-5
 
@@ -32,7 +32,9 @@ class LayerShape:
     post_norm: bool = False  # LayerNorm after each residual sum (original BERT) instead of before each branch
     tanh_gelu: bool = True  # the tanh form of GELU that GPT-2 was trained with; else the exact one
     norm_eps: float = GPT2_NORM_EPS
-    window: int | None = None  # causal: positions that each one sees, itself and those before it; None: all of them
+    window: int | None = (
+        None  # causal: positions that each one sees, itself and those before it; None: all of them
+    )
 
 
 class LayerNorm(nn.Module):
@@ -67,7 +69,9 @@ class Attention(nn.Module):
         assert self.causal or self.window is None, "the band looks back only"
         self.dropout = shape.attention_dropout
         self.own_stream = group is not None and shape.attention_dropout > 0
-        self.qkv = ColumnParallelLinear(shape.hidden, 3 * shape.hidden, group=group, init=init.child("qkv"), std=init.std)
+        self.qkv = ColumnParallelLinear(
+            shape.hidden, 3 * shape.hidden, group=group, init=init.child("qkv"), std=init.std
+        )
         self.projection = RowParallelLinear(
             shape.hidden, shape.hidden, group=group, init=init.child("projection"), std=init.residual_std
         )
@@ -94,7 +98,9 @@ class Attention(nn.Module):
                     q_BNSD, k_BNSD, v_BNSD, attn_mask=mask, dropout_p=probability, is_causal=self.causal
                 )
             else:
-                out_BNSD = banded_attention(q_BNSD, k_BNSD, v_BNSD, self.window, probability, mask=self.block_mask)
+                out_BNSD = banded_attention(
+                    q_BNSD, k_BNSD, v_BNSD, self.window, probability, mask=self.block_mask
+                )
         return self.projection(out_BNSD.transpose(1, 2).reshape(B, S, -1))
 
 
@@ -105,8 +111,12 @@ class MLP(nn.Module):
         super().__init__()
         wide = 4 * shape.hidden
         self.gelu = "tanh" if shape.tanh_gelu else "none"
-        self.expand = ColumnParallelLinear(shape.hidden, wide, group=group, init=init.child("expand"), std=init.std)
-        self.contract = RowParallelLinear(wide, shape.hidden, group=group, init=init.child("contract"), std=init.residual_std)
+        self.expand = ColumnParallelLinear(
+            shape.hidden, wide, group=group, init=init.child("expand"), std=init.std
+        )
+        self.contract = RowParallelLinear(
+            wide, shape.hidden, group=group, init=init.child("contract"), std=init.residual_std
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.contract(F.gelu(self.expand(x), approximate=self.gelu))

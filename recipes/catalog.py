@@ -18,19 +18,41 @@ import yaml
 
 from recipes import overrides as overriding
 from recipes.problems import ProblemsError, nearest, some
-from recipes.rules import ORIGIN_FIELDS
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
 from recipes.tiny import tiny as shrink
 from recipes.validation import RecipeError, validate
-from recipes.yamlfile import YamlError, read
+from recipes.yaml_lines import YamlError, read
 
 DEFAULT_RECIPE = "default/sotu"
 
 # These change what is reported or how the work is shared, never a number of the training.
-NOT_IN_DIGEST = ("title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "differs", "unknown", "note")
+NOT_IN_DIGEST = (
+    "title",
+    "run",
+    "ds_config",
+    "parallel",
+    "hardware",
+    "published",
+    "inferred",
+    "differs",
+    "unknown",
+    "note",
+)
 
-__all__ = ["DEFAULT_RECIPE", "Entry", "RecipeError", "digest", "dump", "find", "full_name", "load", "load_resolved", "names", "tables"]
+__all__ = [
+    "DEFAULT_RECIPE",
+    "Entry",
+    "RecipeError",
+    "digest",
+    "dump",
+    "find",
+    "full_name",
+    "load",
+    "load_resolved",
+    "names",
+    "tables",
+]
 
 
 @dataclass(frozen=True)
@@ -87,10 +109,6 @@ def full_name(name: str) -> str:
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with every value written out; `load_resolved` reads it back."""
     values = recipe.model_dump(mode="json", by_alias=True)
-    # A degree that nobody stated stays unsaid: the DeepSpeed JSON may choose it (see ds_configs/README.md).
-    values["parallel"] = recipe.parallel.model_dump(mode="json", exclude_unset=True)
-    if recipe.data.blend:  # whose parts say where documents come from
-        values["data"] = {key: value for key, value in values["data"].items() if key not in ORIGIN_FIELDS}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -102,7 +120,9 @@ def load_resolved(path: str | Path) -> Recipe:
     """
     path = Path(path)
     if not path.is_file():
-        raise RecipeError([f"{path}: no such file: a run keeps its recipe in recipe.yaml; give the run's directory"])
+        raise RecipeError(
+            [f"{path}: no such file: a run keeps its recipe in recipe.yaml; give the run's directory"]
+        )
     try:
         document = read(path, str(path))
     except YamlError as error:
@@ -170,7 +190,9 @@ def find(name: str) -> tuple[Table, str]:
         path, row = outside
         if not path.is_file():
             raise RecipeError(
-                [f"--recipe {name}: there is no file {path}: give the path of a table and a row, as in {path}/row"]
+                [
+                    f"--recipe {name}: there is no file {path}: give the path of a table and a row, as in {path}/row"
+                ]
             )
         own = read_table(path)
         key = f"{own.name}/{row}" if row else own.name
@@ -207,7 +229,11 @@ def _row_of(
     if len(matching) == 1:
         return every[matching[0]]
     if matching:
-        raise RecipeError([f"--recipe {asked}: can be {some([written(key) for key in matching])}: give the table and the row"])
+        raise RecipeError(
+            [
+                f"--recipe {asked}: can be {some([written(key) for key in matching])}: give the table and the row"
+            ]
+        )
     raise RecipeError([f"--recipe {asked}: no such recipe: {_suggestion(name, every, written)}", *problems])
 
 
@@ -219,9 +245,14 @@ def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Call
         near = [key for row in rows for key in every if key.endswith(f"/{row}")][:3]
     if near:
         return f"did you mean {' or '.join(written(key) for key in near)}?"
-    tables = sorted({table.name for table, _ in every.values()}, key=lambda table: (table != DEFAULT_RECIPE.partition("/")[0], table))
+    tables = sorted(
+        {table.name for table, _ in every.values()},
+        key=lambda table: (table != DEFAULT_RECIPE.partition("/")[0], table),
+    )
     if len(tables) == 1:
         return f"there is: {some([written(key) for key in every])}"
     if near := nearest(name.partition("/")[0], tables):
-        return f"did you mean a row of {' or '.join(near)}? (launch/recipes.py list --table {near[0]} shows them)"
-    return f"there are tables {some(tables)} (launch/recipes.py list shows all rows)"
+        return (
+            f"did you mean a row of {' or '.join(near)}? (launch/recipe.py list --table {near[0]} shows them)"
+        )
+    return f"there are tables {some(tables)} (launch/recipe.py list shows all rows)"

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.fields import paths, suggestion
-from recipes.yamlfile import YamlError, parse
+from recipes.key_paths import paths, suggestion
+from recipes.yaml_lines import YamlError, parse
 
 _HOW = "write --set key=value, as in --set batch.micro=4"
 

@@ -21,14 +21,19 @@ from pydantic import (
     model_validator,
 )
 
-from recipes import rules
+from recipes import consistency
 
 
 class Strict(BaseModel):
     """Frozen, no unknown keys, no NaN or infinity, and no conversion: "300" and true are no numbers."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, populate_by_name=True, allow_inf_nan=False, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        populate_by_name=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )
 
 
@@ -41,7 +46,8 @@ class Model(Strict):
     heads: PositiveInt = Field(description="attention heads per layer; divides hidden")
     vocab_size: PositiveInt = Field(description="tokens of the vocabulary, before padding")
     vocab_divisible_by: PositiveInt = Field(
-        default=128, description="the vocabulary is padded to a multiple of this x tp (Megatron-LM's make_vocab_size_divisible_by)"
+        default=128,
+        description="the vocabulary is padded to a multiple of this x tp (Megatron-LM's make_vocab_size_divisible_by)",
     )
     implementation: Literal["megarecipes", "transformers"] = Field(
         default="megarecipes",
@@ -81,11 +87,24 @@ class Model(Strict):
 
 
 class Parallel(Strict):
-    """Degrees of parallelism: tp x pp x dp processes."""
+    """Degrees of parallelism: tp x pp x dp processes. What is null is not the recipe's to decide."""
 
-    tp: PositiveInt = Field(default=1, description="tensor-parallel degree: ranks that share each layer")
-    pp: PositiveInt = Field(default=1, description="pipeline-parallel degree: stages of consecutive layers")
-    dp: PositiveInt | None = Field(default=None, description="data-parallel degree; null: processes / (tp x pp)")
+    tp: PositiveInt | None = Field(
+        default=None,
+        description="tensor-parallel degree: ranks that share each layer; null: the DeepSpeed JSON's, or 1",
+    )
+    pp: PositiveInt | None = Field(
+        default=None,
+        description="pipeline-parallel degree: stages of consecutive layers; null: the DeepSpeed JSON's, or 1",
+    )
+    dp: PositiveInt | None = Field(
+        default=None, description="data-parallel degree; null: processes / (tp x pp)"
+    )
+
+    @property
+    def model_parallel(self) -> tuple[int, int]:
+        """(tp, pp) as the recipe alone has them: 1 where it leaves a degree to the DeepSpeed JSON."""
+        return self.tp or 1, self.pp or 1
 
 
 class Batch(Strict):
@@ -96,7 +115,9 @@ class Batch(Strict):
         description="samples per forward pass and data-parallel rank; null: global / (accumulation x dp), so that any number "
         "of ranks that divides global will do",
     )
-    global_: PositiveInt = Field(alias="global", description="samples per optimizer step, over all data-parallel ranks")
+    global_: PositiveInt = Field(
+        alias="global", description="samples per optimizer step, over all data-parallel ranks"
+    )
     accumulation: PositiveInt | None = Field(
         default=None,
         description="micro-batches per optimizer step and data-parallel rank; null: global / (micro x dp), and where micro is "
@@ -134,25 +155,32 @@ class Schedule(Strict):
 
 
 class Dropout(Strict):
-    hidden: float = Field(default=0.0, ge=0, lt=1, description="after the embedding, the attention output and the MLP")
+    hidden: float = Field(
+        default=0.0, ge=0, lt=1, description="after the embedding, the attention output and the MLP"
+    )
     attention: float = Field(default=0.0, ge=0, lt=1, description="on attention probabilities")
 
 
 class Tokenizer(Strict):
-    kind: Literal["trained_bpe", "trained_wordpiece", "gpt2", "bert_uncased", "bert_cased", "file", "store"] = Field(
+    kind: Literal[
+        "trained_bpe", "trained_wordpiece", "gpt2", "bert_uncased", "bert_cased", "file", "store"
+    ] = Field(
         default="trained_bpe",
         description="trained_bpe, trained_wordpiece: model.vocab_size tokens, trained on the training documents and cached; gpt2: the "
         "published vocabulary (50257); bert_uncased (30522), bert_cased (28996): the published ones, from tokenizer.path or "
         "the hub; file: tokenizer.path; store: the one kept with the prepared store",
     )
     path: str | None = Field(
-        default=None, description="file, bert_uncased, bert_cased: vocab.txt, tokenizer.json or a directory that transformers saved"
+        default=None,
+        description="file, bert_uncased, bert_cased: vocab.txt, tokenizer.json or a directory that transformers saved",
     )
 
     @model_validator(mode="after")
     def _has_path(self) -> Tokenizer:
         if self.kind == "file" and not self.path:
-            raise ValueError("data.tokenizer.kind=file needs data.tokenizer.path: a vocab.txt, a tokenizer.json or a directory with one")
+            raise ValueError(
+                "data.tokenizer.kind=file needs data.tokenizer.path: a vocab.txt, a tokenizer.json or a directory with one"
+            )
         return self
 
 
@@ -161,10 +189,13 @@ class Masking(Strict):
 
     probability: float = Field(default=0.15, gt=0, lt=1, description="share of tokens that are predicted")
     max_ngram: PositiveInt = Field(
-        default=3, description="longest run of words masked together; a run of n has probability proportional to 1/n (ALBERT)"
+        default=3,
+        description="longest run of words masked together; a run of n has probability proportional to 1/n (ALBERT)",
     )
     whole_words: bool = Field(default=True, description="mask all pieces of a word, not single ones")
-    short_probability: float = Field(default=0.1, ge=0, lt=1, description="share of samples that are made shorter, at random")
+    short_probability: float = Field(
+        default=0.1, ge=0, lt=1, description="share of samples that are made shorter, at random"
+    )
 
 
 class Origin(Strict):
@@ -176,20 +207,28 @@ class Origin(Strict):
         "local files, compressed too; wikipedia: pages-articles XML dump; store: what prepare_data wrote, or a Megatron .bin/.idx",
     )
     name: str | None = Field(
-        default=None, description="hub: dataset name, e.g. Skylion007/openwebtext; files: path or glob; store: directory or prefix"
+        default=None,
+        description="hub: dataset name, e.g. Skylion007/openwebtext; files: path or glob; store: directory or prefix",
     )
     config: str | None = Field(default=None, description="hub: dataset configuration, e.g. 20231101.en")
-    revision: str | None = Field(default=None, description="hub: branch, tag or commit of the dataset; null: the newest")
+    revision: str | None = Field(
+        default=None, description="hub: branch, tag or commit of the dataset; null: the newest"
+    )
     split: str = Field(default="train", description="hub: split that is read")
-    text_column: str = Field(default="text", description="hub, jsonl and parquet: field that holds the document")
+    text_column: str = Field(
+        default="text", description="hub, jsonl and parquet: field that holds the document"
+    )
     documents: Literal["file", "blank_line"] = Field(
-        default="file", description="text: what ends a document; blank_line: an empty line, as in one-sentence-per-line files"
+        default="file",
+        description="text: what ends a document; blank_line: an empty line, as in one-sentence-per-line files",
     )
     sentences: Literal["split", "lines"] = Field(
-        default="split", description="bert: split: by sentencex; lines: every line of a document is one sentence already"
+        default="split",
+        description="bert: split: by sentencex; lines: every line of a document is one sentence already",
     )
     streaming: bool = Field(
-        default=False, description="files: tokenize while training instead of once before it; the hub is always streamed"
+        default=False,
+        description="files: tokenize while training instead of once before it; the hub is always streamed",
     )
 
     @model_validator(mode="after")
@@ -214,13 +253,16 @@ class Data(Origin):
     """Where documents come from, how they are split, and how they become tokens."""
 
     blend: Annotated[tuple[BlendPart, ...], Field(strict=False)] = Field(
-        default=(), description="several sources, by weight; replaces data.source, data.name and what belongs to them"
+        default=(),
+        description="several sources, by weight; replaces data.source, data.name and what belongs to them",
     )
     validation_every: PositiveInt = Field(
-        default=20, description="every n-th document of a source (of a file, where streamed) is held out, whole, for validation"
+        default=20,
+        description="every n-th document of a source (of a file, where streamed) is held out, whole, for validation",
     )
     test_every: PositiveInt | None = Field(
-        default=None, description="every n-th document that validation leaves is held out, whole, for a test after training; null: none"
+        default=None,
+        description="every n-th document that validation leaves is held out, whole, for a test after training; null: none",
     )
     tokenizer: Tokenizer = Tokenizer()
     masking: Masking = Masking()
@@ -240,7 +282,9 @@ class Run(Strict):
     validation_samples: PositiveInt = Field(
         default=64, description="sequences per validation (fewer if the held-out text has fewer)"
     )
-    save_every: NonNegativeInt = Field(default=0, description="optimizer steps between checkpoints; 0: none of these")
+    save_every: NonNegativeInt = Field(
+        default=0, description="optimizer steps between checkpoints; 0: none of these"
+    )
     save_last: bool = Field(
         default=True, description="a checkpoint after the last step; false for runs that only time iterations"
     )
@@ -248,7 +292,8 @@ class Run(Strict):
         default=None, description="newest complete checkpoints that are kept; null: all"
     )
     prompt: str | None = Field(
-        default=None, description="text that the trained model continues at the end (bert: whose [MASK]s it fills in); null: none"
+        default=None,
+        description="text that the trained model continues at the end (bert: whose [MASK]s it fills in); null: none",
     )
     loader_workers: NonNegativeInt = Field(
         default=1, description="threads per rank that make batches ahead of training; 0: made between steps"
@@ -262,7 +307,9 @@ class Hardware(Strict):
     gpus: PositiveInt | None = Field(default=None, description="of the whole run, as printed")
     gpus_per_node: PositiveInt | None = None
     gpu_memory_gb: PositiveFloat | None = Field(default=None, description="GB of each GPU")
-    peak_tflops: PositiveFloat | None = Field(default=None, description="per GPU in half precision, as the source states it")
+    peak_tflops: PositiveFloat | None = Field(
+        default=None, description="per GPU in half precision, as the source states it"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -277,7 +324,10 @@ class Published(Strict):
     """The row as printed by its source; what is not printed is null."""
 
     source: str = Field(description="document and table")
-    row: str | None = Field(default=None, description="the row word for word, cells separated by |, in the order of the table's columns")
+    row: str | None = Field(
+        default=None,
+        description="the row word for word, cells separated by |, in the order of the table's columns",
+    )
     framework: str | None = Field(default=None, description="what the source ran")
     date: str | None = None
     size_label: str | None = Field(default=None, description="model size as printed, e.g. 48B")
@@ -287,15 +337,21 @@ class Published(Strict):
     samples_per_s: PositiveFloat | None = None
     tflops: PositiveFloat | None = Field(default=None, description="per GPU, as printed")
     tflops_by: Literal["formula", "exact"] = Field(
-        default="formula", description="what tflops counts: 2 x parameters x passes per token (Jean Zay), or every matrix product (NVIDIA)"
+        default="formula",
+        description="what tflops counts: 2 x parameters x passes per token (Jean Zay), or every matrix product (NVIDIA)",
     )
-    cached_gb: PositiveFloat | None = Field(default=None, description="GB of memory cached by PyTorch, per GPU")
+    cached_gb: PositiveFloat | None = Field(
+        default=None, description="GB of memory cached by PyTorch, per GPU"
+    )
     weak_scaling_percent: PositiveFloat | None = None
     peak_percent: PositiveFloat | None = Field(default=None, description="share of the GPU's peak TFLOPS")
-    validation_loss: PositiveFloat | None = Field(default=None, description="held-out loss, nats per masked token")
+    validation_loss: PositiveFloat | None = Field(
+        default=None, description="held-out loss, nats per masked token"
+    )
     oom: bool = Field(default=False, description="printed as out of memory")
     printed: dict[str, int | float | str] = Field(
-        default={}, description="keys of the recipe whose printed value the run cannot have had -> that value; the note says why"
+        default={},
+        description="keys of the recipe whose printed value the run cannot have had -> that value; the note says why",
     )
 
 
@@ -310,34 +366,40 @@ class Recipe(Strict):
     schedule: Schedule = Schedule()
     dropout: Dropout = Dropout()
     init_std: PositiveFloat = Field(
-        default=0.02, description="standard deviation of initial weights; residual projections: / sqrt(2 x layers)"
+        default=0.02,
+        description="standard deviation of initial weights; residual projections: / sqrt(2 x layers)",
     )
     activation_checkpointing: Literal["none", "full"] | PositiveInt = Field(
-        default="none", description="none; full: every layer is recomputed; N: recomputed in chunks of N layers"
+        default="none",
+        description="none; full: every layer is recomputed; N: recomputed in chunks of N layers",
     )
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     seed: NonNegativeInt = 1234
     data: Data = Data()
     run: Run = Run()
     ds_config: str = Field(
-        default="zero1", description="file of ds_configs/ (without .json) that the recipe is run with by default"
+        default="zero1",
+        description="file of ds_configs/ (without .json) that the recipe is run with by default",
     )
     hardware: Hardware | None = None
     published: Published | None = None
     inferred: dict[str, str] = Field(
-        default={}, description="keys that the table does not print -> where their values come from (its text, a public script, a paper)"
+        default={},
+        description="keys that the table does not print -> where their values come from (its text, a public script, a paper)",
     )
     differs: dict[str, str] = Field(
-        default={}, description="keys in which the recipe knowingly is not what the source ran -> how; a run states them as deviations"
+        default={},
+        description="keys in which the recipe knowingly is not what the source ran -> how; a run states them as deviations",
     )
     unknown: dict[str, str] = Field(
-        default={}, description="keys that no source gives -> why the value here stands in for them; a run states them as deviations"
+        default={},
+        description="keys that no source gives -> why the value here stands in for them; a run states them as deviations",
     )
     note: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        problems = rules.problems(self)
+        problems = consistency.problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self

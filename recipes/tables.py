@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes.problems import did_you_mean
 from recipes.validation import RecipeError
-from recipes.yamlfile import Document, KeyPath, YamlError, read
+from recipes.yaml_lines import Document, KeyPath, YamlError, read
 
 FOLDER = Path(__file__).resolve().parent
 _KEYS = ("title", "source", "columns", "note", "defaults", "rows")
@@ -88,19 +88,28 @@ def _frame_problems(document: Document) -> list[str]:
     if not value.get("title"):
         problems.append(f"{document.where}: title is missing: give the table one line for --list")
     if not isinstance(value.get("defaults") or {}, dict):
-        problems.append(f"{document.at('defaults')}: defaults={value['defaults']!r}: must be a mapping of recipe keys")
+        problems.append(
+            f"{document.at('defaults')}: defaults={value['defaults']!r}: must be a mapping of recipe keys"
+        )
     columns = value.get("columns") or []
     if not isinstance(columns, list) or not all(isinstance(name, str) for name in columns):
-        problems.append(f"{document.at('columns')}: columns={columns!r}: must be a list of the source's headings")
+        problems.append(
+            f"{document.at('columns')}: columns={columns!r}: must be a list of the source's headings"
+        )
     for key in ("source", "note"):
         if not isinstance(value.get(key) or "", str):
             problems.append(f"{document.at(key)}: {key}={value[key]!r}: must be text")
     rows = value.get("rows")
     if not isinstance(rows, dict) or not rows:
-        return [*problems, f"{document.at('rows')}: rows={rows!r}: a table has at least one row, name: {{keys}}"]
+        return [
+            *problems,
+            f"{document.at('rows')}: rows={rows!r}: a table has at least one row, name: {{keys}}",
+        ]
     for name, row in rows.items():
         if not isinstance(name, str):
             problems.append(f"{document.at('rows')}: row {name!r}: a row's name is text; put it in quotes")
         elif not isinstance(row or {}, dict):
-            problems.append(f"{document.at('rows', name)}: row {name} holds {row!r}: must be a mapping of recipe keys")
+            problems.append(
+                f"{document.at('rows', name)}: row {name} holds {row!r}: must be a mapping of recipe keys"
+            )
     return problems

@@ -41,14 +41,18 @@ def tiny(recipe: Recipe) -> Recipe:
     if recipe.model.attention_window is not None:
         values["sequence_length"] = min(BANDED_SEQUENCE, recipe.sequence_length)
         values["model"]["attention_window"] = _window(recipe.model.attention_window, recipe.sequence_length)
-    values["parallel"] = {key: min(2, degree) for key, degree in values.get("parallel", {}).items() if degree}
+    values["parallel"] = {key: min(2, degree) for key, degree in recipe.parallel if degree}
     values["batch"] = _batch(recipe, values["parallel"].get("dp"))
     values |= _steps(recipe)
     values["optimizer"]["lr"] = max(LEAST_LR, recipe.optimizer.lr)
     if isinstance(recipe.activation_checkpointing, int):
         values["activation_checkpointing"] = min(2, recipe.activation_checkpointing)
     kind = "trained_wordpiece" if recipe.model.family == "bert" else "trained_bpe"
-    values["data"] = {"source": "packaged", "tokenizer": {"kind": kind}, "masking": recipe.data.masking.model_dump()}
+    values["data"] = {
+        "source": "packaged",
+        "tokenizer": {"kind": kind},
+        "masking": recipe.data.masking.model_dump(),
+    }
     values["run"] = _run(recipe, values.get("run", {}))
     return Recipe.model_validate(values)
 
@@ -93,7 +97,9 @@ def _steps(recipe: Recipe) -> dict[str, Any]:
     if recipe.schedule.decay_steps is not None:
         schedule["decay_steps"] = decay
     if recipe.schedule.warmup_steps:
-        schedule["warmup_steps"] = min(max(1, round(recipe.schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1)
+        schedule["warmup_steps"] = min(
+            max(1, round(recipe.schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1
+        )
     return {"steps": steps, "schedule": schedule}
 
 

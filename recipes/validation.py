@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from recipes.fields import known_prefix, list_rule, shown, suggestion
-from recipes.incomplete import incomplete, row_problems
+from recipes.consistency import known_problems
+from recipes.key_paths import known_prefix, list_rule, shown, suggestion
 from recipes.overrides import Overridden
+from recipes.partial_recipe import incomplete, row_problems
 from recipes.problems import ProblemsError
-from recipes.rules import known_problems
 from recipes.schema import Recipe
-from recipes.yamlfile import Document, KeyPath
+from recipes.yaml_lines import Document, KeyPath
 
 _MISSING = "missing"
 _UNKNOWN = "extra_forbidden"
@@ -83,7 +83,11 @@ def _lines(error: ValidationError, values: dict[str, Any]) -> list[tuple[ErrorPa
             details = [*details, *second.errors()]
             found += [pair for detail in second.errors() for pair in _describe(detail) if pair not in found]
     if all(path for path, _ in found):  # nor the fields of a recipe with a wrong value
-        wrong = {known_prefix(detail["loc"]) for detail in details if detail["type"] not in (_UNKNOWN, "value_error")}
+        wrong = {
+            known_prefix(detail["loc"])
+            for detail in details
+            if detail["type"] not in (_UNKNOWN, "value_error")
+        }
         found += [((), line) for line in known_problems(incomplete(Recipe, rest, wrong))]
     return _one_per_union(found)
 
@@ -114,7 +118,9 @@ def _describe(detail: ErrorDetails) -> list[tuple[ErrorPath, str]]:
         return [(loc, f"{shown(loc)}: is missing; the recipe must state it")]
     if detail["type"] == "value_error":  # ours: each line says what came, the rule and the fix
         lines = detail["msg"].removeprefix("Value error, ").splitlines()
-        if path != _outside_lists(path):  # a part of data.blend has the rules of data, which know nothing of a list
+        if path != _outside_lists(
+            path
+        ):  # a part of data.blend has the rules of data, which know nothing of a list
             lines = [line.replace("data.", f"{key}.") for line in lines]
         return [(path, line) for line in lines]
     if detail["type"] == _NO_LIST:

@@ -11,7 +11,7 @@ import broken_layouts
 from launching import ROOT, WORKERS, run_ranks
 
 from launch import compare_layouts
-from launch.parity import Difference, Outcome, compare, read_outcome
+from launch.parity.comparison import Difference, Outcome, compare, read_outcome
 
 COMMAND = [sys.executable, str(ROOT / "launch" / "compare_layouts.py"), "--tiny"]
 

@@ -21,12 +21,20 @@ def run(
     Raises subprocess.TimeoutExpired after `timeout` seconds, once the command and all its children are killed.
     """
     process = subprocess.Popen(
-        command, cwd=cwd, env=environment(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=cwd,
+        env=environment(env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on: its workers are in sessions of their own
+        os.killpg(
+            process.pid, signal.SIGTERM
+        )  # torchrun passes it on: its workers are in sessions of their own
         try:
             output, _ = process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
@@ -40,7 +48,13 @@ def run_ranks(
     processes: int, script: Path, *args: object, env: Mapping[str, str] | None = None, timeout: float = 180
 ) -> subprocess.CompletedProcess[str]:
     """Run `script` on `processes` ranks of one torchrun launch; see `run`."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+    ]
     return run([*launcher, str(script), *map(str, args)], env=env, timeout=timeout)
 
 

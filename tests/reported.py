@@ -10,9 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
-from launch import results
 from launch.reports import runs as reading
 from launch.reports.tables import Tables
+from launch.runs import result
 from recipes import catalog
 from recipes.schema import Recipe
 from recipes.tiny import tiny as shrink
@@ -98,12 +98,19 @@ def make_run(folder: Path, tables: Path, row: str, *, tiny=False, status="ok", s
     (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": plan["zero_stage"]}}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     command = ["launch/pretrain.py", *(["--tiny"] if tiny else [])]
-    launch = {"started": started, "command": command, "recipe": name, "plan": plan, **MACHINE, **(environment or {})}
+    launch = {
+        "started": started,
+        "command": command,
+        "recipe": name,
+        "plan": plan,
+        **MACHINE,
+        **(environment or {}),
+    }
     (folder / "environment.json").write_text(json.dumps({"launches": [launch]}))
     if finished:
         ds = json.loads((folder / "ds_config.json").read_text())
         made = SimpleNamespace(recipe=recipe, ds=ds, **{**plan, "layout": SimpleNamespace(**plan["layout"])})
-        results.write_result(folder / "result.json", results.result_row(
+        result.write_result(folder / "result.json", result.result_row(
             made, records, name=name, described=MACHINE, original=original, tiny=tiny, status=status,
             cached_bytes=cached, entropies={"uniform": 5.7, "unigram": 5.2},
         ))  # fmt: skip
@@ -132,7 +139,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes) -> None:
         self.tags.add(tag)
-        self.references += [value for key, value in attributes if key in ("href", "src", "xlink:href", "data", "action", "srcset")]
+        self.references += [
+            value
+            for key, value in attributes
+            if key in ("href", "src", "xlink:href", "data", "action", "srcset")
+        ]
         assert not [key for key, _ in attributes if key.startswith("on")], "an event handler"
         if tag not in self.VOID:
             self.open.append(tag)

@@ -45,11 +45,15 @@ def test_imports_point_one_way(file):
     package = file.relative_to(ROOT).parts[0]
     names = {name.split(".")[0] for name in imported(ast.parse(file.read_text()))}
     wrong = names & (set(ALLOWED) | {"tests"}) - ALLOWED[package] - {package}
-    assert not wrong, f"{package} may import {sorted(ALLOWED[package]) or 'none of the others'}, but {file.name} imports {sorted(wrong)}"
+    assert not wrong, (
+        f"{package} may import {sorted(ALLOWED[package]) or 'none of the others'}, but {file.name} imports {sorted(wrong)}"
+    )
 
 
 def modules_without_torch() -> list[str]:
-    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in FILES]
+    modules = [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in FILES
+    ]
     return [m for m in modules if m in WITHOUT_TORCH or m.split(".")[0] in WITHOUT_TORCH]
 
 
@@ -75,8 +79,12 @@ sys.exit(f"loaded {{sorted(heavy)}}" if heavy else 0)
 def test_commands_replace_their_own_folder_on_the_path(file):
     """`python launch/x.py` puts launch/ first on the path; it has to give way before the first import from this project."""
     body = ast.parse(file.read_text()).body
-    replaced = [i for i, node in enumerate(body) if isinstance(node, ast.If) and "sys.path[0] =" in ast.unparse(node)]
-    ours = [i for i, node in enumerate(body) if set(ALLOWED) & {name.split(".")[0] for name in imported(node)}]
+    replaced = [
+        i for i, node in enumerate(body) if isinstance(node, ast.If) and "sys.path[0] =" in ast.unparse(node)
+    ]
+    ours = [
+        i for i, node in enumerate(body) if set(ALLOWED) & {name.split(".")[0] for name in imported(node)}
+    ]
     assert replaced and replaced[0] < min(ours), "set sys.path[0] before importing from the project"
 
 

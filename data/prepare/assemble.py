@@ -48,7 +48,9 @@ def gather(chunks: Path, count: int, documents: int, permutations: int, director
     """Copies what deduplication needs out of the chunks into mapped files of `directory`."""
     shapes = {"files": ((documents,), "i4"), "numbers": ((documents,), "i8"), "digests": ((documents,), "u8"),
               "marks": ((documents, permutations), "u4")}  # fmt: skip
-    arrays = {name: _mapped(directory / f"{name}.array", shape, dtype) for name, (shape, dtype) in shapes.items()}
+    arrays = {
+        name: _mapped(directory / f"{name}.array", shape, dtype) for name, (shape, dtype) in shapes.items()
+    }
     starts = [0]
     for number in range(count):
         columns = chunk_file.read_arrays(chunks, number, list(arrays))
@@ -91,7 +93,11 @@ def write(
             text_bytes += int(chunk.sizes[keep].sum())
             for name, lines in ((ARTICLES, chunk.articles), (SENTENCES, chunk.sentences)):
                 if lines:
-                    kept = lines if keep.all() else b"".join(line for line, k in zip(lines.splitlines(True), keep, strict=True) if k)
+                    kept = (
+                        lines
+                        if keep.all()
+                        else b"".join(line for line, k in zip(lines.splitlines(True), keep, strict=True) if k)
+                    )
                     files(name).write(kept)
             for rejected, lines in chunk.rejected.items():
                 files(f"{REJECTED}/{rejected}.jsonl").write(lines)
@@ -102,7 +108,9 @@ def write(
             written = tally.step("write")
             for side in ("in", "out"):
                 setattr(written, f"documents_{side}", getattr(written, f"documents_{side}") + int(keep.sum()))
-                setattr(written, f"bytes_{side}", getattr(written, f"bytes_{side}") + int(chunk.sizes[keep].sum()))
+                setattr(
+                    written, f"bytes_{side}", getattr(written, f"bytes_{side}") + int(chunk.sizes[keep].sum())
+                )
             step()
     assert writer.checksum is not None
     crc = {"idx": f"{writer.checksum.idx:08x}", "bin": f"{writer.checksum.bin:08x}"}
@@ -126,7 +134,9 @@ def _count_duplicates(tally: Tally, chunk: Finished, duplicates: Duplicates, par
         step.drop(EXACT if exact[k] else NEAR, int(chunk.sizes[k]))
 
 
-def _duplicate_lines(chunk: Finished, duplicates: Duplicates, part: slice, index: Index, names: list[str]) -> Iterator[bytes]:
+def _duplicate_lines(
+    chunk: Finished, duplicates: Duplicates, part: slice, index: Index, names: list[str]
+) -> Iterator[bytes]:
     of, agreement, exact = duplicates.of[part], duplicates.agreement[part], duplicates.exact[part]
     for k in np.flatnonzero(of >= 0).tolist():
         earlier = int(of[k])

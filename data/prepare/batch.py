@@ -41,7 +41,12 @@ class Documents:
         if all(keep):
             return self
         lists = (self.files, self.names, self.numbers, self.texts, self.sizes, self.sentences, self.tokens)
-        return Documents(*([value for value, kept in zip(column, keep, strict=True) if kept] if column else [] for column in lists))  # type: ignore[arg-type]
+        return Documents(
+            *(
+                [value for value, kept in zip(column, keep, strict=True) if kept] if column else []
+                for column in lists
+            )
+        )  # type: ignore[arg-type]
 
 
 def utf8_size(text: str) -> int:
@@ -57,18 +62,26 @@ class Verdict:
     detail: str = ""  # of this document
 
 
-def sift(documents: Documents, verdicts: Sequence[Verdict | None], step: Step, reject: Callable[[str], None]) -> Documents:
+def sift(
+    documents: Documents, verdicts: Sequence[Verdict | None], step: Step, reject: Callable[[str], None]
+) -> Documents:
     """Those with the verdict None; the others are counted and handed to `reject` as lines of JSON."""
     for k, verdict in enumerate(verdicts):
         if verdict is not None:
             step.drop(verdict.reason, documents.sizes[k])
-            reject(dropped_line(documents.names[k], documents.numbers[k], verdict, documents.sizes[k], documents.texts[k]))
+            reject(
+                dropped_line(
+                    documents.names[k], documents.numbers[k], verdict, documents.sizes[k], documents.texts[k]
+                )
+            )
     return documents.select([verdict is None for verdict in verdicts])
 
 
 def dropped_line(file: str, number: int, verdict: Verdict, size: int, text: str) -> str:
     excerpt = text[:EXCERPT_CHARACTERS]
-    return _line(file=file, number=number, reason=verdict.reason, detail=verdict.detail, size=size, excerpt=excerpt)
+    return _line(
+        file=file, number=number, reason=verdict.reason, detail=verdict.detail, size=size, excerpt=excerpt
+    )
 
 
 def broken_line(broken: Broken) -> str:

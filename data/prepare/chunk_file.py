@@ -12,8 +12,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from data import cache
-from data.cache import Damaged
+from data import durable_files
+from data.durable_files import Damaged
 from data.prepare.batch import Documents
 from data.prepare.inputs import Cursor
 from data.prepare.tally import Tally
@@ -68,7 +68,7 @@ def commit(directory: Path, number: int, finished: Finished) -> None:
     arrays |= {name: np.frombuffer(blob, dtype=np.uint8) for name, blob in blobs.items()}
     path = path_of(directory, number)
     path.parent.mkdir(exist_ok=True)
-    with cache.replacing(path) as file:
+    with durable_files.replacing(path) as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
@@ -88,7 +88,11 @@ def read(directory: Path, number: int) -> Finished:
     with _opened(directory, number) as file:
         end, tally = _head(file)
         arrays = {name: file[name] for name in file.files if name != "head"}
-    rejected = {name.partition(":")[2]: arrays.pop(name).tobytes() for name in list(arrays) if name.startswith("rejected:")}
+    rejected = {
+        name.partition(":")[2]: arrays.pop(name).tobytes()
+        for name in list(arrays)
+        if name.startswith("rejected:")
+    }
     blobs = {name: arrays.pop(name).tobytes() for name in ("articles", "sentences")}
     return Finished(end=end, tally=tally, rejected=rejected, **arrays, **blobs)
 

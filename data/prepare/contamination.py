@@ -72,11 +72,15 @@ def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
             hashes.append(found)
             file.append(np.full(len(found), number, dtype=np.int32))
         if not any(found.size for found in hashes[before:]):
-            raise ValueError(f"--decontaminate {path}: no text in it has {n} words: leave it out, or give a smaller --ngram")
+            raise ValueError(
+                f"--decontaminate {path}: no text in it has {n} words: leave it out, or give a smaller --ngram"
+            )
     distinct, where = np.unique(np.concatenate(hashes), return_index=True)
     table = np.zeros(1 << _FILTER_BITS, dtype=bool)
     table[distinct >> np.uint64(64 - _FILTER_BITS)] = True
-    return Evaluation(n, distinct, np.concatenate(file)[where], tuple(map(str, paths)), texts, too_short, table)
+    return Evaluation(
+        n, distinct, np.concatenate(file)[where], tuple(map(str, paths)), texts, too_short, table
+    )
 
 
 def _strings(path: Path) -> Iterator[str]:

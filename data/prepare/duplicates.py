@@ -36,7 +36,11 @@ class Duplicates:
 
 
 def find_duplicates(
-    digests: np.ndarray, marks: np.ndarray, bands: Bands, threshold: float, step: Callable[[], None] = lambda: None
+    digests: np.ndarray,
+    marks: np.ndarray,
+    bands: Bands,
+    threshold: float,
+    step: Callable[[], None] = lambda: None,
 ) -> Duplicates:
     """
     Args:
@@ -83,12 +87,16 @@ class _Meetings:
     """Who shares a bucket with whom."""
 
     documents: np.ndarray  # (m,) int64, ascending: those that share one anywhere
-    buckets: np.ndarray  # (m, bands) int32: the bucket that is shared in each band, numbered over all bands; -1: none is
+    buckets: (
+        np.ndarray
+    )  # (m, bands) int32: the bucket that is shared in each band, numbered over all bands; -1: none is
     count: int  # of buckets
 
 
 def _meetings(marks: np.ndarray, bands: Bands, considered: np.ndarray, step: Callable[[], None]) -> _Meetings:
-    columns: list[tuple[np.ndarray, np.ndarray]] = []  # per band: documents that share a bucket, and its number
+    columns: list[
+        tuple[np.ndarray, np.ndarray]
+    ] = []  # per band: documents that share a bucket, and its number
     meets = np.zeros(len(marks), dtype=bool)
     count = 0
     for band in range(bands.count):
@@ -116,7 +124,9 @@ def _shared_buckets(hashes: np.ndarray, considered: np.ndarray) -> tuple[np.ndar
     return order[shared], np.cumsum(begins[shared], dtype=np.int32) - np.int32(1)
 
 
-def _drop_in_order(meetings: _Meetings, marks: np.ndarray, threshold: float, of: np.ndarray, agreement: np.ndarray) -> int:
+def _drop_in_order(
+    meetings: _Meetings, marks: np.ndarray, threshold: float, of: np.ndarray, agreement: np.ndarray
+) -> int:
     """Fills `of` and `agreement`, document after document. Returns the number of pairs compared."""
     # The kept documents of each bucket, as linked lists in three flat arrays: a dict of lists would take 20 times the memory.
     newest = array("i", [-1]) * meetings.count

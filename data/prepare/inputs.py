@@ -74,11 +74,21 @@ class Inputs:
     def __init__(self, settings: Settings):
         self._settings = settings
         self._hub = settings.origin.source == "hub"
-        self.format: RecordFormat = HubFormat(settings) if self._hub else format_of(settings.origin, settings.max_record_mb << 20)
-        names = [Path(str(o.name)) for o in settings.origins] if self._hub else [p for o in settings.origins for p in files_of(o)]
-        repeated = {str(name) for name in names if names.count(name) > 1} if len(settings.origins) > 1 else set()
+        self.format: RecordFormat = (
+            HubFormat(settings) if self._hub else format_of(settings.origin, settings.max_record_mb << 20)
+        )
+        names = (
+            [Path(str(o.name)) for o in settings.origins]
+            if self._hub
+            else [p for o in settings.origins for p in files_of(o)]
+        )
+        repeated = (
+            {str(name) for name in names if names.count(name) > 1} if len(settings.origins) > 1 else set()
+        )
         if repeated:
-            raise ValueError(f"--name matches {', '.join(sorted(repeated))} more than once: give each file one time")
+            raise ValueError(
+                f"--name matches {', '.join(sorted(repeated))} more than once: give each file one time"
+            )
         self.paths = names
         self.files = self.look()
 
@@ -87,7 +97,10 @@ class Inputs:
         if self._hub:
             return [InputFile(str(path), None, None) for path in self.paths]
         facts = [os.stat(path) for path in self.paths]
-        return [InputFile(str(path.resolve()), f.st_size, f.st_mtime_ns) for path, f in zip(self.paths, facts, strict=True)]
+        return [
+            InputFile(str(path.resolve()), f.st_size, f.st_mtime_ns)
+            for path, f in zip(self.paths, facts, strict=True)
+        ]
 
     @property
     def bytes(self) -> int | None:

@@ -19,7 +19,9 @@ RECALL = 0.99  # least probability that two documents at the threshold meet in a
 def signatures(words: Words, shingle: int, permutations: int, seed: int) -> np.ndarray:
     """(texts, permutations) uint32. A text of fewer than `shingle` words is one shingle."""
     hashes, _, offsets = ngrams(words, shingle, whole_if_short=True)
-    digests = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets.astype(np.uint64), permutations, seed)
+    digests = rensa.RMinHash.digest_matrix_from_flat_token_hashes(
+        hashes, offsets.astype(np.uint64), permutations, seed
+    )
     return np.array(digests.to_rows(), dtype=np.uint32).reshape(-1, permutations)
 
 

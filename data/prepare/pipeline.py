@@ -19,7 +19,7 @@ from data.prepare.work import Done, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.vocabularies.encoder import ONE_CORE_BATCH_CHARACTERS, Encoder
 from data.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
-from recipes.rules import TRAINED
+from recipes.vocabularies import TRAINED
 
 EARLY_RECORDS = 10_000  # from here on too many broken ones end a run at once, not at its end
 EXAMPLES = 3  # broken records that are printed
@@ -90,7 +90,9 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         facts = finish(plan, inputs, run, space, bands, screen)
         vocabulary.save_pretrained(result / tokenizer.FOLDER)
         whole = describe(plan, inputs, run, facts, manifest, bands, vocabulary_digest(vocabulary), result)
-        (result / REPORT).write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", errors="replace")
+        (result / REPORT).write_text(
+            json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", errors="replace"
+        )
         (result / "report.txt").write_text(report.as_text(whole), encoding="utf-8", errors="replace")
         space.publish()
         return whole
@@ -133,7 +135,10 @@ def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
         seen[answer.number] = answer.progress
         if run.tally.records >= EARLY_RECORDS:
             check_broken(run.tally, plan.settings.max_broken, plan.directory, run.chunks)
-        screen.at(max(seen.values()), f"{run.new_bytes / 1e6 / (time.perf_counter() - run.started):.2f} MB/s of text")
+        screen.at(
+            max(seen.values()),
+            f"{run.new_bytes / 1e6 / (time.perf_counter() - run.started):.2f} MB/s of text",
+        )
 
     pool.run(plan, missing(), plan.settings.workers, done)
     return run
@@ -183,7 +188,9 @@ def _broken_examples(chunks: Path, count: int) -> list[dict[str, Any]]:
     return examples[:EXAMPLES]
 
 
-def finish(plan: Plan, inputs: Inputs, run: Run, space: Workspace, bands: Bands | None, screen: Screen) -> dict[str, Any]:
+def finish(
+    plan: Plan, inputs: Inputs, run: Run, space: Workspace, bands: Bands | None, screen: Screen
+) -> dict[str, Any]:
     """Deduplicates over all chunks and writes the store into the result; returns facts for the report."""
     settings = plan.settings
     documents = next((step.documents_out for step in reversed(run.tally.values())), 0)
@@ -204,7 +211,9 @@ def finish(plan: Plan, inputs: Inputs, run: Run, space: Workspace, bands: Bands 
         if not (duplicates.of < 0).any():
             documents = 0
     if not documents:
-        raise NothingLeft(f"no document passed all steps:\n{_losses(run.tally)}\ngive other input, or relax the steps that dropped it")
+        raise NothingLeft(
+            f"no document passed all steps:\n{_losses(run.tally)}\ngive other input, or relax the steps that dropped it"
+        )
     screen.phase("store", run.chunks, "chunks")
     started = time.perf_counter()
     names = [str(path) for path in inputs.paths]
@@ -227,11 +236,20 @@ def _counter(screen: Screen) -> Callable[[], None]:
 
 
 def _losses(tally: Tally) -> str:
-    return "\n".join(f"  {reason}: {count:,}" for step in tally.values() for reason, (count, _) in step.dropped.items())
+    return "\n".join(
+        f"  {reason}: {count:,}" for step in tally.values() for reason, (count, _) in step.dropped.items()
+    )
 
 
 def describe(
-    plan: Plan, inputs: Inputs, run: Run, facts: dict[str, Any], manifest: dict[str, Any], bands: Bands | None, digest: str, result: Path
+    plan: Plan,
+    inputs: Inputs,
+    run: Run,
+    facts: dict[str, Any],
+    manifest: dict[str, Any],
+    bands: Bands | None,
+    digest: str,
+    result: Path,
 ) -> dict[str, Any]:
     """The report."""
     settings, evaluation = plan.settings, plan.evaluation
@@ -269,10 +287,14 @@ def describe(
 def warnings(tally: Tally) -> list[str]:
     """Losses that a share of records does not show: nobody knows how many records the lost end of a file held."""
     lost = tally.step("read").dropped
-    files = sum(lost[reason][0] for reason in (f"{BROKEN}damaged file", f"{BROKEN}empty file") if reason in lost)
+    files = sum(
+        lost[reason][0] for reason in (f"{BROKEN}damaged file", f"{BROKEN}empty file") if reason in lost
+    )
     if not files:
         return []
-    return [f"{files} input files are damaged or empty, and what they lack is not here: see {assemble.REJECTED}/broken.jsonl"]
+    return [
+        f"{files} input files are damaged or empty, and what they lack is not here: see {assemble.REJECTED}/broken.jsonl"
+    ]
 
 
 def _decontamination(evaluation: Evaluation | None, manifest: dict[str, Any]) -> dict[str, Any] | None:

@@ -27,7 +27,9 @@ INERT = (
 REACH = 5
 _ACTIVE = re.compile(rf"[^\n\t\x20-\x25\x27-\x7e{INERT}]")
 _OUTSIDE_ASCII_RUN = re.compile(r"[^\x00-\x7f]+")
-_QUOTES = tuple((c, "'") for c in "\u02bc\u2018\u2019\u201a\u201b") + tuple((c, '"') for c in "\u201c\u201d\u201e\u201f")
+_QUOTES = tuple((c, "'") for c in "\u02bc\u2018\u2019\u201a\u201b") + tuple(
+    (c, '"') for c in "\u201c\u201d\u201e\u201f"
+)
 _HARMLESS = bytes({ord("\n"), ord("\t"), *range(0x20, 0x7F)} - {ord("&")})
 _OUTSIDE_ASCII = bytes(range(0x80, 0x100))
 _CONFIG = ftfy.TextFixerConfig(explain=False)

@@ -30,7 +30,11 @@ def versions() -> dict[str, str]:
 def file_digest(path: Path) -> str:
     """SHA-256, hexadecimal."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(file)
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else _slow_digest(file)
+        )
 
 
 def _slow_digest(file: Any) -> str:
@@ -59,7 +63,10 @@ def describe_inputs(files: Sequence[InputFile], threads: int) -> list[dict[str, 
 def describe_outputs(directory: Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of every file in `directory`, by its relative path."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in paths}
+    return {
+        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+        for path in paths
+    }
 
 
 def broken_summary(tally: Tally) -> dict[str, Any]:
@@ -79,7 +86,11 @@ def broken_summary(tally: Tally) -> dict[str, Any]:
 
 def speeds(tally: Tally) -> dict[str, float]:
     """MB of incoming text per second and core, by step."""
-    return {name: round(step.bytes_in / 1e6 / step.seconds, 2) for name, step in tally.items() if step.seconds and step.bytes_in}
+    return {
+        name: round(step.bytes_in / 1e6 / step.seconds, 2)
+        for name, step in tally.items()
+        if step.seconds and step.bytes_in
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -88,7 +99,22 @@ def machine() -> dict[str, Any]:
 
 def as_text(report: dict[str, Any]) -> str:
     """The report as tables, for a reader."""
-    return "\n".join([*_head(report), "", *_steps(report), "", *_dropped(report), "", *_store(report), "", *_files(report)]) + "\n"
+    return (
+        "\n".join(
+            [
+                *_head(report),
+                "",
+                *_steps(report),
+                "",
+                *_dropped(report),
+                "",
+                *_store(report),
+                "",
+                *_files(report),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _head(report: dict[str, Any]) -> list[str]:
@@ -96,7 +122,12 @@ def _head(report: dict[str, Any]) -> list[str]:
     wall = f"{run['wall_seconds']:,.1f} s with {run['workers']} workers, {run['mb_per_second']:.2f} MB/s, peak memory {run['peak_mb']:,} MB"
     return [
         f"prepared {report['store']['documents']:,} documents, {report['store']['tokens']:,} tokens",
-        wall + (f" (continued: {run['chunks_found']} of {run['chunks']} chunks were there)" if run["chunks_found"] else ""),
+        wall
+        + (
+            f" (continued: {run['chunks_found']} of {run['chunks']} chunks were there)"
+            if run["chunks_found"]
+            else ""
+        ),
         *(f"WARNING: {warning}" for warning in report["warnings"]),
     ]
 
@@ -147,7 +178,9 @@ def _store(report: dict[str, Any]) -> list[str]:
 
 def _files(report: dict[str, Any]) -> list[str]:
     rows = [("input", "bytes", "SHA-256, or else")]
-    rows += [(f["name"], f"{f.get('bytes', 0):,}", f.get("sha256", f["identified_by"])) for f in report["inputs"]]
+    rows += [
+        (f["name"], f"{f.get('bytes', 0):,}", f.get("sha256", f["identified_by"])) for f in report["inputs"]
+    ]
     outputs = [("output", "bytes", "SHA-256")]
     outputs += [(name, f"{f['bytes']:,}", f["sha256"]) for name, f in report["outputs"].items()]
     arguments = [f"  {key}: {value}" for key, value in report["manifest"]["arguments"].items()]

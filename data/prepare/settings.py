@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from recipes.rules import SMALLEST_BPE, TRAINED
 from recipes.schema import Origin, Tokenizer
+from recipes.vocabularies import SMALLEST_BPE, TRAINED
 
 FORMAT_VERSION = 1  # of chunk files and of the manifest
 
@@ -76,11 +76,17 @@ class Settings:
             found.append(f"--vocab_size {self.vocab_size} with --tokenizer trained_bpe, which begins with 256 bytes and the end-of-"
                          f"document token: give {SMALLEST_BPE} or more")  # fmt: skip
         if kind not in TRAINED and self.vocab_size is not None:
-            found.append(f"--vocab_size {self.vocab_size} with --tokenizer {kind}, which has a size already: leave --vocab_size out")
+            found.append(
+                f"--vocab_size {self.vocab_size} with --tokenizer {kind}, which has a size already: leave --vocab_size out"
+            )
         if kind == "store":
-            found.append("--tokenizer store: a store is being made; to use another store's, give --tokenizer file:STORE/tokenizer")
+            found.append(
+                "--tokenizer store: a store is being made; to use another store's, give --tokenizer file:STORE/tokenizer"
+            )
         if bert and kind in ("gpt2", "trained_bpe"):
-            found.append(f"--samples bert with --tokenizer {kind}: it lacks [CLS], [SEP], [MASK]: give bert_uncased or trained_wordpiece")
+            found.append(
+                f"--samples bert with --tokenizer {kind}: it lacks [CLS], [SEP], [MASK]: give bert_uncased or trained_wordpiece"
+            )
         for flag, value, least, most in (
             ("--language_score", self.language_score, 0, 1),
             ("--max_broken", self.max_broken, 0, 1),

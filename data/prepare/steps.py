@@ -24,10 +24,14 @@ from data.sources.sentences import split
 from data.vocabularies.encoder import Encoder
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
-_WORDS_AT_ONCE = 1 << 17  # characters whose words are hashed together: numpy's arrays then stay in the processor's cache
+_WORDS_AT_ONCE = (
+    1 << 17
+)  # characters whose words are hashed together: numpy's arrays then stay in the processor's cache
 
 
-def parse(items: Sequence[tuple[int, Raw | Broken]], form: RecordFormat, step: Step, reject: Callable[[str], None]) -> Documents:
+def parse(
+    items: Sequence[tuple[int, Raw | Broken]], form: RecordFormat, step: Step, reject: Callable[[str], None]
+) -> Documents:
     """Records to documents; broken ones are counted and kept aside."""
     documents = Documents([], [], [], [], [])
     for file, item in items:
@@ -51,11 +55,15 @@ def parse(items: Sequence[tuple[int, Raw | Broken]], form: RecordFormat, step: S
 
 def repair_texts(documents: Documents, step: Step) -> Documents:
     texts = [repair(text) for text in documents.texts]
-    step.changed += sum(new is not old and new != old for new, old in zip(texts, documents.texts, strict=True))
+    step.changed += sum(
+        new is not old and new != old for new, old in zip(texts, documents.texts, strict=True)
+    )
     return documents.with_texts(texts)
 
 
-def judge_language(documents: Documents, detect: Callable[[str], tuple[str, float]], wanted: str, least: float) -> list[Verdict | None]:
+def judge_language(
+    documents: Documents, detect: Callable[[str], tuple[str, float]], wanted: str, least: float
+) -> list[Verdict | None]:
     verdicts: list[Verdict | None] = []
     for text in documents.texts:
         language, score = detect(text)
@@ -103,7 +111,10 @@ def hash_words(texts: Sequence[str]) -> list[Words]:
 
 def judge_contamination(blocks: Sequence[Words], evaluation: Evaluation) -> list[Verdict | None]:
     matches = [match for words in blocks for match in evaluation.matches(words)]
-    return [None if m is None else Verdict(f"shares {evaluation.n} words in a row with {m[0]}", m[1]) for m in matches]
+    return [
+        None if m is None else Verdict(f"shares {evaluation.n} words in a row with {m[0]}", m[1])
+        for m in matches
+    ]
 
 
 def sign(blocks: Sequence[Words], shingle: int, permutations: int, seed: int) -> np.ndarray:
@@ -120,7 +131,9 @@ def digests(texts: Sequence[str]) -> np.ndarray:
 
 def article_line(file: str, number: int, text: str) -> bytes:
     """One article of the raw form: a JSON object on a line. The sentence-per-line form has a line feed after each sentence."""
-    return (json.dumps({"text": text, "file": file, "number": number}, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+    return (json.dumps({"text": text, "file": file, "number": number}, ensure_ascii=False) + "\n").encode(
+        "utf-8", "replace"
+    )
 
 
 def article_lines(documents: Documents) -> bytes:

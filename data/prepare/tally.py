@@ -5,7 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-STEPS = ("read", "repair", "language", "sentences", "tokenize", "decontaminate", "signatures", "deduplicate", "write")
+STEPS = (
+    "read",
+    "repair",
+    "language",
+    "sentences",
+    "tokenize",
+    "decontaminate",
+    "signatures",
+    "deduplicate",
+    "write",
+)
 
 
 @dataclasses.dataclass

@@ -18,7 +18,7 @@ from data.sources.records import Raw
 from data.vocabularies.published import ready_made
 from data.vocabularies.trained import around, train_bpe, train_wordpiece
 from data.vocabularies.vocabulary import end_of_document, missing_roles
-from recipes.rules import TRAINED
+from recipes.vocabularies import TRAINED
 
 FOLDER = "tokenizer"
 
@@ -68,7 +68,9 @@ def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFa
     if kind not in TRAINED:
         return ready_made(settings.tokenizer)
     assert settings.vocab_size is not None, "the settings demand a size"
-    say(f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on the first {settings.vocabulary_mb} MB of text")
+    say(
+        f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on the first {settings.vocabulary_mb} MB of text"
+    )
     train = train_wordpiece if kind == "trained_wordpiece" else train_bpe
     return around(kind, train(training_texts(settings, inputs), settings.vocab_size))
 

@@ -50,7 +50,9 @@ def words_of(texts: Sequence[str]) -> Words:
     buffer = np.frombuffer(b"\n".join([b"", *parts, b""]), dtype=np.uint8)
     inside = _IS_WORD[buffer]
     _exclude_punctuation(buffer, inside)
-    edges = np.flatnonzero(inside[1:] != inside[:-1]) + 1  # the first and last byte are line feeds: every word begins and ends
+    edges = (
+        np.flatnonzero(inside[1:] != inside[:-1]) + 1
+    )  # the first and last byte are line feeds: every word begins and ends
     starts, ends = edges[::2], edges[1::2]
     text_ends = np.cumsum([len(part) + 1 for part in parts], dtype=np.int64) + 1
     offsets = np.concatenate([[0], np.searchsorted(starts, text_ends)])
@@ -92,7 +94,9 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 def _exclude_punctuation(buffer: np.ndarray, inside: np.ndarray) -> None:
     """Clears the bytes of U+0080-U+00BF, U+2000-U+203F and U+3000-U+303F: spaces, dashes, quotation marks, full stops."""
-    outside_ascii = np.flatnonzero(buffer >= 0xC2)  # lead bytes; a text is whole UTF-8, so what follows them is there
+    outside_ascii = np.flatnonzero(
+        buffer >= 0xC2
+    )  # lead bytes; a text is whole UTF-8, so what follows them is there
     if not outside_ascii.size:
         return
     lead, second = buffer[outside_ascii], buffer[outside_ascii + 1]

@@ -76,7 +76,9 @@ class Worker:
                 _out(step, documents)
         if self._detect:
             with _counted(tally, "language", documents) as step:
-                verdicts = steps.judge_language(documents, self._detect, str(settings.language), settings.language_score)
+                verdicts = steps.judge_language(
+                    documents, self._detect, str(settings.language), settings.language_score
+                )
                 documents = _sifted(documents, verdicts, step, rejected, "language")
         if settings.sentences:
             with _counted(tally, "sentences", documents) as step:
@@ -101,7 +103,9 @@ class Worker:
 
     def _tokenize(self, documents: Documents, step: Step, rejected: _Rejected) -> Documents:
         bert = self._plan.settings.samples == "bert"
-        tokens = (steps.tokenize_sentences if bert else steps.tokenize_documents)(documents, self._plan.encoder)
+        tokens = (steps.tokenize_sentences if bert else steps.tokenize_documents)(
+            documents, self._plan.encoder
+        )
         documents.tokens.extend(tokens)
         verdicts = steps.judge_length(documents, self._plan.settings.min_tokens, ends=0 if bert else 1)
         return _sifted(documents, verdicts, step, rejected, "tokenize")
@@ -113,7 +117,9 @@ class Worker:
         if evaluation is not None:
             with _counted(tally, "decontaminate", documents) as step:
                 blocks = steps.hash_words(documents.texts)
-                clean = _sifted(documents, steps.judge_contamination(blocks, evaluation), step, rejected, "decontaminate")
+                clean = _sifted(
+                    documents, steps.judge_contamination(blocks, evaluation), step, rejected, "decontaminate"
+                )
                 blocks = blocks if len(clean) == len(documents) else None
                 documents = clean
         if settings.dedup is None:
@@ -126,8 +132,12 @@ class Worker:
 
 def serve(connection: Connection, plan: Plan) -> None:
     """A worker process: chunks come in, `Done` or an exception goes out, until the other side closes."""
-    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")  # the cores are shared by processes
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main one ends the workers
+    os.environ.update(
+        TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1"
+    )  # the cores are shared by processes
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes; the main one ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     worker = Worker(plan)
     spent = time.process_time()
@@ -151,7 +161,9 @@ def serve(connection: Connection, plan: Plan) -> None:
 
 def peak_memory() -> int:
     """Most bytes that this process has held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if os.uname().sysname == "Darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if os.uname().sysname == "Darwin" else 1024
+    )
 
 
 class _Rejected:
@@ -164,7 +176,9 @@ class _Rejected:
         return self._lines.setdefault(step, []).append
 
     def blobs(self) -> dict[str, bytes]:
-        return {step: "".join(lines).encode("utf-8", "replace") for step, lines in self._lines.items() if lines}
+        return {
+            step: "".join(lines).encode("utf-8", "replace") for step, lines in self._lines.items() if lines
+        }
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Where a preparation works and where its result appears: OUT.partial/ until everything is there, then OUT by one rename.
 
-    OUT.partial/manifest.json   the command, the input files and the versions that its chunks belong to
-    OUT.partial/tokenizer/      chunks/      index/      result/
+OUT.partial/manifest.json   the command, the input files and the versions that its chunks belong to
+OUT.partial/tokenizer/      chunks/      index/      result/
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data import cache
+from data import durable_files
 from data.cache import Say
 from data.prepare import tokenizer
 
@@ -67,12 +67,16 @@ class Workspace:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "ab")  # noqa: SIM115 - closed by the next statement
         except OSError as error:
-            raise Refused(f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror}): name another --out") from error
+            raise Refused(
+                f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror}): name another --out"
+            ) from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Refused(f"--out {self.out}: another process is preparing it: wait for it, or give another --out") from None
+                raise Refused(
+                    f"--out {self.out}: another process is preparing it: wait for it, or give another --out"
+                ) from None
             except OSError:  # a file system without locks
                 pass
             try:
@@ -91,11 +95,15 @@ class Workspace:
         try:
             before = json.loads((self.out / REPORT).read_text(encoding="utf-8"))["manifest"]
         except (OSError, ValueError, KeyError):
-            raise Refused(f"--out {self.out} exists and was not made by prepare_data: name another directory") from None
+            raise Refused(
+                f"--out {self.out} exists and was not made by prepare_data: name another directory"
+            ) from None
         if not (changed := _changes(before, manifest)):
             return True
         if force:
-            say(f"{self.out} holds another preparation; it stays until the new one is complete, and is then replaced (--force)")
+            say(
+                f"{self.out} holds another preparation; it stays until the new one is complete, and is then replaced (--force)"
+            )
             return False
         raise Refused(
             f"--out {self.out} holds the result of another command, which differs in\n{changed}\n"
@@ -123,7 +131,7 @@ class Workspace:
                 say(f"{self.partial}: the unfinished work of another command is given up (--force)")
             shutil.rmtree(self.partial)
         self.chunks.mkdir(parents=True)
-        with cache.replacing(self.manifest) as file:
+        with durable_files.replacing(self.manifest) as file:
             file.write((json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
         return False
 
@@ -146,15 +154,15 @@ class Workspace:
         """The result becomes OUT, and the work is removed."""
         for directory, _, files in os.walk(self.result):
             for name in files:
-                cache.sync(Path(directory) / name)
-            cache.sync(Path(directory))
+                durable_files.sync(Path(directory) / name)
+            durable_files.sync(Path(directory))
         old = self.out.with_name(f"{self.out.name}.replaced")
         if self.out.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(self.out, old)
         os.replace(self.result, self.out)
         shutil.rmtree(old, ignore_errors=True)
-        cache.sync(self.out.parent)
+        durable_files.sync(self.out.parent)
         self.clear()
 
     def clear_if(self, manifest: dict[str, Any]) -> None:
@@ -177,7 +185,9 @@ def _changes(before: Any, now: Any) -> str:
     """Lines "key: before, now" of what differs."""
     old, new = dict(_leaves(before)), dict(_leaves(json.loads(json.dumps(now))))
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return "\n".join(f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} here" for key in keys[:20])
+    return "\n".join(
+        f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} here" for key in keys[:20]
+    )
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -41,7 +41,13 @@ class BertSettings:
 
     @classmethod
     def of(cls, recipe: Recipe) -> BertSettings:
-        return cls(recipe.sequence_length, recipe.predictions, recipe.model.sentence_head, recipe.data.masking, recipe.seed)
+        return cls(
+            recipe.sequence_length,
+            recipe.predictions,
+            recipe.model.sentence_head,
+            recipe.data.masking,
+            recipe.seed,
+        )
 
     @property
     def room(self) -> int:
@@ -106,7 +112,9 @@ def _cut(rng: np.random.Generator, length: int, borders: np.ndarray) -> int:
     return int(rng.integers(1, length)) if length > 1 else 1
 
 
-def truncate(rng: np.random.Generator, first: np.ndarray, second: np.ndarray | None, room: int) -> tuple[np.ndarray, np.ndarray | None]:
+def truncate(
+    rng: np.random.Generator, first: np.ndarray, second: np.ndarray | None, room: int
+) -> tuple[np.ndarray, np.ndarray | None]:
     """Drops tokens one by one from the longer segment, from its front or its back at random, until both fit."""
     a, b = len(first), 0 if second is None else len(second)
     excess = a + b - room
@@ -114,7 +122,9 @@ def truncate(rng: np.random.Generator, first: np.ndarray, second: np.ndarray | N
         return first, second
     level = min(excess, abs(a - b))  # tokens after which both are equally long
     from_a = (level if a > b else 0) + (excess - level) // 2
-    return _shortened(rng, first, from_a), None if second is None else _shortened(rng, second, excess - from_a)
+    return _shortened(rng, first, from_a), None if second is None else _shortened(
+        rng, second, excess - from_a
+    )
 
 
 def _shortened(rng: np.random.Generator, tokens: np.ndarray, dropped: int) -> np.ndarray:
@@ -173,7 +183,9 @@ class BertSamples:
 
     random_access = True
 
-    def __init__(self, store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary):
+    def __init__(
+        self, store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary
+    ):
         """
         Args:
             documents: (D,) int64, ascending: those of one split.
@@ -187,7 +199,9 @@ class BertSamples:
         self._chunks = build_chunks(store, documents, settings.lengths)
         self.documents = len(self._chunks.documents)
         if not self.documents:
-            raise ValueError(f"{len(documents)} documents have no text: give more, or set data.validation_every or data.test_every lower")
+            raise ValueError(
+                f"{len(documents)} documents have no text: give more, or set data.validation_every or data.test_every lower"
+            )
         if self.documents < 2 and settings.sentence_head == "nsp":
             raise ValueError(
                 "model.sentence_head=nsp with text of one document alone: the second segment must come from another one; give more "
@@ -244,7 +258,9 @@ class BertSamples:
         return self._store.tokens_array[start:end]
 
 
-def fixed_samples(store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary, count: int) -> HeldOut:
+def fixed_samples(
+    store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary, count: int
+) -> HeldOut:
     """The samples of a validation or a test: at most `count`, evenly spread over `documents`, the same whatever the recipe's seed is.
 
     Raises:

@@ -90,7 +90,10 @@ class BlendedSamples:
     def state(self, position: int) -> dict[str, Any]:
         block, within = divmod(position, BLOCK)
         before = block * self._counts + np.bincount(self._order(block)[:within], minlength=len(self._parts))
-        return {"position": position, "parts": [part.state(n) for part, n in zip(self._parts, before.tolist(), strict=True)]}
+        return {
+            "position": position,
+            "parts": [part.state(n) for part, n in zip(self._parts, before.tolist(), strict=True)],
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """

@@ -18,7 +18,9 @@ import numpy as np
 from data.stores.indexed import Store
 
 SHORTEST_TARGET = 2  # tokens
-_BLOCK = 1 << 16  # documents of the store, chosen or not, that are looked at at a time: bounds the memory for their sentences
+_BLOCK = (
+    1 << 16
+)  # documents of the store, chosen or not, that are looked at at a time: bounds the memory for their sentences
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Lengths:
         """(N,) int64: tokens that the chunk with this number shall reach, in each of the documents."""
         bits = random_bits(self.seed, documents, chunk)
         short = (bits >> np.uint64(32)) < np.uint64(round(self.short_probability * 2**32))
-        shorter = SHORTEST_TARGET + (bits & np.uint64(0xFFFFFFFF)) % np.uint64(self.target - SHORTEST_TARGET + 1)
+        shorter = SHORTEST_TARGET + (bits & np.uint64(0xFFFFFFFF)) % np.uint64(
+            self.target - SHORTEST_TARGET + 1
+        )
         return np.where(short, shorter.astype(np.int64), self.target)
 
 
@@ -79,7 +83,11 @@ def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunk
         first, last = store.document_index[block], store.document_index[block + 1]
         edges = store.sequence_starts(np.arange(first[0], last[-1] + 1))
         found.append(_cut(edges, first - first[0], last - first[0], block, lengths))
-    counts, starts, sizes = (np.concatenate(parts) for parts in zip(*found, strict=True)) if found else [np.empty(0, np.int64)] * 3
+    counts, starts, sizes = (
+        (np.concatenate(parts) for parts in zip(*found, strict=True))
+        if found
+        else [np.empty(0, np.int64)] * 3
+    )
     filled = counts > 0
     return Chunks(documents[filled], starts, sizes, np.concatenate([[0], np.cumsum(counts[filled])]))
 
@@ -106,7 +114,9 @@ def chunks_of_document(sizes: np.ndarray, document: int, lengths: Lengths) -> tu
     return _cut(edges, np.array([0]), np.array([len(sizes)]), np.array([document]), lengths)[1:]
 
 
-def _cut(edges: np.ndarray, first: np.ndarray, last: np.ndarray, documents: np.ndarray, lengths: Lengths) -> tuple[np.ndarray, ...]:
+def _cut(
+    edges: np.ndarray, first: np.ndarray, last: np.ndarray, documents: np.ndarray, lengths: Lengths
+) -> tuple[np.ndarray, ...]:
     """
     Args:
         edges: (S + 1,) int64 where sentences begin, in tokens, and where the last one ends.
@@ -142,5 +152,7 @@ def _with_cuts(edges: np.ndarray, longest: int) -> np.ndarray:
     if len(sizes) == 0 or sizes.max() <= longest:
         return edges
     pieces = np.maximum(-(-sizes // longest), 1)
-    piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # number within its sentence
+    piece = np.arange(pieces.sum()) - np.repeat(
+        np.cumsum(pieces) - pieces, pieces
+    )  # number within its sentence
     return np.append(np.repeat(edges[:-1], pieces) + piece * longest, edges[-1])

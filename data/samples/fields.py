@@ -88,11 +88,6 @@ def window_count(tokens: int, sequence_length: int) -> int:
     return max(0, tokens - 1) // sequence_length
 
 
-def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """(samples,) int64: the order of an epoch, a permutation that (seed, epoch) decides alone."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
-
-
 def spread(available: int, wanted: int) -> np.ndarray:
     """min(available, wanted) indices, evenly spread over range(available), ascending."""
     count = min(available, wanted)

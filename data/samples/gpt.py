@@ -36,7 +36,9 @@ class Stream:
         ends = store.sequence_starts(store.document_index[documents + 1])
         starts, ends = starts[ends > starts], ends[ends > starts]
         self.documents = len(starts)
-        self._starts, ends, self._open = _joined(starts, ends, _without_end(store, ends, end_token))  # (pieces,) places in the store
+        self._starts, ends, self._open = _joined(
+            starts, ends, _without_end(store, ends, end_token)
+        )  # (pieces,) places in the store
         self._ends = np.cumsum(ends - self._starts + self._open)  # (pieces,) places in the stream
 
     def __len__(self) -> int:
@@ -74,7 +76,9 @@ def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
     return store.tokens_array[ends - 1] != end_token
 
 
-def _joined(starts: np.ndarray, ends: np.ndarray, without_end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _joined(
+    starts: np.ndarray, ends: np.ndarray, without_end: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(starts, ends, without_end), where documents that follow each other in the store and need nothing between are one piece."""
     last = np.ones(len(starts), dtype=bool)  # of its piece
     last[:-1] = (starts[1:] != ends[:-1]) | without_end[:-1]

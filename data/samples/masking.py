@@ -42,7 +42,9 @@ class BertVocabulary:
                 f"the vocabulary has no {', '.join(missing)}, and a BERT needs them: set data.tokenizer.kind to trained_wordpiece, "
                 "bert_uncased or bert_cased, or data.tokenizer.path to a vocabulary of a BERT"
             )
-        size = max(tokenizer.get_vocab().values()) + 1  # not len(tokenizer): ids may leave gaps, whose tokens are None
+        size = (
+            max(tokenizer.get_vocab().values()) + 1
+        )  # not len(tokenizer): ids may leave gaps, whose tokens are None
         tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
         special = set(tokenizer.all_special_ids)
         return cls(
@@ -50,8 +52,13 @@ class BertVocabulary:
             sep=tokenizer.sep_token_id,
             mask=tokenizer.mask_token_id,
             pad=tokenizer.pad_token_id,
-            continuation=np.array([token is not None and token.startswith(_CONTINUATION) for token in tokens]),
-            ordinary=np.array([i for i, token in enumerate(tokens) if token is not None and i not in special], dtype=np.int64),
+            continuation=np.array(
+                [token is not None and token.startswith(_CONTINUATION) for token in tokens]
+            ),
+            ordinary=np.array(
+                [i for i, token in enumerate(tokens) if token is not None and i not in special],
+                dtype=np.int64,
+            ),
         )
 
 
@@ -67,7 +74,9 @@ def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
         )
 
 
-def choose(rng: np.random.Generator, borders: np.ndarray, usable: np.ndarray, budget: int, max_ngram: int) -> list[tuple[int, int]]:
+def choose(
+    rng: np.random.Generator, borders: np.ndarray, usable: np.ndarray, budget: int, max_ngram: int
+) -> list[tuple[int, int]]:
     """Words that are predicted.
 
     N-grams lie at random places where they fit: lengths keep their distribution, whatever has been chosen already. One that exceeds the
@@ -110,7 +119,12 @@ def choose(rng: np.random.Generator, borders: np.ndarray, usable: np.ndarray, bu
 
 
 def mask(
-    rng: np.random.Generator, tokens: np.ndarray, special: list[int], vocabulary: BertVocabulary, masking: Masking, most: int
+    rng: np.random.Generator,
+    tokens: np.ndarray,
+    special: list[int],
+    vocabulary: BertVocabulary,
+    masking: Masking,
+    most: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Chooses tokens and replaces them, in place.
 
@@ -132,12 +146,16 @@ def mask(
     budget = min(most, max(1, round(masking.probability * len(tokens))))
     chosen = choose(rng, borders, usable, budget, masking.max_ngram)
     places = _places(borders, chosen)
-    if not len(places):  # every word of a short sample has more tokens than may be chosen; a sample without predictions is wasted
+    if not len(
+        places
+    ):  # every word of a short sample has more tokens than may be chosen; a sample without predictions is wasted
         places = np.array([rng.choice(np.setdiff1d(np.arange(len(tokens)), special))])
     labels = tokens[places]
     draws = rng.random(len(places))
     others = vocabulary.ordinary[rng.integers(len(vocabulary.ordinary), size=len(places))]
-    tokens[places] = np.where(draws < MASKED, vocabulary.mask, np.where(draws < MASKED + RANDOM, others, labels))
+    tokens[places] = np.where(
+        draws < MASKED, vocabulary.mask, np.where(draws < MASKED + RANDOM, others, labels)
+    )
     return places, labels
 
 

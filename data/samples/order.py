@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from data.samples.fields import epoch_order
+from data.keyed_random import epoch_order
 
 _KEPT = 2  # orders: a step can straddle two epochs
 
@@ -19,7 +19,9 @@ class EpochOrders:
 
     def __init__(self, samples: int):
         self._samples = samples
-        self._orders: dict[tuple[int, int], np.ndarray] = {}  # replaced whole and never changed, so that reading needs no lock
+        self._orders: dict[
+            tuple[int, int], np.ndarray
+        ] = {}  # replaced whole and never changed, so that reading needs no lock
         self._making = threading.Lock()
 
     def locate(self, position: int, seed: int) -> tuple[int, int]:

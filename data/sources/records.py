@@ -68,8 +68,8 @@ def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> Recor
     Args:
         max_record_bytes: longer records are broken; they are passed over in pieces.
     """
-    from data.sources.text_files import JsonlFormat, ParquetFormat, TextFormat
-    from data.sources.wikipedia import WikipediaFormat
+    from data.sources.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
+    from data.sources.formats.wikipedia import WikipediaFormat
 
     if origin.source == "packaged":
         return TextFormat("file", max_record_bytes)
@@ -96,8 +96,15 @@ def files_of(origin: Origin) -> list[Path]:
     assert origin.name is not None, "the schema demands a name"
     literal = Path(origin.name).expanduser()
     if literal.is_dir():
-        suffix = {"jsonl": "*.jsonl", "parquet": "*.parquet", "text": "*.txt", "wikipedia": "*pages-articles*.xml*.bz2"}[origin.source]
-        raise ValueError(f"data.name={origin.name} is a directory: name the files in it, e.g. {literal / suffix}")
+        suffix = {
+            "jsonl": "*.jsonl",
+            "parquet": "*.parquet",
+            "text": "*.txt",
+            "wikipedia": "*pages-articles*.xml*.bz2",
+        }[origin.source]
+        raise ValueError(
+            f"data.name={origin.name} is a directory: name the files in it, e.g. {literal / suffix}"
+        )
     names = [str(literal)] if literal.exists() else glob.glob(str(literal), recursive=True)
     paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
     if not paths:
@@ -107,7 +114,9 @@ def files_of(origin: Origin) -> list[Path]:
     return paths
 
 
-def broken(file: Path | str, number: int, reason: str, payload: bytes | str = b"", size: int | None = None) -> Broken:
+def broken(
+    file: Path | str, number: int, reason: str, payload: bytes | str = b"", size: int | None = None
+) -> Broken:
     """A `Broken` with the beginning of `payload`.
 
     Args:
@@ -116,7 +125,9 @@ def broken(file: Path | str, number: int, reason: str, payload: bytes | str = b"
     if isinstance(payload, str):
         size = len(payload.encode("utf-8", "replace")) if size is None else size
         payload = payload[:EXCERPT_BYTES].encode("utf-8", "replace")
-    return Broken(str(file), number, reason, bytes(payload[:EXCERPT_BYTES]), len(payload) if size is None else size)
+    return Broken(
+        str(file), number, reason, bytes(payload[:EXCERPT_BYTES]), len(payload) if size is None else size
+    )
 
 
 def decoded(raw: Raw) -> str | Broken:
@@ -126,9 +137,19 @@ def decoded(raw: Raw) -> str | Broken:
         try:
             text = text.decode("utf-8")
         except UnicodeDecodeError as error:
-            return broken(raw.file, raw.number, f"invalid UTF-8: {error.reason} at byte {error.start} of the record", raw.payload)
+            return broken(
+                raw.file,
+                raw.number,
+                f"invalid UTF-8: {error.reason} at byte {error.start} of the record",
+                raw.payload,
+            )
     if "\0" in text:
-        return broken(raw.file, raw.number, f"NUL bytes: {text.count(chr(0))}, the first at character {text.index(chr(0))}", raw.payload)
+        return broken(
+            raw.file,
+            raw.number,
+            f"NUL bytes: {text.count(chr(0))}, the first at character {text.index(chr(0))}",
+            raw.payload,
+        )
     return text.removeprefix("\ufeff")
 
 

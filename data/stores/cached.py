@@ -17,8 +17,9 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data import cache
-from data.cache import SAY_EVERY_S, Damaged, Say
+from data import cache, durable_files
+from data.cache import SAY_EVERY_S, Say
+from data.durable_files import Damaged
 from data.sources.documents import Source
 from data.stores.indexed import Checksum, Store, StoreWriter, bin_path, idx_path, open_store
 from data.vocabularies.sentence_encoder import SentenceEncoder
@@ -26,7 +27,9 @@ from data.vocabularies.vocabulary import Encoder, vocabulary_digest, vocabulary_
 from recipes.schema import Origin, Recipe
 
 FORMAT_VERSION = 2
-CHECKED_BYTES = 1 << 30  # of a .bin: larger ones are checked by their length alone, since every rank of every run opens them
+CHECKED_BYTES = (
+    1 << 30
+)  # of a .bin: larger ones are checked by their length alone, since every rank of every run opens them
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,12 @@ class OpenedStore:
 
 
 def cached_store(
-    recipe: Recipe, origin: Origin, source: Source, tokenizer: PreTrainedTokenizerFast, directory: Path, say: Say
+    recipe: Recipe,
+    origin: Origin,
+    source: Source,
+    tokenizer: PreTrainedTokenizerFast,
+    directory: Path,
+    say: Say,
 ) -> OpenedStore:
     """The token store of a source, made where the cache lacks it: of documents for a GPT, of sentences for a BERT.
 
@@ -69,15 +77,21 @@ def cached_store(
         facts = _read_facts(facts_path)
         store = open_store(prefix)
         if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
-            raise Damaged(f"{prefix} has {store.documents} documents and {store.tokens} tokens, not those of {facts_path.name}")
-        if store.tokens_array.nbytes <= CHECKED_BYTES and store.checksum() != Checksum(facts["idx_crc32"], facts["bin_crc32"]):
+            raise Damaged(
+                f"{prefix} has {store.documents} documents and {store.tokens} tokens, not those of {facts_path.name}"
+            )
+        if store.tokens_array.nbytes <= CHECKED_BYTES and store.checksum() != Checksum(
+            facts["idx_crc32"], facts["bin_crc32"]
+        ):
             raise Damaged(f"{prefix} does not match its checksum")
         return OpenedStore(source.name, store, facts["text_bytes"], f"{facts['bin_crc32']:08x}")
 
     return cache.fetch((facts_path, bin_path(prefix), idx_path(prefix)), read, write, what, say)
 
 
-def _tokenize(source: Source, encode: Callable[[Any], Any], vocab_size: int, prefix: Path, progress: Callable[..., None]) -> dict[str, int]:
+def _tokenize(
+    source: Source, encode: Callable[[Any], Any], vocab_size: int, prefix: Path, progress: Callable[..., None]
+) -> dict[str, int]:
     text_bytes = 0
     with StoreWriter(prefix, vocab_size) as writer:
         for document, encoded in encode(source.documents()):
@@ -106,14 +120,16 @@ def _progress(what: str, say: Say) -> Callable[[int, int, bool], None]:
         now = time.monotonic()
         if done or now - last >= SAY_EVERY_S:
             last = now
-            say(f"{what}: {documents:,} documents, {tokens:,} tokens {'in' if done else 'after'} {now - started:.1f} s")
+            say(
+                f"{what}: {documents:,} documents, {tokens:,} tokens {'in' if done else 'after'} {now - started:.1f} s"
+            )
 
     return report
 
 
 def _write_facts(path: Path, facts: dict[str, Any]) -> None:
     content = json.dumps(facts, indent=2)
-    with cache.replacing(path) as file:
+    with durable_files.replacing(path) as file:
         file.write(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode())
 
 

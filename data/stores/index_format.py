@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.cache import Damaged
+from data.durable_files import Damaged
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -69,20 +69,26 @@ def mapped(path: Path) -> np.ndarray:
 def _header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
     """(type of tokens, sequences, entries of the document index)."""
     if raw[: len(MAGIC)].tobytes() != MAGIC:
-        raise Damaged(f"{path} begins with {raw[: len(MAGIC)].tobytes()!r} and not with {MAGIC!r}: it is no index of a token store")
+        raise Damaged(
+            f"{path} begins with {raw[: len(MAGIC)].tobytes()!r} and not with {MAGIC!r}: it is no index of a token store"
+        )
     if raw.size < HEADER.size:
         raise Damaged(f"{path} has {raw.size} bytes, less than its header of {HEADER.size}")
     _, version, code, sequences, entries = HEADER.unpack(raw[: HEADER.size].tobytes())
     if version != VERSION:
         raise Damaged(f"{path} is of version {version}, and only version {VERSION} is known")
     if code in FLOATS:
-        raise ValueError(f"{path}: its entries are floating-point numbers (type {code}), not tokens: write the store with integers")
+        raise ValueError(
+            f"{path}: its entries are floating-point numbers (type {code}), not tokens: write the store with integers"
+        )
     if code not in DTYPES:
         raise Damaged(f"{path}: type {code} of tokens is unknown; known are {', '.join(map(str, DTYPES))}")
     return np.dtype(DTYPES[code]), sequences, entries
 
 
-def _arrays(path: Path, raw: np.ndarray, sequences: int, entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _arrays(
+    path: Path, raw: np.ndarray, sequences: int, entries: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ends = HEADER.size + np.cumsum([4 * sequences, 8 * sequences, 8 * entries, sequences], dtype=object)
     if raw.size not in ends[2:]:
         raise Damaged(
@@ -115,13 +121,17 @@ def _check_sequences(path: Path, sizes: np.ndarray, pointers: np.ndarray, itemsi
 def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
         ends = f"from {documents[0]} to {documents[-1]}" if len(documents) else "empty"
-        raise Damaged(f"{path}: the document index is {ends}: it must lead from 0 to the number of sequences, {sequences}")
+        raise Damaged(
+            f"{path}: the document index is {ends}: it must lead from 0 to the number of sequences, {sequences}"
+        )
     last = 0
     for start, part in _blocks(documents):
         before = np.concatenate([[last], part[:-1]])
         if (wrong := np.flatnonzero(part < before)).size:
             first = wrong[0]
-            raise Damaged(f"{path}: entry {start + first} of the document index is {part[first]}, below the {before[first]} before it")
+            raise Damaged(
+                f"{path}: entry {start + first} of the document index is {part[first]}, below the {before[first]} before it"
+            )
         last = int(part[-1])
 
 

@@ -17,10 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.cache import Damaged, replacing
+from data.durable_files import Damaged, replacing
 from data.stores.index_format import BLOCK, DTYPES, HEADER, MAGIC, VERSION, Index, mapped, read_index
 
-SIXTEEN_BIT_VOCABULARY = 65500  # Megatron-LM's limit: smaller vocabularies are stored as uint16, others as int32
+SIXTEEN_BIT_VOCABULARY = (
+    65500  # Megatron-LM's limit: smaller vocabularies are stored as uint16, others as int32
+)
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 _READ = 1 << 24  # bytes
 
@@ -139,7 +141,9 @@ class StoreWriter:
         self._idx = self._files.enter_context(replacing(idx_path(prefix)))
         self._bin = self._files.enter_context(replacing(bin_path(prefix)))
         index = tempfile.TemporaryFile(dir=prefix.parent)  # noqa: SIM115 - closed with the others
-        self._index = self._files.enter_context(index)  # the document index; as an array it would be 8 bytes of memory per document
+        self._index = self._files.enter_context(
+            index
+        )  # the document index; as an array it would be 8 bytes of memory per document
         self._idx.write(bytes(HEADER.size))
         self._index.write(np.int64(0).tobytes())
 
@@ -159,8 +163,12 @@ class StoreWriter:
             sizes: (S,) tokens of each sequence; they add up to N.
             counts: (D,) sequences of each document; they add up to S.
         """
-        assert sizes.sum() == len(tokens) and counts.sum() == len(sizes), "tokens, sizes and counts do not match"
-        assert len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < self._vocab_size), "token outside the vocabulary"
+        assert sizes.sum() == len(tokens) and counts.sum() == len(sizes), (
+            "tokens, sizes and counts do not match"
+        )
+        assert len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < self._vocab_size), (
+            "token outside the vocabulary"
+        )
         filled = sizes > 0
         filled_before = np.concatenate([[0], np.cumsum(filled)])
         ends = self.sequences + filled_before[np.cumsum(counts)]
@@ -200,7 +208,9 @@ class StoreWriter:
     def __enter__(self) -> StoreWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is not None:
             self._files.__exit__(kind, error, trace)
         elif self.checksum is None:

@@ -63,7 +63,11 @@ class BertLane(Lane):
         inside = text.edges[(text.edges > start) & (text.edges < start + length)] - start
         rng = generator(seed, self._number, item)
         first, second, label = segments(
-            rng, text.tokens[start : start + length], inside, self._settings.sentence_head, self._other(rng, text)
+            rng,
+            text.tokens[start : start + length],
+            inside,
+            self._settings.sentence_head,
+            self._other(rng, text),
         )
         return assemble(rng, first, second, label, self._vocabulary, self._settings)
 
@@ -107,13 +111,19 @@ class BertLane(Lane):
     def state(self) -> dict[str, Any]:
         first = self._remembered[0] if self._remembered else self._current
         place = first.place if first else self._place
-        return {**place._asdict(), "remembered": len(self._remembered), "chunk": self._chunk if self._current else None}
+        return {
+            **place._asdict(),
+            "remembered": len(self._remembered),
+            "chunk": self._chunk if self._current else None,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._open(Place(**{key: state[key] for key in Place._fields}))
         self._remembered.clear()
         self._remembered.extend(self._read() for _ in range(state["remembered"]))
-        self._current, self._chunk = (self._read(), state["chunk"]) if state["chunk"] is not None else (None, 0)
+        self._current, self._chunk = (
+            (self._read(), state["chunk"]) if state["chunk"] is not None else (None, 0)
+        )
 
     def too_little(self) -> str:
         return "the training documents have no text"

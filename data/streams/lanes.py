@@ -22,7 +22,9 @@ MOST_LANES = 64  # files that a single rank may have to hold open
 
 def lane_count(global_batch: int, shards: int) -> int:
     """Most lanes, of no more than there are files, that share a global batch evenly."""
-    return max(count for count in range(1, min(shards, MOST_LANES, global_batch) + 1) if global_batch % count == 0)
+    return max(
+        count for count in range(1, min(shards, MOST_LANES, global_batch) + 1) if global_batch % count == 0
+    )
 
 
 class Place(NamedTuple):
@@ -73,7 +75,11 @@ class LaneReader:
 
     def files(self, wide: bool) -> list[int]:
         total = self.source.shards
-        return [(self.lane + i) % total for i in range(total)] if wide else list(range(self.lane, total, self.lanes))
+        return (
+            [(self.lane + i) % total for i in range(total)]
+            if wide
+            else list(range(self.lane, total, self.lanes))
+        )
 
 
 class Lane(ABC):
@@ -180,5 +186,3 @@ class GptLane(Lane):
             used = self._pending.popleft()[1].size
             self._offset -= used
             self._buffered -= used
-
-

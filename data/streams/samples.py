@@ -108,7 +108,10 @@ class StreamedSamples:
         Raises:
             ValueError: the stream had another number of files or lanes then.
         """
-        source, here = self._lanes.source, {"files": self._lanes.source.shards, "lane_count": self._lanes.count}
+        source, here = (
+            self._lanes.source,
+            {"files": self._lanes.source.shards, "lane_count": self._lanes.count},
+        )
         then = {key: state.get(key, "none") for key in here}
         if then != here:
             raise ValueError(

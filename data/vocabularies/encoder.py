@@ -41,7 +41,7 @@ def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
         if token is not None:
             return token
     raise ValueError(
-        "the vocabulary names no end-of-sequence token and no [SEP], so documents cannot be ended: give \"eos_token\" in a "
+        'the vocabulary names no end-of-sequence token and no [SEP], so documents cannot be ended: give "eos_token" in a '
         "tokenizer_config.json beside data.tokenizer.path, or another data.tokenizer.kind"
     )
 
@@ -64,7 +64,11 @@ class Encoder:
         # The BPE's memory of 10,000 words stays: with 100,000 one process is 10 % faster, but two on one cache are 15 % slower.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"end": self._end, "batch_characters": self._batch_characters, "backend": self._backend.to_str()}
+        return {
+            "end": self._end,
+            "batch_characters": self._batch_characters,
+            "backend": self._backend.to_str(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._end, self._batch_characters = state["end"], state["batch_characters"]
@@ -73,7 +77,9 @@ class Encoder:
     def __call__(self, documents: Iterable[Document]) -> Iterator[tuple[Document, np.ndarray]]:
         """Yields (document, its tokens as uint32) in order, each ended by the end-of-document token."""
         for batch in grouped(documents, lambda document: len(document.text), self._batch_characters):
-            yield from zip(batch, self._tokens([document.text for document in batch], [self._end]), strict=True)
+            yield from zip(
+                batch, self._tokens([document.text for document in batch], [self._end]), strict=True
+            )
 
     def encode_sentences(self, documents: Sequence[Sequence[str]]) -> list[list[np.ndarray]]:
         """Sentences of documents -> (tokens,) uint32 each, without special tokens.
@@ -82,7 +88,11 @@ class Encoder:
         list can be shorter than it came, and empty.
         """
         texts = [sentence for sentences in documents for sentence in sentences]
-        tokens = (found for batch in grouped(texts, len, self._batch_characters) for found in self._tokens(batch, []))
+        tokens = (
+            found
+            for batch in grouped(texts, len, self._batch_characters)
+            for found in self._tokens(batch, [])
+        )
         encoded = [[next(tokens) for _ in sentences] for sentences in documents]
         return [[found for found in sentences if found.size] for sentences in encoded]
 

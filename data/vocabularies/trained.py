@@ -18,22 +18,30 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
-from data import cache
-from data.cache import Damaged, Say
+from data import cache, durable_files
+from data.cache import Say
+from data.durable_files import Damaged
 from data.sources.documents import Source
-from data.sources.splits import part_of
+from data.split_rule import part_of
 from data.vocabularies.encoder import use_all_cores
-from recipes.rules import SMALLEST_BPE
 from recipes.schema import Recipe
+from recipes.vocabularies import SMALLEST_BPE
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
-TRAINING_TEXT_LIMIT = 256 << 20  # characters; merges hardly change beyond, and training keeps every distinct word
-FEWEST_CHARACTERS, MOST_CHARACTERS = 48, 1000  # different ones in a WordPiece vocabulary; 1000 as BERT's own has about
+TRAINING_TEXT_LIMIT = (
+    256 << 20
+)  # characters; merges hardly change beyond, and training keeps every distinct word
+FEWEST_CHARACTERS, MOST_CHARACTERS = (
+    48,
+    1000,
+)  # different ones in a WordPiece vocabulary; 1000 as BERT's own has about
 _FILE_MAGIC = "megarecipes-vocabulary-2"
 
 
-def trained_tokenizer(recipe: Recipe, sources: Sequence[Source], directory: Path, say: Say) -> PreTrainedTokenizerFast:
+def trained_tokenizer(
+    recipe: Recipe, sources: Sequence[Source], directory: Path, say: Say
+) -> PreTrainedTokenizerFast:
     """The vocabulary of `model.vocab_size` tokens that the sources' training documents yield, from the cache or kept there.
 
     Every source gives the same share of `TRAINING_TEXT_LIMIT`.
@@ -42,17 +50,32 @@ def trained_tokenizer(recipe: Recipe, sources: Sequence[Source], directory: Path
         ValueError: the text is too short to yield that many tokens.
     """
     size, data = recipe.model.vocab_size, recipe.data
-    assert sources and all(source.finite for source in sources), "the schema refuses to train a vocabulary on a stream"
+    assert sources and all(source.finite for source in sources), (
+        "the schema refuses to train a vocabulary on a stream"
+    )
     bert = data.tokenizer.kind == "trained_wordpiece"
     kind, train = ("wordpiece", train_wordpiece) if bert else ("bpe", train_bpe)
     fingerprints = [source.fingerprint() for source in sources]
-    decided_by = [_FILE_MAGIC, tokenizers.__version__, fingerprints, data.validation_every, data.test_every, size, TRAINING_TEXT_LIMIT]
-    path = directory / f"{kind}-{size}-{hashlib.sha256(json.dumps(decided_by).encode()).hexdigest()[:20]}.vocabulary"
+    decided_by = [
+        _FILE_MAGIC,
+        tokenizers.__version__,
+        fingerprints,
+        data.validation_every,
+        data.test_every,
+        size,
+        TRAINING_TEXT_LIMIT,
+    ]
+    path = (
+        directory
+        / f"{kind}-{size}-{hashlib.sha256(json.dumps(decided_by).encode()).hexdigest()[:20]}.vocabulary"
+    )
     what = f"vocabulary of {size} tokens"
 
     def write() -> None:
         started = time.perf_counter()
-        say(f"{what}: training a {'WordPiece' if bert else 'byte-level BPE'} on {', '.join(source.name for source in sources)}")
+        say(
+            f"{what}: training a {'WordPiece' if bert else 'byte-level BPE'} on {', '.join(source.name for source in sources)}"
+        )
         tokenizer = train(_texts(recipe, sources), size)
         _write_checked(path, tokenizer.to_str().encode())
         say(f"{what}: trained in {time.perf_counter() - started:.1f} s, kept in {path}")
@@ -65,14 +88,20 @@ def around(kind: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
     """What `train_bpe` or `train_wordpiece` gave, as `transformers` has it."""
     if kind == "trained_wordpiece":
         return wordpiece_tokenizer(backend.get_vocab(), lowercase=True)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT
+    )
 
 
 def _texts(recipe: Recipe, sources: Sequence[Source]) -> Iterator[str]:
     """Training documents of every source in turn, each source up to its share of the limit."""
     every, test_every = recipe.data.validation_every, recipe.data.test_every
     for source in sources:
-        texts = (document.text for document in source.documents() if part_of(document.index, every, test_every) == "train")
+        texts = (
+            document.text
+            for document in source.documents()
+            if part_of(document.index, every, test_every) == "train"
+        )
         yield from _limited(texts, TRAINING_TEXT_LIMIT // len(sources))
 
 
@@ -118,7 +147,9 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
         ValueError: the text is too short to yield that many tokens, or the vocabulary too small for its characters.
     """
     held = list(_limited(texts, TRAINING_TEXT_LIMIT))
-    template = wordpiece_tokenizer({token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}, lowercase=True).backend_tokenizer
+    template = wordpiece_tokenizer(
+        {token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}, lowercase=True
+    ).backend_tokenizer
     letters = _characters(held, template, min(max(FEWEST_CHARACTERS, size // 8), MOST_CHARACTERS))
     continuing = [f"##{c}" for c in letters if len(template.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1]
     first = [*BERT_SPECIAL_TOKENS, *letters, *continuing]
@@ -130,7 +161,11 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     # The trainer numbers ##-characters in the order of a randomly seeded hash table, breaks ties of merges by these numbers,
     # and cuts an alphabet at random among equally frequent characters. As "special tokens" they keep the places given here.
     trainer = trainers.WordPieceTrainer(
-        vocab_size=size, special_tokens=first, initial_alphabet=letters, limit_alphabet=len(letters), show_progress=False
+        vocab_size=size,
+        special_tokens=first,
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        show_progress=False,
     )
     use_all_cores()
     raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -156,7 +191,9 @@ def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[st
 
 def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTrainedTokenizerFast:
     """BERT's tokenizer around a vocabulary. Equal vocabularies give an equal `data.vocabularies.vocabulary.vocabulary_digest`."""
-    return BertTokenizer(vocab=dict(sorted(vocabulary.items(), key=lambda item: item[1])), do_lower_case=lowercase)
+    return BertTokenizer(
+        vocab=dict(sorted(vocabulary.items(), key=lambda item: item[1])), do_lower_case=lowercase
+    )
 
 
 def _check_size(found: int, size: int) -> None:
@@ -168,7 +205,7 @@ def _check_size(found: int, size: int) -> None:
 
 
 def _write_checked(path: Path, content: bytes) -> None:
-    with cache.replacing(path) as file:
+    with durable_files.replacing(path) as file:
         file.write(f"{_FILE_MAGIC} {hashlib.sha256(content).hexdigest()}\n".encode() + content)
 
 

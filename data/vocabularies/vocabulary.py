@@ -18,8 +18,8 @@ from data.sources.documents import Source
 from data.vocabularies.encoder import Encoder, end_of_document, use_all_cores
 from data.vocabularies.published import gpt2_tokenizer, read_tokenizer, ready_made, store_tokenizer
 from data.vocabularies.trained import END_OF_DOCUMENT, train_bpe, train_wordpiece, trained_tokenizer
-from recipes.rules import TRAINED
 from recipes.schema import Recipe
+from recipes.vocabularies import TRAINED
 
 __all__ = [
     "BERT_ROLES", "END_OF_DOCUMENT", "Encoder", "build_vocabulary", "end_of_document", "gpt2_tokenizer", "read_tokenizer", "train_bpe",
@@ -29,7 +29,9 @@ __all__ = [
 BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 
-def build_vocabulary(recipe: Recipe, source: Source | Sequence[Source], directory: Path, say: Say) -> PreTrainedTokenizerFast:
+def build_vocabulary(
+    recipe: Recipe, source: Source | Sequence[Source], directory: Path, say: Say
+) -> PreTrainedTokenizerFast:
     """The recipe's tokenizer; a trained one comes from the cache or goes there.
 
     Args:
@@ -41,11 +43,15 @@ def build_vocabulary(recipe: Recipe, source: Source | Sequence[Source], director
     """
     settings = recipe.data.tokenizer
     if settings.kind == "store":
-        tokenizer = store_tokenizer([origin.name for origin in recipe.data.origins if origin.source == "store" and origin.name])
+        tokenizer = store_tokenizer(
+            [origin.name for origin in recipe.data.origins if origin.source == "store" and origin.name]
+        )
     elif settings.kind not in TRAINED:
         tokenizer = ready_made(settings)
     else:
-        tokenizer = trained_tokenizer(recipe, source if isinstance(source, Sequence) else (source,), directory, say)
+        tokenizer = trained_tokenizer(
+            recipe, source if isinstance(source, Sequence) else (source,), directory, say
+        )
     _check(tokenizer, recipe)
     tokenizer.model_max_length = recipe.sequence_length
     return tokenizer
@@ -55,7 +61,9 @@ def _check(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     settings, size = recipe.data.tokenizer, vocabulary_size(tokenizer)
     what = f"the {settings.kind} vocabulary{f' of {settings.path}' if settings.path else ''}"
     if size != recipe.model.vocab_size:
-        raise ValueError(f"model.vocab_size={recipe.model.vocab_size}, but {what} has {size} tokens: set model.vocab_size={size}")
+        raise ValueError(
+            f"model.vocab_size={recipe.model.vocab_size}, but {what} has {size} tokens: set model.vocab_size={size}"
+        )
     if recipe.model.family == "bert":
         if missing := missing_roles(tokenizer):
             raise ValueError(

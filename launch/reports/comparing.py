@@ -6,16 +6,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.files import flatten
 from launch.reports import curves, numbers
 from launch.reports.runs import UNREADABLE, Run
+from recipes.nested import flatten
 
 MOST_COMPARED = 6  # more columns than that are no table any more
 ABSENT = "absent"
 
 # Parts of a recipe that are said elsewhere or change nothing.
-LEFT_OUT = ("title", "published", "inferred", "differs", "unknown", "note", "hardware", "parallel", "ds_config")
-MACHINE = ("cpu", "cores", "memory_gb", "accelerator", "accelerators", "accelerator_memory_gb", "cuda", "host")
+LEFT_OUT = (
+    "title",
+    "published",
+    "inferred",
+    "differs",
+    "unknown",
+    "note",
+    "hardware",
+    "parallel",
+    "ds_config",
+)
+MACHINE = (
+    "cpu",
+    "cores",
+    "memory_gb",
+    "accelerator",
+    "accelerators",
+    "accelerator_memory_gb",
+    "cuda",
+    "host",
+)
 # What decides on which text the loss is measured, and in which tokens.
 SAME_TEXT = ("data", "model.vocab_size", "model.family", "model.sentence_head")
 SAME_TEXT_BUT = ("data.streaming",)
@@ -67,11 +86,19 @@ def compare(runs: Sequence[Run]) -> Comparison:
     first, asked = next((run for run in runs if readable(run)), runs[0]), runs[0]
     runs = [first, *(run for run in runs if run is not first)]
     comparable = {run.label: not incomparable(runs[0], run) for run in runs}
-    remarks = [f"{asked.label} cannot be read: the runs are compared with {first.label}"] if first is not asked else []
+    remarks = (
+        [f"{asked.label} cannot be read: the runs are compared with {first.label}"]
+        if first is not asked
+        else []
+    )
     remarks += [line for run in runs[1:] for line in (*incomparable(runs[0], run), *cautions(runs[0], run))]
     findings = [line for run in runs[1:] if comparable[run.label] for line in curve_findings(runs[0], run)]
     return Comparison(
-        tuple(runs), tuple(configuration(runs)), tuple(outcomes(runs, comparable)), tuple(dict.fromkeys(remarks)), tuple(findings)
+        tuple(runs),
+        tuple(configuration(runs)),
+        tuple(outcomes(runs, comparable)),
+        tuple(dict.fromkeys(remarks)),
+        tuple(findings),
     )
 
 
@@ -85,7 +112,11 @@ def configuration(runs: Sequence[Run]) -> list[Row]:
     facts = [dict(flatten(_facts(run))) for run in runs]
     keys = dict.fromkeys(key for each in facts for key in each)
     rows = [(key, [each.get(key, ABSENT) for each in facts]) for key in keys]
-    return [Row(key, tuple(_shown(value) for value in values)) for key, values in rows if any(value != values[0] for value in values)]
+    return [
+        Row(key, tuple(_shown(value) for value in values))
+        for key, values in rows
+        if any(value != values[0] for value in values)
+    ]
 
 
 def outcomes(runs: Sequence[Run], comparable: Mapping[str, bool]) -> list[Row]:
@@ -96,7 +127,9 @@ def outcomes(runs: Sequence[Run], comparable: Mapping[str, bool]) -> list[Row]:
         if all(value is None for value in values):
             continue
         changes = [
-            "not comparable" if _is_loss(key) and not comparable[run.label] else _change(values[0], value, kind)
+            "not comparable"
+            if _is_loss(key) and not comparable[run.label]
+            else _change(values[0], value, kind)
             for run, value in zip(runs[1:], values[1:], strict=True)
         ]
         shown = numbers.loss if _is_loss(key) else numbers.number
@@ -108,14 +141,26 @@ def incomparable(a: Run, b: Run) -> list[str]:
     """Why the losses of two runs must not be compared; empty where they may."""
     if a.recipe is None or b.recipe is None:
         unread = a if a.recipe is None else b
-        return [f"the losses of {a.label} and {b.label} are not comparable: the recipe of {unread.label} cannot be read"]
-    first, second = (dict(flatten(run.recipe.model_dump(mode="json", by_alias=True))) for run in (a, b) if run.recipe)
-    keys = [key for key in {**first, **second} if first.get(key, ABSENT) != second.get(key, ABSENT) and _decides_text(key)]
+        return [
+            f"the losses of {a.label} and {b.label} are not comparable: the recipe of {unread.label} cannot be read"
+        ]
+    first, second = (
+        dict(flatten(run.recipe.model_dump(mode="json", by_alias=True))) for run in (a, b) if run.recipe
+    )
+    keys = [
+        key
+        for key in {**first, **second}
+        if first.get(key, ABSENT) != second.get(key, ABSENT) and _decides_text(key)
+    ]
     if first["model.family"] == second["model.family"] == "gpt2":
         keys = [key for key in keys if not key.startswith(OF_BERT)]
     if keys:
-        changed = ", ".join(f"{key}: {_shown(first.get(key, ABSENT))} / {_shown(second.get(key, ABSENT))}" for key in keys)
-        return [f"the losses of {a.label} and {b.label} are not comparable, other data, vocabulary or objective ({changed})"]
+        changed = ", ".join(
+            f"{key}: {_shown(first.get(key, ABSENT))} / {_shown(second.get(key, ABSENT))}" for key in keys
+        )
+        return [
+            f"the losses of {a.label} and {b.label} are not comparable, other data, vocabulary or objective ({changed})"
+        ]
     same_size = a.recipe.run.validation_samples == b.recipe.run.validation_samples
     for kind in ("uniform_entropy", "unigram_entropy") if same_size else ():
         own, other = a.row.get(kind), b.row.get(kind)
@@ -140,14 +185,22 @@ def cautions(a: Run, b: Run) -> list[str]:
         found.append(f"{pair} have different sequence lengths ({a.recipe.sequence_length} / {b.recipe.sequence_length}): a token with more "
                      "before it is easier to predict")  # fmt: skip
     if a.recipe.seed != b.recipe.seed:
-        found.append(f"{pair} have different seeds ({a.recipe.seed} / {b.recipe.seed}): other initial weights and other batches")
+        found.append(
+            f"{pair} have different seeds ({a.recipe.seed} / {b.recipe.seed}): other initial weights and other batches"
+        )
     if a.recipe.run.validation_samples != b.recipe.run.validation_samples:
         counts = f"{a.recipe.run.validation_samples} / {b.recipe.run.validation_samples}"
-        found.append(f"{pair} validate on different numbers of samples ({counts}): compare their training losses")
+        found.append(
+            f"{pair} validate on different numbers of samples ({counts}): compare their training losses"
+        )
     if a.tiny != b.tiny:
-        found.append(f"{a.label if a.tiny else b.label} is tiny, the other is not: its speed and its loss say nothing about the other's")
+        found.append(
+            f"{a.label if a.tiny else b.label} is tiny, the other is not: its speed and its loss say nothing about the other's"
+        )
     kinds = [run.row.get("memory_kind") for run in (a, b)]
-    if None not in kinds and kinds[0] != kinds[1]:  # None: of a run that recorded no step, or of an earlier version
+    if (
+        None not in kinds and kinds[0] != kinds[1]
+    ):  # None: of a run that recorded no step, or of an earlier version
         found.append(f"{pair} count different kinds of memory ({kinds[0]} / {kinds[1]})")
     return found
 
@@ -168,7 +221,9 @@ def curve_findings(a: Run, b: Run) -> list[str]:
             found.append(f"{beginning}: equal to {rounding}; {largest}")
         else:
             step, difference = parts.first
-            found.append(f"{beginning}: first differ by more than {rounding} at step {step:,}, by {difference:.2e}; {largest}")
+            found.append(
+                f"{beginning}: first differ by more than {rounding} at step {step:,}, by {difference:.2e}; {largest}"
+            )
     return found
 
 
@@ -191,7 +246,9 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def _parts(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
-    keys = dict.fromkeys(f"validation_parts.{name}" for run in runs for name in run.row.get("validation_parts") or {})
+    keys = dict.fromkeys(
+        f"validation_parts.{name}" for run in runs for name in run.row.get("validation_parts") or {}
+    )
     return [(f"of validation: {key.partition('.')[2]}", key, "difference") for key in keys]
 
 

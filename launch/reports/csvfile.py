@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from launch.reports.document import Document, Section
-from launch.reports.lines import MEASURED, RATIO_NAMES, Line, deviations_of
+from launch.reports.table_lines import MEASURED, RATIO_NAMES, Line, deviations_of
 
 PUBLISHED = (
     "size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb", "weak_scaling_percent", "peak_percent",

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.plotting import curve, moving_average
 from launch.reports.runs import Run
+from launch.runs.loss_plot import curve, moving_average
 
 MOST_POINTS = 1000  # of one curve
 PAGE_POINTS = 12_000  # of all curves of one figure together
@@ -65,18 +65,27 @@ def parting(a: Run, b: Run, kind: str = "step") -> Parting:
     tolerance = max(rounding(a), rounding(b))
     common = sorted(set(losses[0]) & set(losses[1]))
     apart = [(step, abs(losses[0][step] - losses[1][step])) for step in common]
-    first = next(((step, d) for step, d in apart if d > tolerance * max(abs(losses[0][step]), abs(losses[1][step]))), None)
+    first = next(
+        ((step, d) for step, d in apart if d > tolerance * max(abs(losses[0][step]), abs(losses[1][step]))),
+        None,
+    )
     return Parting(len(common), tolerance, first, max(apart, key=lambda pair: pair[1], default=None))
 
 
 def differences(a: Run, b: Run) -> Points:
     """(step, absolute difference of the training losses) where both runs have the step and differ in it."""
     first, second = (dict(training(run, smooth=False)) for run in (a, b))
-    return [(step, abs(first[step] - second[step])) for step in sorted(first.keys() & second.keys()) if first[step] != second[step]]
+    return [
+        (step, abs(first[step] - second[step]))
+        for step in sorted(first.keys() & second.keys())
+        if first[step] != second[step]
+    ]
 
 
 def rounding(run: Run) -> float:
-    precision = str(run.row.get("precision") or (run.recipe.precision if run.recipe else "fp32")).split(" ")[0]
+    precision = str(run.row.get("precision") or (run.recipe.precision if run.recipe else "fp32")).split(" ")[
+        0
+    ]
     return ROUNDING.get(precision, ROUNDING["fp32"])
 
 

@@ -11,8 +11,17 @@ from itertools import groupby
 from launch.reports import figures
 from launch.reports.comparing import MOST_COMPARED, Comparison, compare
 from launch.reports.figures import Figure
-from launch.reports.lines import Column, Line, Remarks, deviations_of, kinds_of, lines_of, measured_columns, split_remarks
 from launch.reports.runs import Run
+from launch.reports.table_lines import (
+    Column,
+    Line,
+    Remarks,
+    deviations_of,
+    kinds_of,
+    lines_of,
+    measured_columns,
+    split_remarks,
+)
 from launch.reports.tables import Published, Row, Tables
 from recipes.problems import ProblemsError
 
@@ -43,7 +52,11 @@ class Section:
     @property
     def with_errata(self) -> dict[str, str]:
         """Full name of each row that has errata -> id of the place where they are."""
-        return {each.row.full_name: f"errata-{self.anchor}-{n}" for n, each in enumerate(self.remarks) if each.errata}
+        return {
+            each.row.full_name: f"errata-{self.anchor}-{n}"
+            for n, each in enumerate(self.remarks)
+            if each.errata
+        }
 
     @property
     def runs(self) -> list[Run]:
@@ -78,7 +91,14 @@ class Document:
     notes: tuple[str, ...]
 
 
-def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_named: bool, problems: Sequence[str] = ()) -> Document:
+def assemble(
+    tables: Tables,
+    names: Sequence[str],
+    runs: Sequence[Run],
+    *,
+    only_named: bool,
+    problems: Sequence[str] = (),
+) -> Document:
     """The report of `runs` and of the tables `names`.
 
     With `only_named`, runs of other tables are left out; otherwise their tables are reported too, and runs whose recipe is in no table
@@ -105,7 +125,9 @@ def assemble(tables: Tables, names: Sequence[str], runs: Sequence[Run], *, only_
             strangers += own
     if strangers:
         known.append(section(_elsewhere(strangers), strangers, comparison is None))
-    problems += [problem for each in known for problem in each.table.problems] + [problem for run in runs for problem in run.problems]
+    problems += [problem for each in known for problem in each.table.problems] + [
+        problem for run in runs for problem in run.problems
+    ]
     return Document(
         _title(known, comparison), time.strftime("%Y-%m-%d %H:%M %Z"), tuple(known), comparison,
         _comparison_figures(comparison) if comparison else (), tuple(shown), tuple(dict.fromkeys(problems)), tuple(notes),
@@ -118,9 +140,13 @@ def section(table: Published, runs: Sequence[Run], draw_losses: bool) -> Section
     shown = [line.run for line in lines if line.run]
     common, remarks = split_remarks(table.rows)
     deviations = [(line.run, tuple(deviations_of(line.run, line.row))) for line in lines if line.run]
-    columns = tuple(column for column in measured_columns(table) if any(column.value(run) is not None for run in shown))
+    columns = tuple(
+        column for column in measured_columns(table) if any(column.value(run) is not None for run in shown)
+    )
     made = Section(table, tuple(lines), columns, common, remarks, tuple(deviations), ())
-    drawn = figures.throughput(lines, f"t-{made.anchor}") + (figures.losses(shown, f"l-{made.anchor}") if draw_losses else [])
+    drawn = figures.throughput(lines, f"t-{made.anchor}") + (
+        figures.losses(shown, f"l-{made.anchor}") if draw_losses else []
+    )
     return replace(made, figures=tuple(drawn))
 
 
@@ -140,7 +166,9 @@ def _elsewhere(runs: Sequence[Run]) -> Published:
 
 def _comparison(runs: Sequence[Run], notes: list[str]) -> Comparison | None:
     if len(runs) > MOST_COMPARED:
-        notes.append(f"{len(runs)} runs are too many to compare side by side: name 2 to {MOST_COMPARED} of them")
+        notes.append(
+            f"{len(runs)} runs are too many to compare side by side: name 2 to {MOST_COMPARED} of them"
+        )
     return compare(runs) if 2 <= len(runs) <= MOST_COMPARED else None
 
 

@@ -9,17 +9,26 @@ from typing import Any
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from launch import results
 from launch.reports import curves, numbers, svg
-from launch.reports.lines import MEASURED, Line, is_wrong
 from launch.reports.references import draw_references
 from launch.reports.runs import Run
 from launch.reports.svg import INK, PALETTE, log_axis, step_axis
+from launch.reports.table_lines import MEASURED, Line, is_wrong
+from launch.runs import result
 
 LOG_FROM = 30  # largest / smallest value above which a linear axis would hide the small ones
 RUNS_PER_FIGURE = len(PALETTE)
 # Of the runs of one figure: each curve shows through the gaps of the next, and its validations have a mark of their own.
-DASHES: tuple[Any, ...] = ("-", (0, (6, 3)), (0, (3, 3)), (0, (1, 2)), (0, (9, 3, 2, 3)), (0, (5, 2, 1, 2)), (0, (2, 4)), (0, (8, 5)))
+DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (6, 3)),
+    (0, (3, 3)),
+    (0, (1, 2)),
+    (0, (9, 3, 2, 3)),
+    (0, (5, 2, 1, 2)),
+    (0, (2, 4)),
+    (0, (8, 5)),
+)
 MARKS = "os^DvPX*"
 VALIDATION: dict[str, Any] = {"linestyle": ":", "linewidth": 0.8, "markersize": 5, "fillstyle": "none"}
 NOISY_POINTS = 300  # of a curve that is not smoothed: more would be a band
@@ -49,10 +58,16 @@ def losses(runs: Sequence[Run], prefix: str, title: str = "Loss") -> list[Figure
     """Training (moving average) and validation of every run; one figure per unit and `RUNS_PER_FIGURE` runs."""
     found = []
     for key in UNITS:
-        drawn = [run for run in runs if run.loss_key == key and (curves.training(run) or curves.validation(run))]
+        drawn = [
+            run for run in runs if run.loss_key == key and (curves.training(run) or curves.validation(run))
+        ]
         for start in range(0, len(drawn), RUNS_PER_FIGURE):
             part = drawn[start : start + RUNS_PER_FIGURE]
-            more = f", runs {start + 1} to {start + len(part)} of {len(drawn)}" if len(drawn) > RUNS_PER_FIGURE else ""
+            more = (
+                f", runs {start + 1} to {start + len(part)} of {len(drawn)}"
+                if len(drawn) > RUNS_PER_FIGURE
+                else ""
+            )
             most = curves.points_per_curve(2 * len(drawn))
             found.append(_losses(part, UNITS[key], f"{prefix}-{key}-{start}", title + more, most))
     return found
@@ -68,13 +83,20 @@ def step_times(runs: Sequence[Run], prefix: str) -> list[Figure]:
     if _wide([value for run in runs for _, value in curves.seconds(run)]):
         log_axis(axes, "y")
     svg.legend_below(figure, entries)
-    return [Figure(svg.render(figure, prefix, "Time per step"), "Wall time of every step." + _thinned(runs, NOISY_POINTS))]
+    return [
+        Figure(
+            svg.render(figure, prefix, "Time per step"),
+            "Wall time of every step." + _thinned(runs, NOISY_POINTS),
+        )
+    ]
 
 
 def loss_differences(first: Run, others: Sequence[Run], prefix: str) -> list[Figure]:
     """How far the training loss of each other run is from the first's, step by step."""
     figure = svg.new_figure(8, 4.2)
-    axes = svg.new_axes(figure, f"Training loss beside {first.label}", "optimizer step", "absolute difference (nats)")
+    axes = svg.new_axes(
+        figure, f"Training loss beside {first.label}", "optimizer step", "absolute difference (nats)"
+    )
     step_axis(axes)
     entries = _draw(axes, others, lambda run: curves.differences(first, run), NOISY_POINTS, first_colour=1)
     if not entries:
@@ -82,7 +104,12 @@ def loss_differences(first: Run, others: Sequence[Run], prefix: str) -> list[Fig
     log_axis(axes, "y")
     svg.legend_below(figure, entries)
     caption = f"Absolute difference of the loss of every step from that of {first.label}; steps without any difference are not drawn."
-    return [Figure(svg.render(figure, prefix, "Difference of the training losses"), caption + _thinned(others, NOISY_POINTS))]
+    return [
+        Figure(
+            svg.render(figure, prefix, "Difference of the training losses"),
+            caption + _thinned(others, NOISY_POINTS),
+        )
+    ]
 
 
 def _throughput(lines: Sequence[Line], key: str, prefix: str) -> Figure:
@@ -95,9 +122,17 @@ def _throughput(lines: Sequence[Line], key: str, prefix: str) -> Figure:
     bars: dict[str, Any] = dict(facecolor=PALETTE[0], alpha=0.6)
     hatched = {**bars, "hatch": "///", "edgecolor": INK, "linewidth": 0}
     for names, style in (([name for name in published if name not in wrong], bars), (wrong, hatched)):
-        axes.barh([rows.index(name) for name in names], [published[name] for name in names], height=0.62, **style)
-    points = [(rows.index(line.row.full_name), value) for line in lines if (value := _measured(line, key)) is not None]
-    diamonds = dict(marker="D", markersize=6.5, color=PALETTE[1], markeredgecolor=INK, markeredgewidth=0.8, linestyle="")
+        axes.barh(
+            [rows.index(name) for name in names], [published[name] for name in names], height=0.62, **style
+        )
+    points = [
+        (rows.index(line.row.full_name), value)
+        for line in lines
+        if (value := _measured(line, key)) is not None
+    ]
+    diamonds = dict(
+        marker="D", markersize=6.5, color=PALETTE[1], markeredgecolor=INK, markeredgewidth=0.8, linestyle=""
+    )
     axes.plot([x for _, x in points], [y for y, _ in points], zorder=3, **diamonds)
     values = [*published.values(), *(value for _, value in points)]
     if _wide(values):
@@ -105,7 +140,14 @@ def _throughput(lines: Sequence[Line], key: str, prefix: str) -> Figure:
         axes.set_xlim(min(values) / 2, max(values) * 1.5)
     for y, name in enumerate(rows):
         if name not in published:
-            axes.annotate(_missing(by_row[name]), (0.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8, color=INK)
+            axes.annotate(
+                _missing(by_row[name]),
+                (0.01, y),
+                xycoords=("axes fraction", "data"),
+                va="center",
+                fontsize=8,
+                color=INK,
+            )
     axes.set_yticks(range(len(rows)), [by_row[name].row.name for name in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
@@ -120,10 +162,14 @@ def _throughput(lines: Sequence[Line], key: str, prefix: str) -> Figure:
 
 
 def _throughput_caption(lines: Sequence[Line], key: str, points: Sequence, values: Sequence[float]) -> str:
-    parts = [f"{_axis(lines, key)}{', logarithmic axis' if _wide(values) else ''}: bars as published, points as measured."]
+    parts = [
+        f"{_axis(lines, key)}{', logarithmic axis' if _wide(values) else ''}: bars as published, points as measured."
+    ]
     if key == "tflops" and _counted_as(lines) == "exact_tflops":
-        parts.append(f"{results.EXACT[0].upper()}{results.EXACT[1:]}.")
-    left_out = [line for line in lines if line.run and line.no_ratio and line.no_ratio.startswith("not compared")]
+        parts.append(f"{result.EXACT[0].upper()}{result.EXACT[1:]}.")
+    left_out = [
+        line for line in lines if line.run and line.no_ratio and line.no_ratio.startswith("not compared")
+    ]
     if left_out:
         count = f"{len(left_out)} run{'s' if len(left_out) > 1 else ''}"
         parts.append(f"{count} left out, whose numbers are not those of the row (see the table).")
@@ -154,7 +200,9 @@ def _losses(runs: Sequence[Run], unit: str, prefix: str, title: str, most: int) 
     return Figure(svg.render(figure, prefix, f"{title}, {unit}"), caption + _thinned(runs, most))
 
 
-def _draw(axes, runs: Sequence[Run], points_of: Callable[[Run], curves.Points], most: int, first_colour: int = 0) -> list:
+def _draw(
+    axes, runs: Sequence[Run], points_of: Callable[[Run], curves.Points], most: int, first_colour: int = 0
+) -> list:
     """A line for each run that has points; (handle, label) of those."""
     entries = []
     for index, run in enumerate(runs, start=first_colour):
@@ -170,20 +218,28 @@ def _draw(axes, runs: Sequence[Run], points_of: Callable[[Run], curves.Points], 
 
 def _thinned(runs: Sequence[Run], most: int) -> str:
     longest = max((sum(record["kind"] == "step" for record in run.records) for run in runs), default=0)
-    return f" Curves of more than {most} steps are drawn as means of neighbouring steps." if longest > most else ""
+    return (
+        f" Curves of more than {most} steps are drawn as means of neighbouring steps."
+        if longest > most
+        else ""
+    )
 
 
 def _published(lines: Sequence[Line], key: str) -> dict[str, float]:
     """Row -> published number, of the rows that have one."""
     published = {line.row.full_name: line.row.recipe.published for line in lines if line.row.recipe}
-    return {name: getattr(p, key) for name, p in published.items() if p is not None and getattr(p, key) is not None}
+    return {
+        name: getattr(p, key)
+        for name, p in published.items()
+        if p is not None and getattr(p, key) is not None
+    }
 
 
 def _counted_as(lines: Sequence[Line]) -> str | None:
     """Which of our two counts of TFLOPS stands beside the published ones; None where the rows' sources made both."""
     rows = [line.row.recipe.published for line in lines if line.row.recipe and line.row.recipe.published]
     found = {published.tflops_by for published in rows if published.tflops is not None}
-    return None if len(found) > 1 else results.TFLOPS_BY[found.pop() if found else "formula"][1]
+    return None if len(found) > 1 else result.TFLOPS_BY[found.pop() if found else "formula"][1]
 
 
 def _axis(lines: Sequence[Line], key: str) -> str:
@@ -194,7 +250,9 @@ def _axis(lines: Sequence[Line], key: str) -> str:
 
 def _measured(line: Line, key: str) -> float | None:
     """None also where the run's numbers are not those of the row."""
-    column = next(column for column in MEASURED if column.key == (_counted_as([line]) if key == "tflops" else key))
+    column = next(
+        column for column in MEASURED if column.key == (_counted_as([line]) if key == "tflops" else key)
+    )
     value = column.value(line.run) if line.run and not line.no_ratio else None
     return value if numbers.is_number(value) and value > 0 else None
 

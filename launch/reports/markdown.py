@@ -9,13 +9,17 @@ from html import escape
 from launch.reports.comparing import Comparison
 from launch.reports.comparing import Row as Difference
 from launch.reports.document import Document, Section
-from launch.reports.lines import DAGGER, Line, Remarks
+from launch.reports.table_lines import DAGGER, Line, Remarks
 
 MARKER = "<!-- written by megarecipes: launch/report.py -->"
 
 
 def write(document: Document) -> str:
-    blocks = [MARKER, f"# {text(document.title)}", f"Written {document.made}. Plots are in report.html beside this file."]
+    blocks = [
+        MARKER,
+        f"# {text(document.title)}",
+        f"Written {document.made}. Plots are in report.html beside this file.",
+    ]
     if document.problems:
         blocks += ["**Could not be read**", bullets(document.problems)]
     if document.notes:
@@ -44,25 +48,44 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _section(section: Section) -> list[str]:
     published = section.table
-    headings = [text(name) for name in (*published.columns, "recipe", "status", *(column.heading for column in section.columns))]
+    headings = [
+        text(name)
+        for name in (*published.columns, "recipe", "status", *(column.heading for column in section.columns))
+    ]
     footnotes = {remarks.row.full_name: number for number, remarks in enumerate(section.remarks, start=1)}
     if section.runs:
         headings += ["measured / published", "hardware", "run"]
     blocks = [
         f"## {text(published.title)}",
-        f"Source: {text(published.source)}. Table `{published.name}`, {section.summary}." if published.source else f"{section.summary}.",
+        f"Source: {text(published.source)}. Table `{published.name}`, {section.summary}."
+        if published.source
+        else f"{section.summary}.",
         text(published.note) if published.note else "",
         table(headings, (_cells(section, line, footnotes) for line in section.lines)),
     ]
     if section.with_errata:
-        blocks.append(f"{DAGGER} The source contradicts itself or what it names: see the row's footnote (*erratum*).")
+        blocks.append(
+            f"{DAGGER} The source contradicts itself or what it names: see the row's footnote (*erratum*)."
+        )
     if section.deviations:
         blocks.append("**Deviations of the runs**")
     for run, deviations in section.deviations:
-        blocks += [f"{text(run.label)}{' (TINY)' if run.tiny else ''}, {text(run.name)}:", bullets(deviations or ("none",))]
+        blocks += [
+            f"{text(run.label)}{' (TINY)' if run.tiny else ''}, {text(run.name)}:",
+            bullets(deviations or ("none",)),
+        ]
     if section.common:
-        blocks += ["**Of all rows**", "\n".join(f"- *{text(what)}*: {text(said)}" for what, said in section.common)]
-    return [*blocks, *(_footnote(published.name, footnotes[remarks.row.full_name], remarks) for remarks in section.remarks)]
+        blocks += [
+            "**Of all rows**",
+            "\n".join(f"- *{text(what)}*: {text(said)}" for what, said in section.common),
+        ]
+    return [
+        *blocks,
+        *(
+            _footnote(published.name, footnotes[remarks.row.full_name], remarks)
+            for remarks in section.remarks
+        ),
+    ]
 
 
 def _cells(section: Section, line: Line, footnotes: dict[str, int]) -> list[str]:
@@ -95,7 +118,9 @@ def _comparison(comparison: Comparison) -> list[str]:
         "**Results**",
         table(["", *runs, *changed], (_difference(row) for row in comparison.results)),
         "**What differs in how they were made**",
-        table(["", *runs], (_difference(row) for row in comparison.configuration)) if comparison.configuration else "Nothing.",
+        table(["", *runs], (_difference(row) for row in comparison.configuration))
+        if comparison.configuration
+        else "Nothing.",
     ]
 
 

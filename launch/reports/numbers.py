@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from launch import metrics
+from launch.console import numbers
 
 NOTHING = "–"
 
 
 def number(value: Any) -> str:
     """As `metrics.number` writes it, `NOTHING` for None."""
-    return NOTHING if value is None else metrics.number(value)
+    return NOTHING if value is None else numbers.number(value)
 
 
 def loss(value: Any) -> str:

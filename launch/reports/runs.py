@@ -10,9 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from launch import out_of_memory, results
+from launch.machine import out_of_memory
 from launch.reports.numbers import is_number
-from launch.run_directory import RunDirectory
+from launch.runs.directory import RunDirectory
+from launch.runs.result import result_row
 from recipes import catalog
 from recipes.schema import Recipe
 
@@ -87,33 +88,50 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     at = RunDirectory(path)
     recipe = _recipe(at.recipe_yaml, problems)
     result = _mapping(at.result_json, problems)
-    launches = [launch for launch in _mapping(at.environment_json, problems).get("launches", ()) if isinstance(launch, Mapping)]
+    launches = [
+        launch
+        for launch in _mapping(at.environment_json, problems).get("launches", ())
+        if isinstance(launch, Mapping)
+    ]
     records, dropped = _records(at.metrics_jsonl, problems)
     launch = launches[-1] if launches else {}
     name, tiny = _name(result, launch, recipe, label, original_of)
     steps = [record["step"] for record in records if record["kind"] == "step"]
     ds_config = _mapping(at.ds_config_json, problems)
     # A resumed run keeps its old result.json until it ends again; it may go on from a checkpoint before the last step.
-    going_on = not at.result_json.exists() or bool(result and steps and _went_on(steps[-1], result.get("steps") or 0, dropped))
+    going_on = not at.result_json.exists() or bool(
+        result and steps and _went_on(steps[-1], result.get("steps") or 0, dropped)
+    )
     oom = out_of_memory.reason(path)
     if going_on:
         ended = (OOM, oom) if oom else (UNFINISHED, None)
-        row = _row_of_metrics(recipe, launch, records, name, tiny, original_of(name), ds_config, ended, at, problems)
+        row = _row_of_metrics(
+            recipe, launch, records, name, tiny, original_of(name), ds_config, ended, at, problems
+        )
         status = ended[0] if row or oom else UNREADABLE
     else:
         said = str(result.get("status") or UNREADABLE)
         row, status = result, STATUS.get(said, said)
         if oom and said not in ("ok", OOM):  # of a launch that wrote no result
-            row, status = {**result, "status": OOM, "deviations": [f"{OOM}: {oom}", *_list(result, "deviations")]}, OOM
+            row, status = (
+                {**result, "status": OOM, "deviations": [f"{OOM}: {oom}", *_list(result, "deviations")]},
+                OOM,
+            )
     # Many long runs are held at once: only what is drawn is kept of a step.
-    kept = [{key: record[key] for key in DRAWN if key in record} for record in records if record["kind"] in ("step", "validation")]
+    kept = [
+        {key: record[key] for key in DRAWN if key in record}
+        for record in records
+        if record["kind"] in ("step", "validation")
+    ]
     return Run(
         path, label, name, tiny, status, _checked_numbers(row, at.result_json, problems), recipe, ds_config,
         launches, kept, tuple(problems),
     )  # fmt: skip
 
 
-def _name(result: Mapping, launch: Mapping, recipe: Recipe | None, label: str, original_of: Callable) -> tuple[str, bool]:
+def _name(
+    result: Mapping, launch: Mapping, recipe: Recipe | None, label: str, original_of: Callable
+) -> tuple[str, bool]:
     stated = result.get("deviations")
     name = str(result.get("recipe") or launch.get("recipe") or label)
     tiny = (
@@ -126,7 +144,16 @@ def _name(result: Mapping, launch: Mapping, recipe: Recipe | None, label: str, o
 
 
 def _row_of_metrics(
-    recipe, launch, records, name, tiny, original, ds_config, ended: tuple[str, str | None], at: RunDirectory, problems: list[str]
+    recipe,
+    launch,
+    records,
+    name,
+    tiny,
+    original,
+    ds_config,
+    ended: tuple[str, str | None],
+    at: RunDirectory,
+    problems: list[str],
 ) -> dict[str, Any]:
     """A results row from what is recorded so far; empty where recipe.yaml or environment.json do not say enough.
 
@@ -136,8 +163,10 @@ def _row_of_metrics(
         return {}
     try:
         facts = launch["plan"]
-        plan = SimpleNamespace(recipe=recipe, ds=ds_config, **{**facts, "layout": SimpleNamespace(**facts["layout"])})
-        row = results.result_row(
+        plan = SimpleNamespace(
+            recipe=recipe, ds=ds_config, **{**facts, "layout": SimpleNamespace(**facts["layout"])}
+        )
+        row = result_row(
             plan, records, name=name, described=launch, original=original, tiny=tiny,
             emulated_fp16="--emulate_fp16" in launch["command"], status=ended[0], reason=ended[1],
         )  # fmt: skip
@@ -154,7 +183,9 @@ def _recipe(path: Path, problems: list[str]) -> Recipe | None:
     try:
         return catalog.load_resolved(path)
     except (ValueError, OSError) as error:
-        problems.append(f"{path}: not the recipe of a run ({_one_line(error)}): restore it, or leave this run out")
+        problems.append(
+            f"{path}: not the recipe of a run ({_one_line(error)}): restore it, or leave this run out"
+        )
         return None
 
 
@@ -167,7 +198,9 @@ def _mapping(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path}: not JSON ({_one_line(error)}): restore it, or leave this run out")
         return {}
     if not isinstance(value, dict):
-        problems.append(f"{path}: holds {type(value).__name__}, not an object: restore it, or leave this run out")
+        problems.append(
+            f"{path}: holds {type(value).__name__}, not an object: restore it, or leave this run out"
+        )
         return {}
     return value
 
@@ -180,7 +213,9 @@ def _went_on(step: int, ended_at: Any, dropped: bool) -> bool:
 def _records(path: Path, problems: list[str]) -> tuple[list[dict[str, Any]], bool]:
     """(the records of metrics.jsonl that can be read, whether some cannot); each of those is a problem with its line."""
     try:
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline is not yet written
+        lines = (
+            path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        )  # what follows the last newline is not yet written
     except OSError as error:
         problems.append(f"{path}: {_one_line(error)}")
         return [], True
@@ -192,7 +227,9 @@ def _records(path: Path, problems: list[str]) -> tuple[list[dict[str, Any]], boo
         except ValueError as error:
             problem = f"not a line of metrics ({_one_line(error)})"
         if problem:
-            broken.append(f"{path}:{number}: {problem}: left out, with the other lines kept; delete that line, or restore the file")
+            broken.append(
+                f"{path}:{number}: {problem}: left out, with the other lines kept; delete that line, or restore the file"
+            )
         else:
             records.append(record)
     more = len(broken) - MOST_NAMED
@@ -201,12 +238,20 @@ def _records(path: Path, problems: list[str]) -> tuple[list[dict[str, Any]], boo
 
 
 def _record_problem(record: Any) -> str | None:
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or not isinstance(record.get("step"), int):
+    if (
+        not isinstance(record, dict)
+        or not isinstance(record.get("kind"), str)
+        or not isinstance(record.get("step"), int)
+    ):
         return "not a record of metrics, which has a kind and a step"
     missing = [key for key in STEP_FIELDS if key not in record] if record["kind"] == "step" else []
     if missing:
         return f"step {record['step']} has no {', '.join(missing)}"
-    wrong = [key for key in ("loss", "mlm_loss", "seconds") if record.get(key) is not None and not is_number(record[key])]
+    wrong = [
+        key
+        for key in ("loss", "mlm_loss", "seconds")
+        if record.get(key) is not None and not is_number(record[key])
+    ]
     return f"step {record['step']}: {wrong[0]}={record[wrong[0]]!r} is no number" if wrong else None
 
 

@@ -70,7 +70,9 @@ def render(figure: Figure, prefix: str, label: str) -> str:
         text.set_parse_math(False)  # a $ in a title is a dollar
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     for stand_in, colour in _PAGE_COLOURS.items():
@@ -81,4 +83,6 @@ def render(figure: Figure, prefix: str, label: str) -> str:
     box = re.search(r'viewBox="([^"]+)"', opening[0])
     assert box, "matplotlib wrote no viewBox"
     namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return f'<svg {namespaces} viewBox="{box[1]}" role="img" aria-label="{escape(label)}">{svg[opening.end() :]}'
+    return (
+        f'<svg {namespaces} viewBox="{box[1]}" role="img" aria-label="{escape(label)}">{svg[opening.end() :]}'
+    )

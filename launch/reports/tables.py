@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.verification import errata_of
+from launch.tables.verifying.verification import errata_of
 from recipes.problems import ProblemsError, did_you_mean
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
@@ -57,7 +57,10 @@ class Tables:
 
     @property
     def names(self) -> list[str]:
-        return sorted({path.stem for path in self._folder.glob("*.yaml")} | {name for name, table in self._read.items() if table})
+        return sorted(
+            {path.stem for path in self._folder.glob("*.yaml")}
+            | {name for name, table in self._read.items() if table}
+        )
 
     def get(self, name: str) -> Published | None:
         """The table of that name; None where there is none. Raises ProblemsError where its file is no table."""
@@ -127,12 +130,20 @@ def load(table: Table) -> Published:
         except RecipeError as error:
             problems += error.problems
         title = str(values.get("title", ""))
-        cells, problem = source_cells(values.get("published"), table.columns) if table.columns else ((title,), None)
+        cells, problem = (
+            source_cells(values.get("published"), table.columns) if table.columns else ((title,), None)
+        )
         if problem:
             problems.append(f"{table.name}/{name}: {problem}")
         rows.append(Row(table.name, name, title, cells, recipe, tuple(errata_of(f"{table.name}/{name}"))))
     return Published(
-        table.name, table.title, table.source, table.note, table.columns or ("Recipe",), tuple(rows), tuple(dict.fromkeys(problems))
+        table.name,
+        table.title,
+        table.source,
+        table.note,
+        table.columns or ("Recipe",),
+        tuple(rows),
+        tuple(dict.fromkeys(problems)),
     )
 
 
@@ -140,9 +151,13 @@ def source_cells(published: Any, columns: Sequence[str]) -> tuple[tuple[str, ...
     """(the cells of `published.row`, one per column; what is wrong with them or None)."""
     printed = published.get("row") if isinstance(published, Mapping) else None
     if not printed:
-        return ("",) * len(columns), "published.row is missing: give the cells as the source prints them, separated by |"
+        return ("",) * len(
+            columns
+        ), "published.row is missing: give the cells as the source prints them, separated by |"
     cells = tuple(cell.strip() for cell in str(printed).split("|"))
     if len(cells) == len(columns):
         return cells, None
     problem = f"published.row has {len(cells)} cells, the table {len(columns)} columns: separate the cells by |, empty ones too"
-    return (*cells, *[""] * len(columns))[: max(len(columns), 1) - 1] + (" | ".join(cells[len(columns) - 1 :]),), problem
+    return (*cells, *[""] * len(columns))[: max(len(columns), 1) - 1] + (
+        " | ".join(cells[len(columns) - 1 :]),
+    ), problem

@@ -29,4 +29,6 @@ def write(document: Document) -> str:
 
 def status_class(status: Any) -> str:
     """A class of the style sheet."""
-    return {"measured": "good", "not run": "idle", "unfinished": "idle", "saving": "idle"}.get(str(status), "bad")
+    return {"measured": "good", "not run": "idle", "unfinished": "idle", "saving": "idle"}.get(
+        str(status), "bad"
+    )

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.files import write_atomically
+from data.durable_files import write_atomically
 from launch.reports import csvfile, markdown, webpage
 from launch.reports.comparing import MOST_COMPARED
 from launch.reports.document import Document
-from launch.reports.finding import is_run
+from launch.reports.run_search import is_run
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,17 @@ def check(directory: Path) -> list[str]:
     """
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise ValueError(f"--out {directory} cannot be made ({there} is a file): name a directory you may write")
+        raise ValueError(
+            f"--out {directory} cannot be made ({there} is a file): name a directory you may write"
+        )
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {directory} cannot be written ({there} is not yours to write): name a directory you may write")
+        raise ValueError(
+            f"--out {directory} cannot be written ({there} is not yours to write): name a directory you may write"
+        )
     if is_run(directory):
-        raise ValueError(f"--out {directory} is a run directory, which holds nothing but the run's own files: name another directory")
+        raise ValueError(
+            f"--out {directory} is a run directory, which holds nothing but the run's own files: name another directory"
+        )
     former = [form for form in FORMS if (directory / form.name).exists()]
     strangers = [form.name for form in former if not _is_former(directory / form.name, form.marker)]
     if strangers:
@@ -70,7 +76,9 @@ def check(directory: Path) -> list[str]:
 
 def write(document: Document, directory: Path) -> list[Path]:
     """Write the three files; their paths."""
-    texts = [(directory / form.name, form.write(document)) for form in FORMS]  # all of them, before one is replaced
+    texts = [
+        (directory / form.name, form.write(document)) for form in FORMS
+    ]  # all of them, before one is replaced
     directory.mkdir(parents=True, exist_ok=True)
     for path, text in texts:
         write_atomically(path, text)

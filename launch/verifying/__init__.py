@@ -1,1 +1,1 @@
-"""The parts of launch/verification.py: what is printed, what is recomputed, and where the two disagree."""
+"""The parts of launch/tables/verifying/verification.py: what is printed, what is recomputed, and where the two disagree."""

@@ -1,6 +1,6 @@
 """Two ranks that train layouts with one thing broken on purpose, one after another. Started by tests/test_layouts.py.
 
-    broken_layouts.py DIRECTORY    which holds recipe.yaml and gets a run directory for every breakage
+broken_layouts.py DIRECTORY    which holds recipe.yaml and gets a run directory for every breakage
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from launch import compare_layouts, micro_batches, startup
+from launch import compare_layouts
 from launch.compare_layouts import LayoutCase
-from modeling import bert, collectives, tensor_parallel
-from modeling.collectives import reduce_from_tensor_parallel
+from launch.console import quiet
+from launch.machine import abilities, ending, processes
+from launch.training import micro_batches
+from modeling import bert
 from modeling.initialization import Init
-from modeling.tensor_parallel import RowParallelLinear, VocabParallelEmbedding
+from modeling.parallel import collectives, layers
+from modeling.parallel.collectives import reduce_from_tensor_parallel
+from modeling.parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from recipes import catalog
 
 PROCESSES = 2
@@ -67,7 +71,7 @@ def bias_on_every_rank() -> AbstractContextManager:
 
 def padding_gets_probability() -> AbstractContextManager:
     def logits(self, x):
-        return F.linear(tensor_parallel.copy_to_tensor_parallel(x, self.group), self.weight)
+        return F.linear(layers.copy_to_tensor_parallel(x, self.group), self.weight)
 
     return mock.patch.object(VocabParallelEmbedding, "_logits", logits)
 
@@ -81,7 +85,7 @@ def weights_of_another_layout() -> AbstractContextManager:
     draw = Init._normal
 
     def by_rank(self, name, shape, std):
-        return draw(self, f"{name}@{startup.rank()}", shape, std)
+        return draw(self, f"{name}@{processes.rank()}", shape, std)
 
     return mock.patch.object(Init, "_normal", by_rank)
 
@@ -113,22 +117,44 @@ def _case(name: str, tp: int, pp: int, dp: int, ds_config: str) -> LayoutCase:
 
 
 BREAKAGES = [
-    Breakage(_case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="final_norm.weight"),
-    Breakage(_case("f without all-reduce, zero3", 2, 1, 1, "zero3"), gradients_stay_apart_at_f, first="final_norm.weight"),
-    Breakage(_case("g without all-reduce", 2, 1, 1, "zero0"), summands_stay_apart_at_g, first="final_norm.weight"),
+    Breakage(
+        _case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="final_norm.weight"
+    ),
+    Breakage(
+        _case("f without all-reduce, zero3", 2, 1, 1, "zero3"),
+        gradients_stay_apart_at_f,
+        first="final_norm.weight",
+    ),
+    Breakage(
+        _case("g without all-reduce", 2, 1, 1, "zero0"), summands_stay_apart_at_g, first="final_norm.weight"
+    ),
     Breakage(_case("sharded parameters not marked", 2, 1, 1, "zero0"), no_parameter_marked, by_norm=True),
-    Breakage(_case("sharded parameters not marked, zero3", 2, 1, 1, "zero3"), no_parameter_marked, by_norm=True),
+    Breakage(
+        _case("sharded parameters not marked, zero3", 2, 1, 1, "zero3"), no_parameter_marked, by_norm=True
+    ),
     Breakage(_case("duplicated parameters marked", 2, 1, 1, "zero0"), every_parameter_marked, by_norm=True),
-    Breakage(_case("duplicated parameters marked, zero1", 2, 1, 1, "zero1"), every_parameter_marked, by_norm=True),
-    Breakage(_case("tied gradients not summed", 1, 2, 1, "pipeline"), tied_gradients_stay_apart, first="word.weight"),
+    Breakage(
+        _case("duplicated parameters marked, zero1", 2, 1, 1, "zero1"), every_parameter_marked, by_norm=True
+    ),
+    Breakage(
+        _case("tied gradients not summed", 1, 2, 1, "pipeline"),
+        tied_gradients_stay_apart,
+        first="word.weight",
+    ),
     Breakage(_case("bias on every rank", 2, 1, 1, "zero0"), bias_on_every_rank),
     Breakage(_case("padding not masked", 2, 1, 1, "zero0"), padding_gets_probability),
     Breakage(_case("data ranks not averaged", 1, 1, 2, "zero0"), data_ranks_stay_apart, by_norm=True),
-    Breakage(_case("weights drawn by rank", 2, 1, 1, "zero0"), weights_of_another_layout, first="final_norm.weight"),
+    Breakage(
+        _case("weights drawn by rank", 2, 1, 1, "zero0"), weights_of_another_layout, first="final_norm.weight"
+    ),
 ]
 BERT_BREAKAGES = [
-    Breakage(_case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="head.norm.weight"),
-    Breakage(_case("tied decoder not summed", 1, 2, 1, "pipeline"), tied_gradients_stay_apart, first="word.weight"),
+    Breakage(
+        _case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="head.norm.weight"
+    ),
+    Breakage(
+        _case("tied decoder not summed", 1, 2, 1, "pipeline"), tied_gradients_stay_apart, first="word.weight"
+    ),
     Breakage(_case("padding attended to", 1, 2, 1, "pipeline"), padding_attended_to),
     Breakage(_case("predictions counted by rank", 1, 1, 2, "zero0"), predictions_counted_by_rank),
     Breakage(_case("decoder bias not marked", 2, 1, 1, "zero0"), no_parameter_marked, by_norm=True),
@@ -139,15 +165,17 @@ CONTROL = Breakage(_case("nothing broken", 2, 1, 1, "zero0"), nullcontext)
 
 def train(directory: Path, breakages: Sequence[Breakage] | None = None) -> None:
     """Train the recipe of the directory once under every breakage (None: those of its family, then none) on the ranks of this launch."""
-    startup.quiet_libraries()
+    quiet.quiet_libraries()
     recipe = catalog.load_resolved(directory / "recipe.yaml")
-    machine = startup.detect_machine()
-    with startup.clean_exit():
-        startup.start_processes(timeout_minutes=2)
+    machine = abilities.detect_machine()
+    with ending.clean_exit():
+        processes.start_processes(timeout_minutes=2)
         of_family = BREAKAGES if recipe.model.family == "gpt2" else BERT_BREAKAGES
         for breakage in breakages or (*of_family, CONTROL):
             with breakage.broken():
-                compare_layouts.run_case(recipe, breakage.case, directory / compare_layouts.slug(breakage.case.name), machine)
+                compare_layouts.run_case(
+                    recipe, breakage.case, directory / compare_layouts.slug(breakage.case.name), machine
+                )
 
 
 if __name__ == "__main__":

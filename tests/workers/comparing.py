@@ -24,10 +24,14 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 
 def close(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = 1e-10) -> None:
     """Equal up to `tolerance`, as the L2 norm of the difference relative to that of `expected`."""
-    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
     assert float(expected.norm()) > 0, f"{what}: nothing to compare, all is zero"
     difference = float((actual.double() - expected.double()).norm() / expected.double().norm())
-    assert difference <= tolerance, f"{what} differs by {difference:.1e} (relative L2 norm), more than {tolerance:.0e}"
+    assert difference <= tolerance, (
+        f"{what} differs by {difference:.1e} (relative L2 norm), more than {tolerance:.0e}"
+    )
 
 
 def gathered(local: torch.Tensor, group: Group) -> list[torch.Tensor]:
@@ -95,7 +99,9 @@ def gradients(module: nn.Module, group: Group) -> dict[str, list[torch.Tensor]]:
     return {p.canonical_name: joined(p, p.grad, group) for p in module.parameters()}  # type: ignore[attr-defined]
 
 
-def same_gradients(actual: dict[str, list[torch.Tensor]], expected: dict[str, list[torch.Tensor]], tolerance: float = 1e-10) -> None:
+def same_gradients(
+    actual: dict[str, list[torch.Tensor]], expected: dict[str, list[torch.Tensor]], tolerance: float = 1e-10
+) -> None:
     """Every copy of every gradient of a tensor-parallel module is that of the dense one."""
     assert actual.keys() == expected.keys()
     for name, copies in actual.items():
@@ -112,7 +118,9 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
-            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            tensors = [
+                t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+            ]
             self.seen.append((function.__name__.split(".")[0], max(t.numel() for t in tensors)))
         return function(*args, **(kwargs or {}))
 

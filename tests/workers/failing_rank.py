@@ -2,7 +2,9 @@
 
 import sys
 
-from launch import engine, pretrain, startup
+from launch import pretrain
+from launch.machine import processes
+from launch.training import engine
 
 steps = []
 train_step = engine.train_step
@@ -10,7 +12,7 @@ train_step = engine.train_step
 
 def failing(*arguments):
     steps.append(1)
-    if startup.rank() == 1 and len(steps) == 3:
+    if processes.rank() == 1 and len(steps) == 3:
         raise ValueError("planted failure of rank 1")
     return train_step(*arguments)
 

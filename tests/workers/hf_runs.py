@@ -19,9 +19,10 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from data.corpus import build
 from ds_configs.resolver import resolve
-from launch import hf_model, hf_training, pretrain, startup
+from launch.machine import ending, processes
+from launch.training import job, run, transformers_model, transformers_trainer
 from modeling.initialization import Init
-from modeling.process_grid import ProcessGrid
+from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog
 
 STEPS = 4
@@ -39,15 +40,15 @@ class Recorded(Records):
         self.validations.append(report.loss)
 
 
-def unshifted(engine, batch, right=hf_training.forward):
+def unshifted(engine, batch, right=transformers_trainer.forward):
     return right(engine, {**batch, "labels": batch["tokens"]})
 
 
-def other_weights(recipe, *how, right=hf_model._canonical_weights):
+def other_weights(recipe, *how, right=transformers_model._canonical_weights):
     return right(recipe.model_copy(update={"seed": recipe.seed + 1}), *how)
 
 
-def swapped(run, right=hf_training._flat):
+def swapped(run, right=transformers_trainer._flat):
     micro_batches = right(run)
     for first, second in zip(micro_batches, micro_batches, strict=False):
         yield second
@@ -59,11 +60,11 @@ def all_decayed(module, decay):
 
 
 BREAKAGES = {
-    "labels are not shifted": (hf_training, "forward", unshifted),
-    "other weights are drawn": (hf_model, "_canonical_weights", other_weights),
-    "micro-batches in another order": (hf_training, "_flat", swapped),
-    "everything is decayed": (hf_training, "parameter_groups", all_decayed),
-    "dropout is not seeded by step": (hf_training, "seed_step", lambda seed, step, at: None),
+    "labels are not shifted": (transformers_trainer, "forward", unshifted),
+    "other weights are drawn": (transformers_model, "_canonical_weights", other_weights),
+    "micro-batches in another order": (transformers_trainer, "_flat", swapped),
+    "everything is decayed": (transformers_trainer, "parameter_groups", all_decayed),
+    "dropout is not seeded by step": (transformers_trainer, "seed_step", lambda seed, step, at: None),
 }
 
 
@@ -81,7 +82,7 @@ class BlocksRun:
         return right(attention, *inputs, **how)
 
 
-def drawn_once(recipe, *how, right=hf_model.build):
+def drawn_once(recipe, *how, right=transformers_model.build):
     """`hf_model.build`, where transformers draws nothing, and no two ranks draw the same parameter."""
     names = []
 
@@ -90,9 +91,12 @@ def drawn_once(recipe, *how, right=hf_model.build):
         return draw(init, name, shape, std)
 
     unwanted = AssertionError("transformers draws weights")
-    with mock.patch.object(torch.Tensor, "normal_", side_effect=unwanted), mock.patch.object(Init, "_normal", noted):
+    with (
+        mock.patch.object(torch.Tensor, "normal_", side_effect=unwanted),
+        mock.patch.object(Init, "_normal", noted),
+    ):
         model = right(recipe, *how)
-    of_ranks = [None] * startup.world_size()
+    of_ranks = [None] * processes.world_size()
     torch.distributed.all_gather_object(of_ranks, names)
     every = [name for of_rank in of_ranks for name in of_rank]
     assert len(every) == len(set(every)) == 2 + 4 * recipe.model.layers, of_ranks
@@ -100,23 +104,29 @@ def drawn_once(recipe, *how, right=hf_model.build):
 
 
 def train(case: dict, out: Path) -> None:
-    recipe = catalog.load(catalog.DEFAULT_RECIPE, ["optimizer.clip=0.5", *case["settings"]], tiny=True, steps=STEPS)
-    plan = resolve(recipe, case["ds_config"], startup.world_size(), MACHINE)
+    recipe = catalog.load(
+        catalog.DEFAULT_RECIPE, ["optimizer.clip=0.5", *case["settings"]], tiny=True, steps=STEPS
+    )
+    plan = resolve(recipe, case["ds_config"], processes.world_size(), MACHINE)
     corpus, grid = build(recipe, say=lambda text: None), ProcessGrid(1, 1, plan.layout.dp)
     directory, fails_after = out / case["name"], case.get("fails_after")
     records, blocks = Recorded(fails_after), BlocksRun()
-    patches = [(hf_model, "LARGE", 0), (hf_model, "build", drawn_once), (GPT2Attention, "forward", lambda *a, **k: blocks(*a, **k))]
+    patches = [
+        (transformers_model, "LARGE", 0),
+        (transformers_model, "build", drawn_once),
+        (GPT2Attention, "forward", lambda *a, **k: blocks(*a, **k)),
+    ]
     with contextlib.ExitStack() as stack:
         for patch in (*patches, *([BREAKAGES[case["broken"]]] if case.get("broken") else [])):
             stack.enter_context(mock.patch.object(*patch))
         try:
-            pretrain.train(pretrain.Job(plan, case["name"], directory), records, corpus, grid)
+            run.train(job.Job(plan, case["name"], directory), records, corpus, grid)
         except Interrupted:
             torch.distributed.barrier()
             records.fails_after = None
-            pretrain.train(pretrain.Job(plan, case["name"], directory, resume=True), records, corpus, grid)
+            run.train(job.Job(plan, case["name"], directory, resume=True), records, corpus, grid)
     torch.distributed.barrier()
-    if startup.rank() == 0:
+    if processes.rank() == 0:
         per_layer = blocks.times / (recipe.model.layers * plan.layout.accumulation * len(records.steps))
         (directory / "reported.json").write_text(json.dumps({
             "steps": records.steps, "validations": records.validations, "said": records.said, "blocks_run": per_layer,
@@ -124,7 +134,7 @@ def train(case: dict, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    with startup.clean_exit():
-        startup.start_processes()
+    with ending.clean_exit():
+        processes.start_processes()
         for one in json.loads(Path(sys.argv[2]).read_text()):
             train(one, Path(sys.argv[1]))

@@ -3,7 +3,8 @@
 import os
 import signal
 
-from launch import checkpoint, pretrain, weights
+from launch import pretrain
+from launch.checkpoints import checkpoint, weights
 
 saved = []
 

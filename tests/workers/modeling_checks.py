@@ -14,7 +14,7 @@ import tensor_parallel
 import torch.distributed as dist
 from reporting import Checks, run_checks
 
-from modeling.process_grid import ProcessGrid
+from modeling.parallel.process_grid import ProcessGrid
 
 PROCESSES = 4
 DEGREES = (2, 4)
@@ -24,7 +24,9 @@ def checks_of(tp: int) -> dict[str, Callable[[ProcessGrid, Path], None]]:
     found: dict[str, Callable[[ProcessGrid, Path], None]] = {}
     for name, check in {**tensor_parallel.CHECKS, **sparse.CHECKS}.items():
         found[name] = partial(lambda check, grid, directory: check(grid.tensor_group), check)
-    found["imported weights"] = lambda grid, directory: tensor_parallel.imported_weights(grid.tensor_group, directory)
+    found["imported weights"] = lambda grid, directory: tensor_parallel.imported_weights(
+        grid.tensor_group, directory
+    )
     for_grid = {"process grid": tensor_parallel.process_grid, **randomness.CHECKS, **sparse.GRID_CHECKS}
     if tp < PROCESSES:
         for_grid |= randomness.DATA_PARALLEL_CHECKS

@@ -4,7 +4,9 @@ import sys
 
 import torch
 
-from launch import engine, pretrain, startup
+from launch import pretrain
+from launch.machine import processes
+from launch.training import engine
 
 steps = []
 train_step = engine.train_step
@@ -12,7 +14,7 @@ train_step = engine.train_step
 
 def failing(*arguments):
     steps.append(1)
-    if startup.rank() == 1 and len(steps) == 3:
+    if processes.rank() == 1 and len(steps) == 3:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return train_step(*arguments)
 

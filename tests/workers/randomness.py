@@ -11,8 +11,8 @@ from comparing import Group, equal_on_all_ranks, gathered
 from modeling import transformer
 from modeling.gpt2 import GPT2, GPT2Shape
 from modeling.initialization import Init
-from modeling.process_grid import ProcessGrid
-from modeling.random_state import dropout, seed_step, tensor_parallel_random
+from modeling.parallel.process_grid import ProcessGrid
+from modeling.parallel.random_state import dropout, seed_step, tensor_parallel_random
 
 SEED = 11
 SHAPE = GPT2Shape(
@@ -33,17 +33,23 @@ def inside(grid: ProcessGrid, step: int = 3) -> torch.Tensor:
 
 def outside_masks_equal(grid: ProcessGrid) -> None:
     masks = gathered(mask(grid), grid.tensor_group)
-    assert all(torch.equal(m, masks[0]) for m in masks), "tensor ranks must drop the same outside of tensor-parallel regions"
+    assert all(torch.equal(m, masks[0]) for m in masks), (
+        "tensor ranks must drop the same outside of tensor-parallel regions"
+    )
     assert set(masks[0].tolist()) == {0.0, 2.0}
 
 
 def masks_differ_over_data_ranks(grid: ProcessGrid) -> None:
     outside, within = gathered(mask(grid), grid.data_group), gathered(inside(grid), grid.data_group)
-    assert all_differ(outside) and all_differ(within), "samples of different data ranks need masks of their own"
+    assert all_differ(outside) and all_differ(within), (
+        "samples of different data ranks need masks of their own"
+    )
 
 
 def inside_masks_differ(grid: ProcessGrid) -> None:
-    assert all_differ(gathered(inside(grid), grid.tensor_group)), "tensor ranks hold different heads: each must draw its own"
+    assert all_differ(gathered(inside(grid), grid.tensor_group)), (
+        "tensor ranks hold different heads: each must draw its own"
+    )
 
 
 def streams_apart(grid: ProcessGrid) -> None:
@@ -77,7 +83,9 @@ def batch(shape: GPT2Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tokens % shape.vocab, tokens * 3 % shape.vocab, torch.full(tokens.shape, 1 / tokens.numel())
 
 
-def loss_and_gradients(grid: ProcessGrid, shape: GPT2Shape, group: Group) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+def loss_and_gradients(
+    grid: ProcessGrid, shape: GPT2Shape, group: Group
+) -> tuple[torch.Tensor, list[torch.Tensor], int]:
     """One training pass, reseeded; the third is how many forward passes of layers it took, recomputed ones included."""
     used, passes = model(shape, group), 0
 
@@ -113,7 +121,9 @@ def model_draws_inside_and_outside(grid: ProcessGrid) -> None:
     by_layer = [gathered(d, grid.tensor_group) for d in drawn]
     equal = equal_on_all_ranks(streams[0], grid.tensor_group)
     assert len(by_layer) == SHAPE.layers
-    assert all_differ([draw for layer in by_layer for draw in layer]), "each rank and layer must draw its own attention dropout"
+    assert all_differ([draw for layer in by_layer for draw in layer]), (
+        "each rank and layer must draw its own attention dropout"
+    )
     assert equal, "the residual stream differs over the tensor ranks"
 
 
@@ -140,9 +150,13 @@ def recomputation_is_exact(grid: ProcessGrid) -> None:
         loss, gradients, passes = loss_and_gradients(grid, SHAPE, group)
         assert passes == SHAPE.layers
         for interval in (1, 2, SHAPE.layers):
-            again, regained, recomputed = loss_and_gradients(grid, replace(SHAPE, checkpoint_interval=interval), group)
+            again, regained, recomputed = loss_and_gradients(
+                grid, replace(SHAPE, checkpoint_interval=interval), group
+            )
             assert torch.equal(loss, again), f"loss with chunks of {interval}"
-            different = [i for i, pair in enumerate(zip(gradients, regained, strict=True)) if not torch.equal(*pair)]
+            different = [
+                i for i, pair in enumerate(zip(gradients, regained, strict=True)) if not torch.equal(*pair)
+            ]
             assert not different, f"gradients {different} with chunks of {interval} layers, group {group}"
             assert recomputed == 2 * SHAPE.layers, f"{recomputed} passes of layers with chunks of {interval}"
 

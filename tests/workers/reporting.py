@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from launch import startup
+from launch.console import quiet
+from launch.machine import ending, processes
 
 Checks = Mapping[str, Callable[[], None]]
 
@@ -18,9 +19,9 @@ def run_checks(prepare: Callable[[Path], Checks], directory: Path) -> None:
     A check makes all its collective calls before its first assertion, so that a rank that fails does not leave the others
     waiting. `prepare` builds the checks once the process group stands.
     """
-    startup.quiet_libraries()
-    with startup.clean_exit():
-        startup.start_processes(timeout_minutes=1)
+    quiet.quiet_libraries()
+    with ending.clean_exit():
+        processes.start_processes(timeout_minutes=1)
         found: dict[str, str | None] = {}
         for name, check in prepare(directory).items():
             try:
@@ -28,4 +29,4 @@ def run_checks(prepare: Callable[[Path], Checks], directory: Path) -> None:
                 found[name] = None
             except Exception:
                 found[name] = traceback.format_exc()
-        (directory / f"rank-{startup.rank()}.json").write_text(json.dumps(found))
+        (directory / f"rank-{processes.rank()}.json").write_text(json.dumps(found))

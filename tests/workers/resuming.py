@@ -1,6 +1,6 @@
 """Trains cases uninterrupted, and again with a failure after some steps followed by a resumed run; writes what differs.
 
-    resuming.py OUT CASES.json      cases: name, ds_config, tp, pp, dp, precision, settings
+resuming.py OUT CASES.json      cases: name, ds_config, tp, pp, dp, precision, settings
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ import json
 import sys
 from pathlib import Path
 
-from launch import startup
+from launch.console import quiet
+from launch.machine import abilities, ending, processes
 
-startup.quiet_libraries()
-MACHINE = startup.detect_machine(emulated_fp16=True)
+quiet.quiet_libraries()
+MACHINE = abilities.detect_machine(emulated_fp16=True)
 
 import torch  # noqa: E402  (after the accelerator is chosen)
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
-from launch import checkpoint, pretrain, weights  # noqa: E402
-from launch.reporting import Silence  # noqa: E402
-from launch.weights import load_tensors  # noqa: E402
-from modeling.process_grid import ProcessGrid  # noqa: E402
+from launch.checkpoints import checkpoint, weights  # noqa: E402
+from launch.checkpoints.weights import load_tensors  # noqa: E402
+from launch.runs.recorder import Silence  # noqa: E402
+from launch.training.job import Job  # noqa: E402
+from launch.training.run import train as train_run  # noqa: E402
+from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
 weights.PART_BYTES = 200_000  # so that every stage of a tiny model is several files
@@ -45,9 +48,14 @@ class Records(Silence):
 
 def train(plan, directory: Path, resume: bool, fails_after: int | None = None) -> dict:
     records = Records(fails_after)
-    job = pretrain.Job(plan, directory.name, directory, resume=resume)
+    job = Job(plan, directory.name, directory, resume=resume)
     try:
-        pretrain.train(job, records, build(plan.recipe, say=records.say), ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp))
+        train_run(
+            job,
+            records,
+            build(plan.recipe, say=records.say),
+            ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp),
+        )
     except Interrupted:
         torch.distributed.barrier()
     return records.steps
@@ -59,16 +67,23 @@ def run(case: dict, out: Path) -> None:
         *(f"parallel.{degree}={case[degree]}" for degree in ("tp", "pp", "dp")), "dropout.hidden=0.1", "dropout.attention=0.1",
         "optimizer.betas=[0.9, 0.999]", f"run.save_every={save_every}", f"precision={case['precision']}", *case["settings"],
     ]  # fmt: skip
-    recipe = catalog.load("bert/sotu" if case["name"].startswith("bert") else catalog.DEFAULT_RECIPE, settings, tiny=True, steps=steps)
-    plan = resolve(recipe, case["ds_config"], startup.world_size(), MACHINE)
+    recipe = catalog.load(
+        "bert/sotu" if case["name"].startswith("bert") else catalog.DEFAULT_RECIPE,
+        settings,
+        tiny=True,
+        steps=steps,
+    )
+    plan = resolve(recipe, case["ds_config"], processes.world_size(), MACHINE)
     whole, broken = out / f"{case['name']}-whole", out / f"{case['name']}-broken"
     uninterrupted = train(plan, whole, resume=False)
     train(plan, broken, resume=False, fails_after=fails_after)
     resumed = train(plan, broken, resume=True)
     torch.distributed.barrier()
-    if startup.rank() == 0:
+    if processes.rank() == 0:
         a, b = (load_tensors(checkpoint.newest(d / "checkpoints").directory) for d in (whole, broken))
-        parts = [p.name for p in sorted(checkpoint.newest(whole / "checkpoints").directory.glob(weights.PATTERN))]
+        parts = [
+            p.name for p in sorted(checkpoint.newest(whole / "checkpoints").directory.glob(weights.PATTERN))
+        ]
         (out / f"{case['name']}.json").write_text(json.dumps({
             "resumed_steps": sorted(resumed),
             "different_steps": [s for s in resumed if resumed[s] != uninterrupted[s]],
@@ -79,7 +94,7 @@ def run(case: dict, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    with startup.clean_exit():
-        startup.start_processes()
+    with ending.clean_exit():
+        processes.start_processes()
         for one in json.loads(Path(sys.argv[2]).read_text()):
             run(one, Path(sys.argv[1]))

@@ -10,7 +10,7 @@ from randomness import all_differ, loss_and_gradients, seed_step
 
 from modeling.gpt2 import GPT2Shape
 from modeling.initialization import Init
-from modeling.process_grid import ProcessGrid
+from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import Attention, LayerShape, TransformerLayer
 
 B, S, H, HEADS, WINDOW = 2, 257, 16, 4, 40  # long enough for the kernel of blocks, and no multiple of a block
@@ -28,13 +28,18 @@ def banded_layer(group: Group) -> None:
         return TransformerLayer(shape, group=group, init=init)
 
     init, x, cotangent = given_weights(build), randn(B, S, H), randn(B, S, H, seed=1)
-    cut, whole = both_passes(build(group, init), x, cotangent, group), both_passes(build(None, init), x, cotangent, None)
+    cut, whole = (
+        both_passes(build(group, init), x, cotangent, group),
+        both_passes(build(None, init), x, cotangent, None),
+    )
     dense = both_passes(build(None, init, replace(shape, window=None)), x, cotangent, None)
     close(cut.output, whole.output, "output")
     close(cut.input_gradient, whole.input_gradient, "gradient of the input")
     same_gradients(cut.gradients, whole.gradients)
     close(whole.output[:, :WINDOW], dense.output[:, :WINDOW], "output of positions that see all before them")
-    assert float((whole.output - dense.output).norm() / dense.output.norm()) > 1e-3, "the band must leave something out"
+    assert float((whole.output - dense.output).norm() / dense.output.norm()) > 1e-3, (
+        "the band must leave something out"
+    )
 
 
 def banded_dropout(grid: ProcessGrid) -> None:
@@ -44,7 +49,10 @@ def banded_dropout(grid: ProcessGrid) -> None:
     x, of_values = randn(B, S, H, dtype=torch.float32), []
     attention.projection.register_forward_pre_hook(lambda module, args: of_values.append(args[0].detach()))
     with torch.no_grad():
-        attention.qkv.weight.fill_(0.1), attention.qkv.bias.fill_(1)  # the same heads on every rank: dropout alone tells them apart
+        (
+            attention.qkv.weight.fill_(0.1),
+            attention.qkv.bias.fill_(1),
+        )  # the same heads on every rank: dropout alone tells them apart
         seed_step(11, 3, grid.at)
         before = torch.get_rng_state()
         attention(x)
@@ -65,4 +73,7 @@ def banded_recomputation_is_exact(grid: ProcessGrid) -> None:
 
 
 CHECKS = {"banded layer": banded_layer}
-GRID_CHECKS = {"banded dropout": banded_dropout, "banded recomputation is exact": banded_recomputation_is_exact}
+GRID_CHECKS = {
+    "banded dropout": banded_dropout,
+    "banded recomputation is exact": banded_recomputation_is_exact,
+}

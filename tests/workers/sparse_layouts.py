@@ -1,6 +1,6 @@
 """Two ranks that train a model with banded layers under several layouts, one with a broken band. Started by tests/test_sparse_models.py.
 
-    sparse_layouts.py DIRECTORY    which holds recipe.yaml and gets a run directory for every case
+sparse_layouts.py DIRECTORY    which holds recipe.yaml and gets a run directory for every case
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ BROKEN = LayoutCase("tp2, band one too wide", 2, 1, 1, "zero0")
 
 def one_too_wide() -> AbstractContextManager:
     right = banded_attention.in_band
-    return mock.patch.object(banded_attention, "in_band", lambda query, key, window: right(query, key, window + 1))
+    return mock.patch.object(
+        banded_attention, "in_band", lambda query, key, window: right(query, key, window + 1)
+    )
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), [*(Breakage(case, nullcontext) for case in CASES), Breakage(BROKEN, one_too_wide)])
+    train(
+        Path(sys.argv[1]), [*(Breakage(case, nullcontext) for case in CASES), Breakage(BROKEN, one_too_wide)]
+    )

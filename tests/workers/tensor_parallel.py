@@ -23,16 +23,19 @@ from comparing import (
 )
 from safetensors.torch import load_file
 
-from modeling.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
-from modeling.cross_entropy import token_losses
 from modeling.gpt2 import GPT2, GPT2Shape
 from modeling.initialization import Init
-from modeling.process_grid import ProcessGrid, data_groups, pipeline_groups, tensor_groups
-from modeling.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from modeling.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
+from modeling.parallel.cross_entropy import token_losses
+from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from modeling.parallel.process_grid import ProcessGrid, data_groups, pipeline_groups, tensor_groups
 from modeling.transformer import MLP, Attention, LayerShape, TransformerLayer
 
 B, S, H, HEADS = 2, 6, 32, 4
-VOCAB, PADDED = 10, 16  # tp 4: rows 0-3, 4-7, 8-9 and two of padding, padding alone; tp 2: 0-7, 8-9 and six of padding
+VOCAB, PADDED = (
+    10,
+    16,
+)  # tp 4: rows 0-3, 4-7, 8-9 and two of padding, padding alone; tp 2: 0-7, 8-9 and six of padding
 
 
 def f_and_g(group: Group) -> None:
@@ -65,7 +68,10 @@ def column_parallel_linear(group: Group) -> None:
 
     init, x, cotangent = given_weights(build), randn(B, S, H), randn(B, S, 3 * H, seed=1)
     own = cotangent.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)]
-    cut, dense = both_passes(build(group, init), x, own, group), both_passes(build(None, init), x, cotangent, None)
+    cut, dense = (
+        both_passes(build(group, init), x, own, group),
+        both_passes(build(None, init), x, cotangent, None),
+    )
     output = torch.cat(gathered(cut.output, group), -1)
     close(output, dense.output, "output")
     close(cut.input_gradient, dense.input_gradient, "gradient of the input")
@@ -78,7 +84,10 @@ def row_parallel_linear(group: Group) -> None:
 
     init, x, cotangent = given_weights(build), randn(B, S, 4 * H), randn(B, S, H, seed=1)
     own = x.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)]
-    cut, dense = both_passes(build(group, init), own, cotangent, group), both_passes(build(None, init), x, cotangent, None)
+    cut, dense = (
+        both_passes(build(group, init), own, cotangent, group),
+        both_passes(build(None, init), x, cotangent, None),
+    )
     input_gradient = torch.cat(gathered(cut.input_gradient, group), -1)
     close(cut.output, dense.output, "output")
     close(input_gradient, dense.input_gradient, "gradient of the input")
@@ -132,7 +141,9 @@ def embedding_and_tied_projection(group: Group) -> None:
 def cross_entropy(group: Group, dtype: torch.dtype = torch.float32, offset: float = 0.0) -> None:
     """Against torch's on the full logits; logits with padding, large ones (`offset`), and every token once as the target."""
     targets = torch.arange(VOCAB).view(2, 5)
-    full = torch.cat([randn(2, 5, VOCAB, seed=3) * 3 + offset, torch.full((2, 5, PADDED - VOCAB), float("-inf"))], -1).to(dtype)
+    full = torch.cat(
+        [randn(2, 5, VOCAB, seed=3) * 3 + offset, torch.full((2, 5, PADDED - VOCAB), float("-inf"))], -1
+    ).to(dtype)
     cotangent = randn(2, 5, seed=4, dtype=torch.float32)
     mine = full.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].clone().requires_grad_()
     with recorded_collectives() as seen:
@@ -146,10 +157,19 @@ def cross_entropy(group: Group, dtype: torch.dtype = torch.float32, offset: floa
 
     assert losses.dtype == torch.float32 and mine.grad.dtype == dtype
     close(losses, expected, "losses", 1e-6)
-    close(gradient[..., :VOCAB], reference.grad, "gradient of the logits", 1e-6 if dtype == torch.float32 else 4e-3)
+    close(
+        gradient[..., :VOCAB],
+        reference.grad,
+        "gradient of the logits",
+        1e-6 if dtype == torch.float32 else 4e-3,
+    )
     assert not gradient[..., VOCAB:].any(), "padding must get no gradient"
-    assert [name for name, _ in seen] == ["allreduce_"] * 3, f"three all-reduces forward and none backward, but there were {seen}"
-    assert max(size for _, size in seen) == targets.numel(), f"a collective moved more than (B, S) numbers: {seen}"
+    assert [name for name, _ in seen] == ["allreduce_"] * 3, (
+        f"three all-reduces forward and none backward, but there were {seen}"
+    )
+    assert max(size for _, size in seen) == targets.numel(), (
+        f"a collective moved more than (B, S) numbers: {seen}"
+    )
 
 
 def block(kind: type, group: Group) -> None:
@@ -222,7 +242,9 @@ def imported_weights(group: Group, directory: Path) -> None:
     """Weights of a `transformers` GPT-2, converted by the test, give its logits under tensor parallelism."""
     saved = load_file(directory / "transformers.safetensors")
     tokens, expected = saved.pop("tokens"), saved.pop("logits")
-    shape = GPT2Shape(layers=2, hidden=H, heads=HEADS, vocab=expected.shape[-1], padded_vocab=512, positions=tokens.shape[1])
+    shape = GPT2Shape(
+        layers=2, hidden=H, heads=HEADS, vocab=expected.shape[-1], padded_vocab=512, positions=tokens.shape[1]
+    )
     model = GPT2(shape, group=group, init=Init(seed=0, std=0.02, layers=2, given=saved)).eval()
     with torch.no_grad():
         logits = torch.cat(gathered(model(tokens), group), -1)
@@ -232,7 +254,11 @@ def imported_weights(group: Group, directory: Path) -> None:
 
 def process_grid(grid: ProcessGrid) -> None:
     degrees = grid.tp, grid.pp, grid.dp
-    for group, layout in ((grid.tensor_group, tensor_groups), (grid.data_group, data_groups), (grid.pipeline_group, pipeline_groups)):
+    for group, layout in (
+        (grid.tensor_group, tensor_groups),
+        (grid.data_group, data_groups),
+        (grid.pipeline_group, pipeline_groups),
+    ):
         (expected,) = [ranks for ranks in layout(*degrees) if grid.rank in ranks]
         assert dist.get_process_group_ranks(group) == expected, layout.__name__
     assert dist.get_rank(grid.tensor_group) == grid.at.tp == grid.get_model_parallel_rank()

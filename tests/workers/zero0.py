@@ -20,14 +20,23 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from data.corpus import build
 from ds_configs.resolver import resolve
-from launch import checkpoint, pretrain, startup
-from launch.data_parallel import MasterWeights
-from launch.weights import load_tensors
-from modeling.process_grid import ProcessGrid
+from launch.checkpoints import checkpoint
+from launch.checkpoints.weights import load_tensors
+from launch.deepspeed_fixes.zero0 import MasterWeights
+from launch.machine import ending, processes
+from launch.training.job import Job
+from launch.training.run import train as train_run
+from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog
 
 STEPS = 9
-COMMON = ("batch.accumulation=2", "optimizer.clip=0.5", "optimizer.weight_decay=0.1", "dropout.hidden=0", "dropout.attention=0")
+COMMON = (
+    "batch.accumulation=2",
+    "optimizer.clip=0.5",
+    "optimizer.weight_decay=0.1",
+    "dropout.hidden=0",
+    "dropout.attention=0",
+)
 
 
 @contextlib.contextmanager
@@ -49,20 +58,24 @@ def train(case: dict, ds_config: str, out: Path) -> dict:
     """One run: each step's record, each step's scaled gradient norm, and the fp32 weights at the end."""
     degrees = [f"parallel.{degree}={case[degree]}" for degree in ("tp", "dp")]
     settings = [*degrees, *COMMON, f"precision={case['precision']}", *case["settings"]]
-    recipe = catalog.load("bert/sotu" if case["name"] == "bert" else catalog.DEFAULT_RECIPE, settings, tiny=True, steps=STEPS)
+    recipe = catalog.load(
+        "bert/sotu" if case["name"] == "bert" else catalog.DEFAULT_RECIPE, settings, tiny=True, steps=STEPS
+    )
     config = json.loads((Path("ds_configs") / f"{ds_config}.json").read_text())
     config["fp16"].update(case["fp16"])
     directory = out / f"{case['name']}-{ds_config}"
-    if startup.rank() == 0:
+    if processes.rank() == 0:
         directory.mkdir()
         (directory / "ds.json").write_text(json.dumps(config))
     torch.distributed.barrier()
-    plan = resolve(recipe, directory / "ds.json", startup.world_size(), resuming.MACHINE)
+    plan = resolve(recipe, directory / "ds.json", processes.world_size(), resuming.MACHINE)
     records = resuming.Records()
-    norm = (MasterWeights, "_norm") if ds_config == "zero0" else (DeepSpeedZeroOptimizer, "scaled_global_norm")
+    norm = (
+        (MasterWeights, "_norm") if ds_config == "zero0" else (DeepSpeedZeroOptimizer, "scaled_global_norm")
+    )
     with rounded_norms(*norm) as norms:
-        job = pretrain.Job(plan, case["name"], directory)
-        pretrain.train(job, records, build(recipe, say=records.say), ProcessGrid(case["tp"], 1, case["dp"]))
+        job = Job(plan, case["name"], directory)
+        train_run(job, records, build(recipe, say=records.say), ProcessGrid(case["tp"], 1, case["dp"]))
     torch.distributed.barrier()
     weights = load_tensors(checkpoint.newest(directory / "checkpoints").directory)
     return {"steps": records.steps, "norms": norms, "weights": weights}
@@ -71,7 +84,7 @@ def train(case: dict, ds_config: str, out: Path) -> dict:
 def run(case: dict, out: Path) -> None:
     plain, sharded = (train(case, stage, out) for stage in ("zero0", "zero1"))
     weights, expected = plain.pop("weights"), sharded.pop("weights")
-    if startup.rank() == 0:
+    if processes.rank() == 0:
         (out / f"{case['name']}.json").write_text(json.dumps({
             "zero0": plain, "zero1": sharded, "tensors": len(expected),
             "different_weights": [n for n in expected if not torch.equal(weights[n], expected[n])],
@@ -79,7 +92,7 @@ def run(case: dict, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    with startup.clean_exit():
-        startup.start_processes()
+    with ending.clean_exit():
+        processes.start_processes()
         for one in json.loads(Path(sys.argv[2]).read_text()):
             (resuming.run if one.get("resumed") else run)(one, Path(sys.argv[1]))

@@ -1,0 +1,264 @@
+"""JSON lines, parquet and plain text, compressed or not, as records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from data.sources.formats.archives import READ_ERRORS, decompressed, opened
+from data.sources.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Broken, Raw, broken, clean_unicode, decoded
+
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class JsonlFormat:
+    """One JSON object per line. Blank lines are no records."""
+
+    text_column: str = "text"
+    max_record_bytes: int = MAX_RECORD_BYTES
+
+    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+        return islice(_or_empty(path, self._records(path)), start, None)
+
+    def _records(self, path: Path) -> Iterator[Raw | Broken]:
+        for number, line in lines(path, self.max_record_bytes):
+            if isinstance(line, Broken):
+                yield line
+            elif line.strip():
+                yield Raw(str(path), number, line)
+
+    def parse(self, raw: Raw) -> str | Broken | None:
+        text = decoded(raw)
+        if isinstance(text, Broken):
+            return text
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:  # RecursionError: brackets nested by the thousand
+            return broken(
+                raw.file, raw.number, f"not a JSON object: {error}: every line must be one", raw.payload
+            )
+        return field_text(record, self.text_column, raw)
+
+
+def field_text(record: Any, column: str, raw: Raw) -> str | Broken | None:
+    """The document in a parsed record."""
+    if not isinstance(record, dict):
+        reason = f"no JSON object: a JSON {type(record).__name__} where an object with a text field is needed"
+    elif column not in record:
+        reason = (
+            f"no field {column!r}: set data.text_column to one of {', '.join(sorted(map(str, record))[:20])}"
+        )
+    elif not isinstance(record[column], str):
+        reason = f"field {column!r} is {type(record[column]).__name__}, not a string: set data.text_column to the text field"
+    elif "\0" in record[column]:
+        reason = f"NUL bytes: {record[column].count(chr(0))} in field {column!r}"
+    else:
+        return clean_unicode(record[column]) or None
+    return broken(raw.file, raw.number, reason, raw.payload)
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """Plain text. A document is a whole file, or what stands between blank lines."""
+
+    documents: Literal["file", "blank_line"] = "file"
+    max_record_bytes: int = MAX_RECORD_BYTES
+
+    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+        records = self._whole(path) if self.documents == "file" else self._blocks(path)
+        return islice(_or_empty(path, records), start, None)
+
+    def _whole(self, path: Path) -> Iterator[Raw | Broken]:
+        limit = self.max_record_bytes
+        try:
+            with decompressed(path) as file:
+                content = file.read(limit + 1)
+                size = len(content)
+                while piece := size > limit and file.read(_PIECE):
+                    size += len(piece)
+        except READ_ERRORS as error:
+            yield damaged(path, 1, error)
+            return
+        if size > limit:
+            yield too_large(
+                path, 1, content, size, limit, "; a file of many documents needs data.documents=blank_line"
+            )
+        elif content:
+            yield Raw(str(path), 1, content)
+
+    def _blocks(self, path: Path) -> Iterator[Raw | Broken]:
+        """Blocks of lines; the number is that of the first line."""
+        block, first, size = bytearray(), 0, 0
+        for number, line in lines(path, self.max_record_bytes):
+            blank = not isinstance(line, Broken) and not line.strip()
+            if not blank and not size:
+                first = number
+            if isinstance(line, Broken) and not line.size:  # the file is damaged from here on
+                if size:
+                    yield self._block(path, first, block, size)
+                yield line
+                return
+            if blank and size:
+                yield self._block(path, first, block, size)
+                block, size = bytearray(), 0
+            elif not blank:
+                size += line.size if isinstance(line, Broken) else len(line)
+                room = EXCERPT_BYTES if size > self.max_record_bytes else self.max_record_bytes
+                block += line.excerpt if isinstance(line, Broken) else line
+                del block[room:]
+        if size:
+            yield self._block(path, first, block, size)
+
+    def _block(self, path: Path, number: int, block: bytearray, size: int) -> Raw | Broken:
+        if size > self.max_record_bytes:
+            return too_large(path, number, block, size, self.max_record_bytes)
+        return Raw(str(path), number, bytes(block))
+
+    def parse(self, raw: Raw) -> str | Broken | None:
+        text = decoded(raw)
+        if isinstance(text, Broken):
+            return text
+        text = text.replace("\r\n", "\n")
+        return text if text.strip() else None
+
+
+@dataclass(frozen=True)
+class ParquetFormat:
+    """One document per row. Only the text column is read, in batches within a row group."""
+
+    text_column: str = "text"
+    max_record_bytes: int = MAX_RECORD_BYTES  # of one row; a longer one is read by pyarrow and then refused
+    batch_rows: int = 256
+
+    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with opened(path):
+            pass
+        if not path.stat().st_size:
+            yield from islice(_or_empty(path, iter(())), start, None)
+            return
+        try:
+            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_PIECE)
+        except (pa.ArrowException, OSError) as error:
+            yield from islice([damaged(path, 1, error)], start, None)
+            return
+        with file:
+            yield from self._rows(file, path, start)
+
+    def _rows(self, file: Any, path: Path, start: int) -> Iterator[Raw | Broken]:
+        import pyarrow as pa
+
+        problem = self._column_problem(file)
+        first = 0  # row at which the group begins
+        for group in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            row, end = max(first, start), first + rows
+            first = end
+            if row >= end:
+                continue
+            reason = problem
+            if not reason:
+                try:
+                    for value in islice(self._values(file, group), rows - (end - row), None):
+                        row += 1
+                        yield self._record(path, row, value)
+                except (pa.ArrowException, OSError) as error:
+                    reason = f"damaged file: row group {group} cannot be read ({error}): fetch the file again"
+            # Every row that is lost is counted, so that a report knows the share.
+            if reason:
+                yield from (broken(path, number, reason) for number in range(row + 1, end + 1))
+
+    def _column_problem(self, file: Any) -> str | None:
+        import pyarrow.types as types
+
+        schema = file.schema_arrow
+        if self.text_column not in schema.names:
+            return f"no field {self.text_column!r}: set data.text_column to one of {', '.join(sorted(schema.names))}"
+        kind = schema.field(self.text_column).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        if not any(
+            check(kind)
+            for check in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+        ):
+            return (
+                f"field {self.text_column!r} is {kind}, not a string: set data.text_column to the text field"
+            )
+        return None
+
+    def _values(self, file: Any, group: int) -> Iterator[bytes | None]:
+        """The column's values as bytes: pyarrow does not check that a string column is UTF-8."""
+        import pyarrow as pa
+
+        for batch in file.iter_batches(
+            self.batch_rows, row_groups=[group], columns=[self.text_column], use_threads=False
+        ):
+            column = batch.column(0)
+            if pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
+            yield from column.cast(pa.large_binary()).to_pylist()
+
+    def _record(self, path: Path, row: int, value: bytes | None) -> Raw | Broken:
+        if value is None:
+            return broken(path, row, f"field {self.text_column!r} is null, not a string")
+        if len(value) > self.max_record_bytes:
+            return too_large(path, row, value, len(value), self.max_record_bytes)
+        return Raw(str(path), row, value)
+
+    def parse(self, raw: Raw) -> str | Broken | None:
+        return decoded(raw) or None
+
+
+def lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken]]:
+    """Numbered lines (from 1), decompressed. A line of more than `limit` bytes is passed over in pieces.
+
+    Where the file cannot be read on, the last item is a `Broken` of size 0.
+    """
+    number = 0
+    try:
+        with decompressed(path) as file:
+            while line := file.readline(limit + 1):
+                number += 1
+                if len(line) > limit and not line.endswith(b"\n"):
+                    size = len(line)
+                    line = line[:EXCERPT_BYTES]
+                    while piece := file.readline(_PIECE):
+                        size += len(piece)
+                        if piece.endswith(b"\n"):
+                            break
+                    yield number, too_large(path, number, line, size, limit)
+                else:
+                    yield number, line
+    except READ_ERRORS as error:
+        yield number + 1, damaged(path, number + 1, error)
+
+
+def _or_empty(path: Path, records: Iterator[Raw | Broken]) -> Iterator[Raw | Broken]:
+    """The records, or one `Broken` where there are none."""
+    first = next(records, None)
+    yield first or broken(path, 1, "empty file")
+    yield from records
+
+
+def damaged(path: Path, number: int, error: BaseException | str) -> Broken:
+    """What stands for the rest of a file that cannot be read on."""
+    return broken(
+        path,
+        number,
+        f"damaged file: cannot be read to its end ({error}): it is cut off or damaged; fetch it again",
+    )
+
+
+def too_large(
+    path: Path, number: int, payload: bytes | bytearray, size: int, limit: int, hint: str = ""
+) -> Broken:
+    """What stands for a record of `size` bytes that begins with `payload`."""
+    return broken(
+        path, number, f"too large: {size:,} bytes where a record has at most {limit:,}{hint}", payload, size
+    )

@@ -1,0 +1,51 @@
+"""Which documents are trained on, validated with and tested with: a rule on the document's index alone.
+
+Whole documents are held out, so that no held-out text is seen in training. The rule needs no number of documents, so that it
+holds for streams too.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+Part = Literal["train", "validation", "test"]
+PARTS: tuple[Part, ...] = ("train", "validation", "test")
+"""The names of what `parts` returns, by number."""
+
+
+def part_of(index: int, validation_every: int, test_every: int | None = None) -> Part:
+    """The part of one document.
+
+    Every `validation_every`-th document is for validation. Of those left, counted anew, every `test_every`-th is for the test,
+    beginning with the first.
+
+    Args:
+        index: of the document in its source, from 0.
+        validation_every: 2 or more.
+        test_every: 2 or more; None: no test part.
+    """
+    return PARTS[int(parts(np.array([index]), validation_every, test_every)[0])]
+
+
+def parts(indices: np.ndarray, validation_every: int, test_every: int | None = None) -> np.ndarray:
+    """(N,) uint8, positions in `PARTS`, of documents `indices` (N,); see `part_of`."""
+    assert validation_every >= 2 and (test_every is None or test_every >= 2), (
+        "the schema refuses parts that leave no training document"
+    )
+    found = (indices % validation_every == validation_every - 1).astype(np.uint8)
+    if test_every is not None:
+        # Counting what validation leaves, and not all documents, keeps 1/test_every of it whatever divisors the two have in common.
+        left_before = indices - indices // validation_every
+        found[(found == 0) & (left_before % test_every == 0)] = PARTS.index("test")
+    return found
+
+
+def documents_of(
+    part: Part, documents: int, validation_every: int, test_every: int | None = None
+) -> np.ndarray:
+    """(N,) int64, ascending: those of `documents` documents that belong to a part."""
+    return np.flatnonzero(
+        parts(np.arange(documents, dtype=np.int64), validation_every, test_every) == PARTS.index(part)
+    )

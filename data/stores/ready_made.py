@@ -1,0 +1,112 @@
+"""Token stores that are there already: what launch/prepare_data.py wrote, or the .bin/.idx of another Megatron-family tool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from data.durable_files import Damaged
+from data.stores.cached import CHECKED_BYTES, OpenedStore
+from data.stores.indexed import Store, bin_path, idx_path, open_store
+from data.vocabularies.vocabulary import vocabulary_digest
+from recipes.schema import Origin, Recipe
+
+REPORT = "report.json"
+_UNIT = {"gpt2": "document", "bert": "sentence"}  # in the names of the files that a family prefers
+
+
+def given_store(recipe: Recipe, origin: Origin, tokenizer: PreTrainedTokenizerFast) -> OpenedStore:
+    """
+    Raises:
+        ValueError: there is no sound store, its tokens are of another vocabulary, or a BERT's store has no sentences.
+    """
+    prefix = store_prefix(origin, recipe.model.family)
+    try:
+        store = open_store(prefix)
+    except (OSError, Damaged) as error:
+        raise ValueError(f"data.name={origin.name}: {error}: prepare or copy the store again") from error
+    facts = _facts(prefix.parent / REPORT, store)
+    if facts.get("vocabulary_digest", vocabulary_digest(tokenizer)) != vocabulary_digest(tokenizer):
+        raise ValueError(
+            f"data.name={origin.name}: the store was made with another vocabulary than data.tokenizer.kind={recipe.data.tokenizer.kind} "
+            "gives: set data.tokenizer.kind=store, which takes the one kept with it"
+        )
+    if recipe.model.family == "bert":
+        _check_sentences(origin, store)
+    return OpenedStore(str(origin.name), store, facts.get("text_bytes"), _checksum(store, facts))
+
+
+def store_prefix(origin: Origin, family: str) -> Path:
+    """The path of the store's two files without .bin and .idx.
+
+    Raises:
+        ValueError: nothing, or no single store, is there.
+    """
+    assert origin.name is not None, "the schema demands a name"
+    path = Path(origin.name).expanduser()
+    if not path.is_dir():
+        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        if not (bin_path(prefix).exists() or idx_path(prefix).exists()):
+            unfinished = path.with_name(path.name + ".partial").exists()
+            raise ValueError(
+                f"data.name={origin.name}: "
+                + ("prepare_data has not finished there: run its command again, which goes on with the work"
+                   if unfinished else
+                   f"no such directory, and no {bin_path(prefix).name} (seen from {Path.cwd()}): give what prepare_data wrote with "
+                   "--out, or the path of a .bin and an .idx without the ending")
+            )  # fmt: skip
+        return prefix
+    found = sorted(file.with_suffix("") for file in path.glob("*.idx"))
+    preferred = [prefix for prefix in found if _UNIT[family] in prefix.name]
+    if len(chosen := preferred if len(found) > 1 else found) != 1:
+        names = ", ".join(prefix.name for prefix in found) or "none"
+        raise ValueError(
+            f"data.name={origin.name} is a directory with {len(found)} token stores ({names}): name one of them, as {path / 'NAME'}"
+        )
+    return chosen[0]
+
+
+def _facts(report: Path, store: Store) -> dict[str, Any]:
+    """What prepare_data reported about the store; empty where the store is another's.
+
+    Raises:
+        ValueError: the report is of another store.
+    """
+    try:
+        facts = json.loads(report.read_text(encoding="utf-8")).get("store", {})
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(
+            f"{report}: not the JSON that prepare_data wrote ({error}): prepare the store again"
+        ) from error
+    stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
+    if stated != {key: getattr(store, key) for key in stated}:
+        raise ValueError(
+            f"{store.prefix} has {store.documents} documents and {store.tokens} tokens, and {report} says {stated}: they do not belong "
+            "together; copy the whole directory again"
+        )
+    return facts
+
+
+def _checksum(store: Store, facts: dict[str, Any]) -> str:
+    """Of the .bin where that is known or soon read, else of its length."""
+    reported = facts.get("crc32")
+    if isinstance(reported, dict) and "bin" in reported:
+        return str(reported["bin"])
+    if store.tokens_array.nbytes <= CHECKED_BYTES:
+        return f"{store.checksum().bin:08x}"
+    return f"not read: {store.tokens} tokens"
+
+
+def _check_sentences(origin: Origin, store: Store) -> None:
+    sequences = np.diff(store.document_index)
+    if sequences.size and sequences.max() <= 1:
+        raise ValueError(
+            f"data.name={origin.name}: every document of the store is one sequence, and a BERT's samples are made of sentences: prepare it "
+            "with launch/prepare_data.py --samples bert (Megatron's preprocess_data: --split-sentences)"
+        )

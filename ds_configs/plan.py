@@ -1,0 +1,60 @@
+"""What the resolver is told (`Machine`, found out by `launch`, which may import torch) and what it decides (`Plan`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from recipes.layout import Layout
+from recipes.schema import Recipe
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine's abilities.
+
+    Attributes:
+        accelerator: "cpu" or "cuda".
+        fp16, bf16: the accelerator trains in it.
+        compiler: DeepSpeed can compile its ops (g++ and ninja).
+        cuda_compiler: it can compile CUDA ops as well (nvcc); true where there is no CUDA.
+        libaio: library and headers for DeepSpeed's NVMe op.
+        emulated_fp16: fp16 on an accelerator that refuses it, switched on by the user, for tests of the loss scaler.
+    """
+
+    accelerator: str
+    fp16: bool
+    bf16: bool
+    compiler: bool
+    libaio: bool
+    emulated_fp16: bool = False
+    cuda_compiler: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be run.
+
+    Attributes:
+        recipe: as it was given.
+        layout: degrees of parallelism, and the batch identity.
+        ds: resolved JSON for DeepSpeed: no "auto" left to fill, no `parallel` section.
+        zero_stage: 0 to 3.
+        offload: "none", "optimizer", "parameters", "optimizer+parameters" or "nvme".
+        precision: of the run; differs from the recipe's only with a notice.
+        padded_vocab: rows of the embedding, a multiple of model.vocab_divisible_by x tp; transformers' has no padding.
+        notices: lines to be shown loudly and kept with the results.
+        ds_name: name of the JSON without its folder and suffix.
+    """
+
+    recipe: Recipe
+    layout: Layout
+    ds: dict[str, Any]
+    zero_stage: int
+    offload: str
+    precision: Precision
+    padded_vocab: int
+    notices: tuple[str, ...]
+    ds_name: str

@@ -1,0 +1,92 @@
+"""How a run shows itself: a bar that redraws on a terminal, whole lines in a log, or nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from tqdm import tqdm
+
+LINE_EVERY_SECONDS = 30.0  # in a log, at least one line in this time ...
+LINES_PER_RUN = 20  # ... and about this many in a short run
+
+
+class Silent:
+    def step(self, step: int, fields: Sequence[str]) -> None: ...
+
+    def line(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Bar(Silent):
+    """Two lines that redraw themselves on a terminal: the numbers of the step, and the progress below them."""
+
+    def __init__(self, stream: TextIO, start_step: int, total_steps: int) -> None:
+        self._numbers = tqdm(file=stream, bar_format="{desc}", dynamic_ncols=True, position=0)
+        self._bar = tqdm(
+            total=total_steps,
+            initial=start_step,
+            file=stream,
+            unit="step",
+            dynamic_ncols=True,
+            position=1,
+            bar_format="step {n_fmt}/{total_fmt} {bar} {elapsed} done, {remaining} left",
+        )
+
+    def step(self, step: int, fields: Sequence[str]) -> None:
+        self._numbers.set_description_str(" ".join(fields), refresh=False)
+        # Redraw both or none, at tqdm's pace; the last step always.
+        if self._bar.update() or step == self._bar.total:
+            self._bar.refresh()
+            self._numbers.refresh()
+
+    def line(self, text: str) -> None:
+        self._bar.write(text, file=self._bar.fp)
+
+    def close(self) -> None:
+        self._numbers.close()
+        self._bar.close()
+
+
+class Lines(Silent):
+    """Whole lines without carriage returns, for a log file."""
+
+    def __init__(self, stream: TextIO, start_step: int, total_steps: int) -> None:
+        self._stream, self._start_step, self._total_steps = stream, start_step, total_steps
+        self._every = max(1, (total_steps - start_step) // LINES_PER_RUN)
+        self._shown = time.monotonic()
+        self._first: float | None = (
+            None  # end of the first step, which compiles and allocates: the rate is that of later ones
+        )
+
+    def step(self, step: int, fields: Sequence[str]) -> None:
+        now = time.monotonic()
+        self._first = self._first or now
+        first_or_last = step in (self._start_step + 1, self._total_steps)
+        if first_or_last or step % self._every == 0 or now - self._shown >= LINE_EVERY_SECONDS:
+            self._shown = now
+            done = step - self._start_step
+            remaining = (now - self._first) / (done - 1) * (self._total_steps - step) if done > 1 else None
+            left = f" | {tqdm.format_interval(remaining)} left" if remaining is not None else ""
+            self.line(f"step {step}/{self._total_steps} | {' | '.join(fields)}{left}")
+
+    def line(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+def screen(stream: TextIO, start_step: int, total_steps: int) -> Silent:
+    """A bar where `stream` can redraw two lines, lines elsewhere."""
+    return (Bar if _redraws(stream) else Lines)(stream, start_step, total_steps)
+
+
+def _redraws(stream: TextIO) -> bool:
+    """Whether it is a terminal of known size: on 0 rows (a pseudo-terminal nobody sized) tqdm draws nothing."""
+    if not stream.isatty():
+        return False
+    try:
+        return os.get_terminal_size(stream.fileno()).lines > 2
+    except (OSError, ValueError):
+        return True

@@ -1,0 +1,180 @@
+"""Plain data parallelism: DeepSpeed's engine at ZeRO stage 0, with what DeepSpeed 0.19.8 gets wrong there done here.
+
+Stage 0 is what torch's DistributedDataParallel and Megatron-LM's own data parallelism are: every rank holds all weights and
+optimizer states, and gradients are averaged over the data-parallel ranks. In fp16 and bf16 DeepSpeed runs it on optimizers that
+
+- step once on zero gradients when they are built: weight decay, at the full learning rate, moves the fp32 weights away from
+  those of the model, and Adam's bias correction is a step ahead ever after;
+- unscale gradients by the fp16 loss scale, though the engine scales the loss for ZeRO's optimizers only;
+- in the variant for torch's AdamW leave the slices of all tensor-parallel ranks but the first out of the gradient norm, which
+  they report times the loss scale;
+- know neither the hysteresis nor the end at the smallest loss scale that the JSON's fp16 section promises;
+- grow the loss scale before they unscale with it, which halves that step's gradients;
+- give their fp32 weights out neither to checkpoints of single parameters nor to `safe_get_full_fp32_param`.
+
+`MasterWeights` takes their place. Its arithmetic is ZeRO-1's, so that both stages train alike up to the rounding of the norm.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.utils import clip_grad_norm_, is_model_parallel_parameter
+from deepspeed.runtime.zero.utils import get_norm_dtype
+
+from modeling.parallel.process_grid import ProcessGrid
+
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a DynamicLossScaler
+
+
+def initialize(*, config: dict, mpu: ProcessGrid, **arguments) -> DataParallelEngine:
+    """What `deepspeed.initialize` does for a module that is no pipeline, with the engine below."""
+    engine = DataParallelEngine(
+        args=None, optimizer=None, mpu=mpu, config=config, config_class=DeepSpeedConfig(config, mpu), **arguments
+    )  # fmt: skip
+    engine._configure_python_gc()
+    return engine
+
+
+class DataParallelEngine(DeepSpeedEngine):
+    """DeepSpeed's plain engine at stage 0. In fp16 and bf16 its optimizer is `MasterWeights`, in fp32 the basic one."""
+
+    def _configure_fp16_optimizer(self, optimizer, low_precision_dtype):
+        """Called by DeepSpeed for both half precisions."""
+        fp16 = low_precision_dtype == torch.float16
+        scaler = CreateLossScaler(
+            dtype=low_precision_dtype, static_loss_scale=self.loss_scale(), dynamic_scaling=self.dynamic_loss_scale(),
+            dynamic_loss_args=self.dynamic_loss_scale_args(),
+        )  # fmt: skip
+        skips = fp16 or self._config.bfloat16_config.check_grad_overflow
+        return MasterWeights(
+            optimizer, self.mpu, clip=self.gradient_clipping(), scaler=scaler, skips_overflow=skips
+        )
+
+    def backward(self, loss: torch.Tensor, **how):
+        return super().backward(loss * self.optimizer.cur_scale if self.fp16_enabled() else loss, **how)
+
+    def clip_fp32_gradients(self) -> None:
+        """Remembers the norm, which DeepSpeed computes here and drops."""
+        self._global_grad_norm = clip_grad_norm_(
+            self.module.parameters(), self.gradient_clipping(), mpu=self.mpu
+        )
+
+
+class MasterWeights(DeepSpeedOptimizer):
+    """Steps fp32 copies of all fp16 or bf16 parameters and rounds them back (Micikevicius et al. 2018, arXiv 1710.03740, section 3).
+
+    Gradients come averaged over the data-parallel ranks, in the parameters' precision. Per parameter 16 bytes between backward and
+    step: 2 of weight, 2 of gradient, 12 of fp32 weight and moments. In a step 18: all gradients are in fp32 at once, each in the
+    place of its half-precision one, until the optimizer has stepped.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, mpu: ProcessGrid, *, clip: float, scaler, skips_overflow: bool
+    ):
+        """`optimizer`: on the parameters, not stepped yet; `clip`: largest norm, 0 for none; `scaler`: DeepSpeed's loss scaler."""
+        self.optimizer, self.clip, self.scaler, self.skips_overflow = optimizer, clip, scaler, skips_overflow
+        self.tensor_group = (
+            mpu.get_model_parallel_group() if mpu.get_model_parallel_world_size() > 1 else None
+        )
+        self.overflow = False
+        self._global_grad_norm: float | torch.Tensor = 0.0
+        self._pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        for group in optimizer.param_groups:
+            masters = [p.detach().to(torch.float32, copy=True) for p in group["params"]]
+            self._pairs += zip(group["params"], masters, strict=True)
+            group["params"] = masters
+        # Duplicated parameters have the same gradient on every tensor-parallel rank: it counts once.
+        first = mpu.get_model_parallel_rank() == 0
+        self._counted = [p for p, _ in self._pairs if first or is_model_parallel_parameter(p)]
+        for (
+            parameter,
+            master,
+        ) in self._pairs:  # what deepspeed.utils.safe_get_full_fp32_param and its like look for
+            parameter._hp_mapping = self
+            parameter.get_full_hp_param = functools.partial(self._full, master)
+
+    def _full(self, master: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor:
+        """The fp32 weight of a parameter, or Adam's moment of that name; the parameter's shape."""
+        return master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
+
+    @property
+    def cur_scale(self) -> float:
+        return self.scaler.cur_scale
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> dict:
+        return self.optimizer.state
+
+    def _update_scale(self, has_overflow: bool = False) -> None:
+        self.scaler.update_scale(has_overflow)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Unscale, clip, step and round; or skip where a gradient is not finite, on all ranks alike."""
+        scaled_norm = self._norm()
+        self.overflow = self.skips_overflow and not math.isfinite(scaled_norm)
+        if self.overflow:
+            self._global_grad_norm = math.inf
+            self._update_scale(True)
+            return
+        norm = self._global_grad_norm = scaled_norm / self.cur_scale
+        divisor = self.cur_scale * (torch.clamp((norm + 1e-6) / self.clip, min=1.0) if self.clip else 1.0)
+        for parameter, master in self._pairs:
+            master.grad = parameter.grad.to(torch.float32).mul_(1.0 / divisor)
+            parameter.grad = None
+        self.optimizer.step()
+        for parameter, master in self._pairs:
+            master.grad = None
+            parameter.copy_(master)
+        self._update_scale(False)
+
+    def _norm(self) -> torch.Tensor:
+        """L2 norm of the whole model's gradient, still times the loss scale: fp32 scalar, not finite if any element is not."""
+        norms = [torch.linalg.vector_norm(p.grad, dtype=get_norm_dtype()) for p in self._counted]
+        total = (
+            torch.stack(norms).square().sum()
+            if norms
+            else self._pairs[0][1].new_zeros((), dtype=get_norm_dtype())
+        )
+        if self.tensor_group is not None:
+            dist.all_reduce(total, group=self.tensor_group)
+        return total.sqrt().float()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter, _ in self._pairs:
+            parameter.grad = None
+
+    def state_dict(self) -> dict:
+        """Everything a resumed run needs to go on bit for bit; the same on every data-parallel rank."""
+        state = {"optimizer": self.optimizer.state_dict(), "masters": [master for _, master in self._pairs]}
+        if self.scaler.dynamic:
+            state["loss_scaler"] = {name: getattr(self.scaler, name) for name in _SCALER_STATE}
+        return state
+
+    def load_state_dict(self, state: dict, load_optimizer_states: bool = True) -> None:
+        """The rules of the loss scaler stay the JSON's; a dynamic one goes on from where it was."""
+        if load_optimizer_states:
+            self.optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():
+            for (parameter, master), saved in zip(self._pairs, state["masters"], strict=True):
+                parameter.copy_(master.copy_(saved))
+        if self.scaler.dynamic:
+            vars(self.scaler).update(state.get("loss_scaler", {}))
+
+    def destroy(self) -> None:
+        """Unlink what refers to itself through the parameters."""
+        for parameter, _ in self._pairs:
+            del parameter._hp_mapping, parameter.get_full_hp_param
+        self._pairs, self._counted = [], []

@@ -1,0 +1,102 @@
+"""What a run ran on: processor, accelerators, versions and the commit of the checkout, as plain JSON values."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "accelerate", "tokenizers", "numpy")
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
+    """Machine, versions and commit. Accelerators are those visible to this process on this node."""
+    return {
+        "host": socket.gethostname(),
+        "cpu": cpu_model(),
+        "cores": _cores(),
+        "memory_gb": round(_memory_bytes() / 1e9, 1),
+        **_accelerators(),
+        "versions": versions(),
+        "git": git_state(repository),
+    }
+
+
+def summary(described: dict[str, Any]) -> str:
+    """One phrase for tables: "1 x NVIDIA H100", or "CPU: AMD EPYC, 2 cores" without an accelerator."""
+    if described["accelerators"]:
+        return f"{described['accelerators']} x {described['accelerator']}"
+    return f"CPU: {described['cpu']}, {described['cores']} core{'s' if described['cores'] != 1 else ''}"
+
+
+def versions() -> dict[str, str | None]:
+    """Python and the packages that decide the numbers; None where one is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def git_state(repository: Path) -> dict[str, Any] | None:
+    """Commit of the checkout and whether files differ from it; None where `repository` is not the top of a checkout.
+
+    A package installed inside somebody else's checkout (a virtual environment there) must not report that commit.
+    """
+    top = _git(repository, "rev-parse", "--show-toplevel")
+    commit = _git(repository, "rev-parse", "HEAD")
+    if top is None or commit is None or Path(top).resolve() != repository.resolve():
+        return None
+    status = _git(repository, "status", "--porcelain")
+    return {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+def cpu_model() -> str:
+    """The processor's marketing name where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Cores this process may use: a container or taskset gives fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _accelerators() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"accelerator": "cpu", "accelerators": 0, "accelerator_memory_gb": None, "cuda": None}
+    return {
+        "accelerator": torch.cuda.get_device_name(0),
+        "accelerators": torch.cuda.device_count(),
+        "accelerator_memory_gb": round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    """Output of git, or None where it fails, hangs or is not installed: a run never depends on it."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

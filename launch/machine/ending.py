@@ -1,0 +1,95 @@
+"""Before and after training: what the machine can do, joining the other processes, leaving them cleanly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from launch.machine import out_of_memory
+from launch.machine.processes import rank, world_size
+
+GLOO_ERRORS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "NCCL",
+    "gloo",
+)
+
+
+def refuse(problem: object, code: int = 2) -> NoReturn:
+    """Say what is wrong, once per machine since machines may differ, and end every rank with `code`, without a traceback."""
+    explain(problem)
+    raise SystemExit(code)
+
+
+def explain(problem: object) -> None:
+    """Print on the first rank of every machine; those other than rank 0 say which machine they are."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        print(
+            f"\n{problem}\n" if rank() == 0 else f"\non {socket.gethostname()}:\n{problem}\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def keep_error(directory: Path, text: str) -> None:
+    """Leave a failing rank's traceback in the run directory, where a closed terminal cannot lose it."""
+    with contextlib.suppress(OSError):
+        (directory / f"error-rank-{rank()}.txt").write_text(text)
+
+
+@contextlib.contextmanager
+def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Run the body, then end the process: 0 after a barrier, 1 with this rank's traceback last on the screen.
+
+    Ends with os._exit: a gloo worker that frees a tensor while Python finalises aborts about one run in forty.
+    """
+    import torch.distributed as dist
+
+    try:
+        yield
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException as e:
+        code = 1
+        _report(e, note_failure)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _report(error: BaseException, note_failure: Callable[[str], None]) -> None:
+    text = "".join(traceback.format_exception(error))
+    if getattr(error, "after_stop_request", False) and world_size() > 1 and _lost_peers(error):
+        return
+    if world_size() > 1 and _lost_peers(error):
+        # A consequence of another rank's end. Say nothing, so that the cause stays last on the screen, and let the launcher
+        # end this process; speak up only if nothing does.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        time.sleep(20)
+    note_failure(text)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun prints what is in there as the root cause
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    print(f"\nrank {rank()} of {world_size()} failed:\n{text}", file=sys.stderr, flush=True)
+
+
+def _lost_peers(error: BaseException) -> bool:
+    lost = isinstance(error, RuntimeError) and any(word in str(error) for word in GLOO_ERRORS)
+    return lost and out_of_memory.said_by(error) is None  # NCCL may be what found no memory

@@ -1,0 +1,95 @@
+"""Memory of this machine: what a process may use, and the most it has used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Largest memory of this process so far. `kind` says which memory, since the two are not comparable."""
+
+    bytes: int
+    kind: str
+
+
+def peak_memory() -> PeakMemory:
+    """Peak of this process: allocated by torch on the GPU, or the resident set on a machine without one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return PeakMemory(torch.cuda.max_memory_allocated(), "GPU memory allocated")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts in bytes, Linux in KiB.
+    return PeakMemory(peak if sys.platform == "darwin" else peak * 1024, "resident set")
+
+
+def peak_cached_bytes() -> int | None:
+    """Peak of what torch's caching allocator reserved on the GPU (the tables' "cached"); None without a GPU."""
+    import torch
+
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a machine has: GPUs with this much memory each, or none and the memory of the host."""
+
+    gpus: int
+    gpu_bytes: float
+    host_bytes: float
+
+    def __str__(self) -> str:
+        gpus = (
+            f"{self.gpus} GPU{'s' if self.gpus > 1 else ''} of {self.gpu_bytes / 1e9:.3g} GB"
+            if self.gpus
+            else "no GPU"
+        )
+        return f"{gpus}, {self.host_bytes / 1e9:.3g} GB of host memory"
+
+
+def this_machine() -> Memory:
+    """The smallest visible GPU stands for all; the host's memory is what this process may use. Imports torch."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    smallest = min(
+        (float(torch.cuda.get_device_properties(i).total_memory) for i in range(gpus)), default=0.0
+    )
+    return Memory(gpus, smallest, host_memory())
+
+
+def host_memory(root: Path = Path("/")) -> float:
+    """Bytes: the machine's memory, or the lowest limit of this process's control groups (containers, batch systems)."""
+    physical = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min([physical, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> Iterator[float]:
+    """Limits of the group and of those above it, cgroup v2 (memory.max) and v1 (memory.limit_in_bytes)."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for _, controllers, path in (line.split(":", 2) for line in groups):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = (
+            ("sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            if controllers
+            else ("sys/fs/cgroup", "memory.max")
+        )
+        group = root / top / path.strip("/")
+        for folder in (group, *group.parents):
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # not visible from inside a container; "max": no limit
+                yield float((folder / name).read_text())
+            if folder == root / top:
+                break

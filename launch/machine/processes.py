@@ -1,0 +1,71 @@
+"""The processes of a run: this one's place among them, joining them, and the device it takes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start_processes(timeout_minutes: float = 30) -> None:
+    """Join the process group that the launcher's environment describes; a plain `python` makes a group of one."""
+    import torch
+
+    if "RANK" not in os.environ:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cpu":
+        _share_cores(torch)
+        # DeepSpeed's shared-memory collectives compile for 20 s and leave 66 MiB per rank in /dev/shm; gloo does without.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    else:
+        _take_device(get_accelerator())
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name()
+        if get_accelerator().device_name() != "cpu"
+        else "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+    )
+
+
+def _take_device(accelerator) -> None:
+    local = int(os.environ["LOCAL_RANK"])
+    if local >= accelerator.device_count():
+        raise SystemExit(
+            f"local rank {local} has no {accelerator.device_name()} device of its own: this machine has {accelerator.device_count()}; "
+            "start as many processes as devices, or set DS_ACCELERATOR=cpu and CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    accelerator.set_device(local)
+
+
+def device_limit() -> int | None:
+    """How many ranks this machine's devices carry; None on a CPU, where ranks share cores."""
+    from deepspeed.accelerator import get_accelerator
+
+    return None if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
+
+
+def _share_cores(torch) -> None:
+    """Split the cores over the ranks of this node; without it every rank starts a thread on every core."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))

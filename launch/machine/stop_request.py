@@ -1,0 +1,46 @@
+"""A request to stop after the current step, by signal or by file."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+from launch.machine.processes import rank
+
+
+class StopRequest:
+    """SIGTERM, SIGINT or the appearance of `stop_file` ask for an orderly stop after the current step."""
+
+    def __init__(self, stop_file: Path) -> None:
+        self.reason: str | None = None
+        self._stop_file = stop_file
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if error is not None and self.reason:
+            error.after_stop_request = True  # the launcher is ending this rank because another one failed
+
+    def _receive(self, number, frame) -> None:
+        self.reason = signal.Signals(number).name
+
+    def agreed(self, group) -> str | None:
+        """The reason if any rank of `group` was asked to stop: all ranks leave the loop at the same step."""
+        import torch
+        import torch.distributed as dist
+
+        codes = ["", "SIGTERM", "SIGINT", "STOP file"]
+        if rank() == 0 and self._stop_file.exists():
+            self._stop_file.unlink()  # so that a resumed run does not stop at once
+            self.reason = "STOP file"
+        flag = torch.tensor(codes.index(self.reason or ""))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        return codes[int(flag)] or None

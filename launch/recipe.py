@@ -1,0 +1,71 @@
+"""The recipes: which there are, what one of them says, and whether the published tables add up.
+
+python launch/recipe.py list --table jeanzay_megatron_performance
+python launch/recipe.py show dgx2_gpt2_model_parallel/72x3072-h32-tp8
+python launch/recipe.py verify
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # replace launch/, which would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from launch.console import arguments
+from launch.tables import listing, showing, verification_command
+
+EXAMPLES = """\
+examples:
+  python launch/recipe.py list
+      every recipe, table by table, with shape, layout and what was published
+  python launch/recipe.py list --family bert --gpus 16 --hardware dgx-2
+      the BERT rows on 16 GPUs of a DGX-2
+  python launch/recipe.py list --fits
+      the rows whose weights, gradients and optimizer states fit this machine
+  python launch/recipe.py show jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527
+      one row: everything resolved, published numbers and source, what is inferred or unknown, the line that launches it
+  python launch/recipe.py show my_table.yaml/my-row --yaml
+      a row of your own file, with every value written out; list --table my_table.yaml lists them
+  python launch/recipe.py verify
+      recompute what can be recomputed of the published tables of recipes/ (of no file of yours); explain every disagreement
+
+exit codes: 0 shown, or everything agrees or is explained; 1 something that verify cannot explain, or output that cannot be written;
+2 refused, or shown and cannot be run as it is."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{list,show,verify}")
+    for command in (listing, showing, verification_command):
+        command.add_parser(commands)
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    try:
+        code = args.run(args)
+        sys.stdout.flush()  # or a full disk is found out when nothing can say so any more
+        return code
+    except ValueError as error:
+        print(f"\n{error}\n", file=sys.stderr)
+        return 2
+    except OSError as error:
+        _drop_output()
+        if isinstance(error, BrokenPipeError):  # the reader, e.g. head, has seen enough
+            return 0
+        print(f"cannot write the output: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere: Python would try to write it again when it ends, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""Which run directories a user means: directories, globs, and folders that hold runs somewhere below them."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from recipes.problems import ProblemsError, did_you_mean
+
+# A directory with one of these is a run, whole or not.
+RUN_FILES = ("recipe.yaml", "result.json", "metrics.jsonl")
+WHAT_A_RUN_HOLDS = "a run directory holds recipe.yaml, metrics.jsonl and, once it has ended, result.json"
+
+
+def find(arguments: Sequence[str]) -> list[Path]:
+    """The run directories meant by `arguments`, in their order, each once.
+
+    Raises:
+        ProblemsError: every argument that leads to no run, one line each.
+    """
+    found: dict[Path, Path] = {}
+    problems = []
+    for argument in arguments:
+        try:
+            found |= {path.resolve(): path for path in _meant(argument) if path.resolve() not in found}
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ProblemsError(problems)
+    return list(found.values())
+
+
+def is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in RUN_FILES)
+
+
+def _meant(argument: str) -> list[Path]:
+    path = Path(argument).expanduser()
+    if path.is_dir():
+        runs = list(_below(path, set()))
+        if not runs:
+            raise ValueError(
+                f"{argument}: neither it nor a directory below it is a run ({_held(path)}): {WHAT_A_RUN_HOLDS}"
+            )
+        return runs
+    if path.exists():
+        raise ValueError(f"{argument} is a file: give the directory of a run; {WHAT_A_RUN_HOLDS}")
+    if glob.has_magic(argument):
+        runs = [
+            run
+            for match in sorted(glob.glob(str(path), recursive=True))
+            if (p := Path(match)).is_dir()
+            for run in _below(p, set())
+        ]
+        if not runs:
+            raise ValueError(f"{argument}: no run directory matches; {WHAT_A_RUN_HOLDS}")
+        return runs
+    raise ValueError(f"{argument}: no such directory: {_near(path)}")
+
+
+def _below(path: Path, seen: set[Path]) -> Iterator[Path]:
+    """The run at `path`, or the runs below it in the order of their names; what a run holds is not looked into."""
+    if path.resolve() in seen:  # a link that leads back up
+        return
+    seen.add(path.resolve())
+    if is_run(path):
+        yield path
+        return
+    for child in sorted(path.iterdir()):
+        if child.is_dir() and not child.name.startswith("."):
+            yield from _below(child, seen)
+
+
+def _held(path: Path) -> str:
+    names = sorted(child.name for child in path.iterdir())
+    return (
+        f"it holds {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        if names
+        else "it is empty"
+    )
+
+
+def _near(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"{path.parent} does not exist either; {WHAT_A_RUN_HOLDS}"
+    siblings = [
+        child.name for child in path.parent.iterdir() if child.is_dir() and not child.name.startswith(".")
+    ]
+    return did_you_mean(path.name, siblings[:50])
+
+
+def labels(paths: Sequence[Path]) -> list[str]:
+    """A short name for each: as many of the last parts of its path as tell it from the others."""
+    parts = [path.resolve().parts for path in paths]
+    found = []
+    for own in parts:
+        others = [other for other in parts if other != own]
+        length = next(
+            (n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own)
+        )
+        found.append("/".join(own[-length:]).replace("//", "/"))
+    return found

@@ -1,0 +1,58 @@
+"""What the ranks of a run must have in common, and what they tell each other at its end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_configs.plan import Plan
+from launch.machine import description, memory
+from recipes import catalog
+
+ABSENT = "absent"
+
+
+def check(plan: Plan, corpus, group: dist.ProcessGroup) -> None:
+    """Refuse to train where ranks read other data, or run other code or settings. Collective.
+
+    Every machine prepares its own copy of the corpus; a package or file of another version there would train silently on
+    something else. Raises ValueError with what differs.
+    """
+    own = {
+        "host": socket.gethostname(),
+        "vocabulary": corpus.summary.get("vocabulary_digest", ABSENT),
+        "recipe": catalog.digest(plan.recipe)[:12],
+        "training tokens (crc32)": corpus.summary.get("train_tokens_crc32", ABSENT),
+        "resolved DeepSpeed configuration": hashlib.sha256(
+            json.dumps(plan.ds, sort_keys=True).encode()
+        ).hexdigest()[:12],
+        **{f"version of {name}": version for name, version in description.versions().items()},
+    }
+    facts = _gathered(own, group)
+    different = [key for key in own if key != "host" and len({str(f[key]) for f in facts}) > 1]
+    if different:
+        lines = [
+            f"  {key}: " + ", ".join(sorted({f"{f[key]} on {f['host']}" for f in facts})) for key in different
+        ]
+        raise ValueError(
+            "\n".join(
+                ["the ranks of this run do not train on the same thing; make the machines equal in:", *lines]
+            )
+        )
+
+
+def peak_memory(group: dist.ProcessGroup) -> dict[str, int | None]:
+    """The largest peak and cached memory of any rank, in bytes. Collective."""
+    ranks = _gathered((memory.peak_memory().bytes, memory.peak_cached_bytes()), group)
+    cached = [c for _, c in ranks if c is not None]
+    return {"peak_memory_bytes": max(peak for peak, _ in ranks), "cached_bytes": max(cached, default=None)}
+
+
+def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone

@@ -1,0 +1,25 @@
+"""Arithmetic of a GPT-2 or BERT: parameters, floating-point operations and bytes, from the recipe's shape alone.
+
+Symbols, as in the literature: L layers, h hidden, S tokens per sample, P predicted tokens per sample of a BERT, B samples per
+optimizer step, V vocabulary (padded where said), t tensor-parallel degree, N_d data-parallel degree. A multiply-add counts
+as two operations.
+
+Imports neither torch nor deepspeed, so that planning is instant and runs anywhere.
+"""
+
+from modeling.cost.operation_count import band, exact_flops_per_step, exact_tflops, published_tflops, tflops
+from modeling.cost.parameter_count import parameters, parameters_per_rank
+from modeling.cost.state_bytes import StateBytes, model_state_bytes, placed_state_bytes
+
+__all__ = [
+    "StateBytes",
+    "band",
+    "exact_flops_per_step",
+    "exact_tflops",
+    "model_state_bytes",
+    "parameters",
+    "parameters_per_rank",
+    "placed_state_bytes",
+    "published_tflops",
+    "tflops",
+]

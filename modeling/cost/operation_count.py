@@ -1,0 +1,104 @@
+"""Floating-point operations of an optimizer step: every matrix product, and the formula of the published tables."""
+
+from __future__ import annotations
+
+from modeling.cost.parameter_count import SENTENCE_CLASSES, parameters
+from recipes.schema import Model
+
+
+def exact_flops_per_step(
+    model: Model,
+    sequence_length: int,
+    global_batch: int,
+    *,
+    padded_vocab: int | None = None,
+    checkpointing: bool = False,
+    predictions: int | None = None,
+) -> int:
+    """Operations of the matrix multiplications of one optimizer step, over all GPUs.
+
+    Forward, per sample and layer: QKV 6 S h^2, scores 2 S^2 h, attention times values 2 S^2 h (the full S x S square,
+    as a dense kernel computes it: a causal kernel that skips the upper triangle does about half of these two),
+    projection 2 S h^2, MLP 16 S h^2: together 24 S h^2 + 4 S^2 h. Logits of GPT-2: 2 S h V. Backward is twice the forward
+    (gradients of inputs and of weights); with activation checkpointing the layers' forward runs once more, the logits'
+    does not. Hence
+        B (f L (24 S h^2 + 4 S^2 h) + 6 S h V),  f = 3, or 4 with checkpointing,
+    which for f = 4 is 96 B S L h^2 (1 + S / 6h + V / 16 L h), the count of Narayanan et al. (arXiv 2104.04473,
+    section 5.1 and appendix).
+    A banded layer counts the S x S square only inside its band of W keys, `band(S, W)` pairs of a query and a key instead of S^2:
+    scores and values together 4 h (W S - W (W - 1) / 2) operations. What a kernel computes beyond, in blocks that the edge of the
+    band crosses or under a mask, is no work of the model and is not counted.
+    BERT's masked-token head sees only P = `predictions` positions of a sample (None: all S), 2 P h^2 + 2 P h V, and its sentence
+    head only the first, 2 h^2 + 4 h. Padding is counted as tokens.
+    Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as there.
+    """
+    hidden, length = model.hidden, sequence_length
+    vocab = model.vocab_size if padded_vocab is None else padded_vocab
+    pairs = sum(length**2 if window is None else band(length, window) for window in model.windows)
+    layers_forward = model.layers * 24 * length * hidden**2 + 4 * pairs * hidden
+    if model.family == "bert":
+        heads_forward = 2 * (length if predictions is None else predictions) * hidden * (hidden + vocab)
+        if model.sentence_head != "none":
+            heads_forward += 2 * hidden * (hidden + SENTENCE_CLASSES)
+    else:
+        heads_forward = 2 * length * hidden * vocab
+    passes = 4 if checkpointing else 3
+    return global_batch * (passes * layers_forward + 3 * heads_forward)
+
+
+def band(length: int, window: int) -> int:
+    """Pairs (query, key) of a causal band: query i of `length` sees min(i + 1, window) keys."""
+    window = min(window, length)
+    return window * length - window * (window - 1) // 2
+
+
+def exact_tflops(flops_per_step: float, seconds: float, gpus: int) -> float:
+    """TFLOPS (10^12 operations per second) per GPU from `exact_flops_per_step` and the seconds of an optimizer step."""
+    return flops_per_step / (seconds * gpus * 1e12)
+
+
+def published_tflops(
+    parameters: float,
+    sequence_length: int,
+    global_batch: int,
+    seconds: float,
+    gpus: int,
+    *,
+    checkpointing: bool,
+) -> float:
+    """TFLOPS per GPU by the formula of the published tables ("GPT2 Experiments", Jean Zay HPC):
+
+        parameters / 1e9 * 4 * 2 * S * B / (seconds * gpus * 1000)
+
+    Two operations per parameter and token, four passes (forward, recomputed forward, twice for the backward); without
+    activation checkpointing three. Attention's S x S products are not counted and embeddings are, as in the source.
+    """
+    passes = 4 if checkpointing else 3
+    return parameters / 1e9 * passes * 2 * sequence_length * global_batch / (seconds * gpus * 1000)
+
+
+def tflops(
+    model: Model,
+    sequence_length: int,
+    global_batch: int,
+    seconds: float,
+    gpus: int,
+    *,
+    padded_vocab: int,
+    checkpointing: bool,
+    predictions: int | None = None,
+) -> tuple[float, float]:
+    """(by the published formula with the model's own size, by exact count): TFLOPS per GPU of a step that took `seconds`."""
+    size = parameters(model, sequence_length)
+    flops = exact_flops_per_step(
+        model,
+        sequence_length,
+        global_batch,
+        padded_vocab=padded_vocab,
+        checkpointing=checkpointing,
+        predictions=predictions,
+    )
+    by_formula = published_tflops(
+        size, sequence_length, global_batch, seconds, gpus, checkpointing=checkpointing
+    )
+    return by_formula, exact_tflops(flops, seconds, gpus)

@@ -1,0 +1,48 @@
+"""The conjugate pair f and g of Megatron-LM (arXiv 1909.08053, section 3, figure 3).
+
+f stands before a column-parallel layer: identity forward, all-reduce of the gradient backward.
+g stands after a row-parallel layer: all-reduce forward, identity backward.
+Both are the identity, and vanish, in a group of one rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class _F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone(
+            memory_format=torch.contiguous_format
+        )  # autograd may hold the original for another use
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _G(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def copy_to_tensor_parallel(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """f: enter a tensor-parallel region. Every rank of `group` holds the same `x`."""
+    return x if group is None else _F.apply(x, group)
+
+
+def reduce_from_tensor_parallel(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """g: leave a tensor-parallel region. Every rank of `group` holds one summand; every rank gets the sum."""
+    return x if group is None else _G.apply(x, group)

@@ -1,0 +1,98 @@
+"""Linear layers and the embedding, cut over a tensor-parallel group (Megatron-LM, arXiv 1909.08053, section 3).
+
+Shapes: B samples, S positions, V vocabulary padded to a multiple of 128 x tp, H hidden size, t ranks of the tensor group.
+`group` is None when t = 1. Every parameter is drawn inside the leaf module that holds it, because `deepspeed.zero.Init`
+partitions parameters as soon as that module's constructor returns.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from modeling.initialization import Init, Shard
+from modeling.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y_i = X A_i + b_i: the output features are cut; the input is whole on every rank. Begins with f."""
+
+    def __init__(self, inputs: int, outputs: int, *, group: dist.ProcessGroup | None, init: Init, std: float):
+        super().__init__()
+        self.group = group
+        shard = Shard.over(group, 0)
+        self.weight = init.normal(
+            "weight", (outputs, inputs), std, shard=shard
+        )  # (outputs/t, inputs) on this rank
+        self.bias = init.zeros("bias", (outputs,), shard=shard)  # (outputs/t,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, inputs) -> (B, S, outputs/t)
+        return F.linear(copy_to_tensor_parallel(x, self.group), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """Y = sum_i X_i A_i + b: the input features are cut; the output is whole on every rank. Ends with g.
+
+    The bias is added once, after the sum, and is a duplicated parameter.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, group: dist.ProcessGroup | None, init: Init, std: float):
+        super().__init__()
+        self.group = group
+        self.weight = init.normal(
+            "weight", (outputs, inputs), std, shard=Shard.over(group, 1)
+        )  # (outputs, inputs/t)
+        self.bias = init.zeros("bias", (outputs,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, inputs/t) -> (B, S, outputs)
+        if self.group is None:
+            return F.linear(x, self.weight, self.bias)
+        return reduce_from_tensor_parallel(F.linear(x, self.weight), self.group) + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Word embedding cut over the vocabulary, and with `project=True` the tied output layer of the same weight.
+
+    One forward serves both uses, since ZeRO-3 gathers a parameter for the module whose forward runs.
+    Rows of padding are zero, get no gradient and no logit, so that the loss does not depend on the padding.
+    """
+
+    def __init__(
+        self, vocab: int, padded: int, hidden: int, *, group: dist.ProcessGroup | None, init: Init, std: float
+    ):
+        super().__init__()
+        self.group = group
+        shard = Shard.over(group, 0, padded)
+        self.weight = init.normal("weight", (vocab, hidden), std, shard=shard)  # (V/t, H) on this rank
+        rows = padded // shard.size
+        self.first = shard.rank * rows  # first token of this rank
+        self.valid = max(0, min(rows, vocab - self.first))  # rows that are tokens, not padding
+        self.rows = rows
+
+    def forward(self, x: torch.Tensor, project: bool = False) -> torch.Tensor:
+        return self._logits(x) if project else self._embed(x)
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, S) -> (B, S, H)
+        if self.group is None:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first
+        foreign = (local < 0) | (local >= self.rows)
+        embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return reduce_from_tensor_parallel(embedded.masked_fill(foreign.unsqueeze(-1), 0.0), self.group)
+
+    def _logits(
+        self, x: torch.Tensor
+    ) -> torch.Tensor:  # (B, S, H) -> (B, S, V/t); without padding when t = 1
+        if self.group is None:
+            return F.linear(x, self.weight[: self.valid])
+        logits = F.linear(copy_to_tensor_parallel(x, self.group), self.weight)
+        if self.valid == self.rows:
+            return logits
+        padding = torch.arange(self.rows, device=x.device) >= self.valid
+        return logits.masked_fill(padding, float("-inf"))

@@ -1,0 +1,522 @@
+"""launch/prepare_data.py and data/prepare/: what comes out, what is left out and said, and that no end in between shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import ROOT, environment
+
+from data.prepare import pipeline
+from data.prepare.settings import Settings
+from data.sources.documents import packaged_files
+from data.stores.indexed import open_store
+from data.vocabularies.published import read_tokenizer
+from data.vocabularies.trained import train_wordpiece, wordpiece_tokenizer
+from recipes.schema import Origin, Tokenizer
+
+MEGABYTE = 1_000_000
+
+
+class Quiet:
+    """A screen that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def phase(self, name: str, total: float | None, unit: str) -> None: ...
+
+    def at(self, value: float, note: str = "") -> None: ...
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """English documents of 1 to 3 KB, all different."""
+    paragraphs = [
+        p
+        for path in packaged_files()[::40]
+        for p in path.read_text(encoding="utf-8").split("\n\n")
+        if len(p) > 300
+    ]
+    return ["\n\n".join(paragraphs[k : k + 3]) for k in range(0, 240, 3)]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(texts, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("vocabulary")
+    wordpiece_tokenizer(train_wordpiece(texts, 800).get_vocab(), lowercase=True).save_pretrained(folder)
+    return folder
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def settings(name: Path | str, vocabulary: Path, **changes) -> Settings:
+    origin = Origin(source="jsonl", name=str(name))
+    changes = {"samples": "bert", "min_tokens": 20, "chunk_mb": 0.02, "workers": 0, **changes}
+    return Settings(origins=(origin,), tokenizer=Tokenizer(kind="file", path=str(vocabulary)), **changes)
+
+
+def prepare(chosen: Settings, out: Path, **more) -> dict:
+    report = pipeline.prepare(chosen, out, Quiet(), **more)
+    assert report is not None
+    return report
+
+
+def contents(out: Path) -> dict[str, str]:
+    """Digests of all files but the report, which holds times."""
+    files = (path for path in out.rglob("*") if path.is_file() and not path.name.startswith("report."))
+    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def dropped(report: dict) -> dict[str, int]:
+    return {
+        reason: counts[0] for step in report["steps"].values() for reason, counts in step["dropped"].items()
+    }
+
+
+def edited(text: str, words: int) -> str:
+    """The text with some words replaced, far from each other."""
+    parts = text.split(" ")
+    for k in range(words):
+        parts[(2 * k + 1) * len(parts) // (2 * words)] = "replaced"
+    return " ".join(parts)
+
+
+@pytest.fixture(scope="module")
+def corpus(texts, tmp_path_factory) -> Path:
+    """40 good documents and planted ones, in two files; `PLANTED` says what and `GOOD` how many."""
+    folder = tmp_path_factory.mktemp("corpus")
+    good = texts[:40]
+    write_jsonl(
+        folder / "a.jsonl",
+        [*good[:20], good[3], edited(good[5], 3), "Too short to keep.", edited(good[6], 40)],
+    )
+    german = (
+        "Die Bundesregierung hat heute beschlossen, dass die Steuern im nächsten Jahr nicht erhöht werden sollen. "
+        * 12
+    )
+    write_jsonl(
+        folder / "b.jsonl",
+        [*good[20:], german, good[3] + " ", "It said â€œwe the peopleâ€\x9d. " + texts[41]],
+    )
+    with open(folder / "b.jsonl", "ab") as file:
+        file.write(b'{"text": "cut off\n')
+        file.write(b'{"text": "' + b"\xff\xfe" + b'"}\n')
+        file.write(b'{"title": "no text"}\n')
+        file.write(b'{"text": "with a \\u0000 inside"}\n')
+        file.write(b'{"text": "' + b"x" * (2 * MEGABYTE) + b'"}\n')
+        file.write(b'{"text": ""}\n')
+    (folder / "c.jsonl").write_bytes(b"")
+    whole = gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts[42:60]).encode(), mtime=0)
+    (folder / "d.jsonl.gz").write_bytes(whole[: len(whole) * 2 // 3])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluation(texts, tmp_path_factory) -> Path:
+    words = texts[11].split()
+    inside = " ".join(
+        w.upper().strip(",.") for w in words[30:50]
+    )  # found although case and punctuation differ
+    return write_jsonl(
+        tmp_path_factory.mktemp("evaluation") / "lambada.jsonl", [inside, "far too short", texts[70]]
+    )
+
+
+@pytest.fixture(scope="module")
+def full(corpus, vocabulary, evaluation) -> Settings:
+    """All steps, over all kinds of records."""
+    return settings(
+        corpus / "*", vocabulary, decontaminate=(str(evaluation),), max_broken=0.2, max_record_mb=1, write_articles=True,
+        write_sentences=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(full, tmp_path_factory) -> tuple[Path, dict]:
+    out = tmp_path_factory.mktemp("finished") / "store"
+    return out, prepare(full, out)
+
+
+def test_everything_planted_is_found_and_nothing_else(finished, texts):
+    out, report = finished
+    found = dropped(report)
+    shorter_gzip = report["steps"]["read"]["documents_out"] - (24 + 23)
+    assert found == {
+        "broken: not a JSON object": 1, "broken: invalid UTF-8": 1, "broken: no field 'text'": 1, "broken: NUL bytes": 1,
+        "broken: too large": 1, "broken: empty file": 1, "broken: damaged file": 1, "not a document (empty, a redirect)": 1,
+        "language is not en": 1, "fewer than 20 tokens": 1,
+        found_contaminated(found): 1,
+        "exact copy of an earlier document": 1, "near-duplicate of an earlier document": 2,
+    }  # fmt: skip
+    assert shorter_gzip > 5  # what could be read of the truncated archive
+    assert report["store"]["documents"] == 40 - 1 + 2 + shorter_gzip
+    assert report["broken"]["records"] == 7
+    assert report["warnings"] and "2 input files" in report["warnings"][0]
+
+
+def found_contaminated(found: dict[str, int]) -> str:
+    (reason,) = (reason for reason in found if reason.startswith("shares 13 words in a row with"))
+    assert "lambada.jsonl" in reason
+    return reason
+
+
+def test_steps_account_for_every_document_and_byte(finished):
+    _, report = finished
+    steps = list(report["steps"].values())
+    for step, following in zip(steps, steps[1:], strict=False):
+        assert (
+            step["documents_in"] - sum(n for n, _ in step["dropped"].values())
+            == step["documents_out"]
+            == following["documents_in"]
+        )
+        assert step["bytes_out"] == following["bytes_in"]
+    for step in steps[2:]:
+        assert step["bytes_in"] - sum(size for _, size in step["dropped"].values()) == step["bytes_out"]
+    assert steps[-1]["bytes_out"] == report["store"]["text_bytes"]
+    assert report["steps"]["repair"]["changed"] == 1
+
+
+def test_rejected_records_are_kept_aside_with_file_and_line(finished, corpus):
+    out, _ = finished
+    broken = {
+        (Path(entry["file"]).name, entry["number"]): entry for entry in lines(out / "rejected/broken.jsonl")
+    }
+    start = 24  # the first broken line of b.jsonl
+    assert broken["b.jsonl", start]["excerpt"].strip() == '{"text": "cut off'
+    assert "excerpt_base64" in broken["b.jsonl", start + 1]
+    assert (
+        broken["b.jsonl", start + 4]["size"] > 2 * MEGABYTE
+        and len(broken["b.jsonl", start + 4]["excerpt"]) == 64 << 10
+    )
+    assert ("c.jsonl", 1) in broken and any(name == "d.jsonl.gz" for name, _ in broken)
+    duplicates = {(Path(d["file"]).name, d["number"]): d for d in lines(out / "rejected/deduplicate.jsonl")}
+    assert {key: (d["of"]["number"], d["reason"].split()[0]) for key, d in duplicates.items()} == {
+        ("a.jsonl", 21): (4, "exact"), ("a.jsonl", 22): (6, "near-duplicate"), ("b.jsonl", 22): (4, "near-duplicate"),
+    }  # fmt: skip
+    (contaminated,) = lines(out / "rejected/decontaminate.jsonl")
+    assert contaminated["number"] == 12 and len(contaminated["detail"].split()) >= 13
+
+
+def test_store_holds_the_kept_documents_in_order(finished, texts, vocabulary):
+    out, report = finished
+    store, tokenizer = open_store(out / "store"), read_tokenizer(out / "tokenizer")
+    assert store.documents == report["store"]["documents"] and store.tokens == report["store"]["tokens"]
+    assert f"{store.checksum().bin:08x}" == report["store"]["crc32"]["bin"]
+    articles = [entry["text"] for entry in lines(out / "articles.jsonl")]
+    kept = [texts[k] for k in range(20) if k != 11]
+    assert articles[:19] == kept
+    assert any(text.startswith('It said "we the people') for text in articles)  # mended
+    for d in (0, 18, store.documents - 1):
+        assert store.document(d).tolist() == tokenizer(articles[d], add_special_tokens=False).input_ids
+    assert len(store) == report["store"]["sequences"] > 3 * store.documents  # sentences, not whole documents
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_result_does_not_depend_on_workers(full, finished, tmp_path, workers):
+    prepare(dataclasses.replace(full, workers=workers), tmp_path / "store")
+    assert contents(tmp_path / "store") == contents(finished[0])
+
+
+def test_stopped_at_every_commit_and_continued(full, finished, tmp_path, monkeypatch):
+    """Whatever rename is the last one that a run does, the next run ends with the same files, and OUT is there whole or not at all."""
+
+    class Stop(BaseException):
+        pass
+
+    replace, renames, ends = os.replace, 0, 0
+    out = tmp_path / "store"
+
+    def one_more(source, target):
+        nonlocal renames
+        if renames == 0:
+            raise Stop
+        renames -= 1
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", one_more)
+    report = None
+    while report is None:
+        renames = 1 + ends % 3
+        try:
+            report = prepare(full, out)
+        except Stop:
+            ends += 1
+            assert not out.exists()
+            assert ends < 40
+    assert ends > 5 and report["run"]["chunks_found"] == report["run"]["chunks"]
+    assert contents(out) == contents(finished[0])
+    assert not (tmp_path / "store.partial").exists()
+
+
+def command(chosen: Settings, out: Path) -> list[str]:
+    flags = [
+        "--source", "jsonl", "--name", *(str(o.name) for o in chosen.origins), "--samples", chosen.samples,
+        "--tokenizer", f"file:{chosen.tokenizer.path}", "--min_tokens", chosen.min_tokens, "--decontaminate", *chosen.decontaminate,
+        "--max_broken", chosen.max_broken, "--max_record_mb", chosen.max_record_mb, "--write_articles", "--write_sentences",
+        "--workers", 2, "--chunk_mb", 0.2, "--out", out,
+    ]  # fmt: skip
+    return [sys.executable, str(ROOT / "launch/prepare_data.py"), *map(str, flags)]
+
+
+def test_killed_and_continued(full, vocabulary, evaluation, texts, tmp_path):
+    """SIGKILL once chunks are there, SIGTERM once there are two more, then to the end."""
+    rng = random.Random(5)
+    many = [" ".join(rng.sample(text.split(" "), len(text.split(" ")))) for text in texts * 24]
+    chosen = dataclasses.replace(
+        full, origins=(Origin(source="jsonl", name=str(write_jsonl(tmp_path / "many.jsonl", many))),)
+    )
+    out, chunks = tmp_path / "store", tmp_path / "store.partial/chunks"
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        wanted = len(list(chunks.rglob("*.chunk"))) + 2  # more than before: the process is past its start
+        process = subprocess.Popen(
+            command(chosen, out),
+            env=environment(),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            cwd=tmp_path,
+        )
+        deadline = time.monotonic() + 90
+        while (
+            len(list(chunks.rglob("*.chunk"))) < wanted
+            and process.poll() is None
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.005)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 143), said
+        assert not out.exists()
+    assert "the same command goes on" in said
+    found = len(list(chunks.rglob("*.chunk")))
+    done = subprocess.run(
+        command(chosen, out), env=environment(), capture_output=True, text=True, timeout=180, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "report.json").read_text())["run"]["chunks_found"] == found >= 4
+    prepare(dataclasses.replace(chosen, chunk_mb=0.5), tmp_path / "at_once")
+    assert contents(tmp_path / "at_once") == contents(out)
+
+
+def test_both_written_forms_give_the_same_store(finished, full, vocabulary, tmp_path):
+    out, _ = finished
+    articles = prepare(settings(out / "articles.jsonl", vocabulary), tmp_path / "articles")
+    assert not dropped(articles)
+    lined = settings(out / "sentences.jsonl", vocabulary)
+    origin = lined.origin.model_copy(update={"sentences": "lines"})
+    prepare(dataclasses.replace(lined, origins=(origin,)), tmp_path / "sentences")
+    for suffix in (".bin", ".idx"):
+        expected = (out / f"store{suffix}").read_bytes()
+        assert (tmp_path / "articles" / f"store{suffix}").read_bytes() == expected
+        assert (tmp_path / "sentences" / f"store{suffix}").read_bytes() == expected
+
+
+def test_gpt_store_with_a_trained_vocabulary(texts, tmp_path):
+    name = write_jsonl(tmp_path / "in.jsonl", texts[:30])
+    chosen = Settings(
+        origins=(Origin(source="jsonl", name=str(name)),),
+        samples="gpt",
+        tokenizer=Tokenizer(kind="trained_bpe"),
+        vocab_size=400,
+        workers=0,
+    )
+    report = prepare(chosen, tmp_path / "store")
+    store, tokenizer = open_store(tmp_path / "store/store"), read_tokenizer(tmp_path / "store/tokenizer")
+    assert store.documents == len(store) == 30 and report["store"]["vocab_size"] == len(tokenizer) == 400
+    assert tokenizer.decode(store.document(7).tolist()) == texts[7] + tokenizer.eos_token
+    assert "first 256 MB" in report["tokenizer"]["trained_on"]
+    longest = max(store.sizes.tolist()) - 1  # the end-of-document token is not counted
+    assert (
+        prepare(dataclasses.replace(chosen, min_tokens=longest), tmp_path / "one")["store"]["documents"] == 1
+    )
+    with pytest.raises(pipeline.NothingLeft):
+        prepare(dataclasses.replace(chosen, min_tokens=longest + 1), tmp_path / "none")
+
+
+def test_too_many_broken_records_publish_nothing_and_keep_the_work(full, finished, tmp_path):
+    strict = dataclasses.replace(full, max_broken=0.01)
+    with pytest.raises(
+        pipeline.TooManyBroken,
+        match=r"(?s)7 of \d+ records are broken.*b\.jsonl:24: not a JSON object.*--max_broken",
+    ):
+        prepare(strict, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+    report = prepare(full, tmp_path / "store")
+    assert report["run"]["chunks_found"] == report["run"]["chunks"] > 1
+    assert contents(tmp_path / "store") == contents(finished[0])
+
+
+def test_too_many_broken_records_end_a_long_run_early(vocabulary, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "EARLY_RECORDS", 500)
+    (tmp_path / "in.jsonl").write_text("no JSON at all\n" * 50_000)
+    with pytest.raises(pipeline.TooManyBroken):
+        prepare(settings(tmp_path / "in.jsonl", vocabulary), tmp_path / "store")
+    assert len(list((tmp_path / "store.partial/chunks").rglob("*.chunk"))) == 1
+
+
+def test_what_is_there_already_is_never_overwritten_silently(texts, vocabulary, tmp_path):
+    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
+    out = tmp_path / "store"
+    prepare(chosen, out)
+    before = contents(out)
+    assert pipeline.prepare(chosen, out, Quiet()) is None
+    assert pipeline.prepare(dataclasses.replace(chosen, workers=1), out, Quiet()) is None
+    other = dataclasses.replace(chosen, min_tokens=500)
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)another command, which differs in\n  arguments.min_tokens: 20 there, 500 here.*--force",
+    ):
+        prepare(other, out)
+    with pytest.raises(pipeline.NothingLeft, match="fewer than 5000 tokens: 6"):
+        prepare(dataclasses.replace(chosen, min_tokens=5000), out, force=True)
+    assert contents(out) == before  # until the other one is complete
+    with pytest.raises(pipeline.NothingLeft):
+        prepare(dataclasses.replace(chosen, min_tokens=5000), tmp_path / "new")
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)new\.partial is the unfinished work.*arguments.min_tokens: 5000 there, 500 here",
+    ):
+        prepare(other, tmp_path / "new")
+    prepare(other, out, force=True)
+    assert contents(out) != before and not list(tmp_path.glob("store*"))[1:]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("kept")
+    with pytest.raises(ValueError, match="was not made by prepare_data"):
+        prepare(chosen, tmp_path / "mine", force=True)
+
+
+def test_work_of_another_command_survives_a_finished_one(texts, vocabulary, tmp_path):
+    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
+    prepare(chosen, tmp_path / "store")
+    with pytest.raises(pipeline.NothingLeft):
+        prepare(dataclasses.replace(chosen, min_tokens=5000), tmp_path / "store", force=True)
+    before = contents(tmp_path / "store.partial")
+    assert pipeline.prepare(chosen, tmp_path / "store", Quiet()) is None
+    assert contents(tmp_path / "store.partial") == before
+    manifest = json.loads((tmp_path / "store/report.json").read_text())["manifest"]
+    (tmp_path / "store.partial/manifest.json").write_text(
+        json.dumps(manifest)
+    )  # killed before it had cleared its own work
+    assert pipeline.prepare(chosen, tmp_path / "store", Quiet()) is None
+    assert not (tmp_path / "store.partial").exists()
+
+
+def test_a_refused_command_leaves_nothing_to_finish(texts, tmp_path):
+    origin = Origin(source="jsonl", name=str(write_jsonl(tmp_path / "in.jsonl", texts[:6])))
+    refused = Settings(
+        origins=(origin,),
+        samples="bert",
+        tokenizer=Tokenizer(kind="trained_wordpiece"),
+        vocab_size=20,
+        workers=0,
+    )
+    with pytest.raises(ValueError, match="begins with"):
+        prepare(refused, tmp_path / "store")
+    assert (
+        prepare(dataclasses.replace(refused, vocab_size=400), tmp_path / "store")["store"]["vocab_size"]
+        == 400
+    )
+
+
+def test_out_that_cannot_be_written_is_refused(texts, vocabulary, tmp_path):
+    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--out .*file/x/store: nothing can be written to"):
+        prepare(chosen, tmp_path / "file/x/store")
+
+
+def test_input_that_changes_is_noticed(texts, vocabulary, tmp_path):
+    name = write_jsonl(tmp_path / "in.jsonl", texts[:6])
+    chosen = settings(name, vocabulary, min_tokens=5000)
+    with pytest.raises(pipeline.NothingLeft):
+        prepare(chosen, tmp_path / "store")
+    write_jsonl(name, texts[:7])
+    with pytest.raises(ValueError, match="(?s)unfinished work of another command.*inputs"):
+        prepare(chosen, tmp_path / "store")
+
+
+def test_one_process_per_output(texts, vocabulary, tmp_path):
+    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
+
+    class Nosy(Quiet):
+        def phase(self, name, total, unit):
+            with pytest.raises(ValueError, match="another process is preparing it"):
+                prepare(chosen, tmp_path / "store")
+
+    assert pipeline.prepare(chosen, tmp_path / "store", Nosy()) is not None
+
+
+def test_limit_counts_documents(texts, vocabulary, tmp_path):
+    name = write_jsonl(tmp_path / "in.jsonl", texts[:30])
+    report = prepare(settings(name, vocabulary, limit=13), tmp_path / "store")
+    assert report["store"]["documents"] == report["steps"]["read"]["documents_in"] == 13
+
+
+def test_all_problems_of_the_flags_at_once(vocabulary):
+    with pytest.raises(ValueError, match="(?s)--vocab_size.*--dedup 7.*--ngram 0"):
+        Settings(
+            origins=(Origin(),), samples="gpt", tokenizer=Tokenizer(kind="trained_bpe"), dedup=7, ngram=0
+        )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"vocab_size": 256},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"chunk_mb": -1.0},
+        {"chunk_mb": 0.0},
+        {"chunk_mb": float("inf")},
+        {"limit": 0},
+    ],
+)
+def test_numbers_out_of_range_are_refused(wrong):
+    good = {
+        "origins": (Origin(),),
+        "samples": "gpt",
+        "tokenizer": Tokenizer(kind="trained_bpe"),
+        "vocab_size": 257,
+    }
+    Settings(**good, seed=2**64 - 1) if "seed" in wrong else Settings(**good)
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"^--{name} [^\n]*$"):
+        Settings(**{**good, **wrong})
+
+
+def test_a_worker_that_dies_is_an_error(texts, vocabulary, tmp_path, monkeypatch):
+    from data.prepare import pool
+
+    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts), vocabulary, workers=1)
+    send = pool._send
+
+    def send_and_kill(connection, chunk, process):
+        send(connection, chunk, process)
+        process.kill()
+
+    monkeypatch.setattr(pool, "_send", send_and_kill)
+    with pytest.raises(pool.WorkerDied, match="signal 9.*fewer --workers"):
+        prepare(chosen, tmp_path / "store")
+    monkeypatch.undo()
+    prepare(chosen, tmp_path / "store")

@@ -1,0 +1,210 @@
+"""The steps of data/prepare/ alone, each against its definition in plain Python."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import ftfy
+import numpy as np
+import pytest
+
+from data.prepare import contamination, repair
+from data.prepare.duplicates import find_duplicates
+from data.prepare.language import make_detector
+from data.prepare.minhash import Bands, choose_bands, signatures
+from data.prepare.words import ngrams, words_of
+
+BROKEN_PIECES = (
+    "a",
+    "b ",
+    "&amp;",
+    "&",
+    "<",
+    "\n",
+    "\x1b[31m",
+    "â€™",
+    "é",
+    "e\u0301",
+    "\x7f",
+    "\r\n",
+    "\x0c",
+    "’“",
+    "ﬁ\u2028\x85\ud800",
+)
+MOJIBAKE = "âÂÃ€™œž¢£®°·»«–—´×²³ØÙà½√≈‚ÄвЂГСўβΒāŒ‘’“”„\xa0\xad\u0301é¡¿ñßŸŠŽ…†¼©§µ±∂abZ \n.,1"
+
+
+def test_repair_is_ftfy():
+    rng = random.Random(0)
+    inert = [chr(c) for c in range(0x80, 0x2300) if not repair._ACTIVE.match(chr(c))]
+    assert len(inert) > 500
+    texts = [f"ab {c} cd{c}e\n" for c in inert]
+    for _ in range(4000):
+        texts.append("".join(rng.choices(BROKEN_PIECES, k=rng.randint(1, 20))))
+        texts.append("".join(rng.choices(MOJIBAKE, k=rng.randint(1, 40))))
+        texts.append("".join(rng.choices([*inert, *"abc D,.!?1\n"], k=20)))
+        utf8 = ("hello “wörld” – naïve café’s " + "".join(rng.choices("éàüñ—’“”…€½ab ", k=6))).encode()
+        texts.append(
+            utf8.decode(rng.choice(["latin-1", "cp1252", "cp1251", "macroman", "cp1253", "cp1257"]), "ignore")
+        )
+    different = [text for text in texts if repair.repair(text) != ftfy.fix_text(text)]
+    assert not different, different[:3]
+
+
+def test_most_lines_are_not_given_to_ftfy(monkeypatch):
+    monkeypatch.setattr(ftfy, "fix_and_explain", lambda *_: pytest.fail("ftfy was called"))
+    assert (
+        repair.repair("Plain text,\tand “quotes” – of a café.\n")
+        == 'Plain text,\tand "quotes" – of a café.\n'
+    )
+
+
+WORD = re.compile(r"[a-z0-9\u00c0-\u1fff\u2040-\u2fff\u3040-\U0010ffff]+")
+
+
+def reference_words(text: str) -> list[str]:
+    return WORD.findall(text.lower())
+
+
+def test_words_are_those_of_a_regular_expression():
+    rng = random.Random(1)
+    pieces = [
+        "Hello",
+        "wörld",
+        "don’t",
+        "x2",
+        "—",
+        "«non»",
+        " ",
+        "\n",
+        ".",
+        "日本。語",
+        "\xa0",
+        "İ",
+        "ſ",
+        "",
+        "end",
+    ]
+    texts = ["".join(rng.choices(pieces, k=rng.randint(0, 30))) for _ in range(300)]
+    words = words_of(texts)
+    known: dict[str, int] = {}
+    for t, text in enumerate(texts):
+        span = range(words.offsets[t], words.offsets[t + 1])
+        assert [words.between(w, w) for w in span] == reference_words(text)
+        for w in span:
+            assert known.setdefault(words.between(w, w), int(words.hashes[w])) == int(words.hashes[w])
+    assert len(set(known.values())) == len(known)
+
+
+@pytest.mark.parametrize("whole_if_short", [True, False])
+def test_ngrams_stay_inside_their_text(whole_if_short):
+    texts = ["a b c d e", "a b", "", "c d e", "b c d"]
+    hashes, first, offsets = ngrams(words_of(texts), 3, whole_if_short)
+    words = [text.split() for text in texts]
+    expected = [
+        [tuple(w[k : k + 3]) for k in range(len(w) - 2)] or ([tuple(w)] if whole_if_short else [])
+        for w in words
+    ]
+    assert np.diff(offsets).tolist() == [len(e) for e in expected]
+    meaning: dict[int, tuple] = {}
+    for value, gram in zip(hashes.tolist(), (gram for e in expected for gram in e), strict=True):
+        assert meaning.setdefault(value, gram) == gram
+    assert len(meaning) == len({gram for e in expected for gram in e})
+
+
+def test_signatures_estimate_the_jaccard_similarity():
+    rng = random.Random(2)
+    base = [f"word{rng.randrange(10**6)}" for _ in range(2000)]
+    for share in (0.5, 0.7, 0.9):
+        # Two texts of n words that have the first part in common: J = common / (2 n - common) of their shingles.
+        n = round(2000 * (1 + share) / 2)
+        other = base[: round(2000 * share)] + [f"other{k}" for k in range(n - round(2000 * share))]
+        mine = base[: round(2000 * share)] + [f"mine{k}" for k in range(n - round(2000 * share))]
+        marks = signatures(words_of([" ".join(mine), " ".join(other)]), 5, 1024, seed=3)
+        assert abs((marks[0] == marks[1]).mean() - share / (2 * (1 + share) / 2 - share)) < 0.06
+
+
+def test_bands_find_the_threshold():
+    bands = choose_bands(128, 0.7)
+    assert bands.probability(0.7) > 0.99 and bands.count * bands.rows <= 128
+    assert Bands(128 // (bands.rows + 1), bands.rows + 1).probability(0.7) <= 0.99
+    with pytest.raises(ValueError, match="--permutations 3"):
+        choose_bands(3, 0.7)
+
+
+def test_duplicates_follow_the_definition():
+    """Against the definition, pair by pair: dropped iff an earlier kept document is that similar and shares a band."""
+    rng = np.random.default_rng(4)
+    bands, threshold, n = Bands(8, 4), 0.7, 400
+    marks = rng.integers(0, 2**32, (n, 32), dtype=np.uint32)
+    digests = rng.integers(0, 2**63, n, dtype=np.uint64)
+    for k in range(100, n):  # families of relatives of relatives
+        parent = int(rng.integers(0, k))
+        same = rng.random(32) < rng.choice([0.6, 0.75, 0.9])
+        marks[k, same] = marks[parent, same]
+        if rng.random() < 0.1:
+            marks[k], digests[k] = marks[parent], digests[parent]
+    found = find_duplicates(digests, marks, bands, threshold)
+
+    kept: list[int] = []
+    for k in range(n):
+        copies = [j for j in range(k) if digests[j] == digests[k]]
+        meets = [
+            j
+            for j in kept
+            if (marks[j] == marks[k]).reshape(8, 4).all(axis=1).any()
+            and (marks[j] == marks[k]).mean() >= threshold
+        ]
+        assert (found.of[k] >= 0) == bool(copies or meets), k
+        assert found.exact[k] == bool(copies)
+        if found.of[k] < 0:
+            kept.append(k)
+        else:
+            assert found.of[k] in kept and found.of[k] < k
+    assert 150 < len(kept) < 350
+
+
+def test_contamination_names_file_and_words(tmp_path):
+    (tmp_path / "a.json").write_text(
+        '{"data": [{"question": "one two three four five", "id": 7}, {"q": "six"}]}'
+    )
+    (tmp_path / "b.txt").write_text("alpha beta gamma delta\nepsilon zeta\n")
+    evaluation = contamination.read_evaluation([str(tmp_path / "a.json"), str(tmp_path / "b.txt")], 4)
+    texts = [
+        "Zero, ONE two; three (four) six.",
+        "one two three five",
+        "beta gamma delta epsilon",
+        "x alpha Beta gamma-delta y",
+    ]
+    found = evaluation.matches(words_of(texts))
+    assert found == [
+        (str(tmp_path / "a.json"), "one two; three (four"),
+        None,
+        None,
+        (str(tmp_path / "b.txt"), "alpha beta gamma-delta"),
+    ]
+    assert evaluation.texts == 4 and evaluation.too_short == 2
+    with pytest.raises(ValueError, match=r"b\.txt: no text in it has 40 words"):
+        contamination.read_evaluation([str(tmp_path / "b.txt")], 40)
+    with pytest.raises(ValueError, match="no such file"):
+        contamination.read_evaluation([str(tmp_path / "c.txt")], 4)
+    with pytest.raises(ValueError, match=r"short\.txt: no text in it has 4 words") as error:
+        (tmp_path / "short.txt").write_text("too short\n")
+        contamination.read_evaluation(
+            [str(tmp_path / "a.json"), str(tmp_path / "short.txt"), str(tmp_path / "b.txt")], 4
+        )
+    assert "a.json" not in str(error.value), "one file that is not excluded is as bad as all"
+
+
+@pytest.mark.parametrize(
+    ("text", "language"),
+    [
+        ("The senate met in the afternoon and voted on the bill that the house had sent.", "en"),
+        ("Der Bundestag hat am Nachmittag über das Gesetz abgestimmt, das die Regierung vorlegte.", "de"),
+        ("Le sénat s'est réuni dans l'après-midi\net a voté la loi que la chambre avait envoyée.", "fr"),
+    ],
+)
+def test_language(text, language):
+    found, score = make_detector()(text * 4)
+    assert found == language and 0.5 < score <= 1

@@ -1,0 +1,552 @@
+"""Streams: batches do not depend on ranks, workers or resumes, and each rank reads its own files.
+
+Most tests read a made-up source, whose "text" is the tokens themselves, so that what comes out can be traced back. The hub's
+code path is run on local files: `load_dataset("json", streaming=True)` gives the same kind of object.
+"""
+
+import json
+from collections import namedtuple
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+
+from data.batches import batch_digest
+from data.corpus import build
+from data.loader import StepBatches, merge_states
+from data.samples.bert import BertSettings, stack
+from data.samples.masking import BertVocabulary
+from data.sources.documents import Document
+from data.sources.hub import Backoff, HubSource
+from data.split_rule import part_of
+from data.splits import streamed as stream_parts
+from data.streams.bert_lane import REMEMBERED, BertLane
+from data.streams.lanes import GptLane, LaneReader, lane_count
+from data.streams.samples import Lanes, StreamedSamples
+from data.vocabularies.vocabulary import Encoder, gpt2_tokenizer
+from recipes.schema import Masking, Recipe
+
+Layout = namedtuple("Layout", "micro accumulation dp global_batch")
+T, EVERY, GLOBAL, VOCABULARY = 16, 5, 8, 50_000
+LAYOUTS = [Layout(8, 1, 1, 8), Layout(1, 8, 1, 8), Layout(2, 2, 2, 8), Layout(4, 1, 2, 8), Layout(1, 2, 4, 8)]
+HEADS = ("gpt", "none", "sop", "nsp")
+
+
+class Made:
+    """Files with these numbers of documents. Every document's tokens are a run of numbers of its own."""
+
+    finite = False
+
+    def __init__(self, sizes, longest=60):
+        self.name, self.sizes, self.shards = "made", sizes, len(sizes)
+        self.opened = []  # (file, first record)
+        self._longest = longest
+
+    def tokens(self, shard, index):
+        begin = 10 + (shard * 50 + index) * 100
+        return np.arange(begin, begin + (shard * 31 + index * 17) % self._longest, dtype=np.uint32)
+
+    def shard_documents(self, shard, start=0):
+        self.opened.append((shard, start))
+        for index in range(start, self.sizes[shard]):
+            if (tokens := self.tokens(shard, index)).size:
+                yield Document(index, " ".join(map(str, tokens)))
+
+    def train_tokens(self, shard):
+        return [
+            self.tokens(shard, index)
+            for index in range(self.sizes[shard])
+            if is_training(index) and self.tokens(shard, index).size
+        ]
+
+
+def is_training(index):
+    return part_of(index, EVERY) == "train"
+
+
+def encode(documents):
+    """Tokens, and 1 in place of the end-of-document token."""
+    return (
+        (document, np.array([*map(int, document.text.split()), 1], dtype=np.uint32)) for document in documents
+    )
+
+
+def encode_sentences(documents):
+    """Seven tokens are a sentence."""
+    for document in documents:
+        tokens = np.array([*map(int, document.text.split())], dtype=np.uint32)
+        yield document, np.split(tokens, range(7, len(tokens), 7))
+
+
+def settings_of(head, seed=3):
+    return BertSettings(T, 3, head, Masking(whole_words=False), seed)
+
+
+WORDS = BertVocabulary(2, 3, 4, 0, np.zeros(VOCABULARY, dtype=bool), np.arange(10, VOCABULARY))
+
+
+def streamed(source, kind="gpt", global_batch=GLOBAL, lanes=None, say=print):
+    """Samples of a source as GPT windows, or as BERT samples with a sentence objective."""
+    count = lanes or lane_count(global_batch, source.shards)
+    encoder = encode if kind == "gpt" else encode_sentences
+    settings = settings_of("none" if kind == "gpt" else kind)
+
+    def open_lane(number):
+        reader = LaneReader(source, number, count, encoder, is_training)
+        return GptLane(reader, T) if kind == "gpt" else BertLane(reader, number, settings, WORDS)
+
+    def stacked(items):
+        return {"window": np.stack(items)} if kind == "gpt" else stack(items, WORDS, settings)
+
+    return StreamedSamples(Lanes(source, count, open_lane, stacked), T, global_batch, say)
+
+
+def windows(tokens):
+    return [tokens[i * T : i * T + T + 1].tolist() for i in range((len(tokens) - 1) // T)]
+
+
+SOURCES = {
+    "one file": [30],
+    "as many as rows": [9] * 8,
+    "fewer than ranks": [20, 12, 9],
+    "not dividing the batch": [12, 4, 9, 13, 8],
+    "one without training documents": [30, 0, 12, 9],
+    "one shorter than a sample": [30, 1, 12, 9],
+    "epochs of very different length": [40, 2, 4, 30],
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "batch", "lanes"),
+    [(1, 8, 1), (8, 8, 8), (3, 8, 2), (5, 8, 4), (41, 512, 32), (1000, 512, 64), (9, 7, 7)],
+)
+def test_lanes_divide_the_batch_and_are_no_more_than_files(files, batch, lanes):
+    assert lane_count(batch, files) == lanes
+
+
+def test_one_lane_gives_the_windows_of_stored_tokens_epoch_after_epoch():
+    source = Made([30, 25])
+    stored = windows(
+        np.concatenate([[*tokens, 1] for shard in (0, 1) for tokens in source.train_tokens(shard)])
+    )
+    found = streamed(source, lanes=1).take(range(2 * len(stored) + 3), seed=1)["window"]
+    assert len(stored) > 50
+    assert found.tolist() == [*stored, *stored, *stored[:3]]
+
+
+def test_rows_of_a_step_are_items_of_their_lanes():
+    source = Made([30, 25, 28, 31])
+    samples = streamed(source)
+    for step in range(3):
+        rows = samples.take(range(step * GLOBAL, (step + 1) * GLOBAL), seed=1)["window"].tolist()
+        for lane in range(4):
+            stored = windows(np.concatenate([[*tokens, 1] for tokens in source.train_tokens(lane)]))
+            assert rows[2 * lane : 2 * lane + 2] == stored[2 * step : 2 * step + 2]
+
+
+def test_a_stream_skips_forward_and_goes_back():
+    for kind in HEADS:
+        whole = streamed(Made([30, 25, 28, 31]), kind).take(range(80), seed=1)
+        samples = streamed(Made([30, 25, 28, 31]), kind)
+        for positions in ([3, 4], [40, 70], [10], [11, 79]):
+            found = samples.take(positions, seed=1)
+            assert all(np.array_equal(found[key], whole[key][positions]) for key in whole)
+
+
+def run_with_resumes(sizes, kind, steps, plan, workers):
+    """Digests of steps, the run being cut and continued under another layout after every count in `plan`; and the lanes' lines."""
+    digests, said, state = [], [], None
+    for number, (layout, count) in enumerate(plan):
+        samples = streamed(Made(sizes), kind, say=said.append)
+        ranks = [
+            StepBatches(samples, 3, layout, rank, len(digests), state, workers=workers)
+            for rank in range(layout.dp)
+        ]
+        for _ in range(count if number < len(plan) - 1 else steps - len(digests)):
+            digests.append(batch_digest([micro for rank in ranks for micro in next(rank)]))
+        state = json.loads(json.dumps(merge_states([rank.state() for rank in ranks])))
+        for rank in ranks:
+            rank.close()
+    return digests, said
+
+
+@pytest.mark.parametrize("kind", ["gpt", "nsp"])
+@pytest.mark.parametrize("sizes", SOURCES.values(), ids=SOURCES)
+def test_batches_depend_neither_on_ranks_nor_on_workers_nor_on_resumes(sizes, kind):
+    steps = 40
+    reader = StepBatches(streamed(Made(sizes), kind), 3, LAYOUTS[0], 0)
+    expected = [batch_digest(next(reader)) for _ in range(steps)]
+    assert len(set(expected)) == steps or sizes == [30] or kind == "gpt", "the reader goes forward"
+    assert reader.digest(7) == expected[7]
+    for layout in LAYOUTS:
+        assert run_with_resumes(sizes, kind, steps, [(layout, 0)], workers=layout.dp % 2)[0] == expected
+    cut = [
+        (LAYOUTS[0], 1),
+        (LAYOUTS[2], 4),
+        (LAYOUTS[4], 1),
+        (LAYOUTS[1], 9),
+        (LAYOUTS[3], 7),
+        (LAYOUTS[4], 0),
+    ]
+    for workers in (0, 1):
+        digests, said = run_with_resumes(sizes, kind, steps, cut, workers)
+        assert digests == expected and not said, "no lane was read again from its start"
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_run_resumed_after_every_step_is_the_same(kind):
+    sizes, steps = [30, 2, 12, 20], 25
+    expected = run_with_resumes(sizes, kind, steps, [(LAYOUTS[0], 0)], 0)[0]
+    plan = [(LAYOUTS[step % len(LAYOUTS)], 1) for step in range(steps)]
+    assert run_with_resumes(sizes, kind, steps, plan, 0)[0] == expected
+
+
+def test_a_rank_opens_only_files_of_its_own_lanes():
+    for rank in range(4):
+        source = Made([9] * 8)
+        batches = StepBatches(streamed(source), 1, LAYOUTS[4], rank)
+        list(islice(batches, 3))
+        assert {file for file, _ in source.opened} == {2 * rank, 2 * rank + 1}
+        assert batches.state()["lanes"].keys() == {str(2 * rank), str(2 * rank + 1)}
+
+
+def test_a_resumed_gpt_opens_the_file_and_the_record_it_had_come_to():
+    source = Made([40, 40, 40, 40])
+    running = StepBatches(streamed(source, lanes=1), 1, LAYOUTS[0], 0)
+    list(islice(running, 20))
+    state = running.state()["lanes"]["0"]
+    resumed = Made([40, 40, 40, 40])
+    next(StepBatches(streamed(resumed, lanes=1), 1, LAYOUTS[0], 0, 20, running.state()))
+    assert resumed.opened[0] == (state["turn"], state["record"]) and state["turn"] > 0 and state["record"] > 0
+    tokens = [
+        [*source.tokens(shard, i), 1]
+        for shard in range(4)
+        for i in range(40)
+        if is_training(i) and source.tokens(shard, i).size
+    ]
+    before = sum(
+        len(document) for document in tokens if document[0] < source.tokens(state["turn"], state["record"])[0]
+    )
+    assert before + state["token_offset"] == 20 * GLOBAL * T
+
+
+def test_a_resumed_bert_reads_again_only_the_documents_it_remembers():
+    source = Made([400], longest=40)
+    running = StepBatches(streamed(source, "nsp"), 1, LAYOUTS[0], 0)
+    list(islice(running, 40))
+    place = running.state()["lanes"]["0"]
+    assert place["remembered"] == REMEMBERED
+    resumed = Made([400], longest=40)
+    next(StepBatches(streamed(resumed, "nsp"), 1, LAYOUTS[0], 0, 40, running.state()))
+    assert resumed.opened == [(0, place["record"])] and place["record"] > 50
+
+
+def test_the_state_is_of_the_steps_handed_out_and_not_of_those_read_ahead():
+    ahead = StepBatches(streamed(Made([30, 25])), 1, LAYOUTS[0], 0, workers=1)
+    in_turn = StepBatches(streamed(Made([30, 25])), 1, LAYOUTS[0], 0)
+    for _ in range(6):
+        next(ahead), next(in_turn)
+        assert ahead.state() == in_turn.state()
+    ahead.close()
+
+
+def test_a_stream_that_was_not_read_since_the_restart_keeps_its_place():
+    """As a part of a blend whose turn has not come."""
+    for kind in ("gpt", "nsp"):
+        running = StepBatches(streamed(Made([30, 25]), kind, lanes=1), 1, LAYOUTS[0], 0)
+        list(islice(running, 5))
+        restored = streamed(Made([30, 25]), kind, lanes=1)
+        restored.restore(running.state())
+        assert restored.state(5 * GLOBAL) == running.state()
+
+
+def test_a_lane_without_a_state_is_read_from_its_start_and_says_so():
+    running = StepBatches(streamed(Made([30] * 4)), 1, LAYOUTS[2], 0)
+    list(islice(running, 5))
+    said = []
+    resumed = StepBatches(streamed(Made([30] * 4), say=said.append), 1, LAYOUTS[0], 0, 5, running.state())
+    whole = StepBatches(streamed(Made([30] * 4)), 1, LAYOUTS[0], 0)
+    assert batch_digest(next(resumed)) == batch_digest(list(islice(whole, 6))[5])
+    assert len(said) == 2 and all("from the start, which is right and slow" in line for line in said)
+
+
+def test_other_files_or_another_batch_are_refused():
+    state = StepBatches(streamed(Made([9] * 8)), 1, LAYOUTS[0], 0).state()
+    with pytest.raises(
+        ValueError, match="read 8 files in 8 lanes, and now there are 9 in 8: .* same files and batch.global"
+    ):
+        streamed(Made([9] * 9)).restore(state)
+    with pytest.raises(ValueError, match="read 8 files in 8 lanes, and now there are 8 in 4"):
+        streamed(Made([9] * 8), global_batch=4).restore(state)
+    with pytest.raises(ValueError, match="read none files"):
+        streamed(Made([9] * 8)).restore({"position": 0})
+
+
+def test_a_lane_whose_files_are_too_short_reads_all_files():
+    source = Made([30, 1, 0, 9])
+    samples = streamed(source)
+    rows = samples.take(range(GLOBAL), seed=1)["window"]
+    assert rows[2:4].tolist() != rows[:2].tolist(), "in another order"
+    everything = {
+        token for shard in range(4) for tokens in source.train_tokens(shard) for token in tokens.tolist()
+    } | {1}
+    assert set(rows.ravel().tolist()) <= everything
+    assert samples.state(GLOBAL)["lanes"]["2"]["wide"] and not samples.state(GLOBAL)["lanes"]["0"]["wide"]
+
+
+def test_a_stream_shorter_than_a_sample_is_refused():
+    with pytest.raises(
+        ValueError,
+        match="training documents have 8 tokens, and one sample of sequence_length=16 needs 17: give more",
+    ):
+        streamed(Made([2, 0], longest=10)).take([0], seed=1)
+    with pytest.raises(ValueError, match="made: the training documents have no text"):
+        streamed(Made([1, 0]), "sop").take([0], seed=1)
+
+
+def unmasked(fields, row):
+    """(A, B) as they were before masking."""
+    tokens, count, length = fields["tokens"][row].copy(), fields["predicted"][row], fields["lengths"][row]
+    tokens[fields["positions"][row][:count]] = fields["labels"][row][:count]
+    text = tokens[:length]
+    types = fields["token_types"][row][:length]
+    return text[types == 0][1:-1].tolist(), text[types == 1][:-1].tolist()
+
+
+def test_bert_samples_of_a_stream_lose_no_text():
+    source = Made([30])
+    samples = streamed(source, "sop").take(range(60), seed=1)
+    found = []
+    for row in range(60):
+        first, second = unmasked(samples, row)
+        found += second + first if samples["sentence_labels"][row] else first + second
+    expected = np.concatenate(source.train_tokens(0)).tolist()
+    # Segments longer than a sample lose tokens; chunks end at sentences of 7 tokens, so some are.
+    kept = [token for token in found if token in set(expected)]
+    assert kept == found and set(found) <= set(expected)
+    assert len(set(found)) > 0.8 * len(expected)
+    assert found[: len(set(found))] == sorted(set(found)), "in the order of the documents, epoch after epoch"
+
+
+def test_random_segments_come_from_other_documents_for_half_of_the_samples():
+    count = 400
+    samples = streamed(Made([300], longest=97), "nsp").take(range(count), seed=1)
+    labels = samples["sentence_labels"]
+    assert 0.4 < labels.mean() < 0.7, "samples of one sentence take a random one, too"
+    for row in range(count):
+        first, second = unmasked(samples, row)
+        same = (second[0] - 10) // 100 == (first[0] - 10) // 100 if first and second else True
+        assert same != bool(labels[row]) or not second
+    assert labels[0] == 0, "there is no other document yet"
+
+
+def test_random_segments_are_never_of_the_same_document_in_another_epoch():
+    samples = streamed(Made([6]), "nsp").take(range(200), seed=1)
+    for row in np.flatnonzero(samples["sentence_labels"]):
+        first, second = unmasked(samples, row)
+        assert (first[0] - 10) // 100 != (second[0] - 10) // 100
+
+
+def test_lanes_with_equal_files_mask_other_tokens():
+    class Twins(Made):
+        def tokens(self, shard, index):
+            return super().tokens(0, index)
+
+    fields = streamed(Twins([20, 20]), "none").take(range(GLOBAL), seed=1)
+    pairs = [(row, row + GLOBAL // 2) for row in range(GLOBAL // 2)]
+    equal = [(a, b) for a, b in pairs if unmasked(fields, a) == unmasked(fields, b)]
+    assert equal and any(not np.array_equal(fields["positions"][a], fields["positions"][b]) for a, b in equal)
+
+
+def test_samples_of_a_bert_depend_on_seed_lane_and_item():
+    one, two, other = (streamed(Made([20, 20]), "sop").take(range(16), seed=seed) for seed in (1, 1, 2))
+    assert all(np.array_equal(one[key], two[key]) for key in one)
+    assert not np.array_equal(one["positions"], other["positions"])
+
+
+# ---- on the hub's code path
+
+
+@pytest.fixture(autouse=True)
+def without_network(monkeypatch):
+    """`load_dataset` reports its use to the hub, for local files too, and waits for an answer."""
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Four files of documents from no to 60 words, in sentences."""
+    directory = tmp_path_factory.mktemp("stream")
+    draw = np.random.default_rng(0)
+    words = ["union", "state", "of", "the", "people", "congress.", "peace", "commerce", "law."]
+    for part in range(4):
+        texts = [" ".join(draw.choice(words, draw.integers(0, 60))) for _ in range(30)]
+        (directory / f"{part}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return sorted(map(str, directory.glob("*.jsonl")))
+
+
+def read(file):
+    return [json.loads(line)["text"] for line in Path(file).read_text().splitlines()]
+
+
+def hub(files):
+    settings = {"data_files": files, "split": "train", "streaming": True}
+    return HubSource("local", open_stream=lambda: datasets.load_dataset("json", **settings))
+
+
+def make_recipe(family="gpt2", head="none", **data_settings) -> Recipe:
+    tokenizer = {"kind": "gpt2"}
+    return Recipe.model_validate(
+        {
+            "title": "test",
+            "model": {
+                "family": family,
+                "layers": 1,
+                "hidden": 8,
+                "heads": 1,
+                "vocab_size": 50257,
+                "sentence_head": head,
+            },
+            "sequence_length": T,
+            "batch": {"micro": 2, "global": 4},
+            "steps": 3,
+            "optimizer": {"lr": 1e-3},
+            "data": {
+                "source": "hub",
+                "name": "no/such",
+                "validation_every": EVERY,
+                "tokenizer": tokenizer,
+                **data_settings,
+            },
+            "run": {"validation_samples": 8},
+        }
+    )
+
+
+def quiet(line):
+    pass
+
+
+def test_build_of_a_stream_holds_out_the_first_documents_of_its_files(files, tmp_path):
+    corpus = build(make_recipe(test_every=4), tmp_path, quiet, hub(files))
+    assert (len(corpus.validation), len(corpus.test)) == (8, 8) and corpus.summary["lanes"] == 4
+    texts = [read(file) for file in files]
+    encoder = Encoder(gpt2_tokenizer())
+    for name, samples in (("validation", corpus.validation), ("test", corpus.test)):
+        held = [texts[file][i] for i in range(30) for file in range(4) if part_of(i, EVERY, 4) == name]
+        tokens = np.concatenate(
+            [ids for _, ids in encoder([SimpleNamespace(text=text) for text in held if text])]
+        )
+        assert samples.fields["window"].tolist() == windows(tokens)[:8], "from the files in turn"
+    train = [
+        text for file in texts for i, text in enumerate(file) if part_of(i, EVERY, 4) == "train" and text
+    ]
+    tokens = np.concatenate([ids for _, ids in encoder([SimpleNamespace(text=text) for text in train])])
+    assert corpus.summary["unigram_tokens"] == len(tokens)
+    labels = corpus.validation.labels
+    counts = np.bincount(tokens, minlength=50257)
+    assert corpus.unigram_entropy == pytest.approx(
+        -np.log((counts[labels] + 1) / (len(tokens) + 50257)).mean()
+    )
+    json.dumps(corpus.summary)
+
+
+def test_only_the_first_training_tokens_of_a_stream_are_counted(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_parts, "UNIGRAM_TOKENS", 50)
+    assert build(make_recipe(), tmp_path, quiet, hub(files)).summary["unigram_tokens"] == 50
+
+
+def test_build_of_a_streamed_bert(files, tmp_path):
+    from data.vocabularies.trained import train_wordpiece
+
+    texts = [text for file in files for text in read(file)] + ["abcdefghijklmnopqrstuvwxyz .,;"]
+    size = 70
+    train_wordpiece(texts, size).save(str(tmp_path / "tokenizer.json"))
+    settings = {
+        "tokenizer": {"kind": "file", "path": str(tmp_path / "tokenizer.json")},
+        "source": "jsonl",
+        "streaming": True,
+    }
+    pattern = files[0].replace("0.jsonl", "*.jsonl")
+    recipe = make_recipe("bert", "sop", **settings, name=pattern).model_dump(by_alias=True)
+    recipe["model"]["vocab_size"] = size
+    corpus = build(Recipe.model_validate(recipe), tmp_path, quiet)
+    assert not corpus.train.random_access and corpus.summary["lanes"] == 4
+    assert len(corpus.validation) == 8 and 0 < corpus.unigram_entropy < corpus.uniform_entropy + 1
+    special = set(corpus.tokenizer.all_special_ids) - {corpus.tokenizer.unk_token_id}
+    fields = corpus.train.take(range(12), seed=1)
+    assert all(
+        not special & set(fields["labels"][row, : fields["predicted"][row]].tolist()) for row in range(12)
+    )
+    again = build(Recipe.model_validate({**recipe, "seed": 99}), tmp_path, quiet)
+    assert all(
+        np.array_equal(again.validation.fields[key], corpus.validation.fields[key]) for key in fields
+    ), "whatever the seed"
+
+
+def test_a_blend_of_a_stream_and_a_store_is_the_same_for_every_layout_and_after_resumes(files, tmp_path):
+    recipe = Recipe.model_validate(
+        {**make_recipe().model_dump(by_alias=True, exclude_unset=True), "data": blend_data(files)}
+    )
+    corpus = build(recipe, tmp_path, quiet)
+    assert len(corpus.summary["parts"]) == 2 and len(corpus.validation) == 8
+    whole, quarter = Layout(4, 1, 1, 4), Layout(1, 1, 4, 4)
+    reader = StepBatches(corpus.train, 1, whole, 0)
+    expected = [batch_digest(next(reader)) for _ in range(12)]
+    found, state = [], None
+    for steps in (3, 1, 1, 7):
+        ranks = [
+            StepBatches(corpus.train, 1, quarter, rank, len(found), state, workers=1) for rank in range(4)
+        ]
+        for _ in range(steps):
+            found.append(batch_digest([micro for rank in ranks for micro in next(rank)]))
+        state = json.loads(json.dumps(merge_states([rank.state() for rank in ranks])))
+        for rank in ranks:
+            rank.close()
+    assert found == expected
+
+
+def blend_data(files):
+    stream = {
+        "source": "jsonl",
+        "name": files[0].replace("0.jsonl", "[02].jsonl"),
+        "streaming": True,
+        "weight": 2.0,
+    }
+    return {
+        "blend": [stream, {"source": "jsonl", "name": files[1], "weight": 1.0}],
+        "validation_every": EVERY,
+        "tokenizer": {"kind": "gpt2"},
+    }
+
+
+def test_a_stream_that_holds_out_too_little_is_refused(files, tmp_path):
+    with pytest.raises(
+        ValueError,
+        match="validation_every=1000 the held-out documents have 0 tokens, .* sequence_length=16 needs 17",
+    ):
+        build(make_recipe(validation_every=1000), tmp_path, quiet, hub(files))
+
+
+def test_an_unreachable_hub_says_what_was_tried_and_how_to_go_on(tmp_path):
+    def no_network():
+        raise ConnectionError("Couldn't reach 'no/such' on the Hub")
+
+    source = HubSource(
+        "no/such",
+        "20231101.en",
+        open_stream=no_network,
+        say=quiet,
+        backoff=Backoff(attempts=2, sleep=lambda s: None),
+    )
+    with pytest.raises(ValueError) as refused:
+        build(make_recipe(), tmp_path, quiet, source)
+    for part in (
+        "load_dataset('no/such', '20231101.en', split='train'",
+        "Couldn't reach",
+        "data.source=packaged",
+    ):
+        assert part in str(refused.value)

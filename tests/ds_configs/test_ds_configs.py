@@ -1,0 +1,736 @@
+"""The ds_configs, and the resolver's refusals: each bad input with its message."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from ds_configs import known_keys
+from ds_configs.jsonfile import FOLDER, ConfigError, available
+from ds_configs.plan import Machine, Plan
+from ds_configs.resolver import resolve
+from recipes import catalog
+from recipes.layout import divisors, padded_vocab, share_batch
+from recipes.schema import Recipe
+
+GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
+CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+OLD = dataclasses.replace(CPU, bf16=False)
+EVERY_RECIPE = [entry.name for entry in catalog.names()]
+EVERY_CONFIG = available()
+WORLDS = (1, 2, 3, 4, 8)
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> dict[str, str]:
+    return {"MEGARECIPES_NVME": str(tmp_path)}
+
+
+@pytest.fixture
+def written(tmp_path: Path):
+    """Writes a JSON: zero1.json with dotted keys changed (None removes one), or a text, and returns its path."""
+
+    def write(text: str | None = None, base: str = "zero1", **changes) -> Path:
+        path = tmp_path / "mine.json"
+        if text is None:
+            config = json.loads((FOLDER / f"{base}.json").read_text())
+            for dotted, value in changes.items():
+                *sections, last = dotted.split("__")
+                section = config
+                for name in sections:
+                    section = section.setdefault(name, {})
+                section[last] = value
+            text = json.dumps(config)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def plan(
+    config, *overrides: str, name: str = "default", world: int = 1, machine: Machine = CPU, **how
+) -> Plan:
+    return resolve(catalog.load(name, overrides), config, world, machine, **how)
+
+
+def problems(config, *overrides: str, **how) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        plan(config, *overrides, **how)
+    return error.value.problems
+
+
+def only(config, *overrides: str, **how) -> str:
+    """The one problem."""
+    found = problems(config, *overrides, **how)
+    assert len(found) == 1, found
+    return found[0]
+
+
+# --- every recipe against every ds_config
+
+
+def test_the_set_is_complete():
+    wanted = "zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_offload_optimizer zero_infinity pipeline 3d"
+    precisions = "fp16_dynamic fp16_static bf16 fp32"
+    assert set(EVERY_CONFIG) >= {*wanted.split(" "), *precisions.split(" ")}
+    readme = (FOLDER / "README.md").read_text()
+    assert [name for name in EVERY_CONFIG if f"| `{name}` |" not in readme] == []
+
+
+@pytest.fixture(scope="module")
+def recipes_and_worlds() -> list[tuple[Recipe, tuple[int, ...]]]:
+    """Every recipe in both sizes, with the number of processes it states, or with several where it leaves them open."""
+    found = []
+    for name in EVERY_RECIPE:
+        for recipe in (catalog.load(name), catalog.load(name, tiny=True)):
+            degrees = recipe.parallel
+            found.append((recipe, (degrees.tp * degrees.pp * degrees.dp,) if degrees.dp else WORLDS))
+    return found
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU, OLD], ids=["gpu", "cpu", "old-cpu"])
+@pytest.mark.parametrize("config", EVERY_CONFIG)
+def test_every_recipe_resolves_or_is_refused_with_reasons(config, machine, nvme, recipes_and_worlds):
+    resolved = 0
+    for recipe, worlds in recipes_and_worlds:
+        for world in worlds:
+            try:
+                result = resolve(recipe, config, world, machine, nvme)
+            except ConfigError as error:
+                assert all(":" in line and ";" in line for line in error.problems), error
+            else:
+                resolved += 1
+                assert_consistent(result, world)
+    lacks = {"fp16_dynamic": not machine.fp16, "fp16_static": not machine.fp16, "bf16": not machine.bf16}
+    assert (resolved == 0) == lacks.get(config, False)
+
+
+def assert_consistent(result: Plan, world: int) -> None:
+    layout, ds = result.layout, result.ds
+    assert '"auto"' not in json.dumps(ds) and "parallel" not in ds
+    assert layout.world == world and result.recipe.model.heads % layout.tp == 0
+    assert layout.global_batch == result.recipe.batch.global_ == ds["train_batch_size"]
+    assert layout.micro == ds["train_micro_batch_size_per_gpu"]
+    assert layout.accumulation == ds["gradient_accumulation_steps"]
+    model = result.recipe.model
+    multiple = 1 if model.implementation == "transformers" else model.vocab_divisible_by * layout.tp
+    assert result.padded_vocab % multiple == 0 and 0 <= result.padded_vocab - model.vocab_size < multiple
+    assert (ds["fp16"]["enabled"], ds["bf16"]["enabled"]) == (
+        result.precision == "fp16",
+        result.precision == "bf16",
+    )
+    assert ds["optimizer"]["params"]["lr"] == result.recipe.optimizer.lr
+    assert result.zero_stage == ds["zero_optimization"]["stage"]
+    assert (result.precision == result.recipe.precision) == (
+        not any("precision" in line for line in result.notices)
+    )
+
+
+@pytest.mark.parametrize("name", EVERY_RECIPE)
+def test_every_recipe_runs_with_its_own_ds_config(name, nvme):
+    recipe = catalog.load(name)
+    world = math.prod(recipe.parallel.model_parallel) * (recipe.parallel.dp or 1)
+    assert resolve(recipe, recipe.ds_config, world, GPU, nvme).notices == ()
+
+
+@pytest.mark.parametrize("config", EVERY_CONFIG)
+def test_the_default_recipe_runs_with_every_ds_config(config, nvme):
+    """…with the processes its layout wants, on a GPU."""
+    world = {"pipeline": 2, "3d": 8}.get(config, 2)
+    assert plan(config, world=world, machine=GPU, environ=nvme).layout.global_batch == 8
+
+
+# --- DeepSpeed itself
+
+
+@pytest.fixture(scope="module")
+def deepspeed_config():
+    return pytest.importorskip("deepspeed.runtime.config")
+
+
+@pytest.mark.parametrize("config", EVERY_CONFIG)
+def test_deepspeed_accepts_the_resolved_json(config, deepspeed_config, nvme):
+    result = plan(config, world=8 if config == "3d" else 2, machine=GPU, environ=nvme)
+    ds = copy.deepcopy(result.ds) | {"train_batch_size": result.layout.micro * result.layout.accumulation}
+    parsed = deepspeed_config.DeepSpeedConfig(ds)  # outside a process group it takes the world for one rank
+    assert parsed.zero_optimization_stage == result.zero_stage
+    assert parsed.gradient_clipping == 1.0 and parsed.optimizer_params["betas"] == [0.9, 0.95]
+    assert (parsed.float16_config.enabled, parsed.bfloat16_config.enabled) == (
+        result.precision == "fp16", result.precision == "bf16"
+    )  # fmt: skip
+
+
+def test_the_known_top_level_keys_are_those_that_deepspeed_reads(deepspeed_config):
+    class Recorder(dict):
+        seen: set[str] = set()
+
+        def get(self, key, default=None):
+            self.seen.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key):
+            self.seen.add(key)
+            return super().__contains__(key)
+
+        def keys(self):
+            return self
+
+        def __copy__(self):
+            return Recorder(self)
+
+    deepspeed_config.DeepSpeedConfig(Recorder({"train_batch_size": 1}))
+    ours = known_keys.TOP | set(known_keys.REMOVED) | set(known_keys.REFUSED)
+    read_elsewhere = {"sequence_parallel_size"}  # only once a process group runs
+    assert Recorder.seen == ours - read_elsewhere
+    assert set(known_keys.REMOVED) == set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+
+
+def test_the_known_section_keys_are_deepspeeds(deepspeed_config):
+    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    for section, model in (
+        ("zero_optimization.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
+        ("zero_optimization.offload_param", DeepSpeedZeroOffloadParamConfig),
+        ("fp16", DeepSpeedFP16Config),
+        ("bf16", DeepSpeedBF16Config),
+    ):
+        assert known_keys.SECTIONS[section] == set(model.model_fields), section
+    fields = {
+        field.alias or name: (field.json_schema_extra or {})
+        for name, field in DeepSpeedZeroConfig.model_fields.items()
+    }
+    assert {name for name, extra in fields.items() if not extra.get("deprecated")} == known_keys.ZERO
+    deprecated = {name for name, extra in fields.items() if extra.get("deprecated")}
+    assert set(known_keys.ZERO_REMOVED) == deprecated | set(deepspeed_config._REMOVED_ZERO_CONFIG_KEYS)
+    assert known_keys.SECTIONS["activation_checkpointing"] == set(ACT_CHKPT_DEFAULT)
+    assert known_keys.SECTIONS["aio"] == set(AIO_DEFAULT_DICT)
+
+
+# --- the file
+
+
+def test_a_file_by_name_by_path_and_from_another_directory(monkeypatch, tmp_path, written):
+    path = written()
+    monkeypatch.chdir(tmp_path)
+    assert (
+        plan("zero3_offload").ds == plan("ds_configs/zero3_offload.json").ds == plan("zero3_offload.json").ds
+    )
+    assert (plan("zero3_offload").ds_name, plan("mine.json").ds_name, plan(path).ds_name) == (
+        "zero3_offload",
+        "mine",
+        "mine",
+    )
+
+
+def test_a_missing_file_gets_near_matches(tmp_path):
+    near = "zero3_offload or zero2_offload or zero3_offload_optimizer"
+    assert only("zero3_ofload") == f"--ds_config zero3_ofload: no such file; did you mean {near}?"
+    assert "ds_configs/ has 3d, bf16" in only("ds_configs/qqq.json")
+    assert "is a directory" in only(tmp_path)
+
+
+MALFORMED = {
+    '{"a": 1,\n "b" 2}': ":2:6: not JSON: expecting ':' delimiter: '\"b\" 2}'",
+    '{"a": 1,\n}': "is there a comma too many?",
+    '{\n// note\n"a": 1}': ":2:1: not JSON: expecting property name enclosed in double quotes: '// note'; JSON has no comments",
+    "": ":1:1: not JSON: expecting value",
+    "[1]": "holds list: a DeepSpeed config is an object",
+    '{"fp16": {"enabled": true,\n "enabled": false}}': ':2: key "enabled" stands twice in one object (lines 1, 2)',
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_malformed_json_says_where(written, text):
+    path = written(text)
+    found = only(path)
+    assert found.startswith(str(path)) and MALFORMED[text] in found
+
+
+# --- keys
+
+KEYS = [
+    (
+        {"zero_optimisation": {"stage": 3}},
+        "zero_optimisation: unknown key, which DeepSpeed would ignore; did you mean zero_optimization",
+    ),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler: the schedule is the recipe's: --set schedule.kind="),
+    ({"sparse_attention": {}}, "sparse_attention: was removed from DeepSpeed"),
+    ({"amp": {"enabled": True}}, "amp: was removed from DeepSpeed, which refuses it; use fp16 or bf16"),
+    ({"curriculum_learning": {}}, "curriculum_learning: was removed"),
+    ({"progressive_layer_drop": {}}, "progressive_layer_drop: was removed"),
+    ({"eigenvalue": {}}, "eigenvalue: was removed"),
+    ({"compression_training": {}}, "compression_training: was removed"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: is DeepSpeed's AutoTP"),
+    ({"bfloat16": {"enabled": True}}, "bfloat16: is the old name of bf16"),
+    ({"zero_optimization__stag": 1}, "zero_optimization.stag: unknown key; did you mean stage"),
+    ({"zero_optimization__cpu_offload": True}, 'write "offload_optimizer": {"device": "cpu"}'),
+    ({"fp16__los_scale": 0}, "fp16.los_scale: unknown key; did you mean loss_scale"),
+    ({"bf16__enable": True}, "bf16.enable: unknown key; did you mean enabled"),
+    ({"optimizer__params__momentum": 0.9}, "optimizer.params.momentum: unknown key"),
+    ({"parallel__tensr": 2}, "parallel.tensr: unknown key; did you mean tensor"),
+    (
+        {"activation_checkpointing": {"profil": True}},
+        "activation_checkpointing.profil: unknown key; did you mean profile",
+    ),
+    ({"fp16": True}, "fp16=True: is a section; write an object"),
+    ({"zero_optimization": True}, "zero_optimization=True: is a section; write an object"),
+    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op=sum: a step's gradient is the mean"),
+    ({"communication_data_type": "auto"}, 'communication_data_type="auto": nothing fills it here'),
+    (
+        {"zero_optimization__sub_group_size": "auto"},
+        'zero_optimization.sub_group_size="auto": nothing fills it here',
+    ),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled=true: precision is set by fp16 and bf16"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), KEYS, ids=[next(iter(changes)) for changes, _ in KEYS])
+def test_keys_that_deepspeed_would_not_read_are_refused(written, changes, message):
+    path = written(**changes)
+    assert only(path).startswith(f"{path}: ") and message in only(path)
+
+
+def test_what_passes_through(written):
+    extra = {
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "csv_monitor": {"enabled": True},
+        "log_level": "info",
+    }
+    ds = plan(written(**extra, data_types={"grad_accum_dtype": "fp32"}, fp16__auto_cast=True)).ds
+    assert {key: ds[key] for key in extra} == extra
+    assert ds["fp16"]["auto_cast"] is True and ds["fp16"]["hysteresis"] == 2
+
+
+# --- filling
+
+
+def test_compiled_adam_is_kept_where_it_pays():
+    def torch_adam(name, machine):
+        return plan(name, machine=machine).ds["optimizer"]["params"]["torch_adam"]
+
+    assert torch_adam("zero1", CPU) and not torch_adam("zero1", GPU)
+    assert not torch_adam("zero3_offload", CPU) and not torch_adam("zero3_offload", GPU)
+
+
+def test_autos_are_the_recipes():
+    ds = plan("zero3", "optimizer.clip=0.5", "optimizer.eps=1e-6", world=2).ds
+    assert ds["optimizer"] == {
+        "type": "AdamW",
+        "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True},
+    }
+    assert ds["gradient_clipping"] == 0.5
+    assert (
+        ds["train_batch_size"],
+        ds["train_micro_batch_size_per_gpu"],
+        ds["gradient_accumulation_steps"],
+    ) == (8, 4, 1)
+    assert ds["zero_optimization"]["stage3_param_persistence_threshold"] == 3840
+
+
+def test_a_json_that_leaves_everything_out_is_filled_too(written):
+    result = plan(written("{}"), "precision=fp32")
+    assert (result.zero_stage, result.offload, result.precision) == (0, "none", "fp32")
+    assert result.ds["train_batch_size"] == 8 and result.ds["optimizer"]["params"]["lr"] == 1e-3
+
+
+def test_equal_numbers_are_no_disagreement(written):
+    params = {"lr": 0.001, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    path = written(gradient_clipping=1, optimizer={"type": "Adam", "params": params}, train_batch_size=8)
+    assert plan(path).ds["optimizer"]["type"] == "Adam"
+
+
+DISAGREE = [
+    (
+        "optimizer__params__lr",
+        3e-4,
+        "optimizer.params.lr=0.0003 disagrees with the recipe's optimizer.lr=0.001",
+        "optimizer.lr=0.0003",
+    ),
+    (
+        "optimizer__params__betas",
+        [0.9, 0.99],
+        "disagrees with the recipe's optimizer.betas=[0.9, 0.95]",
+        "optimizer.betas=[0.9,0.99]",
+    ),
+    (
+        "gradient_clipping",
+        0.5,
+        "gradient_clipping=0.5 disagrees with the recipe's optimizer.clip=1.0",
+        "optimizer.clip=0.5",
+    ),
+    (
+        "train_batch_size",
+        16,
+        "train_batch_size=16 disagrees with the recipe's batch.global=8",
+        "batch.global=16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message", "fix"), DISAGREE, ids=[case[0] for case in DISAGREE])
+def test_disagreement_names_both_places_and_the_fixes_work(written, key, value, message, fix):
+    path = written(**{key: value})
+    found = only(path)
+    assert message in found and 'to "auto" in the JSON' in found and f"--set {fix}" in found
+    assert plan(path, fix)
+
+
+def test_another_optimizer_is_refused(written):
+    assert "optimizer.type=OneBitAdam: the recipe's optimizer.name is adamw" in only(
+        written(optimizer__type="OneBitAdam")
+    )
+    assert "adds the decay to the gradient" in only(written(optimizer__params__adam_w_mode=False))
+
+
+def test_without_a_compiler_torchs_adam_is_taken_with_a_notice(written):
+    bare = dataclasses.replace(CPU, compiler=False)
+    result = plan("zero3_offload", machine=bare)
+    assert result.ds["optimizer"]["params"]["torch_adam"] is True
+    assert result.ds["zero_force_ds_cpu_optimizer"] is False
+    assert any("needs g++, ninja and Python's headers" in line for line in result.notices)
+    on_a_gpu = plan("zero1", machine=dataclasses.replace(GPU, compiler=False))
+    assert any("needs g++" in line for line in on_a_gpu.notices)
+    without_toolkit = plan("zero1", machine=dataclasses.replace(GPU, cuda_compiler=False))
+    assert (
+        without_toolkit.ds["optimizer"]["params"]["torch_adam"] and "needs nvcc" in without_toolkit.notices[0]
+    )
+    assert not plan("zero2_offload", machine=dataclasses.replace(GPU, cuda_compiler=False)).notices, (
+        "CPU Adam needs no nvcc"
+    )
+    assert not any("needs g++" in line for line in plan("zero1", machine=bare).notices), (
+        "nothing would have been compiled"
+    )
+    assert "zero_force_ds_cpu_optimizer" not in plan("zero3_offload").ds
+    assert plan(written(optimizer__params__torch_adam=True), machine=bare).notices == ()
+    assert "torch_adam=false, but there is no compiler" in only(
+        written(optimizer__params__torch_adam=False), machine=bare
+    )
+    path = written(base="zero2_offload", zero_force_ds_cpu_optimizer=True)
+    assert "demands DeepSpeed's compiled CPU Adam" in only(path, machine=bare)
+
+
+# --- precision
+
+
+def test_auto_takes_the_recipes_precision_without_a_word():
+    for wanted in ("fp32", "bf16", "fp16"):
+        result = plan("zero1", f"precision={wanted}", machine=GPU)
+        assert (result.precision, result.notices) == (wanted, ())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "machine", "got"), [("fp16", CPU, "bf16"), ("fp16", OLD, "fp32"), ("bf16", OLD, "fp32")]
+)
+def test_auto_falls_to_what_the_machine_has_in_one_loud_line(wanted, machine, got):
+    result = plan("zero1", f"precision={wanted}", machine=machine)
+    assert result.precision == got
+    assert [line for line in result.notices if f"{got} INSTEAD OF {wanted}" in line] == list(result.notices)
+
+
+def test_an_explicit_choice_wins_over_the_recipe_with_a_notice(written):
+    assert plan("fp16_static", machine=GPU).notices == (
+        "precision: fp16, as ds_configs/fp16_static.json says; the recipe asks for bf16",
+    )
+    assert plan("fp32").precision == "fp32"
+    assert "the recipe asks for bf16" in plan("fp32").notices[0]
+    path = written(bf16={"enabled": False})  # fp16 "auto" does not stand in for a bf16 that is off
+    assert plan(path, machine=GPU).precision == "fp32"
+
+
+def test_what_is_demanded_is_never_changed():
+    found = only("fp16_dynamic")
+    assert (
+        "fp16.enabled=true: the cpu accelerator of this machine has no fp16" in found
+        and "--ds_config bf16" in found
+    )
+    assert "the cpu accelerator of this machine has no bf16" in only("bf16", machine=OLD)
+
+
+def test_emulated_fp16_is_said_loudly():
+    result = plan("fp16_dynamic", "precision=fp16", machine=dataclasses.replace(CPU, emulated_fp16=True))
+    assert result.precision == "fp16" and "EMULATED" in result.notices[0]
+
+
+def test_loss_scaler_keys_reach_deepspeed(written):
+    scaler = {
+        "loss_scale": 0,
+        "initial_scale_power": 4,
+        "loss_scale_window": 3,
+        "hysteresis": 1,
+        "min_loss_scale": 2,
+    }
+    ds = plan(written(fp16={"enabled": True, **scaler}, bf16={"enabled": False}), machine=GPU).ds
+    assert ds["fp16"] == {"enabled": True, **scaler}
+
+
+def test_two_precisions_or_none_that_is_one(written):
+    assert "are both true" in only(written(fp16__enabled=True, bf16__enabled=True), machine=GPU)
+    assert "fp16.enabled='yes': must be true, false" in only(written(fp16__enabled="yes"))
+
+
+def test_zero_0_takes_every_precision(written):
+    for wanted in ("fp32", "bf16", "fp16"):
+        result = plan("zero0", f"precision={wanted}", machine=GPU)
+        assert (result.precision, result.zero_stage, result.notices) == (wanted, 0, ())
+    assert plan("zero0", "precision=fp16", "parallel.tp=2", world=4, machine=GPU).layout.dp == 2
+    assert "pp=2 with zero_optimization.stage=0" in only("zero0", "parallel.pp=2", "precision=bf16", world=2)
+
+
+def test_zero_0_accumulates_in_the_precision_of_the_run(written):
+    path = written(base="zero0", data_types__grad_accum_dtype="fp32")
+    found = only(path, "precision=bf16", machine=GPU)
+    assert (
+        "data_types.grad_accum_dtype=fp32 with bf16 and zero_optimization.stage=0" in found
+        and "--ds_config zero1" in found
+    )
+    assert plan(path, "precision=fp32").precision == "fp32"
+    assert plan(written(data_types__grad_accum_dtype="fp32"), "precision=bf16").zero_stage == 1
+
+
+# --- layout
+
+
+def test_json_and_recipe_share_the_choice_of_degrees(written):
+    assert plan("3d", world=8).layout.identity() == "2 micro x 2 accumulation x 2 dp = 8 global"
+    result = plan("3d", "parallel.tp=1", world=4)  # stated, so the JSON's default gives way
+    assert (result.layout.tp, result.layout.pp, result.layout.dp) == (1, 2, 2)
+    assert plan("pipeline", "parallel.pp=3", world=3).layout.pp == 3
+    path = written(parallel={"tensor": 2})
+    assert plan(path, world=2).layout.tp == 2
+    found = only(path, "parallel.tp=3", world=6)
+    assert (
+        "parallel.tensor=2 disagrees with the recipe's parallel.tp=3" in found
+        and "--set parallel.tp=2" in found
+    )
+
+
+def test_bad_parallel_sections(written):
+    assert "parallel.tensor=0: must be a whole number" in only(written(parallel={"tensor": 0}))
+    assert "parallel.pipeline='two'" in only(written(parallel={"pipeline": "two"}))
+    assert "parallel.default_tensor='auto'" in only(written(parallel={"default_tensor": "auto"}))
+    assert "a default is used with" in only(written(parallel={"tensor": 2, "default_tensor": 2}), world=2)
+
+
+def test_tp_has_to_divide_the_heads():
+    assert only("zero1", "parallel.tp=4", world=4) == (
+        "model.heads=6 is not divisible by parallel.tp=4: each tensor-parallel rank takes heads/tp heads; set parallel.tp to 1, 2, "
+        "3 or 6"
+    )
+
+
+def test_world_size():
+    found = only("3d", world=6)
+    assert found.startswith(
+        "6 processes started, with parallel.tp=2 (default_tensor of ds_configs/3d.json) x parallel.pp=2"
+    )
+    assert "start 4 (deepspeed --num_gpus 4" in found
+    found = only("zero1", "parallel.tp=2", "parallel.dp=2", world=2)
+    assert "parallel.tp=2 x parallel.pp=1 x parallel.dp=2 = 4, but 2 processes started" in found
+    assert "start 4" in found and "--set parallel.dp=1" in found
+
+
+@pytest.mark.parametrize("tiny", [True, False])
+def test_what_another_number_of_processes_asks_to_set_resolves(tiny):
+    """Every row whose tp x pp is one process, started on others than its own."""
+    told = 0
+    for entry in catalog.names():
+        recipe = catalog.load(entry.name, tiny=tiny)
+        own = recipe.parallel.dp
+        for world in (1, 3, 4) if own and math.prod(recipe.parallel.model_parallel) == 1 else ():
+            if world == own:
+                continue
+            with pytest.raises(ConfigError) as refused:
+                resolve(recipe, recipe.ds_config, world, GPU)
+            (line,) = refused.value.problems
+            fixes = [
+                part.removesuffix(" to take what is started").split("--set ")[1:]
+                for part in line.split(", or ")[1:]
+            ]
+            assert [fix[0].strip() for fix in fixes] == [f"parallel.dp={world}", "parallel.dp=null"], line
+            for fix in fixes:
+                plan = resolve(
+                    catalog.load(entry.name, [setting.strip() for setting in fix], tiny=tiny),
+                    recipe.ds_config,
+                    world,
+                    GPU,
+                )
+                assert plan.layout.dp == world
+                assert plan.layout.global_batch == recipe.batch.global_ or recipe.batch.global_ % world
+            told += 1
+    assert told > 10
+
+
+def test_pipeline_rules():
+    assert "parallel.pp=7 is more than model.layers=6" in only("pipeline", "parallel.pp=7", world=7)
+    for stage, config in ((2, "zero2"), (3, "zero3")):
+        found = only(config, "parallel.pp=2", world=2)
+        assert (
+            f"parallel.pp=2 with zero_optimization.stage={stage}" in found and "--ds_config pipeline" in found
+        )
+    assert "wrong norm" in only("zero0", "parallel.pp=2", world=2)
+
+
+BATCHES = [
+    (("batch.micro=3",), 1, "--set batch.micro=2 or 4, or --set batch.global=6 or 9"),
+    (("batch.accumulation=3",), 1, "--set batch.accumulation=2 or 4, or --set batch.global=6 or 9"),
+    (("batch.micro=8",), 2, "--set batch.micro=2 or 4, or --set batch.global=16"),
+    (("batch.micro=2", "batch.accumulation=2"), 1, "= 4 is not batch.global=8: micro x accumulation x dp = global; --set "
+     "batch.global=4, or --set batch.accumulation=4, or --set batch.micro=4"),
+    ((), 3, "batch.global=8 is not divisible by dp=3: every data-parallel rank takes the same number of samples; --set "
+     "batch.global=6 or 9"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "world", "message"), BATCHES)
+def test_batch_identity(overrides, world, message):
+    assert message in only("zero1", *overrides, world=world)
+
+
+def test_the_json_may_state_what_the_recipe_leaves_open(written):
+    layout = plan(written(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4)).layout
+    assert (layout.micro, layout.accumulation) == (2, 4)
+    assert "train_batch_size='8': must be a whole number" in only(written(train_batch_size="8"))
+
+
+def test_shares_are_right_or_explained_and_every_proposed_number_works():
+    for total in range(1, 25):
+        for dp in range(1, 7):
+            for micro in (None, *range(1, 9)):
+                for accumulation in (None, *range(1, 9)):
+                    shares = share_batch(micro, accumulation, total, dp, pp=2)
+                    if isinstance(shares, str):
+                        assert "; --set batch." in shares
+                        continue
+                    assert shares[0] * shares[1] * dp == total
+                    assert micro in (None, shares[0]) and accumulation in (None, shares[1])
+
+
+def test_a_pipeline_is_kept_full_where_the_recipe_leaves_the_shares_open():
+    assert share_batch(None, None, 8, 1, pp=4) == (2, 4)
+    assert share_batch(None, None, 9, 1, pp=2) == (3, 3)
+    assert share_batch(None, None, 2, 2, pp=4) == (1, 1)
+
+
+def test_padding():
+    assert [padded_vocab(50257, tp) for tp in (1, 2, 4, 8)] == [50304, 50432, 50688, 51200]
+    assert padded_vocab(128, 1) == 128 and padded_vocab(509, 2) == 512
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+# --- offload and NVMe
+
+
+def test_offload_is_named():
+    assert [plan(name).offload for name in ("zero3", "zero2_offload", "zero3_offload")] == [
+        "none", "optimizer", "optimizer+parameters"
+    ]  # fmt: skip
+
+
+OFFLOADS = [
+    (
+        {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+        "offload_optimizer with zero_optimization.stage=0",
+    ),
+    (
+        {"stage": 2, "offload_param": {"device": "cpu"}},
+        "offload_param with zero_optimization.stage=2: only stage 3",
+    ),
+    (
+        {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        "partial offload works in stage 3 only",
+    ),
+    ({"stage": 2, "offload_optimizer": {"device": "disk"}}, "device='disk': can be none, cpu or nvme"),
+    ({"stage": 4}, "zero_optimization.stage=4: ZeRO has the stages 0, 1, 2 and 3"),
+    ({"stage": True}, "zero_optimization.stage=True"),
+    ({"stage": 3, "zero_quantized_weights": True}, "ZeRO++ quantisation has no CPU kernel"),
+]
+
+
+@pytest.mark.parametrize(("section", "message"), OFFLOADS)
+def test_offload_rules(written, section, message):
+    assert message in only(written(zero_optimization=section), "precision=fp32")
+
+
+def test_the_optimizer_can_be_offloaded_from_stage_1(written):
+    assert plan(written(zero_optimization__offload_optimizer={"device": "cpu"})).offload == "optimizer"
+
+
+def test_nvme_wants_a_directory_libaio_and_a_compiler(tmp_path, nvme):
+    result = plan("zero_infinity", environ=nvme)
+    assert result.offload == "nvme"
+    zero = result.ds["zero_optimization"]
+    assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == str(tmp_path)
+    assert "MEGARECIPES_NVME is not set" in problems("zero_infinity", environ={})[0]
+    bare = dataclasses.replace(CPU, libaio=False, compiler=False)
+    found = "\n".join(problems("zero_infinity", environ=nvme, machine=bare))
+    assert "apt-get install libaio-dev" in found and "install g++ and ninja" in found
+
+
+def test_nvme_paths_that_cannot_be_written(tmp_path, written):
+    file = tmp_path / "file"
+    file.touch()
+    for path, reason in ((tmp_path / "no", "does not exist"), (file, "is not a directory")):
+        found = only("zero_infinity", environ={"MEGARECIPES_NVME": str(path)})
+        assert found.startswith(f"$MEGARECIPES_NVME={path}: {reason}")
+    path = written(base="zero_infinity", zero_optimization__offload_param__nvme_path="/no/such")
+    found = only(path, environ={"MEGARECIPES_NVME": str(tmp_path)})
+    assert found.startswith(f"{path}: zero_optimization.offload_param.nvme_path=/no/such: does not exist")
+
+
+def test_a_read_only_nvme_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write anywhere
+    assert "is not writable" in only("zero_infinity", environ={"MEGARECIPES_NVME": str(tmp_path)})
+
+
+def test_nvme_rules_of_deepspeed(written, nvme):
+    path = written(base="zero_infinity", zero_optimization__stage3_prefetch_bucket_size="auto")
+    assert "set it to 0" in only(path, environ=nvme)
+    path = written(zero_optimization={"stage": 2, "offload_optimizer": {"device": "nvme"}})
+    assert "DeepSpeed swaps to NVMe in stage 3 only" in only(path, environ=nvme)
+
+
+# --- all at once
+
+
+def test_all_problems_come_at_once(written):
+    path = written(
+        scheduler={},
+        zero_optimisation={},
+        gradient_clipping=3,
+        fp16={"enabled": True},
+        zero_optimization__stage=2,
+    )
+    found = problems(path, "parallel.tp=4", "parallel.pp=7", "batch.micro=3", world=28)
+    for part in (
+        "scheduler",
+        "zero_optimisation",
+        "gradient_clipping",
+        "no fp16",
+        "heads=6",
+        "pp=7 is more",
+        "stage=2",
+        "batch.micro=3",
+    ):
+        assert len([line for line in found if part in line]) == 1, part
+    assert len(found) == 8
+
+
+def test_resolving_changes_nothing_it_was_given():
+    recipe = catalog.load()
+    before = recipe.model_dump()
+    first, second = resolve(recipe, "zero3", 1, CPU), resolve(recipe, "zero3", 1, CPU)
+    assert recipe.model_dump() == before and isinstance(recipe, Recipe)
+    assert first.ds == second.ds and first.ds is not second.ds and first.recipe is recipe

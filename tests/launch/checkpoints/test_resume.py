@@ -1,0 +1,304 @@
+"""Stopping, being killed and going on: bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from launching import ROOT, WORKERS, environment, run, run_ranks
+
+from launch.checkpoints.checkpoint import MARKER, complete_checkpoints, newest
+from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
+from launch.machine.abilities import detect_machine
+from launch.runs.directory import read_metrics
+
+TWO_RANKS = {
+    "zero0": ("zero0", 1, 1, 2, "fp32", []),
+    "zero1": ("zero1", 1, 1, 2, "bf16", []),
+    "zero2": ("zero2", 1, 1, 2, "bf16", ["batch.accumulation=2"]),
+    "zero3": ("zero3", 1, 1, 2, "bf16", []),
+    "zero2_offload": ("zero2_offload", 1, 1, 2, "fp32", []),
+    "zero2_offload-late": ("zero2_offload", 1, 1, 2, "fp32", []),
+    "zero3_offload": ("zero3_offload", 1, 1, 2, "bf16", ["activation_checkpointing=full"]),
+    "tensor-zero3": ("zero3", 2, 1, 1, "fp32", ["activation_checkpointing=2"]),
+    "pipeline": ("pipeline", 1, 2, 1, "bf16", ["batch.accumulation=4"]),
+    "fp16": ("zero2", 1, 1, 2, "fp16", []),
+    "bert": ("zero1", 1, 1, 2, "bf16", ["batch.accumulation=2"]),
+    "bert-pipeline": ("pipeline", 1, 2, 1, "fp32", ["model.layer_norm=post", "model.sentence_head=nsp"]),
+    # Each rank reads files of its own; the checkpoint holds the places of both.
+    "stream": ("zero2", 1, 1, 2, "bf16", [
+        "data={source: jsonl, name: OUT/*.jsonl, streaming: true, validation_every: 5, tokenizer: {kind: gpt2}}", "model.vocab_size=50257",
+    ]),
+}  # fmt: skip
+FOUR_RANKS = {
+    "tensor-data-zero2": ("zero2", 2, 1, 2, "bf16", []),
+    "tensor-pipeline": ("3d", 2, 2, 1, "bf16", ["batch.accumulation=2"]),
+    "tensor-data-zero3": ("zero3_offload", 2, 1, 2, "bf16", []),
+}
+
+
+def resume_cases(tmp_path_factory, ranks, table):
+    out = tmp_path_factory.mktemp("resume")
+    keys = ("ds_config", "tp", "pp", "dp", "precision", "settings")
+    cases = [{"name": name, **dict(zip(keys, values, strict=True))} for name, values in table.items()]
+    for case in cases:
+        case["settings"] = [setting.replace("OUT", str(out)) for setting in case["settings"]]
+    for file in range(4):
+        lines = (
+            json.dumps({"text": f"{file} {i} " + "some words of a text, and more. " * (9 + i)})
+            for i in range(30)
+        )
+        (out / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
+    (out / "cases.json").write_text(json.dumps(cases))
+    launched = run_ranks(ranks, WORKERS / "resuming.py", out, out / "cases.json", timeout=500)
+    assert launched.returncode == 0, launched.stdout[-4000:]
+    return {name: json.loads((out / f"{name}.json").read_text()) for name in table}
+
+
+def check_equal(result, late=False):
+    assert result["resumed_steps"] == (list(range(45, 61)) if late else list(range(5, 13))), (
+        "goes on after the newest checkpoint"
+    )
+    assert result["different_steps"] == [] and result["different_weights"] == [] and result["tensors"] > 40
+    assert "weights-stage-00-part-000.safetensors" in result["parts"] and len(result["parts"]) > 2
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    return resume_cases(tmp_path_factory, 2, TWO_RANKS)
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks(tmp_path_factory):
+    return resume_cases(tmp_path_factory, 4, FOUR_RANKS)
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_a_resumed_run_equals_the_uninterrupted_one(on_two_ranks, name):
+    check_equal(on_two_ranks[name], late=name.endswith("late"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_a_resumed_run_equals_the_uninterrupted_one_on_four_ranks(on_four_ranks, name):
+    check_equal(on_four_ranks[name])
+
+
+# --- the command, and real signals
+
+TINY = [
+    "launch/pretrain.py",
+    "--ds_config",
+    "zero3_offload",
+    "--tiny",
+    "--set",
+    "run.save_every=4",
+    "--set",
+    "dropout.hidden=0.1",
+]
+
+
+def losses(directory):
+    return {r["step"]: r["loss"] for r in read_metrics(directory / "metrics.jsonl") if r["kind"] == "step"}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    done = run([sys.executable, *TINY, "--out", str(out)])
+    assert done.returncode == 0, done.stdout[-3000:]
+    return out, done.stdout
+
+
+def start(out, *more):
+    return subprocess.Popen(
+        [sys.executable, *TINY, "--out", str(out), *more], cwd=ROOT, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def wait_for_steps(out, count, process):
+    end = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() or len(losses(out)) < count:
+        assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
+        time.sleep(0.01)
+
+
+def test_a_run_shows_plan_progress_and_result(uninterrupted):
+    out, text = uninterrupted
+    for expected in (
+        "8 global",
+        "ZeRO stage",
+        "unigram",
+        "step 20: validation loss",
+        "sample\n",
+        "result.json",
+    ):
+        assert expected in text
+    for name in (
+        "recipe.yaml",
+        "ds_config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "loss.png",
+        "result.json",
+        "tensorboard",
+    ):
+        assert (out / name).exists()
+    row = json.loads((out / "result.json").read_text())
+    assert row["status"] == "ok" and row["steps"] == 20 and row["validation_loss"] < row["uniform_entropy"]
+
+
+def test_sigkill_and_resume(uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    process = start(out)
+    wait_for_steps(out, 6, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    resumed = run([sys.executable, *TINY, "--out", str(out), "--resume"])
+    assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stdout[-3000:]
+    assert losses(out) == losses(uninterrupted[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_with_0(uninterrupted, tmp_path, number):
+    out = tmp_path / "run"
+    process = start(out)
+    wait_for_steps(out, 2, process)
+    process.send_signal(number)
+    text = process.communicate()[0]
+    assert process.returncode == 0, text
+    last = max(losses(out))
+    assert (
+        f"{number.name}: stopped after step {last} of 20, checkpoint saved; go on with the same command and --resume"
+        in text
+    )
+    assert newest(out / "checkpoints").step == last
+    assert json.loads((out / "result.json").read_text())["status"] == "interrupted"
+    resumed = run([sys.executable, *TINY, "--out", str(out), "--resume"])
+    assert resumed.returncode == 0, resumed.stdout[-3000:]
+    assert losses(out) == losses(uninterrupted[0])
+
+
+def test_a_stop_file_stops_every_rank_of_a_launch(tmp_path):
+    out = tmp_path / "run"
+    (out).mkdir()
+    command = ["deepspeed", "--num_gpus", "2", *TINY, "--out", str(out)]
+    process = subprocess.Popen(
+        [os.path.join(os.path.dirname(sys.executable), command[0]), *command[1:]], cwd=ROOT, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_for_steps(out, 2, process)
+    (out / "STOP").touch()
+    text = process.communicate()[0]
+    assert process.returncode == 0 and "STOP file: stopped after step" in text, text[-3000:]
+    assert newest(out / "checkpoints").step == max(losses(out)) and not (out / "STOP").exists()
+
+
+def test_another_run_is_never_overwritten(uninterrupted):
+    out, _ = uninterrupted
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.name != ".lock"}
+    again = run([sys.executable, *TINY, "--out", str(out)])
+    assert again.returncode == 2 and "--resume" in again.stdout and "Traceback" not in again.stdout
+    other = run([sys.executable, *TINY, "--set", "optimizer.lr=5e-4", "--out", str(out), "--resume"])
+    assert other.returncode == 2 and "optimizer.lr" in other.stdout and "--out" in other.stdout
+    assert before == {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_killed_while_saving(tmp_path):
+    """SIGKILL between DeepSpeed's files and the marker, and between the marker's two halves: neither is ever resumed from."""
+    out = tmp_path / "run"
+    killed = run([sys.executable, str(WORKERS / "killed_while_saving.py"), *TINY[1:], "--out", str(out)])
+    assert killed.returncode == -signal.SIGKILL, killed.stdout[-3000:]
+    assert (out / "checkpoints" / "step-000008").is_dir() and not (
+        out / "checkpoints" / "step-000008" / MARKER
+    ).exists()
+    assert [c.step for c in complete_checkpoints(out / "checkpoints")] == [4]
+    resumed = run([sys.executable, *TINY, "--out", str(out), "--resume"])
+    assert resumed.returncode == 0 and "step-000004" in resumed.stdout, resumed.stdout[-3000:]
+    assert newest(out / "checkpoints").step == 20
+
+
+# --- what counts as complete
+
+
+def make_checkpoint(root, step, content=b"1234"):
+    directory = root / f"step-{step:06d}"
+    directory.mkdir(parents=True)
+    (directory / "shard.pt").write_bytes(content)
+    (directory / MARKER).write_text(json.dumps({"step": step, "data": {}, "files": {"shard.pt": 4}}))
+    return directory
+
+
+def test_only_complete_checkpoints_count(tmp_path):
+    assert newest(tmp_path) is None
+    make_checkpoint(tmp_path, 4)
+    make_checkpoint(tmp_path, 8, content=b"123")  # a file cut short
+    (make_checkpoint(tmp_path, 12) / MARKER).unlink()
+    (make_checkpoint(tmp_path, 16) / MARKER).write_text('{"step": 16, "files"')
+    (make_checkpoint(tmp_path, 20) / "shard.pt").unlink()
+    assert newest(tmp_path).step == 4
+    make_checkpoint(tmp_path, 100000)
+    make_checkpoint(tmp_path, 2000000)
+    assert [c.step for c in complete_checkpoints(tmp_path)] == [4, 100000, 2000000]
+
+
+# --- what DeepSpeed's CPU Adam keeps outside of its state
+
+
+def adam_after(steps, resumed_at=None, replay=True):
+    """A parameter after `steps` updates by DeepSpeed's CPU Adam, the optimizer made anew and loaded at `resumed_at`."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    generator = torch.Generator().manual_seed(1)
+    parameter = torch.nn.Parameter(torch.randn(1000, generator=generator))
+    optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, betas=(0.9, 0.999))
+    for step in range(steps):
+        if step == resumed_at:
+            state = optimizer.state_dict()
+            optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, betas=(0.9, 0.999))
+            optimizer.load_state_dict(state)
+            if replay:
+                replay_bias_correction(optimizer)
+        parameter.grad = torch.randn(1000, generator=generator)
+        optimizer.step()
+    return parameter.detach().clone()
+
+
+@pytest.mark.skipif(
+    not detect_machine().compiler, reason="DeepSpeed's CPU Adam needs a compiler; without one it is not used"
+)
+def test_cpu_adam_goes_on_with_the_same_bias_correction():
+    whole = adam_after(60)
+    assert torch.equal(adam_after(60, resumed_at=44), whole)
+    assert not torch.equal(adam_after(60, resumed_at=44, replay=False), whole), (
+        "DeepSpeed has mended it: the replay can go"
+    )
+
+
+def test_a_run_does_not_go_on_with_other_text(tmp_path):
+    """The same command after its file has grown: another permutation of other windows."""
+    corpus = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": f"{i} " + "some words of a text, and more. " * 30}) for i in range(40)]
+    corpus.write_text("\n".join(lines) + "\n")
+    data = f"data={{source: jsonl, name: {corpus}, tokenizer: {{kind: gpt2}}}}"
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "pretrain.py"),
+        "--tiny",
+        "--set",
+        data,
+        "--set",
+        "model.vocab_size=50257",
+    ]
+    command += ["--ds_config", "zero1", "--steps", "2", "--out", str(tmp_path / "run")]
+    assert run(command, timeout=120).returncode == 0
+    corpus.write_text("\n".join([*lines, lines[0]]) + "\n")
+    done = run([*command, "--resume"], timeout=120)
+    assert (
+        done.returncode == 2 and "have changed; restore them, or begin a new run with --out" in done.stdout
+    ), done.stdout[-3000:]

@@ -1,0 +1,172 @@
+"""A checkpoint's weights in parts, and runs that leave the last checkpoint out."""
+
+import json
+import sys
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from launching import run
+from safetensors.torch import save_file
+
+from launch import export_hf
+from launch.checkpoints import weights
+from launch.checkpoints.checkpoint import MARKER
+from launch.runs import recorder
+from launch.runs.directory import RunDirectory
+from launch.training import agreement
+from launch.training.run import TrainingRun
+from recipes import catalog
+
+
+def named_tensors(count, floats=1000):
+    """Of 4 x `floats` bytes each, made when they are asked for, in memory that tracemalloc sees."""
+    for i in range(count):
+        yield f"layers.{i}.weight", torch.from_numpy(np.full(floats, i, np.float32))
+
+
+def test_weights_are_written_in_parts_and_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "PART_BYTES", 12_000)  # three tensors
+    (tmp_path / "weights-stage-00.safetensors").write_bytes(b"of an earlier version")
+    weights.write_parts(named_tensors(9), tmp_path, "weights-stage-00")
+    weights.write_parts(named_tensors(8), tmp_path, "weights-stage-00")
+    weights.write_parts(
+        [("head", torch.ones(5000)), ("bias", torch.ones(1))], tmp_path, "weights-stage-01"
+    )  # one is above the limit
+    names = [p.name for p in sorted(tmp_path.iterdir())]
+    assert names == [
+        f"weights-stage-{s}.safetensors"
+        for s in ("00-part-000", "00-part-001", "00-part-002", "01-part-000", "01-part-001")
+    ]
+    assert all(p.stat().st_size < 12_000 + 1000 for p in tmp_path.glob("*-00-*"))
+    read = weights.load_tensors(tmp_path)
+    assert list(read) == [*(f"layers.{i}.weight" for i in range(8)), "head", "bias"]
+    assert all(torch.equal(read[name], tensor) for name, tensor in named_tensors(8))
+
+
+def test_one_file_per_stage_is_still_read(tmp_path):
+    for stage, name in enumerate(("word.weight", "final_norm.weight")):
+        save_file({name: torch.full((3,), stage)}, tmp_path / f"weights-stage-{stage:02d}.safetensors")
+    assert {name: int(tensor[0]) for name, tensor in weights.load_tensors(tmp_path).items()} == {
+        "word.weight": 0,
+        "final_norm.weight": 1,
+    }
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_missing_part_is_noticed(tmp_path, monkeypatch, missing):
+    monkeypatch.setattr(weights, "PART_BYTES", 4000)
+    weights.write_parts(named_tensors(3), tmp_path, "weights-stage-00")
+    (tmp_path / f"weights-stage-00-part-{missing:03d}.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="holds 2 of the (3|more) parts of weights-stage-00"):
+        weights.load_tensors(tmp_path)
+
+
+class OneRank:
+    """What `save_weights` asks of an engine without ZeRO and of its grid. The float32 copies are made from bfloat16 weights."""
+
+    def __init__(self, count, floats):
+        self.module = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.ones(floats, dtype=torch.bfloat16)) for _ in range(count)
+        )
+        for i, parameter in enumerate(self.module):
+            parameter.canonical_name, parameter.shard = f"layers.{i}.weight", None
+        self.at = SimpleNamespace(tp=0, pp=0, dp=0)
+
+
+def test_saving_holds_a_part_and_a_tensor_at_most(tmp_path, monkeypatch):
+    """Of 40 tensors of 1 MB each, written in parts of 4 MB."""
+    tensor, part = 1_000_000, 4_000_000
+    monkeypatch.setattr(weights, "PART_BYTES", part)
+    monkeypatch.setattr(
+        weights, "_master_weight", lambda p: torch.from_numpy(np.full(p.numel(), 1, np.float32))
+    )  # seen by tracemalloc
+    rank = OneRank(40, tensor // 4)
+    tracemalloc.start()
+    try:
+        weights.save_weights(rank, rank, tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(list(tmp_path.glob(weights.PATTERN))) == 10
+    assert part < peak < part + tensor + tensor // 4, peak
+
+
+# --- no checkpoint of the last step
+
+
+def completed_steps(save_last, save_every=0, stopped_at=None):
+    """The steps after which a run of 6 saves, by TrainingRun's own decision."""
+    run, saved = TrainingRun.__new__(TrainingRun), []
+    recipe = catalog.load(
+        overrides=[f"run.save_last={save_last}", f"run.save_every={save_every}", "run.validate_every=0"],
+        steps=6,
+    )
+    run.recipe, run.metrics, run._skipped, run.held_out = (
+        recipe,
+        recorder.Silence(),
+        SimpleNamespace(see=lambda report: None),
+        None,
+    )
+    run.job, run.corpus, run.grid = (
+        SimpleNamespace(record_gradients=False),
+        SimpleNamespace(test=None),
+        SimpleNamespace(control_group=None),
+    )
+    run.validate, run.save = lambda held_out: None, saved.append
+    for step in range(1, 7):
+        stop = SimpleNamespace(agreed=lambda group, step=step: "SIGTERM" if step == stopped_at else None)
+        if run.completed(step, None, 1.0, 0.0, stop):
+            break
+    return saved
+
+
+def test_the_last_checkpoint_can_be_left_out_and_a_stop_still_saves(monkeypatch):
+    monkeypatch.setattr(agreement, "peak_memory", lambda group: {})  # of a group of processes
+    assert completed_steps("true") == [6] and completed_steps("true", save_every=4) == [4, 6]
+    assert completed_steps("false") == [] and completed_steps("false", save_every=4) == [4]
+    assert completed_steps("false", save_every=3) == [3, 6]
+    assert completed_steps("false", stopped_at=2) == [2]
+
+
+def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
+    recipe = catalog.load(overrides=["run.save_last=false", "run.save_every=0"], tiny=True)
+    (tmp_path / "recipe.yaml").write_text(catalog.dump(recipe))
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(
+        ValueError,
+        match="with run.save_last=false the run saves only when it is stopped; .*--set run.save_last=true",
+    ):
+        export_hf.choose_checkpoint(tmp_path, None)
+    report = recorder.Report.__new__(recorder.Report)
+    report.job, report.directory = (
+        SimpleNamespace(plan=SimpleNamespace(recipe=catalog.load())),
+        RunDirectory(tmp_path),
+    )
+    assert report._checkpoints() == "", "a run that failed before its first one"
+    report.job = SimpleNamespace(plan=SimpleNamespace(recipe=recipe))
+    not_sampled = "not sampled: there is no checkpoint of the last step (run.save_last=false); --set run.save_last=true keeps one"
+    assert recipe.run.prompt and report.sample() == not_sampled
+    assert report._checkpoints() == "; no checkpoint (--set run.save_last=true keeps one)"
+    earlier = tmp_path / "checkpoints" / "step-000007"
+    earlier.mkdir()
+    (earlier / MARKER).write_text(json.dumps({"step": 7, "data": {}, "files": {}}))
+    assert report.sample() == not_sampled, "a sample is by the final weights"
+    assert report._checkpoints() == ", checkpoints/" and export_hf.choose_checkpoint(tmp_path, None).step == 7
+
+
+@pytest.mark.long
+def test_a_row_that_only_times_iterations_leaves_results_and_no_checkpoint(tmp_path):
+    out = tmp_path / "run"
+    done = run([
+        sys.executable, "launch/pretrain.py", "--recipe", "megatron_paper_table1/1.2b-mp", "--tiny", "--steps", "4", "--ds_config", "zero1",
+        "--set", "run.prompt=We", "--out", str(out),
+    ])  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert not any((out / "checkpoints").iterdir()) and "checkpoints/" not in done.stdout
+    assert (
+        "metrics.jsonl; no checkpoint" in done.stdout and "not sampled: there is no checkpoint" in done.stdout
+    )
+    assert json.loads((out / "result.json").read_text())["status"] == "ok"

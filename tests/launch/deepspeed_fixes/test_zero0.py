@@ -1,0 +1,239 @@
+"""ZeRO-0 in bf16 and fp16 against ZeRO-1, bit for bit: the same step with and without sharded optimizer states."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from deepspeed.runtime.fp16 import loss_scaler
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from launching import WORKERS, run_ranks
+
+from launch.deepspeed_fixes.zero0 import MasterWeights
+
+# 2^20 overflows for the tiny model, 2^18 does not: the run sees hysteresis, back-off and growth.
+MOVING = {
+    "loss_scale": 0,
+    "initial_scale_power": 20,
+    "loss_scale_window": 3,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+# name: (tp, dp, precision, settings)
+FAST = {"data bf16": (1, 2, "bf16", []), "tensor fp16": (2, 1, "fp16", [])}
+ONE_RANK = {"bf16": (1, 1, "bf16", []), "fp16": (1, 1, "fp16", [])}
+TWO_RANKS = {
+    "data fp16": (1, 2, "fp16", []),
+    "tensor bf16": (2, 1, "bf16", []),
+    "unclipped": (1, 2, "bf16", ["optimizer.clip=0", "batch.accumulation=1"]),
+    "bert": (2, 1, "bf16", []),
+}
+FOUR_RANKS = {"tensor data bf16": (2, 2, "bf16", []), "tensor data fp16": (2, 2, "fp16", [])}
+RESUMED = {"resumed bf16": (1, 2, "bf16", ["batch.accumulation=2"])}
+LONG_RESUMED = {
+    "resumed fp16": (1, 2, "fp16", ["batch.accumulation=2"]),
+    "resumed tensor fp16": (2, 1, "fp16", []),
+}
+
+
+def trained(out, ranks, table, resumed=()):
+    """Results by name of the cases of `table` and of those of `resumed`, all trained by one launch."""
+    keys = ("tp", "dp", "precision", "settings")
+    cases = [
+        {"name": name, "fp16": MOVING, **dict(zip(keys, values, strict=True))}
+        for name, values in table.items()
+    ]
+    for name in resumed:
+        case = dict(zip(keys, resumed[name], strict=True))
+        cases.append({"name": name, "ds_config": "zero0", "pp": 1, "resumed": True, **case})
+    (out / "cases.json").write_text(json.dumps(cases))
+    launched = run_ranks(ranks, WORKERS / "zero0.py", out, out / "cases.json", timeout=400)
+    assert launched.returncode == 0, launched.stdout[-4000:]
+    return {case["name"]: json.loads((out / f"{case['name']}.json").read_text()) for case in cases}
+
+
+def check_equal(result, precision, clips=True):
+    """Loss, learning rate, loss scale and skipped steps of every step, and the final fp32 weights, are the same bits."""
+    plain, sharded = result["zero0"], result["zero1"]
+    assert plain["steps"] == sharded["steps"]
+    assert result["different_weights"] == [] and result["tensors"] > 40
+    plain_norms, sharded_norms = ([n for n in run["norms"] if math.isfinite(n)] for run in (plain, sharded))
+    assert plain_norms == pytest.approx(sharded_norms, rel=1e-6), "before rounding"
+    losses, _, norms, scales, skipped = zip(*plain["steps"].values(), strict=True)
+    assert losses[-1] < losses[0] - 0.05, "the case must learn, or equal losses say little"
+    if clips:
+        assert max(n for n in norms if math.isfinite(n)) > 0.5, "clipping at 0.5 must bite"
+    if precision == "fp16":
+        assert (
+            any(skipped) and not all(skipped) and any(b > a for a, b in zip(scales, scales[1:], strict=False))
+        )
+    else:
+        assert set(scales) == {1.0} and not any(skipped)
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("zero0"), 2, FAST, RESUMED)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_trains_like_zero_1(fast, name):
+    check_equal(fast[name], FAST[name][2])
+
+
+def check_resumed(result):
+    assert result["resumed_steps"] == list(range(5, 13)), "goes on after the newest checkpoint"
+    assert result["different_steps"] == [] and result["different_weights"] == [] and result["tensors"] > 40
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_equals_the_uninterrupted_one(fast, name):
+    check_resumed(fast[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "table"), [(1, ONE_RANK), (2, TWO_RANKS), (4, FOUR_RANKS)], ids=["1 rank", "2 ranks", "4 ranks"]
+)
+def test_every_layout_trains_like_zero_1(tmp_path, ranks, table):
+    results = trained(tmp_path, ranks, table, LONG_RESUMED if ranks == 2 else ())
+    for name, (_, _, precision, _) in table.items():
+        check_equal(results.pop(name), precision, clips=name != "unclipped")
+    for resumed in results.values():
+        check_resumed(resumed)
+
+
+# --- the optimizer by itself
+
+
+class OneRank:
+    """An `mpu` without parallelism."""
+
+    def get_model_parallel_rank(self):
+        return 0
+
+    def get_model_parallel_world_size(self):
+        return 1
+
+
+def parameters(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((5, 3), (7,))]
+
+
+def scaler(dtype=torch.bfloat16, dynamic=False, scale=1.0):
+    rules = {
+        "init_scale": scale,
+        "scale_window": 2,
+        "min_scale": 1.0,
+        "delayed_shift": 2,
+        "consecutive_hysteresis": False,
+    }
+    return loss_scaler.CreateLossScaler(
+        dtype=dtype, static_loss_scale=scale, dynamic_scaling=dynamic, dynamic_loss_args=rules
+    )
+
+
+def masters_of(model, clip=0.0, skips=True, **scaling):
+    adam = torch.optim.AdamW(
+        [{"params": model[:1], "weight_decay": 0.5}, {"params": model[1:], "weight_decay": 0.0}], lr=0.1
+    )
+    return MasterWeights(
+        adam, OneRank(), clip=clip, scaler=scaler(model[0].dtype, **scaling), skips_overflow=skips
+    )
+
+
+def gradients(model, step):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in model]
+
+
+def test_steps_are_those_of_adam_in_fp32():
+    """No step but ours is taken: not one on zero gradients beforehand, which would decay and count."""
+    model, optimizer = parameters(), None
+    reference = [torch.nn.Parameter(p.detach().float()) for p in model]
+    adam = torch.optim.AdamW(
+        [{"params": reference[:1], "weight_decay": 0.5}, {"params": reference[1:], "weight_decay": 0.0}],
+        lr=0.1,
+    )
+    optimizer = masters_of(model, clip=0.5)
+    for step in range(3):
+        for p, r, g in zip(model, reference, gradients(model, step), strict=True):
+            p.grad, r.grad = g.clone(), g.float()
+        norm = torch.nn.utils.clip_grad_norm_(reference, 0.5)
+        adam.step()
+        optimizer.step()
+        assert float(optimizer._global_grad_norm) == pytest.approx(float(norm), rel=1e-6) and norm > 0.5
+        for p, r in zip(model, reference, strict=True):
+            torch.testing.assert_close(safe_get_full_fp32_param(p), r.detach(), rtol=1e-6, atol=1e-7)
+            assert torch.equal(p, safe_get_full_fp32_param(p).bfloat16()) and p.grad is None
+
+
+def test_a_loss_scale_cancels():
+    """Unscaling is exact for powers of two, also where clipping bites."""
+    plain, scaled = parameters(torch.float16), parameters(torch.float16)
+    optimizers = masters_of(plain, clip=0.5), masters_of(scaled, clip=0.5, scale=64.0)
+    for p, s, g in zip(plain, scaled, gradients(plain, 0), strict=True):
+        p.grad, s.grad = g.clone(), 64 * g
+    for optimizer in optimizers:
+        optimizer.step()
+    assert float(optimizers[0]._global_grad_norm) == float(optimizers[1]._global_grad_norm)
+    for p, s in zip(plain, scaled, strict=True):
+        assert torch.equal(safe_get_full_fp32_param(p), safe_get_full_fp32_param(s))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_changes_no_weight(bad):
+    model = parameters()
+    before = copy.deepcopy([p.detach() for p in model])
+    optimizer = masters_of(model, clip=0.5)
+    for p, g in zip(model, gradients(model, 0), strict=True):
+        p.grad = g
+    model[1].grad[3] = bad
+    optimizer.step()
+    assert optimizer.overflow and optimizer._global_grad_norm == math.inf and not optimizer.state
+    for p, b in zip(model, before, strict=True):
+        assert torch.equal(p, b) and torch.equal(safe_get_full_fp32_param(p), b.float())
+
+
+def test_bf16_does_not_skip_where_the_json_forbids_it():
+    """bf16.check_grad_overflow=false: the run shows its NaN instead of standing still."""
+    model = parameters()
+    optimizer = masters_of(model, skips=False)
+    for p in model:
+        p.grad = torch.full_like(p, math.nan)
+    optimizer.step()
+    assert not optimizer.overflow and model[0].isnan().all()
+
+
+def test_state_goes_on_where_it_was_saved(monkeypatch):
+    """Weights, moments and the place of the loss scaler; its rules are the JSON's."""
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)  # asked for before logging
+    model = parameters(torch.float16)
+    optimizer = masters_of(model, dynamic=True, scale=8.0)
+    for step in range(4):
+        for p, g in zip(model, gradients(model, step), strict=True):
+            p.grad = 8 * g * (math.inf if step < 2 else 1)
+        optimizer.step()
+    assert optimizer.cur_scale == 4.0, "one overflow is forgiven, the second halves"
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = [torch.nn.Parameter(torch.zeros_like(p)) for p in model]
+    resumed = masters_of(other, dynamic=True, scale=2.0)
+    resumed.load_state_dict(saved)
+    assert vars(resumed.scaler) == vars(optimizer.scaler)
+    for p, o in zip(model, other, strict=True):
+        assert torch.equal(p, o) and torch.equal(safe_get_full_fp32_param(p), safe_get_full_fp32_param(o))
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(
+                safe_get_full_optimizer_state(p, moment), safe_get_full_optimizer_state(o, moment)
+            )
+    static = masters_of(parameters(torch.float16), scale=2.0)
+    static.load_state_dict(saved)
+    assert static.cur_scale == 2.0, "a static scale is the JSON's"
+
+
+def test_what_is_destroyed_leaves_the_parameters_alone():
+    model = parameters()
+    masters_of(model).destroy()
+    assert [safe_get_full_fp32_param(p) for p in model] == [None, None]

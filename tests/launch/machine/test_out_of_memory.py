@@ -1,0 +1,67 @@
+"""A rank other than 0 that runs out of memory in a real launch leaves an OOM in the results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launching import WORKERS, run, run_ranks
+
+from launch import report
+
+TINY = ["--recipe", "parallel_kinds/zero1", "--tiny", "--steps", "4", "--ds_config", "zero1"]
+
+
+def status_in_report(directory: Path, out: Path) -> str:
+    assert report.main([str(directory), "--out", str(out)]) == 0
+    return (out / "report.csv").read_text()
+
+
+@pytest.mark.long
+def test_an_oom_of_rank_1_is_in_the_results_and_the_next_launch_forgets_it(tmp_path):
+    directory = tmp_path / "run"
+    done = run_ranks(2, WORKERS / "out_of_memory.py", *TINY, "--out", directory)
+    assert (
+        done.returncode != 0
+        and "rank 1 of 2 failed" in done.stdout
+        and "rank 0 of 2 failed" not in done.stdout
+    )
+    assert "OutOfMemoryError" in (directory / "error-rank-1.txt").read_text()
+    row = json.loads((directory / "result.json").read_text())  # gloo tells rank 0 that it has lost rank 1
+    assert row["status"] == "OOM" and row["steps"] == 2
+    assert row["deviations"][0].startswith("OOM: rank 1: torch.OutOfMemoryError: CUDA out of memory.")
+    assert ",OOM," in status_in_report(directory, tmp_path / "with")
+    (directory / "result.json").unlink()  # NCCL does not: the launcher ends rank 0 inside the collective
+    text = status_in_report(directory, tmp_path / "without")
+    assert ",OOM," in text and "rank 1: torch.OutOfMemoryError" in text
+
+    again = run(
+        [
+            sys.executable,
+            "launch/pretrain.py",
+            *TINY,
+            "--set",
+            "parallel.dp=null",
+            "--out",
+            str(tmp_path / "other"),
+        ]
+    )
+    assert again.returncode == 0, again.stdout[-3000:]
+    (tmp_path / "other" / "error-rank-1.txt").write_text((directory / "error-rank-1.txt").read_text())
+    resumed = run(
+        [
+            sys.executable,
+            "launch/pretrain.py",
+            *TINY,
+            "--set",
+            "parallel.dp=null",
+            "--resume",
+            "--out",
+            str(tmp_path / "other"),
+        ]
+    )
+    assert resumed.returncode == 0, resumed.stdout[-3000:]
+    assert not list((tmp_path / "other").glob("error-rank-*"))
+    assert json.loads((tmp_path / "other" / "result.json").read_text())["status"] == "ok"

@@ -1,0 +1,129 @@
+"""BERT gives the same numbers under every layout, in both placements of LayerNorm; and what is broken on purpose is noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import broken_layouts
+import pytest
+from compared import COMMAND, check_noticed, outcome, rows_of, train_broken
+from launching import run
+
+from launch import compare_layouts
+from launch.parity.comparison import Outcome, compare
+
+STEPS = 6
+PRE = [
+    "accumulation 4", "recomputed by 2", "tp2", "tp2 zero3", "pp2", "pp2 accumulation 4, recomputed",
+    "dp2 zero1", "dp2 zero2", "dp2 zero3 offload",
+]  # fmt: skip
+POST = ["tp2", "pp2 accumulation 4, recomputed", "dp2 zero3"]
+RUNS = {
+    "pre-LN, SOP": ([], PRE),
+    "post-LN, NSP": (["model.layer_norm=post", "model.sentence_head=nsp"], POST),
+    "pre-LN, no sentence head": (["model.sentence_head=none"], ["tp2", "pp2"]),
+}
+EVERY_LAYOUT = [(kind, name) for kind, (_, names) in RUNS.items() for name in names]
+
+
+def train(out: Path, settings: list[str], names: list[str]) -> str:
+    flags = [f"--set={setting}" for setting in settings]
+    command = [
+        *COMMAND,
+        "--recipe",
+        "bert/sotu",
+        *flags,
+        "--steps",
+        str(STEPS),
+        "--out",
+        str(out),
+        "--only",
+        *names,
+    ]
+    done = run(command, timeout=580)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> dict[str, tuple[Path, str]]:
+    """Of every kind of BERT: its run directories, and what the command printed."""
+    done = {}
+    for kind, (settings, names) in RUNS.items():
+        out = tmp_path_factory.mktemp("bert")
+        done[kind] = out, train(out, settings, names)
+    return done
+
+
+@pytest.fixture(scope="module")
+def reference(compared) -> Outcome:
+    return outcome(compared["pre-LN, SOP"][0], compare_layouts.REFERENCE.name)
+
+
+def test_reference_trains(reference):
+    assert reference.failure is None
+    assert reference.losses[-1] < reference.losses[0] - 0.05, (
+        "six steps must show learning, or equal losses say little"
+    )
+    assert max(reference.norms) > 1.0, "clipping at 1 must be active, or a wrong norm hides"
+    assert {
+        "decoder_bias.bias",
+        "head.pooler.weight",
+        "embedding.token_type",
+        "final_norm.bias",
+    } < reference.weights.keys()
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY_LAYOUT)
+def test_layout_agrees(compared, kind, name):
+    out, printed = compared[kind]
+    assert rows_of(printed)[name] == "yes"
+    first, found = outcome(out, compare_layouts.REFERENCE.name), outcome(out, name)
+    difference = compare(first, found)
+    assert difference.agrees and difference.loss <= 1e-4 and difference.norm <= 1e-4, f"{difference}"
+    assert found.weights.keys() == first.weights.keys() == found.gradients.keys()
+
+
+def test_the_objectives_are_other_ones(compared):
+    """Their losses differ from the first step on: the sentence objective and the placement do reach the loss."""
+    first = {outcome(out, compare_layouts.REFERENCE.name).losses[0] for out, _ in compared.values()}
+    assert len(first) == len(RUNS)
+
+
+@pytest.fixture(scope="module")
+def broken(compared, tmp_path_factory) -> Path:
+    """Run directories of the broken layouts, all trained by one launch of two ranks."""
+    return train_broken(compared["pre-LN, SOP"][0] / "recipe.yaml", tmp_path_factory.mktemp("broken"))
+
+
+@pytest.mark.parametrize("breakage", broken_layouts.BERT_BREAKAGES, ids=lambda b: b.case.name)
+def test_breakage_is_noticed(broken, reference, breakage):
+    check_noticed(reference, outcome(broken, breakage.case.name), breakage)
+
+
+def test_unbroken_layout_agrees(broken, reference):
+    difference = compare(reference, outcome(broken, broken_layouts.CONTROL.case.name))
+    assert difference.agrees, f"{difference}"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_all_layouts_agree_over_twenty_steps(tmp_path, placement):
+    done = run(
+        [*COMMAND, "--recipe", "bert/sotu", "--set", f"model.layer_norm={placement}", "--out", str(tmp_path)],
+        timeout=1700,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert rows_of(done.stdout) == {case.name: "yes" for case in compare_layouts.CASES}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1000)
+def test_compiled_layouts_agree(tmp_path):
+    names = ["tp2", "dp2 zero3", "pp2"]
+    flags = ["--recipe", "bert/sotu", "--compile", "--steps", str(STEPS), "--out", str(tmp_path)]
+    done = run([*COMMAND, *flags, "--only", *names], timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:]
+    rows = rows_of(done.stdout)
+    assert {f"{name} compiled" for name in names} < set(rows) and set(rows.values()) == {"yes"}

@@ -1,0 +1,113 @@
+"""In what a run is not its recipe: fields changed by --set, what --tiny changes, and what a recipe says of itself."""
+
+from types import SimpleNamespace
+
+from ds_configs.plan import Machine
+from launch import pretrain
+from launch.planning.deviations import deviations
+from recipes import catalog
+from recipes.schema import Recipe
+from recipes.tiny import tiny as shrink
+
+
+def recipe(**changes) -> Recipe:
+    values = {
+        "title": "small", "model": {"layers": 24, "hidden": 128, "heads": 8, "vocab_size": 50257},
+        "sequence_length": 1024, "batch": {"micro": 2, "global": 8}, "steps": 1000, "optimizer": {"lr": 1.5e-4}, "ds_config": "zero1",
+        "dropout": {"hidden": 0.1}, "schedule": {"warmup_steps": 100},
+    }  # fmt: skip
+    return Recipe(**{**values, **changes})
+
+
+def said(run: Recipe, original: Recipe, tiny: bool = True) -> list[str]:
+    """The lines on the fields of the recipe."""
+    plan = SimpleNamespace(recipe=run, notices=(), precision=run.precision)
+    batch = {
+        "micro": run.batch.micro,
+        "accumulation": run.batch.accumulation or 1,
+        "global_batch": run.batch.global_,
+    }
+    row = {
+        "status_is": None,
+        "ds_config": "zero1",
+        "hardware": "CPU",
+        "layout": {"tp": 1, "pp": 1, "dp": 1, **batch},
+        "steps": run.steps,
+    }
+    found = deviations(plan, row, original=original, tiny=tiny, emulated_fp16=False)
+    return [line for line in found if not line.startswith("tiny: ")]
+
+
+def changed(run: Recipe, **fields) -> Recipe:
+    return Recipe.model_validate({**run.model_dump(by_alias=True, exclude_unset=True), **fields})
+
+
+def test_tiny_says_that_it_raises_the_learning_rate_and_no_more():
+    assert said(shrink(recipe()), recipe()) == [
+        "optimizer.lr: 0.001 (tiny raises it), the recipe's is 0.00015"
+    ]
+    high = recipe(optimizer={"lr": 2e-3})
+    assert said(shrink(high), high) == [], "already as high as tiny wants it"
+
+
+def test_a_tiny_run_is_compared_with_the_recipe_in_what_tiny_keeps():
+    small = shrink(recipe())
+    assert said(changed(small, optimizer={"lr": 3e-4}), recipe()) == [
+        "optimizer.lr: 0.0003, the recipe's is 0.00015"
+    ]
+    assert said(changed(small, optimizer={"lr": 1.5e-4}), recipe()) == [], "--set gave back the recipe's own"
+    kept = changed(small, optimizer={"lr": 1.5e-4}, dropout={"hidden": 0.0}, seed=7)
+    assert said(kept, recipe()) == [
+        "dropout.hidden: 0.0, the recipe's is 0.1",
+        "seed: 7, the recipe's is 1234",
+    ]
+
+
+def test_a_tiny_run_is_compared_with_tiny_in_what_tiny_shrinks():
+    lr = {"lr": 1.5e-4}
+    longer = changed(shrink(recipe()), optimizer=lr, sequence_length=32, steps=30)
+    assert said(longer, recipe())[:2] == ["sequence_length: 32, tiny's is 64", "steps: 30, tiny's is 20"]
+    wide = recipe(parallel={"tp": 4, "pp": 1}, optimizer={"lr": 1e-3})
+    assert said(shrink(wide), wide) == ["parallel.tp: 1, tiny's is 2"], "the layout of these tests has tp 1"
+
+
+def test_what_a_recipe_says_of_itself_is_said_of_a_tiny_run_too_where_tiny_keeps_it():
+    remarks = {
+        "differs": {
+            "data": "a Wikipedia",
+            "model.attention": "banded by blocks",
+            "ds_config": "ZeRO-1 for none",
+        },
+        "unknown": {
+            "steps": "no source says",
+            "activation_checkpointing": "the paper's stands in",
+            "model": "the paper's",
+        },
+    }
+    original = recipe(optimizer={"lr": 1e-3}, **remarks)
+    full = said(original, original, tiny=False)
+    assert (
+        full[0] == "data: not as in the source; a Wikipedia"
+        and "steps: not published; no source says" in full
+        and len(full) == 6
+    )
+    assert said(shrink(original), original) == [
+        "model.attention: not as in the source; banded by blocks", "ds_config: not as in the source; ZeRO-1 for none",
+        "activation_checkpointing: not published; the paper's stands in",
+    ]  # fmt: skip
+
+
+def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):
+    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
+    monkeypatch.setattr("launch.machine.processes.world_size", lambda: 2)
+    asked = pretrain.build_parser().parse_args(
+        ["--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny", "--set", "optimizer.lr=3e-4"]
+    )
+    job, original, _ = pretrain.checked_job(asked)
+    assert (
+        original == catalog.load("dgx2_gpt2_data_parallel/40x1536-b8")
+        and job.plan.recipe.optimizer.lr == 3e-4
+    )
+    lines = said(job.plan.recipe, original)
+    assert f"optimizer.lr: 0.0003, the recipe's is {original.optimizer.lr}" in lines

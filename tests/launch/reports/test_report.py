@@ -1,0 +1,353 @@
+"""The report shows what the source printed, what was measured, and never takes the one for the other."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+from reported import EVIL, TABLE, Page, make_run, plots, read_of, step, write_tables
+
+from launch import report
+from launch.reports import figures, table_lines
+from launch.reports.svg import PALETTE
+from launch.reports.tables import Tables, source_cells
+from launch.runs import result as results
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory) -> Path:
+    return write_tables(tmp_path_factory.mktemp("recipes"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tables):
+    """One report of everything that can become of a run: its three files, and the exit code."""
+    root = tmp_path_factory.mktemp("made")
+    runs, out = root / "runs", root / "out"
+    make_run(runs / "full", tables, "widgets/fast", cached=3 * 10**9)
+    make_run(runs / "older_full", tables, "widgets/fast", started="2026-06-01T10:00:00+0000")
+    make_run(runs / "small", tables, "widgets/fast", tiny=True)
+    make_run(
+        runs / "going",
+        tables,
+        "widgets/slow",
+        finished=False,
+        records=[step(n, seconds=3.0) for n in range(1, 13)],
+    )
+    make_run(runs / "oom", tables, "widgets/oom", status="OOM", records=[])
+    make_run(
+        runs / "diverged",
+        tables,
+        "widgets/slow",
+        status="diverged",
+        started="2026-05-01T10:00:00+0000",
+        records=[step(1), step(2)],
+    )
+    make_run(
+        runs / "wider",
+        tables,
+        "widgets/slow",
+        overrides={"batch": {"micro": 2, "global": 16}},
+        started="2026-04-01T10:00:00+0000",
+    )
+    code = report.main([str(runs), "--all", "--out", str(out)], tables)
+    texts = {name: (out / f"report.{name}").read_text(encoding="utf-8") for name in ("md", "csv", "html")}
+    page = Page()
+    page.feed(texts["html"])
+    page.close()
+    return SimpleNamespace(
+        code=code,
+        page=page,
+        records=list(csv.DictReader(io.StringIO(texts["csv"]))),
+        out=out,
+        runs=runs,
+        **texts,
+    )
+
+
+def lines_of(made, recipe: str) -> list[dict]:
+    return [record for record in made.records if record["recipe"] == recipe]
+
+
+def test_cells_stand_as_the_source_prints_them(made):
+    rows = [row for table in made.page.tables for row in table]
+    assert next(row for row in rows if "TFlops" in row)[:5] == ["GPUs", "Size", "time <s>", "TFlops", "Notes"]
+    for printed in (
+        ["64", "48B", "2.0s", "4000", "05-26"],
+        ["8", "7B", "90.5s", "0.25", ""],
+        ["8", "99B", "OOM", "", ""],
+    ):
+        assert printed in [row[:5] for row in rows]
+    assert lines_of(made, "widgets/slow")[0]["published_row"] == "8 | 7B | 90.5s | 0.25 | "
+    assert "| 64 | 48B | 2.0s | 4000 | 05-26 | fast" in made.md
+
+
+def test_every_row_is_there_run_or_not(made):
+    assert [r["status"] for r in lines_of(made, "quiet/only")] == ["not run"]
+    assert [r["status"] for r in lines_of(made, "widgets/oom")] == ["OOM"]
+    assert [r["status"] for r in lines_of(made, "widgets/slow")] == ["unfinished", "diverged", "measured"]
+    assert "not run" in made.md and "not run" in "".join(made.page.text)
+
+
+def test_runs_of_a_row_come_newest_first(made):
+    names = [Path(record["run"]).name for record in lines_of(made, "widgets/fast")]
+    assert names.index("full") < names.index("older_full")
+
+
+def test_measured_numbers_and_ratios(made):
+    full = next(r for r in lines_of(made, "widgets/fast") if r["run"].endswith("/full"))
+    assert float(full["time_per_iteration_s"]) == 0.5 and float(full["ratio_time_per_iteration_s"]) == 0.25
+    assert float(full["samples_per_s"]) == 16 and float(full["cached_gb"]) == 3
+    assert float(full["ratio_tflops"]) == pytest.approx(float(full["tflops"]) / 4000)
+    assert full["published_tflops"] == "4000.0" and full["published_samples_per_s"] == ""
+    assert "hardware: run on CPU: Abacus 9, 2 cores, the recipe's is 1 GPUs (Abacus)" in full["deviations"]
+
+
+def test_a_tiny_run_never_looks_like_the_row(made):
+    small = next(r for r in lines_of(made, "widgets/fast") if r["run"].endswith("/small"))
+    assert small["tiny"] == "True" and small["recipe"] == "widgets/fast"
+    assert (
+        not any(value for key, value in small.items() if key.startswith("ratio_"))
+        and "tiny" in small["no_ratio"]
+    )
+    line = next(row for table in made.page.tables for row in table if row[-1].startswith("small"))
+    assert "measured TINY" in line and "x" not in line[-3].replace("tiny, another model", "")
+    assert "**TINY** measured" in made.md
+    assert any(text.startswith("tiny: the recipe was shrunk") for text in made.page.text)
+
+
+def test_a_run_of_another_batch_is_not_compared(made):
+    wider = next(r for r in lines_of(made, "widgets/slow") if r["run"].endswith("/wider"))
+    assert wider["no_ratio"] == "not compared: other batch.global" and not wider["ratio_tflops"]
+
+
+def test_out_of_memory_is_compared_as_such(made):
+    assert lines_of(made, "widgets/oom")[0]["no_ratio"] == "OOM, as published"
+
+
+def test_an_unfinished_run_is_taken_from_its_metrics(made):
+    going = lines_of(made, "widgets/slow")[0]
+    assert (
+        going["steps"] == "12"
+        and float(going["time_per_iteration_s"]) == 3.0
+        and float(going["samples_per_s"]) == pytest.approx(8 / 3)
+    )
+    assert "no result.json" in going["deviations"] and "steps: 12 of the recipe's 40" in going["deviations"]
+
+
+def test_what_the_table_does_not_print_is_said(made):
+    text = "".join(made.page.text)
+    for said in (
+        "inferred: optimizer",
+        "a public script <i>",
+        "unknown: steps",
+        "no source says",
+        "Impossible as printed.",
+        "are <b>",
+    ):
+        assert said in text, said
+    assert "**Of all rows**\n\n- *unknown: steps*: no source says" in made.md
+    assert re.search(r"fast \[\^widgets-1\]", made.md) and re.search(
+        r"^\[\^widgets-1\]: fast\..*Impossible as printed", made.md, re.M
+    )
+
+
+def test_the_page_needs_nothing_and_runs_nothing(made):
+    assert made.code == 0
+    assert not {"script", "link", "iframe", "object", "img", "image"} & made.page.tags and not made.page.open
+    assert made.page.references and all(reference.startswith("#") for reference in made.page.references)
+    assert not re.search(r"url\((?!#)|@import", made.html)
+    addresses = set(re.findall(r"\w+://[^\"]+", made.html))
+    assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}, (
+        "more than the names of XML's vocabularies"
+    )
+    assert EVIL.split("&")[0] in "".join(made.page.text)
+    assert "<script" not in made.md and "\\|" in made.md
+
+
+def test_ids_of_the_plots_do_not_meet(made):
+    ids = re.findall(r'\bid="([^"]+)"', made.html)
+    assert len(ids) == len(set(ids)) and "svg" in made.page.tags
+    assert {r[1:] for r in made.page.references if r} <= set(ids)
+
+
+def test_plots_say_their_units_and_leave_incomparable_runs_out(made):
+    text = "".join(made.page.text)
+    assert "loss (nats per token)" in text and "TFLOPS per GPU, formula, logarithmic axis" in text
+    assert (
+        "2 runs left out" in text
+        and "published as out of memory" in text
+        and "samples per second, all GPUs" in text
+    )
+
+
+def test_only_comparable_runs_are_points_of_the_throughput(made):
+    plot = next(
+        plot for plot in plots(made.html) if "t-widgets-tflops-" in ElementTree.tostring(plot, "unicode")
+    )
+    points = [
+        mark for mark in plot.iter("{http://www.w3.org/2000/svg}use") if PALETTE[1] in mark.get("style", "")
+    ]
+    # Two of "fast", the unfinished and the diverged one of "slow", and the one in the legend: neither the tiny nor the wider one.
+    assert len(points) == 5
+
+
+def test_the_csv_reads_back_with_the_same_columns_for_every_table(made):
+    assert {tuple(record) for record in made.records} == {
+        tuple(made.records[0])
+    } and None not in made.records[0]
+    assert len(made.records) == 3 + 3 + 1 + 1
+    assert {record["table"] for record in made.records} == {"widgets", "quiet"}
+
+
+def test_markdown_tables_have_whole_lines(made):
+    for block in re.findall(r"(?:^\|.*\n)+", made.md, re.M):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
+
+
+def test_a_published_table_with_nothing_run_is_a_page(tables, tmp_path, capsys):
+    assert report.main(["--table", "quiet", "--out", str(tmp_path)], tables) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert (
+        "not run" in page
+        and "83.2" in page
+        and "<svg" in page
+        and "Nothing of this table has been measured" in page
+    )
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_a_real_result_of_a_tiny_run(tables, tmp_path):
+    """result.json of an earlier version, without the keys that came later."""
+    run = make_run(tmp_path / "r", tables, "widgets/fast", tiny=True)
+    result = {
+        "recipe": "widgets/fast-tiny", "title": "the fast one (tiny)", "status": "ok", "ds_config": "zero1",
+        "layout": {"tp": 1, "pp": 1, "dp": 1, "micro": 8, "accumulation": 1, "global_batch": 8}, "processes": 1, "precision": "bf16",
+        "parameters": 236736, "parameters_summed_over_tp_ranks": 236928, "steps": 40, "train_loss": 5.816829013824463,
+        "validation_loss": 5.7662529945373535, "uniform_entropy": 6.2324480165505225, "unigram_entropy": 5.265203263376618,
+        "seconds_per_step": 0.01856876400006513, "samples_per_s": 430.831045080434, "tflops": 0.03916539582265407,
+        "peak_memory_bytes": 670081024, "memory_kind": "resident set", "hardware": "CPU: AMD EPYC, 2 cores",
+        "deviations": ["tiny: the recipe was shrunk (--tiny), so its numbers are not those of the model it names"], "comparison": [],
+    }  # fmt: skip
+    (run / "result.json").write_text(json.dumps(result))
+    assert report.main([str(run), "--out", str(tmp_path / "out")], tables) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "0.01857" in page and "236,928 summed over TP ranks" in page and "not compared: tiny" in page
+
+
+def test_tflops_stand_beside_the_count_that_the_source_made(tables, tmp_path):
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    exact = re.sub(r"tflops: ([0-9.]+)", r"tflops: \1, tflops_by: exact", TABLE)
+    (folder / "widgets.yaml").write_text(exact)
+    run = make_run(tmp_path / "r", folder, "widgets/fast")
+    result = json.loads((run / "result.json").read_text())
+    entry = next(entry for entry in result["comparison"] if entry["quantity"] == "tflops")
+    assert (
+        entry["measured"] == result["exact_tflops"] != result["tflops"]
+        and entry["unit"] == "TFLOPS per GPU, exact count"
+    )
+    line = table_lines.lines_of(Tables(folder).get("widgets"), [read_of(run, folder)])[0]
+    assert (
+        line.ratios["tflops"] == result["exact_tflops"] / 4000
+        and figures._measured(line, "tflops") == result["exact_tflops"]
+    )
+    assert f"TFLOPS: {results.EXACT}" in results.format_row(result)
+    assert report.main([str(run), "--out", str(tmp_path / "out")], folder) == 0
+    text, page = (tmp_path / "out" / "report.md").read_text(), (tmp_path / "out" / "report.html").read_text()
+    assert (
+        "| TFLOPS per GPU, formula | TFLOPS per GPU, exact count (as published) |" in text
+        and results.EXACT in text
+    )
+    drawn = next(plot for plot in plots(page) if "t-widgets-tflops-" in ElementTree.tostring(plot, "unicode"))
+    labels = [label.text for label in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert "TFLOPS per GPU, exact count" in labels and "TFLOPS per GPU, formula" not in labels
+
+
+def test_what_an_erratum_says_is_marked(tmp_path):
+    assert report.main(["--table", "jeanzay_hf_deepspeed_max_size", "--out", str(tmp_path)]) == 0
+    html, text = ((tmp_path / f"report.{form}").read_text() for form in ("html", "md"))
+    page = Page()
+    page.feed(html)
+    assert ["16", "23B", "4", "64", "58.72s", "25.66", "23b-g16 †", "not run"] in [
+        row for table in page.tables for row in table
+    ]
+    marks = [reference[1:] for reference in page.references if reference.startswith("#errata-")]
+    assert len(marks) == 3 and all(html.count(f'<dl id="{mark}"><dt>erratum</dt>') == 1 for mark in marks)
+    assert (
+        "23b-g16 † [^jeanzay_hf_deepspeed_max_size-1]" in text and "† The source contradicts itself" in text
+    )
+    (plot,) = plots(html)
+    hatched = [
+        path
+        for path in plot.iter("{http://www.w3.org/2000/svg}path")
+        if "url(#" in (path.get("style", "") + path.get("fill", ""))
+    ]
+    # The bar of 25.66, doubled, and the one in the legend; the others' errata are of the size, not of the TFLOPS.
+    assert len(hatched) == 2 and "published, wrong by its erratum (†)" in "".join(plot.itertext())
+
+
+def test_a_row_without_errata_is_not_marked(made):
+    assert (
+        "†" not in made.html and "†" not in made.md and {record["errata"] for record in made.records} == {""}
+    )
+
+
+def test_rows_that_are_no_recipe_and_runs_that_are_in_no_table(tables, tmp_path, capsys):
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    broken = TABLE.replace("title: the slow one", "title: the slow one\n    optimiser: {}").replace(
+        "  fast:", "  faster:"
+    )
+    (folder / "widgets.yaml").write_text(broken.replace("oom: true", "validation_loss: 4.5"))
+    make_run(tmp_path / "gone", tables, "widgets/fast")
+    make_run(tmp_path / "own", tables, "quiet/only", records=[])
+    make_run(tmp_path / "beside", tables, "widgets/oom")
+    asked = [str(tmp_path / name) for name in ("gone", "own", "beside")]
+    assert report.main([*asked, "--out", str(tmp_path / "out")], folder) == 1
+    assert "optimiser: unknown key" in capsys.readouterr().err
+    with open(tmp_path / "out" / "report.csv", newline="") as file:
+        records = {record["recipe"]: record for record in csv.DictReader(file)}
+    assert (
+        records["widgets/slow"]["published_row"] == "8 | 7B | 90.5s | 0.25 | "
+        and records["widgets/slow"]["status"] == "not run"
+    )
+    assert {records[name]["table"] for name in ("widgets/fast", "quiet/only")} == {"other-recipes"}
+    assert "published numbers: the table has changed since this run" in records["widgets/oom"]["deviations"]
+    assert "validation loss 5.0000 here, 4.5 published" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_table_of_the_users_own(tables, tmp_path):
+    own = tmp_path / "my widgets.yaml"
+    own.write_text(TABLE)
+    make_run(tmp_path / "run", tables, "widgets/fast")
+    (tmp_path / "run" / "result.json").write_text(
+        (tmp_path / "run" / "result.json").read_text().replace("widgets/fast", "my widgets/fast")
+    )
+    assert (
+        report.main([str(tmp_path / "run"), "--table", str(own), "--out", str(tmp_path / "out")], tables) == 0
+    )
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert 'id="my-widgets"' in html and not re.search(r'\bid="[^"]* ', html) and "measured" in html
+
+
+def test_cells_that_do_not_fit_are_named():
+    assert source_cells({"row": "a | b | |"}, ["A", "B", "C", "D"])[0] == ("a", "b", "", "")
+    cells, problem = source_cells({"row": "a | b | c"}, ["A", "B"])
+    assert cells == ("a", "b | c") and problem and "3 cells" in problem and "2 columns" in problem
+    assert source_cells({}, ["A", "B"])[0] == ("", "")
+
+
+def test_every_published_table_of_the_project_can_be_shown():
+    found, problems = Tables().published()
+    assert not problems
+    for name in found:
+        table = Tables().get(name)
+        assert table and not table.problems, table and table.problems
+        assert all(len(row.cells) == len(table.columns) for row in table.rows)

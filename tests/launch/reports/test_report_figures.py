@@ -1,0 +1,115 @@
+"""Plots of a report: curves, what stands beside them, and their axes."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from reported import Page, make_run, plots, read_of, step, write_tables
+
+from launch import report
+from launch.reports import curves, figures, references, svg
+from launch.reports.svg import PALETTE
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory) -> Path:
+    return write_tables(tmp_path_factory.mktemp("recipes"))
+
+
+def test_references_far_from_the_curves_take_nothing_of_the_axis():
+    for entropies, outside, top in (
+        ({("uniform", 10.8): ["a"]}, True, 4.2),
+        ({("uniform", 4.2): ["a"]}, False, 4.4),
+    ):
+        axes = svg.new_axes(svg.new_figure(4, 3), "", "", "")
+        axes.plot([1, 2], [4.0, 3.5])
+        assert references.draw_references(axes, entropies, 1) is outside
+        assert axes.get_ylim()[1] < top
+        (label,) = axes.texts
+        assert label.get_text() == ("uniform 10.800 ↑" if outside else "uniform 4.200")
+
+
+def test_curves_that_coincide_are_told_apart_and_validations_named(tables, tmp_path):
+    runs = [read_of(make_run(tmp_path / name, tables, "widgets/fast"), tables, name) for name in "ab"]
+    (figure,) = figures.losses(runs, "l")
+    plot = ElementTree.fromstring(figure.svg)
+    styles = [path.get("style", "") for path in plot.iter("{http://www.w3.org/2000/svg}path")]
+    patterns = {
+        re.search(r"stroke-dasharray: ([^;]+)", style)[1]
+        for style in styles
+        if PALETTE[1] in style and "dasharray" in style
+    }
+    assert len(patterns) == 2, "of the second run's training and of its validations"
+    assert any(
+        PALETTE[0] in style and "dasharray" not in style and "stroke-width: 1.6" in style for style in styles
+    )
+    labels = [label.text for label in plot.iter("{http://www.w3.org/2000/svg}text")]
+    assert "validation" in labels and "joined by dots" in figure.caption
+
+
+def test_the_step_axis_has_whole_numbers(tables, tmp_path):
+    run = read_of(
+        make_run(tmp_path / "r", tables, "widgets/fast", records=[step(1), step(2), step(3)]), tables
+    )
+    for figure in (*figures.losses([run], "l"), *figures.step_times([run], "t")):
+        plot = ElementTree.fromstring(figure.svg)
+        (axis,) = [
+            group
+            for group in plot.iter("{http://www.w3.org/2000/svg}g")
+            if group.get("id", "").endswith("matplotlib.axis_1")
+        ]
+        ticks = [
+            label.text
+            for label in axis.iter("{http://www.w3.org/2000/svg}text")
+            if label.text != "optimizer step"
+        ]
+        assert ticks and all(re.fullmatch(r"\d+", tick) for tick in ticks), ticks
+
+
+def test_thousands_of_steps_stay_a_small_page(tables, tmp_path):
+    make_run(
+        tmp_path / "long", tables, "widgets/fast", records=[step(n, 6 + math.sin(n)) for n in range(1, 6001)]
+    )
+    assert report.main([str(tmp_path / "long"), "--out", str(tmp_path / "out")], tables) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert len(page) < 200_000 and "drawn as means of neighbouring steps" in page
+    points = curves.thin([(float(n), float(n % 2)) for n in range(10_001)])
+    assert (
+        len(points) <= curves.MOST_POINTS
+        and points[0][1] == pytest.approx(0.5, abs=0.06)
+        and points[-1][0] <= 10_000
+    )
+    assert curves.thin([(1.0, 2.0)]) == [(1.0, 2.0)]
+
+
+def test_a_comparison_on_the_page(tables, tmp_path, capsys):
+    make_run(
+        tmp_path / "_a", tables, "widgets/fast"
+    )  # matplotlib leaves names out that begin with an underscore
+    make_run(
+        tmp_path / "b$x$",
+        tables,
+        "widgets/fast",
+        facts={"precision": "bf16"},
+        records=[step(n, 5.9) for n in range(1, 30)],
+    )
+    assert (
+        report.main([str(tmp_path / "_a"), str(tmp_path / "b$x$"), "--out", str(tmp_path / "out")], tables)
+        == 0
+    )
+    html = (tmp_path / "out" / "report.html").read_text()
+    page = Page()
+    page.feed(html)
+    text = "".join(page.text)
+    assert (
+        "What differs in how they were made" in text
+        and "absolute difference (nats)" in text
+        and "Time per step" in text
+    )
+    drawn = [[label.text for label in plot.iter("{http://www.w3.org/2000/svg}text")] for plot in plots(html)]
+    assert any({" _a", "b$x$"} <= set(labels) for labels in drawn)
+    assert "first differ by more than rounding (3.9e-03 of the loss)" in capsys.readouterr().out

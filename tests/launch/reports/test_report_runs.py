@@ -1,0 +1,280 @@
+"""Run directories as a report reads them, whole or broken, and runs beside each other and beside their rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from reported import make_run, read_of, step, validations, write_tables
+
+from launch import report
+from launch.machine import ending, out_of_memory
+from launch.reports import comparing
+from launch.reports import runs as reading
+from launch.reports.table_lines import compared as compared_with_row
+from launch.reports.tables import Tables
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory) -> Path:
+    return write_tables(tmp_path_factory.mktemp("recipes"))
+
+
+@pytest.mark.parametrize(
+    "broken, text, named",
+    [
+        ("metrics.jsonl", '{"kind": "step"\n{}\n', "metrics.jsonl:1"),
+        ("metrics.jsonl", '{"kind": "step", "step": 1, "loss": 1.0}\n', "step 1 has no seconds"),
+        ("result.json", "{", "result.json: not JSON"),
+        ("result.json", "[1]", "result.json: holds list"),
+        (
+            "result.json",
+            '{"recipe": "widgets/fast", "status": "ok", "tflops": "many", "steps": 40}',
+            "tflops='many' is no number",
+        ),
+        ("recipe.yaml", "title: 3", "recipe.yaml: not the recipe"),
+        ("environment.json", "\0", "environment.json: not JSON"),
+    ],
+)
+def test_a_broken_file_is_named_and_the_rest_reported(
+    tables, tmp_path, capsys, monkeypatch, broken, text, named
+):
+    monkeypatch.setattr(
+        "launch.reports.figures.losses", lambda *_: []
+    )  # plots take most of the time and are checked elsewhere
+    monkeypatch.setattr("launch.reports.document._comparison_figures", lambda *_: ())
+    make_run(tmp_path / "runs" / "good", tables, "widgets/slow")
+    bad = make_run(tmp_path / "runs" / "bad", tables, "widgets/fast")
+    (bad / broken).write_text(text)
+    assert report.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")], tables) == 1
+    assert named in capsys.readouterr().err
+    records = list(csv.DictReader((tmp_path / "out" / "report.csv").read_text().splitlines()))
+    assert any(record["recipe"] == "widgets/slow" and record["status"] == "measured" for record in records)
+    assert any(record["run"].endswith("/bad") for record in records)
+    assert "Could not be read" in (tmp_path / "out" / "report.html").read_text()
+
+
+def compared(tables, tmp_path, *second, **changes) -> comparing.Comparison:
+    """A run and one that differs from it in `changes`."""
+    a = make_run(tmp_path / "a", tables, "widgets/fast")
+    b = make_run(tmp_path / "b", tables, "widgets/fast", **changes)
+    read = Tables(tables).recipe
+    return comparing.compare([reading.read_run(a, "a", read), reading.read_run(b, "b", read)])
+
+
+def outcome(tables, folder, row="widgets/fast", **changes) -> str:
+    """What the line of a run says beside the published numbers."""
+    read = reading.read_run(make_run(folder, tables, row, **changes), "r", Tables(tables).recipe)
+    return compared_with_row(Tables(tables).get("widgets").row(row.partition("/")[2]), read).outcome
+
+
+def test_a_run_in_another_layout_is_not_compared(tables, tmp_path):
+    shares = {"micro": 2, "accumulation": 4, "global_batch": 8}
+    for key in ("tp", "pp", "dp"):
+        said = outcome(
+            tables, tmp_path / key, facts={"layout": {**shares, "tp": 1, "pp": 1, "dp": 1, key: 2}}
+        )
+        assert said == f"not compared: other parallel.{key}"
+    said = outcome(tables, tmp_path / "zero3", facts={"zero_stage": 3, "ds_name": "zero3"})
+    assert said == "not compared: other ds_config (ZeRO-3, offload none; the row's is ZeRO-1, offload none)"
+    run = make_run(
+        tmp_path / "changed", tables, "widgets/fast"
+    )  # with a file of one's own that is called zero1.json
+    (run / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    read = reading.read_run(run, "r", Tables(tables).recipe)
+    assert "ZeRO-2" in compared_with_row(Tables(tables).get("widgets").row("fast"), read).outcome
+    assert "time 0.250x" in outcome(tables, tmp_path / "as_written")
+
+
+def test_a_broken_line_costs_no_other(tables, tmp_path):
+    """The rest of the curve, and the result, stand; which line was left out is said."""
+    run = make_run(tmp_path / "r", tables, "widgets/fast", records=[step(n) for n in range(1, 41)])
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:30]]) + "\n")
+    broken = read_of(run, tables)
+    assert len(broken.records) == 39 and broken.status == "measured" and broken.row["steps"] == 40
+    (problem,) = broken.problems
+    assert "metrics.jsonl:40" in problem and "left out" in problem
+    (run / "metrics.jsonl").write_text("\n".join(["{", *lines, json.dumps(step(41))]) + "\n")
+    assert read_of(run, tables).status == "unfinished", "resumed, whatever is broken before"
+    (run / "metrics.jsonl").write_text("broken\n" * 40)
+    assert len(read_of(run, tables).problems) == reading.MOST_NAMED + 1
+
+
+def test_a_run_that_cannot_be_read_is_no_baseline(tables, tmp_path):
+    paths = {name: make_run(tmp_path / name, tables, "widgets/fast") for name in "abc"}
+    (paths["a"] / "recipe.yaml").write_text("title: 3")
+    found = comparing.compare([read_of(path, tables, name) for name, path in paths.items()])
+    assert [run.label for run in found.runs] == ["b", "a", "c"]
+    assert found.remarks[0] == "a cannot be read: the runs are compared with b"
+    assert any("b and c" in line for line in found.findings)
+
+
+def test_what_a_recipe_says_of_itself_is_no_difference_in_how_runs_were_made(tables, tmp_path):
+    assert not compared(
+        tables, tmp_path, overrides={"differs": {"data": "another"}, "note": "x"}
+    ).configuration
+
+
+def test_memory_of_an_unknown_kind_is_no_other_kind(tables, tmp_path):
+    a, b = (read_of(make_run(tmp_path / name, tables, "widgets/fast"), tables, name) for name in "ab")
+    for kind, said in ((None, False), ("resident set", False), ("GPU memory allocated", True)):
+        other = replace(b, row={**b.row, "memory_kind": kind})
+        assert any("kinds of memory" in line for line in comparing.cautions(a, other)) is said
+
+
+# --- out of memory
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "launch/training/engine.py", line 1, in train_step
+    raise ValueError("no OutOfMemoryError, CUDA out of memory")
+{}
+"""
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@pytest.mark.parametrize("said", [
+    OOM,
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8.",
+    "torch.AcceleratorError: CUDA error: out of memory",
+    "torch.distributed.DistBackendError: NCCL error\nncclUnhandledCudaError: failed.\nLast error:\nCuda failure 2 'out of memory'",
+    "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8 GiB",
+])  # fmt: skip
+def test_tracebacks_that_say_oom(said):
+    assert out_of_memory.line(TRACEBACK.format(said))
+    assert out_of_memory.line(TRACEBACK.format("ValueError: no")) is None, "a line of source code counts"
+
+
+def test_exceptions_that_are_an_oom():
+    import torch
+
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ):
+        assert out_of_memory.said_by(error)
+    for error in (
+        RuntimeError("Connection closed by peer"),
+        ValueError("CUDA out of memory"),
+        RuntimeError("out of tune"),
+    ):
+        assert out_of_memory.said_by(error) is None
+    assert not ending._lost_peers(RuntimeError("NCCL error: Cuda failure 2 'out of memory'")), (
+        "it would wait to be ended, and say nothing"
+    )
+    assert ending._lost_peers(RuntimeError("NCCL communicator was aborted"))
+
+
+def test_an_oom_of_any_rank_is_an_oom_without_a_result(tables, tmp_path):
+    run = make_run(tmp_path / "r", tables, "widgets/oom", finished=False, records=[])
+    (run / "error-rank-2.txt").write_text(TRACEBACK.format("RuntimeError: something else"))
+    assert read_status(run, tables) == "unfinished"
+    (run / "error-rank-13.txt").write_text(TRACEBACK.format(OOM))
+    (run / "error-rank-3.txt").write_text(TRACEBACK.format(OOM))
+    read = reading.read_run(run, "r", Tables(tables).recipe)
+    assert read.status == "OOM" and not read.problems
+    assert read.deviations[0] == f"OOM: rank 3: {OOM} (and 1 more)" and not any(
+        line.startswith("unfinished") for line in read.deviations
+    )
+    assert compared_with_row(Tables(tables).get("widgets").row("oom"), read).outcome == "OOM, as published"
+    assert (
+        compared_with_row(Tables(tables).get("widgets").row("fast"), read).outcome
+        == "OOM, published as running"
+    )
+    (run / "recipe.yaml").unlink()
+    assert read_status(run, tables) == "OOM", "whatever else cannot be read"
+
+
+def test_an_oom_counts_against_an_older_result_and_not_against_a_whole_run(tables, tmp_path):
+    for status, becomes in (("interrupted", "OOM"), ("saving", "OOM"), ("ok", "measured")):
+        run = make_run(tmp_path / status, tables, "widgets/fast", status=status)
+        (run / "error-rank-1.txt").write_text(TRACEBACK.format(OOM))
+        assert read_status(run, tables) == becomes
+    with open(tmp_path / "ok" / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(step(41)) + "\n")
+    assert read_status(tmp_path / "ok", tables) == "OOM"
+
+
+def read_status(run: Path, tables: Path) -> str:
+    return reading.read_run(run, "r", Tables(tables).recipe).status
+
+
+def test_a_run_that_was_killed_in_its_last_checkpoint_is_measured(tables, tmp_path):
+    run = make_run(tmp_path / "r", tables, "widgets/fast", status="saving")
+    read = reading.read_run(run, "r", Tables(tables).recipe)
+    line = compared_with_row(Tables(tables).get("widgets").row("fast"), read)
+    assert line.status == "saving" and "time 0.250x" in line.outcome
+    records = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text(
+        "\n".join(records[:20]) + "\n"
+    )  # resumed from a checkpoint in the middle
+    assert read_status(run, tables) == "unfinished"
+
+
+def test_where_two_runs_part(tables, tmp_path):
+    records = [
+        step(n, 6.0 - math.log(n) / 2 + (0.25 if n >= 17 else 1e-7) + (0.5 if n == 30 else 0), 1.0)
+        for n in range(1, 41)
+    ]
+    found = compared(tables, tmp_path, records=records + validations(40), facts={"zero_stage": 3, "ds_name": "zero3"},
+                     environment={"versions": {"python": "3.11", "torch": "2.14.0"}})  # fmt: skip
+    assert (
+        "40 common steps: first differ by more than rounding (2.0e-06 of the loss) at step 17, by 2.50e-01"
+        in found.findings[0]
+    )
+    assert (
+        "largest difference 7.50e-01 at step 30" in found.findings[0]
+        and "equal to rounding" in found.findings[1]
+    )
+    configuration = {row.name: row.values for row in found.configuration}
+    assert configuration == {
+        "ds_config": ("zero1", "zero3"), "versions.torch": ("2.13.0", "2.14.0"), "deepspeed.zero_optimization.stage": ("1", "3"),
+    }  # fmt: skip
+    outcomes = {row.name: row for row in found.results}
+    assert outcomes["time per step (s)"].values == ("0.5", "1") and outcomes["time per step (s)"].changes == (
+        "2.000x",
+    )
+    assert (
+        outcomes["training loss (nats per token, last 10 steps)"].changes == ("+0.25",) and not found.remarks
+    )
+
+
+def test_losses_on_other_text_are_not_compared(tables, tmp_path):
+    found = compared(tables, tmp_path, overrides={"data": {"source": "text", "name": "x.txt"}, "seed": 7})
+    assert (
+        "not comparable, other data, vocabulary or objective (data.source: packaged / text, data.name: none / x.txt)"
+        in found.remarks[0]
+    )
+    assert "different seeds (1234 / 7)" in found.remarks[1] and not found.findings
+    assert {row.name: row.changes for row in found.results}["validation loss (nats per token)"] == (
+        "not comparable",
+    )
+
+
+def test_losses_beside_other_entropies_are_not_compared(tables, tmp_path):
+    """The same recipe over a file that has changed in between."""
+    a, b = (make_run(tmp_path / name, tables, "widgets/fast") for name in "ab")
+    (b / "result.json").write_text(
+        (b / "result.json").read_text().replace('"unigram_entropy": 5.2', '"unigram_entropy": 5.3')
+    )
+    read = [reading.read_run(path, path.name, Tables(tables).recipe) for path in (a, b)]
+    assert (
+        "unigram entropy of their validation text differs (5.2000 / 5.3000)"
+        in comparing.compare(read).remarks[0]
+    )
+
+
+def test_a_resumed_run_is_not_its_former_result(tables, tmp_path):
+    run = make_run(tmp_path / "r", tables, "widgets/fast", status="interrupted", records=[step(1), step(2)])
+    assert reading.read_run(run, "r", Tables(tables).recipe).status == "interrupted"
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(step(3)) + "\n" + '{"kind": "st')  # and the line that it is writing
+    going = reading.read_run(run, "r", Tables(tables).recipe)
+    assert (going.status, going.row["steps"], going.problems) == ("unfinished", 3, ())

@@ -1,0 +1,380 @@
+"""The recipes of published tables: all rows, as printed, with everything that is not printed accounted for; list and show."""
+
+import json
+import shlex
+import sys
+
+import pytest
+from launching import ROOT, run
+
+from launch import recipe as command
+from launch.machine import memory
+from launch.planning import memory_fit
+from launch.tables import listing, showing
+from recipes import catalog, validation
+
+# Rows of each table that describe a run, counted in the source documents. The Megatron paper's four lines are two runs each.
+ROWS = {
+    "hpe1270_v100_pcie": 6, "dgx2_gpt2_data_parallel": 6, "dgx2_gpt2_model_parallel": 7, "dgx2_gpt2_torch_ddp": 4,
+    "dgx2_bert_data_parallel": 2, "dgx2_bert_model_parallel": 7, "dgx2_bert_activation_checkpointing": 3, "a100_blog_table1": 3,
+    "a100_blog_table4": 4, "megatron_paper_table1": 8, "jeanzay_megatron_max_size_16gb": 5, "jeanzay_megatron_max_size_32gb": 5,
+    "jeanzay_megatron_performance": 19, "jeanzay_megatron_deepspeed_3d": 1, "jeanzay_megatron_deepspeed_zero": 2,
+    "jeanzay_megatron_deepspeed_zero_tp_sweep": 5, "jeanzay_megatron_deepspeed_zero_cpu_offload": 1, "jeanzay_hf_deepspeed_max_size": 3,
+    "jeanzay_hf_deepspeed_performance": 3, "sber_path_to_13b": 10,
+}  # fmt: skip
+PUBLISHED = [(table, row) for table in catalog.tables() if table.published for row in table.rows]
+NAMES = [f"{table.name}/{row}" for table, row in PUBLISHED]
+# No table prints these: they come from somewhere, or stand in.
+NEVER_PRINTED = ("optimizer", "schedule", "dropout", "precision", "data")
+
+
+def test_every_row_of_every_table_is_a_recipe():
+    assert {table.name: len(table.rows) for table in catalog.tables() if table.published} == ROWS
+
+
+@pytest.mark.parametrize(("table", "row"), PUBLISHED, ids=NAMES)
+def test_a_row_says_what_is_printed_and_where_the_rest_is_from(table, row):
+    recipe = catalog.load(f"{table.name}/{row}")
+    published = recipe.published
+    assert published and recipe.hardware and recipe.hardware.gpus
+    assert len(published.row.split("|")) == len(table.columns)
+    assert ("OOM" in published.row) == published.oom
+    explained = {key.split(".")[0] for key in (*recipe.inferred, *recipe.unknown)}
+    from_text = {"megatron_paper_table1": {"optimizer", "schedule", "dropout"}}.get(
+        table.name, set()
+    )  # the paper's own section
+    assert explained >= set(NEVER_PRINTED) - from_text
+    assert memory_fit.published_plan(recipe).notices == (), (
+        "the row runs as published on GPUs that can do everything"
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiny_keeps_the_kind_of_run(name):
+    full, tiny = catalog.load(name), catalog.load(name, tiny=True)
+    assert (tiny.model.family, tiny.model.layer_norm, tiny.model.sentence_head) == (
+        full.model.family, full.model.layer_norm, full.model.sentence_head)  # fmt: skip
+    assert (tiny.model.implementation, tiny.model.attention) == (
+        full.model.implementation,
+        full.model.attention,
+    )
+    shared = [[getattr(recipe.parallel, key) > 1 for key in ("tp", "pp", "dp")] for recipe in (full, tiny)]
+    assert shared[0] == shared[1]
+    assert memory_fit.processes(tiny) <= 8
+    plans = [memory_fit.published_plan(recipe) for recipe in (full, tiny)]
+    assert (
+        len(
+            {
+                (plan.zero_stage, plan.offload, plan.precision, plan.ds_name, plan.layout.accumulation > 1)
+                for plan in plans
+            }
+        )
+        == 1
+    )
+    assert tiny.activation_checkpointing == full.activation_checkpointing
+    assert (tiny.data.masking, tiny.dropout) == (full.data.masking, full.dropout)
+    warmup = tiny.schedule.warmup_steps
+    assert warmup <= tiny.steps // 4, "the rate is not still warming up when the run ends"
+
+
+def test_training_is_as_the_megatron_paper_says():
+    gpt2, bert = catalog.load("megatron_paper_table1/8.3b-mp-dp"), catalog.load("a100_blog_table1/336m")
+    for recipe, lr, batch in ((gpt2, 1.5e-4, 512), (bert, 1e-4, 1024)):
+        assert (recipe.optimizer.lr, recipe.optimizer.weight_decay, recipe.optimizer.clip) == (lr, 0.01, 1.0)
+        assert (recipe.dropout.hidden, recipe.dropout.attention, recipe.batch.global_) == (0.1, 0.1, batch)
+    assert (gpt2.steps, gpt2.schedule.kind, gpt2.schedule.warmup_steps, gpt2.schedule.min_lr) == (
+        300_000,
+        "cosine",
+        3000,
+        1e-5,
+    )
+    assert (bert.steps, bert.schedule.kind, bert.schedule.warmup_steps, bert.decay_steps) == (
+        2_000_000,
+        "linear",
+        10_000,
+        2_000_000,
+    )
+    assert (
+        bert.model.sentence_head == "sop"
+        and bert.data.masking.whole_words
+        and bert.data.masking.max_ngram > 1
+    )
+    assert memory_fit.published_plan(gpt2).padded_vocab == 51200
+
+
+def test_a_run_says_what_no_source_gives():
+    assert "24B" in catalog.load("jeanzay_megatron_deepspeed_zero_tp_sweep/24b-tp1-mb16").unknown["model"]
+
+
+def test_unexplained_keys_are_refused_with_the_file():
+    for broken, expected in (
+        ("inferred={batch.globl: a typo}", "inferred: batch.globl: no such key"),
+        ("unknown={optimizer: twice}", "unknown: optimizer: is in inferred as well"),
+    ):
+        with pytest.raises(validation.RecipeError, match=expected):
+            catalog.load(NAMES[0], [broken])
+
+
+# --- recipes.py list and show
+
+
+def output(capsys, *arguments: str) -> str:
+    sys.argv = ["recipes.py", *arguments]
+    assert command.main() == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def _arguments(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["recipes.py"])
+
+
+def listed(capsys, *arguments: str) -> list[dict]:
+    return json.loads(output(capsys, "list", "--json", *arguments))
+
+
+def test_list_filters(capsys):
+    assert len(listed(capsys, "--published")) == len(NAMES)
+    assert {row["recipe"].split("/")[0] for row in listed(capsys, "--published", "--family", "bert")} == {
+        "hpe1270_v100_pcie", "dgx2_bert_data_parallel", "dgx2_bert_model_parallel", "dgx2_bert_activation_checkpointing",
+        "a100_blog_table1",
+    }  # fmt: skip
+    assert [row["recipe"] for row in listed(capsys, "--hardware", "a100", "--gpus", "2-4", "--published")] == [
+        "a100_blog_table4/2b", "a100_blog_table4/4.2b",
+    ]  # fmt: skip
+    assert len(listed(capsys, "--oom")) == 3
+    assert {row["processes"] for row in listed(capsys, "--gpus", "256-")} == {256, 512}
+    both = [
+        {row["recipe"] for row in listed(capsys, "--gpus", gpus, "--table", "jeanzay_megatron_performance")}
+        for gpus in ("16", "32")
+    ]
+    assert "jeanzay_megatron_performance/18b-pp8-ga64-mb4" in both[0] & both[1], (
+        "16 GPUs printed, of a layout of 32"
+    )
+    assert "parallel_kinds/3d" in {row["recipe"] for row in listed(capsys, "--gpus", "8")}
+    text = output(capsys, "list", "--table", "jeanzay_megatron_performance", "--gpus", "16-")
+    assert (
+        " 4 x 8 x 1     16 (32) " in text
+        and "16 (32): 16 GPUs are printed" in text
+        and "parameters, each once" in text
+    )
+    for wrong in ("16-8", "0", "x"):
+        sys.argv = ["recipes.py", "list", "--gpus", wrong]
+        with pytest.raises(SystemExit) as refused:
+            command.main()
+        assert refused.value.code == 2
+    text = output(capsys, "list", "--table", "jeanzay_megatron_deepspeed_3d")
+    assert "48B: 146 s, 43 TFLOPS" in text and "4 x 16 x 1" in text
+    assert "no recipe is left" in output(capsys, "list", "--family", "bert", "--gpus", "3")
+
+
+def test_show_tells_all_of_a_row(capsys):
+    text = output(capsys, "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb4")
+    for part in (
+        "18,437,670,912", "4 tensor x 8 pipeline x 1 data parallel = 32 processes", "Throughput  90.5s", "TFlops      26.1",
+        "parallel.tp = 4: 'TP=4 in all of entries'", "Impossible as printed",
+        "deepspeed --hostfile hosts --num_nodes 8 --num_gpus 4 launch/pretrain.py --ds_config ds_configs/3d.json --recipe",
+        "deepspeed --num_gpus 4 launch/pretrain.py",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "given by no source" in output(
+        capsys, "show", "jeanzay_megatron_deepspeed_zero_tp_sweep/24b-tp1-mb16"
+    )
+    name = "dgx2_bert_model_parallel/64x2304-tp8-b8"
+    assert catalog.load(name).model_dump() == _read_back(output(capsys, "show", name, "--yaml")).model_dump()
+    assert json.loads(output(capsys, "show", name, "--ds_json"))["train_micro_batch_size_per_gpu"] == 8
+
+
+def test_show_says_what_the_published_time_means_in_tflops(capsys):
+    # 18,437,670,912 parameters, 40 layers of hidden size 6144, vocabulary 50688, 1024 tokens, recomputed; 256 samples in 90.5 s on 16 GPUs.
+    tokens, gpu_seconds = 256 * 1024, 90.5 * 16
+    formula = 18.437670912e9 * 8 * tokens / gpu_seconds / 1e12
+    layers = 40 * (24 * 6144**2 + 4 * 1024 * 6144)
+    exact = (4 * layers + 3 * 2 * 6144 * 50688) * tokens / gpu_seconds / 1e12
+    assert (round(formula, 2), round(exact, 2)) == (26.7, 27.31)
+    text = output(capsys, "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb4")
+    assert f"{formula:.4g} by Jean Zay's formula with the true size, {exact:.4g} by exact count" in text
+    assert "GPU; 26.1 is printed, by Jean Zay's formula" in text
+    assert "GPU; the row prints none" in output(capsys, "show", "dgx2_bert_data_parallel/24x1024-b14")
+    assert "103 printed, without a time; by exact count" in output(capsys, "show", "a100_blog_table4/2b")
+
+
+SETTINGS = {
+    "sequence_length=512": "other sequence_length", "parallel.tp=2": "other parallel.tp", "ds_config=pipeline": "", "run.prompt=x": "",
+    "batch.global=512 batch.accumulation=128": "other batch.global", "tiny": "tiny, another model",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_is_known_of_a_row_is_not_said_of_another_recipe(settings, capsys):
+    name, reason = "jeanzay_megatron_performance/18b-pp8-ga64-mb4", SETTINGS[settings]
+    flags = (
+        ["--tiny"]
+        if settings == "tiny"
+        else [word for setting in settings.split() for word in ("--set", setting)]
+    )
+    text = output(capsys, "show", name, *flags)
+    assert ("in the published 90.5 s" in text) is not bool(reason)
+    assert not reason or f"none: the published 90.5 s are of something else: {reason}" in text
+    assert ("parallel.tp = 4: 'TP=4 in all of entries'" in text) is (
+        settings not in ("parallel.tp=2", "tiny")
+    )
+    assert "parallel.tp = 2:" not in text
+    changed = text.partition("changed by --set or --tiny")[2].partition("\n\n")[0]
+    assert ("parallel.tp" in changed, "ds_config" in changed) == (
+        settings in ("parallel.tp=2", "tiny"),
+        settings == "ds_config=pipeline",
+    )
+
+
+def test_show_says_in_what_a_recipe_is_not_the_source(capsys):
+    text = output(capsys, "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb4")
+    section = text.partition("not as the source ran it\n")[2].partition("\n\n")[0]
+    assert (
+        "ds_config = 3d: DeepSpeed's pipeline, with ZeRO-1" in section
+        and "  data: all of OpenWebText" in section
+    )
+
+
+def test_show_gives_the_size_that_the_source_counts(capsys):
+    for name, said in {
+        "dgx2_bert_data_parallel/24x1024-b14": "336,297,858 with the padded vocabulary, as printed",
+        "dgx2_bert_model_parallel/24x1024-tp2-b30": "339,208,196 in all, with duplicates and padding, as printed",
+    }.items():
+        assert said in output(capsys, "show", name)
+    other = output(capsys, "show", "dgx2_bert_data_parallel/24x1024-b14", "--set", "model.layers=25")
+    assert "348,894,082 with the padded vocabulary; 336,297,858 is printed" in other
+
+
+def test_show_carries_the_settings_into_the_launch_lines(capsys):
+    name, prompt = "dgx2_gpt2_data_parallel/40x1536-b8", "run.prompt=once upon"
+    text = output(
+        capsys, "show", name, "--set", "parallel.dp=2", "--set", "batch.accumulation=null", "--set", prompt
+    )
+    lines = [line for line in text.splitlines() if line.startswith("  deepspeed ")]
+    settings = ["parallel.dp=2", "batch.accumulation=null", prompt]
+    assert len(lines) == 2 and all("--num_gpus 2 " in line for line in lines), (
+        "the shrunk row has these settings too"
+    )
+    for line in lines:
+        words = shlex.split(line)
+        assert [words[i + 1] for i, word in enumerate(words) if word == "--set"] == settings
+    for setting in (
+        "model.heads=96",
+        "batch.micro=8",
+    ):  # a recipe that is none, and one that cannot be resolved
+        text = output(capsys, "show", name, "--set", setting)
+        assert (
+            "launch/pretrain.py" in text
+            and "cannot be shrunk with these settings" in text
+            and setting in text
+        )
+
+
+def test_show_is_about_the_machine_of_the_row(capsys):
+    sparse = output(capsys, "show", "sber_path_to_13b/07-gpt3-large-sparse")
+    assert (
+        "attention     layers dense, banded, repeated" in sparse
+        and "banded by" not in sparse
+        and "CPU" not in sparse
+    )
+    infinity = json.loads(
+        output(capsys, "show", "default/sotu", "--ds_json", "--set", "ds_config=zero_infinity")
+    )["zero_optimization"]
+    assert {infinity[f"offload_{kind}"]["nvme_path"] for kind in ("optimizer", "param")} == {
+        "$MEGARECIPES_NVME"
+    }
+
+
+def test_show_of_a_users_row(capsys, tmp_path):
+    (tmp_path / "own.json").write_text(ROOT.joinpath("ds_configs/zero2.json").read_text())
+    table = tmp_path / "my table.yaml"
+    table.write_text(
+        "title: mine\ndefaults:\n  model: {layers: 4, hidden: 64, heads: 4, vocab_size: 512}\n  sequence_length: 64\n  batch: {global: 8}\n"
+        "  steps: 10\n  optimizer: {lr: 1.0e-3}\nrows:\n"
+        f"  small: {{title: small}}\n  own: {{title: own, ds_config: {tmp_path}/own.json}}\n"
+    )
+    own = ["show", f"{table}/small", "--set"]
+    assert "4 micro x 1 accumulation x 2 dp = 8 global" in output(
+        capsys, *own, "hardware={name: two, gpus: 2}"
+    )
+    sys.argv = ["recipes.py", *own, "hardware={name: three, gpus: 3}"]
+    assert (
+        command.main() == 2
+        and "cannot be run as it is: batch.global=8 is not divisible by dp=3" in capsys.readouterr().out
+    )
+    sys.argv = ["recipes.py", "show", f"{table}/small", "--yaml", "--ds_json"]
+    with pytest.raises(SystemExit):
+        command.main()
+    rows = listed(capsys, "--table", str(table), "--table", "default")
+    assert [row["recipe"] for row in rows] == [f"{table}/small", f"{table}/own", "default/sotu"]
+    assert "small" in output(capsys, "show", rows[0]["recipe"]), "what list prints is what show takes"
+    text = output(capsys, "show", f"{table}/small")
+    assert "hardware      any" in text and "published" not in text and f"--recipe '{table}/small'" in text
+    assert f"--ds_config {tmp_path}/own.json --recipe" in output(capsys, "show", f"{table}/own")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--table", "default"], ["--published"]], ids=["fits the buffer", "does not"]
+)
+def test_a_full_disk_is_told_in_one_line(flags, monkeypatch, capsys):
+    with open("/dev/full", "w") as full:  # whose closing would raise, if something were left to write
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "argv", ["recipes.py", "list", *flags])
+        assert command.main() == 1
+    assert capsys.readouterr().err == "cannot write the output: No space left on device\n"
+
+
+def test_fits_says_as_published_only_of_what_is():
+    many = memory.Memory(16, 80e9, 2e12)
+    for name, how in {
+        "dgx2_bert_data_parallel/24x1024-b14": "as published", "parallel_kinds/3d": "as it is, on 8 processes",
+        "sber_path_to_13b/02-small-data-parallel": "as it is, on 16 processes",
+    }.items():  # fmt: skip
+        assert memory_fit.verdict(catalog.load(name), many) == (True, how)
+
+
+def _read_back(text: str):
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "recipe.yaml")
+        path.write_text(text)
+        return catalog.load_resolved(path)
+
+
+def test_bad_input_is_refused_at_once(tmp_path):
+    table = tmp_path / "mine.yaml"
+    table.write_text(
+        "title: mine\ndefaults:\n  model: {layers: 4, hidden: 100, heads: 3, vocab_size: 512}\n  sequence_length: 64\n  batch: {globl: 8}\n"
+        "  steps: 10\n  optimizer: {lr: fast}\nrows:\n  small: {title: small}\n"
+    )
+    done = run([sys.executable, "launch/recipe.py", "show", f"{table}/small"])
+    assert done.returncode == 2 and "Traceback" not in done.stdout
+    for part in (
+        "model.hidden=100 is not divisible by model.heads=3",
+        "did you mean batch.global?",
+        "optimizer.lr='fast'",
+    ):
+        assert part in done.stdout
+    done = run([sys.executable, "launch/recipe.py", "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb5"])
+    assert (
+        done.returncode == 2 and "did you mean jeanzay_megatron_performance/18b-pp8-ga64-mb4" in done.stdout
+    )
+    done = run([sys.executable, "launch/recipe.py", "list", "--table", "jeanzay_megatron_perf"])
+    assert done.returncode == 2 and "did you mean jeanzay_megatron_performance" in done.stdout
+
+
+def test_the_launch_line_fits_the_machine():
+    def lines(name: str) -> list[str]:
+        return showing.launch_lines(catalog.load(name), name)
+
+    assert "--num_nodes 32 --num_gpus 16" in lines("a100_blog_table1/3.9b")[1]
+    assert lines("a100_blog_table4/8.7b")[1].startswith("deepspeed --num_gpus 8 ")
+    assert (
+        lines("default/sotu")[1]
+        == "deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json --recipe default/sotu"
+    )
+    assert ROOT.joinpath(lines("default/sotu")[1].split()[1]).is_file()
+    assert listing.short_count(8_348_393_472) == "8.35B"

@@ -1,0 +1,135 @@
+"""`recipes.py verify` on the published tables: it finds what is known to be wrong with the sources."""
+
+import pytest
+
+from launch.tables.verifying import verification
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Of every published table and claim of this repository."""
+    return verification.verify()
+
+
+def lines(report) -> str:
+    return "\n".join(
+        [
+            *(check.line for check in report.sorted.unexplained),
+            *(f"stale: {line}" for line in report.sorted.stale),
+        ]
+    )
+
+
+def test_every_disagreement_is_explained_and_no_explanation_is_stale(report):
+    assert report.passed, lines(report)
+
+
+KNOWN = [
+    ("dgx2_gpt2_model_parallel/54x1920-h20-tp2", "parameters", "2491526400"),
+    ("dgx2_gpt2_model_parallel/54x1920-h20-tp2", "parameters per rank", "1245763200"),
+    ("dgx2_gpt2_normalized/dgx2_gpt2_model_parallel/54x1920-h20-tp2", "model size", "2491526400"),
+    ("dgx2_gpt2_data_parallel/40x1536-b2-oom", "out of memory", "micro-batch 8"),
+    ("jeanzay_hf_deepspeed_max_size/23b-g16", "TFLOPS", "twice"),
+    *((f"jeanzay_megatron_performance/{row}", "GPUs", "= 32") for row in (
+        "18b-pp8-ga64-mb4", "18b-pp8-ga128-mb4", "18b-pp8-ga256-mb4", "18b-pp8-ga128-mb6", "18b-pp8-ga32-mb8",
+    )),
+    ("jeanzay_megatron_performance/48b-pp32-ga256-mb4", "GPUs", "= 128"),
+    ("jeanzay_megatron_performance/18b-pp8-ga128-mb4", "TFLOPS", "-0.6 %"),
+    ("jeanzay_megatron_deepspeed_zero_tp_sweep/48b-tp1-mb16", "TFLOPS", "+2.3 %"),
+    ("jeanzay_megatron_deepspeed_zero_cpu_offload/48b-tp4-mb64", "TFLOPS", "+7.9 %"),
+    ("jeanzay_megatron_max_size_16gb/22b-g256", "global batch", "= 16"),
+    ("jeanzay_megatron_max_size_16gb/22b-g256", "size label", "26.19B"),
+    ("jeanzay_megatron_max_size_16gb/50b-g128", "size label", "of all ranks in 2^20 x 1000"),
+    ("jeanzay_megatron_performance/48b-pp16-ga256-mb4-0525", "size label", "48.40 in 2^30"),
+    ("jeanzay_hf_deepspeed_performance/48b-mb4-0527", "time", "139.52"),
+    ("a100_blog_table4/2b", "weak scaling", "92.8"),
+    ("a100_blog_table4/8.7b", "weak scaling", "76.6"),
+    ("dgx2_text/normalized-near-1", "largest", "1.295"),
+    ("dgx2_text/gpt2-340m", "GPT-2", "354.8"),
+    ("scaling_on_512_gpus/contributions", "scaling", "74"),
+    ("sber_path_to_13b/01-small", "size label", "124.4M"),
+    ("sber_path_to_13b/06-gpt3-large-deepspeed", "size label", "760.3M"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("subject", "quantity", "computed"), KNOWN)
+def test_what_is_known_to_be_wrong_is_found(report, subject, quantity, computed):
+    found = [
+        check
+        for check in report.checks
+        if check.status == "disagrees" and check.subject == subject and quantity in check.quantity
+    ]
+    assert [computed in check.computed for check in found] in ([True], [True, False]), found
+    assert any(check in checks for _, checks in report.sorted.explained for check in found)
+
+
+def test_what_cannot_be_checked_says_why(report):
+    reasons = {
+        check.subject: check.how
+        for check in report.checks
+        if check.status == "not checkable" and check.quantity != "parameters"
+    }
+    assert "no public script" in reasons["jeanzay_megatron_deepspeed_zero_tp_sweep/24b-tp1-mb16"]
+    assert "no time" in reasons["hpe1270_v100_pcie/tf-bert-b10"]
+    assert "activations decide" in reasons["dgx2_gpt2_data_parallel/40x1536-b24-oom"]
+    assert any("129 / 217 / 125 s, 74 % apart" in remark for remark in report.remarks)
+
+
+def test_every_row_is_checked_on_its_modules(report):
+    modules = [check for check in report.checks if check.quantity == "modules against cost.py"]
+    rows = {check.subject for check in report.checks if check.transcribed and check.subject != check.table}
+    assert {check.subject for check in modules} == rows and len(rows) >= 98
+    assert {check.status for check in modules} == {"agrees"}
+    largest = next(check for check in modules if check.subject.endswith("193b-g256"))
+    assert largest.computed == "207012282368 on 256 ranks"
+
+
+# Worked out by hand from the row: 40 layers of 6144, 1024 tokens, batch 4 in 1.381 s on 16 GPUs, recomputed; 24 layers of 1024,
+# batch 24 in 0.655 s on 8 GPUs, not recomputed. 50688 and 50304 are the padded vocabularies.
+BY_HAND = [
+    ("jeanzay_megatron_max_size_32gb/18b-g16", "TFLOPS", 18 * 4 * 2 * 1024 * 4 / (1.381 * 16 * 1000), "26.69 with 18B"),
+    ("jeanzay_megatron_max_size_32gb/18b-g16", "TFLOPS, formula, all parameters",
+     18.437670912 * 4 * 2 * 1024 * 4 / (1.381 * 16 * 1000), "27.34"),
+    ("jeanzay_megatron_max_size_32gb/18b-g16", "TFLOPS, exact count",
+     4 * (4 * 40 * (24 * 1024 * 6144**2 + 4 * 1024**2 * 6144) + 6 * 1024 * 6144 * 50688) / (1.381 * 16 * 1e12), "27.96"),
+    ("hpe1270_v100_pcie/gpt2-b3-no-ckpt", "TFLOPS, formula, all parameters",
+     0.354823168 * 3 * 2 * 1024 * 24 / (0.655 * 8 * 1000), "9.985"),
+    ("hpe1270_v100_pcie/gpt2-b3-no-ckpt", "TFLOPS, exact count",
+     24 * (3 * 24 * (24 * 1024 * 1024**2 + 4 * 1024**2 * 1024) + 6 * 1024 * 1024 * 50304) / (0.655 * 8 * 1e12), "11.36"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("subject", "quantity", "value", "shown"), BY_HAND)
+def test_operations_are_those_worked_out_by_hand(report, subject, quantity, value, shown):
+    (found,) = (
+        check.computed for check in report.checks if (check.subject, check.quantity) == (subject, quantity)
+    )
+    assert found == shown and float(shown.split()[0]) == float(f"{value:.4g}")
+
+
+NOT_RECOMPUTED = [
+    ("hpe1270_v100_pcie/tf-bert-b10", "printed published.samples_per_s", "no time is printed"),
+    ("hpe1270_v100_pcie/tf-bert-b10", "printed batch.micro", "samples/s alone"),
+    ("dgx2_gpt2_data_parallel/40x1536-b24-oom", "printed batch.micro", "out of memory"),
+    ("dgx2_bert_data_parallel/40x1536-b2", "printed published.cached_gb", "bounded by"),
+    ("dgx2_bert_model_parallel/64x2304-tp4-b2", "printed model.heads", "no size depends"),
+    ("jeanzay_megatron_performance/36b-pp8-ga128-mb4", "printed published.date", "nothing follows"),
+]
+
+
+@pytest.mark.parametrize(("subject", "quantity", "why"), NOT_RECOMPUTED)
+def test_a_printed_number_that_nothing_recomputes_is_listed(report, subject, quantity, why):
+    (found,) = (check for check in report.checks if (check.subject, check.quantity) == (subject, quantity))
+    assert found.status == "not checkable" and why in found.how
+
+
+def test_every_time_is_a_plausible_share_of_the_peak(report):
+    shares = {
+        check.subject: check for check in report.checks if check.quantity == "share of peak, exact count"
+    }
+    timed = {check.subject for check in report.checks if check.quantity == "TFLOPS, exact count"}
+    assert (
+        timed <= set(shares)
+        and len(timed) >= 70
+        and {check.status for check in shares.values()} == {"agrees"}
+    )

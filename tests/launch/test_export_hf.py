@@ -1,0 +1,380 @@
+"""Weights out to transformers and in again, from runs that were really trained under several layouts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launching import ROOT, run, run_ranks
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModelForPreTraining,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+
+from data.corpus import build
+from data.vocabularies.vocabulary import train_bpe, vocabulary_digest
+from launch import export_hf
+from launch.checkpoints.weights import load_tensors
+from launch.runs import vocabulary
+from launch.runs.directory import read_metrics
+from launch.training import initial_weights
+from modeling.huggingface import bert, gpt2
+from recipes import catalog
+from recipes.schema import Recipe
+
+STEPS = 4
+
+
+def pretrain(directory: Path, processes: int, *flags: str, stage: int = 0) -> Path:
+    """A real launch of a tiny recipe with torch's AdamW, which needs no compilation."""
+    config = {
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    directory.parent.mkdir(exist_ok=True, parents=True)
+    ds_config = directory.with_suffix(".json")
+    ds_config.write_text(json.dumps(config))
+    arguments = ["--tiny", "--steps", STEPS, "--ds_config", ds_config, "--out", directory, *flags]
+    done = run_ranks(processes, ROOT / "launch/pretrain.py", *arguments)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return directory
+
+
+FP32 = ("--set", "precision=fp32")
+BERT = (*FP32, "--recipe", "bert/sotu")
+
+
+def sets(*settings: str) -> tuple[str, ...]:
+    return tuple(word for setting in settings for word in ("--set", setting))
+
+
+LAYOUTS = {  # processes, ZeRO stage, flags
+    "one process": (1, 0, FP32),
+    "dp2 zero3 bf16": (2, 3, sets("precision=bf16")),
+    "tp2 zero3": (2, 3, (*FP32, *sets("parallel.tp=2"))),
+    "pp2": (2, 1, (*FP32, *sets("parallel.pp=2"))),
+    "bert": (1, 0, BERT),
+    "post-LN bert nsp tp2 zero3": (
+        2,
+        3,
+        (*BERT, *sets("model.layer_norm=post", "model.sentence_head=nsp", "parallel.tp=2")),
+    ),
+}
+MORE_LAYOUTS = {
+    "dp2 zero3": (2, 3, FP32),
+    "dp2 zero1 bf16": (2, 1, sets("precision=bf16")),
+    "tp2 pp2": (4, 1, (*FP32, *sets("parallel.tp=2", "parallel.pp=2"))),
+    "bert pp2": (2, 1, (*BERT, *sets("parallel.pp=2"))),
+    "post-LN bert tp2 pp2": (4, 1, (*BERT, *sets("model.layer_norm=post", "parallel.tp=2", "parallel.pp=2"))),
+    "bert without a sentence head": (1, 0, (*BERT, *sets("model.sentence_head=none"))),
+    "post-LN bert without a sentence head": (
+        1,
+        0,
+        (*BERT, *sets("model.layer_norm=post", "model.sentence_head=none")),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """name of a layout -> the directory of its run, trained at first use."""
+    root, made = tmp_path_factory.mktemp("runs"), {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            processes, stage, flags = (LAYOUTS | MORE_LAYOUTS)[name]
+            made[name] = pretrain(root / name.replace(" ", "-"), processes, *flags, stage=stage)
+        return made[name]
+
+    return get
+
+
+def validation_losses(run_directory: Path) -> dict[int, float]:
+    records = read_metrics(run_directory / "metrics.jsonl")
+    return {r["step"]: r["loss"] for r in records if r["kind"] == "validation"}
+
+
+def transformers_loss(directory: Path, recipe: Recipe) -> float:
+    """The recipe's loss over its validation samples in nats, computed by what transformers makes of `directory`."""
+    samples = build(recipe, say=lambda text: None).validation
+    fields = {name: torch.from_numpy(values) for name, values in samples.fields.items()}
+    model = gpt2.class_of(recipe.model).from_pretrained(directory).float().eval()
+    with torch.no_grad():
+        if recipe.model.family == "bert":
+            return bert_loss(model, fields, recipe)
+        windows = fields["window"]  # (samples, S + 1)
+        return float(cross_entropy(model(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten()))
+
+
+def bert_loss(model: torch.nn.Module, fields: dict[str, torch.Tensor], recipe: Recipe) -> float:
+    """Mean over the predicted tokens, and that over samples of the sentence objective."""
+    real = torch.arange(fields["tokens"].shape[1]) < fields["lengths"][:, None]
+    done = model(fields["tokens"], attention_mask=real.long(), token_type_ids=fields["token_types"])
+    logits = done.logits if recipe.model.sentence_head == "none" else done.prediction_logits
+    chosen = logits.gather(1, fields["positions"][..., None].expand(-1, -1, logits.shape[-1]))
+    predicted = torch.arange(chosen.shape[1]) < fields["predicted"][:, None]
+    loss = cross_entropy(chosen[predicted], fields["labels"][predicted])
+    if recipe.model.sentence_head != "none":
+        loss = loss + cross_entropy(done.seq_relationship_logits, fields["sentence_labels"])
+    return float(loss)
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE_LAYOUTS)]
+)
+def test_transformers_computes_the_validation_loss_that_the_run_measured(layout, trained, tmp_path):
+    directory = trained(layout)
+    done = export_hf.export(directory, tmp_path / "out")
+    assert done.step == STEPS and done.difference < 1e-4 and done.rounding == 0
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float32}
+    recipe = catalog.load_resolved(directory / "recipe.yaml")
+    # A bf16 run validates in bf16, with 8 bits of mantissa.
+    expected, tolerance = validation_losses(directory)[STEPS], 1e-2 if "bf16" in layout else 1e-5
+    assert transformers_loss(tmp_path / "out", recipe) == pytest.approx(expected, abs=tolerance)
+    assert expected < validation_losses(directory)[0] - 0.05, (
+        "the run has learned, so these are not the initial weights"
+    )
+
+
+def test_the_export_holds_the_runs_weights_bit_for_bit_and_its_vocabulary(trained, tmp_path):
+    directory = trained("dp2 zero3 bf16")
+    done = export_hf.export(directory, tmp_path / "out")
+    recipe = catalog.load_resolved(directory / "recipe.yaml")
+    back = gpt2.read_hf(tmp_path / "out", recipe.model)
+    saved = load_tensors(done.checkpoint)
+    assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
+    # Master weights, not the bf16 ones that the run computes with.
+    assert any(not torch.equal(t, t.bfloat16().float()) for t in saved.values())
+    tokenizer, trained_with = (
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+        build(recipe, say=lambda text: None).tokenizer,
+    )
+    text = "My fellow citizens, 1865 — naïve <|endoftext|>"
+    assert (
+        tokenizer.encode(text) == trained_with.encode(text)
+        and tokenizer.eos_token_id == trained_with.eos_token_id
+    )
+    config = GPT2Config.from_pretrained(tmp_path / "out")
+    assert (config.eos_token_id, config.n_positions, config.vocab_size) == (tokenizer.eos_token_id, 64, 509)
+
+
+def test_half_precision_exports_are_rounded_and_still_checked(trained, tmp_path):
+    done = export_hf.export(trained("one process"), tmp_path / "out", dtype="bfloat16")
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert done.difference < 1e-4 < done.rounding < 0.1
+    assert GPT2LMHeadModel.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_the_command_and_the_lines_it_prints(trained, tmp_path):
+    done = run(
+        [sys.executable, "launch/export_hf.py", str(trained("one process")), "--out", str(tmp_path / "out")]
+    )
+    assert done.returncode == 0, done.stdout
+    lines = [line.strip() for line in done.stdout.split("use it\n")[1].splitlines()]
+    used = run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path)
+    assert used.returncode == 0 and "My fellow citizens" in used.stdout, used.stdout
+
+
+def test_the_lines_for_a_bert_fill_in_its_masks(trained, tmp_path):
+    directory = trained("bert")
+    recipe = catalog.load_resolved(directory / "recipe.yaml")
+    text = export_hf.describe(export_hf.export(directory, tmp_path / "out"), recipe)
+    lines = [line.strip() for line in text.split("use it\n")[1].splitlines()]
+    used = run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path)
+    assert used.returncode == 0, used.stdout
+    answer = used.stdout.strip().splitlines()[-1]
+    assert recipe.run.prompt and "[MASK]" in recipe.run.prompt
+    assert (
+        answer.startswith("the ")
+        and "united states" in answer
+        and "mask" not in answer.lower()
+        and "[CLS]" not in answer
+    )
+
+
+def test_an_exported_bert_is_complete(trained, tmp_path):
+    directory = trained("bert")
+    done = export_hf.export(directory, tmp_path / "out", dtype="bfloat16")
+    assert done.difference < 1e-4 < done.rounding < 0.1
+    assert (
+        type(AutoModelForPreTraining.from_pretrained(tmp_path / "out")).__name__
+        == "MegatronBertForPreTraining"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["pad_token_id"] == tokenizer.pad_token_id == 0
+    assert (config["vocab_size"], config["max_position_embeddings"], tokenizer.model_max_length) == (
+        len(tokenizer),
+        64,
+        64,
+    )
+    export_hf.export(directory, tmp_path / "float32")
+    recipe, saved = catalog.load_resolved(directory / "recipe.yaml"), load_tensors(done.checkpoint)
+    back = gpt2.read_hf(tmp_path / "float32", recipe.model)
+    assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    "layout, broken", [("bert", "attention.self.key"), ("post-LN bert nsp tp2 zero3", "cls.seq_relationship")]
+)
+def test_a_wrong_conversion_of_a_bert_is_noticed(layout, broken, trained, tmp_path, monkeypatch):
+    def wrong(ours, model):
+        theirs = right(ours, model)
+        return {
+            name: tensor.flip(0) if broken in name and name.endswith("weight") else tensor
+            for name, tensor in theirs.items()
+        }
+
+    right = bert.to_hf
+    monkeypatch.setattr(bert, "to_hf", wrong)
+    with pytest.raises(export_hf.ExportMismatch, match="differ from ours"):
+        export_hf.export(trained(layout), tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+def test_refusals_say_what_is_there(trained, tmp_path):
+    directory = trained("one process")
+    with pytest.raises(ValueError, match="does not exist: give a run directory"):
+        export_hf.export(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(ValueError, match="is no run of this project"):
+        export_hf.export(tmp_path, tmp_path / "out")
+    with pytest.raises(ValueError, match=f"--step 3: .* only of {STEPS}: give one of these"):
+        export_hf.export(directory, tmp_path / "out", step=3)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="not empty"):
+        export_hf.export(directory, tmp_path / "full")
+    torn = tmp_path / "torn"
+    shutil.copytree(directory, torn)
+    next((torn / "checkpoints").rglob("weights-stage-00-part-000.safetensors")).write_bytes(b"torn")
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        export_hf.export(torn, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_conversion_is_noticed_and_leaves_nothing(trained, tmp_path, monkeypatch):
+    back = gpt2.FORMS["qkv"][1]
+    monkeypatch.setitem(gpt2.FORMS, "qkv", (lambda x, heads: x.t() if x.dim() == 2 else x, back))
+    with pytest.raises(export_hf.ExportMismatch, match="differ from ours"):
+        export_hf.export(trained("one process"), tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_keeps_its_vocabulary_and_refuses_another(tmp_path):
+    def tokenizer(text):
+        return PreTrainedTokenizerFast(tokenizer_object=train_bpe([text] * 3, 262), eos_token="<|endoftext|>")
+
+    first = tokenizer("the thin thing this there")
+    vocabulary.keep(tmp_path, first)
+    vocabulary.keep(tmp_path, first)
+    assert vocabulary_digest(vocabulary.load(tmp_path)) == vocabulary_digest(first)
+    with pytest.raises(ValueError, match="is not the vocabulary"):
+        vocabulary.keep(tmp_path, tokenizer("on and on and on anon"))
+    assert vocabulary.foreign_tokens(tmp_path / "tokenizer", first) is None
+    assert "tokens differ" in (
+        vocabulary.foreign_tokens(tmp_path / "tokenizer", tokenizer("on and on and on anon")) or ""
+    )
+    assert vocabulary.foreign_tokens(tmp_path, first) is None, "weights without a vocabulary"
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        vocabulary.load(tmp_path / "elsewhere")
+
+
+# --init_from
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory) -> Path:
+    """A transformers GPT-2 of the tiny recipe's shape whose every weight, biases and norms too, is far from its initial value."""
+    torch.manual_seed(7)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=509, n_positions=64, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    directory = tmp_path_factory.mktemp("foreign")
+    model.save_pretrained(directory)
+    return directory
+
+
+def test_a_run_from_given_weights_starts_at_the_loss_that_transformers_computes(foreign, tmp_path):
+    directory = pretrain(
+        tmp_path / "run", 2, *FP32, "--set", "parallel.tp=2", "--init_from", str(foreign), stage=1
+    )
+    recipe = catalog.load_resolved(directory / "recipe.yaml")
+    expected = transformers_loss(foreign, recipe)
+    assert expected > 7, "far from the loss of the recipe's own initial weights"
+    assert validation_losses(directory)[0] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("before", ["one process", "bert"])
+@pytest.mark.parametrize(
+    "stage, flags",
+    [(3, ("parallel.tp=2",)), (1, ("parallel.pp=2",)), (3, ())],
+    ids=["tp2 zero3", "pp2", "dp2 zero3"],
+)
+def test_a_run_goes_on_from_an_export_where_the_other_ended(stage, flags, before, trained, tmp_path):
+    export_hf.export(trained(before), tmp_path / "out")
+    family = BERT if before == "bert" else FP32
+    directory = pretrain(
+        tmp_path / "run", 2, *family, *sets(*flags), "--init_from", str(tmp_path / "out"), stage=stage
+    )
+    assert validation_losses(directory)[0] == pytest.approx(
+        validation_losses(trained(before))[STEPS], abs=1e-5
+    )
+
+
+def test_given_weights_of_another_shape_are_refused_with_every_mismatch(foreign, tmp_path):
+    tiny = catalog.load(tiny=True)
+    initial_weights.check(foreign, tiny)
+    with pytest.raises(ValueError) as refused:
+        initial_weights.check(foreign, catalog.load())
+    fix = "--set model.layers=4 --set model.hidden=64 --set model.heads=4 --set model.vocab_size=509 --set sequence_length=64"
+    assert str(refused.value).count("--init_from") == 5 and fix in str(refused.value)
+
+    def config(**values) -> Path:
+        (tmp_path / "config.json").write_text(
+            json.dumps({**json.loads((foreign / "config.json").read_text()), **values})
+        )
+        return tmp_path
+
+    with pytest.raises(ValueError, match="holds no weights(.|\n)*no readable config.json"):
+        initial_weights.check(tmp_path, tiny)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match="n_positions=1024(.|\n)*--set sequence_length=1024"):
+        initial_weights.check(config(n_positions=1024), tiny)
+    with pytest.raises(ValueError, match="--set model.vocab_size=50257 --set data.tokenizer.kind=gpt2"):
+        initial_weights.check(config(vocab_size=50257), tiny)
+    with pytest.raises(ValueError, match="activation_function=relu: our gpt2 has gelu_new"):
+        initial_weights.check(config(activation_function="relu"), tiny)
+    with pytest.raises(ValueError, match="of type 'bert'"):
+        initial_weights.check(config(model_type="bert"), tiny)
+    with pytest.raises(ValueError, match="does not exist"):
+        initial_weights.check(tmp_path / "nowhere", tiny)
+
+
+def test_given_weights_of_the_other_placement_of_layer_norm_are_refused(tmp_path):
+    tiny = catalog.load("bert/sotu", tiny=True)
+    config = gpt2.config_of(tiny.model, positions=tiny.sequence_length)
+    gpt2.class_of(tiny.model)(config).save_pretrained(tmp_path / "pre")
+    initial_weights.check(tmp_path / "pre", tiny)
+    post = tiny.model.model_copy(update={"layer_norm": "post"})
+    gpt2.class_of(post)(gpt2.config_of(post, positions=tiny.sequence_length)).save_pretrained(
+        tmp_path / "post"
+    )
+    with pytest.raises(
+        ValueError, match="of type 'bert': only megatron-bert(.|\n)*--set model.layer_norm=post"
+    ):
+        initial_weights.check(tmp_path / "post", tiny)

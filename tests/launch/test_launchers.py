@@ -1,0 +1,162 @@
+"""The command under its three launchers: same numbers, clean ends, refusals before anything starts, failures explained."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, WORKERS, run
+
+from launch.runs.directory import read_metrics
+
+BIN = Path(sys.executable).parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+TINY = ["launch/pretrain.py", "--tiny", "--steps", "4", "--set", "precision=fp32"]
+
+
+def deepspeed(processes: int) -> list[str]:
+    return [str(BIN / "deepspeed"), "--num_gpus", str(processes)]
+
+
+def losses(directory):
+    return [r["loss"] for r in read_metrics(directory / "metrics.jsonl") if r["kind"] == "step"]
+
+
+def test_every_launcher_trains_the_same(tmp_path):
+    launches = {
+        "python": [sys.executable, *TINY, "--ds_config", "zero1"],
+        "torchrun": [*TORCHRUN, "2", *TINY, "--ds_config", "ds_configs/zero2.json"],
+        "deepspeed": [*deepspeed(2), *TINY, "--ds_config", str(ROOT / "ds_configs" / "pipeline.json")],
+    }
+    found = {}
+    for name, command in launches.items():
+        done = run([*command, "--out", str(tmp_path / name)])
+        assert done.returncode == 0, done.stdout[-3000:]
+        found[name] = losses(tmp_path / name)
+    assert len(found["python"]) == 4
+    assert found["torchrun"] == pytest.approx(found["python"], abs=1e-4) and found[
+        "deepspeed"
+    ] == pytest.approx(found["python"], abs=1e-4)
+    row = json.loads((tmp_path / "deepspeed" / "result.json").read_text())
+    assert row["layout"]["pp"] == 2 and row["processes"] == 2 and row["status"] == "ok"
+
+
+def test_the_partitioned_activations_of_a_json_are_honoured(tmp_path):
+    config = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())
+    config["activation_checkpointing"] = {"partition_activations": True, "cpu_checkpointing": True}
+    (tmp_path / "partitioned.json").write_text(json.dumps(config))
+    tensor_parallel = [
+        *TORCHRUN,
+        "2",
+        *TINY,
+        "--set",
+        "parallel.tp=2",
+        "--set",
+        "activation_checkpointing=full",
+    ]
+    for name, path in {"plain": "zero1", "partitioned": str(tmp_path / "partitioned.json")}.items():
+        done = run([*tensor_parallel, "--ds_config", path, "--out", str(tmp_path / name)])
+        assert done.returncode == 0, done.stdout[-3000:]
+    assert losses(tmp_path / "partitioned") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
+
+
+def test_a_refusal_is_said_once_and_starts_nothing(tmp_path):
+    out = tmp_path / "run"
+    bad = [
+        "--ds_config",
+        "zero3",
+        "--set",
+        "parallel.pp=2",
+        "--set",
+        "batch.micro=3",
+        "--set",
+        "batch.accumulation=2",
+    ]
+    done = run([*deepspeed(2), *TINY, *bad, "--out", str(out)])
+    assert done.returncode != 0 and "Traceback" not in done.stdout
+    assert done.stdout.count("parallel.pp=2 with zero_optimization.stage=3") == 1
+    assert done.stdout.count("is not batch.global") == 1, "all problems at once"
+    assert not out.exists()
+
+
+def test_a_lost_loss_ends_every_rank_with_one_explanation(tmp_path):
+    """bf16, in which DeepSpeed skips such steps in silence; on two ranks, of which the first has to finish its report."""
+    out = tmp_path / "run"
+    done = run(
+        [*TORCHRUN, "2", *TINY[:2], "--ds_config", "bf16", "--set", "optimizer.lr=1e30", "--out", str(out)]
+    )
+    assert done.returncode != 0
+    assert done.stdout.count("the loss is nan in bf16") == 1 and "optimizer.lr" in done.stdout, done.stdout[
+        -3000:
+    ]
+    assert (
+        json.loads((out / "result.json").read_text())["status"] == "diverged" and (out / "loss.png").exists()
+    )
+    assert not any((out / "checkpoints").glob("step-*/complete.json"))
+
+
+def test_a_start_that_failed_does_not_block_its_directory(tmp_path):
+    out = tmp_path / "run"
+    missing = run(
+        [
+            sys.executable,
+            *TINY,
+            "--set",
+            "data.source=jsonl",
+            "--set",
+            "data.name=nope.jsonl",
+            "--out",
+            str(out),
+        ]
+    )
+    assert missing.returncode == 2 and "nope.jsonl" in missing.stdout and "Traceback" not in missing.stdout
+    small = tmp_path / "small.jsonl"
+    small.write_text('{"text": "too little text"}\n' * 3)
+    failed = run(
+        [
+            sys.executable,
+            *TINY,
+            "--set",
+            "data.source=jsonl",
+            "--set",
+            f"data.name={small}",
+            "--out",
+            str(out),
+        ]
+    )
+    assert failed.returncode != 0
+    assert run([sys.executable, *TINY, "--ds_config", "zero1", "--out", str(out)]).returncode == 0
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_failing_rank_is_the_last_on_the_screen(tmp_path, launcher):
+    command = deepspeed(2) if launcher == "deepspeed" else [*TORCHRUN, "2"]
+    done = run(
+        [
+            *command,
+            str(WORKERS / "failing_rank.py"),
+            *TINY[1:],
+            "--ds_config",
+            "zero3",
+            "--out",
+            str(tmp_path / "run"),
+        ]
+    )
+    assert done.returncode != 0
+    text = done.stdout
+    assert "rank 1 of 2 failed" in text and "rank 0 of 2 failed" not in text
+    after = text[text.rindex("ValueError: planted failure of rank 1") :].splitlines()[1:]
+    ours = [line for line in after if line.strip() and "launch.py" not in line and set(line.strip()) != {"="}]
+    assert ours == [], f"only the launcher's own lines follow: {ours}"
+    assert "planted failure" in (tmp_path / "run" / "error-rank-1.txt").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_thirty_launches_end_with_0(tmp_path):
+    """gloo can abort a process at interpreter shutdown, about once in forty: the processes end before Python finalises."""
+    for i in range(30):
+        done = run(
+            [*deepspeed(2), *TINY, "--ds_config", "zero2", "--steps", "2", "--out", str(tmp_path / str(i))]
+        )
+        assert done.returncode == 0, f"launch {i}: {done.returncode}\n{done.stdout[-3000:]}"

@@ -1,0 +1,148 @@
+"""Banded layers under torch.compile: the block mask stays outside of the graph, and every kind of layer is timed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import flex_attention
+
+from launch.training import build_model, compiling
+from modeling import banded_attention as band
+from modeling.initialization import Init
+from modeling.transformer import Attention, LayerShape, TransformerLayer
+from recipes import catalog
+
+POSITIONS, WINDOW = 256, 40
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[int]:
+    """flex_attention is chosen on a CPU, where it has a forward pass; lengths of the block masks that are made."""
+    lengths, create = [], flex_attention.create_block_mask
+    monkeypatch.setattr(
+        flex_attention,
+        "create_block_mask",
+        lambda *args, **more: lengths.append(args[3]) or create(*args, **more),
+    )
+    monkeypatch.setattr(band, "choose", lambda *args, **more: band.Choice("flex_attention", "asked for"))
+    yield lengths
+    torch.compiler.reset()
+
+
+def layer(prepared: bool, window: int = WINDOW) -> Attention:
+    attention = Attention(
+        LayerShape(hidden=32, heads=2, window=window), group=None, init=Init(seed=0, std=0.3, layers=1)
+    )
+    if prepared:
+        attention.prepare(POSITIONS, torch.device("cpu"), torch.float32)
+    return attention
+
+
+def shapes_in(graphs) -> list[tuple[int, ...]]:
+    values = [node.meta.get("example_value") for graph in graphs for node in graph.graph.nodes]
+    return [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_the_block_mask_is_made_once_and_outside_of_the_graph(prepared, made):
+    """A prepared layer is one graph; another is cut, and right all the same."""
+    attention, graphs = (
+        layer(prepared, WINDOW + 1 + prepared),
+        [],
+    )  # a window of its own: masks of other tests are kept
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(attention, backend=keep)
+    for batch in (1, 2, 3):
+        x = torch.randn(batch, POSITIONS, 32)
+        with torch.no_grad():
+            q, k, v = attention.qkv(x).view(batch, POSITIONS, 2, 3, 16).permute(3, 0, 2, 1, 4).unbind(0)
+            expected = attention.projection(
+                band.by_dense_mask(q, k, v, attention.window).transpose(1, 2).reshape(x.shape)
+            )
+            torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-4)
+    assert made == [POSITIONS], "made once, before the first call or in it"
+    assert not [shape for shape in shapes_in(graphs) if shape[-2:] == (POSITIONS, POSITIONS)], (
+        "comparisons are in the graph"
+    )
+    assert any("flex_attention" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+    if prepared:
+        with torch.no_grad():
+            explained = torch._dynamo.explain(attention)(x)
+        assert explained.graph_count == 1 and explained.graph_break_count == 0
+
+
+def test_a_mask_of_another_length_is_not_used(made):
+    attention = layer(prepared=True)
+    q = torch.randn(1, 2, 384, 16)
+    compiled = torch.compile(band.by_flex, backend="eager")
+    with torch.no_grad():
+        found = compiled(q, q, q, WINDOW, attention.block_mask)
+    torch.testing.assert_close(found, band.by_dense_mask(q, q, q, WINDOW), rtol=1e-4, atol=1e-4)
+
+
+def plan_of(*settings: str) -> SimpleNamespace:
+    recipe = catalog.load("default/sotu", settings, tiny=True)
+    return SimpleNamespace(
+        recipe=recipe, precision="fp32", padded_vocab=512, layout=SimpleNamespace(micro=2), zero_stage=3
+    )
+
+
+def test_every_banded_layer_is_prepared_where_the_kernel_wants_it(made, monkeypatch):
+    """The layers of the model, and those that are timed; a dense one has nothing to prepare."""
+    prepared: list[int | None] = []
+    monkeypatch.setattr(compiling, "_seconds", lambda loss: 1.0)
+    monkeypatch.setattr(torch, "compile", lambda what: what)
+    monkeypatch.setattr(compiling, "seed_step", lambda *place: None)
+    prepare = Attention.prepare
+    monkeypatch.setattr(
+        Attention,
+        "prepare",
+        lambda self, *of: prepare(self, *of) or prepared.append(self.block_mask and self.window),
+    )
+    plan = plan_of("model.attention=[dense,dense,banded]", "model.attention_window=24", "sequence_length=256")
+    shape = build_model.model_shape(plan.recipe, 512)
+    layers = [
+        TransformerLayer(shape.layer_at(i), group=None, init=Init(seed=0, std=0.1, layers=4))
+        for i in range(4)
+    ]
+    module = nn.Module()
+    module.layers, module.loss_fn = nn.ModuleList(layers), SimpleNamespace(function=None)
+    said = compiling.compile_module(module, plan, SimpleNamespace(tp=1, at=None))
+    assert prepared == [None, None, 24, None, None, 24]
+    assert all(
+        each.attention.block_mask.seq_lengths == (256, 256) for each in layers if each.attention.window
+    )
+    assert (
+        "one dense layer (3 of 4) 1000.0 ms instead of 1000.0 ms (1.00x), one banded layer (1 of 4) 1000.0 ms"
+        in said
+    )
+
+
+def test_each_kind_of_layer_has_its_own_time(monkeypatch):
+    """In the order eager, compiled; a model of one kind is not told about kinds."""
+    times = iter([4.0, 2.0, 9.0, 3.0])
+    monkeypatch.setattr(compiling, "_seconds", lambda loss: (loss(), next(times))[1])
+    monkeypatch.setattr(torch, "compile", lambda what: what)
+    module, grid = nn.Module(), SimpleNamespace(tp=1)
+    module.loss_fn = SimpleNamespace(function=None)
+    gains = compiling._compile_layers(
+        module, plan_of("model.attention=[banded,dense]", "model.attention_window=24"), grid
+    )
+    assert [str(gain) for gain in gains] == [
+        "one banded layer (2 of 4) 2000.0 ms instead of 4000.0 ms (2.00x)",
+        "one dense layer (2 of 4) 3000.0 ms instead of 9000.0 ms (3.00x)",
+    ]
+    times = iter([4.0, 2.0])
+    assert [gain.what for gain in compiling._compile_layers(module, plan_of(), grid)] == [
+        "one transformer layer"
+    ]
+    assert build_model.layer_kinds(build_model.model_shape(plan_of().recipe, 512)).keys() == {
+        LayerShape(64, 4)
+    }

@@ -1,0 +1,68 @@
+"""Published rows, shrunk, under the real `deepspeed` launcher: every distinct code path trains and leaves its results row."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launching import run
+
+from launch.planning import memory_fit
+from launch.runs.directory import read_metrics
+from recipes import catalog
+
+DEEPSPEED = Path(sys.executable).parent / "deepspeed"
+
+
+def code_path(name: str) -> tuple:
+    """What decides which code a shrunk row runs through."""
+    recipe = catalog.load(name, tiny=True)
+    plan = memory_fit.published_plan(recipe)
+    model = recipe.model
+    return (
+        model.family, model.layer_norm, model.sentence_head, model.implementation, model.attention, recipe.data.masking,
+        recipe.parallel, plan.ds_name, recipe.activation_checkpointing, plan.layout.accumulation > 1, recipe.precision,
+    )  # fmt: skip
+
+
+def one_of_each() -> list[str]:
+    """The first row of every code path, in the order of the tables."""
+    first: dict[str, str] = {}
+    for table in catalog.tables():
+        for row in table.rows if table.published else ():
+            first.setdefault(str(code_path(f"{table.name}/{row}")), f"{table.name}/{row}")
+    return list(first.values())
+
+
+QUICK = (
+    "sber_path_to_13b/08-gpt3-xl-checkpointing",
+)  # the longest chain of choices; the others are in the long matrix
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in one_of_each()]
+)
+def test_a_published_row_runs_shrunk(name, tmp_path):
+    recipe, out = catalog.load(name, tiny=True), tmp_path / "run"
+    port = 29600 + one_of_each().index(name)
+    done = run([
+        str(DEEPSPEED), "--num_gpus", str(memory_fit.processes(recipe)), "--master_port", str(port), "launch/pretrain.py",
+        "--recipe", name, "--tiny", "--out", str(out),
+    ], timeout=400)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    row = json.loads((out / "result.json").read_text())
+    assert (
+        row["status"] == "ok"
+        and row["ds_config"] == recipe.ds_config
+        and row["processes"] == memory_fit.processes(recipe)
+    )
+    assert any(line.startswith("tiny:") for line in row["deviations"])
+    assert any("INSTEAD OF fp16" in line for line in row["deviations"]), "a CPU has no fp16, and that is said"
+    losses = [record["loss"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
+    assert len(losses) == recipe.steps
+    assert sum(losses[-5:]) < sum(losses[:5]) - 0.1, losses
+    assert row["validation_loss"] < read_metrics(out / "metrics.jsonl")[0]["loss"] - 0.02
+
+
+def test_the_quick_ones_are_rows():
+    assert set(QUICK) <= set(one_of_each())

@@ -1,0 +1,170 @@
+"""Kernels of banded attention against a loop over positions, and which one is chosen. Models of banded layers: test_sparse_models.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from modeling import banded_attention as band
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KERNELS = {"blocks": band.by_blocks, "dense mask": band.by_dense_mask, "chosen": band.banded_attention}
+SIZES = [  # positions, window, head size
+    (1, 1, 3), (7, 3, 5), (65, 1, 8), (97, 33, 4), (129, 64, 7), (130, 129, 8), (130, 130, 8), (130, 500, 8), (261, 40, 6), (300, 101, 1),
+]  # fmt: skip
+
+
+def by_loop(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """The definition, one position after the other."""
+    out = []
+    for i in range(q.shape[2]):
+        seen = slice(max(0, i - window + 1), i + 1)
+        scores = (q[:, :, i, None] * k[:, :, seen]).sum(-1) / math.sqrt(q.shape[3])
+        out.append((scores.softmax(-1)[..., None] * v[:, :, seen]).sum(2))
+    return torch.stack(out, 2)
+
+
+def tensors(
+    positions: int, head_size: int, *, dtype: torch.dtype = torch.float64, grad: bool = True
+) -> list[torch.Tensor]:
+    """q, k and v of two samples and three heads, strided as a layer hands them over."""
+    generator = torch.Generator().manual_seed(positions)
+    qkv = 2 * torch.randn(2, positions, 3, 3, head_size, generator=generator, dtype=torch.float64).to(dtype)
+    return [x.detach().requires_grad_(grad) for x in qkv.permute(3, 0, 2, 1, 4).unbind(0)]
+
+
+def check_kernel(kernel, positions: int, window: int, head_size: int) -> None:
+    """Output and the gradients of q, k and v are those of the loop."""
+    inputs = tensors(positions, head_size)
+    cotangent = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    results = []
+    for function in (kernel, by_loop):
+        out = function(*inputs, window)
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, cotangent)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("positions", "window", "head_size"), SIZES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_is_the_loop(name, positions, window, head_size):
+    check_kernel(KERNELS[name], positions, window, head_size)
+
+
+BREAKS = {
+    "one too wide": lambda query, key, window: (key <= query) & (key >= query - window),
+    "one too narrow": lambda query, key, window: (
+        (key <= query) & ((key > query - window + 1) | (key == query))
+    ),
+    "looks ahead": lambda query, key, window: (key <= query + 1) & (key > query - window),
+}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+@pytest.mark.parametrize("name", ["blocks", "dense mask"])
+def test_a_broken_band_is_noticed(name, how, monkeypatch):
+    monkeypatch.setattr(band, "in_band", BREAKS[how])
+    with pytest.raises(AssertionError, match="not close"):
+        check_kernel(KERNELS[name], 97, 33, 4)
+
+
+@pytest.mark.parametrize("size", [1, 7, 63, 200])
+def test_blocks_of_any_size_will_do(size, monkeypatch):
+    monkeypatch.setattr(band, "block_size", lambda window: size)
+    check_kernel(band.by_blocks, 130, 64, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_other_precisions_stay_near(dtype):
+    inputs = tensors(300, 16, dtype=dtype, grad=False)
+    exact = by_loop(*(x.double() for x in inputs), 40)
+    found = band.by_blocks(*inputs, 40)
+    assert found.dtype == dtype
+    assert (
+        float((found - exact).norm() / exact.norm())
+        < {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-6}[dtype]
+    )
+
+
+@pytest.mark.parametrize(("positions", "window"), [(256, 1), (384, 200)])
+def test_mask_of_flex_attention(positions, window, monkeypatch):
+    """What is compiled for a GPU, run uncompiled: it has a forward pass on a CPU."""
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(band, "_compiled_flex", lambda: flex_attention.flex_attention)
+    inputs = tensors(positions, 16, dtype=torch.float32, grad=False)
+    torch.testing.assert_close(
+        band.by_flex(*inputs, window), band.by_dense_mask(*inputs, window), rtol=1e-5, atol=1e-5
+    )
+    mask = band.block_mask(positions, window, torch.device("cpu"))
+    blocks = positions // band.FLEX_BLOCK
+    visited = [min(i + 1, -(-(window - 1) // band.FLEX_BLOCK) + 1) for i in range(blocks)]
+    assert mask.kv_num_blocks.flatten().tolist() == visited, (
+        "blocks outside of the band must be skipped, or nothing is gained"
+    )
+
+
+def test_dropout_drops_weights():
+    """Of the band alone, with the right mean, and anew in every call."""
+    torch.manual_seed(0)
+    q, k, v = tensors(300, 4, dtype=torch.float32, grad=False)
+    for kernel in (band.by_blocks, band.by_dense_mask):
+        found = torch.stack([kernel(q, k, torch.ones_like(v), 40, 0.25) for _ in range(20)])
+        assert float(found.mean()) == pytest.approx(1, abs=0.01) and not torch.equal(found[0], found[1])
+        first = found[:, :, :, 0].unique()  # position 0 sees itself alone: all or nothing
+        assert first.tolist() == pytest.approx([0, 4 / 3])
+
+
+CASES = [  # device, dtype, dropout, positions, window, head size, compiler -> kernel
+    ("cpu", torch.float32, 0.0, 1024, 1024, 64, False, "causal"),
+    ("cpu", torch.float32, 0.0, 255, 16, 64, False, "dense mask"),
+    ("cpu", torch.float32, 0.0, 1024, 64, 64, False, "blocks"),
+    ("cpu", torch.bfloat16, 0.1, 1000, 64, 64, True, "blocks"),
+    ("cpu", torch.float32, 0.0, 1024, 700, 64, False, "dense mask"),
+    ("cuda", torch.bfloat16, 0.0, 1024, 64, 64, True, "flex_attention"),
+    ("cuda", torch.float16, 0.0, 1024, 1000, 80, True, "flex_attention"),
+    ("cuda", torch.bfloat16, 0.1, 1024, 64, 64, True, "blocks"),
+    ("cuda", torch.bfloat16, 0.1, 1024, 1000, 64, True, "dense mask"),
+    ("cuda", torch.bfloat16, 0.0, 1000, 64, 64, True, "blocks"),
+    ("cuda", torch.float64, 0.0, 1024, 64, 64, True, "blocks"),
+    ("cuda", torch.bfloat16, 0.0, 1024, 64, 8, True, "blocks"),
+    ("cuda", torch.bfloat16, 0.0, 1024, 64, 64, False, "blocks"),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dropout", "positions", "window", "head_size", "compiler", "kernel"), CASES
+)
+def test_choice(device, dtype, dropout, positions, window, head_size, compiler, kernel):
+    found = band.choose(device, dtype, dropout, positions, window, head_size, compiler=compiler)
+    assert found.kernel == kernel and found.why
+    assert ("dropped with probability 0.1" in found.why) == bool(dropout)
+    if kernel == "blocks":
+        assert band.keys_per_block(window) < positions, "it must not compute more than the dense mask"
+
+
+def test_the_chosen_kernel_runs(monkeypatch):
+    """The choice for the tensors at hand, dropout among it, and no other."""
+    ran, asked, choose = [], [], band.choose
+    monkeypatch.setattr(band, "choose", lambda *args, **more: asked.append(args) or choose(*args, **more))
+    for name in ("by_blocks", "by_dense_mask"):
+        monkeypatch.setattr(band, name, lambda *args, name=name: ran.append((name, args[3:])) or args[0])
+    for positions, window in ((300, 20), (300, 250), (100, 20), (100, 100)):
+        band.banded_attention(*tensors(positions, 4, grad=False), window, 0.1)
+    assert ran == [("by_blocks", (20, 0.1)), ("by_dense_mask", (250, 0.1)), ("by_dense_mask", (20, 0.1))]
+    assert asked[0] == ("cpu", torch.float64, 0.1, 300, 20, 4)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "positions", "window", "fewer"),
+    [
+        ("blocks", 256, 16, True), ("blocks", 512, 160, False), ("dense mask", 256, 16, False), ("causal", 256, 256, False),
+        ("flex_attention", 1024, 64, True), ("flex_attention", 1024, 769, True), ("flex_attention", 1024, 770, False),
+    ],
+)  # fmt: skip
+def test_scores_are_counted(kernel, positions, window, fewer):
+    assert band.computes_fewer_scores(kernel, positions, window) == fewer

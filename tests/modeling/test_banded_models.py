@@ -1,0 +1,228 @@
+"""Models with banded layers: what a layer sees, layouts, conversion, what is said about them, compilation.
+
+Under tensor parallelism they are checked in the launch of tests/test_modeling.py too (tests/workers/sparse.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sparse_layouts
+import torch
+from compared import outcome
+from launching import WORKERS, run_ranks
+
+from launch import export_hf
+from launch.compare_layouts import FORCED
+from launch.parity.comparison import Outcome, compare
+from launch.planning import plan_text
+from launch.training import build_model, initial_weights
+from modeling import banded_attention as band
+from modeling.generation import continue_tokens
+from modeling.gpt2 import GPT2, GPT2Shape
+from modeling.huggingface.gpt2 import hf_config, state_dict_of
+from modeling.initialization import Init
+from recipes import catalog
+from recipes.schema import Model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BANDED = ("model.attention=[dense,banded]", "model.attention_window=24")
+
+
+def model(windows: tuple[int | None, ...], dropout: float = 0.0) -> GPT2:
+    shape = GPT2Shape(
+        layers=len(windows), hidden=16, heads=2, vocab=50, padded_vocab=64, positions=300, attention_dropout=dropout, windows=windows
+    )  # fmt: skip
+    return GPT2(shape, group=None, init=Init(seed=0, std=0.3, layers=len(windows)))
+
+
+def logits(of: GPT2, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return of(tokens)
+
+
+TOKENS = torch.arange(300)[None] * 37 % 50
+
+
+@pytest.mark.parametrize(
+    ("windows", "reach"), [((20, 20), 39), ((None, 20), 300), ((20,), 20), ((1, 1), 1), ((20, 5), 24)]
+)
+def test_how_far_a_token_reaches(windows, reach):
+    """Position 0 is seen by the window of the first layer, and what saw it by that of the second."""
+    changed = TOKENS.clone()
+    changed[:, 0] += 1
+    different = (logits(model(windows), TOKENS) != logits(model(windows), changed)).any(-1)[0]
+    assert not different[reach:].any() and different[reach - 1], (
+        f"seen up to {int(different.nonzero().max())}"
+    )
+
+
+def test_layers_have_their_own_windows():
+    recipe = catalog.load(
+        "default/sotu", ["model.attention=[dense,banded,banded]", "model.attention_window=64"]
+    )
+    shape = build_model.model_shape(recipe, 8192)
+    assert [shape.layer_at(i).window for i in range(6)] == [None, 64, 64, None, 64, 64]
+    assert shape.layer_at(0) == replace(shape.layer_at(1), window=None)
+    assert build_model.layer_kinds(shape) == {shape.layer_at(0): 2, shape.layer_at(1): 4}
+    assert build_model.model_shape(catalog.load("default/sotu"), 8192).layer_at(5).window is None
+    bert = build_model.model_shape(catalog.load("bert/sotu"), 8192)
+    assert bert.layer.window is None and build_model.layer_kinds(bert) == {bert.layer: bert.layers}
+
+
+def test_dropout_of_banded_layers_is_that_of_training():
+    used, without = model((20, 20), dropout=0.3), logits(model((20, 20)), TOKENS)
+    assert torch.equal(logits(used.eval(), TOKENS), without)
+    drawn = [logits(used.train(), TOKENS) for _ in range(2)]
+    assert not torch.equal(drawn[0], without) and not torch.equal(*drawn)
+
+
+def test_a_prefix_has_the_same_logits():
+    """Whichever kernel its length asks for: blocks at 300 positions, a dense mask at 200, no mask at 15."""
+    used = model((None, 24, 24))
+    whole = logits(used, TOKENS)
+    for length in (200, 25, 24, 15, 1):
+        torch.testing.assert_close(logits(used, TOKENS[:, :length]), whole[:, :length], rtol=1e-4, atol=1e-4)
+
+
+def test_generation_goes_on_as_the_whole_text_says():
+    used = model((None, 24))
+    text = TOKENS[0, :270].tolist()
+    more = continue_tokens(used, text, 3, seed=0, top_k=1)
+    whole = logits(used, torch.tensor([text + more]))[0].argmax(-1)
+    assert more == whole[len(text) - 1 : -1].tolist()
+
+
+# Layouts
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory) -> Path:
+    """Run directories of tests/workers/sparse_layouts.py."""
+    out = tmp_path_factory.mktemp("sparse")
+    settings = (*FORCED, *BANDED, "sequence_length=256")  # long enough for the kernel of blocks
+    recipe = catalog.load("default/sotu", settings, tiny=True).model_copy(update={"steps": 2})
+    (out / "recipe.yaml").write_text(catalog.dump(recipe))
+    done = run_ranks(sparse_layouts.PROCESSES, WORKERS / "sparse_layouts.py", out, timeout=300)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def in_one_process(layouts) -> Outcome:
+    """The first step in this process, without DeepSpeed, by the reference kernel."""
+    from data.corpus import build
+    from data.loader import StepBatches
+
+    recipe = catalog.load_resolved(layouts / "recipe.yaml")
+    used = GPT2(
+        build_model.model_shape(recipe, 512),
+        group=None,
+        init=Init(recipe.seed, recipe.init_std, recipe.model.layers),
+    )
+    whole = SimpleNamespace(
+        micro=recipe.batch.global_, accumulation=1, dp=1, global_batch=recipe.batch.global_
+    )
+    (batch,) = next(StepBatches(build(recipe, say=lambda text: None).train, recipe.seed, whole, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(band, "by_blocks", band.by_dense_mask)
+        loss = used(batch["tokens"], batch["labels"], batch["weights"])
+        loss.backward()
+    gradients = {p.canonical_name: p.shard.join([p.grad]) if p.shard else p.grad for p in used.parameters()}
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    return Outcome("one process", 1, [loss.item()], [norm.item()], gradients, NO_WEIGHTS)
+
+
+NO_WEIGHTS = {"final_norm.weight": torch.ones(1)}  # those after the last step are not compared
+
+
+def check_layout(reference: Outcome, found: Outcome) -> None:
+    """The first step: loss, norm and every gradient."""
+    assert found.failure is None, found.failure
+    difference = compare(
+        reference, replace(found, losses=found.losses[:1], norms=found.norms[:1], weights=NO_WEIGHTS)
+    )
+    assert difference.loss <= 2e-6 and difference.norm <= 1e-5 and difference.gradient <= 1e-4, difference
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", sparse_layouts.CASES, ids=lambda case: case.name)
+def test_layout_agrees(layouts, in_one_process, case):
+    found = outcome(layouts, case.name)
+    check_layout(in_one_process, found)
+    assert found.losses[1] == pytest.approx(
+        outcome(layouts, sparse_layouts.CASES[0].name).losses[1], abs=2e-6
+    )
+
+
+@pytest.mark.long
+def test_a_broken_band_under_a_layout_is_noticed(layouts, in_one_process):
+    with pytest.raises(AssertionError, match="Difference"):
+        check_layout(in_one_process, outcome(layouts, sparse_layouts.BROKEN.name))
+
+
+# Conversion
+
+
+def test_export_is_refused_before_anything_is_read_or_written(tmp_path, monkeypatch):
+    run, out = tmp_path / "run", tmp_path / "out" / "exported"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(catalog.dump(catalog.load("default/sotu", BANDED)))
+    monkeypatch.setattr(export_hf, "choose_checkpoint", lambda run, step: None)
+    with pytest.raises(
+        ValueError,
+        match=r"model.attention=\['dense', 'banded'\].*dense layers alone.*model.attention=\[dense\]",
+    ):
+        export_hf.export(run, out)
+    assert not out.parent.exists()
+    with pytest.raises(ValueError, match="model.attention_window=5"):
+        state_dict_of(
+            {}, Model(layers=1, hidden=8, heads=1, vocab_size=300, attention=("banded",), attention_window=5)
+        )
+
+
+def test_weights_of_a_dense_model_are_taken_and_that_is_said(tmp_path, capsys):
+    recipe = catalog.load("default/sotu", BANDED, tiny=True)
+    m = recipe.model
+    config = hf_config(
+        layers=m.layers, hidden=m.hidden, heads=m.heads, vocab=m.vocab_size, positions=recipe.sequence_length
+    )
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    initial_weights.check(tmp_path, recipe)
+    said = capsys.readouterr().err
+    assert (
+        "layers 1, 3 are banded here: they see 24 of 64 positions (model.attention_window)" in said
+        and str(tmp_path) in said
+    )
+    initial_weights.check(tmp_path, catalog.load("default/sotu", tiny=True))
+    assert capsys.readouterr().err == ""
+
+
+# What is said
+
+
+def plan_of(*settings: str, precision: str = "fp32") -> SimpleNamespace:
+    return SimpleNamespace(recipe=catalog.load("default/sotu", settings), precision=precision)
+
+
+def test_the_plan_names_the_kernel(monkeypatch):
+    (layers, kernel) = plan_text.describe_attention(plan_of(*BANDED))
+    assert layers == ("attention", "layers dense, banded, repeated: 3 of 6 see 24 positions")
+    assert kernel[1] == "blocks (flex_attention has no backward pass on a CPU)"
+    assert plan_text.describe_attention(plan_of()) == []
+    wide = build_model.band_kernel(plan_of("model.attention=[banded]", "model.attention_window=200"))
+    assert wide == (
+        "dense mask (the window covers most of the sequence, and flex_attention has no backward pass on a CPU); counted, not timed: no "
+        "fewer scores than in dense layers"
+    )
+    sber = SimpleNamespace(recipe=catalog.load("sber_path_to_13b/07-gpt3-large-sparse"), precision="fp16")
+    why = "flex_attention has no dropout, and attention weights are dropped with probability 0.1"
+    assert build_model.band_kernel(sber) == f"blocks ({why})", "no machine would take flex_attention"
+    monkeypatch.setattr(build_model, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(build_model, "has_gpu_compiler", lambda: True)
+    assert build_model.band_kernel(sber) == f"blocks ({why}); not measured on CUDA"

@@ -1,0 +1,406 @@
+"""The modules, on four gloo ranks against the dense model, and alone in this process; conversion; generation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import modeling_checks
+import numpy as np
+import pytest
+import torch
+from launching import WORKERS, run_ranks
+from safetensors.torch import load_file, save_file
+from transformers import GPT2LMHeadModel
+
+from launch.training.engine import parameter_groups
+from modeling.generation import continue_tokens
+from modeling.gpt2 import GPT2, GPT2Shape
+from modeling.huggingface.gpt2 import from_hf, hf_config, read_hf, to_hf
+from modeling.initialization import Init, Shard
+from modeling.layer_list import call, recomputed_chunks
+from modeling.parallel.process_grid import (
+    Coordinates,
+    coordinates,
+    data_groups,
+    pipeline_groups,
+    tensor_groups,
+)
+from recipes.schema import Model
+
+SHAPE = GPT2Shape(layers=2, hidden=32, heads=4, vocab=300, padded_vocab=384, positions=16)
+MODEL = Model(layers=2, hidden=32, heads=4, vocab_size=300)
+HEADS = SHAPE.heads
+PINNED_DRAW = [
+    0.18042792,
+    0.58320785,
+    -0.03542988,
+    1.23329926,
+    0.95046782,
+    -0.10789277,
+]  # word.weight of seed 1234
+
+
+@pytest.fixture(scope="module")
+def theirs() -> GPT2LMHeadModel:
+    """A `transformers` GPT-2 of which no parameter is zero or one and attention is far from uniform."""
+    torch.manual_seed(0)
+    config = hf_config(
+        layers=SHAPE.layers, hidden=SHAPE.hidden, heads=HEADS, vocab=SHAPE.vocab, positions=SHAPE.positions, end_token=7
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.arange(2 * SHAPE.positions).view(2, -1) * 37 % SHAPE.vocab
+
+
+def logits_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(tokens)
+    return getattr(logits, "logits", logits)
+
+
+def gpt2(given=None, *, seed: int = 0, shape: GPT2Shape = SHAPE, std: float = 0.02) -> GPT2:
+    return GPT2(shape, group=None, init=Init(seed=seed, std=std, layers=shape.layers, given=given))
+
+
+def canonical(model: GPT2) -> dict[str, torch.Tensor]:
+    """Full, unpadded weights by name."""
+    return {
+        p.canonical_name: p.detach() if p.shard is None else p.shard.join([p.detach()])  # type: ignore[attr-defined]
+        for p in model.parameters()
+    }
+
+
+# On four ranks
+
+
+@pytest.fixture(scope="module")
+def on_ranks(theirs, tokens, tmp_path_factory) -> list[dict[str, str | None]]:
+    """What each rank of the one launch found: check -> traceback, or None."""
+    directory = tmp_path_factory.mktemp("modeling")
+    ours = from_hf(theirs.state_dict(), SHAPE.layers, HEADS)
+    save_file(
+        {**ours, "tokens": tokens, "logits": logits_of(theirs, tokens)},
+        directory / "transformers.safetensors",
+    )
+    done = run_ranks(modeling_checks.PROCESSES, WORKERS / "modeling_checks.py", directory, timeout=300)
+    assert done.returncode == 0, done.stdout[-5000:]
+    return [json.loads(file.read_text()) for file in sorted(directory.glob("rank-*.json"))]
+
+
+@pytest.mark.parametrize("name", modeling_checks.NAMES)
+def test_on_ranks(on_ranks, name):
+    assert len(on_ranks) == modeling_checks.PROCESSES
+    failures = [
+        f"rank {rank}:\n{found[name]}" for rank, found in enumerate(on_ranks) if found[name] is not None
+    ]
+    assert not failures, "\n".join(failures)
+
+
+def test_grid_of_eight_is_the_picture():
+    """The table of process_grid.py: tensor fastest, pipeline slowest."""
+    assert tensor_groups(2, 2, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert data_groups(2, 2, 2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert pipeline_groups(2, 2, 2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert coordinates(5, tp=2, dp=2) == Coordinates(tp=1, dp=0, pp=1)
+    assert coordinates(6, tp=2, dp=2) == Coordinates(tp=0, dp=1, pp=1)
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (4, 1, 1), (1, 3, 1), (2, 3, 4), (8, 2, 1)])
+def test_grid_agrees_with_deepspeeds_topology(degrees):
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    tp, pp, dp = degrees
+    topology = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
+    for rank in range(tp * pp * dp):
+        at = coordinates(rank, tp, dp)
+        assert topology.get_rank(pipe=at.pp, data=at.dp, model=at.tp) == rank
+    for axis, groups in (("model", tensor_groups), ("data", data_groups), ("pipe", pipeline_groups)):
+        theirs = topology.get_axis_comm_lists(axis) or [
+            [rank] for rank in range(tp * pp * dp)
+        ]  # it leaves out groups of one
+        assert sorted(groups(*degrees)) == sorted(map(list, theirs))
+
+
+# Initial weights
+
+
+def test_weights_depend_on_seed_and_name_alone():
+    """Another depth, another order of construction and a disturbed global generator leave a tensor as it is."""
+    first = canonical(gpt2())
+    torch.manual_seed(99)
+    np.random.seed(99)
+    deeper = canonical(gpt2(shape=replace(SHAPE, layers=5)))
+    init = Init(seed=0, std=0.02, layers=SHAPE.layers)
+    alone = init.child("layers.1").child("mlp").child("expand").normal("weight", (128, 32), 0.02)
+    assert torch.equal(first["layers.1.mlp.expand.weight"], deeper["layers.1.mlp.expand.weight"])
+    assert torch.equal(first["layers.1.mlp.expand.weight"], alone)
+    other_seed = canonical(gpt2(seed=1))
+    assert not torch.equal(first["word.weight"], other_seed["word.weight"])
+    assert not torch.equal(first["layers.0.mlp.expand.weight"], first["layers.1.mlp.expand.weight"])
+
+
+def test_weights_stay_what_they_are():
+    """A published run can be repeated: a change of the draw needs a word in the notes of a release."""
+    drawn = Init(seed=1234, std=1.0, layers=1).normal("word.weight", (2, 3), 1.0).flatten().tolist()
+    assert drawn == pytest.approx(PINNED_DRAW, abs=1e-6)
+
+
+def test_gpt2_statistics():
+    """N(0, 0.02); projections onto the residual stream 0.02 / sqrt(2 layers); LayerNorms one, biases zero."""
+    shape = replace(SHAPE, hidden=128, layers=8)
+    for name, tensor in canonical(gpt2(shape=shape)).items():
+        if name.endswith("bias"):
+            assert not tensor.any(), name
+        elif "norm" in name:
+            assert (tensor == 1).all(), name
+        else:
+            residual = name.endswith(("projection.weight", "contract.weight"))
+            std = 0.02 / (2 * shape.layers) ** 0.5 if residual else 0.02
+            error = 4 / (2 * tensor.numel()) ** 0.5  # four standard errors
+            assert float(tensor.std()) == pytest.approx(std, rel=error), name
+            assert abs(float(tensor.mean())) < 4 * std / tensor.numel() ** 0.5, name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("dim", "shape", "padded"), [(0, (16, 3), None), (1, (3, 16), None), (0, (10, 3), 16), (0, (16,), None)]
+)
+def test_slices_join_to_the_full_tensor(size, dim, shape, padded):
+    full = torch.randn(shape)
+    shards = [Shard(dim, rank, size, padded, entries=shape[dim]) for rank in range(size)]
+    slices = [shard.of(full) for shard in shards]
+    assert all(s.shape == shards[0].local_shape(shape) and s.is_contiguous() for s in slices)
+    assert all(torch.equal(shard.join(slices), full) for shard in shards)
+    assert not torch.cat(slices, dim).narrow(dim, shape[dim], (padded or shape[dim]) - shape[dim]).any()
+    before = full.clone()
+    slices[0].add_(1)
+    assert torch.equal(full, before), "a slice must be a copy"
+
+
+def test_shapes_alone_take_no_memory():
+    model = GPT2(SHAPE, group=None, init=Init(seed=0, std=0.02, layers=2, meta=True))
+    assert all(p.is_meta for p in model.parameters())
+    assert {p.canonical_name: p.shape for p in model.parameters()} == {
+        p.canonical_name: p.shape for p in gpt2().parameters()
+    }
+
+
+def test_other_precisions_round_the_same_draw():
+    full, half = (
+        Init(seed=0, std=0.02, layers=2, dtype=d).normal("w", (16, 16), 0.02)
+        for d in (torch.float32, torch.bfloat16)
+    )
+    assert half.dtype == torch.bfloat16 and torch.equal(full.bfloat16(), half)
+
+
+def test_given_weights_of_another_shape_are_refused():
+    given = canonical(gpt2())
+    with pytest.raises(ValueError, match=r"layers.1.mlp.expand.bias has shape \(128,\).*lack it"):
+        gpt2({name: t for name, t in given.items() if name != "layers.1.mlp.expand.bias"})
+    with pytest.raises(ValueError, match=r"word.weight has shape \(300, 32\).*have shape \(301, 32\)"):
+        gpt2({**given, "word.weight": torch.zeros(301, 32)})
+
+
+# What the optimizer decays
+
+
+def test_biases_and_layer_norms_are_not_decayed():
+    model = gpt2()
+    decayed, plain = parameter_groups(model, 0.1)
+    names = {id(p): p.canonical_name for p in model.parameters()}  # type: ignore[attr-defined]
+    undecayed = {names[id(p)] for p in plain["params"]}
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert undecayed == {n for n in names.values() if n.endswith(".bias") or "norm" in n}
+    assert sorted([*undecayed, *(names[id(p)] for p in decayed["params"])]) == sorted(names.values())
+
+
+def test_partitioned_parameters_are_told_apart_by_their_full_shape():
+    """ZeRO-3 leaves every parameter empty and one-dimensional."""
+    module = torch.nn.Linear(3, 2)
+    for parameter in module.parameters():
+        parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
+        parameter.data = torch.empty(0)
+    decayed, plain = parameter_groups(module, 0.1)
+    assert decayed["params"][0] is module.weight and plain["params"][0] is module.bias
+    assert [len(group["params"]) for group in (decayed, plain)] == [1, 1]
+
+
+# Loss
+
+
+def test_weights_average_micro_batches_to_the_mean(tokens):
+    model, labels = gpt2(std=0.3), tokens.roll(-1, 1)
+    whole = model(tokens, labels, torch.full(tokens.shape, 1 / tokens.numel()))
+    per_token = torch.nn.functional.cross_entropy(logits_of(model, tokens).flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(whole, per_token)
+    without_first = torch.full(tokens.shape, 1 / (tokens.numel() - 2))
+    without_first[:, 0] = 0
+    loss = model(tokens, labels, without_first)
+    expected = torch.nn.functional.cross_entropy(
+        logits_of(model, tokens)[:, 1:].flatten(0, 1), labels[:, 1:].flatten()
+    )
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_token_sees_none_after_it(tokens):
+    model = gpt2(std=0.3)
+    changed = tokens.clone()
+    changed[:, 9] += 1
+    before, after = logits_of(model, tokens), logits_of(model, changed)
+    assert torch.equal(before[:, :9], after[:, :9]) and not torch.equal(before[:, 9:], after[:, 9:])
+
+
+# Conversion to and from transformers
+
+
+def test_logits_of_imported_weights(theirs, tokens):
+    ours = gpt2(from_hf(theirs.state_dict(), SHAPE.layers, HEADS)).eval()
+    torch.testing.assert_close(logits_of(ours, tokens), logits_of(theirs, tokens), rtol=1e-5, atol=1e-4)
+
+
+def test_logits_of_exported_weights(theirs, tokens):
+    ours = gpt2(std=0.3, seed=3).eval()
+    exported = GPT2LMHeadModel(theirs.config).eval()
+    missing, unexpected = exported.load_state_dict(to_hf(canonical(ours), SHAPE.layers, HEADS), strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied
+    torch.testing.assert_close(logits_of(exported, tokens), logits_of(ours, tokens), rtol=1e-5, atol=1e-4)
+
+
+def test_round_trips_are_bit_equal(theirs):
+    state = theirs.state_dict()
+    ours = from_hf(state, SHAPE.layers, HEADS)
+    back = to_hf(ours, SHAPE.layers, HEADS)
+    assert set(state) - set(back) == {"lm_head.weight"} and not set(back) - set(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in back.items())
+    assert all(t.is_contiguous() for t in (*ours.values(), *back.values()))
+    drawn = canonical(gpt2(std=0.3))
+    again = from_hf(to_hf(drawn, SHAPE.layers, HEADS), SHAPE.layers, HEADS)
+    assert drawn.keys() == again.keys() and all(torch.equal(drawn[n], again[n]) for n in drawn)
+
+
+def test_older_and_headless_forms_are_read(theirs):
+    """`GPT2Model`'s names have no prefix; checkpoints of old versions hold the causal mask."""
+    state, expected = theirs.state_dict(), from_hf(theirs.state_dict(), SHAPE.layers, HEADS)
+    headless = {name.removeprefix("transformer."): t for name, t in state.items() if name != "lm_head.weight"}
+    masks = {
+        f"h.{i}.attn.{kind}": torch.ones(1) for i in range(SHAPE.layers) for kind in ("bias", "masked_bias")
+    }
+    found = from_hf({**headless, **masks}, SHAPE.layers, HEADS)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    half = from_hf({name: t.bfloat16() for name, t in state.items()}, SHAPE.layers, HEADS)
+    assert {t.dtype for t in half.values()} == {torch.float32}
+
+
+def test_missing_and_unexpected_tensors_are_named(theirs):
+    state = dict(theirs.state_dict())
+    with pytest.raises(ValueError, match="missing.*transformer.h.2.attn.c_attn.bias.*unexpected nothing"):
+        from_hf(state, SHAPE.layers + 1, HEADS)
+    with pytest.raises(
+        ValueError, match=r"missing nothing, unexpected.*transformer.h.1.attn.c_attn.bias.*model.layers"
+    ):
+        from_hf(state, SHAPE.layers - 1, HEADS)
+    with pytest.raises(
+        ValueError, match=r"canonical weights.*missing \['word.weight'\], unexpected \['words'\]"
+    ):
+        ours = canonical(gpt2())
+        ours["words"] = ours.pop("word.weight")
+        to_hf(ours, SHAPE.layers, HEADS)
+
+
+@pytest.mark.parametrize("form", ["one file", "several files", "bin"])
+def test_saved_directories_are_read(theirs, tmp_path, form):
+    if form == "bin":
+        torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    else:
+        theirs.save_pretrained(tmp_path, max_shard_size="20KB" if form == "several files" else "1GB")
+        assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (form == "several files")
+    expected = from_hf(theirs.state_dict(), SHAPE.layers, HEADS)
+    found = read_hf(tmp_path, MODEL)
+    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"neither \*.safetensors nor pytorch_model\*.bin"):
+        read_hf(tmp_path, MODEL)
+
+
+def test_exported_file_is_the_state_dict(theirs, tmp_path):
+    """What `to_hf` gives can be saved as a safetensors file and is found whole by from_pretrained."""
+    save_file(
+        to_hf(canonical(gpt2(std=0.3)), SHAPE.layers, HEADS),
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    theirs.config.save_pretrained(tmp_path)
+    model, report = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert torch.equal(
+        model.lm_head.weight, load_file(tmp_path / "model.safetensors")["transformer.wte.weight"]
+    )
+
+
+# Generation
+
+
+@pytest.fixture(scope="module")
+def sampler() -> GPT2:
+    return gpt2(std=0.3)
+
+
+def greedy(model: GPT2, prompt: list[int], length: int, **kwargs) -> list[int]:
+    return continue_tokens(model, prompt, length, seed=0, top_k=1, **kwargs)
+
+
+def test_generation_is_a_function_of_its_seed(sampler):
+    one, again, other = (
+        continue_tokens(sampler, [1, 2, 3], 12, seed=seed, temperature=2.0) for seed in (5, 5, 6)
+    )
+    assert one == again != other and len(one) == 12 and all(0 <= t < SHAPE.vocab for t in one)
+
+
+def test_generation_takes_the_most_likely(sampler):
+    expected: list[int] = []
+    for _ in range(4):
+        expected.append(int(logits_of(sampler, torch.tensor([[1, 2, 3, *expected]]))[0, -1].argmax()))
+    assert greedy(sampler, [1, 2, 3], 4) == expected
+
+
+def test_generation_stops_at_the_end_token(sampler):
+    tokens = greedy(sampler, [1, 2, 3], 8)
+    end = tokens[3]
+    assert greedy(sampler, [1, 2, 3], 8, end=end) == tokens[: tokens.index(end)]
+
+
+def test_context_slides(sampler):
+    """Beyond the model's positions only the last tokens count."""
+    long = [(i * 11) % SHAPE.vocab for i in range(SHAPE.positions + 9)]
+    tokens = greedy(sampler, long, SHAPE.positions + 4)
+    assert len(tokens) == SHAPE.positions + 4
+    assert tokens[0] == greedy(sampler, long[-SHAPE.positions :], 1)[0]
+    assert tokens[-1] == greedy(sampler, tokens[:-1][-SHAPE.positions :], 1)[0]
+
+
+def test_recomputed_chunks_begin_at_transformer_layers():
+    """Embedding, five layers and the final norm in chunks of two: DeepSpeed alone would pair the embedding with a layer."""
+    group = torch.nn.ModuleList(GPT2(GPT2Shape(5, 8, 2, 16, 16, 4), group=None, init=Init(1, 0.02, 5)).layers)
+    word, norm = torch.nn.Identity(), torch.nn.Identity()
+    in_order = [(call, layer) for layer in (word, *group, norm)]
+    chunks = recomputed_chunks(in_order, 2)
+    assert [(len(layers), recomputed) for layers, recomputed in chunks] == [
+        (1, False),
+        (2, True),
+        (2, True),
+        (1, True),
+        (1, False),
+    ]
+    assert [pair for layers, _ in chunks for pair in layers] == in_order
+    assert not any(recomputed for _, recomputed in recomputed_chunks(in_order, 0))

@@ -1,0 +1,550 @@
+"""The recipe schema, the catalog and its errors, --set, --steps and --tiny."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from recipes import catalog
+from recipes.catalog import digest, dump, load, load_resolved
+from recipes.key_paths import paths
+from recipes.schema import Recipe
+from recipes.validation import RecipeError
+from recipes.yaml_lines import YamlError, parse
+
+EVERY = [entry.name for entry in catalog.names()]
+GOOD = """
+title: a table
+defaults:
+  model: {layers: 2, hidden: 8, heads: 2, vocab_size: 300}
+  sequence_length: 16
+  batch: {micro: 1, global: 4}
+  steps: 10
+  optimizer: {lr: 1e-3}
+rows:
+  one: {title: first, optimizer: {weight_decay: 0.5}}
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path):
+    """Writes a table and returns its path."""
+
+    def write(text: str = GOOD, name: str = "mine.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def problems(name: str, *overrides: str, **how) -> tuple[str, ...]:
+    with pytest.raises(RecipeError) as error:
+        load(name, overrides, **how)
+    return error.value.problems
+
+
+# --- names
+
+
+def test_there_are_recipes_and_the_default_comes_first():
+    assert EVERY[0] == catalog.DEFAULT_RECIPE
+    assert {name.split("/")[0] for name in EVERY} >= {"default", "openwebtext", "parallel_kinds"}
+    assert all(entry.title and entry.table_title for entry in catalog.names())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_recipe_loads_and_names_a_ds_config(name):
+    recipe = load(name)
+    assert (Path(catalog.__file__).parents[1] / "ds_configs" / f"{recipe.ds_config}.json").is_file()
+
+
+def test_a_row_or_a_table_of_one_row_is_name_enough():
+    assert load("3d") == load("parallel_kinds/3d")
+    assert load("default") == load("default/sotu") == load()
+    assert load("gpt2-124m") == load("openwebtext")
+    assert catalog.full_name("wikipedia") == "wikipedia/bert-336m"
+
+
+def test_unknown_name_gets_near_matches_and_an_ambiguous_one_its_choices():
+    assert "did you mean parallel_kinds/pipeline" in problems("parallel_kinds/pipelin")[0]
+    (tables,) = problems("qqqqqq")
+    assert (
+        "there are tables default, a100_blog_table1, " in tables and "recipe.py list shows all rows" in tables
+    )
+    assert len(tables) < 500 and "/sotu" not in tables
+    assert "did you mean a row of jeanzay_megatron_performance or " in problems("jeanzay_megatron_perf")[0]
+    assert "parallel_kinds/zero1, parallel_kinds/zero2" in problems("parallel_kinds")[0]
+
+
+def test_suggested_names_are_recipes():
+    """Also for a row's name that is in several tables, and for a file of one's own."""
+    for name in ("72x3072-h32-tp", "parallel_kinds/pipelin", "dgx2_gpt2_torch_dd/72x3072-h32-tp8"):
+        suggested = problems(name)[0].partition("did you mean ")[2].partition("?")[0].split(" or ")
+        assert suggested != [""] and all(load(each) for each in suggested), problems(name)
+
+
+@pytest.mark.parametrize("form", ["{}/one", "{}:one", "{}"])
+def test_a_file_of_ones_own(table, form):
+    recipe = load(form.format(table()))
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (
+        1e-3,
+        0.5,
+    )  # merged with the defaults, 1e-3 a number
+
+
+def test_a_file_or_row_that_is_not_there(table, tmp_path):
+    assert f"there is no file {tmp_path}/no.yaml" in problems(f"{tmp_path}/no.yaml:one")[0]
+    path = table(GOOD + "  two: {title: second}\n")
+    for asked, said in (
+        ("/onee", f"did you mean {path}/one"),
+        ("", f"can be {path}/one, {path}/two: "),
+        ("/x", "did you mean"),
+    ):
+        assert said in problems(f"{path}{asked}")[0]
+    assert load(f"{path}/two") == load(f"{path}:two")
+
+
+# --- bad files
+
+
+def test_malformed_yaml_says_where(table):
+    path = table("title: x\nrows: {a: [1, 2}\n")
+    assert problems(f"{path}:a") == (
+        f"{path}:2:16: not YAML: expected ',' or ']', but got '}}': 'rows: {{a: [1, 2}}'",
+    )  # fmt: skip
+
+
+def test_a_duplicate_key_is_refused_with_both_lines(table):
+    path = table(GOOD.replace("  steps: 10\n", "  steps: 10\n  steps: 20\n"))
+    assert problems(f"{path}:one") == (
+        f"{path}:8:3: key 'steps' is already in line 7: a key stands once in its mapping; remove one of the two",
+    )
+
+
+def test_duplicates_are_found_at_any_depth():
+    for text in ("a: {b: {c: 1, c: 2}}", "a: [{b: 1, b: 2}]"):
+        with pytest.raises(YamlError, match="is already in line 1"):
+            parse(text, "x")
+
+
+def test_the_frame_of_a_table_is_checked_at_once(table):
+    path = table("defauls: {}\nrows: {a: 3, 1: {}}\n")
+    found = problems(f"{path}:a")
+    assert found[0] == f"{path}:1: defauls: unknown key of a table: did you mean defaults?"
+    assert [line for line in found if "title is missing" in line]
+    assert [line for line in found if "row a holds 3" in line] and [line for line in found if "row 1" in line]
+    assert "holds str" in problems(str(table("just text")))[0]
+    assert "at least one row" in problems(str(table("title: x")))[0]
+    assert "not UTF-8" in problems(str(_latin1(table())))[0]
+
+
+def _latin1(path: Path) -> Path:
+    path.write_bytes("title: é".encode("latin-1"))
+    return path
+
+
+def test_all_problems_of_a_row_come_at_once_with_their_lines(table):
+    text = (
+        GOOD.replace("layers: 2", "layer: 2").replace("steps: 10", "steps: ten")
+        + "    seeed: 3\n    precision: fp8\n"
+    )
+    text = text.replace(
+        "one: {title: first, optimizer: {weight_decay: 0.5}}",
+        "one:\n    title: first\n    schedule: {warmup: 3}",
+    )
+    path = table(text)
+    found = problems(f"{path}:one")
+    assert (
+        f"mine/one: model.layer: unknown key; did you mean model.layers or model.layer_norm? ({path}:4)"
+        in found
+    )
+    assert "mine/one: model.layers: is missing; the recipe must state it" in found
+    assert f"mine/one: steps='ten': should be a valid integer ({path}:7)" in found
+    assert f"mine/one: schedule.warmup: unknown key; did you mean schedule.warmup_steps? ({path}:12)" in found
+    assert f"mine/one: seeed: unknown key; did you mean seed? ({path}:13)" in found
+    assert f"mine/one: precision='fp8': should be 'fp32', 'bf16' or 'fp16' ({path}:14)" in found
+    assert len(found) == 6
+
+
+def test_an_unknown_key_does_not_hide_what_the_other_keys_owe_each_other(table):
+    found = problems(f"{table(GOOD + '  two: {title: x, sped: 1, schedule: {warmup_steps: 10}}')}:two")
+    assert [line.split(":")[1].strip() for line in found] == [
+        "sped",
+        "schedule.warmup_steps=10 is not below steps=10",
+    ]
+
+
+def test_what_fields_and_layout_owe_each_other_comes_with_what_is_wrong_in_fields(table):
+    path = table(
+        GOOD.replace("title: a table", "title: a table\nsource: s\ncolumns: [GPUs, Size, Loss]")
+        + "  two:\n    title: x\n    seed: high\n    optimizer: {lr: 1e-5}\n    schedule: {min_lr: 1e-3, warmup_steps: 20}\n"
+        "    parallel: {dp: 4}\n    batch: {accumulation: 2}\n    ds_config: zero4\n    published: {source: s, row: 4 | 8B}\n"
+    )
+    found = problems(f"{path}/two")
+    expected = (
+        f"mine/two: seed='high': should be a valid integer ({path}:15)",
+        "mine/two: schedule.min_lr=0.001 is above optimizer.lr=1e-05",
+        "mine/two: schedule.warmup_steps=20 is not below steps=10",
+        "mine/two: ds_config=zero4: no such file in ds_configs/: did you mean zero3 or zero2 or zero1?",
+        "mine/two: batch.micro=1 x batch.accumulation=2 x parallel.dp=4 = 8 is not batch.global=4: micro x accumulation x dp = global; set "
+        "batch.global to 8 or batch.accumulation to 1 or parallel.dp to 2",
+        "mine/two: published.row has 2 cells for 3 columns (GPUs: 4, Size: 8B, Loss: ?)",
+    )
+    assert len(found) == len(expected) and all(
+        any(line.startswith(part) for line in found) for part in expected
+    ), found
+    assert [
+        line.rpartition(":")[2] for line in found if "cells" in line or "ds_config" in line or "batch" in line
+    ] == ["20)", "19)", "21)"]
+    # Each is found without the others too, and a setting that mends it is enough.
+    right = ["seed=1", "schedule={}", "ds_config=zero1", "batch.accumulation=1", "published.row='4 | 8B | '"]
+    for i in range(len(right)):
+        assert problems(f"{path}/two", *right[:i], *right[i + 1 :])
+    assert load(f"{path}/two", right)
+    (line,) = problems(f"{path}/two", *right, "batch.micro=3")
+    assert line.endswith("set batch.global to 12 or batch.micro to 1 (--set)")
+
+
+def test_rules_that_ask_for_a_wrong_field_are_left_for_later(table):
+    for wrong in (
+        "model: 3", "model: {layers: x}", "data: {blend: [3]}", "optimizer: {lr: fast}", "published: {row: 3}", "parallel: 2", "batch: []",
+    ):  # fmt: skip
+        found = problems(f"{table(GOOD + f'  two: {{title: x, {wrong}}}')}:two")
+        assert 1 <= len(found) <= 2 and wrong.split(":")[0] in found[0], found
+    found = problems(f"{table(GOOD + '  two: {title: x, schedule: {kind: consant, warmup_steps: 10}}')}:two")
+    assert len(found) == 1 and "schedule.kind='consant'" in found[0], (
+        "a cosine could not warm up so long; what is meant may"
+    )
+
+
+# --- what the fields owe each other
+
+WRONG = {
+    "model.heads=5": "model.hidden=384 is not divisible by model.heads=5",
+    "schedule.min_lr=1": "schedule.min_lr=1.0 is above optimizer.lr=0.001",
+    "schedule.warmup_steps=300": "schedule.warmup_steps=300 is not below steps=300",
+    "schedule.decay_steps=20": "schedule.warmup_steps=20 is not below schedule.decay_steps=20",
+    "optimizer.betas=[1.0, 0.9]": "optimizer.betas=1.0: should be less than 1",
+    "data.tokenizer.kind=gpt2": "the published vocabulary has 50257 tokens",
+    "model.vocab_size=256": "set model.vocab_size to 257 or more",
+    "data={source: hub, name: x}": "a vocabulary cannot be trained on what is read once",
+    "data.source=jsonl": "data.source=jsonl needs data.name",
+    "activation_checkpointing=7": "activation_checkpointing=7 is above model.layers=6",
+    "activation_checkpointing=some": "activation_checkpointing='some': should be 'none' or 'full', or should be a valid integer",
+    "steps=true": "steps=True: should be a valid integer",
+    "steps=1.5": "steps=1.5: should be a valid integer",
+    "steps='12'": "steps='12': should be a valid integer",
+    "optimizer.lr=-1": "optimizer.lr=-1: should be greater than 0",
+    "optimizer.lr=.nan": "optimizer.lr=nan",
+    "dropout.hidden=1": "dropout.hidden=1: should be less than 1",
+    "batch.global=0": "batch.global=0: should be greater than 0",
+    "batch=null": "batch=None",
+    "model.layer_norm=post": "GPT-2 normalises before attention and MLP",
+    "model.sentence_head=nsp": "only a BERT has a sentence objective",
+    "data.validation_every=1": "data.validation_every=1 holds out every document",
+    "data.test_every=1": "data.test_every=1 leaves no document to train on",
+    "data={source: store, name: x, streaming: true, tokenizer: {kind: store}}": "the tokens are there already",
+    "data.streaming=true": "the packaged corpus is prepared in seconds",
+    "data={blend: [{weight: 1, streaming: true}]}": "the packaged corpus is prepared in seconds",
+    "data={source: text, name: x, streaming: true}": "set data.streaming to false, or data.documents to blank_line",
+    "data={revision: main, blend: [{weight: 1}]}": "data.blend together with data.revision",
+    "data={source: store, name: x}": "its tokens are numbered already",
+    "data={tokenizer: {kind: store}}": "there is no store to take it from",
+    "data={tokenizer: {kind: file}}": "data.tokenizer.kind=file needs data.tokenizer.path",
+    "data={source: jsonl, name: x, blend: [{weight: 1}]}": "data.blend together with data.name, data.source",
+    "data.blend=[{weight: 0}]": "should be greater than 0",
+}
+WRONG_FOR_BERT = {
+    "data.tokenizer.kind=trained_bpe": "needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]",
+    "data.tokenizer.kind=bert_uncased": "the published vocabulary has 30522 tokens",
+    "data={source: hub, name: x, tokenizer: {kind: trained_wordpiece}}": "to bert_uncased and model.vocab_size to 30522",
+    "sequence_length=7": "a sample is [CLS] A [SEP] B [SEP]; set it to 8 or more",
+    "data.masking.probability=0": "should be greater than 0",
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_inconsistent_values_are_refused(override):
+    found = problems("default/sotu", override)
+    assert any(WRONG[override] in line for line in found), found
+
+
+@pytest.mark.parametrize("override", WRONG_FOR_BERT)
+def test_inconsistent_values_of_a_bert_are_refused(override):
+    found = problems("bert/sotu", override)
+    assert any(WRONG_FOR_BERT[override] in line for line in found), found
+
+
+def test_text_whose_files_hold_many_documents_may_be_streamed():
+    how = {"source": "text", "name": "x", "streaming": True, "documents": "blank_line"}
+    values = load("openwebtext").model_dump(by_alias=True)
+    values["data"] = {**how, "tokenizer": {"kind": "gpt2"}}
+    assert Recipe.model_validate(values).data.streamed
+    assert load("openwebtext").data.revision == "refs/convert/parquet"
+
+
+def test_a_constant_rate_may_warm_up_to_the_end():
+    assert (
+        load("default", ["schedule.kind=constant", "schedule.warmup_steps=300"]).schedule.warmup_steps == 300
+    )
+
+
+def test_the_schema_is_frozen_and_every_number_says_what_it_is():
+    recipe = load()
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.steps = 3  # type: ignore[misc]
+    assert "batch.global" in set(paths()) and "batch.global_" not in set(paths())
+
+
+# --- overrides
+
+
+def test_overrides_reach_every_depth_and_read_values_as_yaml():
+    recipe = load(
+        "default",
+        [
+            "batch.global=16",
+            "data.tokenizer.kind=gpt2",
+            "model.vocab_size=50257",
+            "optimizer.lr=1e-4",
+            "run.prompt=null",
+        ]
+        + ["schedule.min_lr=0.0", "published.source=me", "schedule.min_lr=1e-5", "optimizer.betas=[0.8, 0]"],
+    )
+    assert (recipe.batch.global_, recipe.data.tokenizer.kind, recipe.optimizer.lr) == (16, "gpt2", 1e-4)
+    assert (recipe.run.prompt, recipe.schedule.min_lr, recipe.optimizer.betas) == (None, 1e-5, (0.8, 0.0))
+    assert recipe.published is not None and recipe.published.source == "me"
+    assert load().batch.global_ == 8  # the catalog is not changed
+
+
+def test_bad_overrides_are_all_reported_with_how_to_write_them():
+    found = problems(
+        "default", "batch.micr=4", "lr=1", "steps", "=3", "model.layers=[", "steps=0", "foo.bar=1"
+    )
+    assert found[:6] == (
+        "--set batch.micr=4: batch.micr: unknown key; did you mean batch.micro?",
+        "--set lr=1: lr: unknown key; did you mean optimizer.lr?",
+        "--set steps: is not key=value; write --set key=value, as in --set batch.micro=4",
+        "--set =3: is not key=value; write --set key=value, as in --set batch.micro=4",
+        found[4],
+        "--set foo.bar=1: foo.bar: unknown key; no such key",
+    )
+    assert found[4].startswith("--set model.layers=[:1:2: not YAML")
+    assert found[6] == "default/sotu: steps=0: should be greater than 0 (--set)"
+
+
+# --- steps, dump, digest
+
+
+def test_steps_end_the_run_and_leave_the_schedule():
+    full, short, longer = load(), load(steps=7), load(steps=1000)
+    assert (short.steps, short.decay_steps, short.schedule.warmup_steps) == (7, full.decay_steps, 20)
+    assert digest(short) == digest(full) == digest(longer)
+    assert digest(load(overrides=["steps=301"])) != digest(full)
+    assert "at least one optimizer step" in problems("default", steps=0)[0]
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("tiny", [False, True])
+def test_a_resolved_recipe_reads_back_equal(name, tiny, tmp_path):
+    recipe = load(name, tiny=tiny)
+    (tmp_path / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
+    again = load_resolved(tmp_path / "recipe.yaml")
+    assert again == recipe and digest(again) == digest(recipe)
+
+
+def test_resolved_recipes_that_cannot_be_read(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    for text, message in (
+        (None, "no such file"),
+        ("[1]", "holds list"),
+        ("a: {", "not YAML"),
+        ("title: x", "is missing"),
+    ):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            load_resolved(path)
+
+
+SAME = (
+    "parallel.tp=2",
+    "batch.micro=4",
+    "batch.accumulation=2",
+    "ds_config=zero1",
+    "title=x",
+    "note=x",
+    "run.save_every=7",
+    "run.save_last=false",
+)
+OTHER = ("batch.global=16", "optimizer.lr=2e-3", "seed=1", "model.layers=5", "precision=fp32", "dropout.hidden=0.1",
+         "schedule.warmup_steps=21", "data.validation_every=7", "sequence_length=128", "init_std=0.01",
+         "activation_checkpointing=full")  # fmt: skip
+
+
+def test_the_digest_knows_what_decides_the_numbers():
+    base = digest(load())
+    assert {digest(load(overrides=[override])) for override in SAME} == {base}
+    others = [digest(load(overrides=[override])) for override in OTHER]
+    assert base not in others and len(set(others)) == len(OTHER)
+
+
+# --- what a run keeps
+
+
+def test_only_runs_that_time_iterations_leave_out_the_last_checkpoint():
+    """Whole tables of them, and one row of two in the Megatron paper's."""
+    timing = ("hpe1270_", "dgx2_", "a100_blog_table4/", "jeanzay_")
+    for name in EVERY:
+        only_timed = name.startswith(timing) or (
+            name.startswith("megatron_paper_table1/") and name.endswith("-mp")
+        )
+        run = load(name).run
+        assert run.save_last is not only_timed and not (only_timed and run.save_every), name
+        assert load(name, tiny=True).run.save_last is run.save_last
+
+
+# --- tiny
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_tiny_keeps_the_code_path(name):
+    full, small = load(name), load(name, tiny=True)
+    assert small.model.layers <= 4 and small.model.hidden == 64 and small.steps <= 20
+    assert small.sequence_length == (64 if small.model.attention == ("dense",) else 256)
+    assert small.model.vocab_size % 2 == 1, "tensor parallelism must have to pad"
+    assert small.data.source == "packaged" and small.optimizer.lr >= 1e-3 and small.title.endswith(" (tiny)")
+    for kept in ("dropout", "precision", "ds_config", "seed"):
+        assert getattr(small, kept) == getattr(full, kept)
+    assert small.schedule.kind == full.schedule.kind
+    assert type(small.activation_checkpointing) is type(full.activation_checkpointing)
+    for degree in ("tp", "pp", "dp"):
+        before, after = getattr(full.parallel, degree), getattr(small.parallel, degree)
+        assert after == (None if before is None else min(2, before))
+    assert load(name, tiny=True) == small
+
+
+def published(**batch) -> Recipe:
+    """A row as the tables have them: many GPUs, everything stated."""
+    values = load("openwebtext/gpt2-124m").model_dump(by_alias=True)
+    values |= {"parallel": {"tp": 4, "pp": 8, "dp": 4}, "batch": batch, "activation_checkpointing": 4}
+    values["schedule"] |= {"warmup_steps": 2000, "decay_steps": 320000, "min_lr": 1e-5}
+    return Recipe.model_validate(values | {"steps": 400000})
+
+
+def test_tiny_of_a_published_layout_keeps_the_batch_identity():
+    from recipes.tiny import tiny
+
+    small = tiny(published(micro=4, accumulation=16, **{"global": 256}))
+    assert (small.parallel.tp, small.parallel.pp, small.parallel.dp) == (2, 2, 2)
+    assert small.batch.model_dump() == {"micro": 2, "accumulation": 2, "global_": 8}
+    assert small.activation_checkpointing == 2
+    assert (small.schedule.warmup_steps, small.schedule.decay_steps) == (1, 16)
+    once = tiny(published(micro=4, accumulation=None, **{"global": 16}))
+    assert once.batch.model_dump() == {"micro": 2, "accumulation": 1, "global_": 4}
+    assert tiny(small) == small
+
+
+D, B = "dense", "banded"
+PATTERNS = {  # of a recipe -> shrunk
+    (D, D, D, D, B): (D, D, D, B), (B, D, D, D, D, D): (B, D, D, D), (D, D, D, B, B, B): (D, D, B, B), (D, B) * 3: (D, B) * 2,
+    (D, D, B, D, D, B): (D, B, D, B), (B,) * 6: (B,) * 4, (D, B): (D, B), (D, D, D, B): (D, D, D, B),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kinds", PATTERNS)
+def test_tiny_keeps_every_kind_of_layer(kinds, table):
+    pattern = f"attention: [{', '.join(kinds)}], attention_window: 5"
+    small = load(f"{table(GOOD.replace('layers: 2', 'layers: 6, ' + pattern))}:one", tiny=True)
+    assert small.model.attention == PATTERNS[kinds]
+
+
+@pytest.mark.parametrize(
+    ("positions", "window"),
+    [(2048, 128), (2048, 1000), (2048, 2047), (1024, 700), (300, 20), (100, 9), (16, 5)],
+)
+def test_tiny_takes_the_kernel_of_the_whole_recipe(positions, window, table):
+    from modeling.banded_attention import choose
+    from recipes.tiny import tiny
+
+    text = GOOD.replace("layers: 2", f"layers: 2, attention: [dense, banded], attention_window: {window}")
+    path = table(text.replace("sequence_length: 16", f"sequence_length: {positions}"))
+    small = load(f"{path}:one", tiny=True)
+
+    def kernel(recipe: Recipe) -> str:
+        model = recipe.model
+        return choose(
+            "cpu",
+            torch.float32,
+            0.0,
+            recipe.sequence_length,
+            model.attention_window,
+            model.hidden // model.heads,
+        ).kernel
+
+    assert small.sequence_length == min(256, positions) and tiny(small) == small
+    assert kernel(small) == kernel(load(f"{path}:one"))
+
+
+def test_set_has_the_last_word_over_tiny():
+    assert load("default", ["model.layers=3", "batch.global=12"], tiny=True).model.layers == 3
+
+
+# --- the planning side is light
+
+
+def test_reading_recipes_imports_neither_torch_nor_deepspeed():
+    code = (
+        "import sys, recipes.catalog, ds_configs.resolver; recipes.catalog.load(); "
+        "sys.exit(bool({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
+    )
+    root = Path(catalog.__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
+# --- parts of a blend
+
+BLENDS = {
+    "[{wieght: 1}]": (
+        "data.blend[0].weight: is missing",
+        "data.blend[0].wieght: unknown key; did you mean data.blend[0].weight?",
+    ),
+    "[{weight: 0}, {weight: -1}]": (
+        "data.blend[0].weight=0: should be greater than 0",
+        "data.blend[1].weight=-1: should be",
+    ),
+    "{weight: 1}": ("data.blend={'weight': 1}: should be a list of parts, each with weight",),
+    "[{weight: 1}, {weight: 1, source: jsonl}]": ("data.blend[1].source=jsonl needs data.blend[1].name: ",),
+    "[{weight: 1, zzz: 1}]": ("data.blend[0].zzz: unknown key; data.blend[0] has source, name,",),
+    "[{weight: 1, validation_every: 9}]": (
+        "data.blend[0].validation_every: unknown key; did you mean data.validation_every?",
+    ),
+}
+
+
+@pytest.mark.parametrize("blend", BLENDS)
+def test_problems_of_a_blend_say_which_part(blend, table):
+    expected = BLENDS[blend]
+    found = problems("default/sotu", f"data.blend={blend}")
+    for line in expected:
+        assert any(f": {line}" in problem and problem.endswith(" (--set)") for problem in found), (
+            line,
+            found,
+        )
+    path = table(GOOD + f"  two:\n    title: x\n    data:\n      blend: {blend}\n")
+    found = problems(f"{path}:two")
+    assert len(found) == len(expected)
+    assert all(problem.endswith(f" ({path}:14)") for problem in found), found  # the line of the list
+
+
+def test_keys_inside_a_list_cannot_be_set():
+    (found,) = problems("default", "data.blend.weight=1")
+    assert found.endswith(
+        "data.blend.weight: unknown key; data.blend is a list of parts, each with weight: give it as a whole"
+    )
