@@ -3,9 +3,58 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 MOST = 10  # options that a message lists
+
+
+class Key(str):
+    """A dotted key of the recipe inside a text, which a command may show as a flag of its own."""
+
+
+class Setting(NamedTuple):
+    """A value for a key of the recipe inside a text: `batch.micro=4`, or a command's own flag with the value."""
+
+    key: str
+    value: object
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}"
+
+
+Words = str | Key | Setting
+Text = Words | tuple[Words, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with what the user gave.
+
+    Attributes:
+        key: what has to change, as a dotted key of the recipe or of the JSON, a flag or a file; "" where nothing has a name.
+        came: what was given.
+        rule: what it breaks; "" where `came` says it all.
+        fix: what to do.
+    """
+
+    key: str
+    came: Text
+    rule: Text = ""
+    fix: Text = ""
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def render(self, show: Callable[[Words], str] = str) -> str:
+        """The sentence "came: rule; fix". `show` turns each piece of the texts into what this command's user types."""
+        came, rule, fix = ("".join(map(show, _pieces(text))) for text in (self.came, self.rule, self.fix))
+        return "; ".join(part for part in (": ".join(part for part in (came, rule) if part), fix) if part)
+
+
+def _pieces(text: Text) -> tuple[Words, ...]:
+    return text if isinstance(text, tuple) and not isinstance(text, Setting) else (text,)
 
 
 class ProblemsError(ValueError):

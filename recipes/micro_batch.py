@@ -1,0 +1,32 @@
+"""The micro-batch: names and shapes of its tensors, for each family. The one definition that loader, models and engines share.
+
+B samples of S tokens, of which a BERT predicts P. Token ids, lengths and positions are int64, weights float32. The loss of a
+micro-batch is the sum of cross-entropies times weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MicroBatchFields:
+    """Tensor names in the order in which a model takes them -> their dimensions."""
+
+    inputs: Mapping[str, str]  # what the first pipeline stage takes
+    targets: Mapping[str, str]  # what the last one computes the loss from
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, as the plain model takes them."""
+        return (*self.inputs, *self.targets)
+
+
+FIELDS: Mapping[str, MicroBatchFields] = {
+    "gpt2": MicroBatchFields(inputs={"tokens": "BS"}, targets={"labels": "BS", "weights": "BS"}),
+    "bert": MicroBatchFields(
+        inputs={"tokens": "BS", "token_types": "BS", "lengths": "B", "positions": "BP"},
+        targets={"labels": "BP", "weights": "BP", "sentence_labels": "B", "sentence_weights": "B"},
+    ),
+}
