@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from rank_server import RankServer
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = Path(__file__).resolve().parent / "workers"
@@ -16,19 +21,17 @@ WORKERS = Path(__file__).resolve().parent / "workers"
 def run(
     command: list[str], *, env: Mapping[str, str] | None = None, timeout: float = 180, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """Run `command` with this repository's packages importable; stdout and stderr come back together in `stdout`.
+    """Run `command` with this repository's packages importable; `stdout` brings back stdout and stderr.
 
-    Raises subprocess.TimeoutExpired after `timeout` seconds, once the command and all its children are killed.
+    A Python script is run by a fork that has the libraries already (see `run_ranks`), anything else as a
+    program. Raises subprocess.TimeoutExpired after `timeout` seconds, once the command and all its children are killed.
     """
+    if command[0] == sys.executable and command[1].endswith(".py"):
+        return run_ranks(1, *command[1:], env=env, timeout=timeout, cwd=cwd)
     process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment(env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, cwd=cwd, env=environment(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
-    )
+    )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -45,17 +48,36 @@ def run(
 
 
 def run_ranks(
-    processes: int, script: Path, *args: object, env: Mapping[str, str] | None = None, timeout: float = 180
+    processes: int,
+    script: str | Path,
+    *args: object,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 180,
+    cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` on `processes` ranks of one torchrun launch; see `run`."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={processes}",
-    ]
-    return run([*launcher, str(script), *map(str, args)], env=env, timeout=timeout)
+    """Run `script` on ranks (one: a plain process) without torchrun's slow start; see rank_server.py and `run`."""
+    command = [str(script), *map(str, args)]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        try:
+            code = _server().run(
+                timeout,
+                processes=processes,
+                command=command,
+                env=environment(env),
+                cwd=str(cwd),
+                output=str(output),
+            )
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(command, timeout, output.read_text(errors="replace")) from None
+        return subprocess.CompletedProcess(command, code, output.read_text(errors="replace"), "")
+
+
+@functools.cache
+def _server() -> RankServer:
+    server = RankServer(environment({"TORCH_CPP_LOG_LEVEL": "ERROR", "TF_CPP_MIN_LOG_LEVEL": "3"}))
+    atexit.register(server.close)
+    return server
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
