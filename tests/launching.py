@@ -24,7 +24,7 @@ def run(
     """Run `command` with this repository's packages importable; `stdout` brings back stdout and stderr.
 
     A Python script is run by a fork that has the libraries already (see `run_ranks`), anything else as a
-    program. Raises subprocess.TimeoutExpired after `timeout` seconds, once the command and all its children are killed.
+    program. Raises subprocess.TimeoutExpired after `timeout` seconds, once all processes are killed.
     """
     if command[0] == sys.executable and command[1].endswith(".py"):
         return run_ranks(1, *command[1:], env=env, timeout=timeout, cwd=cwd)
@@ -55,7 +55,7 @@ def run_ranks(
     timeout: float = 180,
     cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` on ranks (one: a plain process) without torchrun's slow start; see rank_server.py and `run`."""
+    """Run `script` on ranks, one being a plain process, quickly; see rank_server.py and `run`."""
     command = [str(script), *map(str, args)]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
