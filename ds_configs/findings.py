@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from recipes.problems import Problem, Setting, Text
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that differs from what recipe or JSON ask for, and why. `key`: what it is about, e.g. "precision"."""
+
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass
-class Report:
-    """Collects lines; `where` names the JSON in them."""
+class Findings:
+    """Collects what is found; `where` names the JSON in it."""
 
     where: str
-    problems: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
 
-    def problem(self, *lines: str) -> None:
-        """What came, the rule, the fix."""
-        self.problems += [line for line in lines if line not in self.problems]
+    def refuse(self, key: str, came: Text, rule: Text, fix: Text = "") -> None:
+        """Add a problem of the JSON."""
+        self.problems.append(Problem(key, came, rule, fix, where=self.where))
 
-    def notice(self, *lines: str) -> None:
-        """Something that differs from what recipe or JSON ask for, and why."""
-        self.notices += [line for line in lines if line not in self.notices]
+    def notice(self, key: str, text: str) -> None:
+        self.notices.append(Notice(key, f"{key}: {text}"))
 
-    def disagreement(
-        self, key: str, value: object, recipe_key: str, recipe_value: object, why: str = ""
-    ) -> None:
-        """The JSON and the recipe state different values; names both places."""
-        set_value = str(value).replace(" ", "").replace("(", "[").replace(")", "]")
-        self.problem(
-            f"{self.where}: {key}={value} disagrees with the recipe's {recipe_key}={recipe_value}{why}: one of them decides; "
-            f'set {key} to "auto" in the JSON, or --set {recipe_key}={set_value}'
-        )
-
-
-def join(words: Iterable[object]) -> str:
-    """Words as "a, b or c"."""
-    *first, last = [str(word) for word in words]
-    return f"{', '.join(first)} or {last}" if first else last
+    def disagreement(self, key: str, value: object, stated: Setting) -> None:
+        """Add that the JSON and the recipe state different values; names both places."""
+        written = Setting(stated.key, str(value).replace(" ", ""))
+        fix = f'set {key} to "auto" in the JSON, or --set ', written
+        self.refuse(key, (f"{key}={value} disagrees with the recipe's ", stated), "one of them decides", fix)

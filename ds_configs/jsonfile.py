@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipes.problems import ProblemsError, nearest
+from recipes.problems import Problem, ProblemsError, nearest
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -36,7 +36,7 @@ def find(ds_path: str | Path) -> Path:
     near = nearest(path.stem, available())
     hint = f"did you mean {' or '.join(near)}?" if near else f"ds_configs/ has {', '.join(available())}"
     kind = "is a directory, not a JSON file" if path.is_dir() else "no such file"
-    raise ConfigError([f"--ds_config {ds_path}: {kind}; {hint}"])
+    raise _refusal(f"--ds_config {ds_path}", kind, "", hint)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -49,16 +49,20 @@ def read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text, object_pairs_hook=_without_duplicates)
     except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: not UTF-8 at byte {error.start}: save the file as UTF-8"]) from None
+        raise _refusal(path, f"not UTF-8 at byte {error.start}", "", "save the file as UTF-8") from None
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+        raise _refusal(path, "cannot be read", error.strerror or str(error)) from None
     except json.JSONDecodeError as error:
-        raise ConfigError([_malformed(path, text, error)]) from None
+        raise _malformed(path, text, error) from None
     except _DuplicateKeyError as error:
-        raise ConfigError([_duplicate(path, text, error.key)]) from None
+        raise _duplicate(path, text, error.key) from None
     if not isinstance(value, dict):
-        raise ConfigError([f"{path}: holds {type(value).__name__}: a DeepSpeed config is an object, {{...}}"])
+        raise _refusal(path, f"holds {type(value).__name__}", "a DeepSpeed config is an object, {...}")
     return value
+
+
+def _refusal(where: str | Path, came: str, rule: str = "", fix: str = "") -> ConfigError:
+    return ConfigError([Problem(str(where), came, rule, fix, where=str(where))])
 
 
 class _DuplicateKeyError(Exception):
@@ -75,23 +79,21 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _malformed(path: Path, text: str, error: json.JSONDecodeError) -> str:
+def _malformed(path: Path, text: str, error: json.JSONDecodeError) -> ConfigError:
     lines = text.splitlines()
     shown = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
     reason = error.msg[0].lower() + error.msg[1:]
     hint = ""
     if shown.startswith(("//", "#", "/*")):
-        hint = "; JSON has no comments"
+        hint = "JSON has no comments"
     elif "property name" in reason or "expecting value" in reason:
-        hint = "; is there a comma too many?"
-    return f"{path}:{error.lineno}:{error.colno}: not JSON: {reason}: {shown!r}{hint}"
+        hint = "is there a comma too many?"
+    return _refusal(f"{path}:{error.lineno}:{error.colno}", "not JSON", f"{reason}: {shown!r}", hint)
 
 
-def _duplicate(path: Path, text: str, key: str) -> str:
+def _duplicate(path: Path, text: str, key: str) -> ConfigError:
     written = json.dumps(key)
     lines = [number for number, line in enumerate(text.splitlines(), 1) if written in line]
-    places = f"{path}:{lines[-1]}" if lines else str(path)
-    return (
-        f"{places}: key {written} stands twice in one object (lines {', '.join(map(str, lines))}): JSON readers keep one of "
-        "them silently; remove the other"
-    )
+    came = f"key {written} stands twice in one object (lines {', '.join(map(str, lines))})"
+    where = f"{path}:{lines[-1]}" if lines else path
+    return _refusal(where, came, "JSON readers keep one of them silently", "remove the other")

@@ -6,9 +6,9 @@ names are listed: values are DeepSpeed's to check. A test holds the lists agains
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+from ds_configs.findings import Findings
 from recipes.problems import did_you_mean
 
 
@@ -88,40 +88,46 @@ SECTIONS: dict[str, frozenset[str]] = {
 
 # DeepSpeed's sections that would decide what the recipe decides, or that our models have no part for.
 REFUSED = {
-    "scheduler": "the schedule is the recipe's: --set schedule.kind=, schedule.warmup_steps=, schedule.decay_steps=, "
-    "schedule.min_lr=; remove the section",
-    "tensor_parallel": "is DeepSpeed's AutoTP, which trains with ZeRO 0 to 2 only; ours is set by parallel.tensor; remove "
-    "the section",
-    "sequence_parallel_size": "the models have no sequence parallelism; remove the key",
-    "expert_parallel": "the models have no experts; remove the section",
-    "data_efficiency": "what is in a batch is the recipe's (data.*, batch.*); remove the section",
-    "hybrid_engine": "is for reinforcement learning; remove the section",
-    "weight_quantization": "is for inference; remove the section",
-    "bfloat16": "is the old name of bf16; rename the section",
+    "scheduler": (
+        "the schedule is the recipe's: --set schedule.kind=, schedule.warmup_steps=, schedule.decay_steps=, schedule.min_lr=",
+        "remove the section",
+    ),
+    "tensor_parallel": (
+        "is DeepSpeed's AutoTP, which trains with ZeRO 0 to 2 only; ours is set by parallel.tensor",
+        "remove the section",
+    ),
+    "sequence_parallel_size": ("the models have no sequence parallelism", "remove the key"),
+    "expert_parallel": ("the models have no experts", "remove the section"),
+    "data_efficiency": ("what is in a batch is the recipe's (data.*, batch.*)", "remove the section"),
+    "hybrid_engine": ("is for reinforcement learning", "remove the section"),
+    "weight_quantization": ("is for inference", "remove the section"),
+    "bfloat16": ("is the old name of bf16", "rename the section"),
 }
 
 
-def problems(config: dict[str, Any], where: str) -> Iterator[str]:
-    """A line for each key that DeepSpeed does not read, no longer reads, or must not read here."""
+def check(config: dict[str, Any], findings: Findings) -> None:
+    """Refuse each key that DeepSpeed does not read, no longer reads, or must not read here."""
     for key in config:
         if key in REMOVED:
-            yield f"{where}: {key}: was removed from DeepSpeed, which refuses it; {REMOVED[key]}"
+            findings.refuse(key, key, "was removed from DeepSpeed, which refuses it", REMOVED[key])
         elif key in REFUSED:
-            yield f"{where}: {key}: {REFUSED[key]}"
+            findings.refuse(key, key, *REFUSED[key])
         elif key not in TOP and key != "parallel":
-            yield f"{where}: {key}: unknown key, which DeepSpeed would ignore; {did_you_mean(key, [*TOP, 'parallel'])}"
+            hint = did_you_mean(key, [*TOP, "parallel"])
+            findings.refuse(key, key, "unknown key, which DeepSpeed would ignore", hint)
     for name, known in SECTIONS.items():
         section = lookup(config, name)
-        if section is None:
+        if not isinstance(section, dict | None):
+            findings.refuse(name, f"{name}={section!r}", "is a section", "write an object, {...}")
             continue
-        if not isinstance(section, dict):
-            yield f"{where}: {name}={section!r}: is a section; write an object, {{...}}"
-            continue
-        for key in section:
+        for key in section or ():
+            dotted = f"{name}.{key}"
             if name == "zero_optimization" and key in ZERO_REMOVED:
-                yield f"{where}: {name}.{key}: was removed from DeepSpeed or is deprecated; {ZERO_REMOVED[key]}"
+                findings.refuse(
+                    dotted, dotted, "was removed from DeepSpeed or is deprecated", ZERO_REMOVED[key]
+                )
             elif key not in known:
-                yield f"{where}: {name}.{key}: unknown key; {did_you_mean(key, known)}"
+                findings.refuse(dotted, dotted, "unknown key", did_you_mean(key, known))
 
 
 def lookup(config: dict[str, Any], dotted: str) -> Any:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
+from ds_configs.findings import Notice
 from recipes.layout import Layout
 from recipes.schema import Recipe
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Offload = Literal[
+    "none", "optimizer", "parameters", "optimizer+parameters", "nvme"
+]  # nvme: whatever goes there
+ZeroStage = Literal[0, 1, 2, 3]
 
 
 @dataclass(frozen=True)
@@ -42,19 +50,34 @@ class Plan:
         layout: degrees of parallelism, and the batch identity.
         ds: resolved JSON for DeepSpeed: no "auto" left to fill, no `parallel` section.
         zero_stage: 0 to 3.
-        offload: "none", "optimizer", "parameters", "optimizer+parameters" or "nvme".
+        offload: what is kept outside the GPU.
         precision: of the run; differs from the recipe's only with a notice.
         padded_vocab: rows of the embedding, a multiple of model.vocab_divisible_by x tp; transformers' has no padding.
-        notices: lines to be shown loudly and kept with the results.
+        notices: to be shown loudly and kept with the results.
         ds_name: name of the JSON without its folder and suffix.
     """
 
     recipe: Recipe
     layout: Layout
     ds: dict[str, Any]
-    zero_stage: int
-    offload: str
+    zero_stage: ZeroStage
+    offload: Offload
     precision: Precision
     padded_vocab: int
-    notices: tuple[str, ...]
+    notices: tuple[Notice, ...]
     ds_name: str
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data, which `plan_from_json` makes an equal plan of."""
+    values: dict[str, Any] = TypeAdapter(Plan).dump_python(plan, mode="json", by_alias=True)
+    return values
+
+
+def plan_from_json(values: Mapping[str, Any]) -> Plan:
+    """The plan that `plan_to_json` gave.
+
+    Raises:
+        pydantic.ValidationError (a ValueError): something else, or a plan with a field missing.
+    """
+    return TypeAdapter(Plan).validate_python(values)

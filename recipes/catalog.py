@@ -12,47 +12,23 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from recipes import overrides as overriding
-from recipes.problems import ProblemsError, nearest, some
+from recipes.problems import Problem, ProblemsError, RecipeError, nearest, some
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
 from recipes.tiny import tiny as shrink
-from recipes.validation import RecipeError, validate
-from recipes.yaml_lines import YamlError, read
+from recipes.validation import validate
+from recipes.yaml_lines import read
 
 DEFAULT_RECIPE = "default/sotu"
 
 # These change what is reported or how the work is shared, never a number of the training.
-NOT_IN_DIGEST = (
-    "title",
-    "run",
-    "ds_config",
-    "parallel",
-    "hardware",
-    "published",
-    "inferred",
-    "differs",
-    "unknown",
-    "note",
-)
-
-__all__ = [
-    "DEFAULT_RECIPE",
-    "Entry",
-    "RecipeError",
-    "digest",
-    "dump",
-    "find",
-    "full_name",
-    "load",
-    "load_resolved",
-    "names",
-    "tables",
-]
+NOT_IN_DIGEST = {
+    "title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "differs", "unknown", "note",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,7 +70,7 @@ def load(
     table, row = find(name)
     values, where = table.row(row), f"{table.name}/{row}"
     if tiny:
-        values = _values(shrink(validate(values, where, table.document, table.paths(row))))
+        values = shrink(validate(values, where, table.document, table.paths(row))).model_dump(by_alias=True)
     changed = overriding.apply(values, overrides)
     recipe = validate(changed.values, where, table.document, table.paths(row), changed)
     return recipe if steps is None else _with_steps(recipe, steps)
@@ -118,20 +94,15 @@ def load_resolved(path: str | Path) -> Recipe:
     Raises:
         RecipeError: missing, malformed or not a recipe.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise RecipeError(
-            [f"{path}: no such file: a run keeps its recipe in recipe.yaml; give the run's directory"]
-        )
-    try:
-        document = read(path, str(path))
-    except YamlError as error:
-        raise RecipeError([str(error)]) from None
+    where = str(path)
+    if not Path(path).is_file():
+        rule, fix = "a run keeps its recipe in recipe.yaml", "give the run's directory"
+        raise RecipeError([Problem(where, "no such file", rule, fix, where=where)])
+    document = read(Path(path), where)
     if not isinstance(document.value, dict):
-        raise RecipeError(
-            [f"{path}: holds {type(document.value).__name__}, not a recipe: was it written by this project?"]
-        )
-    return validate(document.value, str(path), document, ((),))
+        came = f"holds {type(document.value).__name__}, not a recipe"
+        raise RecipeError([Problem(where, came, "", "was it written by this project?", where=where)])
+    return validate(document.value, where, document, ((),))
 
 
 def digest(recipe: Recipe) -> str:
@@ -140,7 +111,7 @@ def digest(recipe: Recipe) -> str:
     Left out are the layout (`parallel`, `batch.micro`, `batch.accumulation`, `ds_config`), what is only printed or kept, and
     `steps`, which decides how far the run goes: in its place stands the step at which the learning rate has decayed.
     """
-    values = recipe.model_dump(mode="json", by_alias=True, exclude=set(NOT_IN_DIGEST))
+    values = recipe.model_dump(mode="json", by_alias=True, exclude=NOT_IN_DIGEST)
     values["batch"] = {"global": recipe.batch.global_}
     values["schedule"]["decay_steps"] = None if recipe.schedule.kind == "constant" else recipe.decay_steps
     del values["steps"]
@@ -149,15 +120,10 @@ def digest(recipe: Recipe) -> str:
 
 def _with_steps(recipe: Recipe, steps: int) -> Recipe:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise RecipeError(
-            [f"steps={steps!r}: a run has at least one optimizer step; give --steps a whole number from 1"]
-        )
+        rule, fix = "a run has at least one optimizer step", "give --steps a whole number from 1"
+        raise RecipeError([Problem("--steps", f"steps={steps!r}", rule, fix)])
     schedule = recipe.schedule.model_copy(update={"decay_steps": recipe.decay_steps})
     return recipe.model_copy(update={"steps": steps, "schedule": schedule})
-
-
-def _values(recipe: Recipe) -> dict[str, Any]:
-    return recipe.model_dump(by_alias=True, exclude_unset=True)
 
 
 def tables(folder: Path = FOLDER) -> list[Table]:
@@ -172,9 +138,9 @@ def tables(folder: Path = FOLDER) -> list[Table]:
     return found
 
 
-def _tables(folder: Path) -> tuple[list[Table], list[str]]:
+def _tables(folder: Path) -> tuple[list[Table], list[Problem]]:
     found: list[Table] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     for path in sorted(folder.glob("*.yaml")):
         try:
             found.append(read_table(path))
@@ -189,10 +155,8 @@ def find(name: str) -> tuple[Table, str]:
     if outside:
         path, row = outside
         if not path.is_file():
-            raise RecipeError(
-                [
-                    f"--recipe {name}: there is no file {path}: give the path of a table and a row, as in {path}/row"
-                ]
+            raise _unfound(
+                name, f"there is no file {path}", f"give the path of a table and a row, as in {path}/row"
             )
         own = read_table(path)
         key = f"{own.name}/{row}" if row else own.name
@@ -206,6 +170,10 @@ def find(name: str) -> tuple[Table, str]:
     return _row_of(found, name, name, problems)
 
 
+def _unfound(asked: str, came: str, fix: str, others: Sequence[Problem] = ()) -> RecipeError:
+    return RecipeError([Problem("--recipe", came, "", fix, where=f"--recipe {asked}"), *others])
+
+
 def _outside(name: str) -> tuple[Path, str] | None:
     """`path.yaml/row` or `path.yaml:row` -> path and row; None for a name of the catalog."""
     for suffix in (".yaml", ".yml"):
@@ -216,7 +184,7 @@ def _outside(name: str) -> tuple[Path, str] | None:
 
 
 def _row_of(
-    tables: list[Table], asked: str, name: str, problems: list[str], written: Callable[[str], str] = str
+    tables: list[Table], asked: str, name: str, problems: list[Problem], written: Callable[[str], str] = str
 ) -> tuple[Table, str]:
     """The one row that `name` can mean; other tables' problems are told only where the name is not found.
 
@@ -229,12 +197,10 @@ def _row_of(
     if len(matching) == 1:
         return every[matching[0]]
     if matching:
-        raise RecipeError(
-            [
-                f"--recipe {asked}: can be {some([written(key) for key in matching])}: give the table and the row"
-            ]
+        raise _unfound(
+            asked, f"can be {some([written(key) for key in matching])}", "give the table and the row"
         )
-    raise RecipeError([f"--recipe {asked}: no such recipe: {_suggestion(name, every, written)}", *problems])
+    raise _unfound(asked, "no such recipe", _suggestion(name, every, written), problems)
 
 
 def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Callable[[str], str]) -> str:
@@ -245,10 +211,8 @@ def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Call
         near = [key for row in rows for key in every if key.endswith(f"/{row}")][:3]
     if near:
         return f"did you mean {' or '.join(written(key) for key in near)}?"
-    tables = sorted(
-        {table.name for table, _ in every.values()},
-        key=lambda table: (table != DEFAULT_RECIPE.partition("/")[0], table),
-    )
+    default = DEFAULT_RECIPE.partition("/")[0]
+    tables = sorted({table.name for table, _ in every.values()}, key=lambda table: (table != default, table))
     if len(tables) == 1:
         return f"there is: {some([written(key) for key in every])}"
     if near := nearest(name.partition("/")[0], tables):

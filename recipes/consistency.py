@@ -1,244 +1,283 @@
 """What the fields of one recipe owe each other, whatever the layout it is run with (that is `ds_configs.resolver`'s part).
 
-One function per subject; each returns lines "what came: the rule: the fix", so that all problems are reported at once.
+One function per subject yields what is wrong, so that all problems are reported at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, get_args
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
 
-from recipes.vocabularies import PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
+from recipes.key_paths import paths
+from recipes.layout import share_batch
+from recipes.problems import Key, Problem, Setting, Text, Words, nearest, some
+from recipes.schema import Origin, Recipe
+from recipes.vocabularies import PUBLISHED_BY_FAMILY, PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
 
-if TYPE_CHECKING:
-    from recipes.schema import Recipe
-
-ORIGIN_FIELDS = frozenset(
-    {"source", "name", "config", "revision", "split", "text_column", "documents", "sentences", "streaming"}
-)
+ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
 SHORTEST_BERT_SAMPLE = 8  # [CLS] A [SEP] B [SEP] with a few tokens in each
+# Values that a family does not have: key, values, why, fix.
+REFUSED_BY_FAMILY = {
+    "gpt2": (
+        ("model.layer_norm", ("post",), "GPT-2 normalises before attention and MLP", "set it to pre"),
+        ("model.sentence_head", ("nsp", "sop"), "only a BERT has a sentence objective", "set it to none"),
+    ),
+    "bert": (
+        ("data.tokenizer.kind", ("trained_bpe", "gpt2"), "a BERT needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]",
+         "set data.tokenizer.kind to trained_wordpiece, bert_uncased, bert_cased or file"),
+        ("model.implementation", ("transformers",), "transformers' Trainer is run with its GPT-2", "set model.family to gpt2"),
+    ),
+}  # fmt: skip
+_DS_CONFIGS = (
+    Path(__file__).resolve().parents[1] / "ds_configs"
+)  # a folder of data here; that package imports this one
+
+Found = Iterator[Problem]
 
 
-def problems(recipe: Recipe) -> list[str]:
-    """Every broken rule, as lines; empty when the recipe is consistent."""
-    return [line for rule in _RULES for line in rule(recipe)]
+def problems(recipe: Recipe, *, whole: bool = True, columns: Sequence[str] | None = None) -> list[Problem]:
+    """Every broken rule; empty when the recipe is consistent.
 
-
-def known_problems(incomplete: Recipe) -> list[str]:
-    """Of a recipe that lacks fields: the broken rules among those that ask for none of them."""
-    found: list[str] = []
-    for rule in _RULES:
-        with contextlib.suppress(
-            AttributeError, TypeError
-        ):  # a field that is not there, or whose parts are not
-            found += rule(incomplete)
+    Args:
+        recipe: its fields valid one by one.
+        whole: without it, fields may be missing: what a rule says before it asks for one of them still holds.
+        columns: headings of the table whose row it is; None for a recipe that is no row, of which only what training needs is asked.
+    """
+    rules = [rule(recipe) for rule in _RULES]
+    if columns is not None:
+        rules += [_ds_config(recipe), _batch(recipe), _cells(recipe, columns)]
+    found: list[Problem] = []
+    for rule in rules:
+        with contextlib.suppress(*(() if whole else (AttributeError, TypeError))):
+            for problem in rule:
+                found.append(problem)
     return found
 
 
-def _schedule(recipe: Recipe) -> list[str]:
-    found = []
+def _together(recipe: Recipe, first: str, second: str, joint: str = " with ") -> tuple[Words, ...]:
+    """Two keys with their values, as in "schedule.min_lr=1.0 is above optimizer.lr=0.1"."""
+    return Setting(first, attrgetter(first)(recipe)), joint, Setting(second, attrgetter(second)(recipe))
+
+
+def _schedule(recipe: Recipe) -> Found:
     schedule = recipe.schedule
     if schedule.min_lr > recipe.optimizer.lr:
-        found.append(
-            f"schedule.min_lr={schedule.min_lr} is above optimizer.lr={recipe.optimizer.lr}: the rate decays from lr to "
-            "min_lr; set schedule.min_lr to optimizer.lr or less"
-        )
+        came = _together(recipe, "schedule.min_lr", "optimizer.lr", " is above ")
+        rule, fix = "the rate decays from lr to min_lr", "set schedule.min_lr to optimizer.lr or less"
+        yield Problem("schedule.min_lr", came, rule, fix)
     if schedule.kind != "constant" and schedule.warmup_steps >= recipe.decay_steps:
         end = "schedule.decay_steps" if schedule.decay_steps else "steps"
-        found.append(
-            f"schedule.warmup_steps={schedule.warmup_steps} is not below {end}={recipe.decay_steps}: the warm-up ends before "
-            f"the decay does; set schedule.warmup_steps to {recipe.decay_steps - 1} or less"
-        )
-    return found
+        came = _together(recipe, "schedule.warmup_steps", end, " is not below ")
+        fix = f"set schedule.warmup_steps to {recipe.decay_steps - 1} or less"
+        yield Problem("schedule.warmup_steps", came, "the warm-up ends before the decay does", fix)
 
 
-def _family(recipe: Recipe) -> list[str]:
-    model, kind = recipe.model, recipe.data.tokenizer.kind
-    found = []
-    if model.family == "gpt2":
-        if model.layer_norm != "pre":
-            found.append(
-                "model.layer_norm=post with model.family=gpt2: GPT-2 normalises before attention and MLP; set it to pre"
-            )
-        if model.sentence_head != "none":
-            found.append(
-                f"model.sentence_head={model.sentence_head} with model.family=gpt2: only a BERT has a sentence objective; set it to none"
-            )
-        return found
-    if kind in ("trained_bpe", "gpt2"):
-        found.append(
-            f"data.tokenizer.kind={kind} with model.family=bert: a BERT needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]; set "
-            "data.tokenizer.kind to trained_wordpiece, bert_uncased, bert_cased or file"
-        )
-    if recipe.sequence_length < SHORTEST_BERT_SAMPLE:
-        found.append(
-            f"sequence_length={recipe.sequence_length} with model.family=bert: a sample is [CLS] A [SEP] B [SEP]; set it to "
-            f"{SHORTEST_BERT_SAMPLE} or more"
-        )
-    return found
+def _family(recipe: Recipe) -> Found:
+    for key, values, why, fix in REFUSED_BY_FAMILY[recipe.model.family]:
+        if attrgetter(key)(recipe) in values:
+            yield Problem(key, _together(recipe, key, "model.family"), why, fix)
+    if recipe.model.family == "bert" and recipe.sequence_length < SHORTEST_BERT_SAMPLE:
+        came = _together(recipe, "sequence_length", "model.family")
+        rule, fix = "a sample is [CLS] A [SEP] B [SEP]", f"set it to {SHORTEST_BERT_SAMPLE} or more"
+        yield Problem("sequence_length", came, rule, fix)
 
 
-def _attention(recipe: Recipe) -> list[str]:
+def _heads(recipe: Recipe) -> Found:
     model = recipe.model
-    banded, window = "banded" in model.attention, model.attention_window
-    found = []
+    if model.hidden % model.heads:
+        came = _together(recipe, "model.hidden", "model.heads", " is not divisible by ")
+        yield Problem(
+            "model.heads",
+            came,
+            "every head has hidden/heads dimensions",
+            "set model.heads to a divisor of model.hidden",
+        )
+
+
+def _attention(recipe: Recipe) -> Found:
+    model, key = recipe.model, Key("model.attention")
+    banded, window = (
+        "banded" in model.attention,
+        Setting("model.attention_window", recipe.model.attention_window),
+    )
     if banded and model.family != "gpt2":
-        found.append(
-            "model.attention with banded layers and model.family=bert: the band looks back only; set model.attention to [dense]"
-        )
+        came: Text = key, " with banded layers and ", Setting("model.family", model.family)
+        yield Problem(key, came, "the band looks back only", "set model.attention to [dense]")
     if len(model.attention) > model.layers:
-        found.append(
-            f"model.attention has {len(model.attention)} kinds for model.layers={model.layers}: the pattern is repeated over the layers; "
-            f"give {model.layers} or fewer"
-        )
-    if banded and window is None:
-        found.append(
-            "model.attention has banded layers without model.attention_window: say how many positions each one sees"
-        )
-    if window is not None and not banded:
-        found.append(
-            f"model.attention_window={window} without a banded layer: set model.attention to [dense, banded], or leave it out"
-        )
-    if banded and window is not None and window >= recipe.sequence_length:
-        found.append(
-            f"model.attention_window={window} with sequence_length={recipe.sequence_length}: such a band is the whole triangle; set "
-            f"model.attention_window to {recipe.sequence_length - 1} or less, or model.attention to [dense]"
-        )
-    return found
+        came = key, f" has {len(model.attention)} kinds for ", Setting("model.layers", model.layers)
+        yield Problem(key, came, "the pattern is repeated over the layers", f"give {model.layers} or fewer")
+    if banded and model.attention_window is None:
+        came = key, " has banded layers without ", Key(window.key)
+        yield Problem(key, came, "it says how many positions each one sees", f"set {window.key}")
+    if banded and model.attention_window is not None and model.attention_window >= recipe.sequence_length:
+        fix = f"set model.attention_window to {recipe.sequence_length - 1} or less, or model.attention to [dense]"
+        came = _together(recipe, window.key, "sequence_length")
+        yield Problem(window.key, came, "such a band is the whole triangle", fix)
+    if model.attention_window is not None and not banded:
+        fix = "set model.attention to [dense, banded], or leave the window out"
+        yield Problem(window.key, (window, " without a banded layer"), "", fix)
 
 
-def _implementation(recipe: Recipe) -> list[str]:
-    model = recipe.model
-    if model.implementation != "transformers":
-        return []
-    asked = "model.implementation=transformers"
-    found = []
-    if model.family != "gpt2":
-        found.append(
-            f"model.family={model.family} with {asked}: transformers' Trainer is run with its GPT-2; set the family to gpt2"
-        )
-    if "banded" in model.attention:
-        found.append(
-            f"model.attention={list(model.attention)} with {asked}: its GPT-2 has dense layers; set model.attention to [dense]"
-        )
-    for key in ("tp", "pp"):
-        if (degree := getattr(recipe.parallel, key) or 1) > 1:
-            found.append(
-                f"parallel.{key}={degree} with {asked}: its GPT-2 is cut by ZeRO alone; set parallel.{key} to 1"
-            )
+def _implementation(recipe: Recipe) -> Found:
+    implementation = Setting("model.implementation", recipe.model.implementation)
+    if implementation.value != "transformers":
+        return
+    if "banded" in recipe.model.attention:
+        came: Text = Setting("model.attention", list(recipe.model.attention)), " with ", implementation
+        yield Problem("model.attention", came, "its GPT-2 has dense layers", "set model.attention to [dense]")
+    for key, degree in zip(("parallel.tp", "parallel.pp"), recipe.parallel.model_parallel, strict=True):
+        if degree > 1:
+            came = Setting(key, degree), " with ", implementation
+            yield Problem(key, came, "its GPT-2 is cut by ZeRO alone", f"set {key} to 1")
     if isinstance(recipe.activation_checkpointing, int):
-        found.append(
-            f"activation_checkpointing={recipe.activation_checkpointing} with {asked}: it recomputes all layers or none; set full or none"
+        came = _together(recipe, "activation_checkpointing", implementation.key)
+        yield Problem(
+            "activation_checkpointing", came, "it recomputes all layers or none", "set full or none"
         )
-    return found
 
 
-def _provenance(recipe: Recipe) -> list[str]:
-    """Keys named in `inferred`, `differs`, `unknown` and `published.printed` exist."""
-    named = {"inferred": recipe.inferred, "differs": recipe.differs, "unknown": recipe.unknown}
-    if recipe.published:
-        named["published.printed"] = recipe.published.printed  # type: ignore[assignment]
-    both = sorted(recipe.inferred.keys() & recipe.unknown.keys())
-    return [
-        f"unknown: {key}: is in inferred as well: a value has a source or none; keep one of the two"
-        for key in both
-    ] + [
-        f"{section}: {key}: no such key of a recipe: name the key whose value it explains, e.g. batch.global"
-        for section, keys in named.items()
-        for key in keys
-        if not _is_key(type(recipe), key)
-    ]
-
-
-def _is_key(model: Any, dotted: str) -> bool:
-    first, _, rest = dotted.partition(".")
-    fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
-    if first not in fields:
-        return False
-    below = [part for part in (fields[first], *get_args(fields[first])) if hasattr(part, "model_fields")]
-    return not rest or any(_is_key(part, rest) for part in below)
-
-
-def _vocabulary(recipe: Recipe) -> list[str]:
+def _vocabulary(recipe: Recipe) -> Found:
+    key, kind_key = "model.vocab_size", "data.tokenizer.kind"
     size, kind = recipe.model.vocab_size, recipe.data.tokenizer.kind
     published = PUBLISHED_VOCABULARIES.get(kind)
     if published and size != published:
-        return [
-            f"model.vocab_size={size} with data.tokenizer.kind={kind}: the published vocabulary has {published} tokens "
-            f"(padding for tensor parallelism comes on top); set model.vocab_size to {published}, or "
-            "data.tokenizer.kind to another"
-        ]
+        rule = (
+            f"the published vocabulary has {published} tokens (padding for tensor parallelism comes on top)"
+        )
+        fix = f"set {key} to {published}, or {kind_key} to another"
+        yield Problem(key, _together(recipe, key, kind_key), rule, fix)
     if kind == "trained_bpe" and size < SMALLEST_BPE:
-        return [
-            f"model.vocab_size={size} with data.tokenizer.kind=trained_bpe: a byte-level vocabulary needs the 256 bytes and "
-            f"one end-of-document token; set model.vocab_size to {SMALLEST_BPE} or more"
-        ]
-    streamed = [origin.source for origin in recipe.data.origins if origin.streamed]
+        rule = "a byte-level vocabulary needs the 256 bytes and one end-of-document token"
+        yield Problem(key, _together(recipe, key, kind_key), rule, f"set {key} to {SMALLEST_BPE} or more")
+    streamed = next((origin for origin in recipe.data.origins if origin.streamed), None)
     if kind in TRAINED and streamed:
-        other = "bert_uncased" if recipe.model.family == "bert" else "gpt2"
-        return [
-            f"data.tokenizer.kind={kind} with a streamed source (data.source={streamed[0]}): a vocabulary cannot be trained on what is "
-            f"read once; set data.tokenizer.kind to {other} and model.vocab_size to {PUBLISHED_VOCABULARIES[other]}, or give "
-            "data.tokenizer.kind=file and a path"
-        ]
-    return []
+        other = PUBLISHED_BY_FAMILY[recipe.model.family]
+        came: Text = (
+            Setting(kind_key, kind),
+            " with a streamed source (",
+            Setting("data.source", streamed.source),
+            ")",
+        )
+        fix = f"set {kind_key} to {other} and {key} to {PUBLISHED_VOCABULARIES[other]}, or give {kind_key}=file and a path"
+        yield Problem(kind_key, came, "a vocabulary cannot be trained on what is read once", fix)
 
 
-def _data(recipe: Recipe) -> list[str]:
+def _tokenizer(recipe: Recipe) -> Found:
+    key, tokenizer = "data.tokenizer.kind", recipe.data.tokenizer
+    stored = any(origin.source == "store" for origin in recipe.data.origins)
+    if tokenizer.kind == "file" and not tokenizer.path:
+        came: Text = Setting(key, "file"), " needs ", Key("data.tokenizer.path")
+        yield Problem(key, came, "a vocab.txt, a tokenizer.json or a directory with one", "set it")
+    if stored and tokenizer.kind in TRAINED:
+        came = Setting(key, tokenizer.kind), " with ", Setting("data.source", "store")
+        fix = f"set {key} to store (the vocabulary that prepare_data kept with it), gpt2, bert_uncased, bert_cased or file"
+        yield Problem(key, came, "its tokens are numbered already", fix)
+    if tokenizer.kind == "store" and not stored:
+        came = Setting(key, "store"), " without ", Setting("data.source", "store")
+        yield Problem(key, came, "there is no store to take it from", "name another kind")
+
+
+def _origins(recipe: Recipe) -> Found:
     data = recipe.data
-    found = []
-    defaults = {key: field.default for key, field in type(data).model_fields.items()}
-    stated = sorted(key for key in ORIGIN_FIELDS if getattr(data, key, None) != defaults[key])
+    stated = [key for key in ORIGIN_FIELDS if getattr(data, key) != Origin.model_fields[key].default]
     if data.blend and stated:
-        found.append(
-            f"data.blend together with {', '.join(f'data.{key}' for key in stated)}: the parts of the blend say where documents come "
-            "from; move these keys into the parts"
-        )
-    stores = [origin for origin in data.origins if origin.source == "store"]
-    if any(origin.streaming for origin in stores):
-        found.append(
-            "data.streaming=true with data.source=store: the tokens are there already; leave data.streaming out"
-        )
-    if any(origin.streaming and origin.source == "packaged" for origin in data.origins):
-        found.append(
-            "data.streaming=true with data.source=packaged: the packaged corpus is prepared in seconds and never streamed; leave "
-            "data.streaming out"
-        )
-    if any(
-        origin.streaming and (origin.source, origin.documents) == ("text", "file") for origin in data.origins
-    ):
-        found.append(
-            "data.streaming=true with data.source=text and data.documents=file: a stream holds documents out by their place in their "
-            "file, and none of a file that is one document; set data.streaming to false, or data.documents to blank_line"
-        )
-    if stores and data.tokenizer.kind in TRAINED:
-        found.append(
-            f"data.tokenizer.kind={data.tokenizer.kind} with data.source=store: its tokens are numbered already; set "
-            "data.tokenizer.kind to store (the vocabulary that prepare_data kept with it), gpt2, bert_uncased, bert_cased or file"
-        )
-    if data.tokenizer.kind == "store" and not stores:
-        found.append(
-            "data.tokenizer.kind=store without data.source=store: there is no store to take it from; name another kind"
-        )
-    if data.validation_every < 2:
-        found.append(
-            f"data.validation_every={data.validation_every} holds out every document: set it to 2 or more"
-        )
-    if data.test_every is not None and data.test_every < 2:
-        found.append(
-            f"data.test_every={data.test_every} leaves no document to train on: set it to 2 or more, or to null"
-        )
-    return found
+        came: Text = Key("data.blend"), f" together with {', '.join(f'data.{key}' for key in stated)}"
+        rule, fix = "the parts of the blend say where documents come from", "move these keys into the parts"
+        yield Problem("data.blend", came, rule, fix)
+    for i, origin in enumerate(data.origins):
+        part = f"data.blend[{i}]" if data.blend else "data"
+        source = Setting(f"{part}.source", origin.source)
+        streaming = Setting(f"{part}.streaming", "true"), " with ", source
+        if origin.source != "packaged" and not origin.name:
+            rule = "the dataset's name on the hub, or the path of the files or of the store"
+            yield Problem(source.key, (source, " needs ", Key(f"{part}.name")), rule, "set it")
+        if origin.streaming and origin.source == "store":
+            yield Problem(
+                f"{part}.streaming", streaming, "the tokens are there already", f"leave {part}.streaming out"
+            )
+        if origin.streaming and origin.source == "packaged":
+            rule = "the packaged corpus is prepared in seconds and never streamed"
+            yield Problem(f"{part}.streaming", streaming, rule, f"leave {part}.streaming out")
+        if origin.streaming and (origin.source, origin.documents) == ("text", "file"):
+            came = *streaming, " and ", Setting(f"{part}.documents", "file")
+            rule = "a stream holds documents out by their place in their file, and none of a file that is one document"
+            fix = f"set {part}.streaming to false, or {part}.documents to blank_line"
+            yield Problem(f"{part}.streaming", came, rule, fix)
 
 
-def _checkpointing(recipe: Recipe) -> list[str]:
+def _held_out(recipe: Recipe) -> Found:
+    validation, test = recipe.data.validation_every, recipe.data.test_every
+    if validation < 2:
+        came = Setting("data.validation_every", validation), " holds out every document"
+        yield Problem("data.validation_every", came, "", "set it to 2 or more")
+    if test is not None and test < 2:
+        came = Setting("data.test_every", test), " leaves no document to train on"
+        yield Problem("data.test_every", came, "", "set it to 2 or more, or to null")
+
+
+def _checkpointing(recipe: Recipe) -> Found:
     chunk, layers = recipe.activation_checkpointing, recipe.model.layers
     if isinstance(chunk, int) and chunk > layers:
-        return [
-            f"activation_checkpointing={chunk} is above model.layers={layers}: it is the number of layers recomputed "
-            f'together; set it to {layers} or less, to "full" or to "none"'
-        ]
-    return []
+        key = "activation_checkpointing"
+        fix = f'set it to {layers} or less, to "full" or to "none"'
+        came = _together(recipe, key, "model.layers", " is above ")
+        yield Problem(key, came, "it is the number of layers recomputed together", fix)
 
 
-_RULES = (_schedule, _family, _attention, _implementation, _vocabulary, _data, _checkpointing, _provenance)
+def _provenance(recipe: Recipe) -> Found:
+    """Keys named in `inferred`, `differs`, `unknown` and `published.printed` exist, and none has a source and none."""
+    for key in sorted(recipe.inferred.keys() & recipe.unknown.keys()):
+        rule = "is in inferred as well, and a value has a source or none"
+        yield Problem("unknown", f"unknown: {key}", rule, "keep one of the two")
+    printed = recipe.published.printed if recipe.published else {}
+    named: dict[str, Mapping[str, object]] = {
+        "inferred": recipe.inferred,
+        "differs": recipe.differs,
+        "unknown": recipe.unknown,
+        "published.printed": printed,
+    }
+    known = set(paths())
+    for section, keys in named.items():
+        for key in keys:
+            if key not in known:
+                fix = "name the key whose value it explains, e.g. batch.global"
+                yield Problem(section, f"{section}: {key}", "no such key of a recipe", fix)
+
+
+_RULES: tuple[Callable[[Recipe], Found], ...] = (
+    _schedule, _family, _heads, _attention, _implementation, _vocabulary, _tokenizer, _origins, _held_out, _checkpointing, _provenance,
+)  # fmt: skip
+
+
+def _ds_config(recipe: Recipe) -> Found:
+    """A bare name that is no file of ds_configs/; a path may be of another machine, and is looked for when it is used."""
+    name = recipe.ds_config
+    known = sorted(path.stem for path in _DS_CONFIGS.glob("*.json"))
+    if Path(name).name == name and not Path(name).is_file() and name.removesuffix(".json") not in known:
+        near = nearest(name, known)
+        fix = f"did you mean {' or '.join(near)}?" if near else f"there is: {some(known)}"
+        yield Problem("ds_config", Setting("ds_config", name), "no such file in ds_configs/", fix)
+
+
+def _batch(recipe: Recipe) -> Found:
+    """The shares of the batch for the dp that the row states."""
+    batch, parallel = recipe.batch, recipe.parallel
+    if parallel.dp:
+        dp, pp = parallel.dp, parallel.pp or 1
+        shares = share_batch(batch.micro, batch.accumulation, batch.global_, dp, pp, dp_is_stated=True)
+        if isinstance(shares, Problem):
+            yield shares
+
+
+def _cells(recipe: Recipe, columns: Sequence[str]) -> Found:
+    row = recipe.published.row if recipe.published else None
+    if row is None or not columns or (count := row.count("|") + 1) == len(columns):
+        return
+    cells = itertools.zip_longest(columns, (cell.strip() for cell in row.split("|")), fillvalue="?")
+    shown = ", ".join(f"{name}: {cell}" for name, cell in cells)
+    came = Key("published.row"), f" has {count} cells for {len(columns)} columns ({shown})"
+    rule = "one cell for each heading, separated by |, blank where the source prints none"
+    yield Problem("published.row", came, rule, "add the missing or join the surplus ones")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from recipes.problems import Problem, Setting, Words
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one optimizer step is shared out.
+    """How one optimizer step is shared out; `dataclasses.asdict` and `Layout(**values)` take it to JSON and back.
 
     Attributes:
         tp, pp, dp: degrees of tensor, pipeline and data parallelism, in ranks.
@@ -47,55 +50,89 @@ def divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
-def closest(number: int, options: list[int], count: int = 2) -> list[int]:
-    """The options nearest to `number`, in ascending order."""
-    return sorted(sorted(options, key=lambda option: (abs(option - number), option))[:count])
-
-
 def share_batch(
-    micro: int | None, accumulation: int | None, global_batch: int, dp: int, pp: int
-) -> tuple[int, int] | str:
-    """(micro, accumulation) with micro x accumulation x dp = global_batch, or the problem as one line.
+    micro: int | None,
+    accumulation: int | None,
+    global_batch: int,
+    dp: int,
+    pp: int,
+    *,
+    dp_is_stated: bool = False,
+) -> tuple[int, int] | Problem:
+    """(micro, accumulation) with micro x accumulation x dp = global_batch, or why there are none.
 
     What is None is derived. With neither given, the micro-batch is the largest that leaves a pipeline of `pp` stages at least
     `pp` micro-batches, since with fewer some stage never works while another does.
+
+    Args:
+        dp_is_stated: by the recipe, where it can be changed; else it follows from the number of processes.
     """
-    if global_batch % dp:
-        near = closest(global_batch, [max(dp, global_batch // dp * dp), (global_batch // dp + 1) * dp])
-        return (
-            f"batch.global={global_batch} is not divisible by dp={dp}: every data-parallel rank takes the same number of "
-            f"samples; --set batch.global={_or(near)}, or start a number of processes that gives a dp of "
-            f"{_or(closest(dp, divisors(global_batch)))}"
-        )
-    per_rank = global_batch // dp
+    per_rank, over = divmod(global_batch, dp)
+    whole = Setting("batch.global", global_batch)
+    ranks: Words = Setting("parallel.dp", dp) if dp_is_stated else f"dp={dp}"
+    if over:
+        fixes = _set({"batch.global": _multiples_near(global_batch, dp)})
+        rank_options = _nearest(dp, divisors(global_batch))
+        if dp_is_stated:
+            fixes += (", or ", *_set({"parallel.dp": rank_options}))
+        else:
+            fixes += (f", or start a number of processes that gives a dp of {_or(rank_options)}",)
+        rule = "every data-parallel rank takes the same number of samples"
+        return Problem("batch.global", (whole, " is not divisible by ", ranks), rule, fixes)
     if micro is None and accumulation is None:
         accumulation = min((d for d in divisors(per_rank) if d >= pp), default=per_rank)
         return per_rank // accumulation, accumulation
+    rule = "micro x accumulation x dp = global"
     if micro is not None and accumulation is not None:
-        if micro * accumulation == per_rank:
+        taken = micro * accumulation
+        if taken == per_rank:
             return micro, accumulation
-        fixes = [f"--set batch.global={micro * accumulation * dp}"]
-        if per_rank % micro == 0:
-            fixes.append(f"--set batch.accumulation={per_rank // micro}")
-        if per_rank % accumulation == 0:
-            fixes.append(f"--set batch.micro={per_rank // accumulation}")
-        return (
-            f"batch.micro={micro} x batch.accumulation={accumulation} x dp={dp} = {micro * accumulation * dp} is not "
-            f"batch.global={global_batch}: micro x accumulation x dp = global; {', or '.join(fixes)}"
+        options = {"batch.global": [taken * dp]}
+        for key, dividend, divisor in (
+            ("batch.accumulation", per_rank, micro),
+            ("batch.micro", per_rank, accumulation),
+            ("parallel.dp", global_batch if dp_is_stated else 1, taken),
+        ):
+            if dividend % divisor == 0:
+                options[key] = [dividend // divisor]
+        given = (
+            Setting("batch.micro", micro),
+            " x ",
+            Setting("batch.accumulation", accumulation),
+            " x ",
+            ranks,
         )
-    name, given = ("micro", micro) if micro is not None else ("accumulation", accumulation)
-    assert given is not None
-    if per_rank % given:
-        whole = given * dp
-        near = closest(
-            global_batch, [max(whole, global_batch // whole * whole), (global_batch // whole + 1) * whole]
-        )
-        return (
-            f"batch.{name}={given} with dp={dp} does not divide batch.global={global_batch}: micro x accumulation x dp = "
-            f"global; --set batch.{name}={_or(closest(given, divisors(per_rank)))}, or --set batch.global={_or(near)}"
-        )
-    return (given, per_rank // given) if micro is not None else (per_rank // given, given)
+        return Problem("batch", (*given, f" = {taken * dp} is not ", whole), rule, _set(options))
+    key, number = ("batch.micro", micro) if accumulation is None else ("batch.accumulation", accumulation)
+    assert number is not None
+    other, over = divmod(per_rank, number)
+    if over:
+        options = {
+            key: _nearest(number, divisors(per_rank)),
+            "batch.global": _multiples_near(global_batch, number * dp),
+        }
+        came = Setting(key, number), " with ", ranks, " does not divide ", whole
+        return Problem(key, came, rule, _set(options))
+    return (number, other) if accumulation is None else (other, number)
 
 
-def _or(numbers: list[int]) -> str:
+def _set(options: Mapping[str, Iterable[int]]) -> tuple[Words, ...]:
+    """ "--set batch.micro=2 or 4, or --set batch.global=6": each key with the numbers that mend it."""
+    words: list[Words] = []
+    for key, numbers in options.items():
+        words += [", or --set " if words else "--set ", Setting(key, _or(numbers))]
+    return tuple(words)
+
+
+def _multiples_near(number: int, step: int) -> list[int]:
+    """The multiple of `step` below and the one above."""
+    return [max(step, number // step * step), (number // step + 1) * step]
+
+
+def _nearest(number: int, options: list[int]) -> list[int]:
+    """The two options nearest to `number`, in ascending order."""
+    return sorted(sorted(options, key=lambda option: (abs(option - number), option))[:2])
+
+
+def _or(numbers: Iterable[int]) -> str:
     return " or ".join(str(number) for number in dict.fromkeys(numbers))

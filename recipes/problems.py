@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 MOST = 10  # options that a message lists
 
@@ -14,7 +13,8 @@ class Key(str):
     """A dotted key of the recipe inside a text, which a command may show as a flag of its own."""
 
 
-class Setting(NamedTuple):
+@dataclass(frozen=True)
+class Setting:
     """A value for a key of the recipe inside a text: `batch.micro=4`, or a command's own flag with the value."""
 
     key: str
@@ -37,33 +37,51 @@ class Problem:
         came: what was given.
         rule: what it breaks; "" where `came` says it all.
         fix: what to do.
+        where: what holds it: a recipe by its name, a file or a flag; "" where the rest says so.
+        place: where the key is written: file:line, or the flag.
     """
 
     key: str
     came: Text
     rule: Text = ""
     fix: Text = ""
+    where: str = ""
+    place: str = ""
 
     def __str__(self) -> str:
         return self.render()
 
     def render(self, show: Callable[[Words], str] = str) -> str:
-        """The sentence "came: rule; fix". `show` turns each piece of the texts into what this command's user types."""
+        """The sentence "where: came: rule; fix (place)". `show` turns each piece of the texts into what this command's user types."""
         came, rule, fix = ("".join(map(show, _pieces(text))) for text in (self.came, self.rule, self.fix))
-        return "; ".join(part for part in (": ".join(part for part in (came, rule) if part), fix) if part)
+        sentence = ": ".join(part for part in (self.where, came, rule) if part)
+        return "; ".join(part for part in (sentence, fix) if part) + (
+            f" ({self.place})" if self.place else ""
+        )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What it is about: its own key, and those in what was given."""
+        pieces = [piece for piece in _pieces(self.came) if isinstance(piece, (Key, Setting))]
+        return (self.key, *(piece.key if isinstance(piece, Setting) else piece for piece in pieces))
 
 
 def _pieces(text: Text) -> tuple[Words, ...]:
-    return text if isinstance(text, tuple) and not isinstance(text, Setting) else (text,)
+    return text if isinstance(text, tuple) else (text,)
 
 
 class ProblemsError(ValueError):
-    """Several problems of one input, one line each: what came, the rule, the fix."""
+    """Several problems of one input, each once and in a line of its own: what came, the rule, the fix."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        assert problems, "an error without a problem"
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        by_line = {str(problem): problem for problem in problems}
+        assert by_line, "an error without a problem"
+        self.problems = tuple(by_line.values())
+        super().__init__("\n".join(by_line))
+
+
+class RecipeError(ProblemsError):
+    """No such recipe, or one that cannot be used."""
 
 
 def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:
@@ -84,3 +102,9 @@ def some(options: Sequence[str]) -> str:
     """The first `MOST` of them, and how many more there are."""
     more = len(options) - MOST
     return ", ".join(options[:MOST]) + (f" and {more} more" if more > 0 else "")
+
+
+def either(words: Iterable[object]) -> str:
+    """The words as "a, b or c"."""
+    *first, last = [str(word) for word in words]
+    return f"{', '.join(first)} or {last}" if first else last

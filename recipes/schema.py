@@ -21,8 +21,6 @@ from pydantic import (
     model_validator,
 )
 
-from recipes import consistency
-
 
 class Strict(BaseModel):
     """Frozen, no unknown keys, no NaN or infinity, and no conversion: "300" and true are no numbers."""
@@ -70,14 +68,6 @@ class Model(Strict):
         description="bert: second objective beside masked tokens. nsp: does B follow A, or is it random (Devlin et al. 2018); sop: "
         "are A and B in order (ALBERT; Megatron-BERT); none: one segment, no pooler",
     )
-
-    @model_validator(mode="after")
-    def _heads_divide_hidden(self) -> Model:
-        if self.hidden % self.heads:
-            raise ValueError(
-                f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}: every head has hidden/heads dimensions"
-            )
-        return self
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -175,14 +165,6 @@ class Tokenizer(Strict):
         description="file, bert_uncased, bert_cased: vocab.txt, tokenizer.json or a directory that transformers saved",
     )
 
-    @model_validator(mode="after")
-    def _has_path(self) -> Tokenizer:
-        if self.kind == "file" and not self.path:
-            raise ValueError(
-                "data.tokenizer.kind=file needs data.tokenizer.path: a vocab.txt, a tokenizer.json or a directory with one"
-            )
-        return self
-
 
 class Masking(Strict):
     """Which tokens a BERT predicts: whole words or n-grams of them; 80 % become [MASK], 10 % a random token, 10 % stay."""
@@ -230,14 +212,6 @@ class Origin(Strict):
         default=False,
         description="files: tokenize while training instead of once before it; the hub is always streamed",
     )
-
-    @model_validator(mode="after")
-    def _named(self) -> Origin:
-        if self.source != "packaged" and not self.name:
-            raise ValueError(
-                f"data.source={self.source} needs data.name: the dataset's name on the hub, or the path of the files or of the store"
-            )
-        return self
 
     @property
     def streamed(self) -> bool:
@@ -396,13 +370,6 @@ class Recipe(Strict):
         description="keys that no source gives -> why the value here stands in for them; a run states them as deviations",
     )
     note: str | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Recipe:
-        problems = consistency.problems(self)
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
 
     @property
     def decay_steps(self) -> int:

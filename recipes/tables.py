@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.problems import did_you_mean
-from recipes.validation import RecipeError
-from recipes.yaml_lines import Document, KeyPath, YamlError, read
+from recipes.problems import Problem, RecipeError, did_you_mean
+from recipes.yaml_lines import Document, KeyPath, read
 
 FOLDER = Path(__file__).resolve().parent
 _KEYS = ("title", "source", "columns", "note", "defaults", "rows")
@@ -61,55 +60,46 @@ def read_table(path: Path) -> Table:
         RecipeError: malformed YAML (file:line:column), or a frame that is no table's.
     """
     where = f"{path.parent.name}/{path.name}" if path.parent == FOLDER else str(path)
-    try:
-        document = read(path, where)
-    except YamlError as error:
-        raise RecipeError([str(error)]) from None
-    problems = _frame_problems(document)
-    if problems:
+    document = read(path, where)
+    if problems := list(_frame_problems(document)):
         raise RecipeError(problems)
-    rows = {name: row or {} for name, row in document.value["rows"].items()}
     value = document.value
-    return Table(
-        path.stem, str(value["title"]), value.get("defaults") or {}, rows, document, value.get("source"),
-        tuple(value.get("columns") or ()), value.get("note"),
-    )  # fmt: skip
+    rows = {name: row or {} for name, row in value["rows"].items()}
+    columns = tuple(value.get("columns") or ())
+    title, defaults, source, note = (value.get(key) for key in ("title", "defaults", "source", "note"))
+    return Table(path.stem, str(title), defaults or {}, rows, document, source, columns, note)
 
 
-def _frame_problems(document: Document) -> list[str]:
-    value = document.value
+def _frame_problems(document: Document) -> Iterator[Problem]:
+    value, where = document.value, document.where
+
+    def at(path: KeyPath, came: str, rule: str, fix: str = "") -> Problem:
+        return Problem(path[-1], came, rule, fix, where=document.at(*path))
+
     if not isinstance(value, dict):
-        return [f"{document.where}: holds {type(value).__name__}: a table is a mapping with title and rows"]
-    problems = [
-        f"{document.at(str(key))}: {key}: unknown key of a table: {did_you_mean(str(key), _KEYS)}"
-        for key in value
-        if key not in _KEYS
-    ]
-    if not value.get("title"):
-        problems.append(f"{document.where}: title is missing: give the table one line for --list")
-    if not isinstance(value.get("defaults") or {}, dict):
-        problems.append(
-            f"{document.at('defaults')}: defaults={value['defaults']!r}: must be a mapping of recipe keys"
+        yield Problem(
+            where, f"holds {type(value).__name__}", "a table is a mapping with title and rows", where=where
         )
+        return
+    for key in value:
+        if key not in _KEYS:
+            yield at((str(key),), str(key), "unknown key of a table", did_you_mean(str(key), _KEYS))
+    if not value.get("title"):
+        yield Problem("title", "title is missing", "", "give the table one line for --list", where=where)
+    if not isinstance(value.get("defaults") or {}, dict):
+        yield at(("defaults",), f"defaults={value['defaults']!r}", "must be a mapping of recipe keys")
     columns = value.get("columns") or []
     if not isinstance(columns, list) or not all(isinstance(name, str) for name in columns):
-        problems.append(
-            f"{document.at('columns')}: columns={columns!r}: must be a list of the source's headings"
-        )
+        yield at(("columns",), f"columns={columns!r}", "must be a list of the source's headings")
     for key in ("source", "note"):
         if not isinstance(value.get(key) or "", str):
-            problems.append(f"{document.at(key)}: {key}={value[key]!r}: must be text")
+            yield at((key,), f"{key}={value[key]!r}", "must be text")
     rows = value.get("rows")
     if not isinstance(rows, dict) or not rows:
-        return [
-            *problems,
-            f"{document.at('rows')}: rows={rows!r}: a table has at least one row, name: {{keys}}",
-        ]
+        yield at(("rows",), f"rows={rows!r}", "a table has at least one row", "write name: {keys}")
+        return
     for name, row in rows.items():
         if not isinstance(name, str):
-            problems.append(f"{document.at('rows')}: row {name!r}: a row's name is text; put it in quotes")
+            yield at(("rows",), f"row {name!r}", "a row's name is text", "put it in quotes")
         elif not isinstance(row or {}, dict):
-            problems.append(
-                f"{document.at('rows', name)}: row {name} holds {row!r}: must be a mapping of recipe keys"
-            )
-    return problems
+            yield at(("rows", name), f"row {name} holds {row!r}", "must be a mapping of recipe keys")

@@ -7,9 +7,12 @@ checkpointing, precision, dropout, kind of schedule, and whether micro-batches a
 from __future__ import annotations
 
 from itertools import chain, groupby
-from typing import Any
+from typing import Literal
 
-from recipes.schema import Recipe
+from recipes.schema import Batch, Data, Model, Parallel, Recipe, Run, Schedule, Tokenizer
+from recipes.vocabularies import TRAINED_BY_FAMILY
+
+Kind = Literal["dense", "banded"]
 
 LAYERS = 4
 HIDDEN = 64
@@ -24,40 +27,41 @@ LEAST_LR = 1e-3  # with less, 20 steps learn nothing visible
 
 
 def tiny(recipe: Recipe) -> Recipe:
-    """The recipe, shrunk; shrinking twice changes nothing more.
-
-    Raises:
-        pydantic.ValidationError: never for a valid recipe (our invariant).
-    """
-    values: dict[str, Any] = recipe.model_dump(by_alias=True, exclude_unset=True)
-    suffix = " (tiny)"
-    values["title"] = recipe.title if recipe.title.endswith(suffix) else recipe.title + suffix
-    values["model"] = {
-        "family": recipe.model.family, "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab_size": VOCABULARY,
-        "layer_norm": recipe.model.layer_norm, "sentence_head": recipe.model.sentence_head,
-        "implementation": recipe.model.implementation, "attention": _pattern(recipe.model.attention),
-    }  # fmt: skip
-    values["sequence_length"] = min(SEQUENCE, recipe.sequence_length)
-    if recipe.model.attention_window is not None:
-        values["sequence_length"] = min(BANDED_SEQUENCE, recipe.sequence_length)
-        values["model"]["attention_window"] = _window(recipe.model.attention_window, recipe.sequence_length)
-    values["parallel"] = {key: min(2, degree) for key, degree in recipe.parallel if degree}
-    values["batch"] = _batch(recipe, values["parallel"].get("dp"))
-    values |= _steps(recipe)
-    values["optimizer"]["lr"] = max(LEAST_LR, recipe.optimizer.lr)
-    if isinstance(recipe.activation_checkpointing, int):
-        values["activation_checkpointing"] = min(2, recipe.activation_checkpointing)
-    kind = "trained_wordpiece" if recipe.model.family == "bert" else "trained_bpe"
-    values["data"] = {
-        "source": "packaged",
-        "tokenizer": {"kind": kind},
-        "masking": recipe.data.masking.model_dump(),
-    }
-    values["run"] = _run(recipe, values.get("run", {}))
-    return Recipe.model_validate(values)
+    """The recipe, shrunk; shrinking twice changes nothing more."""
+    suffix, chunk = " (tiny)", recipe.activation_checkpointing
+    parallel = {key: degree and min(2, degree) for key, degree in recipe.parallel}
+    return recipe.model_copy(
+        update={
+            "title": recipe.title if recipe.title.endswith(suffix) else recipe.title + suffix,
+            "model": _model(recipe),
+            "sequence_length": min(
+                SEQUENCE if recipe.model.attention_window is None else BANDED_SEQUENCE, recipe.sequence_length
+            ),
+            "parallel": Parallel(**parallel),
+            "batch": Batch.model_validate(_batch(recipe, parallel["dp"])),
+            "steps": min(STEPS, recipe.steps),
+            "schedule": _schedule(recipe),
+            "optimizer": recipe.optimizer.model_copy(update={"lr": max(LEAST_LR, recipe.optimizer.lr)}),
+            "activation_checkpointing": min(2, chunk) if isinstance(chunk, int) else chunk,
+            "data": Data(
+                tokenizer=Tokenizer.model_validate({"kind": TRAINED_BY_FAMILY[recipe.model.family]}),
+                masking=recipe.data.masking,
+            ),
+            "run": _run(recipe.run),
+        }
+    )
 
 
-def _pattern(kinds: tuple[str, ...]) -> tuple[str, ...]:
+def _model(recipe: Recipe) -> Model:
+    model = recipe.model
+    return Model(
+        layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab_size=VOCABULARY, attention=_pattern(model.attention),
+        attention_window=_window(model.attention_window, recipe.sequence_length),
+        **model.model_dump(include={"family", "layer_norm", "sentence_head", "implementation"}),
+    )  # fmt: skip
+
+
+def _pattern(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
     """At most LAYERS kinds of layers in the same order, both if there are two: the longest run of one kind gets shorter first."""
     runs = [list(run) for _, run in groupby(kinds)]
     for _ in range(len(kinds) - LAYERS):
@@ -66,8 +70,10 @@ def _pattern(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(chain.from_iterable(runs))[:LAYERS]
 
 
-def _window(window: int, positions: int) -> int:
+def _window(window: int | None, positions: int) -> int | None:
     """16 positions, a block's own and the one before it; or as much of the sequence as before, where that is most of it."""
+    if window is None:
+        return None
     if 8 * window <= 5 * positions:
         return min(WINDOW, window)
     shrunk = min(BANDED_SEQUENCE, positions)
@@ -88,24 +94,22 @@ def _batch(recipe: Recipe, dp: int | None) -> dict[str, int]:
     return {"micro": micro, "accumulation": accumulation, "global": micro * accumulation * dp}
 
 
-def _steps(recipe: Recipe) -> dict[str, Any]:
-    """At most 20 steps; warm-up and decay scaled alike, and the warm-up over after a quarter of the steps."""
-    steps = min(STEPS, recipe.steps)
-    schedule = recipe.schedule.model_dump(exclude_unset=True)
+def _schedule(recipe: Recipe) -> Schedule:
+    """Warm-up and decay scaled like the steps, and the warm-up over after a quarter of them."""
+    schedule, steps = recipe.schedule, min(STEPS, recipe.steps)
     shrunk = steps / recipe.steps
     decay = max(2, round(recipe.decay_steps * shrunk))
-    if recipe.schedule.decay_steps is not None:
-        schedule["decay_steps"] = decay
-    if recipe.schedule.warmup_steps:
-        schedule["warmup_steps"] = min(
-            max(1, round(recipe.schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1
-        )
-    return {"steps": steps, "schedule": schedule}
+    warmup = (
+        min(max(1, round(schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1)
+        if schedule.warmup_steps
+        else 0
+    )
+    return schedule.model_copy(update={"decay_steps": schedule.decay_steps and decay, "warmup_steps": warmup})
 
 
-def _run(recipe: Recipe, run: dict[str, Any]) -> dict[str, Any]:
-    shrunk = dict(run, validation_samples=min(8, recipe.run.validation_samples))
-    for key, every in (("validate_every", recipe.run.validate_every), ("save_every", recipe.run.save_every)):
-        if every:
-            shrunk[key] = min(10, every)
-    return shrunk
+def _run(run: Run) -> Run:
+    often = {
+        key: every and min(10, every)
+        for key, every in (("validate_every", run.validate_every), ("save_every", run.save_every))
+    }
+    return run.model_copy(update={"validation_samples": min(8, run.validation_samples), **often})

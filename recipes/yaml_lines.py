@@ -9,11 +9,16 @@ from typing import Any
 
 import yaml
 
+from recipes.problems import Problem, RecipeError
+
 KeyPath = tuple[str, ...]
 
 
-class YamlError(ValueError):
-    """Not readable as YAML; the message starts with file:line:column."""
+class YamlError(RecipeError):
+    """Not readable as YAML; the problem is at file:line:column."""
+
+    def __init__(self, where: str, came: str, rule: str = "", fix: str = "") -> None:
+        super().__init__([Problem(where, came, rule, fix, where=where)])
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,9 +68,9 @@ def parse(text: str, where: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        raise YamlError(f"{place}: not YAML: {error.problem or error.context}{_shown(text, mark)}") from None
+        raise YamlError(place, "not YAML", f"{error.problem or error.context}{_shown(text, mark)}") from None
     except yaml.YAMLError as error:
-        raise YamlError(f"{where}: not YAML: {error}") from None
+        raise YamlError(where, "not YAML", str(error)) from None
 
 
 def _parse(text: str, where: str, kind: Any) -> Document:
@@ -86,7 +91,7 @@ def read(path: Path, where: str) -> Document:
     try:
         return parse(path.read_text(encoding="utf-8"), where)
     except UnicodeDecodeError as error:
-        raise YamlError(f"{where}: not UTF-8 at byte {error.start}: save the file as UTF-8") from None
+        raise YamlError(where, f"not UTF-8 at byte {error.start}", fix="save the file as UTF-8") from None
 
 
 def _shown(text: str, mark: yaml.Mark | None) -> str:
@@ -109,10 +114,11 @@ def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], where: str)
             continue
         line = key.start_mark.line + 1
         if key.value in seen:
-            raise YamlError(
-                f"{where}:{line}:{key.start_mark.column + 1}: key {key.value!r} is already in line {seen[key.value]}: a key "
-                "stands once in its mapping; remove one of the two"
+            place, came = (
+                f"{where}:{line}:{key.start_mark.column + 1}",
+                f"key {key.value!r} is already in line {seen[key.value]}",
             )
+            raise YamlError(place, came, "a key stands once in its mapping", "remove one of the two")
         seen[key.value] = line
         here = (*path, key.value)
         lines[here] = line

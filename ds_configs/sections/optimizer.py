@@ -4,87 +4,85 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_configs.findings import Report
+from ds_configs.findings import Findings
 from ds_configs.known_keys import lookup
 from ds_configs.plan import Machine
+from recipes.problems import Setting
 from recipes.schema import Recipe
 
 _TYPES = ("adam", "adamw")  # DeepSpeed runs both as AdamW unless adam_w_mode is false
 
 
-def check(recipe: Recipe, config: dict[str, Any], report: Report) -> None:
+def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
     """Refuse another optimizer than the recipe's, and numbers that are not the recipe's."""
-    kind = lookup(config, "optimizer.type")
+    key = "optimizer.type"
+    kind = lookup(config, key)
     if kind not in (None, "auto") and str(kind).lower() not in _TYPES:
-        report.problem(
-            f"{report.where}: optimizer.type={kind}: the recipe's optimizer.name is {recipe.optimizer.name}, and another rule of "
-            'descent is another recipe; write "AdamW"'
-        )
-    if lookup(config, "optimizer.params.adam_w_mode") is False:
-        report.problem(
-            f"{report.where}: optimizer.params.adam_w_mode=false: adds the decay to the gradient, while the recipe's "
-            "optimizer.name=adamw decays weights apart from it; remove the key"
-        )
-    for key, recipe_key, value in _numbers(recipe):
+        rule = f"the recipe's optimizer.name is {recipe.optimizer.name}, and another rule of descent is another recipe"
+        findings.refuse(key, f"{key}={kind}", rule, 'write "AdamW"')
+    key = "optimizer.params.adam_w_mode"
+    if lookup(config, key) is False:
+        rule = "adds the decay to the gradient, while the recipe's optimizer.name=adamw decays weights apart from it"
+        findings.refuse(key, f"{key}=false", rule, "remove the key")
+    for key, stated in _numbers(recipe).items():
         written = lookup(config, key)
-        if written not in (None, "auto") and not _equal(written, value):
-            report.disagreement(key, written, recipe_key, value)
+        if written not in (None, "auto") and not _equal(written, stated.value):
+            findings.disagreement(key, written, stated)
 
 
 def fills(
-    recipe: Recipe, config: dict[str, Any], offloads: bool, machine: Machine, report: Report
+    recipe: Recipe, config: dict[str, Any], offloads: bool, machine: Machine, findings: Findings
 ) -> dict[str, Any]:
     """Values by dotted key: the recipe's numbers, and the way round compiled ops on a machine without a compiler."""
-    values: dict[str, Any] = {key: value for key, _, value in _numbers(recipe)}
+    values: dict[str, Any] = {key: stated.value for key, stated in _numbers(recipe).items()}
     values["optimizer.type"] = "AdamW"
-    torch_adam = lookup(config, "optimizer.params.torch_adam")
+    key = "optimizer.params.torch_adam"
+    torch_adam = lookup(config, key)
+    if torch_adam == "auto":
+        torch_adam = None
     if torch_adam is None and machine.accelerator == "cpu" and not offloads:
         # DeepSpeed's fused Adam is a GPU kernel. Its CPU form compiles for half a minute and accumulates its
         # bias correction in a way that a resumed run cannot repeat (launch/checkpoints/checkpoint.py).
         torch_adam = True
-    if torch_adam is None and machine.compiler and not machine.cuda_compiler and not offloads:
-        report.notice(
-            "optimizer: torch's AdamW, since DeepSpeed's fused Adam needs nvcc (the CUDA toolkit), which is missing; same rule, slower"
-        )
-        torch_adam = True
+    missing = None
     if not machine.compiler:
-        if torch_adam is False:
-            report.problem(
-                f"{report.where}: optimizer.params.torch_adam=false, but there is no compiler: DeepSpeed's Adam is compiled at first "
-                "use; install g++, ninja and Python's headers, or remove the key"
-            )
-        elif torch_adam is not True:
-            report.notice(
-                "optimizer: torch's AdamW, since DeepSpeed's needs g++, ninja and Python's headers, which are missing; same rule, slower"
-            )
+        missing = "DeepSpeed's needs g++, ninja and Python's headers, which are missing"
+    elif not machine.cuda_compiler and not offloads:
+        missing = "DeepSpeed's fused Adam needs nvcc (the CUDA toolkit), which is missing"
+    if torch_adam is False and not machine.compiler:
+        rule = "DeepSpeed's Adam is compiled at first use"
+        fix = "install g++, ninja and Python's headers, or remove the key"
+        findings.refuse(key, f"{key}=false, but there is no compiler", rule, fix)
+    elif torch_adam is None and missing:
+        findings.notice("optimizer", f"torch's AdamW, since {missing}; same rule, slower")
         torch_adam = True
-    values["optimizer.params.torch_adam"] = torch_adam is True
+    values[key] = torch_adam is True
     if torch_adam is True and offloads:
-        if config.get("zero_force_ds_cpu_optimizer") is True:
-            report.problem(
-                f"{report.where}: zero_force_ds_cpu_optimizer=true with torch's AdamW: demands DeepSpeed's compiled CPU Adam; "
-                "remove the key, or install g++ and ninja and remove torch_adam"
-            )
-        values["zero_force_ds_cpu_optimizer"] = False
+        key = "zero_force_ds_cpu_optimizer"
+        if config.get(key) is True:
+            fix = "remove the key, or install g++ and ninja and remove torch_adam"
+            rule = "demands DeepSpeed's compiled CPU Adam"
+            findings.refuse(key, f"{key}=true with torch's AdamW", rule, fix)
+        values[key] = False
     return values
 
 
-def _numbers(recipe: Recipe) -> tuple[tuple[str, str, Any], ...]:
-    """(key of the JSON, key of the recipe, the recipe's value)."""
+def _numbers(recipe: Recipe) -> dict[str, Setting]:
+    """Key of the JSON -> what the recipe has for it."""
     optimizer = recipe.optimizer
-    return (
-        ("optimizer.params.lr", "optimizer.lr", optimizer.lr),
-        ("optimizer.params.betas", "optimizer.betas", list(optimizer.betas)),
-        ("optimizer.params.eps", "optimizer.eps", optimizer.eps),
-        ("optimizer.params.weight_decay", "optimizer.weight_decay", optimizer.weight_decay),
-        ("gradient_clipping", "optimizer.clip", optimizer.clip),
-    )
+    return {
+        "optimizer.params.lr": Setting("optimizer.lr", optimizer.lr),
+        "optimizer.params.betas": Setting("optimizer.betas", list(optimizer.betas)),
+        "optimizer.params.eps": Setting("optimizer.eps", optimizer.eps),
+        "optimizer.params.weight_decay": Setting("optimizer.weight_decay", optimizer.weight_decay),
+        "gradient_clipping": Setting("optimizer.clip", optimizer.clip),
+    }
 
 
 def _equal(written: Any, value: Any) -> bool:
     if isinstance(value, list):
         return isinstance(written, list) and [*map(_number, written)] == value
-    return _number(written) == value
+    return bool(_number(written) == value)
 
 
 def _number(written: Any) -> Any:

@@ -2,200 +2,206 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
-from ds_configs.findings import Report, join
+from ds_configs.findings import Findings
 from ds_configs.known_keys import lookup
 from ds_configs.sections import transformers_modules
 from recipes.layout import Layout, divisors, share_batch
+from recipes.problems import Problem, Setting, Text, Words, either
 from recipes.schema import Recipe
 
-_Numbers = tuple[int | None, int | None]  # micro, accumulation
 _RECIPE_KEY = {"tensor": "tp", "pipeline": "pp"}
+_BATCH_KEYS = {  # of the JSON -> of the recipe
+    "train_micro_batch_size_per_gpu": "batch.micro",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "train_batch_size": "batch.global",
+}
 
 
 @dataclass(frozen=True)
 class _Degree:
-    """A degree, and how to name it in a message, with the JSON where it comes from there."""
+    """A degree of tensor or pipeline parallelism, and what to say of its origin where that is the JSON."""
 
+    key: str
     value: int
-    text: str
+    origin: str = ""
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.key, self.value)
+
+    @property
+    def words(self) -> tuple[Words, ...]:
+        return self.setting, self.origin
 
 
 def layout(
-    recipe: Recipe, config: dict[str, Any], world: int, stage: int | None, report: Report
+    recipe: Recipe, config: dict[str, Any], world: int, stage: int | None, findings: Findings
 ) -> Layout | None:
     """The layout of `world` processes, or None with its problems reported."""
-    before = len(report.problems)
-    tp = _degree("tensor", recipe, config, report)
-    pp = _degree("pipeline", recipe, config, report)
-    numbers = _batch(recipe, config, report)
+    before = len(findings.problems)
+    tp = _degree("tensor", recipe, config, findings)
+    pp = _degree("pipeline", recipe, config, findings)
+    agreed = _check_batch(recipe, config, findings)
     if tp is None or pp is None:
         return None
-    _check_model(recipe, tp, pp, stage, report)
-    dp = _data_parallel(
-        recipe,
-        tp,
-        pp,
-        world,
-        report,
-        lambda dp: numbers and _batch_for(recipe, config, numbers, dp, pp.value),
-    )
-    if dp is None or numbers is None:
+    _check_model(recipe, tp, pp, stage, findings)
+    dp = _data_parallel(recipe, config, tp, pp, world, agreed, findings)
+    if dp is None or not agreed:
         return None
-    micro, accumulation = numbers
-    shares = share_batch(micro, accumulation, recipe.batch.global_, dp, pp.value)
-    if isinstance(shares, str):
-        report.problem(shares)
+    shares = share_batch(*_stated_shares(recipe, config), recipe.batch.global_, dp, pp.value)
+    if isinstance(shares, Problem):
+        findings.problems.append(shares)
         return None
-    if len(report.problems) > before:
+    if len(findings.problems) > before:
         return None
     return Layout(tp.value, pp.value, dp, *shares, recipe.batch.global_)
 
 
-def _degree(name: str, recipe: Recipe, config: dict[str, Any], report: Report) -> _Degree | None:
+def _degree(name: str, recipe: Recipe, config: dict[str, Any], findings: Findings) -> _Degree | None:
     """A degree: the recipe's where it states one, else the JSON's.
 
     "auto" takes the recipe's; `default_tensor` and `default_pipeline` stand in where the recipe states none, so that 3d.json
     gives a layout to recipes that have none and leaves the published ones theirs.
     """
-    key = _RECIPE_KEY[name]
-    stated: int | None = getattr(recipe.parallel, key)
-    value = lookup(config, f"parallel.{name}")
-    default = lookup(config, f"parallel.default_{name}")
-    for written, field, rule in ((value, name, ', or "auto"'), (default, f"default_{name}", "")):
+    key = f"parallel.{_RECIPE_KEY[name]}"
+    stated: int | None = getattr(recipe.parallel, _RECIPE_KEY[name])
+    written_key, default_key = f"parallel.{name}", f"parallel.default_{name}"
+    value, default = lookup(config, written_key), lookup(config, default_key)
+    for written, field, rule in ((value, written_key, ', or "auto"'), (default, default_key, "")):
         if not (written is None or _is_degree(written) or (written == "auto" and rule)):
-            report.problem(
-                f"{report.where}: parallel.{field}={written!r}: must be a whole number from 1{rule}; write one"
+            findings.refuse(
+                field, f"{field}={written!r}", f"must be a whole number from 1{rule}", "write one"
             )
             return None
     if value in (None, "auto"):
-        if stated is not None or default is None:
-            return _Degree(stated or 1, f"parallel.{key}={stated or 1}")
-        return _Degree(default, f"parallel.{key}={default} (default_{name} of {report.where})")
+        if stated is None and default is not None:
+            return _Degree(key, default, f" (default_{name} of {findings.where})")
+        return _Degree(key, stated or 1)
     if default is not None:
-        report.problem(
-            f"{report.where}: parallel.default_{name}={default} beside parallel.{name}={value}: a default is used with "
-            f'"auto" only; remove one of the two'
-        )
+        came = f"{default_key}={default} next to {written_key}={value}"
+        findings.refuse(default_key, came, 'a default is used with "auto" only', "remove one of the two")
     if stated is not None and value != stated:
-        report.disagreement(f"parallel.{name}", value, f"parallel.{key}", stated)
+        findings.disagreement(written_key, value, Setting(key, stated))
         return None
-    return _Degree(value, f"parallel.{key}={value} ({report.where})")
+    return _Degree(key, value, f" ({findings.where})")
 
 
-def _is_degree(value: object) -> bool:
+def _is_degree(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, report: Report) -> None:
+def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, findings: Findings) -> None:
     heads, layers = recipe.model.heads, recipe.model.layers
+    problems = findings.problems
     for degree in (tp, pp):
-        transformers_modules.check_degree(recipe, degree.text, degree.value, report)
+        transformers_modules.check_degree(recipe, degree.setting, degree.origin, findings)
     if heads % tp.value:
-        report.problem(
-            f"model.heads={heads} is not divisible by {tp.text}: each tensor-parallel rank takes heads/tp heads; set "
-            f"parallel.tp to {join(divisors(heads))}"
+        rule = "each tensor-parallel rank takes heads/tp heads"
+        fix = f"set parallel.tp to {either(divisors(heads))}"
+        problems.append(
+            Problem(tp.key, (Setting("model.heads", heads), " is not divisible by ", *tp.words), rule, fix)
         )
     if pp.value > layers:
-        report.problem(
-            f"{pp.text} is more than model.layers={layers}: each pipeline stage holds at least one layer; set parallel.pp "
-            f"to {layers} or less"
-        )
+        came: Text = *pp.words, " is more than ", Setting("model.layers", layers)
+        fix = f"set parallel.pp to {layers} or less"
+        problems.append(Problem(pp.key, came, "each pipeline stage holds at least one layer", fix))
+    came = *pp.words, f" with zero_optimization.stage={stage} ({findings.where})"
+    stage_1 = "use stage 1 (--ds_config pipeline or 3d)"
     if pp.value > 1 and stage in (2, 3):
-        report.problem(
-            f"{pp.text} with zero_optimization.stage={stage} ({report.where}): DeepSpeed's pipeline keeps the gradients of "
-            "all micro-batches, which ZeRO-2 and ZeRO-3 shard away; use stage 1 (--ds_config pipeline or 3d), or "
-            "--set parallel.pp=1"
-        )
+        rule = "DeepSpeed's pipeline keeps the gradients of all micro-batches, which ZeRO-2 and ZeRO-3 shard away"
+        problems.append(Problem(pp.key, came, rule, f"{stage_1}, or --set parallel.pp=1"))
     if pp.value > 1 and stage == 0:
-        report.problem(
-            f"{pp.text} with zero_optimization.stage=0 ({report.where}): DeepSpeed counts the tied embedding once per stage "
-            "there, so that gradients are clipped by a wrong norm; use stage 1 (--ds_config pipeline or 3d)"
-        )
+        rule = "DeepSpeed counts the tied embedding once per stage there, so that gradients are clipped by a wrong norm"
+        problems.append(Problem(pp.key, came, rule, stage_1))
 
 
 def _data_parallel(
     recipe: Recipe,
+    config: dict[str, Any],
     tp: _Degree,
     pp: _Degree,
     world: int,
-    report: Report,
-    batch_for: Callable[[int], str | None],
+    agreed: bool,
+    findings: Findings,
 ) -> int | None:
-    """dp, or None with the problem reported; `batch_for`: what another dp asks of the batch, None where it cannot be had."""
+    """dp, or None with the problem reported. `agreed`: JSON and recipe have the same batch."""
     dp, shared = recipe.parallel.dp, tp.value * pp.value
+    started, degrees = f"{world} process{'' if world == 1 else 'es'} started", (*tp.words, " x ", *pp.words)
     if dp is not None and shared * dp != world:
         fix = f"start {shared * dp} (deepspeed --num_gpus {shared * dp} …)"
-        if world % shared == 0 and (batch := batch_for(world // shared)) is not None:
-            fix += f", or --set parallel.dp={world // shared}{batch}, or --set parallel.dp=null{batch} to take what is started"
-        report.problem(
-            f"{tp.text} x {pp.text} x parallel.dp={dp} = {shared * dp}, but {world} process{_es(world)} started: "
-            f"tp x pp x dp = processes; {fix}"
-        )
+        fitting = world // shared
+        if (
+            agreed
+            and world % shared == 0
+            and (batch := _batch_for(recipe, config, fitting, pp.value)) is not None
+        ):
+            fix += f", or --set parallel.dp={fitting}{batch}, or --set parallel.dp=null{batch} to take what is started"
+        came = *degrees, " x ", Setting("parallel.dp", dp), f" = {shared * dp}, but {started}"
+        findings.problems.append(Problem("parallel.dp", came, "tp x pp x dp = processes", fix))
         return None
     if world % shared:
-        report.problem(
-            f"{world} process{_es(world)} started, with {tp.text} x {pp.text} = {shared}: the number of processes is a multiple of "
-            f"tp x pp; start {shared} (deepspeed --num_gpus {shared} …) or a multiple of {shared}, or lower a degree with "
+        came = f"{started}, with ", *degrees, f" = {shared}"
+        fix = (
+            f"start {shared} (deepspeed --num_gpus {shared} …) or a multiple of {shared}, or lower a degree with "
             "--set parallel.tp= or --set parallel.pp="
         )
+        rule = "the number of processes is a multiple of tp x pp"
+        findings.problems.append(Problem("parallel.tp", came, rule, fix))
         return None
     return world // shared
 
 
-def _batch_for(recipe: Recipe, config: dict[str, Any], numbers: _Numbers, dp: int, pp: int) -> str | None:
-    """What to set of the batch beside another dp, so that the shares come out: the same samples a step where dp divides them.
+def _batch_for(recipe: Recipe, config: dict[str, Any], dp: int, pp: int) -> str | None:
+    """What to set of the batch for another dp, so that the shares come out: the same samples a step where dp divides them.
 
     None where the JSON states what is in the way.
     """
-    keys = {
-        "train_micro_batch_size_per_gpu": "micro",
-        "gradient_accumulation_steps": "accumulation",
-        "train_batch_size": "global",
+    micro, accumulation = _stated_shares(recipe, config)
+    free = {key for written, key in _BATCH_KEYS.items() if config.get(written) in (None, "auto")}
+    free -= {
+        key
+        for key, number in (("batch.micro", micro), ("batch.accumulation", accumulation))
+        if number is None
     }
-    free = {key for written, key in keys.items() if config.get(written) in (None, "auto")}
-    micro, accumulation = numbers
-    free -= {key for key, number in (("micro", micro), ("accumulation", accumulation)) if number is None}
-    for dropped in ((), ("accumulation",), ("micro",), ("micro", "accumulation")):
+    for dropped in ((), ("batch.accumulation",), ("batch.micro",), ("batch.micro", "batch.accumulation")):
         if free.issuperset(dropped):
-            kept = None if "micro" in dropped else micro, None if "accumulation" in dropped else accumulation
-            if not isinstance(share_batch(*kept, recipe.batch.global_, dp, pp), str):
-                return "".join(f" --set batch.{key}=null" for key in dropped)
-    if "global" not in free or (accumulation and "accumulation" not in free):
+            kept = (
+                None if "batch.micro" in dropped else micro,
+                None if "batch.accumulation" in dropped else accumulation,
+            )
+            if not isinstance(share_batch(*kept, recipe.batch.global_, dp, pp), Problem):
+                return "".join(f" --set {key}=null" for key in dropped)
+    if "batch.global" not in free or (accumulation and "batch.accumulation" not in free):
         return None
     step = (micro or 1) * dp
     opened = " --set batch.accumulation=null" if accumulation else ""
     return f"{opened} --set batch.global={max(1, round(recipe.batch.global_ / step)) * step}"
 
 
-def _es(world: int) -> str:
-    return "" if world == 1 else "es"
-
-
-def _batch(recipe: Recipe, config: dict[str, Any], report: Report) -> _Numbers | None:
-    """(micro, accumulation) as stated by recipe or JSON, None where neither does."""
+def _check_batch(recipe: Recipe, config: dict[str, Any], findings: Findings) -> bool:
+    """Whether the JSON says nothing of the batch that the recipe says otherwise."""
+    before = len(findings.problems)
     batch = recipe.batch
-    stated: list[int | None] = []
-    agreed = True
-    for key, recipe_key, recipe_value in (
-        ("train_batch_size", "batch.global", batch.global_),
-        ("train_micro_batch_size_per_gpu", "batch.micro", batch.micro),
-        ("gradient_accumulation_steps", "batch.accumulation", batch.accumulation),
+    for (key, recipe_key), stated in zip(
+        _BATCH_KEYS.items(), (batch.micro, batch.accumulation, batch.global_), strict=True
     ):
         value = config.get(key)
         if value in (None, "auto"):
-            stated.append(recipe_value)
-        elif not _is_degree(value):
-            report.problem(
-                f'{report.where}: {key}={value!r}: must be a whole number from 1; set it to "auto"'
-            )
-            agreed = False
-        elif recipe_value is not None and value != recipe_value:
-            report.disagreement(key, value, recipe_key, recipe_value)
-            agreed = False
-        else:
-            stated.append(value)
-    return (stated[1], stated[2]) if agreed else None
+            continue
+        if not _is_degree(value):
+            findings.refuse(key, f"{key}={value!r}", "must be a whole number from 1", 'set it to "auto"')
+        elif stated is not None and value != stated:
+            findings.disagreement(key, value, Setting(recipe_key, stated))
+    return len(findings.problems) == before
+
+
+def _stated_shares(recipe: Recipe, config: dict[str, Any]) -> tuple[int | None, int | None]:
+    """(micro, accumulation) as recipe or JSON state them, None where neither does."""
+    micro, accumulation = (
+        None if (value := config.get(key)) == "auto" else value
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    return recipe.batch.micro or micro, recipe.batch.accumulation or accumulation

@@ -4,41 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_configs.findings import Report
+from ds_configs.findings import Findings
 from ds_configs.known_keys import lookup
 from recipes.layout import padded_vocab
+from recipes.problems import Problem, Setting
 from recipes.schema import Recipe
 
+_RUN = Setting("model.implementation", "transformers")
 _FIX = "or --set model.implementation=megarecipes"
 
 
-def check(recipe: Recipe, config: dict[str, Any], report: Report) -> None:
+def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
     """Refuse keys that such a run would ignore."""
     section = lookup(config, "activation_checkpointing")
-    if recipe.model.implementation != "transformers" or not isinstance(section, dict):
+    if recipe.model.implementation != _RUN.value or not isinstance(section, dict):
         return
     if asked := [key for key, value in section.items() if value]:
-        report.problem(
-            f"{report.where}: activation_checkpointing.{asked[0]}={str(section[asked[0]]).lower()} with model.implementation=transformers: "
-            "its layers are recomputed by torch.utils.checkpoint, which DeepSpeed's section does not reach; remove the section, take "
-            f"another --ds_config (zero3, zero3_offload), {_FIX}"
-        )
+        key = f"activation_checkpointing.{asked[0]}"
+        came = f"{key}={str(section[asked[0]]).lower()} with ", _RUN
+        rule = "its layers are recomputed by torch.utils.checkpoint, which DeepSpeed's section does not reach"
+        fix = f"remove the section, take another --ds_config (zero3, zero3_offload), {_FIX}"
+        findings.refuse(key, came, rule, fix)
 
 
-def check_degree(recipe: Recipe, text: str, value: int, report: Report) -> None:
-    """Refuse a degree of tensor or pipeline parallelism; `text` names it and where it comes from."""
-    if recipe.model.implementation == "transformers" and value > 1:
-        report.problem(
-            f"{text} with model.implementation=transformers: its GPT-2 is cut by ZeRO alone; take another --ds_config (zero1, zero2, "
-            f"zero3), {_FIX}"
-        )
+def check_degree(recipe: Recipe, degree: Setting, origin: str, findings: Findings) -> None:
+    """Refuse a degree of tensor or pipeline parallelism; `origin` says where it comes from."""
+    if recipe.model.implementation == _RUN.value and degree.value != 1:
+        fix = f"take another --ds_config (zero1, zero2, zero3), {_FIX}"
+        came = degree, f"{origin} with ", _RUN
+        findings.problems.append(Problem(degree.key, came, "its GPT-2 is cut by ZeRO alone", fix))
 
 
 def embedding_rows(recipe: Recipe, tp: int) -> int:
     """Rows of the embedding; that of transformers has no padding."""
     model = recipe.model
-    return (
-        model.vocab_size
-        if model.implementation == "transformers"
-        else padded_vocab(model.vocab_size, tp, model.vocab_divisible_by)
-    )
+    padded = model.implementation != _RUN.value
+    return padded_vocab(model.vocab_size, tp, model.vocab_divisible_by) if padded else model.vocab_size

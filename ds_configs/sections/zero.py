@@ -5,46 +5,49 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from ds_configs.findings import Report
+from ds_configs.findings import Findings
 from ds_configs.known_keys import lookup
-from ds_configs.plan import Machine
+from ds_configs.plan import Machine, Offload, ZeroStage
+from recipes.problems import Problem
 
 NVME_VARIABLE = "MEGARECIPES_NVME"
-_DEVICES = ("none", "cpu", "nvme")
+_Device = Literal["none", "cpu", "nvme"]
 _QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
-def stage(config: dict[str, Any], report: Report) -> int | None:
+def stage(config: dict[str, Any], findings: Findings) -> ZeroStage | None:
     """ZeRO stage 0 to 3; an absent section is 0, as in DeepSpeed; None for a broken one."""
     section = config.get("zero_optimization")
     if section is not None and not isinstance(section, dict):
         return None  # reported with the keys
-    value = lookup(config, "zero_optimization.stage")
+    key = "zero_optimization.stage"
+    value = lookup(config, key)
+    for known in get_args(ZeroStage):
+        if value == known and not isinstance(value, bool):
+            return known  # type: ignore[no-any-return]
     if value is None:
         return 0
-    if isinstance(value, bool) or value not in (0, 1, 2, 3):
-        report.problem(
-            f"{report.where}: zero_optimization.stage={value!r}: ZeRO has the stages 0, 1, 2 and 3; write one of them"
-        )
-        return None
-    return int(value)
+    findings.refuse(key, f"{key}={value!r}", "ZeRO has the stages 0, 1, 2 and 3", "write one of them")
+    return None
 
 
-def offload(config: dict[str, Any], stage: int | None, machine: Machine, report: Report) -> str:
-    """What is offloaded: "none", "optimizer", "parameters", "optimizer+parameters", or "nvme" if anything goes there."""
-    devices = {kind: _device(kind, config, report) for kind in ("optimizer", "param")}
-    _check_stage(config, devices, stage, report)
-    _check_quantised(config, machine, report)
-    if "nvme" in devices.values():
-        _check_nvme_op(machine, report)
+def offload(config: dict[str, Any], stage: int | None, machine: Machine, findings: Findings) -> Offload:
+    """What is kept outside the GPU."""
+    optimizer, parameters = _device("optimizer", config, findings), _device("param", config, findings)
+    if stage is not None:
+        _check_stage(config, optimizer, parameters, stage, findings)
+    _check_quantised(config, machine, findings)
+    if "nvme" in (optimizer, parameters):
+        _check_nvme_op(machine, findings)
         return "nvme"
-    named = {"optimizer": "optimizer", "param": "parameters"}
-    return "+".join(named[kind] for kind, device in devices.items() if device == "cpu") or "none"
+    if optimizer == "cpu":
+        return "optimizer+parameters" if parameters == "cpu" else "optimizer"
+    return "parameters" if parameters == "cpu" else "none"
 
 
-def nvme_paths(config: dict[str, Any], environ: Mapping[str, str], report: Report) -> dict[str, str]:
+def nvme_paths(config: dict[str, Any], environ: Mapping[str, str], findings: Findings) -> dict[str, str]:
     """nvme_path of each section that offloads to NVMe, "auto" filled from the environment; checked to be writable."""
     found = {}
     for kind in ("optimizer", "param"):
@@ -54,84 +57,76 @@ def nvme_paths(config: dict[str, Any], environ: Mapping[str, str], report: Repor
         key = f"zero_optimization.offload_{kind}.nvme_path"
         given = section.get("nvme_path", "auto")
         path = environ.get(NVME_VARIABLE) if given == "auto" else given
-        origin = f"${NVME_VARIABLE}" if given == "auto" else f"{report.where}: {key}"
         if not path or not isinstance(path, str):
-            report.problem(
-                f"{report.where}: {key}={given!r} and {NVME_VARIABLE} is not set: NVMe offload needs a directory on a fast disk; "
-                f"export {NVME_VARIABLE}=/path/to/it, or write the path in the JSON"
-            )
+            came = f"{key}={given!r} and {NVME_VARIABLE} is not set"
+            fix = f"export {NVME_VARIABLE}=/path/to/it, or write the path in the JSON"
+            findings.refuse(key, came, "NVMe offload needs a directory on a fast disk", fix)
         elif (reason := _unusable(Path(path))) is not None:
-            report.problem(
-                f"{origin}={path}: {reason}: NVMe offload writes its files there; name a directory on a fast disk"
-            )
+            rule, fix = "NVMe offload writes its files there", "name a directory on a fast disk"
+            origin = f"${NVME_VARIABLE}" if given == "auto" else f"{findings.where}: {key}"
+            findings.problems.append(Problem(key, f"{origin}={path}: {reason}", rule, fix))
         else:
             found[key] = path
     return found
 
 
-def _device(kind: str, config: dict[str, Any], report: Report) -> str:
+def _device(kind: str, config: dict[str, Any], findings: Findings) -> _Device:
     key = f"zero_optimization.offload_{kind}.device"
     value = lookup(config, key)
-    if value is None:
-        return "none"
-    if value not in _DEVICES:
-        report.problem(f"{report.where}: {key}={value!r}: can be none, cpu or nvme; write one of them")
-        return "none"
-    return str(value)
+    for known in get_args(_Device):
+        if value == known:
+            return known  # type: ignore[no-any-return]
+    if value is not None:
+        findings.refuse(key, f"{key}={value!r}", "can be none, cpu or nvme", "write one of them")
+    return "none"
 
 
-def _check_stage(config: dict[str, Any], devices: dict[str, str], stage: int | None, report: Report) -> None:
-    if stage is None:
-        return
-    optimizer, param = devices["optimizer"], devices["param"]
+def _check_stage(
+    config: dict[str, Any], optimizer: _Device, parameters: _Device, stage: int, findings: Findings
+) -> None:
+    def refuse(
+        came: str, rule: str, fix: str, at_stage: str = f" with zero_optimization.stage={stage}"
+    ) -> None:
+        findings.refuse("zero_optimization.stage", came + at_stage, rule, fix)
+
     if optimizer != "none" and stage == 0:
-        report.problem(
-            f"{report.where}: offload_optimizer with zero_optimization.stage=0: only sharded optimizer states are offloaded "
-            "(stages 1 to 3); use stage 2 (--ds_config zero2_offload), or remove offload_optimizer"
+        rule = "only sharded optimizer states are offloaded (stages 1 to 3)"
+        refuse(
+            "offload_optimizer", rule, "use stage 2 (--ds_config zero2_offload), or remove offload_optimizer"
         )
     if optimizer == "nvme" and stage in (1, 2):
-        report.problem(
-            f"{report.where}: offload_optimizer.device=nvme with zero_optimization.stage={stage}: DeepSpeed swaps to NVMe in stage 3 "
-            "only; use stage 3 (--ds_config zero_infinity), or device cpu"
-        )
-    if param != "none" and stage != 3:
-        report.problem(
-            f"{report.where}: offload_param with zero_optimization.stage={stage}: only stage 3 shards parameters; use stage 3 "
-            "(--ds_config zero3_offload), or remove offload_param"
-        )
+        fix = "use stage 3 (--ds_config zero_infinity), or device cpu"
+        refuse("offload_optimizer.device=nvme", "DeepSpeed swaps to NVMe in stage 3 only", fix)
+    if parameters != "none" and stage != 3:
+        fix = "use stage 3 (--ds_config zero3_offload), or remove offload_param"
+        refuse("offload_param", "only stage 3 shards parameters", fix)
     ratio = lookup(config, "zero_optimization.offload_optimizer.ratio")
     if isinstance(ratio, (int, float)) and ratio < 1 and stage != 3:
-        report.problem(
-            f"{report.where}: offload_optimizer.ratio={ratio} with zero_optimization.stage={stage}: partial offload works in "
-            "stage 3 only; use stage 3, or remove ratio"
-        )
+        rule, fix = "partial offload works in stage 3 only", "use stage 3, or remove ratio"
+        refuse(f"offload_optimizer.ratio={ratio}", rule, fix)
     prefetch = lookup(config, "zero_optimization.stage3_prefetch_bucket_size")
-    if param == "nvme" and prefetch != 0:
-        report.problem(
-            f"{report.where}: stage3_prefetch_bucket_size={prefetch!r} with offload_param.device=nvme: DeepSpeed 0.19 runs out of "
-            "buffers when it prefetches parameters from NVMe; set it to 0"
-        )
+    if parameters == "nvme" and prefetch != 0:
+        came = f"stage3_prefetch_bucket_size={prefetch!r} with offload_param.device=nvme"
+        rule = "DeepSpeed 0.19 runs out of buffers when it prefetches parameters from NVMe"
+        refuse(came, rule, "set it to 0", at_stage="")
 
 
-def _check_quantised(config: dict[str, Any], machine: Machine, report: Report) -> None:
+def _check_quantised(config: dict[str, Any], machine: Machine, findings: Findings) -> None:
     for name in _QUANTISED:
-        if machine.accelerator == "cpu" and lookup(config, f"zero_optimization.{name}"):
-            report.problem(
-                f"{report.where}: zero_optimization.{name}=true: ZeRO++ quantisation has no CPU kernel; set it to false"
-            )
+        key = f"zero_optimization.{name}"
+        if machine.accelerator == "cpu" and lookup(config, key):
+            findings.refuse(key, f"{key}=true", "ZeRO++ quantisation has no CPU kernel", "set it to false")
 
 
-def _check_nvme_op(machine: Machine, report: Report) -> None:
+def _check_nvme_op(machine: Machine, findings: Findings) -> None:
     if not machine.libaio:
-        report.problem(
-            f"{report.where}: NVMe offload, but libaio is missing: DeepSpeed's asynchronous I/O is built on it; install it (Debian "
-            "and Ubuntu: apt-get install libaio-dev), or --ds_config zero3_offload"
-        )
+        rule = "DeepSpeed's asynchronous I/O is built on it"
+        fix = "install it (Debian and Ubuntu: apt-get install libaio-dev), or --ds_config zero3_offload"
+        findings.refuse("device", "NVMe offload, but libaio is missing", rule, fix)
     if not machine.compiler:
-        report.problem(
-            f"{report.where}: NVMe offload, but there is no compiler: DeepSpeed compiles its asynchronous I/O at first use; "
-            "install g++ and ninja, or --ds_config zero3_offload"
-        )
+        rule = "DeepSpeed compiles its asynchronous I/O at first use"
+        fix = "install g++ and ninja, or --ds_config zero3_offload"
+        findings.refuse("device", "NVMe offload, but there is no compiler", rule, fix)
 
 
 def _unusable(path: Path) -> str | None:

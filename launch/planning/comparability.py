@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_configs.findings import Report
+from ds_configs.findings import Findings
 from ds_configs.jsonfile import ConfigError, find, read
 from ds_configs.known_keys import lookup
 from ds_configs.plan import Machine
@@ -83,7 +83,7 @@ def sharding(config: Mapping[str, Any]) -> str | None:
     """ZeRO stage and what is kept outside the GPU, of a DeepSpeed JSON: "ZeRO-3, offload optimizer"; None of an empty one."""
     if not config:
         return None
-    ignored = Report("")
+    ignored = Findings("")
     stage = zero.stage(dict(config), ignored)
     parts = [f"ZeRO-{stage}", f"offload {zero.offload(dict(config), stage, _ANY, ignored)}"]
     return ", ".join(

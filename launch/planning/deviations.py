@@ -8,6 +8,7 @@ from typing import Any
 from launch.planning.comparability import short_name
 from recipes.layout import share_batch
 from recipes.nested import flatten
+from recipes.problems import Problem
 from recipes.tiny import tiny as shrink
 
 # Fields of a recipe whose change is no deviation: they change no number, or appear elsewhere among the deviations.
@@ -37,7 +38,7 @@ def deviations(
     """One line each. `row`: the results row so far. `original`: the recipe before --tiny, --set and --steps; None: as the plan has it."""
     recipe, reference = plan.recipe, original or plan.recipe
     found = [f"{row['status']}: {row['status_is']}"] if row["status_is"] else []
-    found += plan.notices
+    found += map(str, plan.notices)
     if tiny:
         found.append(
             "tiny: the recipe was shrunk (--tiny), so its numbers are not those of the model it names"
@@ -57,7 +58,7 @@ def deviations(
         ]
     if reference.hardware:
         found.append(f"hardware: run on {row['hardware']}, the recipe's is {reference.hardware}")
-    said = any(notice.startswith("precision:") for notice in plan.notices)
+    said = any(notice.key == "precision" for notice in plan.notices)
     if plan.precision != recipe.precision and not said:
         found.append(f"precision: {plan.precision}, the recipe's is {recipe.precision}")
     if emulated_fp16 and plan.precision == "fp16" and not said:
@@ -111,9 +112,9 @@ def _stated(reference: Any) -> dict[str, int | None]:
     parallel, batch = reference.parallel, reference.batch
     # A degree that the recipe does not state is the ds_config's, or the launcher's, to choose.
     stated = {f"parallel.{key}": degree for key, degree in parallel if degree is not None}
-    shares: tuple[int | None, int | None] | str = (batch.micro, batch.accumulation)
+    shares: tuple[int | None, int | None] | Problem = (batch.micro, batch.accumulation)
     if parallel.dp is not None and shares != (None, None):
         shares = share_batch(*shares, batch.global_, parallel.dp, parallel.pp or 1)
-    if not isinstance(shares, str):
+    if not isinstance(shares, Problem):
         stated |= dict(zip(("batch.micro", "batch.accumulation"), shares, strict=True))
     return stated

@@ -115,7 +115,7 @@ def assemble(
         try:
             found = tables.get(name)
         except ProblemsError as error:
-            problems += error.problems
+            problems += map(str, error.problems)
             found = None
         own = [run for run in shown if run.table == name]
         if found:

@@ -6,7 +6,7 @@ import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from recipes.problems import ProblemsError, did_you_mean
+from recipes.problems import Problem, ProblemsError, did_you_mean
 
 # A directory with one of these is a run, whole or not.
 RUN_FILES = ("recipe.yaml", "result.json", "metrics.jsonl")
@@ -25,7 +25,7 @@ def find(arguments: Sequence[str]) -> list[Path]:
         try:
             found |= {path.resolve(): path for path in _meant(argument) if path.resolve() not in found}
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(Problem(argument, str(error)))
     if problems:
         raise ProblemsError(problems)
     return list(found.values())

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.tables.verifying.verification import errata_of
-from recipes.problems import ProblemsError, did_you_mean
+from recipes.problems import Problem, ProblemsError, RecipeError, did_you_mean
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
-from recipes.validation import RecipeError, validate
+from recipes.validation import validate
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class Tables:
                 if Path(name).suffix in (".yaml", ".yml") and Path(name).is_file():
                     found.append(self.add(Path(name)))
                 elif self.get(name) is None:
-                    problems.append(f"--table {name}: no such table: {did_you_mean(name, self.names)}")
+                    hint = did_you_mean(name, self.names)
+                    problems.append(Problem("--table", f"--table {name}", "no such table", hint))
                 else:
                     found.append(name)
             except ProblemsError as error:
@@ -102,7 +103,7 @@ class Tables:
             try:
                 table = self.get(name)
             except ProblemsError as error:
-                problems += error.problems
+                problems += map(str, error.problems)
                 continue
             if table and table.source and any(row.recipe and row.recipe.published for row in table.rows):
                 found.append(name)
@@ -128,7 +129,7 @@ def load(table: Table) -> Published:
         try:
             recipe = validate(values, f"{table.name}/{name}", table.document, table.paths(name))
         except RecipeError as error:
-            problems += error.problems
+            problems += map(str, error.problems)
         title = str(values.get("title", ""))
         cells, problem = (
             source_cells(values.get("published"), table.columns) if table.columns else ((title,), None)

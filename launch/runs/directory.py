@@ -272,7 +272,7 @@ def _plan_facts(plan: Any) -> dict[str, Any]:
         "offload": plan.offload,
         "precision": plan.precision,
         "padded_vocab": plan.padded_vocab,
-        "notices": list(plan.notices),
+        "notices": [str(notice) for notice in plan.notices],
     }
 
 

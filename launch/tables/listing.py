@@ -12,8 +12,8 @@ from pathlib import Path
 from launch.machine.memory import Memory, this_machine
 from launch.planning.memory_fit import processes, verdict
 from modeling import cost
-from recipes import catalog, validation
-from recipes.problems import did_you_mean
+from recipes import catalog
+from recipes.problems import Problem, RecipeError, did_you_mean
 from recipes.schema import Published, Recipe
 from recipes.tables import Table, read_table
 
@@ -106,19 +106,18 @@ def catalog_rows(tables: Sequence[str] = ()) -> list[Row]:
         elif name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file():
             chosen[name] = read_table(Path(name).expanduser())
         elif name.endswith((".yaml", ".yml")):
-            problems.append(
-                f"--table {name}: there is no such file: give the path of a table, or the name of one of recipes/"
-            )
+            fix = "give the path of a table, or the name of one of recipes/"
+            problems.append(Problem("--table", f"--table {name}", "there is no such file", fix))
         else:
-            problems.append(f"--table {name}: no such table: {did_you_mean(name, known)}")
+            problems.append(Problem("--table", f"--table {name}", "no such table", did_you_mean(name, known)))
     for name, table in chosen.items():
         for row in table.rows:
             try:
                 rows.append(Row(table, row, catalog.load(f"{name}/{row}"), name))
-            except validation.RecipeError as error:
+            except RecipeError as error:
                 problems += error.problems
     if problems:
-        raise validation.RecipeError(list(dict.fromkeys(problems)))
+        raise RecipeError(problems)
     return rows
 
 

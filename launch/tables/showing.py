@@ -16,7 +16,8 @@ from launch.planning.memory_fit import processes, published_plan, state_bytes
 from launch.planning.plan_text import describe_plan
 from launch.tables.verifying.verification import errata_of
 from modeling import cost
-from recipes import catalog, validation
+from recipes import catalog
+from recipes.problems import RecipeError
 from recipes.schema import Published, Recipe
 from recipes.tables import Table
 
@@ -133,7 +134,7 @@ def _original(recipe: Recipe, given: str, *, changed: bool) -> Recipe | None:
     """The row without --set and --tiny; None where it is no recipe without them."""
     try:
         return catalog.load(given) if changed else recipe
-    except validation.RecipeError:
+    except RecipeError:
         return None
 
 
@@ -267,7 +268,7 @@ def launch_lines(recipe: Recipe, name: str, tiny: bool = False, settings: Sequen
         try:
             shrunk = catalog.load(name, settings, tiny=True)
             published_plan(shrunk)
-        except (validation.RecipeError, ConfigError) as error:  # a setting that the smaller model cannot have
+        except (RecipeError, ConfigError) as error:  # a setting that the smaller model cannot have
             return [
                 *lines,
                 "# cannot be shrunk with these settings:",

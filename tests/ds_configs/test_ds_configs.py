@@ -17,6 +17,7 @@ from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
 from recipes import catalog
 from recipes.layout import divisors, padded_vocab, share_batch
+from recipes.problems import Problem
 from recipes.schema import Recipe
 
 GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
@@ -62,7 +63,7 @@ def plan(
 def problems(config, *overrides: str, **how) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as error:
         plan(config, *overrides, **how)
-    return error.value.problems
+    return tuple(map(str, error.value.problems))
 
 
 def only(config, *overrides: str, **how) -> str:
@@ -103,7 +104,8 @@ def test_every_recipe_resolves_or_is_refused_with_reasons(config, machine, nvme,
             try:
                 result = resolve(recipe, config, world, machine, nvme)
             except ConfigError as error:
-                assert all(":" in line and ";" in line for line in error.problems), error
+                assert all(":" in line and ";" in line for line in map(str, error.problems)), error
+                assert all(problem.key and problem.rule and problem.fix for problem in error.problems), error
             else:
                 resolved += 1
                 assert_consistent(result, world)
@@ -128,7 +130,7 @@ def assert_consistent(result: Plan, world: int) -> None:
     assert ds["optimizer"]["params"]["lr"] == result.recipe.optimizer.lr
     assert result.zero_stage == ds["zero_optimization"]["stage"]
     assert (result.precision == result.recipe.precision) == (
-        not any("precision" in line for line in result.notices)
+        not any(notice.key == "precision" for notice in result.notices)
     )
 
 
@@ -400,17 +402,17 @@ def test_without_a_compiler_torchs_adam_is_taken_with_a_notice(written):
     result = plan("zero3_offload", machine=bare)
     assert result.ds["optimizer"]["params"]["torch_adam"] is True
     assert result.ds["zero_force_ds_cpu_optimizer"] is False
-    assert any("needs g++, ninja and Python's headers" in line for line in result.notices)
+    assert any("needs g++, ninja and Python's headers" in notice.text for notice in result.notices)
     on_a_gpu = plan("zero1", machine=dataclasses.replace(GPU, compiler=False))
-    assert any("needs g++" in line for line in on_a_gpu.notices)
+    assert any("needs g++" in notice.text for notice in on_a_gpu.notices)
     without_toolkit = plan("zero1", machine=dataclasses.replace(GPU, cuda_compiler=False))
     assert (
-        without_toolkit.ds["optimizer"]["params"]["torch_adam"] and "needs nvcc" in without_toolkit.notices[0]
+        without_toolkit.ds["optimizer"]["params"]["torch_adam"] and "needs nvcc" in without_toolkit.notices[0].text
     )
     assert not plan("zero2_offload", machine=dataclasses.replace(GPU, cuda_compiler=False)).notices, (
         "CPU Adam needs no nvcc"
     )
-    assert not any("needs g++" in line for line in plan("zero1", machine=bare).notices), (
+    assert not any("needs g++" in notice.text for notice in plan("zero1", machine=bare).notices), (
         "nothing would have been compiled"
     )
     assert "zero_force_ds_cpu_optimizer" not in plan("zero3_offload").ds
@@ -437,15 +439,15 @@ def test_auto_takes_the_recipes_precision_without_a_word():
 def test_auto_falls_to_what_the_machine_has_in_one_loud_line(wanted, machine, got):
     result = plan("zero1", f"precision={wanted}", machine=machine)
     assert result.precision == got
-    assert [line for line in result.notices if f"{got} INSTEAD OF {wanted}" in line] == list(result.notices)
+    (notice,) = result.notices
+    assert notice.key == "precision" and f"{got} INSTEAD OF {wanted}" in str(notice)
 
 
 def test_an_explicit_choice_wins_over_the_recipe_with_a_notice(written):
-    assert plan("fp16_static", machine=GPU).notices == (
-        "precision: fp16, as ds_configs/fp16_static.json says; the recipe asks for bf16",
-    )
+    (notice,) = plan("fp16_static", machine=GPU).notices
+    assert str(notice) == "precision: fp16, as ds_configs/fp16_static.json says; the recipe asks for bf16"
     assert plan("fp32").precision == "fp32"
-    assert "the recipe asks for bf16" in plan("fp32").notices[0]
+    assert "the recipe asks for bf16" in plan("fp32").notices[0].text
     path = written(bf16={"enabled": False})  # fp16 "auto" does not stand in for a bf16 that is off
     assert plan(path, machine=GPU).precision == "fp32"
 
@@ -461,7 +463,7 @@ def test_what_is_demanded_is_never_changed():
 
 def test_emulated_fp16_is_said_loudly():
     result = plan("fp16_dynamic", "precision=fp16", machine=dataclasses.replace(CPU, emulated_fp16=True))
-    assert result.precision == "fp16" and "EMULATED" in result.notices[0]
+    assert result.precision == "fp16" and "EMULATED" in result.notices[0].text
 
 
 def test_loss_scaler_keys_reach_deepspeed(written):
@@ -554,7 +556,7 @@ def test_what_another_number_of_processes_asks_to_set_resolves(tiny):
                 continue
             with pytest.raises(ConfigError) as refused:
                 resolve(recipe, recipe.ds_config, world, GPU)
-            (line,) = refused.value.problems
+            (line,) = map(str, refused.value.problems)
             fixes = [
                 part.removesuffix(" to take what is started").split("--set ")[1:]
                 for part in line.split(", or ")[1:]
@@ -611,8 +613,8 @@ def test_shares_are_right_or_explained_and_every_proposed_number_works():
             for micro in (None, *range(1, 9)):
                 for accumulation in (None, *range(1, 9)):
                     shares = share_batch(micro, accumulation, total, dp, pp=2)
-                    if isinstance(shares, str):
-                        assert "; --set batch." in shares
+                    if isinstance(shares, Problem):
+                        assert "; --set batch." in str(shares)
                         continue
                     assert shares[0] * shares[1] * dp == total
                     assert micro in (None, shares[0]) and accumulation in (None, shares[1])

@@ -46,7 +46,7 @@ def table(tmp_path: Path):
 def problems(name: str, *overrides: str, **how) -> tuple[str, ...]:
     with pytest.raises(RecipeError) as error:
         load(name, overrides, **how)
-    return error.value.problems
+    return tuple(map(str, error.value.problems))
 
 
 # --- names
@@ -103,7 +103,7 @@ def test_a_file_or_row_that_is_not_there(table, tmp_path):
     path = table(GOOD + "  two: {title: second}\n")
     for asked, said in (
         ("/onee", f"did you mean {path}/one"),
-        ("", f"can be {path}/one, {path}/two: "),
+        ("", f"can be {path}/one, {path}/two; "),
         ("/x", "did you mean"),
     ):
         assert said in problems(f"{path}{asked}")[0]
@@ -136,7 +136,7 @@ def test_duplicates_are_found_at_any_depth():
 def test_the_frame_of_a_table_is_checked_at_once(table):
     path = table("defauls: {}\nrows: {a: 3, 1: {}}\n")
     found = problems(f"{path}:a")
-    assert found[0] == f"{path}:1: defauls: unknown key of a table: did you mean defaults?"
+    assert found[0] == f"{path}:1: defauls: unknown key of a table; did you mean defaults?"
     assert [line for line in found if "title is missing" in line]
     assert [line for line in found if "row a holds 3" in line] and [line for line in found if "row 1" in line]
     assert "holds str" in problems(str(table("just text")))[0]
@@ -191,9 +191,9 @@ def test_what_fields_and_layout_owe_each_other_comes_with_what_is_wrong_in_field
         f"mine/two: seed='high': should be a valid integer ({path}:15)",
         "mine/two: schedule.min_lr=0.001 is above optimizer.lr=1e-05",
         "mine/two: schedule.warmup_steps=20 is not below steps=10",
-        "mine/two: ds_config=zero4: no such file in ds_configs/: did you mean zero3 or zero2 or zero1?",
-        "mine/two: batch.micro=1 x batch.accumulation=2 x parallel.dp=4 = 8 is not batch.global=4: micro x accumulation x dp = global; set "
-        "batch.global to 8 or batch.accumulation to 1 or parallel.dp to 2",
+        "mine/two: ds_config=zero4: no such file in ds_configs/; did you mean zero3 or zero2 or zero1?",
+        "mine/two: batch.micro=1 x batch.accumulation=2 x parallel.dp=4 = 8 is not batch.global=4: micro x accumulation x dp = global; "
+        f"--set batch.global=8, or --set batch.accumulation=1, or --set parallel.dp=2 ({path}:19)",
         "mine/two: published.row has 2 cells for 3 columns (GPUs: 4, Size: 8B, Loss: ?)",
     )
     assert len(found) == len(expected) and all(
@@ -208,7 +208,7 @@ def test_what_fields_and_layout_owe_each_other_comes_with_what_is_wrong_in_field
         assert problems(f"{path}/two", *right[:i], *right[i + 1 :])
     assert load(f"{path}/two", right)
     (line,) = problems(f"{path}/two", *right, "batch.micro=3")
-    assert line.endswith("set batch.global to 12 or batch.micro to 1 (--set)")
+    assert line.endswith("--set batch.global=12, or --set batch.micro=1 (--set)")
 
 
 def test_rules_that_ask_for_a_wrong_field_are_left_for_later(table):

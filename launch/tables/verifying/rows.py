@@ -9,9 +9,10 @@ from typing import Any
 
 from launch.tables.verifying.check import Check, Status, compared
 from launch.tables.verifying.printed_values import Printed
+from recipes.problems import RecipeError
 from recipes.schema import Recipe
 from recipes.tables import Table
-from recipes.validation import RecipeError, validate
+from recipes.validation import validate
 
 # Heading of a source, in lower case -> key of the recipe, and the factor from its unit to the key's.
 HEADINGS: dict[str, tuple[str, float]] = {

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ds_configs.findings import Notice
 from launch.console.progress import LINES_PER_RUN
 from launch.machine import description, memory
 from launch.runs import result as results
@@ -227,13 +228,12 @@ def test_every_deviation_is_stated(tmp_path):
     named = recipe(hardware="16x V100", precision="bf16", parallel={"tp": 2, "pp": 1}, steps=100)
     changed = named.model_copy(update={"sequence_length": 8, "seed": 5})
     layout = SimpleNamespace(tp=1, pp=2, dp=1, micro=2, accumulation=4, global_batch=8)
-    used = plan(
-        changed, ds_name="fp16_dynamic", layout=layout, precision="fp16", notices=("bf16 -> fp16: loudly",)
-    )
+    notices = (Notice("optimizer", "optimizer: loudly another"),)
+    used = plan(changed, ds_name="fp16_dynamic", layout=layout, precision="fp16", notices=notices)
     result = row(run_steps(tmp_path, used, 3), used, original=named, tiny=True, emulated_fp16=True)
     text = "\n".join(result["deviations"])
     for expected in (
-        "bf16 -> fp16: loudly",
+        "optimizer: loudly another",
         "tiny:",
         "sequence_length: 8, the recipe's is 16",
         "seed: 5, the recipe's is 1234",

@@ -11,7 +11,8 @@ from launch import recipe as command
 from launch.machine import memory
 from launch.planning import memory_fit
 from launch.tables import listing, showing
-from recipes import catalog, validation
+from recipes import catalog
+from recipes.problems import RecipeError
 
 # Rows of each table that describe a run, counted in the source documents. The Megatron paper's four lines are two runs each.
 ROWS = {
@@ -111,7 +112,7 @@ def test_unexplained_keys_are_refused_with_the_file():
         ("inferred={batch.globl: a typo}", "inferred: batch.globl: no such key"),
         ("unknown={optimizer: twice}", "unknown: optimizer: is in inferred as well"),
     ):
-        with pytest.raises(validation.RecipeError, match=expected):
+        with pytest.raises(RecipeError, match=expected):
             catalog.load(NAMES[0], [broken])
 
 

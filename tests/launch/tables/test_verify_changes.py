@@ -8,8 +8,8 @@ from launch.tables.verifying import counts, verification
 from modeling import gpt2
 from modeling.layer_list import LayerDefinition
 from modeling.transformer import LayerNorm
+from recipes.problems import RecipeError
 from recipes.tables import FOLDER
-from recipes.validation import RecipeError
 
 
 def lines(report) -> str:

@@ -205,7 +205,7 @@ def test_pipelines_of_a_json_are_refused(config):
     recipe = catalog.load(catalog.DEFAULT_RECIPE, [HF], tiny=True)
     with pytest.raises(ConfigError) as error:
         resolve(recipe, config, 4, MACHINE)
-    (line,) = [p for p in error.value.problems if p.startswith("parallel.pp=2")]
+    (line,) = [str(p) for p in error.value.problems if p.key == "parallel.pp" and "default_pipeline" in str(p)]
     assert f"(default_pipeline of ds_configs/{config}.json) with {HF}" in line and "zero3" in line
 
 
@@ -215,7 +215,7 @@ def test_recomputation_by_deepspeed_is_refused(tmp_path):
     (tmp_path / "cpu.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
         resolve(catalog.load(catalog.DEFAULT_RECIPE, [HF], tiny=True), tmp_path / "cpu.json", 1, MACHINE)
-    (line,) = error.value.problems
+    (line,) = map(str, error.value.problems)
     assert "activation_checkpointing.cpu_checkpointing=true" in line and "remove the section" in line
     config["activation_checkpointing"] = {"cpu_checkpointing": False}
     (tmp_path / "cpu.json").write_text(json.dumps(config))
