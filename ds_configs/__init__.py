@@ -1,1 +1,4 @@
-"""How DeepSpeed runs a recipe: DeepSpeed's own JSON with "auto" values, and `ds_configs.resolver`, which fills and checks them."""
+"""How DeepSpeed runs a recipe: DeepSpeed's own JSON with "auto" values.
+
+`ds_configs.resolver` fills them from the recipe and refuses what cannot work.
+"""

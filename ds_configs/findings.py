@@ -1,4 +1,4 @@
-"""What is found while a ds_config is resolved: problems that refuse it, notices that are shown and kept with the results."""
+"""What is found while a ds_config is resolved: problems that refuse it, notices that results keep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipes.problems import Problem, Setting, Text
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that differs from what recipe or JSON ask for, and why. `key`: what it is about, e.g. "precision"."""
+    """Something that differs from what recipe or JSON ask for, and why; `key` is e.g. "precision"."""
 
     key: str
     text: str

@@ -1,4 +1,4 @@
-"""Find and read a DeepSpeed JSON: near matches for a missing file, file:line:column for a malformed one, no duplicate keys."""
+"""Find and read a DeepSpeed JSON: near matches for a missing file, file:line:column for a malformed one."""
 
 from __future__ import annotations
 

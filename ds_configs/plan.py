@@ -1,4 +1,4 @@
-"""What the resolver is told (`Machine`, found out by `launch`, which may import torch) and what it decides (`Plan`)."""
+"""What the resolver is told (`Machine`, which `launch` finds out) and what it decides (`Plan`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Machine:
         compiler: DeepSpeed can compile its ops (g++ and ninja).
         cuda_compiler: it can compile CUDA ops as well (nvcc); true where there is no CUDA.
         libaio: library and headers for DeepSpeed's NVMe op.
-        emulated_fp16: fp16 on an accelerator that refuses it, switched on by the user, for tests of the loss scaler.
+        emulated_fp16: fp16 on an accelerator that refuses it, as the user asks, to test the loss scaler.
     """
 
     accelerator: str
@@ -52,7 +52,7 @@ class Plan:
         zero_stage: 0 to 3.
         offload: what is kept outside the GPU.
         precision: of the run; differs from the recipe's only with a notice.
-        padded_vocab: rows of the embedding, a multiple of model.vocab_divisible_by x tp; transformers' has no padding.
+        padded_vocab: rows of the embedding, a multiple of model.vocab_divisible_by x tp (not transformers').
         notices: to be shown loudly and kept with the results.
         ds_name: name of the JSON without its folder and suffix.
     """

@@ -1,6 +1,7 @@
-"""A recipe, a DeepSpeed JSON, a number of processes and a machine become a Plan, or every reason why they cannot.
+"""A recipe, a DeepSpeed JSON, a number of processes and a machine become a Plan, or every reason against it.
 
-    plan = resolve(recipe, "zero3_offload", world=2, machine=Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False))
+    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+    plan = resolve(recipe, "zero3_offload", world=2, machine=machine)
     deepspeed.initialize(..., config=plan.ds)
 
 Runs before any process group starts and imports neither torch nor deepspeed.
@@ -66,9 +67,8 @@ def resolve(
         findings.refuse(key, f"{key}={op}", rule, "remove the key")
     values = optimizer.fills(recipe, config, offload != "none", machine, findings)
     values |= zero.nvme_paths(config, os.environ if environ is None else environ, findings)
-    shared = layout or Layout(
-        1, 1, 1, 1, 1, 1
-    )  # stands in where the layout is refused, so that no "auto" is left of it
+    # Where the layout is refused, another stands in, so that none of the "auto" that it fills is left over.
+    shared = layout or Layout(tp=1, pp=1, dp=1, micro=1, accumulation=1, global_batch=1)
     values |= _batch(shared)
     ds = _filled(config, values, sizes=_sizes(recipe, shared.tp, machine))
     ds.pop("parallel", None)
@@ -126,7 +126,7 @@ def _sizes(recipe: Recipe, tp: int, machine: Machine) -> dict[str, Any]:
 
 
 def _filled(config: dict[str, Any], values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `config` with `values` put where it says "auto" or nothing, and `sizes` where it says "auto"."""
+    """A copy of `config` with `values` where it says "auto" or nothing, and `sizes` where it says "auto"."""
     filled = copy.deepcopy(config)
     for key, value in {**values, **sizes}.items():
         written = known_keys.lookup(filled, key)

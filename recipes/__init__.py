@@ -1,1 +1,4 @@
-"""What to train: one YAML file per table, one recipe per row. `recipes.schema` is the schema, `recipes.catalog` the files."""
+"""What to train: one YAML file per table, one recipe per row.
+
+`recipes.schema` is the schema, `recipes.catalog` finds and loads the files.
+"""

@@ -27,7 +27,8 @@ DEFAULT_RECIPE = "default/sotu"
 
 # These change what is reported or how the work is shared, never a number of the training.
 NOT_IN_DIGEST = {
-    "title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "differs", "unknown", "note",
+    "title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "differs", "unknown",
+    "note",
 }  # fmt: skip
 
 
@@ -59,10 +60,11 @@ def load(
 ) -> Recipe:
     """The recipe called `name`, shrunk, overridden, cut to `steps`, in this order.
 
-    `name` is table/row, a row or a table with one row if that is unambiguous, or a YAML file followed by /row or :row.
+    `name` is table/row, a row or a table with one row if that is unambiguous, or a YAML file followed by
+    /row or :row.
     `overrides` are texts like "batch.micro=4", the value in YAML; they have the last word over `tiny`.
-    `steps` ends the run earlier or later and leaves the schedule as the recipe has it, so that a short run is the
-    beginning of the long one; to stretch the schedule as well, override `steps=`.
+    `steps` ends the run earlier or later and leaves the schedule as the recipe has it, so that a short run is
+    the beginning of the long one; to stretch the schedule as well, override `steps=`.
 
     Raises:
         RecipeError: no such recipe, or every problem of it, one line each.
@@ -108,8 +110,9 @@ def load_resolved(path: str | Path) -> Recipe:
 def digest(recipe: Recipe) -> str:
     """sha256 over what decides the numbers of the training.
 
-    Left out are the layout (`parallel`, `batch.micro`, `batch.accumulation`, `ds_config`), what is only printed or kept, and
-    `steps`, which decides how far the run goes: in its place stands the step at which the learning rate has decayed.
+    Left out are the layout (`parallel`, `batch.micro`, `batch.accumulation`, `ds_config`), what is only
+    printed or kept, and `steps`, which decides how far the run goes: in its place stands the step at which
+    the learning rate has decayed.
     """
     values = recipe.model_dump(mode="json", by_alias=True, exclude=NOT_IN_DIGEST)
     values["batch"] = {"global": recipe.batch.global_}
@@ -155,9 +158,8 @@ def find(name: str) -> tuple[Table, str]:
     if outside:
         path, row = outside
         if not path.is_file():
-            raise _unfound(
-                name, f"there is no file {path}", f"give the path of a table and a row, as in {path}/row"
-            )
+            fix = f"give the path of a table and a row, as in {path}/row"
+            raise _unfound(name, f"there is no file {path}", fix)
         own = read_table(path)
         key = f"{own.name}/{row}" if row else own.name
         return _row_of([own], name, key, [], lambda key: f"{path}/{key.removeprefix(own.name + '/')}")
@@ -197,14 +199,13 @@ def _row_of(
     if len(matching) == 1:
         return every[matching[0]]
     if matching:
-        raise _unfound(
-            asked, f"can be {some([written(key) for key in matching])}", "give the table and the row"
-        )
+        options = some([written(key) for key in matching])
+        raise _unfound(asked, f"can be {options}", "give the table and the row")
     raise _unfound(asked, "no such recipe", _suggestion(name, every, written), problems)
 
 
 def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Callable[[str], str]) -> str:
-    """Rows spelt like `name`, else tables spelt like it, else the tables there are; each in the form that `load` takes."""
+    """Rows spelt like `name`, else tables spelt like it, else the tables there are, as `load` takes them."""
     near = nearest(name, every)
     if "/" not in name:
         rows = nearest(name, {row for _, row in every.values()})

@@ -1,4 +1,4 @@
-"""What the fields of one recipe owe each other, whatever the layout it is run with (that is `ds_configs.resolver`'s part).
+"""What the fields of one recipe owe each other; what they owe a layout is `ds_configs.resolver`'s part.
 
 One function per subject yields what is wrong, so that all problems are reported at once.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 
@@ -26,14 +26,15 @@ REFUSED_BY_FAMILY = {
         ("model.sentence_head", ("nsp", "sop"), "only a BERT has a sentence objective", "set it to none"),
     ),
     "bert": (
-        ("data.tokenizer.kind", ("trained_bpe", "gpt2"), "a BERT needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]",
+        ("data.tokenizer.kind", ("trained_bpe", "gpt2"),
+         "a BERT needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]",
          "set data.tokenizer.kind to trained_wordpiece, bert_uncased, bert_cased or file"),
-        ("model.implementation", ("transformers",), "transformers' Trainer is run with its GPT-2", "set model.family to gpt2"),
+        ("model.implementation", ("transformers",),
+         "transformers' Trainer is run with its GPT-2", "set model.family to gpt2"),
     ),
 }  # fmt: skip
-_DS_CONFIGS = (
-    Path(__file__).resolve().parents[1] / "ds_configs"
-)  # a folder of data here; that package imports this one
+# A folder of data here; that package imports this one.
+_DS_CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
 
 Found = Iterator[Problem]
 
@@ -44,7 +45,7 @@ def problems(recipe: Recipe, *, whole: bool = True, columns: Sequence[str] | Non
     Args:
         recipe: its fields valid one by one.
         whole: without it, fields may be missing: what a rule says before it asks for one of them still holds.
-        columns: headings of the table whose row it is; None for a recipe that is no row, of which only what training needs is asked.
+        columns: headings of the table whose row it is; None for a run's own recipe, of which less is asked.
     """
     rules = [rule(recipe) for rule in _RULES]
     if columns is not None:
@@ -52,7 +53,7 @@ def problems(recipe: Recipe, *, whole: bool = True, columns: Sequence[str] | Non
     found: list[Problem] = []
     for rule in rules:
         with contextlib.suppress(*(() if whole else (AttributeError, TypeError))):
-            for problem in rule:
+            for problem in rule:  # one by one: what comes before the missing field is kept
                 found.append(problem)
     return found
 
@@ -89,20 +90,13 @@ def _heads(recipe: Recipe) -> Found:
     model = recipe.model
     if model.hidden % model.heads:
         came = _together(recipe, "model.hidden", "model.heads", " is not divisible by ")
-        yield Problem(
-            "model.heads",
-            came,
-            "every head has hidden/heads dimensions",
-            "set model.heads to a divisor of model.hidden",
-        )
+        rule, fix = "every head has hidden/heads dimensions", "set model.heads to a divisor of model.hidden"
+        yield Problem("model.heads", came, rule, fix)
 
 
 def _attention(recipe: Recipe) -> Found:
     model, key = recipe.model, Key("model.attention")
-    banded, window = (
-        "banded" in model.attention,
-        Setting("model.attention_window", recipe.model.attention_window),
-    )
+    banded, window = "banded" in model.attention, Setting("model.attention_window", model.attention_window)
     if banded and model.family != "gpt2":
         came: Text = key, " with banded layers and ", Setting("model.family", model.family)
         yield Problem(key, came, "the band looks back only", "set model.attention to [dense]")
@@ -113,7 +107,7 @@ def _attention(recipe: Recipe) -> Found:
         came = key, " has banded layers without ", Key(window.key)
         yield Problem(key, came, "it says how many positions each one sees", f"set {window.key}")
     if banded and model.attention_window is not None and model.attention_window >= recipe.sequence_length:
-        fix = f"set model.attention_window to {recipe.sequence_length - 1} or less, or model.attention to [dense]"
+        fix = f"set {window.key} to {recipe.sequence_length - 1} or less, or model.attention to [dense]"
         came = _together(recipe, window.key, "sequence_length")
         yield Problem(window.key, came, "such a band is the whole triangle", fix)
     if model.attention_window is not None and not banded:
@@ -132,11 +126,10 @@ def _implementation(recipe: Recipe) -> Found:
         if degree > 1:
             came = Setting(key, degree), " with ", implementation
             yield Problem(key, came, "its GPT-2 is cut by ZeRO alone", f"set {key} to 1")
+    key = "activation_checkpointing"
     if isinstance(recipe.activation_checkpointing, int):
-        came = _together(recipe, "activation_checkpointing", implementation.key)
-        yield Problem(
-            "activation_checkpointing", came, "it recomputes all layers or none", "set full or none"
-        )
+        came = _together(recipe, key, implementation.key)
+        yield Problem(key, came, "it recomputes all layers or none", "set full or none")
 
 
 def _vocabulary(recipe: Recipe) -> Found:
@@ -144,9 +137,7 @@ def _vocabulary(recipe: Recipe) -> Found:
     size, kind = recipe.model.vocab_size, recipe.data.tokenizer.kind
     published = PUBLISHED_VOCABULARIES.get(kind)
     if published and size != published:
-        rule = (
-            f"the published vocabulary has {published} tokens (padding for tensor parallelism comes on top)"
-        )
+        rule = f"the published vocabulary has {published} tokens (tensor parallelism's padding comes on top)"
         fix = f"set {key} to {published}, or {kind_key} to another"
         yield Problem(key, _together(recipe, key, kind_key), rule, fix)
     if kind == "trained_bpe" and size < SMALLEST_BPE:
@@ -155,13 +146,10 @@ def _vocabulary(recipe: Recipe) -> Found:
     streamed = next((origin for origin in recipe.data.origins if origin.streamed), None)
     if kind in TRAINED and streamed:
         other = PUBLISHED_BY_FAMILY[recipe.model.family]
-        came: Text = (
-            Setting(kind_key, kind),
-            " with a streamed source (",
-            Setting("data.source", streamed.source),
-            ")",
-        )
-        fix = f"set {kind_key} to {other} and {key} to {PUBLISHED_VOCABULARIES[other]}, or give {kind_key}=file and a path"
+        source = Setting("data.source", streamed.source)
+        came = Setting(kind_key, kind), " with a streamed source (", source, ")"
+        known = f"set {kind_key} to {other} and {key} to {PUBLISHED_VOCABULARIES[other]}"
+        fix = f"{known}, or give {kind_key}=file and a path"
         yield Problem(kind_key, came, "a vocabulary cannot be trained on what is read once", fix)
 
 
@@ -173,8 +161,10 @@ def _tokenizer(recipe: Recipe) -> Found:
         yield Problem(key, came, "a vocab.txt, a tokenizer.json or a directory with one", "set it")
     if stored and tokenizer.kind in TRAINED:
         came = Setting(key, tokenizer.kind), " with ", Setting("data.source", "store")
-        fix = f"set {key} to store (the vocabulary that prepare_data kept with it), gpt2, bert_uncased, bert_cased or file"
-        yield Problem(key, came, "its tokens are numbered already", fix)
+        kinds = (
+            "store (the vocabulary that prepare_data kept with it), gpt2, bert_uncased, bert_cased or file"
+        )
+        yield Problem(key, came, "its tokens are numbered already", f"set {key} to {kinds}")
     if tokenizer.kind == "store" and not stored:
         came = Setting(key, "store"), " without ", Setting("data.source", "store")
         yield Problem(key, came, "there is no store to take it from", "name another kind")
@@ -189,23 +179,24 @@ def _origins(recipe: Recipe) -> Found:
         yield Problem("data.blend", came, rule, fix)
     for i, origin in enumerate(data.origins):
         part = f"data.blend[{i}]" if data.blend else "data"
+        key, left_out = f"{part}.streaming", f"leave {part}.streaming out"
         source = Setting(f"{part}.source", origin.source)
-        streaming = Setting(f"{part}.streaming", "true"), " with ", source
+        streaming = Setting(key, "true"), " with ", source
         if origin.source != "packaged" and not origin.name:
             rule = "the dataset's name on the hub, or the path of the files or of the store"
             yield Problem(source.key, (source, " needs ", Key(f"{part}.name")), rule, "set it")
         if origin.streaming and origin.source == "store":
-            yield Problem(
-                f"{part}.streaming", streaming, "the tokens are there already", f"leave {part}.streaming out"
-            )
+            yield Problem(key, streaming, "the tokens are there already", left_out)
         if origin.streaming and origin.source == "packaged":
             rule = "the packaged corpus is prepared in seconds and never streamed"
-            yield Problem(f"{part}.streaming", streaming, rule, f"leave {part}.streaming out")
+            yield Problem(key, streaming, rule, left_out)
         if origin.streaming and (origin.source, origin.documents) == ("text", "file"):
             came = *streaming, " and ", Setting(f"{part}.documents", "file")
-            rule = "a stream holds documents out by their place in their file, and none of a file that is one document"
-            fix = f"set {part}.streaming to false, or {part}.documents to blank_line"
-            yield Problem(f"{part}.streaming", came, rule, fix)
+            rule = (
+                "a stream holds documents out by their place in their file, and none of a file that is one "
+                "document"
+            )
+            yield Problem(key, came, rule, f"set {key} to false, or {part}.documents to blank_line")
 
 
 def _held_out(recipe: Recipe) -> Found:
@@ -228,32 +219,29 @@ def _checkpointing(recipe: Recipe) -> Found:
 
 
 def _provenance(recipe: Recipe) -> Found:
-    """Keys named in `inferred`, `differs`, `unknown` and `published.printed` exist, and none has a source and none."""
+    """Keys named in `inferred`, `differs`, `unknown` and `published.printed` exist."""
     for key in sorted(recipe.inferred.keys() & recipe.unknown.keys()):
         rule = "is in inferred as well, and a value has a source or none"
         yield Problem("unknown", f"unknown: {key}", rule, "keep one of the two")
     printed = recipe.published.printed if recipe.published else {}
-    named: dict[str, Mapping[str, object]] = {
-        "inferred": recipe.inferred,
-        "differs": recipe.differs,
-        "unknown": recipe.unknown,
-        "published.printed": printed,
-    }
+    named = [
+        (section, key) for section in ("inferred", "differs", "unknown") for key in getattr(recipe, section)
+    ]
     known = set(paths())
-    for section, keys in named.items():
-        for key in keys:
-            if key not in known:
-                fix = "name the key whose value it explains, e.g. batch.global"
-                yield Problem(section, f"{section}: {key}", "no such key of a recipe", fix)
+    for section, key in (*named, *(("published.printed", key) for key in printed)):
+        if key not in known:
+            fix = "name the key whose value it explains, e.g. batch.global"
+            yield Problem(section, f"{section}: {key}", "no such key of a recipe", fix)
 
 
 _RULES: tuple[Callable[[Recipe], Found], ...] = (
-    _schedule, _family, _heads, _attention, _implementation, _vocabulary, _tokenizer, _origins, _held_out, _checkpointing, _provenance,
+    _schedule, _family, _heads, _attention, _implementation, _vocabulary, _tokenizer, _origins, _held_out,
+    _checkpointing, _provenance,
 )  # fmt: skip
 
 
 def _ds_config(recipe: Recipe) -> Found:
-    """A bare name that is no file of ds_configs/; a path may be of another machine, and is looked for when it is used."""
+    """A bare name is a file of ds_configs/; a path may be another machine's, and is looked up when used."""
     name = recipe.ds_config
     known = sorted(path.stem for path in _DS_CONFIGS.glob("*.json"))
     if Path(name).name == name and not Path(name).is_file() and name.removesuffix(".json") not in known:

@@ -13,7 +13,7 @@ from recipes.schema import Recipe
 
 
 def submodel(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model in an annotation such as `Published | None` or `tuple[BlendPart, ...]`; None where there is none."""
+    """The pydantic model in an annotation such as `Published | None` or `tuple[BlendPart, ...]`, if any."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, tuple):
@@ -49,8 +49,10 @@ def paths(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
 
 
 def known_prefix(path: Sequence[str | int]) -> tuple[str | int, ...]:
-    """The part of an error's location that names keys of the schema, and models in lists by their index from 0 (pydantic
-    appends union members and indices of plain values)."""
+    """The part of an error's location that names keys of the schema, and models in lists by index from 0.
+
+    pydantic appends union members and indices of plain values.
+    """
     kept: list[str | int] = []
     level: type[BaseModel] | None = Recipe
     for part in path:
@@ -83,7 +85,7 @@ def list_rule(path: Sequence[str | int]) -> str:
 
 
 def suggestion(path: Sequence[str | int]) -> str:
-    """What an unknown key may have been meant as: a sibling spelt alike, or the same word elsewhere in the recipe."""
+    """What an unknown key may have been meant as: a sibling spelt alike, or the same word elsewhere."""
     for end in range(1, len(path)):
         if isinstance(path[end], str) and (rule := list_rule(path[:end])):
             return f"{shown(path[:end])} is {rule}: give it as a whole"

@@ -1,4 +1,4 @@
-"""tp x pp x dp processes, and micro x accumulation x dp = global samples: the arithmetic and what may be wrong with it."""
+"""The layout: tp x pp x dp processes, and micro x accumulation x dp = global samples per optimizer step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from recipes.problems import Problem, Setting, Words
 
 @dataclass(frozen=True)
 class Layout:
-    """How one optimizer step is shared out; `dataclasses.asdict` and `Layout(**values)` take it to JSON and back.
+    """How one optimizer step is shared out.
+
+    `dataclasses.asdict` and `Layout(**values)` take it to JSON and back.
 
     Attributes:
         tp, pp, dp: degrees of tensor, pipeline and data parallelism, in ranks.
@@ -36,11 +38,15 @@ class Layout:
 
     def identity(self) -> str:
         """The batch in one line: "8 micro x 1 accumulation x 1 dp = 8 global"."""
-        return f"{self.micro} micro x {self.accumulation} accumulation x {self.dp} dp = {self.global_batch} global"
+        micro, accumulation = f"{self.micro} micro", f"{self.accumulation} accumulation"
+        return f"{micro} x {accumulation} x {self.dp} dp = {self.global_batch} global"
 
 
 def padded_vocab(vocab: int, tp: int, divisible_by: int = 128) -> int:
-    """The smallest multiple of `divisible_by` x tp that holds `vocab` tokens (Megatron-LM's make_vocab_size_divisible_by)."""
+    """The smallest multiple of `divisible_by` x tp that holds `vocab` tokens.
+
+    It is Megatron-LM's make_vocab_size_divisible_by.
+    """
     multiple = divisible_by * tp
     return -(-vocab // multiple) * multiple
 
@@ -61,8 +67,8 @@ def share_batch(
 ) -> tuple[int, int] | Problem:
     """(micro, accumulation) with micro x accumulation x dp = global_batch, or why there are none.
 
-    What is None is derived. With neither given, the micro-batch is the largest that leaves a pipeline of `pp` stages at least
-    `pp` micro-batches, since with fewer some stage never works while another does.
+    What is None is derived. With neither given, the micro-batch is the largest that leaves a pipeline of `pp`
+    stages at least `pp` micro-batches, since with fewer some stage never works while another does.
 
     Args:
         dp_is_stated: by the recipe, where it can be changed; else it follows from the number of processes.

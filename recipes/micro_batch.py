@@ -1,7 +1,7 @@
-"""The micro-batch: names and shapes of its tensors, for each family. The one definition that loader, models and engines share.
+"""The micro-batch: names and shapes of its tensors by family, which loader, models and engines share.
 
-B samples of S tokens, of which a BERT predicts P. Token ids, lengths and positions are int64, weights float32. The loss of a
-micro-batch is the sum of cross-entropies times weights.
+B samples of S tokens, of which a BERT predicts P. Token ids, lengths and positions are int64, weights
+float32. The loss of a micro-batch is the sum of cross-entropies times weights.
 """
 
 from __future__ import annotations

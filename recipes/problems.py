@@ -15,7 +15,7 @@ class Key(str):
 
 @dataclass(frozen=True)
 class Setting:
-    """A value for a key of the recipe inside a text: `batch.micro=4`, or a command's own flag with the value."""
+    """A key of the recipe with a value inside a text: `batch.micro=4`, or a command's own flag with it."""
 
     key: str
     value: object
@@ -33,7 +33,7 @@ class Problem:
     """One thing that is wrong with what the user gave.
 
     Attributes:
-        key: what has to change, as a dotted key of the recipe or of the JSON, a flag or a file; "" where nothing has a name.
+        key: what has to change: a dotted key of the recipe or of the JSON, a flag or a file.
         came: what was given.
         rule: what it breaks; "" where `came` says it all.
         fix: what to do.
@@ -52,12 +52,14 @@ class Problem:
         return self.render()
 
     def render(self, show: Callable[[Words], str] = str) -> str:
-        """The sentence "where: came: rule; fix (place)". `show` turns each piece of the texts into what this command's user types."""
+        """The sentence "where: came: rule; fix (place)".
+
+        `show` turns each piece of the texts into what this command's user types.
+        """
         came, rule, fix = ("".join(map(show, _pieces(text))) for text in (self.came, self.rule, self.fix))
         sentence = ": ".join(part for part in (self.where, came, rule) if part)
-        return "; ".join(part for part in (sentence, fix) if part) + (
-            f" ({self.place})" if self.place else ""
-        )
+        sentence = "; ".join(part for part in (sentence, fix) if part)
+        return f"{sentence} ({self.place})" if self.place else sentence
 
     @property
     def keys(self) -> tuple[str, ...]:

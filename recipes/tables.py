@@ -1,6 +1,7 @@
-"""A table file: `title`, `defaults`, and `rows`, each laid over the defaults; a published table has `source`, `columns` and `note` too.
+"""A table file: `title`, `defaults`, and `rows`, each laid over the defaults.
 
-`columns` are the headings of the source's table, in the order of the cells of each row's `published.row`.
+A published table also has `source`, `note` and `columns`, the headings of the source's table, in the order of
+the cells of each row's `published.row`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`--tiny`: any recipe shrunk to what two CPU cores carry in a minute, on the same code path.
 
-Kept: family, objective, implementation, pattern of attention, kind of layout, ZeRO stage and offload (they are the ds_config's), kind of
-checkpointing, precision, dropout, kind of schedule, and whether micro-batches are accumulated.
+Kept: family, objective, implementation, pattern of attention, kind of layout, ZeRO stage and offload (they
+are the ds_config's), kind of checkpointing, precision, dropout, kind of schedule, and whether micro-batches
+are accumulated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ VOCABULARY = 509  # prime: tensor parallelism has to pad it
 SEQUENCE = 64
 STEPS = 20
 GLOBAL = 8  # where the number of data-parallel ranks is left open: 1, 2, 4 and 8 divide it
-# Of models with banded layers: long enough for the kernel of blocks, as the published lengths are (modeling/banded_attention.py)
+# With banded layers: long enough for the kernel of blocks, as published lengths are.
 BANDED_SEQUENCE, WINDOW = 256, 16
 LEAST_LR = 1e-3  # with less, 20 steps learn nothing visible
 
@@ -29,24 +30,21 @@ LEAST_LR = 1e-3  # with less, 20 steps learn nothing visible
 def tiny(recipe: Recipe) -> Recipe:
     """The recipe, shrunk; shrinking twice changes nothing more."""
     suffix, chunk = " (tiny)", recipe.activation_checkpointing
+    length = SEQUENCE if recipe.model.attention_window is None else BANDED_SEQUENCE
+    tokenizer = Tokenizer.model_validate({"kind": TRAINED_BY_FAMILY[recipe.model.family]})
     parallel = {key: degree and min(2, degree) for key, degree in recipe.parallel}
     return recipe.model_copy(
         update={
             "title": recipe.title if recipe.title.endswith(suffix) else recipe.title + suffix,
             "model": _model(recipe),
-            "sequence_length": min(
-                SEQUENCE if recipe.model.attention_window is None else BANDED_SEQUENCE, recipe.sequence_length
-            ),
+            "sequence_length": min(length, recipe.sequence_length),
             "parallel": Parallel(**parallel),
             "batch": Batch.model_validate(_batch(recipe, parallel["dp"])),
             "steps": min(STEPS, recipe.steps),
             "schedule": _schedule(recipe),
             "optimizer": recipe.optimizer.model_copy(update={"lr": max(LEAST_LR, recipe.optimizer.lr)}),
             "activation_checkpointing": min(2, chunk) if isinstance(chunk, int) else chunk,
-            "data": Data(
-                tokenizer=Tokenizer.model_validate({"kind": TRAINED_BY_FAMILY[recipe.model.family]}),
-                masking=recipe.data.masking,
-            ),
+            "data": Data(tokenizer=tokenizer, masking=recipe.data.masking),
             "run": _run(recipe.run),
         }
     )
@@ -62,7 +60,10 @@ def _model(recipe: Recipe) -> Model:
 
 
 def _pattern(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
-    """At most LAYERS kinds of layers in the same order, both if there are two: the longest run of one kind gets shorter first."""
+    """At most LAYERS kinds of layers in the same order, both if there are two.
+
+    The longest run of one kind gets shorter first.
+    """
     runs = [list(run) for _, run in groupby(kinds)]
     for _ in range(len(kinds) - LAYERS):
         longest = max(runs, key=len)
@@ -71,7 +72,7 @@ def _pattern(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
 
 
 def _window(window: int | None, positions: int) -> int | None:
-    """16 positions, a block's own and the one before it; or as much of the sequence as before, where that is most of it."""
+    """16 positions, a block's own and the one before; or the same share of the sequence, if that is large."""
     if window is None:
         return None
     if 8 * window <= 5 * positions:
@@ -99,17 +100,11 @@ def _schedule(recipe: Recipe) -> Schedule:
     schedule, steps = recipe.schedule, min(STEPS, recipe.steps)
     shrunk = steps / recipe.steps
     decay = max(2, round(recipe.decay_steps * shrunk))
-    warmup = (
-        min(max(1, round(schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1)
-        if schedule.warmup_steps
-        else 0
-    )
+    warmup = min(max(1, round(schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1)
+    warmup = schedule.warmup_steps and warmup
     return schedule.model_copy(update={"decay_steps": schedule.decay_steps and decay, "warmup_steps": warmup})
 
 
 def _run(run: Run) -> Run:
-    often = {
-        key: every and min(10, every)
-        for key, every in (("validate_every", run.validate_every), ("save_every", run.save_every))
-    }
-    return run.model_copy(update={"validation_samples": min(8, run.validation_samples), **often})
+    most = {"validation_samples": 8, "validate_every": 10, "save_every": 10}
+    return run.model_copy(update={key: min(number, getattr(run, key)) for key, number in most.items()})

@@ -32,7 +32,8 @@ def validate(
     Args:
         values: the recipe as plain data, keys as in the file.
         name: of the recipe, to start each line with.
-        document: the file it comes from; `roots` are the paths in it under which a key of the recipe may stand.
+        document: the file it comes from.
+        roots: the paths in it under which a key of the recipe may stand.
         overridden: where the values come from `--set`: its problems are reported with those found here.
 
     Raises:
@@ -53,12 +54,9 @@ def validate(
     problems = list(overridden.problems) if overridden else []
     for problem, paths in found:
         keys = [_outside_lists(path) for path in paths]
-        was_set = overridden and any(
-            set_key[: len(key)] == key for key in keys if key for set_key in overridden.keys
-        )
-        problems.append(
-            replace(problem, where=name, place="--set" if was_set else _place(keys, document, roots))
-        )
+        was_set = overridden and any(_overlap(key, other) for key in keys for other in overridden.keys)
+        place = "--set" if was_set else _place(keys, document, roots)
+        problems.append(replace(problem, where=name, place=place))
     if problems:
         raise RecipeError(problems)
     return recipe
@@ -67,9 +65,9 @@ def validate(
 def _partial(
     model: type[BaseModel], values: Mapping[str, Any], wrong: Set[ErrorPath], path: KeyPath = ()
 ) -> Any:
-    """A `model` without the fields at `wrong` and without required ones that `values` lacks: to read them raises AttributeError.
+    """A `model` without the fields at `wrong` and the required ones that `values` lacks.
 
-    Values are taken as they are in the file, lists of models included.
+    To read such a field raises AttributeError. Values are taken as they are in the file, lists of models too.
     """
     built = model.model_construct()
     below = children(model)
@@ -114,6 +112,11 @@ def _describe(detail: ErrorDetails) -> tuple[ErrorPath, Problem]:
 def _outside_lists(path: ErrorPath) -> KeyPath:
     """The path up to its first list: what is in a list has no line and no --set of its own."""
     return tuple(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), path))
+
+
+def _overlap(key: KeyPath, other: KeyPath) -> bool:
+    """Whether one of them is the other or a part of it."""
+    return all(mine == its for mine, its in zip(key, other, strict=False))
 
 
 def _place(keys: Sequence[KeyPath], document: Document, roots: Sequence[KeyPath]) -> str:

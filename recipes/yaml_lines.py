@@ -1,4 +1,4 @@
-"""YAML with the line of every key: duplicate keys are refused, 1e-4 is a number, errors say file:line:column."""
+"""YAML with the line of every key: no key stands twice, 1e-4 is a number, errors say file:line:column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `optimizer` section and clipping: "auto" from the recipe, disagreement refused, ops that need a compiler avoided."""
+"""The `optimizer` section and clipping: "auto" from the recipe, no disagreement, no op without a compiler."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
     key = "optimizer.type"
     kind = lookup(config, key)
     if kind not in (None, "auto") and str(kind).lower() not in _TYPES:
-        rule = f"the recipe's optimizer.name is {recipe.optimizer.name}, and another rule of descent is another recipe"
+        ours = f"the recipe's optimizer.name is {recipe.optimizer.name}"
+        rule = f"{ours}, and another rule of descent is another recipe"
         findings.refuse(key, f"{key}={kind}", rule, 'write "AdamW"')
     key = "optimizer.params.adam_w_mode"
     if lookup(config, key) is False:
-        rule = "adds the decay to the gradient, while the recipe's optimizer.name=adamw decays weights apart from it"
+        rule = "adds the decay to the gradient, while the recipe's adamw decays weights apart from it"
         findings.refuse(key, f"{key}=false", rule, "remove the key")
     for key, stated in _numbers(recipe).items():
         written = lookup(config, key)
@@ -33,7 +34,7 @@ def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
 def fills(
     recipe: Recipe, config: dict[str, Any], offloads: bool, machine: Machine, findings: Findings
 ) -> dict[str, Any]:
-    """Values by dotted key: the recipe's numbers, and the way round compiled ops on a machine without a compiler."""
+    """Values by dotted key: the recipe's numbers, and torch's Adam where DeepSpeed's cannot be compiled."""
     values: dict[str, Any] = {key: stated.value for key, stated in _numbers(recipe).items()}
     values["optimizer.type"] = "AdamW"
     key = "optimizer.params.torch_adam"

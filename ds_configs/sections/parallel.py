@@ -63,8 +63,8 @@ def layout(
 def _degree(name: str, recipe: Recipe, config: dict[str, Any], findings: Findings) -> _Degree | None:
     """A degree: the recipe's where it states one, else the JSON's.
 
-    "auto" takes the recipe's; `default_tensor` and `default_pipeline` stand in where the recipe states none, so that 3d.json
-    gives a layout to recipes that have none and leaves the published ones theirs.
+    "auto" takes the recipe's; `default_tensor` and `default_pipeline` stand in where the recipe states none,
+    so that 3d.json gives a layout to recipes that have none and leaves the published ones theirs.
     """
     key = f"parallel.{_RECIPE_KEY[name]}"
     stated: int | None = getattr(recipe.parallel, _RECIPE_KEY[name])
@@ -101,20 +101,19 @@ def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, fi
     if heads % tp.value:
         rule = "each tensor-parallel rank takes heads/tp heads"
         fix = f"set parallel.tp to {either(divisors(heads))}"
-        problems.append(
-            Problem(tp.key, (Setting("model.heads", heads), " is not divisible by ", *tp.words), rule, fix)
-        )
+        came: Text = Setting("model.heads", heads), " is not divisible by ", *tp.words
+        problems.append(Problem(tp.key, came, rule, fix))
     if pp.value > layers:
-        came: Text = *pp.words, " is more than ", Setting("model.layers", layers)
+        came = *pp.words, " is more than ", Setting("model.layers", layers)
         fix = f"set parallel.pp to {layers} or less"
         problems.append(Problem(pp.key, came, "each pipeline stage holds at least one layer", fix))
     came = *pp.words, f" with zero_optimization.stage={stage} ({findings.where})"
     stage_1 = "use stage 1 (--ds_config pipeline or 3d)"
     if pp.value > 1 and stage in (2, 3):
-        rule = "DeepSpeed's pipeline keeps the gradients of all micro-batches, which ZeRO-2 and ZeRO-3 shard away"
+        rule = "DeepSpeed's pipeline keeps all micro-batches' gradients, which ZeRO-2 and ZeRO-3 shard away"
         problems.append(Problem(pp.key, came, rule, f"{stage_1}, or --set parallel.pp=1"))
     if pp.value > 1 and stage == 0:
-        rule = "DeepSpeed counts the tied embedding once per stage there, so that gradients are clipped by a wrong norm"
+        rule = "DeepSpeed counts the tied embedding once per stage there, and clips gradients by a wrong norm"
         problems.append(Problem(pp.key, came, rule, stage_1))
 
 
@@ -133,21 +132,17 @@ def _data_parallel(
     if dp is not None and shared * dp != world:
         fix = f"start {shared * dp} (deepspeed --num_gpus {shared * dp} …)"
         fitting = world // shared
-        if (
-            agreed
-            and world % shared == 0
-            and (batch := _batch_for(recipe, config, fitting, pp.value)) is not None
-        ):
-            fix += f", or --set parallel.dp={fitting}{batch}, or --set parallel.dp=null{batch} to take what is started"
+        batch = _batch_for(recipe, config, fitting, pp.value) if agreed and world % shared == 0 else None
+        if batch is not None:
+            fix += f", or --set parallel.dp={fitting}{batch}"
+            fix += f", or --set parallel.dp=null{batch} to take what is started"
         came = *degrees, " x ", Setting("parallel.dp", dp), f" = {shared * dp}, but {started}"
         findings.problems.append(Problem("parallel.dp", came, "tp x pp x dp = processes", fix))
         return None
     if world % shared:
         came = f"{started}, with ", *degrees, f" = {shared}"
-        fix = (
-            f"start {shared} (deepspeed --num_gpus {shared} …) or a multiple of {shared}, or lower a degree with "
-            "--set parallel.tp= or --set parallel.pp="
-        )
+        start = f"start {shared} (deepspeed --num_gpus {shared} …) or a multiple of {shared}"
+        fix = f"{start}, or lower a degree with --set parallel.tp= or --set parallel.pp="
         rule = "the number of processes is a multiple of tp x pp"
         findings.problems.append(Problem("parallel.tp", came, rule, fix))
         return None
@@ -155,25 +150,18 @@ def _data_parallel(
 
 
 def _batch_for(recipe: Recipe, config: dict[str, Any], dp: int, pp: int) -> str | None:
-    """What to set of the batch for another dp, so that the shares come out: the same samples a step where dp divides them.
+    """What to set of the batch for another dp: the same samples per step where dp divides them.
 
     None where the JSON states what is in the way.
     """
     micro, accumulation = _stated_shares(recipe, config)
     free = {key for written, key in _BATCH_KEYS.items() if config.get(written) in (None, "auto")}
-    free -= {
-        key
-        for key, number in (("batch.micro", micro), ("batch.accumulation", accumulation))
-        if number is None
-    }
-    for dropped in ((), ("batch.accumulation",), ("batch.micro",), ("batch.micro", "batch.accumulation")):
-        if free.issuperset(dropped):
-            kept = (
-                None if "batch.micro" in dropped else micro,
-                None if "batch.accumulation" in dropped else accumulation,
-            )
-            if not isinstance(share_batch(*kept, recipe.batch.global_, dp, pp), Problem):
-                return "".join(f" --set {key}=null" for key in dropped)
+    for without in ((), ("batch.accumulation",), ("batch.micro",), ("batch.micro", "batch.accumulation")):
+        kept_micro = None if "batch.micro" in without else micro
+        kept_accumulation = None if "batch.accumulation" in without else accumulation
+        shares = share_batch(kept_micro, kept_accumulation, recipe.batch.global_, dp, pp)
+        if free.issuperset(without) and not isinstance(shares, Problem):
+            return "".join(f" --set {key}=null" for key in without)
     if "batch.global" not in free or (accumulation and "batch.accumulation" not in free):
         return None
     step = (micro or 1) * dp

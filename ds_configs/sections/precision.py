@@ -1,4 +1,4 @@
-"""Which precision a run has: what the JSON demands, else what the recipe asks for, else what the machine has."""
+"""The precision of a run: what the JSON demands, else what the recipe asks for, else what the machine has."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def precision(
 ) -> Precision | None:
     """The precision, with notices where it is not the recipe's; None where the problems leave none.
 
-    An explicit `"enabled": true` is never changed. "auto" takes the recipe's precision and falls to bf16, then fp32, where the
-    machine lacks it. An absent section is off, as in DeepSpeed.
+    An explicit `"enabled": true` is never changed. "auto" takes the recipe's precision and falls to bf16,
+    then fp32, where the machine lacks it. An absent section is off, as in DeepSpeed.
     """
     switches = {half: _switch(half, config, findings) for half in _HALVES}
     _check_autocast(config, findings)
@@ -32,11 +32,10 @@ def precision(
             "fp16.enabled", "fp16.enabled and bf16.enabled are both true", rule, "set one to false"
         )
         return None
-    chosen = (
-        _demanded(demanded[0], recipe, machine, findings)
-        if demanded
-        else _asked(switches, recipe.precision, machine, findings)
-    )
+    if demanded:
+        chosen = _demanded(demanded[0], recipe, machine, findings)
+    else:
+        chosen = _asked(switches, recipe.precision, machine, findings)
     if chosen == "fp16" and machine.emulated_fp16:
         accelerator = f"the {machine.accelerator} accelerator"
         findings.notice("precision", f"fp16 is EMULATED on {accelerator}: right in its numbers, slow")
@@ -65,12 +64,9 @@ def _has(machine: Machine, half: str) -> bool:
 def _demanded(half: Precision, recipe: Recipe, machine: Machine, findings: Findings) -> Precision | None:
     if not _has(machine, half):
         other = "bf16" if half == "fp16" and machine.bf16 else "fp32"
-        findings.refuse(
-            f"{half}.enabled",
-            f"{half}.enabled=true",
-            f"the {machine.accelerator} accelerator of this machine has no {half}, and what is demanded is not changed silently",
-            f'--ds_config {other}, or set {half}.enabled to "auto" (falls to {other})',
-        )
+        key, lacks = f"{half}.enabled", f"the {machine.accelerator} accelerator of this machine has no {half}"
+        fix = f'--ds_config {other}, or set {key} to "auto" (falls to {other})'
+        findings.refuse(key, f"{key}=true", f"{lacks}, and what is demanded is not changed silently", fix)
         return None
     if recipe.precision != half:
         findings.notice(
@@ -110,8 +106,6 @@ def _check_accumulation(chosen: Precision, config: dict[str, Any], findings: Fin
 def _check_autocast(config: dict[str, Any], findings: Findings) -> None:
     key = "torch_autocast.enabled"
     if lookup(config, key):
-        rule = (
-            "precision is set by fp16 and bf16 here (DeepSpeed reports a scaled gradient norm under autocast, so that clipping is "
-            "wrong)"
-        )
+        why = "DeepSpeed reports a scaled gradient norm under autocast, so that clipping is wrong"
+        rule = f"precision is set by fp16 and bf16 here ({why})"
         findings.refuse(key, f"{key}=true", rule, "set it to false and bf16.enabled to true")

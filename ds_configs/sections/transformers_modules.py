@@ -1,4 +1,4 @@
-"""What of a DeepSpeed JSON has no part in a run of `transformers`' modules (model.implementation=transformers)."""
+"""What of a DeepSpeed JSON has no part in a run with model.implementation=transformers."""
 
 from __future__ import annotations
 

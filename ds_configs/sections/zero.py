@@ -48,7 +48,7 @@ def offload(config: dict[str, Any], stage: int | None, machine: Machine, finding
 
 
 def nvme_paths(config: dict[str, Any], environ: Mapping[str, str], findings: Findings) -> dict[str, str]:
-    """nvme_path of each section that offloads to NVMe, "auto" filled from the environment; checked to be writable."""
+    """nvme_path of each section that offloads to NVMe, "auto" filled from the environment; writable."""
     found = {}
     for kind in ("optimizer", "param"):
         section = lookup(config, f"zero_optimization.offload_{kind}")

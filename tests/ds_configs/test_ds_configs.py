@@ -407,7 +407,8 @@ def test_without_a_compiler_torchs_adam_is_taken_with_a_notice(written):
     assert any("needs g++" in notice.text for notice in on_a_gpu.notices)
     without_toolkit = plan("zero1", machine=dataclasses.replace(GPU, cuda_compiler=False))
     assert (
-        without_toolkit.ds["optimizer"]["params"]["torch_adam"] and "needs nvcc" in without_toolkit.notices[0].text
+        without_toolkit.ds["optimizer"]["params"]["torch_adam"]
+        and "needs nvcc" in without_toolkit.notices[0].text
     )
     assert not plan("zero2_offload", machine=dataclasses.replace(GPU, cuda_compiler=False)).notices, (
         "CPU Adam needs no nvcc"
