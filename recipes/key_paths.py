@@ -7,9 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from recipes.problems import nearest
 from recipes.schema import Recipe
+
+Path = Sequence[str | int]  # of keys, and indices of the parts of a list
 
 
 def submodel(annotation: Any) -> type[BaseModel] | None:
@@ -21,82 +24,71 @@ def submodel(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def children(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
-    """Key in the file -> its submodel, None for a plain value."""
-    return {field.alias or name: submodel(field.annotation) for name, field in model.model_fields.items()}
+def children(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Key in the file -> field of the model."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def is_list(model: type[BaseModel], key: str) -> bool:
-    """Whether the key of this model holds a list."""
-    return any(
-        get_origin(field.annotation) is tuple
-        for name, field in model.model_fields.items()
-        if (field.alias or name) == key
-    )
-
-
-def shown(path: Sequence[str | int]) -> str:
+def shown(path: Path) -> str:
     """A path as users write it: data.blend[1].weight."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def paths(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
     """Every dotted key: model, model.layers, … Keys inside lists have none."""
-    for key, below in children(model).items():
+    for key, field in children(model).items():
         yield prefix + key
-        if below and not is_list(model, key):
+        below = submodel(field.annotation)
+        if below and get_origin(field.annotation) is not tuple:
             yield from paths(below, f"{prefix}{key}.")
 
 
-def known_prefix(path: Sequence[str | int]) -> tuple[str | int, ...]:
+def known_prefix(path: Path) -> tuple[str | int, ...]:
     """The part of an error's location that names keys of the schema, and models in lists by index from 0.
 
     pydantic appends union members and indices of plain values.
     """
     kept: list[str | int] = []
-    level: type[BaseModel] | None = Recipe
     for part in path:
-        if level is None or (isinstance(part, str) and part not in children(level)):
+        model = _model_at(kept)
+        if model is None or (isinstance(part, str) and part not in children(model)):
             break
         kept.append(part)
-        level = level if isinstance(part, int) else children(level)[part]
     return tuple(kept)
 
 
-def model_at(path: Sequence[str | int]) -> type[BaseModel] | None:
+def list_rule(path: Path) -> str:
+    """What the list of a key consists of; empty for a key that holds no list of models."""
+    level, part = _model_at(path[:-1]), _model_at(path)
+    if not level or not part or get_origin(children(level)[str(path[-1])].annotation) is not tuple:
+        return ""
+    needed = (key for key, field in children(part).items() if field.is_required())
+    return f"a list of parts, each with {', '.join(needed)}"
+
+
+def suggestion(path: Path) -> str:
+    """What an unknown key may have been meant as: a sibling spelt alike, or the same word elsewhere."""
+    for end in range(1, len(path)):
+        if isinstance(path[end], str) and isinstance(path[end - 1], str) and (rule := list_rule(path[:end])):
+            return f"{shown(path[:end])} is {rule}: give it as a whole"
+    level, last = _model_at(path[:-1]), str(path[-1])
+    siblings = list(children(level)) if level else []
+    if near := nearest(last, siblings):
+        return f"did you mean {' or '.join(shown((*path[:-1], word)) for word in near)}?"
+    everywhere = list(paths())
+    near = [key for key in everywhere if key.rsplit(".", 1)[-1] == last]
+    if not near and not any(isinstance(part, int) for part in path):
+        near = nearest(shown(path), everywhere)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"{shown(path[:-1]) or 'a recipe'} has {', '.join(siblings)}" if siblings else "no such key"
+
+
+def _model_at(path: Path) -> type[BaseModel] | None:
     """The model that a key holds, or each part of its list."""
     level: type[BaseModel] | None = Recipe
     for part in path:
         if isinstance(part, str):
-            level = children(level).get(part) if level else None
+            field = children(level).get(part) if level else None
+            level = submodel(field.annotation) if field else None
     return level
-
-
-def list_rule(path: Sequence[str | int]) -> str:
-    """What the list of a key consists of; empty for a key that holds no list of models."""
-    level, key = model_at(path[:-1]), path[-1]
-    part = children(level).get(key) if level and isinstance(key, str) and is_list(level, key) else None
-    needed = (
-        [field.alias or name for name, field in part.model_fields.items() if field.is_required()]
-        if part
-        else []
-    )
-    return f"a list of parts, each with {', '.join(needed)}" if needed else ""
-
-
-def suggestion(path: Sequence[str | int]) -> str:
-    """What an unknown key may have been meant as: a sibling spelt alike, or the same word elsewhere."""
-    for end in range(1, len(path)):
-        if isinstance(path[end], str) and (rule := list_rule(path[:end])):
-            return f"{shown(path[:end])} is {rule}: give it as a whole"
-    level, last = model_at(path[:-1]), str(path[-1])
-    siblings = list(children(level)) if level else []
-    near = nearest(last, siblings)
-    if near:
-        return f"did you mean {' or '.join(shown((*path[:-1], word)) for word in near)}?"
-    everywhere = list(paths())
-    same = [key for key in everywhere if key.rsplit(".", 1)[-1] == last]
-    near = same or ([] if any(isinstance(part, int) for part in path) else nearest(shown(path), everywhere))
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"{shown(path[:-1]) or 'a recipe'} has {', '.join(siblings)}" if siblings else "no such key"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from recipes import consistency
-from recipes.key_paths import children, known_prefix, list_rule, shown, suggestion
+from recipes.key_paths import known_prefix, list_rule, shown, submodel, suggestion
 from recipes.overrides import Overridden
 from recipes.problems import Problem, RecipeError, Setting
 from recipes.schema import Recipe
@@ -70,10 +70,8 @@ def _partial(
     To read such a field raises AttributeError. Values are taken as they are in the file, lists of models too.
     """
     built = model.model_construct()
-    below = children(model)
     for name, field in model.model_fields.items():
-        key = field.alias or name
-        inner = below[key]
+        key, inner = field.alias or name, submodel(field.annotation)
         if (*path, key) in wrong:
             built.__dict__.pop(name, None)
         elif inner and isinstance(values.get(key), Mapping):

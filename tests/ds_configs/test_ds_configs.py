@@ -13,7 +13,7 @@ import pytest
 
 from ds_configs import known_keys
 from ds_configs.jsonfile import FOLDER, ConfigError, available
-from ds_configs.plan import Machine, Plan
+from ds_configs.plan import Machine, Plan, plan_from_json, plan_to_json
 from ds_configs.resolver import resolve
 from recipes import catalog
 from recipes.layout import divisors, padded_vocab, share_batch
@@ -35,7 +35,7 @@ def nvme(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def written(tmp_path: Path):
-    """Writes a JSON: zero1.json with dotted keys changed (None removes one), or a text, and returns its path."""
+    """Writes a JSON, zero1.json with dotted keys changed or a text, and returns its path."""
 
     def write(text: str | None = None, base: str = "zero1", **changes) -> Path:
         path = tmp_path / "mine.json"
@@ -77,21 +77,22 @@ def only(config, *overrides: str, **how) -> str:
 
 
 def test_the_set_is_complete():
-    wanted = "zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_offload_optimizer zero_infinity pipeline 3d"
-    precisions = "fp16_dynamic fp16_static bf16 fp32"
-    assert set(EVERY_CONFIG) >= {*wanted.split(" "), *precisions.split(" ")}
+    stages = "zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_offload_optimizer zero_infinity"
+    assert set(EVERY_CONFIG) >= {*stages.split(), "pipeline", "3d"}
+    assert set(EVERY_CONFIG) >= {"fp16_dynamic", "fp16_static", "bf16", "fp32"}
     readme = (FOLDER / "README.md").read_text()
     assert [name for name in EVERY_CONFIG if f"| `{name}` |" not in readme] == []
 
 
 @pytest.fixture(scope="module")
 def recipes_and_worlds() -> list[tuple[Recipe, tuple[int, ...]]]:
-    """Every recipe in both sizes, with the number of processes it states, or with several where it leaves them open."""
+    """Every recipe in both sizes, with the number of processes it states, or several where it states none."""
     found = []
     for name in EVERY_RECIPE:
         for recipe in (catalog.load(name), catalog.load(name, tiny=True)):
             degrees = recipe.parallel
-            found.append((recipe, (degrees.tp * degrees.pp * degrees.dp,) if degrees.dp else WORLDS))
+            stated = math.prod(degrees.model_parallel) * (degrees.dp or 1)
+            found.append((recipe, (stated,) if degrees.dp else WORLDS))
     return found
 
 
@@ -146,6 +147,33 @@ def test_the_default_recipe_runs_with_every_ds_config(config, nvme):
     """…with the processes its layout wants, on a GPU."""
     world = {"pipeline": 2, "3d": 8}.get(config, 2)
     assert plan(config, world=world, machine=GPU, environ=nvme).layout.global_batch == 8
+
+
+@pytest.mark.parametrize("name", EVERY_RECIPE)
+def test_a_plan_comes_back_from_json_equal(name, nvme):
+    for tiny in (False, True):
+        recipe = catalog.load(name, tiny=tiny)
+        world = math.prod(recipe.parallel.model_parallel) * (recipe.parallel.dp or 1)
+        for machine in (GPU, CPU):
+            made = resolve(recipe, recipe.ds_config, world, machine, nvme)
+            again = plan_from_json(json.loads(json.dumps(plan_to_json(made))))
+            assert again == made and catalog.digest(again.recipe) == catalog.digest(recipe)
+            assert dataclasses.asdict(again.layout) == plan_to_json(made)["layout"]
+
+
+def test_what_is_no_plan_is_refused_with_its_field():
+    values = plan_to_json(plan("zero1", "precision=fp16"))
+    assert values["notices"] and values["notices"][0]["key"] == "precision"
+    layout = {**values["layout"], "micro": 3}
+    for wrong in (
+        {"zero_stage": 4},
+        {"precision": "fp8"},
+        {"recipe": {}},
+        {"offload": "disk"},
+        {"layout": layout},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            plan_from_json({**values, **wrong})
 
 
 # --- DeepSpeed itself
@@ -247,10 +275,10 @@ def test_a_missing_file_gets_near_matches(tmp_path):
 MALFORMED = {
     '{"a": 1,\n "b" 2}': ":2:6: not JSON: expecting ':' delimiter: '\"b\" 2}'",
     '{"a": 1,\n}': "is there a comma too many?",
-    '{\n// note\n"a": 1}': ":2:1: not JSON: expecting property name enclosed in double quotes: '// note'; JSON has no comments",
+    '{\n// note\n"a": 1}': "expecting property name enclosed in double quotes: '// note'; JSON has no com",
     "": ":1:1: not JSON: expecting value",
     "[1]": "holds list: a DeepSpeed config is an object",
-    '{"fp16": {"enabled": true,\n "enabled": false}}': ':2: key "enabled" stands twice in one object (lines 1, 2)',
+    '{"fp16": {"enabled": true,\n "enabled": false}}': ':2: key "enabled" stands twice in one object (lines',
 }
 
 
@@ -529,7 +557,8 @@ def test_bad_parallel_sections(written):
 
 def test_tp_has_to_divide_the_heads():
     assert only("zero1", "parallel.tp=4", world=4) == (
-        "model.heads=6 is not divisible by parallel.tp=4: each tensor-parallel rank takes heads/tp heads; set parallel.tp to 1, 2, "
+        "model.heads=6 is not divisible by parallel.tp=4: each tensor-parallel rank takes heads/tp heads; "
+        "set parallel.tp to 1, 2, "
         "3 or 6"
     )
 
@@ -590,10 +619,10 @@ BATCHES = [
     (("batch.micro=3",), 1, "--set batch.micro=2 or 4, or --set batch.global=6 or 9"),
     (("batch.accumulation=3",), 1, "--set batch.accumulation=2 or 4, or --set batch.global=6 or 9"),
     (("batch.micro=8",), 2, "--set batch.micro=2 or 4, or --set batch.global=16"),
-    (("batch.micro=2", "batch.accumulation=2"), 1, "= 4 is not batch.global=8: micro x accumulation x dp = global; --set "
-     "batch.global=4, or --set batch.accumulation=4, or --set batch.micro=4"),
-    ((), 3, "batch.global=8 is not divisible by dp=3: every data-parallel rank takes the same number of samples; --set "
-     "batch.global=6 or 9"),
+    (("batch.micro=2", "batch.accumulation=2"), 1, "= 4 is not batch.global=8: micro x accumulation x dp = "
+     "global; --set batch.global=4, or --set batch.accumulation=4, or --set batch.micro=4"),
+    ((), 3, "batch.global=8 is not divisible by dp=3: every data-parallel rank takes the same number of "
+     "samples; --set batch.global=6 or 9"),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from ds_configs.jsonfile import ConfigError
+from ds_configs.plan import Machine
+from ds_configs.resolver import resolve
 from recipes import catalog
 from recipes.catalog import digest, dump, load, load_resolved
 from recipes.key_paths import paths
+from recipes.problems import Key, Problem, ProblemsError, RecipeError, Setting
 from recipes.schema import Recipe
-from recipes.validation import RecipeError
+from recipes.tiny import tiny as shrink
 from recipes.yaml_lines import YamlError, parse
 
 EVERY = [entry.name for entry in catalog.names()]
@@ -115,16 +120,15 @@ def test_a_file_or_row_that_is_not_there(table, tmp_path):
 
 def test_malformed_yaml_says_where(table):
     path = table("title: x\nrows: {a: [1, 2}\n")
-    assert problems(f"{path}:a") == (
-        f"{path}:2:16: not YAML: expected ',' or ']', but got '}}': 'rows: {{a: [1, 2}}'",
-    )  # fmt: skip
+    (found,) = problems(f"{path}:a")
+    assert found == f"{path}:2:16: not YAML: expected ',' or ']', but got '}}': 'rows: {{a: [1, 2}}'"
 
 
 def test_a_duplicate_key_is_refused_with_both_lines(table):
     path = table(GOOD.replace("  steps: 10\n", "  steps: 10\n  steps: 20\n"))
-    assert problems(f"{path}:one") == (
-        f"{path}:8:3: key 'steps' is already in line 7: a key stands once in its mapping; remove one of the two",
-    )
+    (found,) = problems(f"{path}:one")
+    said = "key 'steps' is already in line 7: a key stands once in its mapping; remove one of the two"
+    assert found == f"{path}:8:3: {said}"
 
 
 def test_duplicates_are_found_at_any_depth():
@@ -183,8 +187,10 @@ def test_an_unknown_key_does_not_hide_what_the_other_keys_owe_each_other(table):
 def test_what_fields_and_layout_owe_each_other_comes_with_what_is_wrong_in_fields(table):
     path = table(
         GOOD.replace("title: a table", "title: a table\nsource: s\ncolumns: [GPUs, Size, Loss]")
-        + "  two:\n    title: x\n    seed: high\n    optimizer: {lr: 1e-5}\n    schedule: {min_lr: 1e-3, warmup_steps: 20}\n"
-        "    parallel: {dp: 4}\n    batch: {accumulation: 2}\n    ds_config: zero4\n    published: {source: s, row: 4 | 8B}\n"
+        + "  two:\n    title: x\n    seed: high\n    optimizer: {lr: 1e-5}\n"
+        "    schedule: {min_lr: 1e-3, warmup_steps: 20}\n    parallel: {dp: 4}\n"
+        "    batch: {accumulation: 2}\n"
+        "    ds_config: zero4\n    published: {source: s, row: 4 | 8B}\n"
     )
     found = problems(f"{path}/two")
     expected = (
@@ -192,7 +198,8 @@ def test_what_fields_and_layout_owe_each_other_comes_with_what_is_wrong_in_field
         "mine/two: schedule.min_lr=0.001 is above optimizer.lr=1e-05",
         "mine/two: schedule.warmup_steps=20 is not below steps=10",
         "mine/two: ds_config=zero4: no such file in ds_configs/; did you mean zero3 or zero2 or zero1?",
-        "mine/two: batch.micro=1 x batch.accumulation=2 x parallel.dp=4 = 8 is not batch.global=4: micro x accumulation x dp = global; "
+        "mine/two: batch.micro=1 x batch.accumulation=2 x parallel.dp=4 = 8 is not batch.global=4: micro x "
+        "accumulation x dp = global; "
         f"--set batch.global=8, or --set batch.accumulation=1, or --set parallel.dp=2 ({path}:19)",
         "mine/two: published.row has 2 cells for 3 columns (GPUs: 4, Size: 8B, Loss: ?)",
     )
@@ -211,9 +218,31 @@ def test_what_fields_and_layout_owe_each_other_comes_with_what_is_wrong_in_field
     assert line.endswith("--set batch.global=12, or --set batch.micro=1 (--set)")
 
 
+def test_the_place_of_a_problem_is_where_one_of_its_values_was_given(table):
+    path = table(GOOD + "  two:\n    title: x\n    schedule: {min_lr: 1e-5}\n")
+    by_file = problems(f"{table(GOOD + '  two: {title: x, schedule: {min_lr: 1}}')}:two")
+    assert by_file[0].endswith(f" ({path}:11)") and len(by_file) == 1
+    table(GOOD + "  two:\n    title: x\n    schedule: {min_lr: 1e-5}\n")
+    for override in ("optimizer.lr=1e-6", "optimizer={lr: 1e-6}"):
+        (by_set,) = problems(f"{path}:two", override)
+        assert by_set.startswith("mine/two: schedule.min_lr=1e-05 is above") and by_set.endswith(" (--set)")
+
+
+def test_a_rule_says_what_it_found_before_it_asks_for_a_missing_field(table):
+    text = GOOD.replace("sequence_length: 16", "sequence_length: short")
+    text += "  two: {title: x, model: {family: bert, layer_norm: post}}"
+    found = problems(f"{table(text)}:two")
+    assert [line.split(":")[1].strip() for line in found] == [
+        "sequence_length='short'",
+        "data.tokenizer.kind=trained_bpe with model.family=bert",
+    ]
+
+
 def test_rules_that_ask_for_a_wrong_field_are_left_for_later(table):
     for wrong in (
-        "model: 3", "model: {layers: x}", "data: {blend: [3]}", "optimizer: {lr: fast}", "published: {row: 3}", "parallel: 2", "batch: []",
+        "model: 3", "model: {layers: x}", "data: {blend: [3]}", "optimizer: {lr: fast}",
+        "published: {row: 3}",
+        "parallel: 2", "batch: []",
     ):  # fmt: skip
         found = problems(f"{table(GOOD + f'  two: {{title: x, {wrong}}}')}:two")
         assert 1 <= len(found) <= 2 and wrong.split(":")[0] in found[0], found
@@ -236,7 +265,7 @@ WRONG = {
     "data={source: hub, name: x}": "a vocabulary cannot be trained on what is read once",
     "data.source=jsonl": "data.source=jsonl needs data.name",
     "activation_checkpointing=7": "activation_checkpointing=7 is above model.layers=6",
-    "activation_checkpointing=some": "activation_checkpointing='some': should be 'none' or 'full', or should be a valid integer",
+    "activation_checkpointing=some": "='some': should be 'none' or 'full', or should be a valid integer",
     "steps=true": "steps=True: should be a valid integer",
     "steps=1.5": "steps=1.5: should be a valid integer",
     "steps='12'": "steps='12': should be a valid integer",
@@ -249,21 +278,27 @@ WRONG = {
     "model.sentence_head=nsp": "only a BERT has a sentence objective",
     "data.validation_every=1": "data.validation_every=1 holds out every document",
     "data.test_every=1": "data.test_every=1 leaves no document to train on",
-    "data={source: store, name: x, streaming: true, tokenizer: {kind: store}}": "the tokens are there already",
+    "data={source: store, name: x, streaming: true, tokenizer: {kind: store}}": "tokens are there already",
     "data.streaming=true": "the packaged corpus is prepared in seconds",
     "data={blend: [{weight: 1, streaming: true}]}": "the packaged corpus is prepared in seconds",
-    "data={source: text, name: x, streaming: true}": "set data.streaming to false, or data.documents to blank_line",
+    "data={source: text, name: x, streaming: true}": "to false, or data.documents to blank_line",
     "data={revision: main, blend: [{weight: 1}]}": "data.blend together with data.revision",
     "data={source: store, name: x}": "its tokens are numbered already",
     "data={tokenizer: {kind: store}}": "there is no store to take it from",
     "data={tokenizer: {kind: file}}": "data.tokenizer.kind=file needs data.tokenizer.path",
     "data={source: jsonl, name: x, blend: [{weight: 1}]}": "data.blend together with data.name, data.source",
     "data.blend=[{weight: 0}]": "should be greater than 0",
+    "model.attention=[banded]": "banded layers without model.attention_window",
+    "model.attention_window=4": "model.attention_window=4 without a banded layer",
+    "inferred={model.layer: a guess}": "inferred: model.layer: no such key of a recipe",
+    "inferred={data.tokenizer.kind: a, data.blend: b, published.row: c, sped: d}": "inferred: sped: no such",
 }
 WRONG_FOR_BERT = {
     "data.tokenizer.kind=trained_bpe": "needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]",
     "data.tokenizer.kind=bert_uncased": "the published vocabulary has 30522 tokens",
-    "data={source: hub, name: x, tokenizer: {kind: trained_wordpiece}}": "to bert_uncased and model.vocab_size to 30522",
+    "data={source: hub, name: x, tokenizer: {kind: trained_wordpiece}}": "and model.vocab_size to 30522",
+    "model.implementation=transformers": "Trainer is run with its GPT-2; set model.family to gpt2",
+    "model.attention=[banded]": "banded layers and model.family=bert: the band looks back only",
     "sequence_length=7": "a sample is [CLS] A [SEP] B [SEP]; set it to 8 or more",
     "data.masking.probability=0": "should be greater than 0",
 }
@@ -283,9 +318,8 @@ def test_inconsistent_values_of_a_bert_are_refused(override):
 
 def test_text_whose_files_hold_many_documents_may_be_streamed():
     how = {"source": "text", "name": "x", "streaming": True, "documents": "blank_line"}
-    values = load("openwebtext").model_dump(by_alias=True)
-    values["data"] = {**how, "tokenizer": {"kind": "gpt2"}}
-    assert Recipe.model_validate(values).data.streamed
+    written = ", ".join(f"{key}: {str(value).lower()}" for key, value in how.items())
+    assert load("openwebtext", [f"data={{{written}, tokenizer: {{kind: gpt2}}}}"]).data.streamed
     assert load("openwebtext").data.revision == "refs/convert/parquet"
 
 
@@ -300,6 +334,27 @@ def test_the_schema_is_frozen_and_every_number_says_what_it_is():
     with pytest.raises(ValidationError, match="frozen"):
         recipe.steps = 3  # type: ignore[misc]
     assert "batch.global" in set(paths()) and "batch.global_" not in set(paths())
+
+
+# --- problems
+
+
+def test_a_problem_is_data_that_reads_as_a_sentence():
+    came = Setting("batch.micro", [4]), " without ", Key("data.name")
+    problem = Problem("batch", came, "the rule", ("set ", Key("seed")), where="mine/one", place="x.yaml:3")
+    assert str(problem) == "mine/one: batch.micro=[4] without data.name: the rule; set seed (x.yaml:3)"
+    flags = problem.render(lambda words: f"--{words.upper()}" if isinstance(words, Key) else str(words))
+    assert flags == "mine/one: batch.micro=[4] without --DATA.NAME: the rule; set --SEED (x.yaml:3)"
+    assert problem.keys == ("batch", "batch.micro", "data.name")
+    assert (
+        str(Problem("", "only this")) == "only this" and str(Problem("", "this", fix="that")) == "this; that"
+    )
+
+
+def test_an_error_names_a_problem_once():
+    one, two = Problem("a", "x"), Problem("b", Setting("y", [1]))
+    error = ProblemsError([one, two, Problem("a", "x"), two])
+    assert error.problems == (one, two) and str(error) == "x\ny=[1]"
 
 
 # --- overrides
@@ -373,6 +428,27 @@ def test_resolved_recipes_that_cannot_be_read(tmp_path):
             load_resolved(path)
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_a_recipe_means_its_values_whether_stated_or_not(name):
+    """Rebuilt from every value written out, it is shrunk, shortened and resolved alike."""
+    stated = load(name)
+    full = Recipe.model_validate(stated.model_dump(by_alias=True))
+    assert full == stated and digest(full) == digest(stated) and dump(full) == dump(stated)
+    assert shrink(full) == shrink(stated) and digest(shrink(full)) == digest(shrink(stated))
+    for one, other in ((stated, full), (shrink(stated), shrink(full))):
+        assert outcome(one) == outcome(other)
+
+
+def outcome(recipe: Recipe) -> object:
+    """The plan on as many GPUs as the recipe states, or the reasons against it."""
+    world = math.prod(recipe.parallel.model_parallel) * (recipe.parallel.dp or 1)
+    machine = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
+    try:
+        return resolve(recipe, recipe.ds_config, world, machine, {"MEGARECIPES_NVME": "/tmp"})
+    except ConfigError as error:
+        return error.problems
+
+
 SAME = (
     "parallel.tp=2",
     "batch.micro=4",
@@ -383,9 +459,9 @@ SAME = (
     "run.save_every=7",
     "run.save_last=false",
 )
-OTHER = ("batch.global=16", "optimizer.lr=2e-3", "seed=1", "model.layers=5", "precision=fp32", "dropout.hidden=0.1",
-         "schedule.warmup_steps=21", "data.validation_every=7", "sequence_length=128", "init_std=0.01",
-         "activation_checkpointing=full")  # fmt: skip
+OTHER = ("batch.global=16", "optimizer.lr=2e-3", "seed=1", "model.layers=5", "precision=fp32",
+         "dropout.hidden=0.1", "schedule.warmup_steps=21", "data.validation_every=7", "sequence_length=128",
+         "init_std=0.01", "activation_checkpointing=full")  # fmt: skip
 
 
 def test_the_digest_knows_what_decides_the_numbers():
@@ -439,21 +515,20 @@ def published(**batch) -> Recipe:
 
 
 def test_tiny_of_a_published_layout_keeps_the_batch_identity():
-    from recipes.tiny import tiny
-
-    small = tiny(published(micro=4, accumulation=16, **{"global": 256}))
+    small = shrink(published(micro=4, accumulation=16, **{"global": 256}))
     assert (small.parallel.tp, small.parallel.pp, small.parallel.dp) == (2, 2, 2)
     assert small.batch.model_dump() == {"micro": 2, "accumulation": 2, "global_": 8}
     assert small.activation_checkpointing == 2
     assert (small.schedule.warmup_steps, small.schedule.decay_steps) == (1, 16)
-    once = tiny(published(micro=4, accumulation=None, **{"global": 16}))
+    once = shrink(published(micro=4, accumulation=None, **{"global": 16}))
     assert once.batch.model_dump() == {"micro": 2, "accumulation": 1, "global_": 4}
-    assert tiny(small) == small
+    assert shrink(small) == small
 
 
 D, B = "dense", "banded"
 PATTERNS = {  # of a recipe -> shrunk
-    (D, D, D, D, B): (D, D, D, B), (B, D, D, D, D, D): (B, D, D, D), (D, D, D, B, B, B): (D, D, B, B), (D, B) * 3: (D, B) * 2,
+    (D, D, D, D, B): (D, D, D, B), (B, D, D, D, D, D): (B, D, D, D), (D, D, D, B, B, B): (D, D, B, B),
+    (D, B) * 3: (D, B) * 2,
     (D, D, B, D, D, B): (D, B, D, B), (B,) * 6: (B,) * 4, (D, B): (D, B), (D, D, D, B): (D, D, D, B),
 }  # fmt: skip
 
@@ -471,7 +546,6 @@ def test_tiny_keeps_every_kind_of_layer(kinds, table):
 )
 def test_tiny_takes_the_kernel_of_the_whole_recipe(positions, window, table):
     from modeling.banded_attention import choose
-    from recipes.tiny import tiny
 
     text = GOOD.replace("layers: 2", f"layers: 2, attention: [dense, banded], attention_window: {window}")
     path = table(text.replace("sequence_length: 16", f"sequence_length: {positions}"))
@@ -488,7 +562,7 @@ def test_tiny_takes_the_kernel_of_the_whole_recipe(positions, window, table):
             model.hidden // model.heads,
         ).kernel
 
-    assert small.sequence_length == min(256, positions) and tiny(small) == small
+    assert small.sequence_length == min(256, positions) and shrink(small) == small
     assert kernel(small) == kernel(load(f"{path}:one"))
 
 
