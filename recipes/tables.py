@@ -1,13 +1,14 @@
 """A table file: `title`, `defaults`, and `rows`, each laid over the defaults.
 
 A published table also has `source`, `note` and `columns`, the headings of the source's table, in the order of
-the cells of each row's `published.row`.
+the cells of each row's `published.row`, and `evidence`, what launch/recipe.py verify checks the rows against
+(launch/tables/verifying/evidence.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from recipes.problems import Problem, RecipeError, did_you_mean
 from recipes.yaml_lines import Document, KeyPath, read
 
 FOLDER = Path(__file__).resolve().parent
-_KEYS = ("title", "source", "columns", "note", "defaults", "rows")
+_KEYS = ("title", "source", "columns", "note", "defaults", "rows", "evidence")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Table:
     source: str | None = None
     columns: tuple[str, ...] = ()
     note: str | None = None
+    evidence: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def published(self) -> bool:
@@ -66,9 +68,9 @@ def read_table(path: Path) -> Table:
         raise RecipeError(problems)
     value = document.value
     rows = {name: row or {} for name, row in value["rows"].items()}
-    columns = tuple(value.get("columns") or ())
+    columns, evidence = tuple(value.get("columns") or ()), value.get("evidence") or {}
     title, defaults, source, note = (value.get(key) for key in ("title", "defaults", "source", "note"))
-    return Table(path.stem, str(title), defaults or {}, rows, document, source, columns, note)
+    return Table(path.stem, str(title), defaults or {}, rows, document, source, columns, note, evidence)
 
 
 def _frame_problems(document: Document) -> Iterator[Problem]:

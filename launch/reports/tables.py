@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.tables.verifying.verification import errata_of
+from launch.tables.verifying import evidence
 from recipes.problems import Problem, ProblemsError, RecipeError, did_you_mean
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
@@ -122,7 +122,7 @@ class Tables:
 
 def load(table: Table) -> Published:
     """Every row, also where the recipe is not valid: what was published can be shown all the same."""
-    rows, problems = [], []
+    rows, problems, known = [], [], evidence.read(table)
     for name in table.rows:
         values = table.row(name)
         recipe = None
@@ -136,7 +136,7 @@ def load(table: Table) -> Published:
         )
         if problem:
             problems.append(f"{table.name}/{name}: {problem}")
-        rows.append(Row(table.name, name, title, cells, recipe, tuple(errata_of(f"{table.name}/{name}"))))
+        rows.append(Row(table.name, name, title, cells, recipe, tuple(map(str, known.errata_of(name)))))
     return Published(
         table.name,
         table.title,

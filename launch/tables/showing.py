@@ -1,4 +1,4 @@
-"""`recipes.py show`: one recipe with everything resolved, what was published, and the line that launches it."""
+"""`launch/recipe.py show`: one recipe with everything resolved, what was published, and how to launch it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_configs.jsonfile import ConfigError, available
@@ -14,7 +14,7 @@ from ds_configs.plan import Plan
 from launch.planning.comparability import not_comparable
 from launch.planning.memory_fit import processes, published_plan, state_bytes
 from launch.planning.plan_text import describe_plan
-from launch.tables.verifying.verification import errata_of
+from launch.tables.verifying import evidence
 from modeling import cost
 from recipes import catalog
 from recipes.problems import RecipeError
@@ -26,35 +26,29 @@ COUNTED = {
     "formula": "by Jean Zay's formula with the printed size",
     "exact": "by exact count, which is NVIDIA's",
 }
+ABOUT = "Show one recipe: everything resolved, what was published, inferred or unknown, and how to launch it."
 
 
-def add_parser(commands) -> None:
+def add_parser(commands: Any) -> None:
+    """Add the subcommand `show` to the subparsers of launch/recipe.py."""
     parser = commands.add_parser(
-        "show", help="everything about one recipe", allow_abbrev=False,
-        description="Show one recipe: everything resolved, what was published, what is inferred or unknown, and how to launch it.",
-    )  # fmt: skip
-    parser.add_argument(
-        "recipe", metavar="TABLE/ROW", help="a row of recipes/, or of your own YAML file as file.yaml/row"
+        "show", help="everything about one recipe", allow_abbrev=False, description=ABOUT
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override one field, as in pretrain.py; repeatable",
-    )
+    name = "a row of recipes/, or of your own YAML file as file.yaml/row"
+    parser.add_argument("recipe", metavar="TABLE/ROW", help=name)
+    override = "override one field, as in pretrain.py; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=override)
     parser.add_argument("--tiny", action="store_true", help="the recipe as --tiny shrinks it")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--yaml", action="store_true", help="the recipe as YAML, every value written out, and nothing else"
-    )
-    form.add_argument(
-        "--ds_json", action="store_true", help="the DeepSpeed JSON as it would be resolved, and nothing else"
-    )
+    as_yaml = "the recipe as YAML, every value written out, and nothing else"
+    form.add_argument("--yaml", action="store_true", help=as_yaml)
+    ds_json = "the DeepSpeed JSON as it would be resolved, and nothing else"
+    form.add_argument("--ds_json", action="store_true", help=ds_json)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Exit code: 2 for a recipe that is shown and cannot be run as it is."""
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny)
     if args.yaml:
         print(catalog.dump(recipe), end="")
@@ -67,16 +61,13 @@ def run(args: argparse.Namespace) -> int:
         plan = planned(recipe, args.tiny)
     except ConfigError as error:
         plan = error
-    print(
-        describe(
-            recipe, plan, *catalog.find(args.recipe), given=args.recipe, tiny=args.tiny, settings=args.set
-        )
-    )
+    table, row = catalog.find(args.recipe)
+    print(describe(recipe, plan, table, row, asked=args.recipe, tiny=args.tiny, settings=args.set))
     return 2 if isinstance(plan, ConfigError) else 0
 
 
 def planned(recipe: Recipe, tiny: bool = False) -> Plan:
-    """The plan on the row's hardware, whose GPUs decide where the recipe leaves dp open. Raises ConfigError where it cannot run there."""
+    """The plan on the row's hardware, whose GPUs give an open dp. Raises ConfigError."""
     gpus = recipe.hardware.gpus if recipe.hardware else None
     return published_plan(recipe, gpus if recipe.parallel.dp is None and not tiny else None)
 
@@ -87,66 +78,55 @@ def describe(
     table: Table,
     row: str,
     *,
-    given: str,
+    asked: str,
     tiny: bool = False,
     settings: Sequence[str] = (),
 ) -> str:
-    """Sections of text; `given` is the name as the user wrote it, `settings` what --set changed."""
-    original = _original(recipe, given, changed=bool(tiny or settings))
+    """Sections of text; `asked` is the name as the user wrote it, `settings` what --set changed."""
+    original = _original(recipe, asked, changed=bool(tiny or settings))
+    name = f"{table.name}/{row}"
+    launch: list[str] = []
     if isinstance(plan, ConfigError):
         resolved = [f"  cannot be run as it is: {line}" for line in plan.problems]
     else:
         hardware = str(recipe.hardware or "any")
-        resolved = [
-            describe_plan(plan, name=f"{table.name}/{row}", hardware=hardware, run_directory=None, here=False)
-        ]
+        resolved = [describe_plan(plan, name=name, hardware=hardware, run_directory=None, here=False)]
         resolved += _aligned(derived(plan, original, tiny=tiny), width=len("model states"))
-    lines = {
-        name: _reasons(recipe, original, getattr(recipe, name)) for name in ("inferred", "differs", "unknown")
+        launch = [f"  {line}" for line in launch_lines(recipe, asked, tiny, settings)]
+    reasons = {**recipe.inferred, **recipe.differs, **recipe.unknown}
+    changed = ", ".join(key for key in reasons if not _is_own(recipe, original, key))
+    errata = [str(known) for known in evidence.read(table).errata_of(row)]
+    sections = {
+        name: _wrapped(recipe.title, f"{table.title}.", table.note),
+        "resolved": resolved,
+        "published": _published(recipe.published, table),
+        "not printed by the table: where it comes from": _reasons(recipe, original, recipe.inferred),
+        "not as the source ran it": _reasons(recipe, original, recipe.differs),
+        "given by no source: what stands in": _reasons(recipe, original, recipe.unknown),
+        "changed by --set or --tiny, so that what is known of the row's value does not hold": _wrapped(
+            changed
+        ),
+        "notes": _wrapped(recipe.note),
+        "errata": _wrapped(*errata),
+        "launch": launch,
     }
-    sections = [
-        (
-            f"{table.name}/{row}",
-            _wrapped([recipe.title, f"{table.title}.", *([table.note] if table.note else [])]),
-        ),
-        ("resolved", resolved),
-        ("published", _published(recipe.published, table)),
-        ("not printed by the table: where it comes from", lines["inferred"]),
-        ("not as the source ran it", lines["differs"]),
-        ("given by no source: what stands in", lines["unknown"]),
-        (
-            "changed by --set or --tiny, so that what is known of the row's value does not hold",
-            _wrapped([_changed(recipe, original)]),
-        ),
-        ("notes", _wrapped([recipe.note] if recipe.note else [])),
-        ("errata", _wrapped(errata_of(f"{table.name}/{row}"))),
-        (
-            "launch",
-            [f"  {line}" for line in launch_lines(recipe, given, tiny, settings)]
-            if isinstance(plan, Plan)
-            else [],
-        ),
-    ]
-    return "\n\n".join("\n".join([title, *lines]) for title, lines in sections if lines)
+    return "\n\n".join("\n".join([title, *lines]) for title, lines in sections.items() if lines)
 
 
-def _original(recipe: Recipe, given: str, *, changed: bool) -> Recipe | None:
+def _original(recipe: Recipe, asked: str, *, changed: bool) -> Recipe | None:
     """The row without --set and --tiny; None where it is no recipe without them."""
     try:
-        return catalog.load(given) if changed else recipe
+        return catalog.load(asked) if changed else recipe
     except RecipeError:
         return None
 
 
 def derived(plan: Plan, original: Recipe | None, *, tiny: bool = False) -> Iterator[tuple[str, str]]:
-    """What follows from the recipe: sizes, memory, and where its work is the row's the published time in both kinds of TFLOPS."""
+    """Sizes, memory, and the published time in both kinds of TFLOPS where the recipe's work is the row's."""
     recipe, published = plan.recipe, plan.recipe.published
     yield from _padded_size(plan)
-    places = [
-        (size, place)
-        for size, place in zip(state_bytes(plan), ("on its GPU", "in CPU memory", "on NVMe"), strict=True)
-        if size
-    ]
+    named = zip(state_bytes(plan), ("on its GPU", "in CPU memory", "on NVMe"), strict=True)
+    places = [(size, place) for size, place in named if size]
     held = ", ".join(f"{size / 1e9:.3g} GB {place}" for size, place in places)
     yield "fullest rank", f"model states while it steps: {held}"
     if published and published.time_per_iteration_s:
@@ -167,7 +147,7 @@ def derived(plan: Plan, original: Recipe | None, *, tiny: bool = False) -> Itera
 
 
 def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
-    """The number of parameters as Megatron-LM prints it, where it is another one, and whether it is the printed one."""
+    """The parameters as Megatron-LM counts them, where that is another number, and whether it is printed."""
     recipe, tp = plan.recipe, plan.layout.tp
     per_rank = cost.parameters_per_rank(recipe.model, recipe.sequence_length, plan.padded_vocab, tp)
     count = tp * per_rank
@@ -176,34 +156,31 @@ def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
     printed = recipe.published.parameters if recipe.published else None
     remark = "" if printed is None else ", as printed" if printed == count else f"; {printed:,} is printed"
     if tp > 1:
-        yield (
-            "tensor ranks",
-            f"{per_rank:,} parameters each, {count:,} in all, with duplicates and padding{remark}",
-        )
+        in_all = f"{count:,} in all, with duplicates and padding{remark}"
+        yield "tensor ranks", f"{per_rank:,} parameters each, {in_all}"
     else:
         yield "padded", f"{count:,} with the padded vocabulary{remark}"
 
 
 def _tflops(plan: Plan) -> str:
     """The published time in both kinds of TFLOPS, and which of them the document counts."""
-    recipe, layout, published = plan.recipe, plan.layout, plan.recipe.published
+    recipe, layout = plan.recipe, plan.layout
+    published, hardware = recipe.published, recipe.hardware
     assert published and published.time_per_iteration_s
-    seconds = published.time_per_iteration_s
-    gpus = (recipe.hardware.gpus if recipe.hardware else None) or layout.world
+    seconds, gpus = published.time_per_iteration_s, (hardware and hardware.gpus) or layout.world
     by_formula, exact = cost.tflops(
-        recipe.model, recipe.sequence_length, layout.global_batch, seconds, gpus, padded_vocab=plan.padded_vocab,
-        checkpointing=recipe.checkpoint_interval > 0, predictions=recipe.predictions,
+        recipe.model, recipe.sequence_length, layout.global_batch, seconds, gpus,
+        padded_vocab=plan.padded_vocab, checkpointing=recipe.checkpoint_interval > 0,
+        predictions=recipe.predictions,
     )  # fmt: skip
-    peak = recipe.hardware.peak_tflops if recipe.hardware else None
+    peak = hardware.peak_tflops if hardware else None
     share = f" ({100 * exact / peak:.1f} % of {peak:g})" if peak else ""
-    counted = (
-        f"{published.tflops:g} is printed, {COUNTED[published.tflops_by]}"
-        if published.tflops
-        else "the row prints none"
-    )
+    counted = "the row prints none"
+    if published.tflops:
+        counted = f"{published.tflops:g} is printed, {COUNTED[published.tflops_by]}"
     return (
-        f"{by_formula:.4g} by Jean Zay's formula with the true size, {exact:.4g} by exact count{share} in the published {seconds:g} s, per "
-        f"GPU; {counted}"
+        f"{by_formula:.4g} by Jean Zay's formula with the true size, {exact:.4g} by exact count{share} "
+        f"in the published {seconds:g} s, per GPU; {counted}"
     )
 
 
@@ -212,93 +189,80 @@ def _published(published: Published | None, table: Table) -> list[str]:
         return []
     cells = zip(table.columns, (cell.strip() for cell in (published.row or "").split("|")), strict=False)
     printed = [(name, cell or "(blank)") for name, cell in cells]
-    more = [
-        ("ran", published.framework), ("held-out loss", published.validation_loss), ("date", published.date), ("source", published.source),
-    ]  # fmt: skip
-    impossible = [("cannot have been", f"{key} = {value}") for key, value in published.printed.items()]
-    return _aligned([*printed, *impossible, *((name, str(value)) for name, value in more if value)])
+    printed += [("cannot have been", f"{key} = {value}") for key, value in published.printed.items()]
+    more = {
+        "ran": published.framework,
+        "held-out loss": published.validation_loss,
+        "date": published.date,
+        "source": published.source,
+    }
+    return _aligned([*printed, *((name, str(value)) for name, value in more.items() if value)])
 
 
-def _reasons(recipe: Recipe, original: Recipe | None, reasons: dict[str, str]) -> list[str]:
-    """Those of the keys whose value is still the row's."""
+def _reasons(recipe: Recipe, original: Recipe | None, reasons: Mapping[str, str]) -> list[str]:
+    """The reasons of the keys whose value is still the row's."""
     lines: list[str] = []
     for key, reason in reasons.items():
-        if original is None or _value(recipe, key) != _value(original, key):
-            continue
-        value = _value(recipe, key)
-        head = f"{key} = {value}: " if not isinstance(value, dict | list | None) else f"{key}: "
-        lines += textwrap.wrap(head + reason, WIDTH, initial_indent="  ", subsequent_indent="      ")
+        if _is_own(recipe, original, key):
+            value = _value(recipe, key)
+            head = key if isinstance(value, dict | list | None) else f"{key} = {value}"
+            text = f"{head}: {reason}"
+            lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ")
     return lines
 
 
-def _changed(recipe: Recipe, original: Recipe | None) -> str:
-    """The keys that `_reasons` leaves out."""
-    keys = dict.fromkeys([*recipe.inferred, *recipe.differs, *recipe.unknown])
-    return ", ".join(key for key in keys if original is None or _value(recipe, key) != _value(original, key))
+def _is_own(recipe: Recipe, original: Recipe | None, key: str) -> bool:
+    """Whether a dotted key has the row's own value."""
+    return original is not None and _value(recipe, key) == _value(original, key)
 
 
 def _value(recipe: Recipe, key: str) -> Any:
     """The value of a dotted key as plain data."""
-    value = recipe.model_dump(mode="json", by_alias=True)
+    value: Any = recipe.model_dump(mode="json", by_alias=True)
     for part in key.split("."):
         value = (value or {}).get(part)
     return value
 
 
 def launch_lines(recipe: Recipe, name: str, tiny: bool = False, settings: Sequence[str] = ()) -> list[str]:
-    """Command lines: for the hardware of the row, and for a machine without it. `settings` are in `recipe` already."""
-    world, per_node = processes(recipe), recipe.hardware.gpus_per_node if recipe.hardware else None
-    script = f"launch/pretrain.py --ds_config {_json_file(recipe)} --recipe {shlex.quote(name)}"
+    """Command lines: for the row's hardware, and for any machine. `recipe` has the `settings` already."""
+    config = recipe.ds_config  # one of ds_configs/ by its path, the user's own as it is written
+    json_file = f"ds_configs/{config}.json" if config in available() else shlex.quote(config)
+    script = f"launch/pretrain.py --ds_config {json_file} --recipe {shlex.quote(name)}"
     sets = "".join(f" --set {shlex.quote(setting)}" for setting in settings)
-    lines = []
+    lines, shrunk = [], recipe
     if not tiny:
-        if recipe.parallel.dp is None:
-            lines += [
-                "# on any number of GPUs of one machine that divides the batch",
-                f"deepspeed {script}{sets}",
-            ]
-        elif per_node and world > per_node:
-            lines += [f"# on {-(-world // per_node)} machines of {per_node} GPUs; hosts has a line 'name slots={per_node}' for each",
-                      f"deepspeed --hostfile hosts --num_nodes {-(-world // per_node)} --num_gpus {per_node} {script}{sets}"]  # fmt: skip
-        else:
-            lines += [
-                f"# on {world} GPU{'s' if world > 1 else ''} of one machine",
-                f"deepspeed --num_gpus {world} {script}{sets}",
-            ]
+        where, launcher = _launcher(recipe)
+        lines = [f"# on {where}", f"deepspeed {launcher}{script}{sets}"]
         try:
             shrunk = catalog.load(name, settings, tiny=True)
             published_plan(shrunk)
         except (RecipeError, ConfigError) as error:  # a setting that the smaller model cannot have
-            return [
-                *lines,
-                "# cannot be shrunk with these settings:",
-                *(f"#   {problem}" for problem in error.problems),
-            ]
-    else:
-        shrunk = recipe
-    small = processes(shrunk)
-    return [
-        *lines,
-        "# shrunk, on any machine, with the same code path",
-        f"deepspeed --num_gpus {small} {script} --tiny{sets}",
-    ]
+            problems = [f"#   {problem}" for problem in error.problems]
+            return [*lines, "# cannot be shrunk with these settings:", *problems]
+    small = f"deepspeed --num_gpus {processes(shrunk)} {script} --tiny{sets}"
+    return [*lines, "# shrunk, on any machine, with the same code path", small]
 
 
-def _json_file(recipe: Recipe) -> str:
-    """The DeepSpeed JSON of the recipe as an argument: one of ds_configs/ by its path, the user's own as it is written."""
-    name = recipe.ds_config
-    return f"ds_configs/{name}.json" if name in available() else shlex.quote(name)
+def _launcher(recipe: Recipe) -> tuple[str, str]:
+    """(where the recipe runs, the launcher's flags for that)."""
+    world, per_node = processes(recipe), recipe.hardware.gpus_per_node if recipe.hardware else None
+    if recipe.parallel.dp is None:
+        return "any number of GPUs of one machine that divides the batch", ""
+    if per_node and world > per_node:
+        nodes = -(-world // per_node)
+        where = f"{nodes} machines of {per_node} GPUs; hosts has a line 'name slots={per_node}' for each"
+        return where, f"--hostfile hosts --num_nodes {nodes} --num_gpus {per_node} "
+    return f"{world} GPU{'s' if world > 1 else ''} of one machine", f"--num_gpus {world} "
 
 
-def _aligned(pairs: Iterable[tuple[str, object]], width: int = 0) -> list[str]:
+def _aligned(pairs: Iterable[tuple[str, str]], width: int = 0) -> list[str]:
     pairs = list(pairs)
     width = width or max((len(name) for name, _ in pairs), default=0)
     return [f"  {name:<{width}}  {value}" for name, value in pairs]
 
 
-def _wrapped(paragraphs: Sequence[str]) -> list[str]:
-    return [
-        line
-        for text in paragraphs
-        for line in textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
-    ]
+def _wrapped(*paragraphs: str | None) -> list[str]:
+    """The lines of the paragraphs that there are."""
+    wrapper = textwrap.TextWrapper(WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return [line for text in paragraphs if text for line in wrapper.wrap(text)]

@@ -1,7 +1,4 @@
-"""Recompute the published tables and list every disagreement with them.
-
-python launch/recipe.py verify
-"""
+"""`launch/recipe.py verify`: recompute the published tables and list every disagreement with them."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +22,10 @@ if TYPE_CHECKING:
     from launch.tables.verifying.verification import Report
 
 ABOUT = """\
-Recompute every number of the published tables that can be recomputed: parameters by building each model on the meta device at
-every rank, layouts and batches, samples/s, TFLOPS, scaling, memory, and what the documents say in their text. Compare settings with
-texts, papers and public scripts (recipes/checks/settings.yaml), and each printed line with its digest of when it was last compared with
-the document. Each disagreement is an erratum with its explanation (recipes/checks/errata.yaml)."""
+Recompute every number of the published tables that can be recomputed: parameters by building each model on
+the meta device at every rank, layouts and batches, samples/s, TFLOPS, scaling and memory. Compare settings
+with texts, papers and public scripts, sizes and speeds with logs. The evidence stands in each table's file
+below its rows; each disagreement is an erratum there, with its explanation."""
 EXAMPLES = """\
 examples:
   python launch/recipe.py verify
@@ -44,37 +41,28 @@ WRITTEN_BY = "launch/recipe.py verify"
 COLUMNS = (*(field.name for field in fields(Check)), "explanation")
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """The subcommand `verify` of launch/recipe.py."""
-    parser = subparsers.add_parser(
-        "verify", help="recompute the published tables and list every disagreement", description=ABOUT, epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+def add_parser(commands: Any) -> None:
+    """Add the subcommand `verify` to the subparsers of launch/recipe.py."""
+    parser = commands.add_parser(
+        "verify", help="recompute the published tables and list every disagreement", description=ABOUT,
+        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--table", nargs="+", action="extend", default=[], metavar="NAME", help="only these published tables, or groups of "
-                        "claims")  # fmt: skip
+    table = dict(nargs="+", action="extend", default=[], metavar="NAME")
+    parser.add_argument("--table", **table, help="only these published tables")
     parser.add_argument("--verbose", action="store_true", help="list every check")
-    parser.add_argument(
-        "--json", metavar="FILE", type=Path, help="write all checks, errata and remarks as JSON"
-    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all checks and errata as JSON")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="write all checks as CSV, one a line")
     parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0, 1 or 2."""
+    """Exit code 0 or 1. Raises ValueError for what is refused."""
     quiet.quiet_libraries()
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # modules are built without memory: no GPU is looked for, none is missed
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # models are built without memory: no GPU is looked for
+    _check_outputs(args)
     from launch.tables.verifying import report_text, verification
 
-    try:
-        _check_outputs(args)
-        report = verification.verify(args.table, progress=_progress)
-    except ValueError as error:
-        print(f"\n{error}\n", file=sys.stderr)
-        return 2
+    report = verification.verify(args.table, progress=_progress)
     print(report_text.describe(report, verbose=args.verbose))
     for flag, form in FORMS.items():
         if path := getattr(args, flag):
@@ -92,20 +80,20 @@ def _check_outputs(args: argparse.Namespace) -> None:
         if path and (path.is_dir() or not path.parent.is_dir()):
             problem = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
             raise ValueError(f"--{flag} {path}: {problem}: name a file in a directory that exists")
-        if path and path.exists() and not _begins_with(path, form.beginning):
+        if path and path.exists() and not _begins_with(path, form.beginning.encode()):
             raise ValueError(
-                f"--{flag} {path} is a file that this command did not write as {flag.upper()}, and it replaces only its own: name another "
-                f"file with --{flag}, or move this one"
+                f"--{flag} {path} is a file that this command did not write as {flag.upper()}, and it "
+                f"replaces only its own: name another file with --{flag}, or move this one"
             )
 
 
-def _begins_with(path: Path, text: str) -> bool:
+def _begins_with(path: Path, beginning: bytes) -> bool:
     if not path.is_file():
         return False
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return file.read(len(text)) == text
-    except (OSError, UnicodeDecodeError):
+        with path.open("rb") as file:
+            return file.read(len(beginning)) == beginning
+    except OSError:
         return False
 
 
@@ -124,42 +112,43 @@ def _as_json(report: Report) -> str:
         {
             "explanation": erratum.explanation,
             "later": erratum.later,
-            "disagreements": [check.values() for check in checks],
+            "disagreements": [asdict(check) for check in checks],
         }
-        for erratum, checks in report.sorted.explained
+        for erratum, checks in report.errata
     ]
     values = {
         "written_by": WRITTEN_BY,
         "passed": report.passed,
-        "checks": [check.values() for check in report.checks],
+        "checks": [asdict(check) for check in report.checks],
         "errata": errata,
-        "unexplained": [check.values() for check in report.sorted.unexplained],
-        "stale_explanations": list(report.sorted.stale),
-        "remarks": list(report.remarks),
+        "unexplained": [asdict(check) for check in report.unexplained],
+        "stale_explanations": report.stale,
+        "remarks": report.repeated,
+        "texts": report.texts,
     }
     return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
 
 
 def _as_csv(report: Report) -> str:
     """RFC 4180 with a heading."""
-    explained = {check: erratum.text for erratum, checks in report.sorted.explained for check in checks}
-    buffer = io.StringIO()
+    explained, buffer = report.explanations, io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS)
     writer.writeheader()
     for check in report.checks:
-        writer.writerow({**check.values(), "explanation": explained.get(check, "")})
+        explanation = explained[check].text if check in explained else ""
+        writer.writerow({**asdict(check), "explanation": explanation})
     return buffer.getvalue()
 
 
 @dataclass(frozen=True)
 class Form:
-    """`beginning`: of every file of this form, by which one is known."""
+    """`beginning`: the first characters of every file of this form, by which one is known."""
 
     text: Callable[[Report], str]
     beginning: str
 
 
-FORMS = {
+FORMS = {  # by their flags
     "json": Form(_as_json, f'{{\n "written_by": "{WRITTEN_BY}"'),
     "csv": Form(_as_csv, ",".join(COLUMNS) + "\r\n"),
-}  # by their flags
+}

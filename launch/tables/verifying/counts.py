@@ -12,7 +12,7 @@ LAYER_LISTS = {"gpt2": gpt2.layer_list, "bert": bert.layer_list}
 
 
 def counts(recipe: Recipe) -> RankCounts:
-    """Of one replica, tp x pp ranks. Raises AssertionError where the ranks cannot share the model."""
+    """Counts of one replica, tp x pp ranks. Raises AssertionError where the ranks cannot share the model."""
     model, (tp, pp) = recipe.model, recipe.parallel.model_parallel
     if model.implementation == "transformers":
         return counting.count_transformers(model, recipe.sequence_length)
@@ -21,23 +21,13 @@ def counts(recipe: Recipe) -> RankCounts:
 
 
 def arithmetic(recipe: Recipe) -> RankCounts:
-    """The same from modeling/cost.py, stages of equally many layers."""
-    model, (tp, pp) = recipe.model, recipe.parallel.model_parallel
-    padded = embedding_rows(recipe, tp)
-    layers = model.layers // pp
-    held = tuple(
-        (
-            cost.parameters_per_rank(
-                model,
-                recipe.sequence_length,
-                padded,
-                tp,
-                layers=layers,
-                first=stage == 0,
-                last=stage == pp - 1,
-            ),
-        )
-        * tp
-        for stage in range(pp)
-    )
-    return RankCounts(held, cost.parameters(model, recipe.sequence_length), (layers,) * pp)
+    """The same from modeling/cost/, stages of equally many layers."""
+    model, length, (tp, pp) = recipe.model, recipe.sequence_length, recipe.parallel.model_parallel
+    padded, layers = embedding_rows(recipe, tp), model.layers // pp
+
+    def held(stage: int) -> int:
+        ends = dict(first=stage == 0, last=stage == pp - 1)
+        return cost.parameters_per_rank(model, length, padded, tp, layers=layers, **ends)
+
+    stages = tuple((held(stage),) * tp for stage in range(pp))
+    return RankCounts(stages, cost.parameters(model, length), (layers,) * pp)

@@ -12,34 +12,24 @@ from launch.tables.verifying.rows import Row
 def checks(row: Row) -> Iterator[Check]:
     """tp x pp x dp = GPUs; micro x accumulation x dp = global; pp divides the layers, tp the heads."""
     tp, pp, dp = (row.as_printed(f"parallel.{degree}") for degree in ("tp", "pp", "dp"))
-    gpus = row.as_printed("hardware.gpus")
-    if gpus is None:
-        yield row.say(
-            "not checkable", "GPUs", f"{tp} x {pp} x {dp} = {tp * pp * dp}", "the row has no number of GPUs"
-        )
-    else:
-        yield _product(row, "GPUs", gpus, tp, pp, dp)
+    yield _product(row, "GPUs", row.as_printed("hardware.gpus"), tp, pp, dp)
     micro, accumulation = row.as_printed("batch.micro"), row.as_printed("batch.accumulation") or 1
     yield _product(row, "global batch", row.as_printed("batch.global"), micro, accumulation, dp)
+    batch, model, (own_tp, own_pp) = row.recipe.batch, row.recipe.model, row.recipe.parallel.model_parallel
     if row.published.printed:
-        batch, own_dp = row.recipe.batch, row.recipe.parallel.dp
-        yield _product(
-            row, "global batch of the run", batch.global_, batch.micro, batch.accumulation or 1, own_dp
-        )
-    yield _divides(row, "layers per stage", row.recipe.model.layers, row.recipe.parallel.model_parallel[1])
-    yield _divides(row, "heads per rank", row.recipe.model.heads, row.recipe.parallel.model_parallel[0])
+        factors = (batch.micro, batch.accumulation or 1, row.recipe.parallel.dp)
+        yield _product(row, "global batch of the run", batch.global_, *factors)
+    yield _divides(row, "layers per stage", model.layers, own_pp)
+    yield _divides(row, "heads per rank", model.heads, own_tp)
 
 
-def _product(row: Row, quantity: str, printed: int, *factors: int | None) -> Check:
-    if None in factors:
-        return row.say("not checkable", quantity, "", "the recipe leaves a factor open", str(printed))
-    result = math.prod(factor for factor in factors if factor is not None)
-    return row.compare(
-        quantity,
-        str(printed),
-        f"{' x '.join(map(str, factors))} = {result}",
-        "exact" if result == printed else None,
-    )
+def _product(row: Row, quantity: str, printed: int | None, *factors: int | None) -> Check:
+    known = [factor for factor in factors if factor is not None]
+    computed = f"{' x '.join(map(str, known))} = {math.prod(known)}"
+    if printed is None or len(known) < len(factors):
+        why = "the row has no such number" if printed is None else "the recipe leaves a factor open"
+        return row.say("not checkable", quantity, "" if printed else computed, why, str(printed or ""))
+    return row.compare(quantity, str(printed), computed, "exact" if math.prod(known) == printed else None)
 
 
 def _divides(row: Row, quantity: str, number: int, by: int) -> Check:

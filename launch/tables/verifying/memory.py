@@ -1,4 +1,4 @@
-"""Memory of rows: what ran fits, what ran out of memory does not, and printed cached memory lies between the model states and the GPU."""
+"""Memory of rows: what ran fits, what ran out does not, and cached memory is between both bounds."""
 
 from __future__ import annotations
 
@@ -7,93 +7,64 @@ from collections.abc import Iterator, Sequence
 from ds_configs.jsonfile import ConfigError
 from launch.planning import memory_fit
 from launch.tables.verifying.check import Check
-from launch.tables.verifying.relations import same
+from launch.tables.verifying.relations import alike
 from launch.tables.verifying.rows import Row
 
-ACTIVATIONS = "the model states fit: activations decide, which nothing printed gives"
 
-
-def checks(rows: Sequence[Row]) -> Iterator[Check]:
-    """`rows` of one table."""
-    for row in rows:
-        memory = row.own("hardware.gpu_memory_gb")
-        if row.published.oom:
-            yield _out_of_memory(row, rows, memory)
-            continue
-        try:
-            states = states_gb(row)
-        except ConfigError as error:
-            yield row.say("not checkable", "model states", how=f"its layout cannot be run here: {error}")
-            continue
-        if memory is None:
-            yield row.say(
-                "not checkable", "model states", f"{states:.1f} GB", "no memory of its GPUs is known"
-            )
-        else:
-            yield row.compare(
-                "model states",
-                f"ran on {memory:g} GB",
-                f"{states:.1f} GB",
-                "they fit" if states <= memory else None,
-            )
-        if row.published.cached_gb is not None:
-            yield _cached(row, states, memory)
-            yield from _less_with_more(row, rows)
-
-
-def states_gb(row: Row) -> float:
-    """GB (10^9) of model states on the fullest GPU while it steps, by the recipe's ds_config and layout. Raises ConfigError."""
-    return memory_fit.state_bytes(memory_fit.published_plan(row.recipe)).gpu / 1e9
-
-
-def _cached(row: Row, states: float, memory: float | None) -> Check:
-    """Weights, gradients and Adam's states are in it, and it is in the GPU: bounds, since activations are not known."""
-    cell, cached = row.cell_of("published.cached_gb") or "", row.published.cached_gb
-    held = states <= cached <= (memory or cached)
-    limits = f"{states:.1f} GB of model states" + (f" to {memory:g} GB" if memory else "")
-    return row.compare(
-        "cached", cell or str(cached), limits, "between them: bounds, no value" if held else None
+def checks(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
+    """`rows`: all of the table."""
+    memory = row.own("hardware.gpu_memory_gb")
+    quantity, ran = (
+        ("out of memory", "OOM") if row.published.oom else ("model states", f"ran on {memory or 0:g} GB")
     )
-
-
-def _less_with_more(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
-    """Nothing but the micro-batch differs, it is smaller, and still more memory was cached."""
-    larger = [
-        r
-        for r in rows
-        if same(r, row, "micro") and r.recipe.batch.micro > row.recipe.batch.micro and r.published.cached_gb
-    ]
-    if larger:
-        least = min(larger, key=lambda r: r.published.cached_gb)
-        own, other = row.published.cached_gb, least.published.cached_gb
-        computed = f"at most {other:g} GB, as {least.name} had for micro-batch {least.recipe.batch.micro}"
-        yield row.compare(
-            "cached, over micro-batches",
-            f"{own:g}",
-            computed,
-            "no more than a larger batch" if own <= other else None,
-        )
-
-
-def _out_of_memory(row: Row, rows: Sequence[Row], memory: float | None) -> Check:
-    """Contradicted by a larger batch that ran; confirmed where the model states alone exceed the memory."""
-    ran = [
-        r
-        for r in rows
-        if not r.published.oom and same(r, row, "micro") and r.recipe.batch.micro >= row.recipe.batch.micro
-    ]
-    if ran:
-        return row.compare(
-            "out of memory", "OOM", f"micro-batch {ran[0].recipe.batch.micro} of the same model ran", None
-        )
     try:
         states = states_gb(row)
     except ConfigError as error:
-        return row.say(
-            "not checkable", "out of memory", how=f"its layout cannot be run here: {error}", printed="OOM"
-        )
+        yield row.say("not checkable", quantity, how=f"its layout cannot be run here: {error}", printed=ran)
+        return
+    if row.published.oom:
+        yield _out_of_memory(row, rows, states, memory)
+    elif memory is None:
+        yield row.say("not checkable", quantity, f"{states:.1f} GB", "no memory of its GPUs is known")
+    else:
+        yield row.compare(quantity, ran, f"{states:.1f} GB", "they fit" if states <= memory else None)
+    if row.published.cached_gb is not None:
+        yield _cached(row, row.published.cached_gb, states, memory)
+        yield from _less_with_more(row, row.published.cached_gb, rows)
+
+
+def states_gb(row: Row) -> float:
+    """Model states on the fullest GPU while it steps, in GB (10^9). Raises ConfigError."""
+    return memory_fit.state_bytes(memory_fit.published_plan(row.recipe)).gpu / 1e9
+
+
+def _out_of_memory(row: Row, rows: Sequence[Row], states: float, memory: float | None) -> Check:
+    """Contradicted by a larger batch that ran; confirmed where the model states alone exceed the memory."""
+    micro = row.recipe.batch.micro or 0
+    ran = [r for r in alike(row, rows) if not r.published.oom and (r.recipe.batch.micro or 0) >= micro]
+    if ran:
+        computed = f"micro-batch {ran[0].recipe.batch.micro} of the same model ran"
+        return row.compare("out of memory", "OOM", computed, None)
     if memory and states > memory:
-        return row.compare(
-            "out of memory", "OOM", f"{states:.1f} GB of model states on {memory:g} GB", "they do not fit"
-        )
-    return row.say("not checkable", "out of memory", how=ACTIVATIONS, printed="OOM")
+        computed = f"{states:.1f} GB of model states on {memory:g} GB"
+        return row.compare("out of memory", "OOM", computed, "they do not fit")
+    why = "the model states fit: activations decide, which nothing printed gives"
+    return row.say("not checkable", "out of memory", how=why, printed="OOM")
+
+
+def _cached(row: Row, cached: float, states: float, memory: float | None) -> Check:
+    """At least weights, gradients and Adam's states, at most the GPU: activations are unknown."""
+    held = states <= cached <= (memory or cached)
+    limits = f"{states:.1f} GB of model states" + (f" to {memory:g} GB" if memory else "")
+    printed = row.cell_of("published.cached_gb") or str(cached)
+    return row.compare("cached", printed, limits, "between them: bounds, no value" if held else None)
+
+
+def _less_with_more(row: Row, own: float, rows: Sequence[Row]) -> Iterator[Check]:
+    """Nothing but the micro-batch differs, it is smaller, and still more memory was cached."""
+    larger = [r for r in alike(row, rows) if (r.recipe.batch.micro or 0) > (row.recipe.batch.micro or 0)]
+    if known := [(r.published.cached_gb, r) for r in larger if r.published.cached_gb]:
+        least, other = min(known, key=lambda pair: pair[0])
+        computed = f"at most {least:g} GB, as {other.name} had for micro-batch {other.recipe.batch.micro}"
+        how = "no more than a larger batch" if own <= least else None
+        yield row.compare("cached, over micro-batches", f"{own:g}", computed, how)

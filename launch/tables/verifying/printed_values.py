@@ -28,17 +28,14 @@ class Printed:
     half: float
 
     @staticmethod
-    def read(text: str, factor: float = 1.0, places: int | None = None) -> Printed | None:
-        """The first number in `text` ("90.5s", "Baseline (100%)"), times `factor`; None where there is none ("OOM").
-
-        `places`: decimals that it is exact to, where these are not what is printed (-1: to tens, as in "about 340").
-        """
+    def read(text: str, factor: float = 1.0) -> Printed | None:
+        """The first number in `text` ("90.5s", "Baseline (100%)"), times `factor`; None for "OOM"."""
         found = _NUMBER.search(text)
         if not found:
             return None
         digits = found.group().replace(",", "")
-        decimals = len(digits.partition(".")[2]) if places is None else places
-        return Printed(text.strip(), float(digits) * factor, 0.5 * 10.0**-decimals * factor)
+        half = 0.5 * 10.0 ** -len(digits.partition(".")[2])
+        return Printed(text.strip(), float(digits) * factor, half * factor)
 
     @property
     def unit(self) -> float:
@@ -54,9 +51,9 @@ def label_unit(label: str) -> float:
 def agreement(
     printed: Printed, computed: float, spread: tuple[float, float] | None = None, because: str = "its inputs"
 ) -> str | None:
-    """How `computed` gives the printed number, or None: "exact", "rounded", "truncated", or "within the rounding of ...".
+    """How `computed` gives the printed number: "exact", "rounded", …; None where it does not.
 
-    `spread`: (least, largest) of `computed` over what the printed inputs can have been before they were rounded; `because` names them.
+    `spread`: (least, largest) of `computed` over what its printed inputs (`because`) were unrounded.
     """
     slack = _SLACK * max(abs(computed), abs(printed.value), 1e-300)
     if abs(computed - printed.value) <= slack:
@@ -70,8 +67,14 @@ def agreement(
     return None
 
 
-def spread(formula: Callable[..., float], *inputs: Printed) -> tuple[float, float]:
-    """(least, largest) of a formula, monotonic in each input, over the rounding of its printed inputs."""
-    corners = itertools.product(*({p.value - p.half, p.value + p.half} for p in inputs))
+def derived(
+    printed: Printed, because: str, formula: Callable[..., float], *inputs: Printed
+) -> tuple[float, str | None]:
+    """(value of a formula of printed numbers, how it gives the printed number).
+
+    The formula is monotonic in each input; `because` names the inputs, whose rounding may explain the rest.
+    """
+    computed = formula(*(number.value for number in inputs))
+    corners = itertools.product(*((n.value - n.half, n.value + n.half) for n in inputs))
     values = [formula(*corner) for corner in corners]
-    return min(values), max(values)
+    return computed, agreement(printed, computed, (min(values), max(values)), because)

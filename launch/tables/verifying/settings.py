@@ -1,112 +1,39 @@
-"""Settings: what texts, papers and public scripts say of whole rows beside their tables. recipes/checks/settings.yaml is a list of
-
-    - source: the document
-      rows: [patterns of "table/row", with * for anything and [1-7] for one of these]
-      says: {a quotation: {key of the recipe: its value there}}
-
-and every row that a pattern names has to have these values.
-"""
+"""Settings of a row against texts and public scripts, and the printed numbers that nothing can check."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from launch.tables.verifying.check import Check
-from launch.tables.verifying.rows import Row
-from recipes import key_paths
-from recipes.problems import did_you_mean
-from recipes.tables import FOLDER
-from recipes.yaml_lines import read
-
-SETTINGS = FOLDER / "checks" / "settings.yaml"
-_PARTS = {"source", "rows", "says"}
+from launch.tables.verifying.evidence import Evidence, Statement
+from launch.tables.verifying.printed_values import Printed, agreement
+from launch.tables.verifying.rows import SAMPLES, TIME, Row
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One value that a source gives for one or more rows."""
-
-    rows: tuple[str, ...]
-    source: str
-    quotation: str
-    key: str
-    value: Any
-
-    def names(self, row: Row) -> bool:
-        return any(fnmatchcase(row.full_name, pattern) for pattern in self.rows)
+def checks(row: Row, evidence: Evidence) -> Iterator[Check]:
+    """One check per value that a source gives for the row, and per printed number that nothing else gives."""
+    said = set()
+    for statement in evidence.statements(row.name):
+        said.add(statement.key)
+        yield replace(_setting(row, statement), stated=True)
+    for heading, cell in row.cells:
+        key = row.key_of(heading)
+        if cell and key and key.name not in said and (reason := _unchecked(row, key.name)):
+            yield row.say("not checkable", f"printed {key.name}", how=reason, printed=cell)
 
 
-def load(path: Path = SETTINGS) -> list[Setting]:
-    """Every setting of the file.
-
-    Raises:
-        YamlError: malformed YAML. ValueError: an entry that is none, a key that no recipe has, a table that there is not.
-    """
-    found = []
-    known = sorted(key_paths.paths())
-    for number, entry in enumerate(read(path, path.name).value or [], 1):
-        where = f"{path.name}: entry {number}"
-        if not isinstance(entry, dict) or set(entry) != _PARTS:
-            raise ValueError(
-                f"{where} is {entry!r}: it has a source, rows (patterns) and says (quotations with keys and values)"
-            )
-        for pattern in entry["rows"]:
-            if not list(FOLDER.glob(f"{pattern.partition('/')[0]}.yaml")) or "/" not in pattern:
-                raise ValueError(
-                    f"{where}: rows: {pattern}: no such table: patterns are table/row, with * for anything"
-                )
-        for quotation, values in entry["says"].items():
-            for key, value in values.items():
-                if key not in known:
-                    raise ValueError(
-                        f"{where}: {quotation!r}: no recipe has a key {key}: {did_you_mean(key, known)}"
-                    )
-                found.append(Setting(tuple(entry["rows"]), entry["source"], quotation, key, value))
-    return found
-
-
-def checks(row: Row, settings: Sequence[Setting]) -> Iterator[Check]:
-    """One check per value that a source gives for the row.
-
-    Raises:
-        ValueError: a key that is said twice of the row.
-    """
-    said: set[str] = set()
-    for setting in settings:
-        if not setting.names(row):
-            continue
-        if setting.key in said:
-            raise ValueError(f"settings.yaml: {row.full_name}: {setting.key} is said twice: once is enough")
-        said.add(setting.key)
-        own = row.own(setting.key)
-        borrowed = "stands in, from " if row.unknown(setting.key) else ""
-        how = f'{borrowed}{setting.source}: "{setting.quotation}"' if _same(setting.value, own) else None
-        yield replace(
-            row.compare(f"setting {setting.key}", _shown(setting.value), _shown(own), how), stated=True
-        )
-
-
-def keys(row: Row, settings: Sequence[Setting]) -> set[str]:
-    """The keys that a source gives for the row."""
-    return {setting.key for setting in settings if setting.names(row)}
-
-
-def check_patterns(settings: Sequence[Setting], rows: Sequence[Row]) -> None:
-    """Raises ValueError where a pattern names none of the rows, though its table is among them."""
-    tables = {row.table.name for row in rows}
-    for pattern in dict.fromkeys(pattern for setting in settings for pattern in setting.rows):
-        present = any(fnmatchcase(table, pattern.partition("/")[0]) for table in tables)
-        # Part of a repository's tables (another folder) may lack the rows that a pattern over several tables names.
-        if (
-            present
-            and "*" not in pattern.partition("/")[0]
-            and not any(fnmatchcase(row.full_name, pattern) for row in rows)
-        ):
-            raise ValueError(f"settings.yaml: rows: {pattern} names no row of its table")
+def _setting(row: Row, said: Statement) -> Check:
+    """A number under `published` may be printed with other digits by the text."""
+    own, printed = row.own(said.key), row.printed(said.key) if said.key.startswith("published.") else None
+    text = Printed.read(_shown(said.value))
+    agrees = _same(said.value, own)
+    if printed and text and not agrees:
+        agrees = bool(agreement(printed, text.value) or agreement(text, printed.value))
+    borrowed = "stands in, from " if row.unknown(said.key) else ""
+    how = f'{borrowed}{said.source}: "{said.quotation}"' if agrees else None
+    return row.compare(f"setting {said.key}", _shown(said.value), _shown(own), how)
 
 
 def _same(said: Any, own: Any) -> bool:
@@ -121,3 +48,27 @@ def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_shown, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _unchecked(row: Row, key: str) -> str:
+    """Why nothing recomputes a printed number; empty where something does."""
+    published = row.published
+    if key == "published.date":
+        return "nothing follows from a date"
+    if key == "published.cached_gb":
+        return (
+            "bounded by the model states and the GPU's memory; activations and the allocator decide the rest"
+        )
+    if key == "model.heads":
+        return "no size depends on the number of heads, beyond that tp divides it"
+    if published.oom:
+        return "it ran out of memory: no rate follows from the batch" if key == "batch.micro" else ""
+    rate, bounded = published.samples_per_s, "only its share of the GPU's peak is bounded"
+    if key == TIME.name and rate is None and published.tflops is None:
+        return f"neither a rate nor TFLOPS are printed next to it: {bounded}"
+    if rate is not None and published.time_per_iteration_s is None:
+        if key == SAMPLES.name:
+            return f"no time is printed next to it: {bounded}"
+        if key == "batch.micro":
+            return "no time is printed: samples/s alone do not give the batch"
+    return ""

@@ -1,26 +1,23 @@
-"""The published tables recomputed: every row and every claim, from this project's modules and arithmetic.
-
-`verify()` gives a `Report`; `errata_of` what is known of one row, without computing anything.
-"""
+"""The published tables recomputed: every row, from this project's modules and arithmetic."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from launch.tables.verifying import errata as errata_file
+from launch.tables.verifying import cells, layouts, memory, relations, settings, sizes, speeds
 from launch.tables.verifying.check import Check
+from launch.tables.verifying.counts import counts
+from launch.tables.verifying.evidence import Erratum, Evidence, read
+from launch.tables.verifying.rows import Row, published_rows
 from recipes import catalog
-from recipes.problems import did_you_mean
-from recipes.tables import FOLDER, Table
+from recipes.problems import Problem, ProblemsError, did_you_mean
+from recipes.tables import FOLDER
 
-if TYPE_CHECKING:
-    from launch.tables.verifying.claims import Claim
-    from launch.tables.verifying.rows import Row
-    from modeling.counting import RankCounts
+Lines = tuple[str, ...]
+Explained = tuple[tuple[Erratum, tuple[Check, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -29,160 +26,94 @@ class Report:
 
     Attributes:
         checks: in the order of tables and rows.
-        sorted: the disagreements among them, explained or not.
-        remarks: what is worth knowing and no disagreement.
-        rows: published rows per table; claims count in their group.
+        errata: each explanation, which several tables may share, and the disagreements that it explains.
+        stale: disagreements of the errata that are none any more.
+        repeated: how far the times of one configuration lie apart.
+        texts: what the documents' texts get wrong, found by hand.
+        rows: number of published rows of each table.
     """
 
     checks: tuple[Check, ...]
-    sorted: errata_file.Sorted
-    remarks: tuple[str, ...] = ()
-    rows: dict[str, int] = field(default_factory=dict)
+    errata: Explained
+    stale: Lines
+    repeated: Lines
+    texts: Lines
+    rows: Mapping[str, int]
+
+    @property
+    def explanations(self) -> dict[Check, Erratum]:
+        """The erratum of each explained disagreement."""
+        return {check: erratum for erratum, checks in self.errata for check in checks}
+
+    @property
+    def unexplained(self) -> tuple[Check, ...]:
+        explained = self.explanations
+        return tuple(check for check in self.checks if check.status == "disagrees" and check not in explained)
 
     @property
     def passed(self) -> bool:
         """Every disagreement is explained, and no explanation is stale."""
-        return not (self.sorted.unexplained or self.sorted.stale)
-
-    @property
-    def statuses(self) -> dict[Check, str]:
-        """Of every check, a disagreement as "erratum" or "UNEXPLAINED"."""
-        unexplained = set(self.sorted.unexplained)
-        return {
-            check: check.status
-            if check.status != "disagrees"
-            else "UNEXPLAINED"
-            if check in unexplained
-            else "erratum"
-            for check in self.checks
-        }
+        return not (self.unexplained or self.stale)
 
 
 def verify(
     only: Sequence[str] = (),
     *,
     folder: Path = FOLDER,
-    claims: Path | None = None,
-    errata: Path | None = None,
-    settings: Path | None = None,
     progress: Callable[[Sequence[Row]], Iterator[Row]] | None = None,
 ) -> Report:
-    """Check the published tables of `folder` and the claims; of `only` these tables and groups of claims, where any are named.
-
-    `claims`, `errata` and `settings` are files, those of recipes/checks/ where None. `progress` wraps the rows while their modules
-    are built.
+    """Check the published tables of `folder`, or those of `only`; `progress` wraps the rows.
 
     Raises:
-        ValueError: an unknown name in `only`, or a file that cannot be read; every broken recipe at once.
+        ProblemsError: an unknown name in `only`, or a file that cannot be read; every broken recipe at once.
     """
-    from launch.tables.verifying import claims as claims_file
-    from launch.tables.verifying import settings as settings_file
-    from launch.tables.verifying import transcription, unchecked
-    from launch.tables.verifying.rows import published_rows
-
-    tables = [table for table in catalog.tables(folder) if table.published]
-    every_claim = claims_file.load(claims or claims_file.CLAIMS)
-    _check_names(only, tables, every_claim)
-    every_row = published_rows(tables)
-    rows = [row for row in every_row if not only or row.table.name in only]
-    every_setting = settings_file.load(settings or settings_file.SETTINGS)
-    settings_file.check_patterns(every_setting, every_row)
-    claimed = unchecked.claimed(every_claim)
-    chosen = [claim for claim in every_claim if not only or claim.group in only]
-
-    counted = _Counts()
-    checks = [check for row in (progress(rows) if progress else rows) for check in _of_row(row, counted)]
-    for row in rows:
-        checks += settings_file.checks(row, every_setting)
-        said = settings_file.keys(row, every_setting) | {
-            key for name, key in claimed if name == row.full_name
-        }
-        checks += unchecked.checks(row, said)
-    digests = transcription.load()
-    for table in tables:
-        if lines := [row for row in rows if row.table.name == table.name]:
-            checks.append(replace(transcription.check(table, lines, digests), transcribed=True))
-    checks += _between_rows(rows)
-    checks += _of_claims(chosen, every_row, counted)
-    order = [*(table.name for table in tables), *dict.fromkeys(claim.group for claim in every_claim)]
-    checks.sort(key=lambda check: order.index(check.table))
-    disagreements = [check for check in checks if check.status == "disagrees"]
-    subjects = {check.subject for check in checks} if only else None
-    sorted_ = errata_file.sort(disagreements, errata_file.load(errata or errata_file.ERRATA), subjects)
-    number = Counter([row.table.name for row in rows] + [claim.group for claim in chosen])
-    return Report(
-        tuple(checks),
-        sorted_,
-        tuple(_remarks(rows)),
-        {name: number[name] for name in order if name in number},
-    )
-
-
-def errata_of(row_name: str) -> list[str]:
-    """What is wrong with a published row ("table/row"), one text for each disagreement; reads errata.yaml and no more."""
-    return errata_file.of_row(row_name, errata_file.load())
-
-
-def _check_names(only: Sequence[str], tables: Sequence[Table], claims: Sequence[Claim]) -> None:
-    known = {table.name for table in tables} | {claim.group for claim in claims}
-    unknown = [
-        f"--table {name}: no such published table: {did_you_mean(name, known)}"
-        for name in only
-        if name not in known
-    ]
+    published = {table.name: table for table in catalog.tables(folder) if table.published}
+    unknown = [name for name in only if name not in published]
     if unknown:
-        raise ValueError("\n".join(unknown))
-
-
-class _Counts:
-    """Parameters of rows, counted when they are first asked for."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, RankCounts] = {}
-
-    def __call__(self, row: Row) -> RankCounts:
-        from launch.tables.verifying.counts import counts
-
-        if row.full_name not in self._of:
-            self._of[row.full_name] = counts(row.recipe)
-        return self._of[row.full_name]
-
-
-def _of_row(row: Row, counted: Callable[[Row], RankCounts]) -> Iterator[Check]:
-    from launch.tables.verifying import cells, layouts, sizes, speeds
-
-    yield from (replace(check, transcribed=True) for check in cells.checks(row))
-    yield from layouts.checks(row)
-    if row.recipe.model.heads % row.recipe.parallel.model_parallel[0]:
-        yield row.say(
-            "not checkable",
-            "parameters",
-            how="no module of this layout can be built: tp does not divide the heads",
+        rule = "no such published table"
+        raise ProblemsError(
+            Problem("--table", f"--table {name}", rule, did_you_mean(name, published)) for name in unknown
         )
-        return
-    counts = counted(row)
-    yield from sizes.checks(row, counts)
-    yield from speeds.checks(row, counts.once)
+    tables = [table for name, table in published.items() if not only or name in only]
+    evidence = {table.name: read(table) for table in tables}
+    rows = published_rows(tables)
+    checks: list[Check] = []
+    for row in progress(rows) if progress else rows:
+        table = [other for other in rows if other.table is row.table]
+        checks += _checks(row, table, evidence[row.table.name])
+    number = Counter(row.table.name for row in rows)
+    errata, stale = _explain(checks, rows, evidence)
+    texts = tuple(text for found in evidence.values() for text in found.texts)
+    return Report(tuple(checks), errata, stale, tuple(relations.repeated(rows)), texts, number)
 
 
-def _between_rows(rows: Sequence[Row]) -> list[Check]:
-    from launch.tables.verifying import memory, relations
+def _checks(row: Row, table: Sequence[Row], evidence: Evidence) -> Iterator[Check]:
+    """Everything about one row; `table`: all rows of its table."""
+    yield from cells.checks(row)
+    yield from layouts.checks(row)
+    if row.recipe.model.heads % row.tp:
+        why = "no module of this layout can be built: tp does not divide the heads"
+        yield row.say("not checkable", "parameters", how=why)
+    else:
+        counted = counts(row.recipe)
+        yield from sizes.checks(row, counted, evidence)
+        yield from speeds.checks(row, counted.once, evidence)
+    yield from settings.checks(row, evidence)
+    yield from relations.checks(row, table)
+    yield from memory.checks(row, table)
 
-    names = dict.fromkeys(row.table.name for row in rows)
-    tables = [[row for row in rows if row.table.name == name] for name in names]
-    return [check for table in tables for module in (relations, memory) for check in module.checks(table)]
 
-
-def _of_claims(
-    claims: Sequence[Claim], rows: Sequence[Row], counted: Callable[[Row], RankCounts]
-) -> list[Check]:
-    from launch.tables.verifying import claims as claims_file
-    from launch.tables.verifying.facts import Facts
-
-    return list(claims_file.checks(list(claims), Facts(rows, counted)))
-
-
-def _remarks(rows: Sequence[Row]) -> list[str]:
-    from launch.tables.verifying.relations import repeated
-
-    return repeated(rows)
+def _explain(
+    checks: Sequence[Check], rows: Sequence[Row], evidence: Mapping[str, Evidence]
+) -> tuple[Explained, Lines]:
+    """The errata that explain disagreements, and the disagreements of errata that are none any more."""
+    wrong = {(check.subject, check.difference): check for check in checks if check.status == "disagrees"}
+    explained: dict[str, tuple[Erratum, list[Check]]] = {}
+    stale = []
+    for row in rows:
+        for known in evidence[row.table.name].errata_of(row.name):
+            if check := wrong.get((row.full_name, known.difference)):
+                explained.setdefault(known.erratum.text, (known.erratum, []))[1].append(check)
+            else:
+                stale.append(f"{row.full_name} {known.difference}")
+    return tuple((erratum, tuple(found)) for erratum, found in explained.values()), tuple(stale)

