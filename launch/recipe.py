@@ -27,17 +27,18 @@ examples:
   python launch/recipe.py list --fits
       the rows whose weights, gradients and optimizer states fit this machine
   python launch/recipe.py show jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527
-      one row: everything resolved, published numbers and source, what is inferred or unknown, the line that launches it
+      one row: everything resolved, what was published, what is inferred or unknown, how to launch it
   python launch/recipe.py show my_table.yaml/my-row --yaml
       a row of your own file, with every value written out; list --table my_table.yaml lists them
   python launch/recipe.py verify
-      recompute what can be recomputed of the published tables of recipes/ (of no file of yours); explain every disagreement
+      recompute the published tables of recipes/ (no file of yours) and explain every disagreement
 
-exit codes: 0 shown, or everything agrees or is explained; 1 something that verify cannot explain, or output that cannot be written;
-2 refused, or shown and cannot be run as it is."""
+exit codes: 0 shown, or everything agrees or is explained; 1 something that verify cannot explain, or output
+that cannot be written; 2 refused, or shown and cannot be run as it is."""
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The subcommands' flags stand with the subcommands."""
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{list,show,verify}")
     for command in (listing, showing, verification_command):
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    """Run the subcommand; the exit code."""
     args = build_parser().parse_args()
     try:
         code = args.run(args)
@@ -63,7 +65,7 @@ def main() -> int:
 
 
 def _drop_output() -> None:
-    """What is still buffered goes nowhere: Python would try to write it again when it ends, and complain."""
+    """Drop what is still buffered: Python would try to write it again when it ends, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
