@@ -6,7 +6,7 @@ float32. The loss of a micro-batch is the sum of cross-entropies times weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -22,6 +22,16 @@ class MicroBatchFields:
         """All of them, as the plain model takes them."""
         return (*self.inputs, *self.targets)
 
+    @property
+    def padded(self) -> bool:
+        """Whether a sample may end before its S-th token: `lengths` says where."""
+        return "lengths" in self.inputs
+
+    @property
+    def uneven(self) -> bool:
+        """Whether samples predict different numbers of tokens, up to P, so that weights have to be scaled by the step's number."""
+        return "P" in self.targets["weights"]
+
 
 FIELDS: Mapping[str, MicroBatchFields] = {
     "gpt2": MicroBatchFields(inputs={"tokens": "BS"}, targets={"labels": "BS", "weights": "BS"}),
@@ -30,3 +40,8 @@ FIELDS: Mapping[str, MicroBatchFields] = {
         targets={"labels": "BP", "weights": "BP", "sentence_labels": "B", "sentence_weights": "B"},
     ),
 }
+
+
+def fields_of(names: Collection[str]) -> MicroBatchFields:
+    """The fields of the micro-batch that holds tensors of these names. Families of equal names have equal fields."""
+    return next(fields for fields in FIELDS.values() if set(fields.names) == set(names))

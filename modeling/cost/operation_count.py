@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from modeling.cost.parameter_count import SENTENCE_CLASSES, parameters
+from modeling.cost.families import COUNTS
+from modeling.cost.parameter_count import parameters
 from recipes.schema import Model
 
 
@@ -28,20 +29,14 @@ def exact_flops_per_step(
     A banded layer counts the S x S square only inside its band of W keys, `band(S, W)` pairs of a query and a key instead of S^2:
     scores and values together 4 h (W S - W (W - 1) / 2) operations. What a kernel computes beyond, in blocks that the edge of the
     band crosses or under a mask, is no work of the model and is not counted.
-    BERT's masked-token head sees only P = `predictions` positions of a sample (None: all S), 2 P h^2 + 2 P h V, and its sentence
-    head only the first, 2 h^2 + 4 h. Padding is counted as tokens.
-    Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as there.
+    BERT has its own heads in place of 2 S h V, which see only P = `predictions` positions of a sample (`modeling.cost.families`).
+    Padding is counted as tokens. Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as there.
     """
     hidden, length = model.hidden, sequence_length
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
     pairs = sum(length**2 if window is None else band(length, window) for window in model.windows)
     layers_forward = model.layers * 24 * length * hidden**2 + 4 * pairs * hidden
-    if model.family == "bert":
-        heads_forward = 2 * (length if predictions is None else predictions) * hidden * (hidden + vocab)
-        if model.sentence_head != "none":
-            heads_forward += 2 * hidden * (hidden + SENTENCE_CLASSES)
-    else:
-        heads_forward = 2 * length * hidden * vocab
+    heads_forward = COUNTS[model.family].head_operations(model, length, vocab, predictions)
     passes = 4 if checkpointing else 3
     return global_batch * (passes * layers_forward + 3 * heads_forward)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from modeling.cost.families import COUNTS
 from recipes.schema import Model
-
-TOKEN_TYPES = 2  # BERT's segments A and B
-SENTENCE_CLASSES = 2  # of BERT's sentence head
 
 
 def parameters(model: Model, sequence_length: int, padded_vocab: int | None = None) -> int:
@@ -45,25 +43,13 @@ def parameters_per_rank(
     assert vocab % tp == 0 and hidden % tp == 0, (
         f"vocabulary {vocab} and hidden {hidden} must be divisible by tp={tp}"
     )
+    own = COUNTS[model.family]
     depth = model.layers if layers is None else layers
     total = depth * ((12 * hidden**2 + 7 * hidden) // tp + 6 * hidden)
     if first or last:
         total += vocab // tp * hidden
     if first:
-        total += sequence_length * hidden
-    if last and model.layer_norm == "pre":
-        total += 2 * hidden
-    if model.family == "bert":
-        if first:
-            total += TOKEN_TYPES * hidden + (2 * hidden if model.layer_norm == "post" else 0)
-        if last:
-            total += vocab // tp + _bert_head_parameters(model)
+        total += sequence_length * hidden + own.first_stage(model)
+    if last:
+        total += (2 * hidden if model.layer_norm == "pre" else 0) + own.last_stage(model, vocab // tp)
     return total
-
-
-def _bert_head_parameters(model: Model) -> int:
-    """Of the masked-token head without its decoder, and of the pooler and the sentence head where there is one."""
-    hidden = model.hidden
-    dense = hidden**2 + hidden
-    sentence = dense + SENTENCE_CLASSES * (hidden + 1) if model.sentence_head != "none" else 0
-    return dense + 2 * hidden + sentence

@@ -1,0 +1,54 @@
+"""What each family adds to a transformer's counts: parameters and operations besides words, positions and layers.
+
+h hidden, V vocabulary, S tokens per sample, P predicted tokens per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from recipes.schema import Model
+
+TOKEN_TYPES = 2  # BERT's segments A and B
+SENTENCE_CLASSES = 2  # of BERT's sentence head
+
+
+class FamilyCounts:
+    """GPT-2's: nothing but the tied output layer, which has no parameters of its own."""
+
+    def first_stage(self, model: Model) -> int:
+        """Parameters of the first stage besides the embeddings of words and positions; whole on every tensor rank."""
+        return 0
+
+    def last_stage(self, model: Model, vocab: int) -> int:
+        """Parameters of the last stage besides the final LayerNorm and the word embedding, of whose rows this rank has `vocab`."""
+        return 0
+
+    def head_operations(self, model: Model, length: int, vocab: int, predictions: int | None) -> int:
+        """Operations that follow the last layer in the forward pass of a sample: logits at every position, 2 S h V."""
+        return 2 * length * model.hidden * vocab
+
+
+class BertCounts(FamilyCounts):
+    """BERT's: token types, the heads, and the decoder's bias."""
+
+    def first_stage(self, model: Model) -> int:
+        """2 h of token types; post-LN has its LayerNorm, 2 h, on the embeddings."""
+        return TOKEN_TYPES * model.hidden + (2 * model.hidden if model.layer_norm == "post" else 0)
+
+    def last_stage(self, model: Model, vocab: int) -> int:
+        """The decoder's bias; dense and LayerNorm of the masked-token head, h^2 + h + 2 h; with a sentence head its pooler,
+        h^2 + h, and its own weights and biases, 2 (h + 1)."""
+        dense = model.hidden**2 + model.hidden
+        sentence = dense + SENTENCE_CLASSES * (model.hidden + 1) if model.sentence_head != "none" else 0
+        return vocab + dense + 2 * model.hidden + sentence
+
+    def head_operations(self, model: Model, length: int, vocab: int, predictions: int | None) -> int:
+        """At P positions (None: all S) the dense layer and the decoder, 2 P h^2 + 2 P h V; the sentence head sees the first
+        position only, 2 h^2 + 4 h."""
+        masked = 2 * (length if predictions is None else predictions) * model.hidden * (model.hidden + vocab)
+        sentence = 2 * model.hidden * (model.hidden + SENTENCE_CLASSES)
+        return masked + (sentence if model.sentence_head != "none" else 0)
+
+
+COUNTS: Mapping[str, FamilyCounts] = {"gpt2": FamilyCounts(), "bert": BertCounts()}
