@@ -19,7 +19,8 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -203,12 +204,13 @@ def by_flex(
     S = q.shape[-2]
     if mask is None or mask.seq_lengths != (S, S):
         mask = block_mask(S, window, q.device)
-    kernel = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-    return kernel(q, k, v, block_mask=mask)
+    if torch.compiler.is_compiling():
+        return flex_attention(q, k, v, block_mask=mask)
+    return _compiled_flex()(q, k, v, block_mask=mask)
 
 
 @functools.cache
-def _compiled_flex():
+def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
@@ -239,7 +241,9 @@ def block_mask(positions: int, window: int, device: torch.device) -> BlockMask:
     """Which blocks of keys each block of queries has to visit; made once, since it takes S x S comparisons."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def visible(sample, head, query, key):
+    def visible(
+        sample: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
         return in_band(query, key, window)
 
     return create_block_mask(visible, None, None, positions, positions, device=device, BLOCK_SIZE=FLEX_BLOCK)

@@ -10,22 +10,26 @@ Shapes: B samples, S positions, P predicted positions per sample, H hidden size,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
+from modeling.family import Family, common_shape
+from modeling.generation import fill_prompt
+from modeling.huggingface import bert
 from modeling.initialization import Init, Shard
-from modeling.layer_list import LayerDefinition, ModelShape, Stack, pipeline_module
+from modeling.layer_list import LayerDefinition, ModelShape, Stack, transformer_layers, word_embedding
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from modeling.parallel.random_state import dropout
-from modeling.transformer import LayerNorm, LayerShape, TransformerLayer
+from modeling.transformer import BERT_NORM_EPS, LayerNorm, LayerShape
+from recipes.schema import Recipe
 
-NORM_EPS = 1e-12  # of the original implementation
-SENTENCE_CLASSES = 2  # nsp: B follows A, or is random; sop: in order, or swapped
 LOSS_PARTS = ("mlm_loss", "sentence_loss", "sentence_accuracy")
 
 
@@ -36,12 +40,21 @@ class BertShape(ModelShape):
     post_norm: bool = False
     sentence_head: Literal["none", "nsp", "sop"] = "none"
 
-    @property
-    def layer(self) -> LayerShape:
+    def layer_at(self, index: int) -> LayerShape:
         return LayerShape(
             self.hidden, self.heads, self.hidden_dropout, self.attention_dropout,
-            causal=False, post_norm=self.post_norm, tanh_gelu=False, norm_eps=NORM_EPS,
+            causal=False, post_norm=self.post_norm, tanh_gelu=False, norm_eps=BERT_NORM_EPS,
         )  # fmt: skip
+
+
+def shape_of(recipe: Recipe, padded_vocab: int) -> BertShape:
+    """The recipe's model, with `padded_vocab` rows of the embedding."""
+    model = recipe.model
+    return BertShape(
+        **common_shape(recipe, padded_vocab),
+        post_norm=model.layer_norm == "post",
+        sentence_head=model.sentence_head,
+    )
 
 
 class Embedding(nn.Module):
@@ -53,8 +66,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.dropout = probability
         self.position = init.normal("position", (positions, hidden), std)
-        self.token_type = init.normal("token_type", (2, hidden), std)
-        self.norm = LayerNorm(hidden, init=init.child("norm"), eps=NORM_EPS) if normalised else None
+        self.token_type = init.normal("token_type", (TOKEN_TYPES, hidden), std)
+        self.norm = LayerNorm(hidden, init=init.child("norm"), eps=BERT_NORM_EPS) if normalised else None
 
     def forward(
         self, x: torch.Tensor, token_types: torch.Tensor
@@ -71,17 +84,11 @@ class Head(nn.Module):
 
     def __init__(self, hidden: int, sentences: bool, *, init: Init):
         super().__init__()
-        dense = dict(group=None, std=init.std)
-        self.transform = ColumnParallelLinear(hidden, hidden, init=init.child("transform"), **dense)
-        self.norm = LayerNorm(hidden, init=init.child("norm"), eps=NORM_EPS)
-        self.pooler = (
-            ColumnParallelLinear(hidden, hidden, init=init.child("pooler"), **dense) if sentences else None
-        )
-        self.sentence = (
-            ColumnParallelLinear(hidden, SENTENCE_CLASSES, init=init.child("sentence"), **dense)
-            if sentences
-            else None
-        )
+        linear = partial(ColumnParallelLinear, hidden, group=None, std=init.std)
+        self.transform = linear(hidden, init=init.child("transform"))
+        self.norm = LayerNorm(hidden, init=init.child("norm"), eps=BERT_NORM_EPS)
+        self.pooler = linear(hidden, init=init.child("pooler")) if sentences else None
+        self.sentence = linear(SENTENCE_CLASSES, init=init.child("sentence")) if sentences else None
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor | None
@@ -108,76 +115,57 @@ class DecoderBias(nn.Module):
 # What each layer does with the stream: (tokens, token types, lengths, positions) -> (x, lengths, positions) -> (logits, sentence logits)
 
 
-def _embed_words(word, stream):
+def _embed_words(word: nn.Module, stream: tuple) -> tuple:
     tokens, *others = stream
     return (word(tokens), *others)
 
 
-def _embed(embedding, stream):
+def _embed(embedding: nn.Module, stream: tuple) -> tuple:
     x, token_types, lengths, positions = stream
     return embedding(x, token_types), lengths, positions
 
 
-def _attend(layer, stream):
+def _attend(layer: nn.Module, stream: tuple) -> tuple:
     x, lengths, positions = stream
     return layer(x, lengths), lengths, positions
 
 
-def _normalise(norm, stream):
+def _normalise(norm: nn.Module, stream: tuple) -> tuple:
     x, *others = stream
     return (norm(x), *others)
 
 
-def _head(head, stream):
+def _head(head: nn.Module, stream: tuple) -> tuple:
     x, _, positions = stream
     return head(x, positions)
 
 
-def _decode(word, stream):
+def _decode(word: nn.Module, stream: tuple) -> tuple:
     x, sentence_logits = stream
     return word(x, project=True), sentence_logits
 
 
-def _add_bias(decoder_bias, stream):
+def _add_bias(decoder_bias: nn.Module, stream: tuple) -> tuple:
     logits, sentence_logits = stream
     return decoder_bias(logits), sentence_logits
 
 
 def layer_list(shape: BertShape, *, group: dist.ProcessGroup | None, init: Init) -> list[LayerDefinition]:
     """(tokens, token types, lengths, positions) -> (logits (B, P, V/t), sentence logits (B, 2) or None)."""
-    word = dict(
-        vocab=shape.vocab,
-        padded=shape.padded_vocab,
-        hidden=shape.hidden,
-        group=group,
-        init=init.child("word"),
-        std=init.std,
-    )
+    word = word_embedding(shape, group, init)
     embedding = dict(
         positions=shape.positions, hidden=shape.hidden, probability=shape.hidden_dropout, normalised=shape.post_norm,
         init=init.child("embedding"), std=init.std,
     )  # fmt: skip
-    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=NORM_EPS)
+    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=BERT_NORM_EPS)
+    head = dict(hidden=shape.hidden, sentences=shape.sentence_head != "none", init=init.child("head"))
     bias = dict(vocab=shape.vocab, padded=shape.padded_vocab, group=group, init=init.child("decoder_bias"))
     return [
         LayerDefinition("word", VocabParallelEmbedding, word, _embed_words, tied=True),
         LayerDefinition("embedding", Embedding, embedding, _embed),
-        *(
-            LayerDefinition(
-                f"layers.{i}",
-                TransformerLayer,
-                dict(shape=shape.layer, group=group, init=init.child(f"layers.{i}")),
-                _attend,
-            )
-            for i in range(shape.layers)
-        ),
+        *transformer_layers(shape, group, init, _attend),
         *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm, _normalise)]),
-        LayerDefinition(
-            "head",
-            Head,
-            dict(hidden=shape.hidden, sentences=shape.sentence_head != "none", init=init.child("head")),
-            _head,
-        ),
+        LayerDefinition("head", Head, head, _head),
         LayerDefinition("word", VocabParallelEmbedding, word, _decode, tied=True),
         LayerDefinition("decoder_bias", DecoderBias, bias, _add_bias),
     ]
@@ -211,12 +199,19 @@ def pretraining_loss(
     return mlm + sentence, torch.stack([mlm, sentence, right]).detach()
 
 
+def loss_parts(shape: BertShape) -> tuple[str, ...]:
+    """Names of the parts that `pretraining_loss` returns."""
+    return LOSS_PARTS[:1] if shape.sentence_head == "none" else LOSS_PARTS
+
+
 class Bert(Stack):
     """The plain form."""
 
     def __init__(self, shape: BertShape, *, group: dist.ProcessGroup | None, init: Init):
-        super().__init__(layer_list(shape, group=group, init=init), shape.checkpoint_interval)
-        self.shape, self.group, self.loss = shape, group, pretraining_loss
+        super().__init__(
+            layer_list(shape, group=group, init=init), shape,
+            group=group, loss=pretraining_loss, loss_parts=loss_parts(shape),
+        )  # fmt: skip
 
     def forward(
         self,
@@ -228,7 +223,7 @@ class Bert(Stack):
         weights: torch.Tensor | None = None,
         sentence_labels: torch.Tensor | None = None,
         sentence_weights: torch.Tensor | None = None,
-    ):
+    ) -> Any:
         """tokens, token_types (B, S); lengths (B,) or None where nothing is padded; positions, labels, weights (B, P); the rest (B,).
 
         Returns what `pretraining_loss` does; without labels (logits (B, P, V/t), sentence logits (B, 2) or None), where positions None
@@ -237,31 +232,17 @@ class Bert(Stack):
         logits, sentence_logits = self.run((tokens, token_types, lengths, positions))
         if labels is None:
             return logits, sentence_logits
-        return self.loss(
-            logits, sentence_logits, labels, weights, sentence_labels, sentence_weights, self.group
-        )
+        targets = labels, weights, sentence_labels, sentence_weights
+        return self.loss(logits, sentence_logits, *targets, self.group)
 
 
-class PipelineLoss:
-    """The loss of the last stage, on its logits and on (labels, weights, sentence_labels, sentence_weights)."""
-
-    def __init__(self, group: dist.ProcessGroup | None, parts: int):
-        self.group, self.function, self.part_count = group, pretraining_loss, parts
-        self.parts: list[torch.Tensor] = []  # of the micro-batches since `take_parts`
-
-    def __call__(self, stream, targets) -> torch.Tensor:
-        loss, parts = self.function(*stream, *targets, self.group)
-        self.parts.append(parts)
-        return loss
-
-    def take_parts(self) -> torch.Tensor | None:
-        """(micro-batches, parts) since the last call; None on the other stages."""
-        taken, self.parts = self.parts, []
-        return torch.stack(taken) if taken else None
-
-
-def bert_pipeline(shape: BertShape, *, grid, group: dist.ProcessGroup | None, init: Init):
-    """The pipeline form: inputs are (tokens, token_types, lengths, positions), targets those of `PipelineLoss`."""
-    definitions = layer_list(shape, group=group, init=init)
-    loss = PipelineLoss(group, parts=1 if shape.sentence_head == "none" else len(LOSS_PARTS))
-    return pipeline_module(definitions, loss, grid=grid, checkpoint_interval=shape.checkpoint_interval)
+FAMILY = Family(
+    name="bert",
+    shape=shape_of,
+    layer_list=layer_list,
+    plain=Bert,
+    loss=pretraining_loss,
+    loss_parts=loss_parts,
+    conversion=bert.CONVERSION,
+    answer=fill_prompt,
+)

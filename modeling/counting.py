@@ -1,13 +1,13 @@
 """Parameters that each (tensor, pipeline) rank holds, by building its real modules on the meta device.
 
-`cost.py` has the same numbers as closed forms. Here they are counted on the modules that train: the family's list of layers, cut
+`modeling.cost` has the same numbers as closed forms. Here they are counted on the modules that train: the family's list of layers, cut
 into stages by DeepSpeed's own partition, each layer made by the constructor that a run calls, with the rank and the size of a
 tensor-parallel group. No parameter has memory, so 193e9 of them on 256 ranks take a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -16,16 +16,13 @@ from math import prod
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import partition_balanced
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
-from modeling.huggingface.gpt2 import config_of
-from modeling.initialization import Init
-from modeling.layer_list import LayerDefinition, ModelShape
+from modeling.huggingface import gpt2
+from modeling.initialization import Init, canonical_name, full_shape
+from modeling.layer_list import LayerDefinition, LayerList, ModelShape
 from modeling.transformer import TransformerLayer
 from recipes.schema import Model
-
-LayerList = Callable[..., list[LayerDefinition]]  # `layer_list` of modeling/gpt2.py or modeling/bert.py
 
 
 @dataclass(frozen=True)
@@ -79,14 +76,6 @@ class _Stage:
     layers: int
 
 
-def whole_size(parameter: nn.Parameter) -> int:
-    """Elements of the full, unpadded tensor that this rank's `parameter` is a slice of."""
-    shape, shard = list(parameter.shape), parameter.shard  # type: ignore[attr-defined]
-    if shard is not None:
-        shape[shard.dim] = shard.entries
-    return prod(shape)
-
-
 def bounds(definitions: Sequence[LayerDefinition], pp: int) -> list[int]:
     """First layer of every stage, and the end: what `layer_list.pipeline_module` makes DeepSpeed's PipelineModule choose."""
     if pp == 1:
@@ -119,7 +108,7 @@ def _stage(definitions: Sequence[LayerDefinition]) -> _Stage:
                 f"{d.name}: a parameter has memory: it was not made by Init"
             )
             held += p.numel()
-            whole[p.canonical_name] = whole_size(p)  # type: ignore[attr-defined]
+            whole[canonical_name(p)] = prod(full_shape(p))
     return _Stage(held, whole, layers)
 
 
@@ -147,9 +136,7 @@ def tensor_rank(rank: int, size: int) -> Iterator[dist.ProcessGroup | None]:
 @cache
 def count_transformers(model: Model, positions: int) -> RankCounts:
     """The GPT-2 of `transformers` on its one rank (ZeRO shards it, nothing else), built on the meta device."""
-    from transformers import GPT2LMHeadModel
-
     with torch.device("meta"):
-        built = GPT2LMHeadModel(config_of(model, positions=positions))
+        built = gpt2.CONVERSION.model_class(model)(gpt2.config(model, positions=positions))
     parameters = sum(p.numel() for p in built.parameters())
     return RankCounts(((parameters,),), parameters, (len(built.transformer.h),))

@@ -1,18 +1,36 @@
-"""What a trained one-process model says: GPT-2 continues a prompt, BERT fills in its masks."""
+"""What a trained one-process model makes of a prompt: GPT-2 continues it, BERT fills in its masks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
-from modeling.bert import Bert
-from modeling.gpt2 import GPT2
+from modeling.layer_list import Stack
+
+Answer = Callable[[Stack, PreTrainedTokenizerFast, str, int], str]  # (model, tokenizer, prompt, seed) -> text
+CONTINUED_TOKENS = 80
+
+
+def continue_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int) -> str:
+    """The prompt and what a GPT-2 writes after it, a function of the seed."""
+    # A WordPiece vocabulary would add [CLS] and [SEP].
+    tokens = tokenizer.encode(prompt, add_special_tokens=False)
+    more = continue_tokens(model, tokens, CONTINUED_TOKENS, seed=seed, end=tokenizer.eos_token_id)
+    return str(tokenizer.decode(tokens + more))
+
+
+def fill_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int) -> str:
+    """The prompt with each [MASK] filled in by a BERT; nothing is drawn, so `seed` is not used."""
+    tokens = tokenizer.encode(prompt)[: model.shape.positions]
+    filled = fill_masks(model, tokens, mask=tokenizer.mask_token_id)
+    return str(tokenizer.decode(filled, skip_special_tokens=True))
 
 
 @torch.no_grad()
 def continue_tokens(
-    model: GPT2,
+    model: Stack,
     prompt: Sequence[int],
     length: int,
     *,
@@ -42,7 +60,7 @@ def continue_tokens(
 
 
 @torch.no_grad()
-def fill_masks(model: Bert, tokens: Sequence[int], *, mask: int) -> list[int]:
+def fill_masks(model: Stack, tokens: Sequence[int], *, mask: int) -> list[int]:
     """`tokens` ([CLS] ... [SEP]) with each `mask` replaced by its most likely token, the surest first."""
     assert model.group is None, "filling masks needs the whole vocabulary on one rank"
     model.eval()

@@ -8,22 +8,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from modeling.family import Family, common_shape
+from modeling.generation import continue_prompt
+from modeling.huggingface import gpt2
 from modeling.initialization import Init
-from modeling.layer_list import LayerDefinition, ModelShape, Stack, pipeline_module
+from modeling.layer_list import LayerDefinition, ModelShape, Stack, transformer_layers, word_embedding
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import VocabParallelEmbedding
 from modeling.parallel.random_state import dropout
-from modeling.transformer import LayerNorm, LayerShape, TransformerLayer
+from modeling.transformer import LayerNorm, LayerShape
+from recipes.schema import Recipe
 
 
 @dataclass(frozen=True)
 class GPT2Shape(ModelShape):
-    """Of a GPT-2; layers differ in their attention alone."""
+    """A GPT-2, whose layers differ in their attention alone."""
+
+    windows: tuple[
+        int | None, ...
+    ] = ()  # of banded attention, by layer; None: a dense layer; (): all are dense
 
     def layer_at(self, index: int) -> LayerShape:
-        return LayerShape(
-            self.hidden, self.heads, self.hidden_dropout, self.attention_dropout, window=self.window(index)
-        )
+        assert len(self.windows) in (0, self.layers), f"{len(self.windows)} windows for {self.layers} layers"
+        window = self.windows[index] if self.windows else None
+        return LayerShape(self.hidden, self.heads, self.hidden_dropout, self.attention_dropout, window=window)
+
+
+def shape_of(recipe: Recipe, padded_vocab: int) -> GPT2Shape:
+    """The recipe's model, with `padded_vocab` rows of the embedding."""
+    return GPT2Shape(**common_shape(recipe, padded_vocab), windows=recipe.model.windows)
 
 
 class PositionEmbedding(nn.Module):
@@ -44,32 +57,14 @@ def _project(word: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def layer_list(shape: GPT2Shape, *, group: dist.ProcessGroup | None, init: Init) -> list[LayerDefinition]:
     """tokens (B, S) -> logits (B, S, V/t). Each layer takes one tensor and returns one; the first and the last share a module."""
-    word = dict(
-        vocab=shape.vocab,
-        padded=shape.padded_vocab,
-        hidden=shape.hidden,
-        group=group,
-        init=init.child("word"),
-        std=init.std,
-    )
+    word = word_embedding(shape, group, init)
     position = dict(
-        positions=shape.positions,
-        hidden=shape.hidden,
-        probability=shape.hidden_dropout,
-        init=init.child("position"),
-        std=init.std,
-    )
+        positions=shape.positions, hidden=shape.hidden, probability=shape.hidden_dropout, init=init.child("position"), std=init.std
+    )  # fmt: skip
     return [
         LayerDefinition("word", VocabParallelEmbedding, word, tied=True),
         LayerDefinition("position", PositionEmbedding, position),
-        *(
-            LayerDefinition(
-                f"layers.{i}",
-                TransformerLayer,
-                dict(shape=shape.layer_at(i), group=group, init=init.child(f"layers.{i}")),
-            )
-            for i in range(shape.layers)
-        ),
+        *transformer_layers(shape, group, init),
         LayerDefinition("final_norm", LayerNorm, dict(hidden=shape.hidden, init=init.child("final_norm"))),
         LayerDefinition("word", VocabParallelEmbedding, word, _project, tied=True),
     ]
@@ -79,30 +74,22 @@ class GPT2(Stack):
     """The plain form: forward(tokens, labels, weights) -> loss, or logits when labels are None."""
 
     def __init__(self, shape: GPT2Shape, *, group: dist.ProcessGroup | None, init: Init):
-        super().__init__(layer_list(shape, group=group, init=init), shape.checkpoint_interval)
-        self.shape, self.group, self.loss = shape, group, weighted_loss
+        super().__init__(layer_list(shape, group=group, init=init), shape, group=group, loss=weighted_loss)
 
     def forward(
         self, tokens: torch.Tensor, labels: torch.Tensor | None = None, weights: torch.Tensor | None = None
-    ):
+    ) -> torch.Tensor:
         """tokens, labels, weights (B, S) -> scalar loss; without labels -> logits (B, S, V/t)."""
         logits = self.run(tokens)
         return logits if labels is None else self.loss(logits, labels, weights, self.group)
 
 
-class PipelineLoss:
-    """The loss of the last stage, on its logits and on (labels, weights)."""
-
-    def __init__(self, group: dist.ProcessGroup | None):
-        self.group, self.function = group, weighted_loss
-
-    def __call__(self, logits: torch.Tensor, targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return self.function(logits, *targets, self.group)
-
-
-def gpt2_pipeline(shape: GPT2Shape, *, grid, group: dist.ProcessGroup | None, init: Init):
-    """The pipeline form: inputs are tokens (B, S), targets are (labels, weights)."""
-    definitions = layer_list(shape, group=group, init=init)
-    return pipeline_module(
-        definitions, PipelineLoss(group), grid=grid, checkpoint_interval=shape.checkpoint_interval
-    )
+FAMILY = Family(
+    name="gpt2",
+    shape=shape_of,
+    layer_list=layer_list,
+    plain=GPT2,
+    loss=weighted_loss,
+    conversion=gpt2.CONVERSION,
+    answer=continue_prompt,
+)

@@ -8,8 +8,9 @@ on the order in which layers are built, and `deepspeed.zero.Init`, which replace
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,9 +27,8 @@ class Init:
     name: str = ""
     dtype: torch.dtype = torch.float32  # of the parameters; drawn in float32 whatever it is
     meta: bool = False  # shapes only, on the meta device
-    given: Mapping[str, torch.Tensor] | None = field(
-        default=None, repr=False
-    )  # full tensors to start from instead of draws
+    # Full tensors to start from instead of draws.
+    given: Mapping[str, torch.Tensor] | None = field(default=None, repr=False)
 
     def child(self, name: str) -> Init:
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
@@ -57,7 +57,9 @@ class Init:
     def ones(self, leaf: str, shape: tuple[int, ...]) -> torch.nn.Parameter:
         return self._parameter(leaf, shape, None, lambda name: torch.from_numpy(np.ones(shape, np.float32)))
 
-    def _parameter(self, leaf, shape, shard, draw) -> torch.nn.Parameter:
+    def _parameter(
+        self, leaf: str, shape: tuple[int, ...], shard: Shard | None, draw: Callable[[str], torch.Tensor]
+    ) -> torch.nn.Parameter:
         name = self.child(leaf).name
         if self.meta:
             local = torch.empty(shard.local_shape(shape) if shard else shape, dtype=self.dtype, device="meta")
@@ -65,8 +67,7 @@ class Init:
             full = draw(name) if self.given is None else self._given(name, shape)
             local = (shard.of(full) if shard else full).to(self.dtype)
         parameter = torch.nn.Parameter(local)
-        parameter.canonical_name = name  # type: ignore[attr-defined]
-        parameter.shard = None if shard is None else replace(shard, entries=shape[shard.dim])  # type: ignore[attr-defined]
+        label(parameter, name, None if shard is None else replace(shard, entries=shape[shard.dim]))
         if shard is not None and shard.size > 1:
             # DeepSpeed counts parameters without this mark once per tensor group in the gradient norm.
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -118,8 +119,33 @@ class Shard:
 
     def join(self, slices: list[torch.Tensor]) -> torch.Tensor:
         """The full, unpadded tensor from the slices of all ranks in rank order."""
-        return (
-            torch.cat(slices, self.dim)
-            .narrow(self.dim, 0, self.entries)
-            .clone(memory_format=torch.contiguous_format)
-        )
+        full = torch.cat(slices, self.dim).narrow(self.dim, 0, self.entries)
+        return full.clone(memory_format=torch.contiguous_format)
+
+
+class Cut(Protocol):
+    """How the canonical tensor of a parameter comes together: `Shard`, or a form of `transformers`."""
+
+    @property
+    def size(self) -> int: ...
+
+    def join(self, slices: list[torch.Tensor]) -> torch.Tensor: ...
+
+
+def label(parameter: torch.nn.Parameter, name: str, shard: Cut | None) -> None:
+    """Attach what checkpoints need to know: the canonical name, and how the full tensor is cut (None: not at all)."""
+    parameter.canonical_name = name  # type: ignore[attr-defined]
+    parameter.shard = shard  # type: ignore[attr-defined]
+
+
+def canonical_name(parameter: torch.nn.Parameter) -> str:
+    """The name that `label` attached."""
+    return parameter.canonical_name  # type: ignore[attr-defined]
+
+
+def full_shape(parameter: torch.nn.Parameter) -> list[int]:
+    """Shape of the full, unpadded tensor that this rank's `parameter` is a slice of."""
+    shape, shard = list(parameter.shape), parameter.shard  # type: ignore[attr-defined]
+    if shard is not None:
+        shape[shard.dim] = shard.entries
+    return shape

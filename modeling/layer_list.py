@@ -15,14 +15,20 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from modeling.transformer import TransformerLayer
+from modeling.initialization import Init
+from modeling.parallel.process_grid import ProcessGrid
+from modeling.transformer import LayerShape, TransformerLayer
 
-Stream = torch.Tensor | tuple[torch.Tensor | None, ...]
+Stream = Any  # a tensor, or a tuple of tensors and None
 Apply = Callable[[nn.Module, Any], Any]  # (layer, stream) -> stream
+Loss = Callable[
+    ..., Any
+]  # (what the last layer gives, targets, group) -> the loss, or (the loss, its parts without gradient)
 
 
 def call(module: nn.Module, stream: Stream) -> Stream:
@@ -46,7 +52,7 @@ class LayerDefinition:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What defines a model of any family, beside its weights."""
+    """What defines a model of any family, besides its weights."""
 
     layers: int
     hidden: int
@@ -57,23 +63,57 @@ class ModelShape:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     checkpoint_interval: int = 0  # layers per recomputed chunk; 0: all activations are kept
-    windows: tuple[
-        int | None, ...
-    ] = ()  # of banded attention, by layer; None: a dense layer; (): all are dense
 
-    def window(self, layer: int) -> int | None:
-        assert len(self.windows) in (0, self.layers), f"{len(self.windows)} windows for {self.layers} layers"
-        return self.windows[layer] if self.windows else None
+    def layer_at(self, index: int) -> LayerShape:
+        """Shape of one transformer layer."""
+        raise NotImplementedError
+
+    def layer_kinds(self) -> dict[LayerShape, int]:
+        """How many layers there are of each shape, in the order in which the shapes first occur."""
+        layers = [self.layer_at(i) for i in range(self.layers)]
+        return {kind: layers.count(kind) for kind in dict.fromkeys(layers)}
+
+
+LayerList = Callable[..., list[LayerDefinition]]  # (shape, group=, init=) -> the layers in order
+
+
+def word_embedding(shape: ModelShape, group: dist.ProcessGroup | None, init: Init) -> dict[str, Any]:
+    """Arguments of the tied word embedding, called "word"."""
+    return dict(
+        vocab=shape.vocab, padded=shape.padded_vocab, hidden=shape.hidden, group=group, init=init.child("word"), std=init.std
+    )  # fmt: skip
+
+
+def transformer_layers(
+    shape: ModelShape, group: dist.ProcessGroup | None, init: Init, apply: Apply = call
+) -> list[LayerDefinition]:
+    """The layers between the embeddings and the final norm or the heads, called "layers.N"."""
+    names = [f"layers.{i}" for i in range(shape.layers)]
+    return [
+        LayerDefinition(
+            name, TransformerLayer, dict(shape=shape.layer_at(i), group=group, init=init.child(name)), apply
+        )
+        for i, name in enumerate(names)
+    ]
 
 
 class Stack(nn.Module):
-    """The plain form: every layer in one module; `layers` holds the transformer layers, the others go by their names."""
+    """The plain form: every layer in one module; `layers` holds the transformer layers, the others go by their names.
 
-    def __init__(self, definitions: Sequence[LayerDefinition], checkpoint_interval: int):
+    `loss` is what the family computes from the last layer; `loss_parts` are the names of its parts.
+    """
+
+    def __init__(
+        self,
+        definitions: Sequence[LayerDefinition],
+        shape: ModelShape,
+        *,
+        group: dist.ProcessGroup | None,
+        loss: Loss,
+        loss_parts: tuple[str, ...] = (),
+    ):
         super().__init__()
-        self.checkpoint_interval = (
-            checkpoint_interval  # layers per recomputed chunk; 0: all activations are kept
-        )
+        self.shape, self.group, self.loss, self.loss_parts = shape, group, loss, loss_parts
         built: dict[str, nn.Module] = {}
         for d in definitions:
             if d.name not in built:
@@ -87,9 +127,29 @@ class Stack(nn.Module):
 
     def run(self, stream: Stream) -> Stream:
         """Every layer in turn."""
-        interval = self.checkpoint_interval if self.training else 0
+        interval = self.shape.checkpoint_interval if self.training else 0
         # DeepSpeed's checkpointing restores both streams of dropout.
         return run_layers(self._in_order, stream, interval, deepspeed.checkpointing.checkpoint)
+
+
+class PipelineLoss:
+    """The loss of the last stage, on the stream and on its targets. Keeps the parts of the loss for `take_parts`."""
+
+    def __init__(self, function: Loss, group: dist.ProcessGroup | None, part_names: tuple[str, ...]):
+        self.function, self.group, self.part_names = function, group, part_names
+        self.parts: list[torch.Tensor] = []  # of the micro-batches since `take_parts`
+
+    def __call__(self, stream: Stream, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        outputs = stream if isinstance(stream, tuple) else (stream,)
+        outcome = self.function(*outputs, *targets, self.group)
+        loss, *parts = outcome if isinstance(outcome, tuple) else (outcome,)
+        self.parts += parts
+        return loss
+
+    def take_parts(self) -> torch.Tensor | None:
+        """(micro-batches, parts) since the last call; None on the other stages."""
+        taken, self.parts = self.parts, []
+        return torch.stack(taken) if taken else None
 
 
 class Pipeline(PipelineModule):
@@ -98,8 +158,9 @@ class Pipeline(PipelineModule):
     DeepSpeed cuts chunks from the first layer of the stage, whatever it is, and recomputes none that holds an embedding.
     """
 
-    def __init__(self, definitions: Sequence[LayerDefinition], **options):
-        super().__init__([_specification(d) for d in definitions], **options)
+    def __init__(self, definitions: Sequence[LayerDefinition], loss: PipelineLoss, **options: Any):
+        super().__init__([_specification(d) for d in definitions], loss_fn=loss, **options)
+        self.loss_parts = loss.part_names
         self._applies = [d.apply for d in definitions[self._local_start : self._local_stop]]
 
     def forward(self, stream: Stream) -> Stream:
@@ -113,16 +174,13 @@ def _specification(d: LayerDefinition) -> LayerSpec:
 
 
 def pipeline_module(
-    definitions: Sequence[LayerDefinition], loss: Callable, *, grid, checkpoint_interval: int
+    definitions: Sequence[LayerDefinition], loss: PipelineLoss, *, grid: ProcessGrid, checkpoint_interval: int
 ) -> Pipeline:
-    """The layers as DeepSpeed pipeline stages with equally many transformer layers; tied entries are shared between stages.
-
-    `loss(stream, labels)` is computed on the last stage.
-    """
+    """The layers as DeepSpeed pipeline stages with equally many transformer layers; tied entries are shared between stages."""
     return Pipeline(
         definitions,
+        loss,
         topology=PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp),
-        loss_fn=loss,
         partition_method=f"type:^{TransformerLayer.__name__}$",
         activation_checkpoint_interval=checkpoint_interval,
         checkpointable_layers=[TransformerLayer.__name__],

@@ -6,6 +6,7 @@ Shapes: B samples, S positions, H hidden size, t tensor-parallel ranks, N = head
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,10 @@ from modeling.initialization import Init
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
 from modeling.parallel.random_state import dropout, tensor_parallel_random
 
-GPT2_NORM_EPS = 1e-5
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+GPT2_NORM_EPS, BERT_NORM_EPS = 1e-5, 1e-12  # of the original implementations
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Attention(nn.Module):
         super().__init__()
         self.local_heads = shape.heads // group_size(group)
         self.causal, self.window, self.head_size = shape.causal, shape.window, shape.hidden // shape.heads
-        self.block_mask = None  # of banded attention; see prepare
+        self.block_mask: BlockMask | None = None  # of banded attention; see prepare
         assert self.causal or self.window is None, "the band looks back only"
         self.dropout = shape.attention_dropout
         self.own_stream = group is not None and shape.attention_dropout > 0

@@ -5,15 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_configs.plan import Plan
-from launch.training.build_model import layer_kinds, model_shape
-from launch.training.micro_batches import BERT_INPUTS, BERT_TARGETS
+from launch.training.micro_batches import random_batch
 from modeling.dtypes import DTYPES
+from modeling.families import family_of, model_shape
 from modeling.initialization import Init
 from modeling.layer_list import Stack
 from modeling.parallel.process_grid import ProcessGrid
@@ -54,7 +54,7 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
 
 
 def prepare(module: torch.nn.Module, plan: Plan) -> None:
-    """What the attention of the recipe's sequences needs and no graph should hold."""
+    """Make what the attention over the recipe's sequences needs and no graph should hold."""
     device = torch.device(get_accelerator().current_device_name())
     for attention in module.modules():
         if isinstance(attention, Attention):
@@ -62,41 +62,50 @@ def prepare(module: torch.nn.Module, plan: Plan) -> None:
 
 
 def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
-    """Seconds eager and compiled, of the model itself; its gradients are dropped again."""
+    """Compile the model; seconds eager and compiled, of the model itself, whose gradients are dropped again."""
     device = torch.device(get_accelerator().current_device_name())
     module.to(device=device, dtype=DTYPES[plan.precision]).train()
-    batch = _random_batch(plan, device)
+    recipe = plan.recipe
+    batch = random_batch(
+        family_of(recipe.model).fields,
+        samples=plan.layout.micro,
+        length=recipe.sequence_length,
+        predictions=recipe.predictions,
+        vocabulary=recipe.model.vocab_size,
+        device=device,
+    )
 
     def loss() -> torch.Tensor:
         outcome = module(*batch)
         return outcome[0] if isinstance(outcome, tuple) else outcome
 
-    eager = _seconds(loss)
+    eager = seconds_of_pass(loss)
     module.compile()
-    compiled = _seconds(loss)
+    compiled = seconds_of_pass(loss)
     module.zero_grad(set_to_none=True)
     return eager, compiled
 
 
 def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> list[Gain]:
-    """Of every kind of layer, measured on one of its own: those of the model may be partitioned, or lie on another stage."""
+    """Compile every transformer layer and the loss; the gain of every kind of layer.
+
+    Measured on a layer made for it: those of the model may be partitioned, or lie on another stage.
+    """
     for layer in module.modules():
         if isinstance(layer, TransformerLayer):
             layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
     if isinstance(module, Stack):
         module.loss = torch.compile(module.loss)
     else:
-        module.loss_fn.function = torch.compile(module.loss_fn.function)
-    kinds, layers = layer_kinds(model_shape(plan.recipe, plan.padded_vocab)), plan.recipe.model.layers
-    if len(kinds) == 1:
-        return [Gain("one transformer layer", *_time_layer(shape, plan, grid)) for shape in kinds]
-    return [
-        Gain(
-            f"one {'dense' if shape.window is None else 'banded'} layer ({count} of {layers})",
-            *_time_layer(shape, plan, grid),
-        )
-        for shape, count in kinds.items()
-    ]
+        last: Any = module.loss_fn
+        last.function = torch.compile(last.function)
+    kinds, layers = model_shape(plan.recipe, plan.padded_vocab).layer_kinds(), plan.recipe.model.layers
+    gains = []
+    for shape, count in kinds.items():
+        kind = "dense" if shape.window is None else "banded"
+        what = f"one {kind} layer ({count} of {layers})" if len(kinds) > 1 else "one transformer layer"
+        gains.append(Gain(what, *_time_layer(shape, plan, grid)))
+    return gains
 
 
 def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float, float]:
@@ -109,25 +118,11 @@ def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float
     size = (plan.layout.micro, recipe.sequence_length, recipe.model.hidden)
     x = torch.randn(size, dtype=init.dtype, device=device, requires_grad=True)
     compiled = torch.compile(layer)
-    return _seconds(lambda: layer(x).sum()), _seconds(lambda: compiled(x).sum())
+    return seconds_of_pass(lambda: layer(x).sum()), seconds_of_pass(lambda: compiled(x).sum())
 
 
-def _random_batch(plan: Plan, device) -> tuple[torch.Tensor, ...]:
-    """Arguments of the plain model: random tokens, and for a BERT random predictions of samples without padding."""
-    recipe, micro = plan.recipe, plan.layout.micro
-    tokens = torch.randint(recipe.model.vocab_size, (micro, recipe.sequence_length), device=device)
-    if recipe.model.family == "gpt2":
-        return tokens, tokens, torch.full(tokens.shape, 1 / tokens.numel(), device=device)
-    positions = torch.randint(recipe.sequence_length, (micro, recipe.predictions), device=device)
-    batch = {
-        "tokens": tokens, "token_types": torch.zeros_like(tokens), "lengths": None, "positions": positions,
-        "labels": tokens.gather(1, positions), "weights": torch.full(positions.shape, 1 / positions.numel(), device=device),
-        "sentence_labels": tokens[:, 0] % 2, "sentence_weights": torch.full((micro,), 1 / micro, device=device),
-    }  # fmt: skip
-    return tuple(batch[key] for key in (*BERT_INPUTS, *BERT_TARGETS))
-
-
-def _seconds(loss: Callable[[], torch.Tensor]) -> float:
+def seconds_of_pass(loss: Callable[[], torch.Tensor]) -> float:
+    """Seconds of a forward and backward pass: the median after some to warm up."""
     times = []
     for _ in range(WARM_UP + TIMED):
         get_accelerator().synchronize()

@@ -25,8 +25,6 @@ from launch.training import compiling, micro_batches
 from launch.training.build_model import build_module
 from launch.training.micro_batches import MicroBatch
 from launch.training.schedule import Schedule
-from modeling.bert import LOSS_PARTS
-from modeling.bert import PipelineLoss as BertPipelineLoss
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import TransformerLayer
 
@@ -47,9 +45,7 @@ class Step:
     grad_norm: float | None
     loss_scale: float
     skipped: bool
-    parts: dict[str, float] = field(
-        default_factory=dict
-    )  # of the loss, as `modeling.bert.LOSS_PARTS` names them
+    parts: dict[str, float] = field(default_factory=dict)  # of the loss, as the family names them
 
 
 @dataclass(frozen=True)
@@ -167,7 +163,7 @@ def outcome_of_step(engine, before: Before, loss: torch.Tensor, parts: Sequence[
         None if norm is None else float(norm),
         before.loss_scale,
         skipped,
-        _named(parts),
+        _named(engine, parts),
     )
 
 
@@ -199,16 +195,18 @@ def validate(
             totals.append(data_parallel_mean(torch.stack(outcomes).mean(0), grid))
     engine.train()
     loss, *parts = torch.stack(totals).mean(0)
-    return Validation(float(loss), _named(parts))
+    return Validation(float(loss), _named(engine, parts))
 
 
 def _pipeline_parts(engine, grid: ProcessGrid) -> list[torch.Tensor]:
     """Means of the parts of the loss over the micro-batches since the last call, on every stage. Collective; [] for GPT-2."""
     loss_fn = engine.module.loss_fn
-    if not isinstance(loss_fn, BertPipelineLoss):
+    if not loss_fn.part_names:
         return []
     taken = loss_fn.take_parts()
-    parts = torch.zeros(loss_fn.part_count, device=engine.device) if taken is None else taken.mean(0).float()
+    parts = (
+        torch.zeros(len(loss_fn.part_names), device=engine.device) if taken is None else taken.mean(0).float()
+    )
     if taken is not None:
         parts = data_parallel_mean(parts, grid)
     # From the last stage, which alone has them, to the others: the sum over the stages.
@@ -216,8 +214,9 @@ def _pipeline_parts(engine, grid: ProcessGrid) -> list[torch.Tensor]:
     return list(parts)
 
 
-def _named(parts: Sequence[torch.Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in zip(LOSS_PARTS, parts, strict=False)}
+def _named(engine, parts: Sequence[torch.Tensor]) -> dict[str, float]:
+    names = engine.module.loss_parts if parts else ()
+    return {name: float(value) for name, value in zip(names, parts, strict=True)}
 
 
 def loss_scale(engine) -> float:

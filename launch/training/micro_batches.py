@@ -1,7 +1,6 @@
 """A micro-batch from the loader's form to what the plain engine and the pipeline engine take.
 
-GPT-2: tokens, labels, weights (B, S). BERT: tokens, token_types (B, S); lengths (B,); positions, labels, weights (B, P);
-sentence_labels, sentence_weights (B,).
+Names and shapes of its tensors: `recipes.micro_batch.FIELDS`.
 """
 
 from __future__ import annotations
@@ -11,23 +10,23 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
 from modeling.parallel.process_grid import ProcessGrid
+from recipes.micro_batch import MicroBatchFields, fields_of
 
 MicroBatch = dict[str, torch.Tensor]
+Device = torch.device | str
 
-BERT_INPUTS = ("tokens", "token_types", "lengths", "positions")
-BERT_TARGETS = ("labels", "weights", "sentence_labels", "sentence_weights")
 LENGTH_MULTIPLE = 8  # trimmed samples stay a multiple of this, which matrix units want
 
 
-def is_bert(batch: MicroBatch) -> bool:
-    return "token_types" in batch
+def normalised(batches: Sequence[MicroBatch], grid: ProcessGrid, device: Device) -> Sequence[MicroBatch]:
+    """The micro-batches of one step, weighted for the mean over the step's predicted tokens.
 
-
-def normalised(batches: Sequence[MicroBatch], grid: ProcessGrid, device) -> Sequence[MicroBatch]:
-    """The micro-batches of one step with weights that make the mean of the loss over micro-batches and ranks its mean over the
-    step's predicted tokens. Collective over the data-parallel ranks for a BERT, whose samples predict different numbers of tokens."""
-    if not is_bert(batches[0]):
+    The mean of their losses over micro-batches and ranks is that mean. Collective over the data-parallel ranks where samples predict
+    different numbers of tokens; where they do not, the loader's weights are right already.
+    """
+    if not fields_of(batches[0]).uneven:
         return batches
     predicted = torch.stack([b["weights"].sum() for b in batches]).sum().to(device)
     if grid.dp > 1:
@@ -37,27 +36,29 @@ def normalised(batches: Sequence[MicroBatch], grid: ProcessGrid, device) -> Sequ
 
 
 def normalised_steps(
-    steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid, device
+    steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid, device: Device
 ) -> list[Sequence[MicroBatch]]:
     """The same over several steps taken together, as in a validation."""
     flat = iter(normalised([b for batches in steps for b in batches], grid, device))
     return [[next(flat) for _ in batches] for batches in steps]
 
 
-def for_plain(batch: MicroBatch, device) -> tuple[torch.Tensor | None, ...]:
+def for_plain(batch: MicroBatch, device: Device) -> tuple[torch.Tensor | None, ...]:
     """Arguments of the plain model, on `device`.
 
-    A BERT's samples are cut after the longest of the micro-batch, and lengths are None where then nothing is padded: no work
-    is wasted on columns of padding, and attention needs no mask.
+    Padded samples are cut after the longest of the micro-batch, and lengths are None where nothing is padded then: no work is
+    wasted on columns of padding, and attention needs no mask.
     """
-    if not is_bert(batch):
-        return tuple(batch[key].to(device, non_blocking=True) for key in ("tokens", "labels", "weights"))
-    lengths, kept = batch["lengths"], trimmed_length(batch["lengths"], batch["tokens"].shape[1])
-    values: dict[str, torch.Tensor | None] = dict(batch)
-    values |= {key: batch[key][:, :kept] for key in ("tokens", "token_types")}
-    if bool((lengths == kept).all()):
-        values["lengths"] = None
-    ordered = (values[key] for key in (*BERT_INPUTS, *BERT_TARGETS))
+    fields = fields_of(batch)
+    values: dict[str, torch.Tensor | None] = {**batch}
+    if fields.padded:
+        lengths, kept = batch["lengths"], trimmed_length(batch["lengths"], batch["tokens"].shape[1])
+        values |= {
+            name: batch[name][:, :kept] for name, dimensions in fields.inputs.items() if dimensions == "BS"
+        }
+        if bool((lengths == kept).all()):
+            values["lengths"] = None
+    ordered = (values[name] for name in fields.names)
     return tuple(None if value is None else value.to(device, non_blocking=True) for value in ordered)
 
 
@@ -67,8 +68,27 @@ def trimmed_length(lengths: torch.Tensor, positions: int) -> int:
     return min(positions, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
 
 
-def for_pipeline(batch: MicroBatch):
+def for_pipeline(
+    batch: MicroBatch,
+) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """(inputs of the first stage, targets of the last), of full length: stages exchange tensors of one shape."""
-    if not is_bert(batch):
-        return batch["tokens"], (batch["labels"], batch["weights"])
-    return tuple(batch[key] for key in BERT_INPUTS), tuple(batch[key] for key in BERT_TARGETS)
+    fields = fields_of(batch)
+    inputs = tuple(batch[name] for name in fields.inputs)
+    return inputs if len(inputs) > 1 else inputs[0], tuple(batch[name] for name in fields.targets)
+
+
+def random_batch(
+    fields: MicroBatchFields, *, samples: int, length: int, predictions: int, vocabulary: int, device: Device
+) -> tuple[torch.Tensor | None, ...]:
+    """Arguments of the plain model without padding, for timing: `predictions` of the `length` tokens of a sample are predicted."""
+    sizes = {"B": samples, "S": length, "P": predictions}
+    below = {"token_types": TOKEN_TYPES, "positions": length, "sentence_labels": SENTENCE_CLASSES}
+    values: dict[str, torch.Tensor | None] = {"lengths": None}
+    for name, dimensions in {**fields.inputs, **fields.targets}.items():
+        size = [sizes[dimension] for dimension in dimensions]
+        if name.endswith("weights"):
+            weights = torch.ones(size, device=device)
+            values[name] = weights / weights.numel()
+        elif name != "lengths":
+            values[name] = torch.randint(below.get(name, vocabulary), size, device=device)
+    return tuple(values[name] for name in fields.names)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import torch
 
 from recipes.schema import Recipe
 
@@ -29,7 +32,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 class Schedule:
     """Sets the learning rate of every parameter group. DeepSpeed calls `step` after each optimizer step it did not skip."""
 
-    def __init__(self, optimizer, recipe: Recipe):
+    def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe):
         self.optimizer, self.recipe, self.completed = optimizer, recipe, 0
         self._apply()
 
@@ -37,7 +40,7 @@ class Schedule:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe, self.completed)
 
-    def step(self, *_, **__) -> None:
+    def step(self, *_: Any, **__: Any) -> None:
         self.completed += 1
         self._apply()
 

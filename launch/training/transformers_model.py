@@ -15,33 +15,31 @@ from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from launch.machine import processes
-from launch.training.build_model import model_shape
-from modeling import cost
-from modeling.gpt2 import layer_list
-from modeling.huggingface.gpt2 import FORMS, config_of, name_map, read_hf
-from modeling.initialization import Init
+from modeling import cost, gpt2
+from modeling.huggingface.conversion import Form
+from modeling.huggingface.gpt2 import CONVERSION
+from modeling.initialization import Init, canonical_name, label
 from recipes.schema import Recipe
 
-LARGE = (
-    500_000_000  # parameters; from here on initial weights take many seconds, and how far they are is said
-)
+LARGE = 500_000_000  # parameters, from which on initial weights take many seconds, so that progress is said
 
 
 @dataclass(frozen=True)
-class Form:
+class Converted:
     """In the place of `modeling.initialization.Shard`: how a parameter of transformers becomes its canonical tensor."""
 
-    kind: str  # a key of modeling.huggingface.gpt2.FORMS
+    form: Form
     heads: int
     size: int = 1  # tensor-parallel ranks that share it
 
     def join(self, slices: list[torch.Tensor]) -> torch.Tensor:
         """The canonical tensor of the one whole tensor in `slices`."""
-        (whole,) = slices
-        return FORMS[self.kind][1](whole, self.heads).contiguous()
+        return self.form.to_ours(slices, self.heads).contiguous()
 
     def of(self, canonical: torch.Tensor) -> torch.Tensor:
-        return FORMS[self.kind][0](canonical, self.heads)
+        """The tensor of transformers."""
+        (whole,) = self.form.to_theirs(canonical, self.heads)
+        return whole
 
 
 def build(
@@ -57,12 +55,8 @@ def build(
     Where nothing is partitioned, ranks other than 0 have no weights yet: DeepSpeed's engine broadcasts those of rank 0.
     """
     model = recipe.model
-    config = config_of(
-        model,
-        positions=recipe.sequence_length,
-        hidden_dropout=recipe.dropout.hidden,
-        attention_dropout=recipe.dropout.attention,
-    )
+    dropout = dict(hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention)
+    config = CONVERSION.config(model, positions=recipe.sequence_length, **dropout)
     config.use_cache = False
     with _no_draws():
         built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -91,17 +85,15 @@ def _fill(
     model: GPT2LMHeadModel, recipe: Recipe, initial_weights: str | None, say: Callable[[str], None]
 ) -> None:
     """Name the parameters and give them their initial weights, one at a time."""
-    places = {
-        ours: (theirs, Form(kind, recipe.model.heads)) for ours, theirs, kind in name_map(recipe.model.layers)
-    }
+    places = {entry.ours: entry for entry in CONVERSION.name_map(recipe.model)}
     partitioned = any(is_zero_param(parameter) for parameter in model.parameters())
     sources = processes.world_size() if partitioned and not initial_weights else 1
     progress = Progress(cost.parameters(recipe.model, recipe.sequence_length), say)
     for name, canonical, source in _canonical_weights(recipe, initial_weights, sources):
-        theirs, form = places.pop(name)
-        parameter = model.get_parameter(theirs)
-        parameter.canonical_name, parameter.shard = name, form  # type: ignore[attr-defined]
-        _copy(form.of(canonical), parameter, source)
+        _, (theirs,), form = places.pop(name)
+        parameter, converted = model.get_parameter(theirs), Converted(form, recipe.model.heads)
+        label(parameter, name, converted)
+        _copy(converted.of(canonical), parameter, source)
         progress.add(canonical.numel())
     nameless = [
         name for name, parameter in model.named_parameters() if not hasattr(parameter, "canonical_name")
@@ -126,11 +118,11 @@ def _canonical_weights(
     The first `sources` ranks draw at the same time, each the whole of every `sources`-th layer: memory holds one layer per rank.
     """
     mine = processes.rank()
-    given = read_hf(directory, recipe.model) if directory and mine < sources else None
+    given = CONVERSION.read(directory, recipe.model) if directory and mine < sources else None
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given)
-    shape = model_shape(recipe, padded_vocab=recipe.model.vocab_size)
+    shape = gpt2.shape_of(recipe, padded_vocab=recipe.model.vocab_size)
     drawn, shapes = (
-        {d.name: d for d in layer_list(shape, group=None, init=replace(init, meta=meta))}
+        {d.name: d for d in gpt2.layer_list(shape, group=None, init=replace(init, meta=meta))}
         for meta in (False, True)
     )
     names = list(drawn)
@@ -146,7 +138,7 @@ def _weights(modules: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor
     """A module by a source; nothing holds on to them afterwards."""
     for source, module in enumerate(modules):
         for parameter in module.parameters():
-            yield parameter.canonical_name, parameter.detach(), source
+            yield canonical_name(parameter), parameter.detach(), source
 
 
 class Progress:

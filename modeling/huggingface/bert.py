@@ -1,19 +1,29 @@
 """Conversion between our canonical BERT weights and `transformers`', by one name map for each placement of LayerNorm.
 
 Post-LN is `BertForPreTraining`, pre-LN `MegatronBertForPreTraining`; without a sentence head `BertForMaskedLM` and
-`MegatronBertForMaskedLM`. Beside names one thing differs: they hold query, key and value apart, each (heads x D, H); we hold
+`MegatronBertForMaskedLM`. Besides names one thing differs: they hold query, key and value apart, each (heads x D, H); we hold
 one matrix with rows (head, q/k/v, D), so that a tensor-parallel slice holds whole heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 
-from modeling.huggingface.names import Tensors, check_names
+from modeling.huggingface.conversion import (
+    Conversion,
+    Entry,
+    Form,
+    Logits,
+    Tensors,
+    check_names,
+    to_canonical,
+)
+from modeling.transformer import BERT_NORM_EPS
 from recipes.schema import Model
 
 PARAMETERS = {
@@ -28,13 +38,13 @@ PER_LAYER = {
     "mlp.expand": "intermediate.dense",
     "mlp.contract": "output.dense",
 }
-QKV = ("attention.qkv", ("attention.self.query", "attention.self.key", "attention.self.value"))
+QKV_NAMES = ("attention.self.query", "attention.self.key", "attention.self.value")
 MASKED_HEAD = {
     "head.transform": "cls.predictions.transform.dense",
     "head.norm": "cls.predictions.transform.LayerNorm",
 }
 SENTENCE_HEAD = {"head.pooler": "bert.pooler.dense", "head.sentence": "cls.seq_relationship"}
-DECODER_BIAS = ("decoder_bias.bias", "cls.predictions.bias")
+DECODER_BIAS = Entry("decoder_bias.bias", ("cls.predictions.bias",))
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class Placement:
 
     top: Mapping[str, str]
     per_layer: Mapping[str, str]
-    family: str  # prefix of their classes
+    prefix: str  # of the names of their classes
 
 
 PLACEMENTS = {
@@ -62,66 +72,51 @@ PLACEMENTS = {
 # Copies of tied tensors, and a buffer that old checkpoints stored.
 TIED = {
     "cls.predictions.decoder.weight": PARAMETERS["word.weight"],
-    "cls.predictions.decoder.bias": DECODER_BIAS[1],
+    "cls.predictions.decoder.bias": DECODER_BIAS.theirs[0],
 }
 BUFFERS = frozenset({"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"})
 
 
-def name_map(model: Model) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(our name, their names) of every parameter; three of theirs where ours is fused."""
-    placement = PLACEMENTS[model.layer_norm]
-    yield from ((ours, (theirs,)) for ours, theirs in PARAMETERS.items())
-    modules = [(ours, (theirs,)) for ours, theirs in placement.top.items()]
-    per_layer = [
-        QKV,
-        *((ours, (theirs,)) for ours, theirs in (PER_LAYER | dict(placement.per_layer)).items()),
-    ]
-    for i in range(model.layers):
-        modules += [
-            (f"layers.{i}.{ours}", tuple(f"bert.encoder.layer.{i}.{name}" for name in theirs))
-            for ours, theirs in per_layer
-        ]
-    for ours, theirs in (*modules, *head_modules(model)):
-        for leaf in ("weight", "bias"):
-            yield f"{ours}.{leaf}", tuple(f"{name}.{leaf}" for name in theirs)
-    yield DECODER_BIAS[0], (DECODER_BIAS[1],)
-
-
-def head_modules(model: Model) -> list[tuple[str, tuple[str, ...]]]:
-    """Modules of the masked-token head, and of the sentence head where the model has one."""
-    heads = MASKED_HEAD | (SENTENCE_HEAD if model.sentence_head != "none" else {})
-    return [(ours, (theirs,)) for ours, theirs in heads.items()]
-
-
-def _fuse(parts: list[torch.Tensor], heads: int) -> torch.Tensor:
+def _fused(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
     """Query, key and value, each (heads x D, ...), -> (heads x 3 x D, ...)."""
-    return torch.stack([part.reshape(heads, -1, *part.shape[1:]) for part in parts], dim=1).reshape(
-        -1, *parts[0].shape[1:]
-    )
+    by_head = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
+    return torch.stack(by_head, dim=1).reshape(-1, *parts[0].shape[1:])
 
 
-def _part(fused: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
+def _apart(fused: torch.Tensor, heads: int) -> Sequence[torch.Tensor]:
     """(heads x 3 x D, ...) -> query, key and value, each (heads x D, ...)."""
-    return tuple(
-        part.reshape(-1, *fused.shape[1:]) for part in fused.view(heads, 3, -1, *fused.shape[1:]).unbind(1)
-    )
+    by_part = fused.view(heads, 3, -1, *fused.shape[1:]).unbind(1)
+    return [part.reshape(-1, *fused.shape[1:]) for part in by_part]
 
 
-def to_hf(ours: Tensors, model: Model) -> dict[str, torch.Tensor]:
-    """Canonical weights -> the state dict of the `transformers` class that `hf_class` gives, tied copies left out.
-
-    Raises ValueError naming missing and unexpected tensors.
-    """
-    names = dict(name_map(model))
-    check_names(set(ours), set(names), "canonical weights")
-    theirs: dict[str, torch.Tensor] = {}
-    for name, targets in names.items():
-        parts = _part(ours[name], model.heads) if len(targets) == 3 else (ours[name],)
-        theirs |= {target: part.contiguous() for target, part in zip(targets, parts, strict=True)}
-    return theirs
+QKV = Form(to_theirs=_apart, to_ours=_fused)
 
 
-def from_hf(theirs: Tensors, model: Model, *, allow_missing_heads: bool = False) -> dict[str, torch.Tensor]:
+def name_map(model: Model) -> Iterator[Entry]:
+    """Every parameter of the model; three of theirs where ours is fused."""
+    placement = PLACEMENTS[model.layer_norm]
+    sentence_head = SENTENCE_HEAD if model.sentence_head != "none" else {}
+    yield from (Entry(ours, (theirs,)) for ours, theirs in PARAMETERS.items())
+    modules = [Entry(ours, (theirs,)) for ours, theirs in placement.top.items()]
+    for i in range(model.layers):
+        theirs_here = f"bert.encoder.layer.{i}."
+        modules.append(
+            Entry(f"layers.{i}.attention.qkv", tuple(theirs_here + name for name in QKV_NAMES), QKV)
+        )
+        modules += [
+            Entry(f"layers.{i}.{ours}", (theirs_here + theirs,))
+            for ours, theirs in {**PER_LAYER, **placement.per_layer}.items()
+        ]
+    modules += [Entry(ours, (theirs,)) for ours, theirs in {**MASKED_HEAD, **sentence_head}.items()]
+    for ours, theirs, form in modules:
+        for leaf in ("weight", "bias"):
+            yield Entry(f"{ours}.{leaf}", tuple(f"{name}.{leaf}" for name in theirs), form)
+    yield DECODER_BIAS
+
+
+def from_transformers(
+    theirs: Tensors, model: Model, *, allow_missing_heads: bool = False
+) -> dict[str, torch.Tensor]:
     """The state dict of a `transformers` BERT of this placement, with or without heads, -> canonical float32 weights.
 
     A pooler and a sentence head are left out where the model has none. `allow_missing_heads`: parameters of heads that
@@ -129,40 +124,32 @@ def from_hf(theirs: Tensors, model: Model, *, allow_missing_heads: bool = False)
 
     Raises ValueError naming missing and unexpected tensors, or where the decoder is not tied to the embedding.
     """
-    found = _canonical_names(theirs)
+    found = _under_one_name(theirs)
     if model.sentence_head == "none":
         unused = tuple(f"{name}." for name in SENTENCE_HEAD.values())
         found = {name: tensor for name, tensor in found.items() if not name.startswith(unused)}
-    names = dict(name_map(model))
-    missing_heads = [
-        ours
-        for ours, sources in names.items()
-        if _of_heads(ours) and not any(source in found for source in sources)
-    ]
-    if missing_heads and not allow_missing_heads and not any(name.startswith("cls.") for name in found):
-        raise ValueError(
-            f"transformers weights without heads ({', '.join(missing_heads[:4])}, ... are missing): pretraining goes on from a "
-            f"{hf_class_name(model)}; a bare {PLACEMENTS[model.layer_norm].family}Model has no head to predict tokens with"
-        )
+    entries = list(name_map(model))
+    missing_heads = [e for e in entries if _of_heads(e.ours) and not any(name in found for name in e.theirs)]
     if allow_missing_heads:
-        for ours in missing_heads:
-            del names[ours]
-    expected = {source for sources in names.values() for source in sources}
+        entries = [entry for entry in entries if entry not in missing_heads]
+    elif missing_heads and not any(name.startswith("cls.") for name in found):
+        raise ValueError(
+            f"transformers weights without heads ({', '.join(entry.ours for entry in missing_heads[:4])}, ... are missing): "
+            f"pretraining starts from a {class_name(model)}; a bare {PLACEMENTS[model.layer_norm].prefix}Model has no head to "
+            "predict tokens with"
+        )
+    keys = "model.layers, model.family, model.layer_norm and model.sentence_head"
     check_names(
-        set(found),
-        expected,
-        "transformers weights",
-        "model.layers, model.family, model.layer_norm and model.sentence_head",
+        set(found), {name for entry in entries for name in entry.theirs}, "transformers weights", keys
     )
-    parts = {ours: [found[source].float() for source in sources] for ours, sources in names.items()}
-    return {ours: (_fuse(p, model.heads) if len(p) == 3 else p[0]).contiguous() for ours, p in parts.items()}
+    return to_canonical(found, entries, model.heads)
 
 
 def _of_heads(ours: str) -> bool:
     return ours.startswith(("head.", "decoder_bias."))
 
 
-def _canonical_names(theirs: Tensors) -> dict[str, torch.Tensor]:
+def _under_one_name(theirs: Tensors) -> dict[str, torch.Tensor]:
     """Their tensors under the names of `BertForPreTraining`, each once.
 
     Handles a bare `BertModel` (no prefix), LayerNorm's gamma and beta of checkpoints made from TensorFlow's, and tied copies.
@@ -183,34 +170,50 @@ def _canonical_names(theirs: Tensors) -> dict[str, torch.Tensor]:
     return found
 
 
-def hf_class_name(model: Model) -> str:
-    """Name of the `transformers` class that holds the model."""
-    return PLACEMENTS[model.layer_norm].family + (
-        "ForMaskedLM" if model.sentence_head == "none" else "ForPreTraining"
-    )
+def class_name(model: Model) -> str:
+    """Name of the `transformers` class that holds the model with its heads."""
+    heads = "ForMaskedLM" if model.sentence_head == "none" else "ForPreTraining"
+    return PLACEMENTS[model.layer_norm].prefix + heads
 
 
-def hf_class(model: Model) -> type:
-    import transformers
-
-    return getattr(transformers, hf_class_name(model))
-
-
-def hf_config(
+def config(
     model: Model,
     *,
     positions: int,
     hidden_dropout: float = 0.0,
     attention_dropout: float = 0.0,
+    end_token: int | None = None,
     pad_token: int = 0,
-) -> Any:
-    """The `BertConfig` or `MegatronBertConfig` of the same model."""
-    import transformers
-
-    kind = getattr(transformers, PLACEMENTS[model.layer_norm].family + "Config")
+) -> transformers.PretrainedConfig:
+    """The `BertConfig` or `MegatronBertConfig` of the same model; a BERT ends no document, so `end_token` is not used."""
+    kind = getattr(transformers, PLACEMENTS[model.layer_norm].prefix + "Config")
     return kind(
         vocab_size=model.vocab_size, max_position_embeddings=positions, hidden_size=model.hidden, num_hidden_layers=model.layers,
-        num_attention_heads=model.heads, intermediate_size=4 * model.hidden, hidden_act="gelu", layer_norm_eps=1e-12,
+        num_attention_heads=model.heads, intermediate_size=4 * model.hidden, hidden_act="gelu", layer_norm_eps=BERT_NORM_EPS,
         type_vocab_size=2, hidden_dropout_prob=hidden_dropout, attention_probs_dropout_prob=attention_dropout,
         pad_token_id=pad_token, tie_word_embeddings=True,
     )  # fmt: skip
+
+
+def logits(model: Any, tokens: torch.Tensor, token_types: torch.Tensor, mask: torch.Tensor) -> Logits:
+    """Of every token that is not padding, and of the sentence head where the model has one."""
+    outcome = model(tokens, attention_mask=mask.long(), token_type_ids=token_types)
+    if "prediction_logits" in outcome:
+        return outcome.prediction_logits[mask], outcome.seq_relationship_logits
+    return (outcome.logits[mask],)
+
+
+CONVERSION = Conversion(
+    class_name=class_name,
+    config=config,
+    name_map=name_map,
+    from_transformers=from_transformers,
+    copies=frozenset(TIED),
+    logits=logits,
+    usage="""\
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+model, tokenizer = AutoModelForMaskedLM.from_pretrained("{directory}"), AutoTokenizer.from_pretrained("{directory}")
+masked = tokenizer({prompt}, return_tensors="pt")
+guesses = model(**masked).logits.argmax(-1)
+print(tokenizer.decode(guesses.where(masked.input_ids == tokenizer.mask_token_id, masked.input_ids)[0], skip_special_tokens=True))""",
+)

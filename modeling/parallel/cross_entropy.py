@@ -5,6 +5,8 @@ Three all-reduces of (B, S) numbers replace an all-gather of (B, S, V) (Megatron
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,7 +16,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """ln sum_j exp(z_j) - z_target for logits z of which each rank holds a block of columns."""
 
     @staticmethod
-    def forward(ctx, logits, targets, group):  # (B, S, V/t) float32, (B, S)
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:  # (B, S, V/t) float32, (B, S)
         columns = logits.shape[-1]
         largest = logits.amax(-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -34,7 +38,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return total.log() - target_logit
 
     @staticmethod
-    def backward(ctx, gradient):  # (B, S)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # (B, S)
         softmax, local, foreign = ctx.saved_tensors
         own = (~foreign).to(softmax.dtype).unsqueeze(-1)
         return softmax.scatter_add(-1, local.unsqueeze(-1), -own) * gradient.unsqueeze(-1), None, None
@@ -52,6 +56,6 @@ def token_losses(
 
 def weighted_loss(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup | None
-):
+) -> torch.Tensor:
     """Sum of token losses times `weights` (B, S): the loader sets weights so that micro-batches average to the step's mean."""
     return (token_losses(logits, targets, group) * weights).sum()

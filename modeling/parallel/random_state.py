@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -36,7 +37,7 @@ def seed_step(seed: int, step: int, at: Coordinates) -> None:
 
 
 @contextlib.contextmanager
-def tensor_parallel_random(active: bool):
+def tensor_parallel_random(active: bool) -> Iterator[None]:
     """Draw from this tensor rank's own stream. `active` is False where nothing is drawn or there is one tensor rank."""
     if not active:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ from launch.checkpoints.weights import load_tensors
 from launch.runs import vocabulary
 from launch.runs.directory import read_metrics
 from launch.training import initial_weights
-from modeling.huggingface import bert, gpt2
+from launch.training.export import ExportMismatch
+from modeling.families import FAMILIES, family_of
+from modeling.huggingface.conversion import Form
 from recipes import catalog
 from recipes.schema import Recipe
 
@@ -107,7 +110,9 @@ def transformers_loss(directory: Path, recipe: Recipe) -> float:
     """The recipe's loss over its validation samples in nats, computed by what transformers makes of `directory`."""
     samples = build(recipe, say=lambda text: None).validation
     fields = {name: torch.from_numpy(values) for name, values in samples.fields.items()}
-    model = gpt2.class_of(recipe.model).from_pretrained(directory).float().eval()
+    model = (
+        family_of(recipe.model).conversion.model_class(recipe.model).from_pretrained(directory).float().eval()
+    )
     with torch.no_grad():
         if recipe.model.family == "bert":
             return bert_loss(model, fields, recipe)
@@ -133,7 +138,7 @@ def bert_loss(model: torch.nn.Module, fields: dict[str, torch.Tensor], recipe: R
 )
 def test_transformers_computes_the_validation_loss_that_the_run_measured(layout, trained, tmp_path):
     directory = trained(layout)
-    done = export_hf.export(directory, tmp_path / "out")
+    done, _ = export_hf.export(directory, tmp_path / "out")
     assert done.step == STEPS and done.difference < 1e-4 and done.rounding == 0
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float32}
     recipe = catalog.load_resolved(directory / "recipe.yaml")
@@ -147,9 +152,9 @@ def test_transformers_computes_the_validation_loss_that_the_run_measured(layout,
 
 def test_the_export_holds_the_runs_weights_bit_for_bit_and_its_vocabulary(trained, tmp_path):
     directory = trained("dp2 zero3 bf16")
-    done = export_hf.export(directory, tmp_path / "out")
+    done, _ = export_hf.export(directory, tmp_path / "out")
     recipe = catalog.load_resolved(directory / "recipe.yaml")
-    back = gpt2.read_hf(tmp_path / "out", recipe.model)
+    back = family_of(recipe.model).conversion.read(tmp_path / "out", recipe.model)
     saved = load_tensors(done.checkpoint)
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
     # Master weights, not the bf16 ones that the run computes with.
@@ -168,7 +173,7 @@ def test_the_export_holds_the_runs_weights_bit_for_bit_and_its_vocabulary(traine
 
 
 def test_half_precision_exports_are_rounded_and_still_checked(trained, tmp_path):
-    done = export_hf.export(trained("one process"), tmp_path / "out", dtype="bfloat16")
+    done, _ = export_hf.export(trained("one process"), tmp_path / "out", dtype="bfloat16")
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert done.difference < 1e-4 < done.rounding < 0.1
     assert GPT2LMHeadModel.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
@@ -186,8 +191,8 @@ def test_the_command_and_the_lines_it_prints(trained, tmp_path):
 
 def test_the_lines_for_a_bert_fill_in_its_masks(trained, tmp_path):
     directory = trained("bert")
-    recipe = catalog.load_resolved(directory / "recipe.yaml")
-    text = export_hf.describe(export_hf.export(directory, tmp_path / "out"), recipe)
+    done, recipe = export_hf.export(directory, tmp_path / "out")
+    text = export_hf.describe(done, recipe)
     lines = [line.strip() for line in text.split("use it\n")[1].splitlines()]
     used = run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path)
     assert used.returncode == 0, used.stdout
@@ -203,7 +208,7 @@ def test_the_lines_for_a_bert_fill_in_its_masks(trained, tmp_path):
 
 def test_an_exported_bert_is_complete(trained, tmp_path):
     directory = trained("bert")
-    done = export_hf.export(directory, tmp_path / "out", dtype="bfloat16")
+    done, _ = export_hf.export(directory, tmp_path / "out", dtype="bfloat16")
     assert done.difference < 1e-4 < done.rounding < 0.1
     assert (
         type(AutoModelForPreTraining.from_pretrained(tmp_path / "out")).__name__
@@ -219,24 +224,43 @@ def test_an_exported_bert_is_complete(trained, tmp_path):
     )
     export_hf.export(directory, tmp_path / "float32")
     recipe, saved = catalog.load_resolved(directory / "recipe.yaml"), load_tensors(done.checkpoint)
-    back = gpt2.read_hf(tmp_path / "float32", recipe.model)
+    back = family_of(recipe.model).conversion.read(tmp_path / "float32", recipe.model)
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
 
 
-@pytest.mark.parametrize(
-    "layout, broken", [("bert", "attention.self.key"), ("post-LN bert nsp tp2 zero3", "cls.seq_relationship")]
-)
-def test_a_wrong_conversion_of_a_bert_is_noticed(layout, broken, trained, tmp_path, monkeypatch):
-    def wrong(ours, model):
-        theirs = right(ours, model)
-        return {
-            name: tensor.flip(0) if broken in name and name.endswith("weight") else tensor
-            for name, tensor in theirs.items()
-        }
+@pytest.fixture
+def break_conversion(monkeypatch):
+    """Change the form of the parameters that have a string in their canonical name."""
 
-    right = bert.to_hf
-    monkeypatch.setattr(bert, "to_hf", wrong)
-    with pytest.raises(export_hf.ExportMismatch, match="differ from ours"):
+    def break_it(family: str, part: str, change) -> None:
+        right = FAMILIES[family]
+
+        def name_map(model):
+            for entry in right.conversion.name_map(model):
+                yield entry._replace(form=change(entry.form)) if part in entry.ours else entry
+
+        wrong = replace(right, conversion=replace(right.conversion, name_map=name_map))
+        monkeypatch.setitem(FAMILIES, family, wrong)
+
+    return break_it
+
+
+@pytest.mark.parametrize(
+    "layout, family, broken",
+    [
+        ("bert", "bert", "attention.qkv.weight"),
+        ("post-LN bert nsp tp2 zero3", "bert", "head.sentence.weight"),
+        ("one process", "gpt2", "attention.qkv.weight"),
+    ],
+)
+def test_a_wrong_conversion_is_noticed_and_leaves_nothing(
+    layout, family, broken, trained, tmp_path, break_conversion
+):
+    def flipped(form: Form) -> Form:
+        return form._replace(to_theirs=lambda ours, heads: [x.flip(0) for x in form.to_theirs(ours, heads)])
+
+    break_conversion(family, broken, flipped)
+    with pytest.raises(ExportMismatch, match="differ from ours"):
         export_hf.export(trained(layout), tmp_path / "out")
     assert not any(tmp_path.iterdir())
 
@@ -259,14 +283,6 @@ def test_refusals_say_what_is_there(trained, tmp_path):
     with pytest.raises(ValueError, match="no complete checkpoint"):
         export_hf.export(torn, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_wrong_conversion_is_noticed_and_leaves_nothing(trained, tmp_path, monkeypatch):
-    back = gpt2.FORMS["qkv"][1]
-    monkeypatch.setitem(gpt2.FORMS, "qkv", (lambda x, heads: x.t() if x.dim() == 2 else x, back))
-    with pytest.raises(export_hf.ExportMismatch, match="differ from ours"):
-        export_hf.export(trained("one process"), tmp_path / "out")
-    assert not any(tmp_path.iterdir())
 
 
 def test_a_run_keeps_its_vocabulary_and_refuses_another(tmp_path):
@@ -367,13 +383,12 @@ def test_given_weights_of_another_shape_are_refused_with_every_mismatch(foreign,
 
 def test_given_weights_of_the_other_placement_of_layer_norm_are_refused(tmp_path):
     tiny = catalog.load("bert/sotu", tiny=True)
-    config = gpt2.config_of(tiny.model, positions=tiny.sequence_length)
-    gpt2.class_of(tiny.model)(config).save_pretrained(tmp_path / "pre")
-    initial_weights.check(tmp_path / "pre", tiny)
     post = tiny.model.model_copy(update={"layer_norm": "post"})
-    gpt2.class_of(post)(gpt2.config_of(post, positions=tiny.sequence_length)).save_pretrained(
-        tmp_path / "post"
-    )
+    conversion = family_of(post).conversion
+    for model in (tiny.model, post):
+        config = conversion.config(model, positions=tiny.sequence_length)
+        conversion.model_class(model)(config).save_pretrained(tmp_path / model.layer_norm)
+    initial_weights.check(tmp_path / "pre", tiny)
     with pytest.raises(
         ValueError, match="of type 'bert': only megatron-bert(.|\n)*--set model.layer_norm=post"
     ):

@@ -21,9 +21,10 @@ from launch.parity.comparison import Outcome, compare
 from launch.planning import plan_text
 from launch.training import build_model, initial_weights
 from modeling import banded_attention as band
+from modeling.families import model_shape
 from modeling.generation import continue_tokens
 from modeling.gpt2 import GPT2, GPT2Shape
-from modeling.huggingface.gpt2 import hf_config, state_dict_of
+from modeling.huggingface.gpt2 import CONVERSION
 from modeling.initialization import Init
 from recipes import catalog
 from recipes.schema import Model
@@ -65,13 +66,13 @@ def test_layers_have_their_own_windows():
     recipe = catalog.load(
         "default/sotu", ["model.attention=[dense,banded,banded]", "model.attention_window=64"]
     )
-    shape = build_model.model_shape(recipe, 8192)
+    shape = model_shape(recipe, 8192)
     assert [shape.layer_at(i).window for i in range(6)] == [None, 64, 64, None, 64, 64]
     assert shape.layer_at(0) == replace(shape.layer_at(1), window=None)
-    assert build_model.layer_kinds(shape) == {shape.layer_at(0): 2, shape.layer_at(1): 4}
-    assert build_model.model_shape(catalog.load("default/sotu"), 8192).layer_at(5).window is None
-    bert = build_model.model_shape(catalog.load("bert/sotu"), 8192)
-    assert bert.layer.window is None and build_model.layer_kinds(bert) == {bert.layer: bert.layers}
+    assert shape.layer_kinds() == {shape.layer_at(0): 2, shape.layer_at(1): 4}
+    assert model_shape(catalog.load("default/sotu"), 8192).layer_at(5).window is None
+    bert = model_shape(catalog.load("bert/sotu"), 8192)
+    assert bert.layer_at(0).window is None and bert.layer_kinds() == {bert.layer_at(0): bert.layers}
 
 
 def test_dropout_of_banded_layers_is_that_of_training():
@@ -120,9 +121,7 @@ def in_one_process(layouts) -> Outcome:
 
     recipe = catalog.load_resolved(layouts / "recipe.yaml")
     used = GPT2(
-        build_model.model_shape(recipe, 512),
-        group=None,
-        init=Init(recipe.seed, recipe.init_std, recipe.model.layers),
+        model_shape(recipe, 512), group=None, init=Init(recipe.seed, recipe.init_std, recipe.model.layers)
     )
     whole = SimpleNamespace(
         micro=recipe.batch.global_, accumulation=1, dp=1, global_batch=recipe.batch.global_
@@ -168,30 +167,22 @@ def test_a_broken_band_under_a_layout_is_noticed(layouts, in_one_process):
 # Conversion
 
 
-def test_export_is_refused_before_anything_is_read_or_written(tmp_path, monkeypatch):
+def test_export_is_refused_before_anything_is_read_or_written(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out" / "exported"
     run.mkdir()
     (run / "recipe.yaml").write_text(catalog.dump(catalog.load("default/sotu", BANDED)))
-    monkeypatch.setattr(export_hf, "choose_checkpoint", lambda run, step: None)
-    with pytest.raises(
-        ValueError,
-        match=r"model.attention=\['dense', 'banded'\].*dense layers alone.*model.attention=\[dense\]",
-    ):
+    said = r"model.attention=\['dense', 'banded'\].*dense layers alone.*model.attention=\[dense\]"
+    with pytest.raises(ValueError, match=said):
         export_hf.export(run, out)
     assert not out.parent.exists()
+    banded = Model(layers=1, hidden=8, heads=1, vocab_size=300, attention=("banded",), attention_window=5)
     with pytest.raises(ValueError, match="model.attention_window=5"):
-        state_dict_of(
-            {}, Model(layers=1, hidden=8, heads=1, vocab_size=300, attention=("banded",), attention_window=5)
-        )
+        CONVERSION.to_transformers({}, banded)
 
 
 def test_weights_of_a_dense_model_are_taken_and_that_is_said(tmp_path, capsys):
     recipe = catalog.load("default/sotu", BANDED, tiny=True)
-    m = recipe.model
-    config = hf_config(
-        layers=m.layers, hidden=m.hidden, heads=m.heads, vocab=m.vocab_size, positions=recipe.sequence_length
-    )
-    config.save_pretrained(tmp_path)
+    CONVERSION.config(recipe.model, positions=recipe.sequence_length).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
     initial_weights.check(tmp_path, recipe)
     said = capsys.readouterr().err

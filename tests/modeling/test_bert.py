@@ -1,6 +1,6 @@
 """BERT in one process: padding, predicted positions, both placements, losses, recomputation, what the engine is given.
 
-Logits against `transformers` are in test_export.py, parallel layouts in test_layouts.py.
+Logits against `transformers` are in test_convert_bert.py, parallel layouts in tests/launch/parity/test_bert_layouts.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from launch.training import micro_batches
 from modeling.bert import Bert, BertShape, pretraining_loss
 from modeling.generation import fill_masks
 from modeling.initialization import Init
+from recipes.micro_batch import FIELDS
 
 B, S, P, V = 3, 24, 4, 90
 BOTH = pytest.mark.parametrize("post", [False, True], ids=["pre-LN", "post-LN"])
@@ -138,9 +139,7 @@ def test_recomputation_changes_no_gradient(post, monkeypatch):
 
 def test_a_micro_batch_is_cut_after_its_longest_sample_and_needs_no_mask_if_that_is_all():
     model = bert()
-    whole = model(
-        *(batch((17, 9, 12))[k] for k in (*micro_batches.BERT_INPUTS, *micro_batches.BERT_TARGETS))
-    )[0]
+    whole = model(*(batch((17, 9, 12))[name] for name in FIELDS["bert"].names))[0]
     arguments = micro_batches.for_plain(batch((17, 9, 12)), "cpu")
     assert (
         arguments[0].shape == arguments[1].shape == (B, S) and arguments[2] is not None

@@ -10,7 +10,8 @@ import transformers
 from torch.testing import assert_close
 
 from launch.training.build_model import whole_model
-from modeling.huggingface import bert, gpt2
+from modeling.huggingface import bert
+from modeling.huggingface.bert import CONVERSION, from_transformers
 from recipes.schema import Recipe
 
 FORMS = list(itertools.product(("post", "pre"), ("nsp", "sop", "none")))
@@ -28,9 +29,8 @@ def recipe(layer_norm: str, sentence_head: str) -> Recipe:
 def theirs(wanted: Recipe, kind: type | None = None) -> torch.nn.Module:
     """A transformers model whose every weight, biases and norms too, is far from its initial value."""
     torch.manual_seed(3)
-    model = (kind or gpt2.class_of(wanted.model))(
-        gpt2.config_of(wanted.model, positions=wanted.sequence_length)
-    ).eval()
+    config = bert.config(wanted.model, positions=wanted.sequence_length)
+    model = (kind or CONVERSION.model_class(wanted.model))(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -59,7 +59,7 @@ def test_logits_are_equal_with_padding_and_the_round_trip_is_exact(layer_norm, s
     wanted = recipe(layer_norm, sentence_head)
     model = theirs(wanted)
     state = model.state_dict()
-    ours = bert.from_hf(state, wanted.model)
+    ours = from_transformers(state, wanted.model)
     mine, other = both_logits(wanted, ours, model)
     assert mine[0].abs().max() > 1, "logits that differ between tokens"
     assert_close(mine[0], other[0], rtol=1e-4, atol=1e-4)
@@ -67,17 +67,17 @@ def test_logits_are_equal_with_padding_and_the_round_trip_is_exact(layer_norm, s
     if mine[1] is not None:
         assert_close(mine[1], other[1], rtol=1e-4, atol=1e-4)
 
-    back = bert.to_hf(ours, wanted.model)
-    assert set(state) - set(back) == set(bert.TIED)
+    back = CONVERSION.to_transformers(ours, wanted.model)
+    assert set(state) - set(back) == CONVERSION.copies
     assert all(torch.equal(back[name], state[name]) for name in back)
-    again = bert.from_hf(back, wanted.model)
+    again = from_transformers(back, wanted.model)
     assert again.keys() == ours.keys() and all(torch.equal(again[name], ours[name]) for name in ours)
 
 
 @pytest.mark.parametrize(("layer_norm", "sentence_head"), FORMS)
 def test_names_are_those_of_our_model(layer_norm, sentence_head):
     wanted = recipe(layer_norm, sentence_head)
-    ours = bert.from_hf(theirs(wanted).state_dict(), wanted.model)
+    ours = from_transformers(theirs(wanted).state_dict(), wanted.model)
     module = whole_model(wanted, ours)
     assert {parameter.canonical_name for parameter in module.parameters()} == set(ours)
 
@@ -85,22 +85,22 @@ def test_names_are_those_of_our_model(layer_norm, sentence_head):
 @pytest.mark.parametrize(("layer_norm", "sentence_head"), [("post", "nsp"), ("pre", "none")])
 def test_what_we_write_transformers_loads_and_we_read_again(layer_norm, sentence_head, tmp_path):
     wanted = recipe(layer_norm, sentence_head)
-    ours = bert.from_hf(theirs(wanted).state_dict(), wanted.model)
-    kind = gpt2.class_of(wanted.model)
-    model = kind(gpt2.config_of(wanted.model, positions=wanted.sequence_length))
-    left = model.load_state_dict(gpt2.state_dict_of(ours, wanted.model), strict=False)
-    assert set(left.missing_keys) == set(bert.TIED) and not left.unexpected_keys
+    ours = from_transformers(theirs(wanted).state_dict(), wanted.model)
+    kind = CONVERSION.model_class(wanted.model)
+    model = kind(bert.config(wanted.model, positions=wanted.sequence_length))
+    left = model.load_state_dict(CONVERSION.to_transformers(ours, wanted.model), strict=False)
+    assert set(left.missing_keys) == CONVERSION.copies and not left.unexpected_keys
     model.save_pretrained(tmp_path)
     loaded = kind.from_pretrained(tmp_path).eval()
     mine, other = both_logits(wanted, ours, loaded)
     assert_close(mine[0], other[0], rtol=1e-4, atol=1e-4)
-    found = gpt2.read_hf(tmp_path, wanted.model)
+    found = CONVERSION.read(tmp_path, wanted.model)
     assert found.keys() == ours.keys() and all(torch.equal(found[name], ours[name]) for name in ours)
 
 
 def test_settings_are_those_our_model_computes_with():
     for layer_norm, model_type in (("post", "bert"), ("pre", "megatron-bert")):
-        config = gpt2.config_of(
+        config = bert.config(
             recipe(layer_norm, "nsp").model, positions=16, hidden_dropout=0.1, attention_dropout=0.2
         )
         assert (config.model_type, config.hidden_act, config.layer_norm_eps, config.intermediate_size) == (
@@ -115,10 +115,10 @@ def test_settings_are_those_our_model_computes_with():
 def test_a_bare_encoder_is_refused_or_read_without_its_heads():
     wanted = recipe("post", "nsp")
     bare = theirs(wanted, transformers.BertModel)
-    with pytest.raises(ValueError, match="without heads(.|\n)*goes on from a BertForPreTraining"):
-        bert.from_hf(bare.state_dict(), wanted.model)
-    found = bert.from_hf(bare.state_dict(), wanted.model, allow_missing_heads=True)
-    whole = {name for name, _ in bert.name_map(wanted.model)}
+    with pytest.raises(ValueError, match="without heads(.|\n)*starts from a BertForPreTraining"):
+        from_transformers(bare.state_dict(), wanted.model)
+    found = from_transformers(bare.state_dict(), wanted.model, allow_missing_heads=True)
+    whole = {entry.ours for entry in bert.name_map(wanted.model)}
     assert whole - set(found) == {
         "head.transform.weight", "head.transform.bias", "head.norm.weight", "head.norm.bias", "head.sentence.weight", "head.sentence.bias",
         "decoder_bias.bias",
@@ -126,13 +126,13 @@ def test_a_bare_encoder_is_refused_or_read_without_its_heads():
     for name in ("encoder.layer.1.output.dense.bias", "embeddings.LayerNorm.weight"):
         torn = {key: tensor for key, tensor in bare.state_dict().items() if key != name}
         with pytest.raises(ValueError, match=f"missing.*{name}"):
-            bert.from_hf(torn, wanted.model, allow_missing_heads=True)
+            from_transformers(torn, wanted.model, allow_missing_heads=True)
 
 
 def test_old_checkpoints_and_unused_heads_are_read():
     wanted = recipe("post", "nsp")
     state = theirs(wanted).state_dict()
-    expected = bert.from_hf(state, wanted.model)
+    expected = from_transformers(state, wanted.model)
     old = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
         for name, t in state.items()
@@ -140,11 +140,11 @@ def test_old_checkpoints_and_unused_heads_are_read():
     # transformers may save either name of a tied tensor.
     old |= {"bert.embeddings.position_ids": torch.arange(16)[None]}
     del old["cls.predictions.bias"], old["bert.embeddings.word_embeddings.weight"]
-    found = bert.from_hf(old, wanted.model)
+    found = from_transformers(old, wanted.model)
     assert found.keys() == expected.keys() and all(
         torch.equal(found[name], expected[name]) for name in expected
     )
-    without = bert.from_hf(state, recipe("post", "none").model)
+    without = from_transformers(state, recipe("post", "none").model)
     assert set(expected) - set(without) == {
         f"head.{m}.{leaf}" for m in ("pooler", "sentence") for leaf in ("weight", "bias")
     }
@@ -156,16 +156,16 @@ def test_other_models_are_refused():
     with pytest.raises(
         ValueError, match=r"missing \['bert.encoder.layer.0.attention.ln.bias'.*model.layer_norm"
     ):
-        bert.from_hf(state, recipe("pre", "nsp").model)
+        from_transformers(state, recipe("pre", "nsp").model)
     with pytest.raises(ValueError, match=r"missing \['bert.pooler.dense.bias'.*model.sentence_head"):
-        bert.from_hf(theirs(recipe("post", "none")).state_dict(), wanted.model)
+        from_transformers(theirs(recipe("post", "none")).state_dict(), wanted.model)
     untied = {**state, "cls.predictions.decoder.weight": state["cls.predictions.decoder.weight"] + 1}
     with pytest.raises(ValueError, match="of its own"):
-        bert.from_hf(untied, wanted.model)
+        from_transformers(untied, wanted.model)
     deeper = wanted.model.model_copy(update={"layers": 4})
     with pytest.raises(ValueError, match=r"layer.3.*model.layers"):
-        bert.from_hf(state, deeper)
-    ours = bert.from_hf(state, wanted.model)
+        from_transformers(state, deeper)
+    ours = from_transformers(state, wanted.model)
     del ours["head.norm.bias"]
     with pytest.raises(ValueError, match="canonical weights.*head.norm.bias"):
-        bert.to_hf(ours, wanted.model)
+        CONVERSION.to_transformers(ours, wanted.model)

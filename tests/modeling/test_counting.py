@@ -1,5 +1,6 @@
 """Parameters counted at every rank, against DeepSpeed's real PipelineModule in a process group whose other ranks do not exist."""
 
+from math import prod
 from types import SimpleNamespace
 
 import deepspeed
@@ -8,25 +9,15 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from modeling import bert, counting, gpt2
-from modeling.initialization import Init
+from modeling.initialization import Init, canonical_name, full_shape
 
-GPT2_SHAPE = gpt2.GPT2Shape(layers=5, hidden=32, heads=4, vocab=70, padded_vocab=256, positions=16)
-BERT_SHAPES = [
-    bert.BertShape(
-        layers=5,
-        hidden=32,
-        heads=4,
-        vocab=70,
-        padded_vocab=256,
-        positions=16,
-        post_norm=post,
-        sentence_head=head,
-    )
-    for post, head in ((True, "nsp"), (False, "none"))
+SIZES = dict(layers=5, hidden=32, heads=4, vocab=70, padded_vocab=256, positions=16)
+MODELS = [
+    (gpt2.FAMILY, gpt2.GPT2Shape(**SIZES)),
+    (bert.FAMILY, bert.BertShape(**SIZES, post_norm=True, sentence_head="nsp")),
+    (bert.FAMILY, bert.BertShape(**SIZES)),
 ]
 LAYOUTS = [(2, 2), (1, 3), (2, 1)]
-PIPELINES = {gpt2.layer_list: gpt2.gpt2_pipeline, bert.layer_list: bert.bert_pipeline}
-PLAIN = {gpt2.layer_list: gpt2.GPT2, bert.layer_list: bert.Bert}
 
 
 @pytest.fixture
@@ -51,25 +42,21 @@ def alone(monkeypatch):
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-@pytest.mark.parametrize(
-    ("layer_list", "shape"),
-    [(gpt2.layer_list, GPT2_SHAPE), *((bert.layer_list, shape) for shape in BERT_SHAPES)],
-)
-def test_ranks_hold_what_the_real_modules_hold(alone, capsys, layer_list, shape, tp, pp):
-    counted = counting.count(layer_list, shape, tp, pp)
+@pytest.mark.parametrize(("family", "shape"), MODELS)
+def test_ranks_hold_what_the_real_modules_hold(alone, capsys, family, shape, tp, pp):
+    counted = counting.count(family.layer_list, shape, tp, pp)
     init, once, real = Init(1, 0.02, shape.layers), {}, []
     for rank in range(tp * pp):
         group = alone(rank, tp, tp * pp)
         if pp > 1:
-            module = PIPELINES[layer_list](
-                shape, grid=SimpleNamespace(tp=tp, pp=pp, dp=1), group=group, init=init
-            )
-            assert module.parts == counting.bounds(layer_list(shape, group=group, init=init), pp)
+            grid = SimpleNamespace(tp=tp, pp=pp, dp=1)
+            module = family.pipeline(shape, grid=grid, group=group, init=init)
+            assert module.parts == counting.bounds(family.layer_list(shape, group=group, init=init), pp)
         else:
-            module = PLAIN[layer_list](shape, group=group, init=init)
+            module = family.plain(shape, group=group, init=init)
         dist.destroy_process_group()
         real.append(sum(p.numel() for p in module.parameters()))
-        once |= {p.canonical_name: counting.whole_size(p) for p in module.parameters()}
+        once |= {canonical_name(p): prod(full_shape(p)) for p in module.parameters()}
     assert real == [held for stage in counted.held for held in stage]
     assert sum(once.values()) == counted.once and sum(counted.layers) == shape.layers
 

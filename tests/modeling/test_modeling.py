@@ -16,7 +16,7 @@ from transformers import GPT2LMHeadModel
 from launch.training.engine import parameter_groups
 from modeling.generation import continue_tokens
 from modeling.gpt2 import GPT2, GPT2Shape
-from modeling.huggingface.gpt2 import from_hf, hf_config, read_hf, to_hf
+from modeling.huggingface.gpt2 import CONVERSION, config, from_transformers
 from modeling.initialization import Init, Shard
 from modeling.layer_list import call, recomputed_chunks
 from modeling.parallel.process_grid import (
@@ -30,7 +30,6 @@ from recipes.schema import Model
 
 SHAPE = GPT2Shape(layers=2, hidden=32, heads=4, vocab=300, padded_vocab=384, positions=16)
 MODEL = Model(layers=2, hidden=32, heads=4, vocab_size=300)
-HEADS = SHAPE.heads
 PINNED_DRAW = [
     0.18042792,
     0.58320785,
@@ -45,10 +44,7 @@ PINNED_DRAW = [
 def theirs() -> GPT2LMHeadModel:
     """A `transformers` GPT-2 of which no parameter is zero or one and attention is far from uniform."""
     torch.manual_seed(0)
-    config = hf_config(
-        layers=SHAPE.layers, hidden=SHAPE.hidden, heads=HEADS, vocab=SHAPE.vocab, positions=SHAPE.positions, end_token=7
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).eval()
+    model = GPT2LMHeadModel(config(MODEL, positions=SHAPE.positions, end_token=7)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3)
@@ -85,7 +81,7 @@ def canonical(model: GPT2) -> dict[str, torch.Tensor]:
 def on_ranks(theirs, tokens, tmp_path_factory) -> list[dict[str, str | None]]:
     """What each rank of the one launch found: check -> traceback, or None."""
     directory = tmp_path_factory.mktemp("modeling")
-    ours = from_hf(theirs.state_dict(), SHAPE.layers, HEADS)
+    ours = from_transformers(theirs.state_dict(), MODEL)
     save_file(
         {**ours, "tokens": tokens, "logits": logits_of(theirs, tokens)},
         directory / "transformers.safetensors",
@@ -262,57 +258,59 @@ def test_a_token_sees_none_after_it(tokens):
 
 
 def test_logits_of_imported_weights(theirs, tokens):
-    ours = gpt2(from_hf(theirs.state_dict(), SHAPE.layers, HEADS)).eval()
+    ours = gpt2(from_transformers(theirs.state_dict(), MODEL)).eval()
     torch.testing.assert_close(logits_of(ours, tokens), logits_of(theirs, tokens), rtol=1e-5, atol=1e-4)
 
 
 def test_logits_of_exported_weights(theirs, tokens):
     ours = gpt2(std=0.3, seed=3).eval()
     exported = GPT2LMHeadModel(theirs.config).eval()
-    missing, unexpected = exported.load_state_dict(to_hf(canonical(ours), SHAPE.layers, HEADS), strict=False)
+    missing, unexpected = exported.load_state_dict(
+        CONVERSION.to_transformers(canonical(ours), MODEL), strict=False
+    )
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied
     torch.testing.assert_close(logits_of(exported, tokens), logits_of(ours, tokens), rtol=1e-5, atol=1e-4)
 
 
 def test_round_trips_are_bit_equal(theirs):
     state = theirs.state_dict()
-    ours = from_hf(state, SHAPE.layers, HEADS)
-    back = to_hf(ours, SHAPE.layers, HEADS)
+    ours = from_transformers(state, MODEL)
+    back = CONVERSION.to_transformers(ours, MODEL)
     assert set(state) - set(back) == {"lm_head.weight"} and not set(back) - set(state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in back.items())
     assert all(t.is_contiguous() for t in (*ours.values(), *back.values()))
     drawn = canonical(gpt2(std=0.3))
-    again = from_hf(to_hf(drawn, SHAPE.layers, HEADS), SHAPE.layers, HEADS)
+    again = from_transformers(CONVERSION.to_transformers(drawn, MODEL), MODEL)
     assert drawn.keys() == again.keys() and all(torch.equal(drawn[n], again[n]) for n in drawn)
 
 
 def test_older_and_headless_forms_are_read(theirs):
     """`GPT2Model`'s names have no prefix; checkpoints of old versions hold the causal mask."""
-    state, expected = theirs.state_dict(), from_hf(theirs.state_dict(), SHAPE.layers, HEADS)
+    state, expected = theirs.state_dict(), from_transformers(theirs.state_dict(), MODEL)
     headless = {name.removeprefix("transformer."): t for name, t in state.items() if name != "lm_head.weight"}
     masks = {
         f"h.{i}.attn.{kind}": torch.ones(1) for i in range(SHAPE.layers) for kind in ("bias", "masked_bias")
     }
-    found = from_hf({**headless, **masks}, SHAPE.layers, HEADS)
+    found = from_transformers({**headless, **masks}, MODEL)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    half = from_hf({name: t.bfloat16() for name, t in state.items()}, SHAPE.layers, HEADS)
+    half = from_transformers({name: t.bfloat16() for name, t in state.items()}, MODEL)
     assert {t.dtype for t in half.values()} == {torch.float32}
 
 
 def test_missing_and_unexpected_tensors_are_named(theirs):
     state = dict(theirs.state_dict())
     with pytest.raises(ValueError, match="missing.*transformer.h.2.attn.c_attn.bias.*unexpected nothing"):
-        from_hf(state, SHAPE.layers + 1, HEADS)
+        from_transformers(state, MODEL.model_copy(update={"layers": 3}))
     with pytest.raises(
         ValueError, match=r"missing nothing, unexpected.*transformer.h.1.attn.c_attn.bias.*model.layers"
     ):
-        from_hf(state, SHAPE.layers - 1, HEADS)
+        from_transformers(state, MODEL.model_copy(update={"layers": 1}))
     with pytest.raises(
         ValueError, match=r"canonical weights.*missing \['word.weight'\], unexpected \['words'\]"
     ):
         ours = canonical(gpt2())
         ours["words"] = ours.pop("word.weight")
-        to_hf(ours, SHAPE.layers, HEADS)
+        CONVERSION.to_transformers(ours, MODEL)
 
 
 @pytest.mark.parametrize("form", ["one file", "several files", "bin"])
@@ -322,21 +320,21 @@ def test_saved_directories_are_read(theirs, tmp_path, form):
     else:
         theirs.save_pretrained(tmp_path, max_shard_size="20KB" if form == "several files" else "1GB")
         assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (form == "several files")
-    expected = from_hf(theirs.state_dict(), SHAPE.layers, HEADS)
-    found = read_hf(tmp_path, MODEL)
+    expected = from_transformers(theirs.state_dict(), MODEL)
+    found = CONVERSION.read(tmp_path, MODEL)
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
 
 
 def test_a_directory_without_weights_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"neither \*.safetensors nor pytorch_model\*.bin"):
-        read_hf(tmp_path, MODEL)
+        CONVERSION.read(tmp_path, MODEL)
 
 
 def test_exported_file_is_the_state_dict(theirs, tmp_path):
-    """What `to_hf` gives can be saved as a safetensors file and is found whole by from_pretrained."""
+    """What `to_transformers` gives can be saved as a safetensors file and is found whole by from_pretrained."""
     save_file(
-        to_hf(canonical(gpt2(std=0.3)), SHAPE.layers, HEADS),
+        CONVERSION.to_transformers(canonical(gpt2(std=0.3)), MODEL),
         tmp_path / "model.safetensors",
         metadata={"format": "pt"},
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ds_configs.sections.transformers_modules import embedding_rows
-from launch.training.build_model import model_shape
 from modeling import bert, cost, counting, gpt2
 from modeling.counting import RankCounts
+from modeling.families import model_shape
 from recipes.schema import Recipe
 
 LAYER_LISTS = {"gpt2": gpt2.layer_list, "bert": bert.layer_list}

@@ -11,12 +11,12 @@ import torch
 from launching import run
 from safetensors.torch import save_file
 
-from launch import export_hf
 from launch.checkpoints import weights
 from launch.checkpoints.checkpoint import MARKER
 from launch.runs import recorder
 from launch.runs.directory import RunDirectory
 from launch.training import agreement
+from launch.training.export import choose_checkpoint
 from launch.training.run import TrainingRun
 from recipes import catalog
 
@@ -139,7 +139,7 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
         ValueError,
         match="with run.save_last=false the run saves only when it is stopped; .*--set run.save_last=true",
     ):
-        export_hf.choose_checkpoint(tmp_path, None)
+        choose_checkpoint(tmp_path, recipe, None)
     report = recorder.Report.__new__(recorder.Report)
     report.job, report.directory = (
         SimpleNamespace(plan=SimpleNamespace(recipe=catalog.load())),
@@ -154,7 +154,7 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
     earlier.mkdir()
     (earlier / MARKER).write_text(json.dumps({"step": 7, "data": {}, "files": {}}))
     assert report.sample() == not_sampled, "a sample is by the final weights"
-    assert report._checkpoints() == ", checkpoints/" and export_hf.choose_checkpoint(tmp_path, None).step == 7
+    assert report._checkpoints() == ", checkpoints/" and choose_checkpoint(tmp_path, recipe, None).step == 7
 
 
 @pytest.mark.long

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.attention import flex_attention
 
-from launch.training import build_model, compiling
+from launch.training import compiling
 from modeling import banded_attention as band
+from modeling.families import model_shape
 from modeling.initialization import Init
 from modeling.transformer import Attention, LayerShape, TransformerLayer
 from recipes import catalog
@@ -97,7 +98,7 @@ def plan_of(*settings: str) -> SimpleNamespace:
 def test_every_banded_layer_is_prepared_where_the_kernel_wants_it(made, monkeypatch):
     """The layers of the model, and those that are timed; a dense one has nothing to prepare."""
     prepared: list[int | None] = []
-    monkeypatch.setattr(compiling, "_seconds", lambda loss: 1.0)
+    monkeypatch.setattr(compiling, "seconds_of_pass", lambda loss: 1.0)
     monkeypatch.setattr(torch, "compile", lambda what: what)
     monkeypatch.setattr(compiling, "seed_step", lambda *place: None)
     prepare = Attention.prepare
@@ -107,7 +108,7 @@ def test_every_banded_layer_is_prepared_where_the_kernel_wants_it(made, monkeypa
         lambda self, *of: prepare(self, *of) or prepared.append(self.block_mask and self.window),
     )
     plan = plan_of("model.attention=[dense,dense,banded]", "model.attention_window=24", "sequence_length=256")
-    shape = build_model.model_shape(plan.recipe, 512)
+    shape = model_shape(plan.recipe, 512)
     layers = [
         TransformerLayer(shape.layer_at(i), group=None, init=Init(seed=0, std=0.1, layers=4))
         for i in range(4)
@@ -128,7 +129,7 @@ def test_every_banded_layer_is_prepared_where_the_kernel_wants_it(made, monkeypa
 def test_each_kind_of_layer_has_its_own_time(monkeypatch):
     """In the order eager, compiled; a model of one kind is not told about kinds."""
     times = iter([4.0, 2.0, 9.0, 3.0])
-    monkeypatch.setattr(compiling, "_seconds", lambda loss: (loss(), next(times))[1])
+    monkeypatch.setattr(compiling, "seconds_of_pass", lambda loss: (loss(), next(times))[1])
     monkeypatch.setattr(torch, "compile", lambda what: what)
     module, grid = nn.Module(), SimpleNamespace(tp=1)
     module.loss_fn = SimpleNamespace(function=None)
@@ -143,6 +144,4 @@ def test_each_kind_of_layer_has_its_own_time(monkeypatch):
     assert [gain.what for gain in compiling._compile_layers(module, plan_of(), grid)] == [
         "one transformer layer"
     ]
-    assert build_model.layer_kinds(build_model.model_shape(plan_of().recipe, 512)).keys() == {
-        LayerShape(64, 4)
-    }
+    assert model_shape(plan_of().recipe, 512).layer_kinds().keys() == {LayerShape(64, 4)}

@@ -1,0 +1,208 @@
+"""Export a checkpoint's weights to a directory that `transformers` loads, and compare what it computes with our own model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from launch.checkpoints.checkpoint import Checkpoint, complete_checkpoints
+from launch.checkpoints.weights import load_tensors
+from launch.training.build_model import whole_model
+from modeling.families import family_of
+from modeling.huggingface.conversion import Logits, Tensors, check_convertible
+from recipes import catalog
+from recipes.micro_batch import FIELDS
+from recipes.schema import Recipe
+
+TOLERANCE = 1e-4  # largest difference of a logit, relative to the largest logit where that is above 1
+SAMPLES, POSITIONS = (
+    2,
+    128,
+)  # random tokens that the comparison runs on; the second sample is padded where samples may be
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written. Differences are the largest absolute ones between logits on random tokens."""
+
+    directory: Path
+    checkpoint: Path
+    step: int
+    dtype: str
+    difference: float  # transformers on the export against our model with the same, rounded, weights
+    rounding: float  # our model with the rounded weights against the one with the run's float32 weights
+
+
+class ExportMismatch(RuntimeError):
+    """The exported model computes something else than ours."""
+
+
+def recipe_of(run: Path) -> Recipe:
+    """The recipe of a run. Raises ValueError where `run` is none, or where `transformers` has no such model."""
+    if not (run / "recipe.yaml").is_file():
+        what = "is no run of this project (it holds no recipe.yaml)" if run.exists() else "does not exist"
+        raise ValueError(f"{run} {what}: give a run directory, as pretrain.py printed it")
+    recipe = catalog.load_resolved(run / "recipe.yaml")
+    check_convertible(recipe.model)
+    return recipe
+
+
+def choose_checkpoint(run: Path, recipe: Recipe, step: int | None) -> Checkpoint:
+    """The complete checkpoint after `step` optimizer steps, or the newest. Raises ValueError naming those that are there."""
+    found = {c.step: c for c in complete_checkpoints(run / "checkpoints")}
+    if not found:
+        raise ValueError(f"{run} holds no complete checkpoint: {_why_no_checkpoint(recipe)}")
+    if step is not None and step not in found:
+        steps = ", ".join(map(str, found))
+        came = f"--step {step}: {run} holds no complete checkpoint of that step"
+        raise ValueError(f"{came}, only of {steps}: give one of these")
+    return found[max(found) if step is None else step]
+
+
+def _why_no_checkpoint(recipe: Recipe) -> str:
+    if recipe.run.save_last:
+        return "the run saves at its end and every run.save_every steps; let it continue"
+    every = f"every run.save_every={recipe.run.save_every} steps and" if recipe.run.save_every else "only"
+    saves = f"with run.save_last=false the run saves {every} when it is stopped"
+    return f"{saves}; train it again with --set run.save_last=true"
+
+
+def export(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    out: Path,
+    dtype: str,
+    *,
+    run: Path,
+) -> Export:
+    """Export to the new directory `out`, which appears whole and checked or not at all.
+
+    Raises:
+        ValueError: `out` is not empty.
+        ExportMismatch: `transformers` computes other logits than our model from the same weights.
+    """
+    _refuse_occupied(out)
+    master = load_tensors(checkpoint.directory)
+    rounded = {name: tensor.to(getattr(torch, dtype)) for name, tensor in master.items()}
+
+    batch = RandomBatch.of(recipe)
+    ours = our_logits(recipe, rounded, batch)
+    rounding = 0.0 if dtype == "float32" else _largest(ours, our_logits(recipe, master, batch))
+    temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+        write_model(recipe, rounded, tokenizer, temporary)
+        tokenizer.save_pretrained(temporary)
+        facts = dict(
+            run=str(run),
+            step=checkpoint.step,
+            dtype=dtype,
+            recipe_digest=catalog.digest(recipe),
+            title=recipe.title,
+        )
+        (temporary / "export.json").write_text(json.dumps(facts, indent=2) + "\n")
+        difference = compare(ours, their_logits(recipe, temporary, batch), checkpoint.directory)
+        os.replace(temporary, out)  # onto nothing, or onto an empty directory
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Export(out, checkpoint.directory, checkpoint.step, dtype, difference, rounding)
+
+
+def _refuse_occupied(out: Path) -> None:
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"--out {out} is not empty, and nothing is overwritten: name a new directory")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: name a new directory")
+
+
+@dataclass(frozen=True)
+class RandomBatch:
+    """Random inputs: tokens (B, S), token types (B, S) and lengths (B,) where the family has them."""
+
+    tokens: torch.Tensor
+    token_types: torch.Tensor | None
+    lengths: torch.Tensor | None
+
+    @staticmethod
+    def of(recipe: Recipe) -> RandomBatch:
+        """By the recipe's seed."""
+        generator, inputs = torch.Generator().manual_seed(recipe.seed), FIELDS[recipe.model.family].inputs
+        shape = (SAMPLES, min(POSITIONS, recipe.sequence_length))
+        return RandomBatch(
+            torch.randint(recipe.model.vocab_size, shape, generator=generator),
+            torch.randint(2, shape, generator=generator) if "token_types" in inputs else None,
+            torch.tensor([shape[1], shape[1] // 2 + 1]) if "lengths" in inputs else None,
+        )
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """What our plain model takes."""
+        return tuple(x for x in (self.tokens, self.token_types, self.lengths) if x is not None)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """(B, S), True for tokens that are not padding."""
+        if self.lengths is None:
+            return torch.ones_like(self.tokens, dtype=torch.bool)
+        return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
+
+def our_logits(recipe: Recipe, weights: Tensors, batch: RandomBatch) -> Logits:
+    """From our own model in one process."""
+    with torch.no_grad():
+        outcome = whole_model(recipe, weights)(*batch.arguments)
+    logits, *sentence = outcome if isinstance(outcome, tuple) else (outcome,)
+    tokens = logits[..., : recipe.model.vocab_size][batch.mask]
+    return (tokens, *(x for x in sentence if x is not None))
+
+
+def write_model(
+    recipe: Recipe, weights: Tensors, tokenizer: PreTrainedTokenizerFast, directory: Path
+) -> None:
+    """Write config.json, model.safetensors and, of a GPT-2, generation_config.json."""
+    conversion = family_of(recipe.model).conversion
+    config = conversion.config(
+        recipe.model, positions=recipe.sequence_length, hidden_dropout=recipe.dropout.hidden,
+        attention_dropout=recipe.dropout.attention, end_token=tokenizer.eos_token_id, pad_token=tokenizer.pad_token_id or 0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = conversion.model_class(recipe.model)(config)
+    state = conversion.to_transformers(weights, recipe.model)
+    left = model.load_state_dict(state, strict=False, assign=True)
+    assert set(left.missing_keys) <= conversion.copies and not left.unexpected_keys, left
+    model.tie_weights()
+    model.save_pretrained(directory)
+
+
+def their_logits(recipe: Recipe, directory: Path, batch: RandomBatch) -> Logits:
+    """From the exported directory as a user loads it, computed in float32."""
+    conversion = family_of(recipe.model).conversion
+    kind = conversion.model_class(recipe.model)
+    model = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    with torch.no_grad():
+        return conversion.logits(model, batch.tokens, batch.token_types, batch.mask)
+
+
+def compare(ours: Logits, theirs: Logits, source: Path) -> float:
+    """The largest difference. Raises ExportMismatch where it is more than rounding."""
+    for mine, other in zip(ours, theirs, strict=True):
+        difference = _largest((mine,), (other,))
+        allowed = TOLERANCE * max(1.0, float(mine.abs().max()))
+        if not difference <= allowed:  # NaN differs
+            raise ExportMismatch(
+                f"the logits of transformers differ from ours by {difference:.3g}, more than {allowed:.3g}: nothing was "
+                f"exported from {source}; with the pinned version of transformers (requirements.txt) this is a bug of the "
+                "conversion"
+            )
+    return _largest(ours, theirs)
+
+
+def _largest(a: Logits, b: Logits) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
