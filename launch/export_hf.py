@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   python launch/export_hf.py runs/default-sotu-zero3_offload --out exported
-      the newest complete checkpoint, float32, whatever layout the run had: tensor, pipeline, ZeRO or all of them
+      the newest complete checkpoint, float32, whatever layout the run had: tensor, pipeline, ZeRO, all
   python launch/export_hf.py runs/default-sotu-zero3_offload --out exported-200 --step 200 --dtype bfloat16
       an older checkpoint, in half the size
 
 one process is enough, and no GPU. A GPT-2 becomes a GPT2LMHeadModel; a BERT a BertForPreTraining (post-LN) or
 MegatronBertForPreTraining (pre-LN), or their ForMaskedLM without a sentence head; a model with banded layers
-(model.attention) is none of these, and refused. The export is loaded again with transformers and
-its logits are compared with those of our own model before it appears under its name; `pretrain.py --init_from exported` starts
-another run from it.
+(model.attention) is none of these, and refused. The export is loaded again with transformers and its logits
+are compared with those of our own model before it appears under its name; `pretrain.py --init_from exported`
+starts another run from it.
 exit codes: 0 exported and checked, 1 the logits differ, 2 refused."""
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -82,7 +82,8 @@ def export(
     """Export one checkpoint of `run` to the new directory `out`; what was written, and the run's recipe.
 
     Raises:
-        ValueError: no run, no such complete checkpoint, a model that `transformers` does not have, or `out` is not empty.
+        ValueError: no run, no such complete checkpoint, a model that `transformers` does not have, or `out`
+            is not empty.
         ExportMismatch: `transformers` computes other logits than our model from the same weights.
     """
     from launch.runs import vocabulary

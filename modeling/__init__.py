@@ -1,4 +1,5 @@
-"""Tensor-parallel GPT-2, its pipeline form, conversion to and from `transformers`, and cost arithmetic.
+"""Tensor-parallel GPT-2 and BERT, plain and in a pipeline; their conversion to `transformers`; their cost.
 
-Layers receive their process group; nothing fetches it. `modeling.cost` imports neither torch nor deepspeed.
+`modeling.families` knows them all. Layers receive their process group; nothing fetches it. `modeling.cost`
+and `modeling.huggingface.config_forms` import neither torch nor deepspeed.
 """

@@ -1,17 +1,21 @@
 """Locally banded causal attention: the sparse layers of GPT-3 (Brown et al., arXiv 2005.14165, section 2.1).
 
-Position i sees the `window` positions max(0, i - window + 1) .. i. The work grows with S x window instead of S^2.
+Position i sees the `window` positions max(0, i - window + 1) .. i. The work grows with S x window instead of
+S^2.
 
 Four kernels compute it; `choose` says which one is taken, as a function of the case alone:
 
-    flex_attention  CUDA: one fused kernel, compiled at first use, that skips blocks outside of the band; no dropout
-    blocks          anywhere: each block of queries gets a copy of the keys and values that it can see, and SDPA a mask
+    flex_attention  CUDA: one fused kernel, compiled at first use, that skips blocks outside of the band and
+                    has no dropout
+    blocks          anywhere: each block of queries gets a copy of the keys and values that it can see, and
+                    SDPA a mask
     dense mask      SDPA over all S x S scores: where the sequence is short or the window covers most of it
     causal          SDPA without a mask: where the window covers all of the sequence
 
 `choose` rests on what a kernel can compute and on what was measured on a CPU; nothing was measured on CUDA.
 
-Shapes: B samples, N heads, S positions, D head size; T positions per block, n blocks, R blocks that a query reaches back.
+Shapes: B samples, N heads, S positions, D head size; T positions per block, n blocks, R blocks that a query
+reaches back.
 """
 
 from __future__ import annotations
@@ -71,7 +75,10 @@ def choose(
 
 
 def computes_fewer_scores(kernel: Kernel, positions: int, window: int) -> bool:
-    """Whether the kernel computes fewer scores than a dense causal one, which skips what lies above the diagonal: a count, not a time."""
+    """Whether the kernel computes fewer scores than a dense causal one, which skips those above the diagonal.
+
+    A count, not a time.
+    """
     if kernel == "flex_attention":
         return (_blocks_back(window, FLEX_BLOCK) + 1) * FLEX_BLOCK < positions
     return kernel == "blocks" and 2 * keys_per_block(window) < positions
@@ -103,7 +110,10 @@ def _obstacle_to_flex(
 
 @functools.cache
 def has_gpu_compiler() -> bool:
-    """Whether torch.compile can make code for this machine's GPU: Triton, a GPU that it supports, and a C compiler for its launcher."""
+    """Whether torch.compile can make code for this machine's GPU.
+
+    It takes Triton, a GPU that Triton supports, and a C compiler for its launcher.
+    """
     from torch.utils._triton import has_triton
 
     compilers = (os.environ.get("CC"), "gcc", "clang")
@@ -113,7 +123,10 @@ def has_gpu_compiler() -> bool:
 
 
 def block_size(window: int) -> int:
-    """T: a power of two of about half the window: larger ones compute more outside of the band, smaller ones copy more."""
+    """T: a power of two of about half the window.
+
+    Larger ones compute more outside of the band, smaller ones copy more.
+    """
     return min(128, max(32, 1 << (max(1, window // 2) - 1).bit_length()))
 
 
@@ -137,7 +150,7 @@ def banded_attention(
     *,
     mask: BlockMask | None = None,
 ) -> torch.Tensor:
-    """q, k, v (B, N, S, D) -> (B, N, S, D): softmax(q k' / sqrt(D)) v over the band, by the kernel that `choose` names.
+    """softmax(q k' / sqrt(D)) v over the band, by the kernel that `choose` names; all are (B, N, S, D).
 
     Args:
         dropout_p: on the weights; it draws from the stream that is current.
@@ -198,7 +211,10 @@ def by_blocks(
 def by_flex(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, mask: BlockMask | None = None
 ) -> torch.Tensor:
-    """One fused kernel; inside of a compiled region it becomes part of it. A `mask` for another length is left alone."""
+    """One fused kernel; inside of a compiled region it becomes part of it.
+
+    A `mask` for another length is left alone.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     S = q.shape[-2]
@@ -219,9 +235,10 @@ def _compiled_flex() -> Callable[..., Any]:
 def prepared_mask(
     device: torch.device, dtype: torch.dtype, positions: int, window: int, head_size: int
 ) -> BlockMask | None:
-    """flex_attention's mask, for a layer to keep before torch.compile traces it; None: not the kernel of this case.
+    """flex_attention's mask, for a layer to keep before torch.compile traces it; None: for another kernel.
 
-    The case is that without dropout, as evaluation is. Traced without it, a layer is cut in two, since `block_mask` is not traced.
+    The case is that without dropout, as evaluation is. Traced without it, a layer is cut in two, since
+    `block_mask` is not traced.
     """
     chosen = choose(
         device.type,
@@ -235,10 +252,11 @@ def prepared_mask(
     return block_mask(positions, window, device) if chosen.kernel == "flex_attention" else None
 
 
-@torch.compiler.disable  # which looks past lru_cache: the comparisons would be in the graph, made in every call
+# Dynamo looks past lru_cache: the comparisons would be in the graph, made in every call.
+@torch.compiler.disable
 @functools.lru_cache(maxsize=16)
 def block_mask(positions: int, window: int, device: torch.device) -> BlockMask:
-    """Which blocks of keys each block of queries has to visit; made once, since it takes S x S comparisons."""
+    """Which blocks of keys each block of queries has to visit; made once, as it compares S x S positions."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(

@@ -1,10 +1,12 @@
-"""BERT (Devlin et al., arXiv 1810.04805): its shape, its list of layers, its losses, and the model as one module.
+"""BERT (Devlin et al., arXiv 1810.04805): its shape, layers and losses, and the model as one module.
 
-Two placements of LayerNorm. Post-LN is the original; it normalises the embeddings and after each residual sum. Pre-LN is
-Megatron-BERT's (arXiv 1909.08053, section 3 and figure 1b); it normalises before each branch and once after the last layer, and
-not the embeddings, as `transformers` has it in MegatronBert. Both have the same number of parameters.
+Two placements of LayerNorm. Post-LN is the original; it normalises the embeddings and after each residual
+sum. Pre-LN is Megatron-BERT's (arXiv 1909.08053, section 3 and figure 1b); it normalises before each branch
+and once after the last layer, and not the embeddings, as `transformers` has it in MegatronBert. Both have the
+same number of parameters.
 
-Shapes: B samples, S positions, P predicted positions per sample, H hidden size, V vocabulary (V/t: of this tensor rank).
+Shapes: B samples, S positions, P predicted positions per sample, H hidden size, V vocabulary (V/t: of this
+tensor rank).
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ def shape_of(recipe: Recipe, padded_vocab: int) -> BertShape:
 
 
 class Embedding(nn.Module):
-    """Adds learned positions and token types (segments A and B) to the word embeddings; LayerNorm if post-LN; dropout."""
+    """Adds learned positions and token types (segments A and B) to the word embeddings.
+
+    LayerNorm if post-LN, then dropout.
+    """
 
     def __init__(
         self, positions: int, hidden: int, probability: float, normalised: bool, *, init: Init, std: float
@@ -79,7 +84,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """What comes before the tied decoder, and the sentence head; duplicated on every tensor rank.
 
-    Masked tokens: dense, GELU, LayerNorm, at the predicted positions alone. Sentences: pooler (dense and tanh of [CLS]), then two logits.
+    Masked tokens: dense, GELU, LayerNorm, at the predicted positions alone. Sentences: pooler (dense and tanh
+    of [CLS]), then two logits.
     """
 
     def __init__(self, hidden: int, sentences: bool, *, init: Init):
@@ -93,7 +99,10 @@ class Head(nn.Module):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x (B, S, H), positions (B, P) or None for all -> (B, P, H) for the decoder, sentence logits (B, 2) or None."""
+        """What the decoder takes (B, P, H), and sentence logits (B, 2) or None, of x (B, S, H).
+
+        positions: (B, P), or None for all S.
+        """
         chosen = x if positions is None else x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         decoded = self.norm(F.gelu(self.transform(chosen)))
         if self.pooler is None or self.sentence is None:
@@ -112,7 +121,8 @@ class DecoderBias(nn.Module):
         return logits + self.bias[: logits.shape[-1]]
 
 
-# What each layer does with the stream: (tokens, token types, lengths, positions) -> (x, lengths, positions) -> (logits, sentence logits)
+# What each layer does with the stream: (tokens, token types, lengths, positions) -> (x, lengths, positions)
+# -> (logits, sentence logits)
 
 
 def _embed_words(word: nn.Module, stream: tuple) -> tuple:
@@ -154,7 +164,8 @@ def layer_list(shape: BertShape, *, group: dist.ProcessGroup | None, init: Init)
     """(tokens, token types, lengths, positions) -> (logits (B, P, V/t), sentence logits (B, 2) or None)."""
     word = word_embedding(shape, group, init)
     embedding = dict(
-        positions=shape.positions, hidden=shape.hidden, probability=shape.hidden_dropout, normalised=shape.post_norm,
+        positions=shape.positions, hidden=shape.hidden, probability=shape.hidden_dropout,
+        normalised=shape.post_norm,
         init=init.child("embedding"), std=init.std,
     )  # fmt: skip
     final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=BERT_NORM_EPS)
@@ -185,8 +196,9 @@ def pretraining_loss(
     Without a sentence head the masked-token loss is the only part.
 
     Args:
-        logits: (B, P, V/t); labels and weights: (B, P). Weights are 0 where a sample predicts less than P tokens, and scaled so
-            that micro-batches and ranks average to the mean over the predictions of the step.
+        logits: (B, P, V/t); labels and weights: (B, P). Weights are 0 where a sample predicts less than P
+            tokens, and scaled so that micro-batches and ranks average to the mean over the predictions of the
+            step.
         sentence_logits: (B, 2), or None without a sentence head; sentence_labels and sentence_weights: (B,).
     """
     mlm = weighted_loss(logits, labels, weights, group)
@@ -224,10 +236,13 @@ class Bert(Stack):
         sentence_labels: torch.Tensor | None = None,
         sentence_weights: torch.Tensor | None = None,
     ) -> Any:
-        """tokens, token_types (B, S); lengths (B,) or None where nothing is padded; positions, labels, weights (B, P); the rest (B,).
+        """The losses of a micro-batch, or its logits.
 
-        Returns what `pretraining_loss` does; without labels (logits (B, P, V/t), sentence logits (B, 2) or None), where positions None
-        stands for all S.
+        tokens, token_types (B, S); lengths (B,) or None where nothing is padded; positions, labels, weights
+        (B, P); the rest (B,).
+
+        Returns what `pretraining_loss` does; without labels (logits (B, P, V/t), sentence logits (B, 2) or
+        None), where positions None stands for all S.
         """
         logits, sentence_logits = self.run((tokens, token_types, lengths, positions))
         if labels is None:

@@ -1,8 +1,9 @@
 """Parameters that each (tensor, pipeline) rank holds, by building its real modules on the meta device.
 
-`modeling.cost` has the same numbers as closed forms. Here they are counted on the modules that train: the family's list of layers, cut
-into stages by DeepSpeed's own partition, each layer made by the constructor that a run calls, with the rank and the size of a
-tensor-parallel group. No parameter has memory, so 193e9 of them on 256 ranks take a second.
+`modeling.cost` has the same numbers as closed forms. Here they are counted on the modules that train: the
+family's list of layers, cut into stages by DeepSpeed's own partition, each layer made by the constructor that
+a run calls, with the rank and the size of a tensor-parallel group. No parameter has memory, so 193e9 of them
+on 256 ranks take a second.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class RankCounts:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Sum over the tensor-parallel ranks of each stage: the size that Megatron-LM prints where there is one stage."""
+        """Sum over the tensor-parallel ranks of each stage: the size that Megatron-LM prints at one stage."""
         return tuple(sum(ranks) for ranks in self.held)
 
     @property
@@ -55,8 +56,8 @@ def count(layer_list: LayerList, shape: ModelShape, tp: int, pp: int) -> RankCou
     """Build every rank of a replica and count.
 
     Raises:
-        AssertionError: a dimension that the ranks cannot share (the recipe's layout is wrong), or parameters that do not make up
-            the same tensor on every rank (our bug).
+        AssertionError: a dimension that the ranks cannot share (the recipe's layout is wrong), or parameters
+            that do not make up the same tensor on every rank (our bug).
     """
     ranks = [_stages_of_rank(layer_list, shape, rank, tp, pp) for rank in range(tp)]
     whole: dict[str, int] = {}
@@ -69,7 +70,7 @@ def count(layer_list: LayerList, shape: ModelShape, tp: int, pp: int) -> RankCou
 
 @dataclass(frozen=True)
 class _Stage:
-    """One rank's part of one stage: parameters held, the size of each one's full tensor by name, transformer layers."""
+    """One rank's part of one stage: parameters held, the full size of each by name, transformer layers."""
 
     held: int
     whole: dict[str, int]
@@ -77,7 +78,7 @@ class _Stage:
 
 
 def bounds(definitions: Sequence[LayerDefinition], pp: int) -> list[int]:
-    """First layer of every stage, and the end: what `layer_list.pipeline_module` makes DeepSpeed's PipelineModule choose."""
+    """First layer of every stage, and the end: what DeepSpeed chooses for `pipeline_module`."""
     if pp == 1:
         return [0, len(definitions)]
     return list(_partition(tuple(int(d.kind is TransformerLayer) for d in definitions), pp))
@@ -114,7 +115,7 @@ def _stage(definitions: Sequence[LayerDefinition]) -> _Stage:
 
 @contextmanager
 def tensor_rank(rank: int, size: int) -> Iterator[dist.ProcessGroup | None]:
-    """A tensor-parallel group of `size` in which this process is `rank`, though the others do not exist; None for size 1.
+    """A tensor-parallel group whose `rank` this process is, though the others do not exist; None for size 1.
 
     Raises:
         RuntimeError: this process is in a real process group.
@@ -135,7 +136,7 @@ def tensor_rank(rank: int, size: int) -> Iterator[dist.ProcessGroup | None]:
 
 @cache
 def count_transformers(model: Model, positions: int) -> RankCounts:
-    """The GPT-2 of `transformers` on its one rank (ZeRO shards it, nothing else), built on the meta device."""
+    """The GPT-2 of `transformers` on its one rank (ZeRO alone shards it), built on the meta device."""
     with torch.device("meta"):
         built = gpt2.CONVERSION.model_class(model)(gpt2.config(model, positions=positions))
     parameters = sum(p.numel() for p in built.parameters())

@@ -1,8 +1,9 @@
-"""What the other rooms ask a family of models. A third family is one file like `gpt2.py`, and its line in `families.py`.
+"""What the other rooms ask a family of models.
 
-Its conversion stands in `huggingface/`. What is needed without torch stands in tables by family: the tensors of a micro-batch
-(`recipes.micro_batch`), words (`recipes.family_words`), counts (`modeling.cost.families`) and the form of config.json
-(`modeling.huggingface.config_forms`).
+A third family is one file like `gpt2.py`, and its line in `families.py`. Its conversion stands in
+`huggingface/`. What is needed without torch stands in tables by family: the tensors of a micro-batch
+(`recipes.micro_batch`), words (`recipes.family_words`), counts (`modeling.cost.families`) and the form of
+config.json (`modeling.huggingface.config_forms`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Family:
         name: `model.family` of its recipes.
         shape: (recipe, rows of the embedding) -> the shape of its model, a `ModelShape`.
         layer_list: (shape, group=, init=) -> the layers in order, of which both forms are made.
-        plain: (shape, group=, init=) -> the `Stack` of all layers, for ZeRO 0-3 with or without tensor parallelism.
+        plain: (shape, group=, init=) -> the `Stack` of all layers, for ZeRO 0-3 with or without tensor
+            parallelism.
         loss: (what the last layer gives, targets, group) -> the loss, or (the loss, its parts).
         loss_parts: shape -> names of these parts.
         conversion: to and from `transformers`.
@@ -64,7 +66,8 @@ def common_shape(recipe: Recipe, padded_vocab: int) -> dict[str, Any]:
     """What every `ModelShape` has, from a recipe and the rows of the embedding."""
     model = recipe.model
     return dict(
-        layers=model.layers, hidden=model.hidden, heads=model.heads, vocab=model.vocab_size, padded_vocab=padded_vocab,
-        positions=recipe.sequence_length, hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention,
+        layers=model.layers, hidden=model.hidden, heads=model.heads, vocab=model.vocab_size,
+        padded_vocab=padded_vocab, positions=recipe.sequence_length,
+        hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention,
         checkpoint_interval=recipe.checkpoint_interval,
     )  # fmt: skip

@@ -39,7 +39,9 @@ def continue_tokens(
     top_k: int = 40,
     end: int | None = None,
 ) -> list[int]:
-    """`length` tokens sampled after `prompt` from the `top_k` most likely; the context slides when it exceeds the positions.
+    """`length` tokens sampled after `prompt` from the `top_k` most likely.
+
+    The context slides when it exceeds the positions.
 
     Stops early at token `end`. The model must hold the whole vocabulary (no tensor parallelism).
     """

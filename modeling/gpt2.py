@@ -24,9 +24,8 @@ from recipes.schema import Recipe
 class GPT2Shape(ModelShape):
     """A GPT-2, whose layers differ in their attention alone."""
 
-    windows: tuple[
-        int | None, ...
-    ] = ()  # of banded attention, by layer; None: a dense layer; (): all are dense
+    # Of banded attention, by layer; None: a dense layer; (): all are dense.
+    windows: tuple[int | None, ...] = ()
 
     def layer_at(self, index: int) -> LayerShape:
         assert len(self.windows) in (0, self.layers), f"{len(self.windows)} windows for {self.layers} layers"
@@ -56,10 +55,14 @@ def _project(word: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def layer_list(shape: GPT2Shape, *, group: dist.ProcessGroup | None, init: Init) -> list[LayerDefinition]:
-    """tokens (B, S) -> logits (B, S, V/t). Each layer takes one tensor and returns one; the first and the last share a module."""
+    """tokens (B, S) -> logits (B, S, V/t).
+
+    Each layer takes one tensor and returns one; the first and the last share a module.
+    """
     word = word_embedding(shape, group, init)
     position = dict(
-        positions=shape.positions, hidden=shape.hidden, probability=shape.hidden_dropout, init=init.child("position"), std=init.std
+        positions=shape.positions, hidden=shape.hidden, probability=shape.hidden_dropout,
+        init=init.child("position"), std=init.std,
     )  # fmt: skip
     return [
         LayerDefinition("word", VocabParallelEmbedding, word, tied=True),

@@ -1,8 +1,9 @@
 """Initial weights as a function of (seed, parameter name), never of the layout.
 
-Every rank draws the full tensor of a parameter and keeps its slice, so that one recipe starts from the same weights under
-every layout. The draw comes from numpy's counter-based Philox generator keyed by the seed and the name: it does not depend
-on the order in which layers are built, and `deepspeed.zero.Init`, which replaces torch's constructors, cannot reach it.
+Every rank draws the full tensor of a parameter and keeps its slice, so that one recipe starts from the same
+weights under every layout. The draw comes from numpy's counter-based Philox generator keyed by the seed and
+the name: it does not depend on the order in which layers are built, and `deepspeed.zero.Init`, which replaces
+torch's constructors, cannot reach it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ class Init:
 
     @property
     def residual_std(self) -> float:
-        """Standard deviation of projections onto the residual stream, std / sqrt(2 x layers) (GPT-2 report, section 2.3)."""
+        """Standard deviation of projections onto the residual stream (GPT-2 report, section 2.3)."""
         return self.std / (2 * self.layers) ** 0.5
 
     def _normal(self, name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:
@@ -85,7 +86,7 @@ class Init:
 
 @dataclass(frozen=True)
 class Shard:
-    """How a full tensor is cut over a tensor-parallel group: dimension `dim`, first padded with zeros to `padded` entries."""
+    """A cut over a tensor-parallel group: dimension `dim`, first padded with zeros to `padded` entries."""
 
     dim: int
     rank: int
@@ -123,17 +124,11 @@ class Shard:
         return full.clone(memory_format=torch.contiguous_format)
 
 
-class Cut(Protocol):
-    """How the canonical tensor of a parameter comes together: `Shard`, or a form of `transformers`."""
+def label(parameter: torch.nn.Parameter, name: str, shard: Any) -> None:
+    """Attach what checkpoints need: the canonical name, and how the full tensor is cut.
 
-    @property
-    def size(self) -> int: ...
-
-    def join(self, slices: list[torch.Tensor]) -> torch.Tensor: ...
-
-
-def label(parameter: torch.nn.Parameter, name: str, shard: Cut | None) -> None:
-    """Attach what checkpoints need to know: the canonical name, and how the full tensor is cut (None: not at all)."""
+    `shard`: a `Shard`, None for a tensor that is not cut, or what has `size` and `join` as a Shard has.
+    """
     parameter.canonical_name = name  # type: ignore[attr-defined]
     parameter.shard = shard  # type: ignore[attr-defined]
 

@@ -1,9 +1,10 @@
 """A model as one list of layers, in the plain form and in DeepSpeed's pipeline form.
 
-A family (`gpt2.py`, `bert.py`) defines its layers once, each with how it acts on the *stream*: what one layer hands to the
-next. That is one tensor, or a tuple whose first entry is the residual stream x (B, S, H) and whose others ride along:
-integers that later layers need, such as lengths. `Stack` holds all layers as one module (ZeRO 0-3, with or without tensor
-parallelism); `pipeline_module` hands them to DeepSpeed's `PipelineModule` (pipeline and 3D parallelism).
+A family (`gpt2.py`, `bert.py`) defines its layers once, each with how it acts on the *stream*: what one layer
+hands to the next. That is one tensor, or a tuple whose first entry is the residual stream x (B, S, H) and
+whose others ride along: integers that later layers need, such as lengths. `Stack` holds all layers as one
+module (ZeRO 0-3, with or without tensor parallelism); `pipeline_module` hands them to DeepSpeed's
+`PipelineModule` (pipeline and 3D parallelism).
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ from modeling.transformer import LayerShape, TransformerLayer
 
 Stream = Any  # a tensor, or a tuple of tensors and None
 Apply = Callable[[nn.Module, Any], Any]  # (layer, stream) -> stream
-Loss = Callable[
-    ..., Any
-]  # (what the last layer gives, targets, group) -> the loss, or (the loss, its parts without gradient)
+# (what the last layer gives, targets, group) -> the loss, or (the loss, its parts without gradient)
+Loss = Callable[..., Any]
 
 
 def call(module: nn.Module, stream: Stream) -> Stream:
@@ -80,7 +80,8 @@ LayerList = Callable[..., list[LayerDefinition]]  # (shape, group=, init=) -> th
 def word_embedding(shape: ModelShape, group: dist.ProcessGroup | None, init: Init) -> dict[str, Any]:
     """Arguments of the tied word embedding, called "word"."""
     return dict(
-        vocab=shape.vocab, padded=shape.padded_vocab, hidden=shape.hidden, group=group, init=init.child("word"), std=init.std
+        vocab=shape.vocab, padded=shape.padded_vocab, hidden=shape.hidden,
+        group=group, init=init.child("word"), std=init.std,
     )  # fmt: skip
 
 
@@ -88,17 +89,16 @@ def transformer_layers(
     shape: ModelShape, group: dist.ProcessGroup | None, init: Init, apply: Apply = call
 ) -> list[LayerDefinition]:
     """The layers between the embeddings and the final norm or the heads, called "layers.N"."""
-    names = [f"layers.{i}" for i in range(shape.layers)]
-    return [
-        LayerDefinition(
-            name, TransformerLayer, dict(shape=shape.layer_at(i), group=group, init=init.child(name)), apply
-        )
-        for i, name in enumerate(names)
-    ]
+
+    def layer(i: int) -> LayerDefinition:
+        arguments = dict(shape=shape.layer_at(i), group=group, init=init.child(f"layers.{i}"))
+        return LayerDefinition(f"layers.{i}", TransformerLayer, arguments, apply)
+
+    return [layer(i) for i in range(shape.layers)]
 
 
 class Stack(nn.Module):
-    """The plain form: every layer in one module; `layers` holds the transformer layers, the others go by their names.
+    """The plain form: every layer in one module, of which `layers` holds the transformer layers.
 
     `loss` is what the family computes from the last layer; `loss_parts` are the names of its parts.
     """
@@ -133,7 +133,7 @@ class Stack(nn.Module):
 
 
 class PipelineLoss:
-    """The loss of the last stage, on the stream and on its targets. Keeps the parts of the loss for `take_parts`."""
+    """The loss of the last stage, on the stream and on its targets; keeps its parts for `take_parts`."""
 
     def __init__(self, function: Loss, group: dist.ProcessGroup | None, part_names: tuple[str, ...]):
         self.function, self.group, self.part_names = function, group, part_names
@@ -155,7 +155,8 @@ class PipelineLoss:
 class Pipeline(PipelineModule):
     """DeepSpeed's stage, with recomputed chunks that begin at a transformer layer.
 
-    DeepSpeed cuts chunks from the first layer of the stage, whatever it is, and recomputes none that holds an embedding.
+    DeepSpeed cuts chunks from the first layer of the stage, whatever it is, and recomputes none that holds an
+    embedding.
     """
 
     def __init__(self, definitions: Sequence[LayerDefinition], loss: PipelineLoss, **options: Any):
@@ -176,7 +177,7 @@ def _specification(d: LayerDefinition) -> LayerSpec:
 def pipeline_module(
     definitions: Sequence[LayerDefinition], loss: PipelineLoss, *, grid: ProcessGrid, checkpoint_interval: int
 ) -> Pipeline:
-    """The layers as DeepSpeed pipeline stages with equally many transformer layers; tied entries are shared between stages."""
+    """The layers as DeepSpeed pipeline stages with equally many transformer layers."""
     return Pipeline(
         definitions,
         loss,
@@ -190,13 +191,13 @@ def pipeline_module(
 def run_layers(
     layers: Sequence[tuple[Apply, nn.Module]], stream: Stream, interval: int, checkpoint: Callable
 ) -> Stream:
-    """Every layer in turn; transformer layers are recomputed in chunks of `interval` (0: none) by `checkpoint`."""
+    """Every layer in turn; `checkpoint` recomputes transformer layers in chunks of `interval` (0: none)."""
     for chunk, recomputed in recomputed_chunks(layers, interval):
         if not recomputed:
             stream = _in_turn(chunk, stream)
         elif isinstance(stream, torch.Tensor):
             stream = checkpoint(partial(_in_turn, chunk), stream)
-        else:  # only x changes in a transformer layer; what rides along stays out of the recomputation's outputs
+        else:  # only x changes in a transformer layer; what rides along is no output of the recomputation
             x, *others = stream
             stream = (checkpoint(partial(_first_in_turn, chunk), x, *others), *others)
     return stream
@@ -213,7 +214,10 @@ def _first_in_turn(layers: Sequence[tuple[Apply, nn.Module]], *stream: torch.Ten
 
 
 def recomputed_chunks(layers: Sequence[tuple[Apply, nn.Module]], interval: int) -> list[tuple[list, bool]]:
-    """(consecutive layers, whether to keep only their input) in order: transformer layers by `interval`, others as they are."""
+    """(consecutive layers, whether to keep only their input) in order.
+
+    Transformer layers by `interval`, others as they are.
+    """
     chunks: list[tuple[list, bool]] = []
     for apply, layer in layers:
         recomputed = interval > 0 and isinstance(layer, TransformerLayer)

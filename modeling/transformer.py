@@ -1,6 +1,7 @@
 """The transformer layer of GPT-2 and BERT, cut over a tensor-parallel group by heads and by MLP features.
 
-Shapes: B samples, S positions, H hidden size, t tensor-parallel ranks, N = heads/t heads of this rank, D = H/heads.
+Shapes: B samples, S positions, H hidden size, t tensor-parallel ranks, N = heads/t heads of this rank, D =
+H/heads.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class LayerNorm(nn.Module):
 
 
 def padding_mask(lengths: torch.Tensor, positions: int) -> torch.Tensor:
-    """lengths (B,) -> (B, 1, 1, S), True for the keys that may be attended to: the first `lengths` of each sample."""
+    """lengths (B,) -> (B, 1, 1, S), True for the keys that may be attended to: a sample's first `lengths`."""
     return (torch.arange(positions, device=lengths.device) < lengths[:, None])[:, None, None, :]
 
 
@@ -81,7 +82,7 @@ class Attention(nn.Module):
         )
 
     def prepare(self, positions: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Make what depends on the length of sequences alone, before torch.compile traces `forward`: a banded layer's block mask."""
+        """Make a banded layer's block mask, which depends on the length alone, before `forward` is traced."""
         if self.window is not None:
             self.block_mask = prepared_mask(device, dtype, positions, self.window, self.head_size)
 
@@ -129,8 +130,8 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Attention, then MLP, each with dropout and a residual sum.
 
-    Pre-LN: x + branch(LN(x)), as in GPT-2 and Megatron-BERT (arXiv 1909.08053, figure 1b). Post-LN: LN(x + branch(x)), as in the
-    original BERT. Both have the same parameters.
+    Pre-LN: x + branch(LN(x)), as in GPT-2 and Megatron-BERT (arXiv 1909.08053, figure 1b). Post-LN: LN(x +
+    branch(x)), as in the original BERT. Both have the same parameters.
     """
 
     def __init__(self, shape: LayerShape, *, group: dist.ProcessGroup | None, init: Init):

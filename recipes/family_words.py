@@ -1,4 +1,7 @@
-"""What people call a family of models, and what it predicts. Its modules are in `modeling/`, its tensors in `recipes.micro_batch`."""
+"""What people call a family of models, and what it predicts.
+
+Its modules are in `modeling/`, its tensors in `recipes.micro_batch`.
+"""
 
 from __future__ import annotations
 

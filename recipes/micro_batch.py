@@ -29,7 +29,7 @@ class MicroBatchFields:
 
     @property
     def uneven(self) -> bool:
-        """Whether samples predict different numbers of tokens, up to P, so that weights have to be scaled by the step's number."""
+        """Whether samples predict different numbers of tokens, up to P."""
         return "P" in self.targets["weights"]
 
 
@@ -43,5 +43,8 @@ FIELDS: Mapping[str, MicroBatchFields] = {
 
 
 def fields_of(names: Collection[str]) -> MicroBatchFields:
-    """The fields of the micro-batch that holds tensors of these names. Families of equal names have equal fields."""
+    """The fields of the micro-batch that holds tensors of these names.
+
+    Families of equal names have equal fields.
+    """
     return next(fields for fields in FIELDS.values() if set(fields.names) == set(names))

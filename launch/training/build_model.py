@@ -21,7 +21,7 @@ from recipes.schema import Recipe
 
 
 def band_kernel(plan: Plan) -> str | None:
-    """What computes the banded layers in training on this machine's accelerator, for the plan; None: all layers are dense.
+    """What computes the banded layers in training on this machine's accelerator; None: all layers are dense.
 
     Says why, whether it computes fewer scores than dense layers would, and that speeds on CUDA are unknown.
     """

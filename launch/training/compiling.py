@@ -31,15 +31,17 @@ class Gain(NamedTuple):
     compiled: float
 
     def __str__(self) -> str:
-        return f"{self.what} {1e3 * self.compiled:.1f} ms instead of {1e3 * self.eager:.1f} ms ({self.eager / self.compiled:.2f}x)"
+        eager, compiled = 1e3 * self.eager, 1e3 * self.compiled
+        return f"{self.what} {compiled:.1f} ms instead of {eager:.1f} ms ({self.eager / self.compiled:.2f}x)"
 
 
 def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> str:
-    """torch.compile `module` in place before DeepSpeed takes it; return a line with the measured gains. Collective.
+    """torch.compile `module` in place before DeepSpeed takes it; return a line with the measured gains.
 
-    The whole model is compiled, or its transformer layers and its loss where something has to happen between them: in the pipeline, which
-    runs its layers itself, under recomputation, and under ZeRO-3, which gathers parameters in hooks of each layer; there
-    `forward` alone is compiled, so that the hooks stay outside of it.
+    Collective. The whole model is compiled, or its transformer layers and its loss where something has to
+    happen between them: in the pipeline, which runs its layers itself, under recomputation, and under ZeRO-3,
+    which gathers parameters in hooks of each layer; there `forward` alone is compiled, so that the hooks stay
+    outside of it.
     """
     seed_step(plan.recipe.seed, 0, grid.at)
     started = time.perf_counter()
@@ -50,7 +52,8 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
         gains = _compile_layers(module, plan, grid)
     took = time.perf_counter() - started
     said = ", ".join(map(str, gains))
-    return f"compiled: forward and backward of {said}; medians of {TIMED}; compiling and measuring took {took:.0f} s"
+    measured = f"compiled: forward and backward of {said}; medians of {TIMED}"
+    return f"{measured}; compiling and measuring took {took:.0f} s"
 
 
 def prepare(module: torch.nn.Module, plan: Plan) -> None:
@@ -62,7 +65,7 @@ def prepare(module: torch.nn.Module, plan: Plan) -> None:
 
 
 def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
-    """Compile the model; seconds eager and compiled, of the model itself, whose gradients are dropped again."""
+    """Compile the model; seconds eager and compiled of the model itself, whose gradients are dropped."""
     device = torch.device(get_accelerator().current_device_name())
     module.to(device=device, dtype=DTYPES[plan.precision]).train()
     recipe = plan.recipe

@@ -1,4 +1,4 @@
-"""Export a checkpoint's weights to a directory that `transformers` loads, and compare what it computes with our own model."""
+"""Export a checkpoint's weights to a directory that `transformers` loads, and compare what it computes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class ExportMismatch(RuntimeError):
 
 
 def recipe_of(run: Path) -> Recipe:
-    """The recipe of a run. Raises ValueError where `run` is none, or where `transformers` has no such model."""
+    """The recipe of a run.
+
+    Raises ValueError where `run` is none, or where `transformers` has no such model.
+    """
     if not (run / "recipe.yaml").is_file():
         what = "is no run of this project (it holds no recipe.yaml)" if run.exists() else "does not exist"
         raise ValueError(f"{run} {what}: give a run directory, as pretrain.py printed it")
@@ -54,7 +57,10 @@ def recipe_of(run: Path) -> Recipe:
 
 
 def choose_checkpoint(run: Path, recipe: Recipe, step: int | None) -> Checkpoint:
-    """The complete checkpoint after `step` optimizer steps, or the newest. Raises ValueError naming those that are there."""
+    """The complete checkpoint after `step` optimizer steps, or the newest.
+
+    Raises ValueError naming those that are there.
+    """
     found = {c.step: c for c in complete_checkpoints(run / "checkpoints")}
     if not found:
         raise ValueError(f"{run} holds no complete checkpoint: {_why_no_checkpoint(recipe)}")
@@ -170,7 +176,8 @@ def write_model(
     conversion = family_of(recipe.model).conversion
     config = conversion.config(
         recipe.model, positions=recipe.sequence_length, hidden_dropout=recipe.dropout.hidden,
-        attention_dropout=recipe.dropout.attention, end_token=tokenizer.eos_token_id, pad_token=tokenizer.pad_token_id or 0,
+        attention_dropout=recipe.dropout.attention, end_token=tokenizer.eos_token_id,
+        pad_token=tokenizer.pad_token_id or 0,
     )  # fmt: skip
     with torch.device("meta"):
         model = conversion.model_class(recipe.model)(config)
@@ -196,10 +203,10 @@ def compare(ours: Logits, theirs: Logits, source: Path) -> float:
         difference = _largest((mine,), (other,))
         allowed = TOLERANCE * max(1.0, float(mine.abs().max()))
         if not difference <= allowed:  # NaN differs
+            came = f"the logits of transformers differ from ours by {difference:.3g}, more than {allowed:.3g}"
             raise ExportMismatch(
-                f"the logits of transformers differ from ours by {difference:.3g}, more than {allowed:.3g}: nothing was "
-                f"exported from {source}; with the pinned version of transformers (requirements.txt) this is a bug of the "
-                "conversion"
+                f"{came}: nothing was exported from {source}; with the pinned version of transformers "
+                "(requirements.txt) this is a bug of the conversion"
             )
     return _largest(ours, theirs)
 

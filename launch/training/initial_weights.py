@@ -12,13 +12,16 @@ from recipes.nested import flatten
 from recipes.schema import Recipe
 from recipes.vocabularies import PUBLISHED_VOCABULARIES
 
+SAVED = "give a directory that save_pretrained wrote"
 TOKENIZERS = {
     size: kind for kind, size in PUBLISHED_VOCABULARIES.items()
 }  # published vocabularies by their size
 
 
 def check(path: str | Path, recipe: Recipe) -> None:
-    """Refuse initial weights that are not a `transformers` model of the recipe's kind and shape; say what else differs.
+    """Refuse initial weights that are not a `transformers` model of the recipe's kind and shape.
+
+    Says what else differs.
 
     Reads no weights. Raises ValueError with every mismatch, and what to put on the command line instead.
     """
@@ -30,17 +33,13 @@ def check(path: str | Path, recipe: Recipe) -> None:
         )
     problems = []
     if not any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin")):
-        problems.append(
-            "holds no weights, *.safetensors or pytorch_model*.bin: give a directory that save_pretrained wrote"
-        )
+        problems.append(f"holds no weights, *.safetensors or pytorch_model*.bin: {SAVED}")
     try:
         config = json.loads((directory / "config.json").read_text())
         if not isinstance(config, dict):
             raise ValueError("not a mapping")
     except (OSError, ValueError) as e:
-        problems.append(
-            f"has no readable config.json ({e.__class__.__name__}): give a directory that save_pretrained wrote"
-        )
+        problems.append(f"has no readable config.json ({e.__class__.__name__}): {SAVED}")
     else:
         problems += _problems(config, recipe)
     if problems:
@@ -55,10 +54,10 @@ def remarks(recipe: Recipe) -> list[str]:
     banded = [str(i) for i, window in enumerate(model.windows) if window is not None]
     if not banded:
         return []
+    seen = f"{model.attention_window} of {recipe.sequence_length} positions (model.attention_window)"
     return [
-        f"these weights were trained in dense layers, and layers {', '.join(banded)} are banded here: they see "
-        f"{model.attention_window} of {recipe.sequence_length} positions (model.attention_window), so the loss starts "
-        "above that of the dense model"
+        f"these weights were trained in dense layers, and layers {', '.join(banded)} are banded here: they "
+        f"see {seen}, so the loss starts above that of the dense model"
     ]
 
 

@@ -23,8 +23,9 @@ LENGTH_MULTIPLE = 8  # trimmed samples stay a multiple of this, which matrix uni
 def normalised(batches: Sequence[MicroBatch], grid: ProcessGrid, device: Device) -> Sequence[MicroBatch]:
     """The micro-batches of one step, weighted for the mean over the step's predicted tokens.
 
-    The mean of their losses over micro-batches and ranks is that mean. Collective over the data-parallel ranks where samples predict
-    different numbers of tokens; where they do not, the loader's weights are right already.
+    The mean of their losses over micro-batches and ranks is that mean. Collective over the data-parallel
+    ranks where samples predict different numbers of tokens; where they do not, the loader's weights are right
+    already.
     """
     if not fields_of(batches[0]).uneven:
         return batches
@@ -46,8 +47,8 @@ def normalised_steps(
 def for_plain(batch: MicroBatch, device: Device) -> tuple[torch.Tensor | None, ...]:
     """Arguments of the plain model, on `device`.
 
-    Padded samples are cut after the longest of the micro-batch, and lengths are None where nothing is padded then: no work is
-    wasted on columns of padding, and attention needs no mask.
+    Padded samples are cut after the longest of the micro-batch, and lengths are None where nothing is padded
+    then: no work is wasted on columns of padding, and attention needs no mask.
     """
     fields = fields_of(batch)
     values: dict[str, torch.Tensor | None] = {**batch}
@@ -71,7 +72,10 @@ def trimmed_length(lengths: torch.Tensor, positions: int) -> int:
 def for_pipeline(
     batch: MicroBatch,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """(inputs of the first stage, targets of the last), of full length: stages exchange tensors of one shape."""
+    """(inputs of the first stage, targets of the last), of full length.
+
+    Stages exchange tensors of one shape.
+    """
     fields = fields_of(batch)
     inputs = tuple(batch[name] for name in fields.inputs)
     return inputs if len(inputs) > 1 else inputs[0], tuple(batch[name] for name in fields.targets)
@@ -80,7 +84,10 @@ def for_pipeline(
 def random_batch(
     fields: MicroBatchFields, *, samples: int, length: int, predictions: int, vocabulary: int, device: Device
 ) -> tuple[torch.Tensor | None, ...]:
-    """Arguments of the plain model without padding, for timing: `predictions` of the `length` tokens of a sample are predicted."""
+    """Arguments of the plain model without padding, for timing.
+
+    `predictions` of the `length` tokens of a sample are predicted.
+    """
     sizes = {"B": samples, "S": length, "P": predictions}
     below = {"token_types": TOKEN_TYPES, "positions": length, "sentence_labels": SENTENCE_CLASSES}
     values: dict[str, torch.Tensor | None] = {"lengths": None}

@@ -13,8 +13,8 @@ from recipes.schema import Recipe
 def learning_rate(recipe: Recipe, step: int) -> float:
     """Learning rate of the optimizer step that follows `step` completed ones.
 
-    Linear from 0 over `warmup_steps`, then cosine or linear decay that reaches `min_lr` at `decay_steps`, then constant
-    (Megatron-LM, OptimizerParamScheduler).
+    Linear from 0 over `warmup_steps`, then cosine or linear decay that reaches `min_lr` at `decay_steps`,
+    then constant (Megatron-LM, OptimizerParamScheduler).
     """
     peak, low = recipe.optimizer.lr, recipe.schedule.min_lr
     warmup, end = recipe.schedule.warmup_steps, recipe.schedule.decay_steps or recipe.steps
@@ -30,7 +30,10 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 class Schedule:
-    """Sets the learning rate of every parameter group. DeepSpeed calls `step` after each optimizer step it did not skip."""
+    """Sets the learning rate of every parameter group.
+
+    DeepSpeed calls `step` after each optimizer step it did not skip.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe):
         self.optimizer, self.recipe, self.completed = optimizer, recipe, 0

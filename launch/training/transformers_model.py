@@ -26,7 +26,7 @@ LARGE = 500_000_000  # parameters, from which on initial weights take many secon
 
 @dataclass(frozen=True)
 class Converted:
-    """In the place of `modeling.initialization.Shard`: how a parameter of transformers becomes its canonical tensor."""
+    """How a parameter of transformers becomes its canonical tensor, in the place of a `Shard`."""
 
     form: Form
     heads: int
@@ -45,14 +45,16 @@ class Converted:
 def build(
     recipe: Recipe, initial_weights: str | None = None, say: Callable[[str], None] = lambda text: None
 ) -> GPT2LMHeadModel:
-    """GPT2LMHeadModel of the recipe; under ZeRO-3 partitioned as it is built, as Trainer's script does it. Collective.
+    """GPT2LMHeadModel of the recipe; under ZeRO-3 partitioned as it is built, as Trainer's script does it.
 
-    Its parameters carry the canonical names, so that checkpoints hold the same layout-free weights as those of our own model.
-    transformers sees that it has to partition by the DeepSpeed configuration of the newest `TrainingArguments`, which have to be
-    made before and kept. `initial_weights`: directory of a GPT-2 to start from instead of random weights. `say` hears how far the
-    weights of a large model are.
+    Collective. Its parameters carry the canonical names, so that checkpoints hold the same layout-free
+    weights as those of our own model. transformers sees that it has to partition by the DeepSpeed
+    configuration of the newest `TrainingArguments`, which have to be made before and kept. `initial_weights`:
+    directory of a GPT-2 to start from instead of random weights. `say` hears how far the weights of a large
+    model are.
 
-    Where nothing is partitioned, ranks other than 0 have no weights yet: DeepSpeed's engine broadcasts those of rank 0.
+    Where nothing is partitioned, ranks other than 0 have no weights yet: DeepSpeed's engine broadcasts those
+    of rank 0.
     """
     model = recipe.model
     dropout = dict(hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention)
@@ -70,7 +72,10 @@ def build(
 
 @contextlib.contextmanager
 def _no_draws() -> Iterator[None]:
-    """transformers makes models without drawing weights, under ZeRO-3 without gathering all of them for it: `_fill` has better ones."""
+    """Let transformers make models without drawing weights, under ZeRO-3 without gathering them.
+
+    `_fill` has better ones.
+    """
     drawn = hf_deepspeed.initialize_weights_zero3
     hf_deepspeed.initialize_weights_zero3 = lambda model: None
     try:
@@ -113,9 +118,10 @@ def _copy(full: torch.Tensor, parameter: torch.nn.Parameter, source: int) -> Non
 def _canonical_weights(
     recipe: Recipe, directory: str | None, sources: int
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """(canonical name, full tensor, source) of every parameter of our GPT-2; on ranks other than the source on the meta device.
+    """(canonical name, full tensor, source) of every parameter; on the meta device on ranks but the source.
 
-    The first `sources` ranks draw at the same time, each the whole of every `sources`-th layer: memory holds one layer per rank.
+    The first `sources` ranks draw at the same time, each the whole of every `sources`-th layer: memory holds
+    one layer per rank.
     """
     mine = processes.rank()
     given = CONVERSION.read(directory, recipe.model) if directory and mine < sources else None
@@ -156,5 +162,6 @@ class Progress:
         if self.total >= LARGE and reached > tenths:
             rate = self.done / (time.perf_counter() - self._started)
             self.say(
-                f"initial weights: {10 * reached} % of {self.total / 1e9:.3g}B, {rate / 1e6:,.0f} million per second"
+                f"initial weights: {10 * reached} % of {self.total / 1e9:.3g}B, {rate / 1e6:,.0f} million "
+                "per second"
             )

@@ -1,8 +1,8 @@
-"""Arithmetic of a GPT-2 or BERT: parameters, floating-point operations and bytes, from the recipe's shape alone.
+"""Arithmetic of a GPT-2 or BERT: parameters, operations and bytes, from the recipe's shape alone.
 
-Symbols, as in the literature: L layers, h hidden, S tokens per sample, P predicted tokens per sample of a BERT, B samples per
-optimizer step, V vocabulary (padded where said), t tensor-parallel degree, N_d data-parallel degree. A multiply-add counts
-as two operations.
+Symbols, as in the literature: L layers, h hidden, S tokens per sample, P predicted tokens per sample of a
+BERT, B samples per optimizer step, V vocabulary (padded where said), t tensor-parallel degree, N_d
+data-parallel degree. A multiply-add counts as two operations.
 
 Imports neither torch nor deepspeed, so that planning is instant and runs anywhere.
 """

@@ -1,4 +1,4 @@
-"""What each family adds to a transformer's counts: parameters and operations besides words, positions and layers.
+"""What each family adds to a transformer's counts besides words, positions and layers.
 
 h hidden, V vocabulary, S tokens per sample, P predicted tokens per sample.
 """
@@ -17,15 +17,15 @@ class FamilyCounts:
     """GPT-2's: nothing but the tied output layer, which has no parameters of its own."""
 
     def first_stage(self, model: Model) -> int:
-        """Parameters of the first stage besides the embeddings of words and positions; whole on every tensor rank."""
+        """Parameters of the first stage besides words and positions; whole on every tensor rank."""
         return 0
 
     def last_stage(self, model: Model, vocab: int) -> int:
-        """Parameters of the last stage besides the final LayerNorm and the word embedding, of whose rows this rank has `vocab`."""
+        """Parameters of the last stage besides the final LayerNorm and this rank's `vocab` words."""
         return 0
 
     def head_operations(self, model: Model, length: int, vocab: int, predictions: int | None) -> int:
-        """Operations that follow the last layer in the forward pass of a sample: logits at every position, 2 S h V."""
+        """Operations after the last layer in a sample's forward pass: logits at every position, 2 S h V."""
         return 2 * length * model.hidden * vocab
 
 
@@ -37,15 +37,21 @@ class BertCounts(FamilyCounts):
         return TOKEN_TYPES * model.hidden + (2 * model.hidden if model.layer_norm == "post" else 0)
 
     def last_stage(self, model: Model, vocab: int) -> int:
-        """The decoder's bias; dense and LayerNorm of the masked-token head, h^2 + h + 2 h; with a sentence head its pooler,
-        h^2 + h, and its own weights and biases, 2 (h + 1)."""
+        """Heads and the decoder's bias.
+
+        The masked-token head is dense and LayerNorm, h^2 + h + 2 h; a sentence head has its pooler, h^2 + h,
+        and its own weights and biases, 2 (h + 1).
+        """
         dense = model.hidden**2 + model.hidden
         sentence = dense + SENTENCE_CLASSES * (model.hidden + 1) if model.sentence_head != "none" else 0
         return vocab + dense + 2 * model.hidden + sentence
 
     def head_operations(self, model: Model, length: int, vocab: int, predictions: int | None) -> int:
-        """At P positions (None: all S) the dense layer and the decoder, 2 P h^2 + 2 P h V; the sentence head sees the first
-        position only, 2 h^2 + 4 h."""
+        """What the heads compute.
+
+        At P positions (None: all S) the dense layer and the decoder, 2 P h^2 + 2 P h V; the sentence head
+        sees the first position only, 2 h^2 + 4 h.
+        """
         masked = 2 * (length if predictions is None else predictions) * model.hidden * (model.hidden + vocab)
         sentence = 2 * model.hidden * (model.hidden + SENTENCE_CLASSES)
         return masked + (sentence if model.sentence_head != "none" else 0)

@@ -1,4 +1,4 @@
-"""Floating-point operations of an optimizer step: every matrix product, and the formula of the published tables."""
+"""Floating-point operations of an optimizer step: all matrix products, and the published tables' formula."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ def exact_flops_per_step(
 ) -> int:
     """Operations of the matrix multiplications of one optimizer step, over all GPUs.
 
-    Forward, per sample and layer: QKV 6 S h^2, scores 2 S^2 h, attention times values 2 S^2 h (the full S x S square,
-    as a dense kernel computes it: a causal kernel that skips the upper triangle does about half of these two),
-    projection 2 S h^2, MLP 16 S h^2: together 24 S h^2 + 4 S^2 h. Logits of GPT-2: 2 S h V. Backward is twice the forward
-    (gradients of inputs and of weights); with activation checkpointing the layers' forward runs once more, the logits'
-    does not. Hence
+    Forward, per sample and layer: QKV 6 S h^2, scores 2 S^2 h, attention times values 2 S^2 h (the full S x S
+    square, as a dense kernel computes it: a causal kernel that skips the upper triangle does about half of
+    these two), projection 2 S h^2, MLP 16 S h^2: together 24 S h^2 + 4 S^2 h. Logits of GPT-2: 2 S h V.
+    Backward is twice the forward (gradients of inputs and of weights); with activation checkpointing the
+    layers' forward runs once more, the logits' does not. Hence
         B (f L (24 S h^2 + 4 S^2 h) + 6 S h V),  f = 3, or 4 with checkpointing,
-    which for f = 4 is 96 B S L h^2 (1 + S / 6h + V / 16 L h), the count of Narayanan et al. (arXiv 2104.04473,
-    section 5.1 and appendix).
-    A banded layer counts the S x S square only inside its band of W keys, `band(S, W)` pairs of a query and a key instead of S^2:
-    scores and values together 4 h (W S - W (W - 1) / 2) operations. What a kernel computes beyond, in blocks that the edge of the
-    band crosses or under a mask, is no work of the model and is not counted.
-    BERT has its own heads in place of 2 S h V, which see only P = `predictions` positions of a sample (`modeling.cost.families`).
-    Padding is counted as tokens. Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as there.
+    which for f = 4 is 96 B S L h^2 (1 + S / 6h + V / 16 L h), the count of Narayanan et al. (arXiv
+    2104.04473, section 5.1 and appendix).
+    A banded layer counts the S x S square only inside its band of W keys, `band(S, W)` pairs of a query and a
+    key instead of S^2: scores and values together 4 h (W S - W (W - 1) / 2) operations. What a kernel
+    computes beyond, in blocks that the edge of the band crosses or under a mask, is no work of the model and
+    is not counted. BERT has its own heads in place of 2 S h V, which see only P = `predictions` positions of
+    a sample (`modeling.cost.families`). Padding is counted as tokens. Embedding look-ups, LayerNorm, GeLU,
+    softmax, dropout and the optimizer are left out, as there.
     """
     hidden, length = model.hidden, sequence_length
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
@@ -48,7 +49,7 @@ def band(length: int, window: int) -> int:
 
 
 def exact_tflops(flops_per_step: float, seconds: float, gpus: int) -> float:
-    """TFLOPS (10^12 operations per second) per GPU from `exact_flops_per_step` and the seconds of an optimizer step."""
+    """TFLOPS (10^12 operations per second) per GPU of an optimizer step of `exact_flops_per_step`."""
     return flops_per_step / (seconds * gpus * 1e12)
 
 
@@ -65,8 +66,9 @@ def published_tflops(
 
         parameters / 1e9 * 4 * 2 * S * B / (seconds * gpus * 1000)
 
-    Two operations per parameter and token, four passes (forward, recomputed forward, twice for the backward); without
-    activation checkpointing three. Attention's S x S products are not counted and embeddings are, as in the source.
+    Two operations per parameter and token, four passes (forward, recomputed forward, twice for the backward);
+    without activation checkpointing three. Attention's S x S products are not counted and embeddings are, as
+    in the source.
     """
     passes = 4 if checkpointing else 3
     return parameters / 1e9 * passes * 2 * sequence_length * global_batch / (seconds * gpus * 1000)
@@ -83,7 +85,7 @@ def tflops(
     checkpointing: bool,
     predictions: int | None = None,
 ) -> tuple[float, float]:
-    """(by the published formula with the model's own size, by exact count): TFLOPS per GPU of a step that took `seconds`."""
+    """TFLOPS per GPU of a step: by the published formula with the model's own size, and by exact count."""
     size = parameters(model, sequence_length)
     flops = exact_flops_per_step(
         model,

@@ -9,12 +9,13 @@ from recipes.schema import Model
 def parameters(model: Model, sequence_length: int, padded_vocab: int | None = None) -> int:
     """Parameters of the whole model, each counted once.
 
-    GPT-2: V h + S h + L (12 h^2 + 13 h) + 2 h: token and position embeddings (the output layer is tied to the first), per
-    layer 12 h^2 weights and 13 h biases and LayerNorm parameters, and the final LayerNorm.
-    BERT: V (h + 1) + S h + L (12 h^2 + 13 h) + 2 h + 2 h + (h^2 + h + 2 h) + (h^2 + h + 2 h + 2): beside these two token types,
-    the decoder's bias, the dense and LayerNorm of the masked-token head, and unless sentence_head is none the pooler and the
-    sentence head. Post-LN has a LayerNorm on the embeddings where pre-LN has one after the last layer: the same number.
-    V is `padded_vocab`, or the recipe's vocabulary where None.
+    GPT-2: V h + S h + L (12 h^2 + 13 h) + 2 h: token and position embeddings (the output layer is tied to the
+    first), per layer 12 h^2 weights and 13 h biases and LayerNorm parameters, and the final LayerNorm.
+    BERT: V (h + 1) + S h + L (12 h^2 + 13 h) + 2 h + 2 h + (h^2 + h + 2 h) + (h^2 + h + 2 h + 2): beside
+    these two token types, the decoder's bias, the dense and LayerNorm of the masked-token head, and unless
+    sentence_head is none the pooler and the sentence head. Post-LN has a LayerNorm on the embeddings where
+    pre-LN has one after the last layer: the same number. V is `padded_vocab`, or the recipe's vocabulary
+    where None.
     """
     return parameters_per_rank(model, sequence_length, padded_vocab)
 
@@ -29,14 +30,17 @@ def parameters_per_rank(
     first: bool = True,
     last: bool = True,
 ) -> int:
-    """Parameters held by one tensor-parallel rank of one pipeline stage, as Megatron-LM splits (1909.08053, section 3).
+    """Parameters held by one tensor-parallel rank of one pipeline stage, as Megatron-LM splits.
 
-    Split over t ranks: the embedding and BERT's decoder bias, QKV and the first MLP matrix with their biases, and the two
-    row-parallel weights: (12 h^2 + 7 h) / t per layer. On every rank: positions, token types, LayerNorms, BERT's heads, and the
-    row-parallel biases, 6 h per layer. Multiplied by t this is the sum over ranks that Megatron-LM prints as the size of a model.
+    See arXiv 1909.08053, section 3.
 
-    `layers` of the stage (None: all), `first` and `last`: whether it is the first stage (embeddings) and the last (final
-    LayerNorm, heads, and a copy of the tied embedding unless it is also the first).
+    Split over t ranks: the embedding and BERT's decoder bias, QKV and the first MLP matrix with their biases,
+    and the two row-parallel weights: (12 h^2 + 7 h) / t per layer. On every rank: positions, token types,
+    LayerNorms, BERT's heads, and the row-parallel biases, 6 h per layer. Multiplied by t this is the sum over
+    ranks that Megatron-LM prints as the size of a model.
+
+    `layers` of the stage (None: all), `first` and `last`: whether it is the first stage (embeddings) and the
+    last (final LayerNorm, heads, and a copy of the tied embedding unless it is also the first).
     """
     hidden = model.hidden
     vocab = model.vocab_size if padded_vocab is None else padded_vocab

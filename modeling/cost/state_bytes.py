@@ -14,12 +14,13 @@ class StateBytes(NamedTuple):
 
 
 def model_state_bytes(parameters: float, zero_stage: int, dp: int, *, mixed_precision: bool = True) -> float:
-    """Bytes of weights, gradients and Adam's states on one data-parallel rank between steps, nothing offloaded.
+    """Bytes of weights, gradients and Adam's states on a data-parallel rank between steps, without offload.
 
-    Rajbhandari et al., arXiv 1910.02054, section 3.1: mixed precision keeps 2 bytes of weight, 2 of gradient and K = 12
-    of optimizer states (fp32 weight, momentum, variance) per parameter; fp32 keeps 4, 4 and 8 (the weight is its own
-    master), and under DeepSpeed's ZeRO 4, 4 and 12, since its optimizer steps a copy of the weights in fp32 as well. ZeRO stage 1
-    divides the optimizer states by N_d, stage 2 the gradients too, stage 3 the weights too.
+    Rajbhandari et al., arXiv 1910.02054, section 3.1: mixed precision keeps 2 bytes of weight, 2 of gradient
+    and K = 12 of optimizer states (fp32 weight, momentum, variance) per parameter; fp32 keeps 4, 4 and 8 (the
+    weight is its own master), and under DeepSpeed's ZeRO 4, 4 and 12, since its optimizer steps a copy of the
+    weights in fp32 as well. ZeRO stage 1 divides the optimizer states by N_d, stage 2 the gradients too,
+    stage 3 the weights too.
     """
     weights, gradients, optimizer, _ = _kinds(parameters, zero_stage, dp, mixed_precision)
     return weights + gradients + optimizer
@@ -38,18 +39,23 @@ def placed_state_bytes(
 ) -> StateBytes:
     """The same where it lies at the fullest moment of a step, which is when Adam gets its gradients in fp32.
 
-    Nothing offloaded: ZeRO-0 in half precision holds all gradients in fp32 until the step is done (launch/deepspeed_fixes/zero0.py), in
-    place of those in half precision: 18 bytes per parameter. Stages 1 and 2 replace those of the rank's partition: w + max(g, 4 / N_d) +
-    12 / N_d. Stage 3 adds them for one sub-group of `sub_group` elements after the other.
+    Nothing offloaded: ZeRO-0 in half precision holds all gradients in fp32 until the step is done
+    (launch/deepspeed_fixes/zero0.py), in
+    place of those in half precision: 18 bytes per parameter. Stages 1 and 2 replace those of the rank's
+    partition: w + max(g, 4 / N_d) + 12 / N_d. Stage 3 adds them for one sub-group of `sub_group` elements
+    after the other.
 
-    Optimizer offloaded (ZeRO-Offload, arXiv 2101.06840, section 4; DeepSpeed 0.19.8): the host holds the partition's 12 bytes of optimizer
-    states and 4 of fp32 gradients, 16, which is what deepspeed's estimate_zero2_model_states_mem_needs counts. The code holds one more
-    copy of the partition in the precision of training, which makes 18: stages 1 and 2 (stage_1_and_2.py) of the weights on their way to
-    the GPU, and with gradient accumulation of the gradients as well; stage 3 (stage3.py) of the gradients. On the GPU stay the weights.
-    On NVMe lie the 16 bytes, that copy stays on the host. Staging buffers of a bucket or of a parameter come on top.
+    Optimizer offloaded (ZeRO-Offload, arXiv 2101.06840, section 4; DeepSpeed 0.19.8): the host holds the
+    partition's 12 bytes of optimizer states and 4 of fp32 gradients, 16, which is what deepspeed's
+    estimate_zero2_model_states_mem_needs counts. The code holds one more
+    copy of the partition in the precision of training, which makes 18: stages 1 and 2 (stage_1_and_2.py) of
+    the weights on their way to the GPU, and with gradient accumulation of the gradients as well; stage 3
+    (stage3.py) of the gradients. On the GPU stay the weights. On NVMe lie the 16 bytes, that copy stays on
+    the host. Staging buffers of a bucket or of a parameter come on top.
 
     Args:
-        optimizer, weights: where the optimizer states with the step, and the weights of stage 3, lie: gpu, host or nvme.
+        optimizer, weights: where the optimizer states with the step, and the weights of stage 3, lie: gpu,
+            host or nvme.
         accumulates: more than one micro-batch per step.
         sub_group: zero_optimization.sub_group_size, elements.
     """
@@ -73,7 +79,7 @@ def placed_state_bytes(
 def _kinds(
     parameters: float, zero_stage: int, dp: int, mixed_precision: bool
 ) -> tuple[float, float, float, int]:
-    """Bytes of one rank's weights, gradients and optimizer states, and bytes of one number in the precision of training."""
+    """Bytes of one rank's weights, gradients and optimizer states, and of one number in training."""
     assert zero_stage in (0, 1, 2, 3), f"no such ZeRO stage: {zero_stage}"
     element = 2 if mixed_precision else 4
     optimizer = 12 if mixed_precision or zero_stage else 8

@@ -1,8 +1,9 @@
-"""Conversion between our canonical BERT weights and `transformers`', by one name map for each placement of LayerNorm.
+"""Conversion between our canonical BERT weights and `transformers`', a name map for each LayerNorm placement.
 
-Post-LN is `BertForPreTraining`, pre-LN `MegatronBertForPreTraining`; without a sentence head `BertForMaskedLM` and
-`MegatronBertForMaskedLM`. Besides names one thing differs: they hold query, key and value apart, each (heads x D, H); we hold
-one matrix with rows (head, q/k/v, D), so that a tensor-parallel slice holds whole heads.
+Post-LN is `BertForPreTraining`, pre-LN `MegatronBertForPreTraining`; without a sentence head
+`BertForMaskedLM` and `MegatronBertForMaskedLM`. Besides names one thing differs: they hold query, key and
+value apart, each (heads x D, H); we hold one matrix with rows (head, q/k/v, D), so that a tensor-parallel
+slice holds whole heads.
 """
 
 from __future__ import annotations
@@ -117,12 +118,14 @@ def name_map(model: Model) -> Iterator[Entry]:
 def from_transformers(
     theirs: Tensors, model: Model, *, allow_missing_heads: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The state dict of a `transformers` BERT of this placement, with or without heads, -> canonical float32 weights.
+    """The state dict of a `transformers` BERT of this placement -> canonical float32 weights.
 
-    A pooler and a sentence head are left out where the model has none. `allow_missing_heads`: parameters of heads that
-    the weights lack (those of a `BertModel`) are missing in the result as well, for the caller to fill in.
+    A pooler and a sentence head are left out where the model has none. `allow_missing_heads`: parameters of
+    heads that the weights lack (those of a `BertModel`) are missing in the result as well, for the caller to
+    fill in.
 
-    Raises ValueError naming missing and unexpected tensors, or where the decoder is not tied to the embedding.
+    Raises ValueError naming missing and unexpected tensors, or where the decoder is not tied to the
+    embedding.
     """
     found = _under_one_name(theirs)
     if model.sentence_head == "none":
@@ -133,9 +136,10 @@ def from_transformers(
     if allow_missing_heads:
         entries = [entry for entry in entries if entry not in missing_heads]
     elif missing_heads and not any(name.startswith("cls.") for name in found):
+        missing = ", ".join(entry.ours for entry in missing_heads[:4])
         raise ValueError(
-            f"transformers weights without heads ({', '.join(entry.ours for entry in missing_heads[:4])}, ... are missing): "
-            f"pretraining starts from a {class_name(model)}; a bare {PLACEMENTS[model.layer_norm].prefix}Model has no head to "
+            f"transformers weights without heads ({missing}, ... are missing): pretraining starts from a "
+            f"{class_name(model)}; a bare {PLACEMENTS[model.layer_norm].prefix}Model has no head to "
             "predict tokens with"
         )
     keys = "model.layers, model.family, model.layer_norm and model.sentence_head"
@@ -152,7 +156,8 @@ def _of_heads(ours: str) -> bool:
 def _under_one_name(theirs: Tensors) -> dict[str, torch.Tensor]:
     """Their tensors under the names of `BertForPreTraining`, each once.
 
-    Handles a bare `BertModel` (no prefix), LayerNorm's gamma and beta of checkpoints made from TensorFlow's, and tied copies.
+    Handles a bare `BertModel` (no prefix), LayerNorm's gamma and beta of checkpoints made from TensorFlow's,
+    and tied copies.
     """
     found = {}
     for name, tensor in theirs.items():
@@ -165,7 +170,8 @@ def _under_one_name(theirs: Tensors) -> dict[str, torch.Tensor]:
             continue
         if not torch.equal(found.setdefault(original, tied), tied):
             raise ValueError(
-                f"transformers weights have a {copy} of its own: in our BERT it is the same tensor as {original}"
+                f"transformers weights have a {copy} of its own: in our BERT it is the same tensor as "
+                f"{original}"
             )
     return found
 
@@ -185,11 +191,13 @@ def config(
     end_token: int | None = None,
     pad_token: int = 0,
 ) -> transformers.PretrainedConfig:
-    """The `BertConfig` or `MegatronBertConfig` of the same model; a BERT ends no document, so `end_token` is not used."""
+    """The `BertConfig` or `MegatronBertConfig` of the same model; `end_token` is GPT-2's."""
     kind = getattr(transformers, PLACEMENTS[model.layer_norm].prefix + "Config")
     return kind(
-        vocab_size=model.vocab_size, max_position_embeddings=positions, hidden_size=model.hidden, num_hidden_layers=model.layers,
-        num_attention_heads=model.heads, intermediate_size=4 * model.hidden, hidden_act="gelu", layer_norm_eps=BERT_NORM_EPS,
+        vocab_size=model.vocab_size, max_position_embeddings=positions, hidden_size=model.hidden,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads, intermediate_size=4 * model.hidden, hidden_act="gelu",
+        layer_norm_eps=BERT_NORM_EPS,
         type_vocab_size=2, hidden_dropout_prob=hidden_dropout, attention_probs_dropout_prob=attention_dropout,
         pad_token_id=pad_token, tie_word_embeddings=True,
     )  # fmt: skip
@@ -212,8 +220,10 @@ CONVERSION = Conversion(
     logits=logits,
     usage="""\
 from transformers import AutoModelForMaskedLM, AutoTokenizer
-model, tokenizer = AutoModelForMaskedLM.from_pretrained("{directory}"), AutoTokenizer.from_pretrained("{directory}")
+model = AutoModelForMaskedLM.from_pretrained("{directory}")
+tokenizer = AutoTokenizer.from_pretrained("{directory}")
 masked = tokenizer({prompt}, return_tensors="pt")
 guesses = model(**masked).logits.argmax(-1)
-print(tokenizer.decode(guesses.where(masked.input_ids == tokenizer.mask_token_id, masked.input_ids)[0], skip_special_tokens=True))""",
+filled = guesses.where(masked.input_ids == tokenizer.mask_token_id, masked.input_ids)
+print(tokenizer.decode(filled[0], skip_special_tokens=True))""",
 )

@@ -1,4 +1,7 @@
-"""How `transformers`' config.json states what our models have. Needs no torch: initial weights are refused before anything starts."""
+"""How `transformers`' config.json states what our models have.
+
+Needs no torch: initial weights are refused before anything starts.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Conversion between canonical weights and those of `transformers`, by one name map for each family.
 
-A family's map (`gpt2.py`, `bert.py`) lists every parameter: our name, theirs (several where ours is fused), and the change of form.
+A family's map (`gpt2.py`, `bert.py`) lists every parameter: our name, theirs (several where ours is fused),
+and the change of form.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ Logits = tuple[torch.Tensor, ...]  # of tokens that are not padding (tokens, V);
 
 
 class Form(NamedTuple):
-    """How a canonical tensor and those of `transformers` become each other. The number is that of attention heads."""
+    """How a canonical tensor and those of `transformers` become each other.
+
+    The number is that of attention heads.
+    """
 
     to_theirs: Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
     to_ours: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
@@ -45,12 +49,14 @@ class Conversion:
 
     Attributes:
         class_name: of the class that holds the model with its heads.
-        config: (model, positions=, hidden_dropout=, attention_dropout=, end_token=, pad_token=) -> its configuration. `end_token`
-            ends a document of GPT-2, `pad_token` is BERT's padding.
+        config: (model, positions=, hidden_dropout=, attention_dropout=, end_token=, pad_token=) -> its
+            configuration. `end_token` ends a document of GPT-2, `pad_token` is BERT's padding.
         name_map: every parameter of the model.
-        from_transformers: a state dict -> canonical float32 weights; raises ValueError naming missing and unexpected tensors.
+        from_transformers: a state dict -> canonical float32 weights; raises ValueError naming missing and
+            unexpected tensors.
         copies: names of tied tensors, which no export holds.
-        logits: (a `transformers` model, tokens (B, S), token types (B, S) or None, mask (B, S), True where there is no padding).
+        logits: (a `transformers` model, tokens (B, S), token types (B, S) or None, mask (B, S), True where
+            there is no padding).
         usage: lines of Python that use an exported `{directory}` on a `{prompt}`.
     """
 
@@ -83,7 +89,10 @@ class Conversion:
         }
 
     def read(self, directory: str | Path, model: Model) -> dict[str, torch.Tensor]:
-        """Canonical weights of the model saved in `directory`. Raises ValueError where it holds no such model."""
+        """Canonical weights of the model saved in `directory`.
+
+        Raises ValueError where it holds no such model.
+        """
         return self.from_transformers(read_state_dict(directory), model)
 
 
@@ -99,9 +108,10 @@ def check_convertible(model: Model) -> None:
     """Raises ValueError where no `transformers` model computes what `model` does."""
     if any(window is not None for window in model.windows):
         raise ValueError(
-            f"model.attention={list(model.attention)}, model.attention_window={model.attention_window}: transformers' GPT-2 has dense "
-            "layers alone, and with these weights it would compute something else; only a run with model.attention=[dense] can be "
-            "exported. The weights stay in the run's checkpoints, from which launch/pretrain.py --resume resumes it"
+            f"model.attention={list(model.attention)}, model.attention_window={model.attention_window}: "
+            "transformers' GPT-2 has dense layers alone, and with these weights it would compute something "
+            "else; only a run with model.attention=[dense] can be exported. The weights stay in the run's "
+            "checkpoints, from which launch/pretrain.py --resume continues it"
         )
 
 
@@ -119,7 +129,8 @@ def read_state_dict(directory: str | Path) -> dict[str, torch.Tensor]:
             tensors.update(torch.load(file, map_location="cpu", weights_only=True))
     if not tensors:
         raise ValueError(
-            f"{directory} holds neither *.safetensors nor pytorch_model*.bin: give a directory that save_pretrained wrote"
+            f"{directory} holds neither *.safetensors nor pytorch_model*.bin: give a directory that "
+            "save_pretrained wrote"
         )
     return tensors
 
@@ -127,7 +138,7 @@ def read_state_dict(directory: str | Path) -> dict[str, torch.Tensor]:
 def check_names(
     found: set[str], expected: set[str], what: str, keys: str = "model.layers and model.family"
 ) -> None:
-    """Raises ValueError naming missing and unexpected tensors, and the `keys` of a recipe that decide what is expected."""
+    """Raises ValueError naming missing and unexpected tensors, and the recipe's `keys` that decide."""
     if found != expected:
         raise ValueError(
             f"{what} are not those of this model: missing {sorted(expected - found)[:5] or 'nothing'}, "

@@ -1,7 +1,8 @@
 """Conversion between our canonical GPT-2 weights and `transformers`' GPT-2.
 
-Besides names two things differ: `transformers` stores linear weights as (inputs, outputs), and orders the rows of QKV as
-(q/k/v, head, D) where we order (head, q/k/v, D), so that a tensor-parallel slice holds whole heads.
+Besides names two things differ: `transformers` stores linear weights as (inputs, outputs), and orders the
+rows of QKV as (q/k/v, head, D) where we order (head, q/k/v, D), so that a tensor-parallel slice holds whole
+heads.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def name_map(model: Model) -> Iterator[Entry]:
 
 
 def from_transformers(theirs: Tensors, model: Model) -> dict[str, torch.Tensor]:
-    """The state dict of `GPT2LMHeadModel`, or of `GPT2Model` without its prefix, -> canonical float32 weights.
+    """The state dict of `GPT2LMHeadModel`, or of `GPT2Model`, -> canonical float32 weights.
 
     Raises ValueError naming missing and unexpected tensors.
     """
@@ -100,9 +101,12 @@ def config(
 ) -> transformers.GPT2Config:
     """The `GPT2Config` of the same model; samples have no padding, so `pad_token` is not used."""
     return transformers.GPT2Config(
-        vocab_size=model.vocab_size, n_positions=positions, n_embd=model.hidden, n_layer=model.layers, n_head=model.heads,
-        activation_function="gelu_new", layer_norm_epsilon=GPT2_NORM_EPS, resid_pdrop=hidden_dropout, embd_pdrop=hidden_dropout,
-        attn_pdrop=attention_dropout, bos_token_id=end_token, eos_token_id=end_token, tie_word_embeddings=True,
+        vocab_size=model.vocab_size, n_positions=positions, n_embd=model.hidden, n_layer=model.layers,
+        n_head=model.heads,
+        activation_function="gelu_new", layer_norm_epsilon=GPT2_NORM_EPS, resid_pdrop=hidden_dropout,
+        embd_pdrop=hidden_dropout,
+        attn_pdrop=attention_dropout, bos_token_id=end_token, eos_token_id=end_token,
+        tie_word_embeddings=True,
     )  # fmt: skip
 
 
@@ -120,6 +124,8 @@ CONVERSION = Conversion(
     logits=logits,
     usage="""\
 from transformers import AutoModelForCausalLM, AutoTokenizer
-model, tokenizer = AutoModelForCausalLM.from_pretrained("{directory}"), AutoTokenizer.from_pretrained("{directory}")
-print(tokenizer.decode(model.generate(**tokenizer({prompt}, return_tensors="pt"), max_new_tokens=40, do_sample=True)[0]))""",
+model = AutoModelForCausalLM.from_pretrained("{directory}")
+tokenizer = AutoTokenizer.from_pretrained("{directory}")
+text = tokenizer({prompt}, return_tensors="pt")
+print(tokenizer.decode(model.generate(**text, max_new_tokens=40, do_sample=True)[0]))""",
 )

@@ -1,6 +1,6 @@
 """Cross-entropy over a vocabulary that is cut over a tensor-parallel group, without gathering the logits.
 
-Three all-reduces of (B, S) numbers replace an all-gather of (B, S, V) (Megatron-LM, arXiv 1909.08053, section 3).
+Three all-reduces of (B, S) numbers replace an all-gather of (B, S, V) (Megatron-LM, 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def token_losses(
     logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Cross-entropy of every token in nats, float32. Logits (B, S, V/t) of any precision, targets (B, S) -> (B, S)."""
+    """Cross-entropy of every token in nats, float32.
+
+    Logits (B, S, V/t) of any precision, targets (B, S) -> (B, S).
+    """
     logits = logits.float()
     if group is None:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
@@ -57,5 +60,8 @@ def token_losses(
 def weighted_loss(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Sum of token losses times `weights` (B, S): the loader sets weights so that micro-batches average to the step's mean."""
+    """Sum of token losses times `weights` (B, S).
+
+    The loader sets weights so that micro-batches average to the step's mean.
+    """
     return (token_losses(logits, targets, group) * weights).sum()

@@ -1,8 +1,8 @@
-"""Linear layers and the embedding, cut over a tensor-parallel group (Megatron-LM, arXiv 1909.08053, section 3).
+"""Linear layers and the embedding, cut over a tensor-parallel group (Megatron-LM, 1909.08053, section 3).
 
-Shapes: B samples, S positions, V vocabulary padded to a multiple of 128 x tp, H hidden size, t ranks of the tensor group.
-`group` is None when t = 1. Every parameter is drawn inside the leaf module that holds it, because `deepspeed.zero.Init`
-partitions parameters as soon as that module's constructor returns.
+Shapes: B samples, S positions, V vocabulary padded to a multiple of 128 x tp, H hidden size, t ranks of the
+tensor group. `group` is None when t = 1. Every parameter is drawn inside the leaf module that holds it,
+because `deepspeed.zero.Init` partitions parameters as soon as that module's constructor returns.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embedding cut over the vocabulary, and with `project=True` the tied output layer of the same weight.
+    """Word embedding cut over the vocabulary; with `project=True` the tied output layer of the same weight.
 
     One forward serves both uses, since ZeRO-3 gathers a parameter for the module whose forward runs.
     Rows of padding are zero, get no gradient and no logit, so that the loss does not depend on the padding.

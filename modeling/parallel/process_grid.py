@@ -1,6 +1,7 @@
 """The grid of processes: tensor x data x pipeline.
 
-Rank order is DeepSpeed's PipeModelDataParallelTopology: tensor fastest, pipeline slowest. With tp=2, dp=2, pp=2:
+Rank order is DeepSpeed's PipeModelDataParallelTopology: tensor fastest, pipeline slowest. With tp=2, dp=2,
+pp=2:
 
                  stage 0                stage 1
               tp 0    tp 1           tp 0    tp 1
@@ -50,7 +51,7 @@ def pipeline_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
 
 
 def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
-    """Create every group of the list, on every rank and in the same order as NCCL and gloo demand; return one's own."""
+    """Create every group of the list, in the same order on every rank as NCCL and gloo demand; one's own."""
     own = None
     for ranks in groups:
         group = dist.new_group(ranks)
@@ -63,7 +64,8 @@ def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
 class ProcessGrid:
     """Process groups of one layout. Serves DeepSpeed as its `mpu` object.
 
-    It deliberately lacks `initialize_sequence_parallel`: DeepSpeed switches the tensor-parallel norm off when `mpu` has it.
+    It deliberately lacks `initialize_sequence_parallel`: DeepSpeed switches the tensor-parallel norm off when
+    `mpu` has it.
     """
 
     def __init__(self, tp: int, pp: int, dp: int):
@@ -75,7 +77,8 @@ class ProcessGrid:
         self.tensor_group = _own_group(tensor_groups(tp, pp, dp), self.rank)
         self.data_group = _own_group(data_groups(tp, pp, dp), self.rank)
         self.pipeline_group = _own_group(pipeline_groups(tp, pp, dp), self.rank)
-        # Small messages between hosts' CPUs (stop requests, barriers): no accelerator stream has to wait for them.
+        # Small messages between hosts' CPUs (stop requests, barriers): no accelerator stream has to wait for
+        # them.
         self.control_group = dist.new_group(backend="gloo")
 
     # What DeepSpeed calls on an `mpu`.

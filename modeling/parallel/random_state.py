@@ -1,12 +1,12 @@
 """Random state of dropout, as a function of (seed, step, rank's place) alone.
 
-Two streams, as in Megatron-LM (arXiv 1909.08053, appendix B.2): outside tensor-parallel regions the ranks of a tensor
-group must draw the same mask, inside (attention probabilities) each must draw its own. The default stream of the
-accelerator is the first, DeepSpeed's RNG tracker holds the second, since its activation checkpointing saves and restores
-both.
+Two streams, as in Megatron-LM (arXiv 1909.08053, appendix B.2): outside tensor-parallel regions the ranks of
+a tensor group must draw the same mask, inside (attention probabilities) each must draw its own. The default
+stream of the accelerator is the first, DeepSpeed's RNG tracker holds the second, since its activation
+checkpointing saves and restores both.
 
-Reseeding at every step makes resuming exact without storing any state, which matters because DeepSpeed's checkpoints do
-not hold the tracker.
+Reseeding at every step makes resuming exact without storing any state, which matters because DeepSpeed's
+checkpoints do not hold the tracker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def seed_step(seed: int, step: int, at: Coordinates) -> None:
 
 @contextlib.contextmanager
 def tensor_parallel_random(active: bool) -> Iterator[None]:
-    """Draw from this tensor rank's own stream. `active` is False where nothing is drawn or there is one tensor rank."""
+    """Draw from this tensor rank's own stream.
+
+    `active` is False where nothing is drawn or there is one tensor rank.
+    """
     if not active:
         yield
         return

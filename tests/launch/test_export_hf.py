@@ -107,7 +107,7 @@ def validation_losses(run_directory: Path) -> dict[int, float]:
 
 
 def transformers_loss(directory: Path, recipe: Recipe) -> float:
-    """The recipe's loss over its validation samples in nats, computed by what transformers makes of `directory`."""
+    """The recipe's loss over its validation samples in nats, by what transformers makes of `directory`."""
     samples = build(recipe, say=lambda text: None).validation
     fields = {name: torch.from_numpy(values) for name, values in samples.fields.items()}
     model = (
@@ -309,7 +309,7 @@ def test_a_run_keeps_its_vocabulary_and_refuses_another(tmp_path):
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory) -> Path:
-    """A transformers GPT-2 of the tiny recipe's shape whose every weight, biases and norms too, is far from its initial value."""
+    """A transformers GPT-2 of the tiny recipe's shape with every weight far from its initial value."""
     torch.manual_seed(7)
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -357,7 +357,8 @@ def test_given_weights_of_another_shape_are_refused_with_every_mismatch(foreign,
     initial_weights.check(foreign, tiny)
     with pytest.raises(ValueError) as refused:
         initial_weights.check(foreign, catalog.load())
-    fix = "--set model.layers=4 --set model.hidden=64 --set model.heads=4 --set model.vocab_size=509 --set sequence_length=64"
+    shape = dict(layers=4, hidden=64, heads=4, vocab_size=509)
+    fix = " ".join(f"--set model.{key}={value}" for key, value in shape.items()) + " --set sequence_length=64"
     assert str(refused.value).count("--init_from") == 5 and fix in str(refused.value)
 
     def config(**values) -> Path:

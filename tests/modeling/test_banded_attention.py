@@ -1,4 +1,7 @@
-"""Kernels of banded attention against a loop over positions, and which one is chosen. Models of banded layers: test_sparse_models.py."""
+"""Kernels of banded attention against a loop over positions, and which one is chosen.
+
+Models of banded layers: test_sparse_models.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 KERNELS = {"blocks": band.by_blocks, "dense mask": band.by_dense_mask, "chosen": band.banded_attention}
 SIZES = [  # positions, window, head size
-    (1, 1, 3), (7, 3, 5), (65, 1, 8), (97, 33, 4), (129, 64, 7), (130, 129, 8), (130, 130, 8), (130, 500, 8), (261, 40, 6), (300, 101, 1),
+    (1, 1, 3), (7, 3, 5), (65, 1, 8), (97, 33, 4), (129, 64, 7), (130, 129, 8), (130, 130, 8), (130, 500, 8),
+    (261, 40, 6), (300, 101, 1),
 ]  # fmt: skip
 
 
@@ -162,8 +166,9 @@ def test_the_chosen_kernel_runs(monkeypatch):
 @pytest.mark.parametrize(
     ("kernel", "positions", "window", "fewer"),
     [
-        ("blocks", 256, 16, True), ("blocks", 512, 160, False), ("dense mask", 256, 16, False), ("causal", 256, 256, False),
-        ("flex_attention", 1024, 64, True), ("flex_attention", 1024, 769, True), ("flex_attention", 1024, 770, False),
+        ("blocks", 256, 16, True), ("blocks", 512, 160, False), ("dense mask", 256, 16, False),
+        ("causal", 256, 256, False), ("flex_attention", 1024, 64, True),
+        ("flex_attention", 1024, 769, True), ("flex_attention", 1024, 770, False),
     ],
 )  # fmt: skip
 def test_scores_are_counted(kernel, positions, window, fewer):

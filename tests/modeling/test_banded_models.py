@@ -1,6 +1,7 @@
 """Models with banded layers: what a layer sees, layouts, conversion, what is said about them, compilation.
 
-Under tensor parallelism they are checked in the launch of tests/test_modeling.py too (tests/workers/sparse.py).
+Under tensor parallelism they are checked in the launch of tests/test_modeling.py too
+(tests/workers/sparse.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ BANDED = ("model.attention=[dense,banded]", "model.attention_window=24")
 
 def model(windows: tuple[int | None, ...], dropout: float = 0.0) -> GPT2:
     shape = GPT2Shape(
-        layers=len(windows), hidden=16, heads=2, vocab=50, padded_vocab=64, positions=300, attention_dropout=dropout, windows=windows
+        layers=len(windows), hidden=16, heads=2, vocab=50, padded_vocab=64, positions=300,
+        attention_dropout=dropout, windows=windows,
     )  # fmt: skip
     return GPT2(shape, group=None, init=Init(seed=0, std=0.3, layers=len(windows)))
 
@@ -208,7 +210,9 @@ def test_the_plan_names_the_kernel(monkeypatch):
     assert plan_text.describe_attention(plan_of()) == []
     wide = build_model.band_kernel(plan_of("model.attention=[banded]", "model.attention_window=200"))
     assert wide == (
-        "dense mask (the window covers most of the sequence, and flex_attention has no backward pass on a CPU); counted, not timed: no "
+        "dense mask (the window covers most of the sequence, and flex_attention has no backward pass on a "
+        "CPU); "
+        "counted, not timed: no "
         "fewer scores than in dense layers"
     )
     sber = SimpleNamespace(recipe=catalog.load("sber_path_to_13b/07-gpt3-large-sparse"), precision="fp16")

@@ -1,6 +1,7 @@
-"""BERT in one process: padding, predicted positions, both placements, losses, recomputation, what the engine is given.
+"""BERT in one process: padding, predicted positions, placements, losses, recomputation, the engine's input.
 
-Logits against `transformers` are in test_convert_bert.py, parallel layouts in tests/launch/parity/test_bert_layouts.py.
+Logits against `transformers` are in test_convert_bert.py, parallel layouts in
+tests/launch/parity/test_bert_layouts.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ BOTH = pytest.mark.parametrize("post", [False, True], ids=["pre-LN", "post-LN"])
 
 def bert(post: bool = False, head: str = "sop", **options) -> Bert:
     shape = BertShape(
-        layers=3, hidden=32, heads=4, vocab=V, padded_vocab=128, positions=S, post_norm=post, sentence_head=head, **options
+        layers=3, hidden=32, heads=4, vocab=V, padded_vocab=128, positions=S, post_norm=post,
+        sentence_head=head, **options,
     )  # fmt: skip
     return Bert(shape, group=None, init=Init(seed=3, std=0.1, layers=3)).eval()
 
@@ -34,9 +36,11 @@ def batch(lengths=(24, 17, 9)) -> dict[str, torch.Tensor]:
     lengths = torch.tensor(lengths)
     positions = torch.stack([torch.randperm(int(n), generator=g)[:P] for n in lengths])
     return {
-        "tokens": torch.randint(5, V, (B, S), generator=g), "token_types": (torch.arange(S) > 6).long().repeat(B, 1),
+        "tokens": torch.randint(5, V, (B, S), generator=g),
+        "token_types": (torch.arange(S) > 6).long().repeat(B, 1),
         "lengths": lengths, "positions": positions, "labels": torch.randint(5, V, (B, P), generator=g),
-        "weights": torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]), "sentence_labels": torch.tensor([0, 1, 1]),
+        "weights": torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]),
+        "sentence_labels": torch.tensor([0, 1, 1]),
         "sentence_weights": torch.full((B,), 1 / B),
     }  # fmt: skip
 
@@ -123,7 +127,7 @@ def test_without_a_sentence_head_there_is_no_pooler():
 
 @BOTH
 def test_recomputation_changes_no_gradient(post, monkeypatch):
-    """With torch's own checkpointing, since DeepSpeed's wants a process group; test_layouts.py has DeepSpeed's."""
+    """By torch's own checkpointing, since DeepSpeed's wants a process group."""
     recompute = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     monkeypatch.setattr(deepspeed.checkpointing, "checkpoint", recompute)
     gradients = []

@@ -1,4 +1,4 @@
-"""BERT to and from `transformers`: round trips, equal logits of both placements and all heads, and what is refused."""
+"""BERT to and from `transformers`: round trips, equal logits of all placements and heads, and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ LENGTHS = torch.tensor([16, 9, 1])
 def recipe(layer_norm: str, sentence_head: str) -> Recipe:
     return Recipe.model_validate(dict(
         title="test", sequence_length=16, steps=10, batch={"global": 4}, optimizer={"lr": 1e-3},
-        model=dict(family="bert", layers=3, hidden=32, heads=4, vocab_size=83, layer_norm=layer_norm, sentence_head=sentence_head),
+        model=dict(
+            family="bert", layers=3, hidden=32, heads=4, vocab_size=83,
+            layer_norm=layer_norm, sentence_head=sentence_head,
+        ),
         data={"tokenizer": {"kind": "trained_wordpiece"}},
     ))  # fmt: skip
 
@@ -43,7 +46,10 @@ def random_input() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def both_logits(wanted: Recipe, weights, model: torch.nn.Module):
-    """((tokens, V) where not padding, (B, 2) or None) of our model with `weights`, and of transformers' model."""
+    """Logits of our model with `weights`, and of transformers' model.
+
+    Each ((tokens, V) where not padding, (B, 2) or None).
+    """
     tokens, types = random_input()
     real = torch.arange(16) < LENGTHS[:, None]
     with torch.no_grad():
@@ -120,7 +126,8 @@ def test_a_bare_encoder_is_refused_or_read_without_its_heads():
     found = from_transformers(bare.state_dict(), wanted.model, allow_missing_heads=True)
     whole = {entry.ours for entry in bert.name_map(wanted.model)}
     assert whole - set(found) == {
-        "head.transform.weight", "head.transform.bias", "head.norm.weight", "head.norm.bias", "head.sentence.weight", "head.sentence.bias",
+        "head.transform.weight", "head.transform.bias", "head.norm.weight", "head.norm.bias",
+        "head.sentence.weight", "head.sentence.bias",
         "decoder_bias.bias",
     }  # fmt: skip
     for name in ("encoder.layer.1.output.dense.bias", "embeddings.LayerNorm.weight"):

@@ -1,4 +1,4 @@
-"""Cost arithmetic against published numbers, and against what torch counts on transformers' GPT-2 and BERT."""
+"""Cost arithmetic against published numbers, and against what torch counts on transformers' models."""
 
 import subprocess
 import sys
@@ -13,8 +13,9 @@ def gpt2(layers: int, hidden: int, heads: int = 16, vocab_size: int = 50257) -> 
     return Model(layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size)
 
 
-# "Adventures with BERT and GPT2" (DGX-2), sequence 1024: the printed size is the sum over the tensor-parallel ranks,
-# the vocabulary padded to a multiple of 128 tp. 54x1920 is printed beside tp 2 with the size it has at tp 1.
+# "Adventures with BERT and GPT2" (DGX-2), sequence 1024: the printed size is the sum over the tensor-parallel
+# ranks, the vocabulary padded to a multiple of 128 tp. 54x1920 is printed beside tp 2 with the size it has at
+# tp 1.
 @pytest.mark.parametrize(
     ("layers", "hidden", "tp", "padded_vocab", "printed"),
     [
@@ -39,8 +40,8 @@ def bert(layers: int, hidden: int, heads: int = 16, vocab_size: int = 30522, **m
     )
 
 
-# "Adventures with BERT and GPT2" (DGX-2), BERT, sequence 512: the nine distinct sizes that it prints, each the sum over the
-# tensor-parallel ranks, with the uncased vocabulary (30522) padded to a multiple of 128 tp.
+# "Adventures with BERT and GPT2" (DGX-2), BERT, sequence 512: the nine distinct sizes that it prints, each
+# the sum over the tensor-parallel ranks, with the uncased vocabulary (30522) padded to a multiple of 128 tp.
 DGX2_BERT = [
     (24, 1024, 16, 1, 30592, 336297858),
     (40, 1536, 16, 1, 30592, 1185801090),
@@ -91,7 +92,8 @@ def test_bert_stages_hold_what_they_compute():
         )
 
 
-# "GPT2 Experiments" (Jean Zay): logs of the public runs, tp 4, vocabulary 50688: first, middle and last pipeline stage.
+# "GPT2 Experiments" (Jean Zay): logs of the public runs, tp 4, vocabulary 50688: first, middle and last
+# pipeline stage.
 @pytest.mark.parametrize(
     ("layers", "hidden", "printed"),
     [
@@ -119,7 +121,8 @@ def test_a_vocabulary_that_the_ranks_cannot_share_is_our_bug():
         cost.parameters_per_rank(gpt2(12, 768, 12), 1024, tp=2)
 
 
-# "GPT2 Experiments", Megatron performance table: size label in 10^9, global batch, GPUs, seconds, printed TFLOPS.
+# "GPT2 Experiments", Megatron performance table: size label in 10^9, global batch, GPUs, seconds, printed
+# TFLOPS.
 @pytest.mark.parametrize(
     ("billions", "global_batch", "gpus", "seconds", "printed"),
     [
@@ -177,7 +180,8 @@ def test_counts_are_what_torch_counts_on_transformers_gpt2(checkpointing):
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     tokens = torch.zeros(batch, length, dtype=torch.long)
-    # Early stop would skip the last product of every recomputed layer; DeepSpeed's checkpointing recomputes all of it.
+    # Early stop would skip the last product of every recomputed layer; DeepSpeed's checkpointing recomputes
+    # all of it.
     with set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:
         model(tokens).logits.sum().backward()
     assert sum(p.numel() for p in model.parameters()) == cost.parameters(shape, length)
@@ -237,7 +241,7 @@ def test_pairs_of_a_band(length, window):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_banded_layer_counts_its_band(checkpointing):
-    """Two of three layers: their scores and values count the pairs of the band, all else is that of the dense model."""
+    """Two of three layers count the pairs of the band; all else is the dense model's."""
     dense = gpt2(3, 32, 4, vocab_size=80)
     banded = Model.model_validate(
         {**dense.model_dump(), "attention": ("banded", "dense"), "attention_window": 5}
@@ -257,22 +261,25 @@ def test_exact_tflops_is_per_gpu():
     assert cost.exact_tflops(6e12, seconds=2.0, gpus=3) == 1.0
 
 
-# Rajbhandari et al., arXiv 1910.02054, figure 1: 7.5 billion parameters, 64 data-parallel ranks, mixed precision.
+# Rajbhandari et al., arXiv 1910.02054, figure 1: 7.5 billion parameters, 64 data-parallel ranks, mixed
+# precision.
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_model_states_of_zero(stage, gigabytes):
     assert cost.model_state_bytes(7.5e9, stage, dp=64) / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
 def test_model_states_in_fp32():
-    # ZeRO steps a copy of the weights, in fp32 as well: 4 + 4 + 12 where plain data parallelism has 4 + 4 + 8.
+    # ZeRO steps a copy of the weights, in fp32 as well: 4 + 4 + 12 where plain data parallelism has 4 + 4 +
+    # 8.
     assert cost.model_state_bytes(1, 0, dp=8, mixed_precision=False) == 16
     assert cost.model_state_bytes(1, 1, dp=8, mixed_precision=False) == 8 + 12 / 8
     assert cost.model_state_bytes(1, 2, dp=8, mixed_precision=False) == 4 + 16 / 8
     assert cost.model_state_bytes(1, 3, dp=8, mixed_precision=False) == 20 / 8
 
 
-# Bytes per parameter of a whole model on one rank, while it steps. Those of DeepSpeed 0.19.8 are what its tensors hold in a run of eight
-# square layers, less its staging buffers; launch/deepspeed_fixes/zero0.py for stage 0.
+# Bytes per parameter of a whole model on one rank, while it steps. Those of DeepSpeed 0.19.8 are what its
+# tensors hold in a run of eight square layers, less its staging buffers; launch/deepspeed_fixes/zero0.py for
+# stage 0.
 @pytest.mark.parametrize(
     ("stage", "mixed", "away", "gpu", "host", "nvme"),
     [
@@ -316,7 +323,8 @@ def test_model_states_of_a_step_are_sharded():
 
 
 def test_zero_offload_trains_13_billion_parameters_on_one_v100():
-    # Ren et al., arXiv 2101.06840, table 2: 13B on one 32 GB V100 with 1.5 TB of host memory, where plain data parallelism has 1.4B.
+    # Ren et al., arXiv 2101.06840, table 2: 13B on one 32 GB V100 with 1.5 TB of host memory, where plain
+    # data parallelism has 1.4B.
     states = cost.placed_state_bytes(13e9, 2, 1, optimizer="host")
     assert states.gpu <= 32e9 and 16 * 13e9 <= states.host <= 1.5e12
     assert cost.placed_state_bytes(1.4e9, 0, 1).gpu <= 32e9 < cost.placed_state_bytes(13e9, 0, 1).gpu

@@ -1,4 +1,7 @@
-"""Parameters counted at every rank, against DeepSpeed's real PipelineModule in a process group whose other ranks do not exist."""
+"""Parameters counted at every rank, against DeepSpeed's real PipelineModule.
+
+Its process group has ranks that do not exist.
+"""
 
 from math import prod
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The modules, on four gloo ranks against the dense model, and alone in this process; conversion; generation."""
+"""The modules on four gloo ranks against the dense model, and in this process; conversion; generation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launch.training.engine import parameter_groups
 from modeling.generation import continue_tokens
 from modeling.gpt2 import GPT2, GPT2Shape
 from modeling.huggingface.gpt2 import CONVERSION, config, from_transformers
-from modeling.initialization import Init, Shard
+from modeling.initialization import Init, Shard, canonical_name
 from modeling.layer_list import call, recomputed_chunks
 from modeling.parallel.process_grid import (
     Coordinates,
@@ -69,7 +69,7 @@ def gpt2(given=None, *, seed: int = 0, shape: GPT2Shape = SHAPE, std: float = 0.
 def canonical(model: GPT2) -> dict[str, torch.Tensor]:
     """Full, unpadded weights by name."""
     return {
-        p.canonical_name: p.detach() if p.shard is None else p.shard.join([p.detach()])  # type: ignore[attr-defined]
+        canonical_name(p): p.detach() if p.shard is None else p.shard.join([p.detach()])
         for p in model.parameters()
     }
 
@@ -129,7 +129,7 @@ def test_grid_agrees_with_deepspeeds_topology(degrees):
 
 
 def test_weights_depend_on_seed_and_name_alone():
-    """Another depth, another order of construction and a disturbed global generator leave a tensor as it is."""
+    """Another depth, order of construction or state of the global generator leaves a tensor as it is."""
     first = canonical(gpt2())
     torch.manual_seed(99)
     np.random.seed(99)
@@ -211,7 +211,7 @@ def test_given_weights_of_another_shape_are_refused():
 def test_biases_and_layer_norms_are_not_decayed():
     model = gpt2()
     decayed, plain = parameter_groups(model, 0.1)
-    names = {id(p): p.canonical_name for p in model.parameters()}  # type: ignore[attr-defined]
+    names = {id(p): p.canonical_name for p in model.parameters()}
     undecayed = {names[id(p)] for p in plain["params"]}
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert undecayed == {n for n in names.values() if n.endswith(".bias") or "norm" in n}
@@ -222,7 +222,7 @@ def test_partitioned_parameters_are_told_apart_by_their_full_shape():
     """ZeRO-3 leaves every parameter empty and one-dimensional."""
     module = torch.nn.Linear(3, 2)
     for parameter in module.parameters():
-        parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
+        parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
     decayed, plain = parameter_groups(module, 0.1)
     assert decayed["params"][0] is module.weight and plain["params"][0] is module.bias
@@ -332,7 +332,7 @@ def test_a_directory_without_weights_is_refused(tmp_path):
 
 
 def test_exported_file_is_the_state_dict(theirs, tmp_path):
-    """What `to_transformers` gives can be saved as a safetensors file and is found whole by from_pretrained."""
+    """What `to_transformers` gives can be saved as a safetensors file, and from_pretrained finds it whole."""
     save_file(
         CONVERSION.to_transformers(canonical(gpt2(std=0.3)), MODEL),
         tmp_path / "model.safetensors",
@@ -388,7 +388,10 @@ def test_context_slides(sampler):
 
 
 def test_recomputed_chunks_begin_at_transformer_layers():
-    """Embedding, five layers and the final norm in chunks of two: DeepSpeed alone would pair the embedding with a layer."""
+    """Embedding, five layers and the final norm in chunks of two.
+
+    DeepSpeed alone would pair the embedding with a layer.
+    """
     group = torch.nn.ModuleList(GPT2(GPT2Shape(5, 8, 2, 16, 16, 4), group=None, init=Init(1, 0.02, 5)).layers)
     word, norm = torch.nn.Identity(), torch.nn.Identity()
     in_order = [(call, layer) for layer in (word, *group, norm)]

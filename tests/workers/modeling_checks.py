@@ -1,4 +1,7 @@
-"""Four ranks that check the modeling, with tp 2 (two groups side by side) and tp 4. Started by tests/test_modeling.py."""
+"""Four ranks that check the modeling, with tp 2 (two groups side by side) and tp 4.
+
+Started by tests/test_modeling.py.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from modeling.parallel.random_state import dropout, seed_step, tensor_parallel_r
 
 SEED = 11
 SHAPE = GPT2Shape(
-    layers=3, hidden=32, heads=4, vocab=10, padded_vocab=16, positions=8, hidden_dropout=0.2, attention_dropout=0.2
+    layers=3, hidden=32, heads=4, vocab=10, padded_vocab=16, positions=8,
+    hidden_dropout=0.2, attention_dropout=0.2,
 )  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def batch(shape: GPT2Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def loss_and_gradients(
     grid: ProcessGrid, shape: GPT2Shape, group: Group
 ) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-    """One training pass, reseeded; the third is how many forward passes of layers it took, recomputed ones included."""
+    """One training pass, reseeded; the third counts layers' forward passes, recomputed ones included."""
     used, passes = model(shape, group), 0
 
     def count(*_) -> None:
@@ -128,7 +129,7 @@ def model_draws_inside_and_outside(grid: ProcessGrid) -> None:
 
 
 def hidden_dropout_as_dense(grid: ProcessGrid) -> None:
-    """Without attention dropout a dense model drops the same: outside of tensor-parallel regions masks know no layout."""
+    """Without attention dropout a dense model drops the same: outside of the regions masks know no layout."""
     shape = replace(SHAPE, attention_dropout=0.0)
     cut = loss_and_gradients(grid, shape, grid.tensor_group)[0]
     dense = loss_and_gradients(grid, shape, None)[0]
@@ -162,7 +163,7 @@ def recomputation_is_exact(grid: ProcessGrid) -> None:
 
 
 def recomputed_layers_keep_nothing(grid: ProcessGrid) -> None:
-    """What the layers hold for the backward pass is gone (their inputs are held by DeepSpeed, apart from this count)."""
+    """What the layers hold for the backward pass is gone, besides their inputs, which DeepSpeed holds."""
     kept = saved_bytes(grid, 0)
     for interval in (1, SHAPE.layers):
         left = saved_bytes(grid, interval)

@@ -15,13 +15,14 @@ from modeling.transformer import Attention, LayerShape, TransformerLayer
 
 B, S, H, HEADS, WINDOW = 2, 257, 16, 4, 40  # long enough for the kernel of blocks, and no multiple of a block
 SHAPE = GPT2Shape(
-    layers=2, hidden=16, heads=4, vocab=10, padded_vocab=16, positions=S, hidden_dropout=0.1, attention_dropout=0.3,
+    layers=2, hidden=16, heads=4, vocab=10, padded_vocab=16, positions=S,
+    hidden_dropout=0.1, attention_dropout=0.3,
     windows=(None, WINDOW),
 )  # fmt: skip
 
 
 def banded_layer(group: Group) -> None:
-    """A whole layer against the dense one in one process: output, gradient of the input, every gradient joined."""
+    """A whole layer against the dense one in one process: output, the input's and all joined gradients."""
     shape = LayerShape(H, HEADS, window=WINDOW)
 
     def build(group: Group, init: Init, shape: LayerShape = shape) -> TransformerLayer:

@@ -1,4 +1,7 @@
-"""Checks of every tensor-parallel layer, forward and gradients, against the dense one. Run by modeling_checks.py."""
+"""Checks of every tensor-parallel layer, forward and gradients, against the dense one.
+
+Run by modeling_checks.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from comparing import (
 from safetensors.torch import load_file
 
 from modeling.gpt2 import GPT2, GPT2Shape
-from modeling.initialization import Init
+from modeling.initialization import Init, canonical_name
 from modeling.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from modeling.parallel.cross_entropy import token_losses
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -139,7 +142,7 @@ def embedding_and_tied_projection(group: Group) -> None:
 
 
 def cross_entropy(group: Group, dtype: torch.dtype = torch.float32, offset: float = 0.0) -> None:
-    """Against torch's on the full logits; logits with padding, large ones (`offset`), and every token once as the target."""
+    """Against torch's on the full logits: with padding, large ones (`offset`), every token as a target."""
     targets = torch.arange(VOCAB).view(2, 5)
     full = torch.cat(
         [randn(2, 5, VOCAB, seed=3) * 3 + offset, torch.full((2, 5, PADDED - VOCAB), float("-inf"))], -1
@@ -216,17 +219,17 @@ def whole_model(group: Group) -> None:
 
 
 def initial_weights(group: Group) -> None:
-    """Drawn slices join to the full draw, copies are equal on all ranks; sharded parameters and no others carry the mark."""
+    """Drawn slices join to the full draw, copies are equal on all ranks; only shards are marked."""
     init = Init(seed=5, std=0.02, layers=SHAPE.layers)
     cut, dense = build_gpt2(group, init), build_gpt2(None, init)
-    full = {p.canonical_name: joined(p, p, None)[0] for p in dense.parameters()}  # type: ignore[attr-defined]
-    found = {p.canonical_name: joined(p, p, group) for p in cut.parameters()}  # type: ignore[attr-defined]
-    marked = {p.canonical_name for p in cut.parameters() if getattr(p, "tensor_model_parallel", False)}  # type: ignore[attr-defined]
+    full = {canonical_name(p): joined(p, p, None)[0] for p in dense.parameters()}
+    found = {canonical_name(p): joined(p, p, group) for p in cut.parameters()}
+    marked = {canonical_name(p) for p in cut.parameters() if getattr(p, "tensor_model_parallel", False)}
     assert found.keys() == full.keys()
     for name, copies in found.items():
         for copy in copies:
             assert torch.equal(copy, full[name]), name
-    assert marked == {p.canonical_name for p in cut.parameters() if p.shard is not None}  # type: ignore[attr-defined]
+    assert marked == {canonical_name(p) for p in cut.parameters() if p.shard is not None}
     cut_layers = {"word.weight"} | {f"layers.{i}.{n}" for i in range(SHAPE.layers) for n in SHARDED}
     assert marked == cut_layers, marked ^ cut_layers
     assert not any(getattr(p, "tensor_model_parallel", False) for p in dense.parameters())

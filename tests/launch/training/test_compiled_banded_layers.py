@@ -1,4 +1,4 @@
-"""Banded layers under torch.compile: the block mask stays outside of the graph, and every kind of layer is timed."""
+"""Banded layers under torch.compile: block masks stay outside of the graph, every kind of layer is timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POSITIONS, WINDOW = 256, 40
 
 @pytest.fixture
 def made(monkeypatch) -> list[int]:
-    """flex_attention is chosen on a CPU, where it has a forward pass; lengths of the block masks that are made."""
+    """Choose flex_attention on a CPU, where it has a forward pass; the lengths of block masks made."""
     lengths, create = [], flex_attention.create_block_mask
     monkeypatch.setattr(
         flex_attention,
