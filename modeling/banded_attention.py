@@ -222,11 +222,12 @@ def by_flex(
         mask = block_mask(S, window, q.device)
     if torch.compiler.is_compiling():
         return flex_attention(q, k, v, block_mask=mask)
-    return _compiled_flex()(q, k, v, block_mask=mask)
+    return compiled_flex()(q, k, v, block_mask=mask)
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Any]:
+def compiled_flex() -> Callable[..., Any]:
+    """flex_attention as one fused kernel, compiled once."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)

@@ -1,6 +1,6 @@
 """Kernels of banded attention against a loop over positions, and which one is chosen.
 
-Models of banded layers: test_sparse_models.py.
+Models of banded layers: test_banded_models.py.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_mask_of_flex_attention(positions, window, monkeypatch):
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(band, "_compiled_flex", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(band, "compiled_flex", lambda: flex_attention.flex_attention)
     inputs = tensors(positions, 16, dtype=torch.float32, grad=False)
     torch.testing.assert_close(
         band.by_flex(*inputs, window), band.by_dense_mask(*inputs, window), rtol=1e-5, atol=1e-5

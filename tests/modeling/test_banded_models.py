@@ -1,7 +1,6 @@
 """Models with banded layers: what a layer sees, layouts, conversion, what is said about them, compilation.
 
-Under tensor parallelism they are checked in the launch of tests/test_modeling.py too
-(tests/workers/sparse.py).
+Under tensor parallelism they are checked in the launch of test_modeling.py too (tests/workers/sparse.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Four ranks that check the modeling, with tp 2 (two groups side by side) and tp 4.
 
-Started by tests/test_modeling.py.
+Started by tests/modeling/test_modeling.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Two ranks that train a model with banded layers under several layouts, one with a broken band.
 
-Started by tests/test_sparse_models.py. sparse_layouts.py DIRECTORY    which holds recipe.yaml and gets a run
-directory for every case
+Started by tests/modeling/test_banded_models.py.
+
+sparse_layouts.py DIRECTORY    which holds recipe.yaml and gets a run directory for every case
 """
 
 from __future__ import annotations

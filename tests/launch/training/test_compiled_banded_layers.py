@@ -128,20 +128,21 @@ def test_every_banded_layer_is_prepared_where_the_kernel_wants_it(made, monkeypa
 
 def test_each_kind_of_layer_has_its_own_time(monkeypatch):
     """In the order eager, compiled; a model of one kind is not told about kinds."""
-    times = iter([4.0, 2.0, 9.0, 3.0])
-    monkeypatch.setattr(compiling, "seconds_of_pass", lambda loss: (loss(), next(times))[1])
     monkeypatch.setattr(torch, "compile", lambda what: what)
-    module, grid = nn.Module(), SimpleNamespace(tp=1)
+    monkeypatch.setattr(compiling, "seed_step", lambda *place: None)
+    module, grid = nn.Module(), SimpleNamespace(tp=1, at=None)
     module.loss_fn = SimpleNamespace(function=None)
-    gains = compiling._compile_layers(
-        module, plan_of("model.attention=[banded,dense]", "model.attention_window=24"), grid
+
+    def gains(times: list[float], *settings: str) -> str:
+        left = iter(times)
+        monkeypatch.setattr(compiling, "seconds_of_pass", lambda loss: (loss(), next(left))[1])
+        said = compiling.compile_module(module, plan_of(*settings), grid)
+        return said.removeprefix("compiled: forward and backward of ").split(";")[0]
+
+    alternating = "model.attention=[banded,dense]", "model.attention_window=24"
+    assert gains([4.0, 2.0, 9.0, 3.0], *alternating) == (
+        "one banded layer (2 of 4) 2000.0 ms instead of 4000.0 ms (2.00x), "
+        "one dense layer (2 of 4) 3000.0 ms instead of 9000.0 ms (3.00x)"
     )
-    assert [str(gain) for gain in gains] == [
-        "one banded layer (2 of 4) 2000.0 ms instead of 4000.0 ms (2.00x)",
-        "one dense layer (2 of 4) 3000.0 ms instead of 9000.0 ms (3.00x)",
-    ]
-    times = iter([4.0, 2.0])
-    assert [gain.what for gain in compiling._compile_layers(module, plan_of(), grid)] == [
-        "one transformer layer"
-    ]
+    assert gains([4.0, 2.0]) == "one transformer layer 2000.0 ms instead of 4000.0 ms (2.00x)"
     assert model_shape(plan_of().recipe, 512).layer_kinds().keys() == {LayerShape(64, 4)}

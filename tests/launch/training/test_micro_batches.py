@@ -1,0 +1,52 @@
+"""What the engines take of a micro-batch of each family, and how it is weighted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from launch.training import micro_batches
+from recipes.micro_batch import FIELDS
+
+SIZES = dict(samples=3, length=24, predictions=4, vocabulary=90)
+ALONE = SimpleNamespace(dp=1)
+FAMILIES = pytest.mark.parametrize("family", FIELDS)
+
+
+def batch(family: str) -> micro_batches.MicroBatch:
+    fields = FIELDS[family]
+    values = micro_batches.random_batch(fields, **SIZES, device="cpu")
+    whole = dict(zip(fields.names, values, strict=True))
+    if fields.padded:
+        whole["lengths"] = torch.full((3,), 24)
+    return whole
+
+
+@FAMILIES
+def test_a_random_batch_has_the_shapes_of_the_fields(family):
+    fields, sizes = FIELDS[family], dict(B=3, S=24, P=4)
+    for name, dimensions in {**fields.inputs, **fields.targets}.items():
+        value = batch(family)[name]
+        assert value.shape == tuple(sizes[dimension] for dimension in dimensions), name
+        assert value.dtype == (torch.float32 if "weights" in name else torch.int64), name
+
+
+@FAMILIES
+def test_inputs_go_to_the_first_stage_and_targets_to_the_last(family):
+    given, fields = batch(family), FIELDS[family]
+    inputs, targets = micro_batches.for_pipeline(given)
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    for names, values in ((fields.inputs, inputs), (fields.targets, targets)):
+        assert all(given[name] is value for name, value in zip(names, values, strict=True))
+
+
+def test_weights_are_scaled_by_the_steps_predictions_where_samples_differ_in_them():
+    packed = [batch("gpt2")]
+    assert micro_batches.normalised(packed, ALONE, "cpu") is packed, "the loader's weights are right already"
+    uneven = [{**batch("bert"), "weights": torch.ones(3, 4) * weight} for weight in (0.0, 1.0)]
+    scaled = micro_batches.normalised(uneven, ALONE, "cpu")
+    assert [float(b["weights"].sum()) for b in scaled] == pytest.approx([0, 2]), (
+        "their mean over micro-batches is 1"
+    )
