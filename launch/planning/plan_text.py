@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_configs.plan import Plan
 from modeling import cost
-from recipes.schema import Model
+from recipes.family_words import WORDS
 
 
 def describe_plan(
@@ -29,7 +29,7 @@ def describe_plan(
     )
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
-        ("model", f"{describe_family(model)}, {model.layers} layers, hidden size {model.hidden}, {model.heads} heads, "
+        ("model", f"{WORDS[model.family].describe(model)}, {model.layers} layers, hidden size {model.hidden}, {model.heads} heads, "
                   f"sequence length {recipe.sequence_length}, vocabulary {model.vocab_size} (padded to {plan.padded_vocab})"),
         *describe_attention(plan, here=here),
         ("parameters", f"{parameters:,}"),
@@ -79,11 +79,3 @@ def describe_attention(plan: Plan, *, here: bool = True) -> list[tuple[str, str]
     from launch.training.build_model import band_kernel
 
     return [("attention", kinds), ("  banded by", f"{band_kernel(plan)}")]
-
-
-def describe_family(model: Model) -> str:
-    """GPT-2, or BERT with its choices."""
-    if model.family == "gpt2":
-        return "GPT-2"
-    objective = "no sentence head" if model.sentence_head == "none" else f"{model.sentence_head.upper()} head"
-    return f"BERT ({model.layer_norm}-LN, {objective})"

@@ -12,8 +12,8 @@ from launch.runs.directory import RunDirectory, read_metrics
 from launch.runs.loss_plot import plot_loss
 from launch.runs.metrics import Metrics
 from launch.training import initial_weights
+from recipes.family_words import WORDS
 
-SAMPLE_TOKENS = 80
 LARGEST_SAMPLED = (
     2_000_000_000  # parameters; above this, rank 0 does not assemble the whole model to continue a prompt
 )
@@ -181,7 +181,7 @@ class Report(Silence):
         return band_kernel(self.job.plan)
 
     def _token(self) -> str:
-        return "masked token" if self.job.plan.recipe.model.family == "bert" else "token"
+        return WORDS[self.job.plan.recipe.model.family].predicted
 
     def sample(self) -> str:
         """The prompt, continued or with its masks filled by the final weights; a line that says so where the model is too large."""
@@ -189,7 +189,7 @@ class Report(Silence):
         from launch.checkpoints.weights import load_tensors
         from launch.training.build_model import whole_model
         from modeling import cost
-        from modeling.generation import continue_tokens, fill_masks
+        from modeling.families import family_of
 
         recipe = self.job.plan.recipe
         if cost.parameters(recipe.model, recipe.sequence_length) > LARGEST_SAMPLED:
@@ -199,14 +199,4 @@ class Report(Silence):
         if saved is None or saved.step < recipe.steps:
             return "not sampled: there is no checkpoint of the last step (run.save_last=false); --set run.save_last=true keeps one"
         model = whole_model(recipe, load_tensors(saved.directory))
-        tokenizer = self.corpus.tokenizer
-        if recipe.model.family == "bert":
-            tokens = tokenizer.encode(recipe.run.prompt)[: recipe.sequence_length]
-            return tokenizer.decode(
-                fill_masks(model, tokens, mask=tokenizer.mask_token_id), skip_special_tokens=True
-            )
-        prompt = tokenizer.encode(
-            recipe.run.prompt, add_special_tokens=False
-        )  # a WordPiece vocabulary would add [CLS] and [SEP]
-        more = continue_tokens(model, prompt, SAMPLE_TOKENS, seed=recipe.seed, end=tokenizer.eos_token_id)
-        return tokenizer.decode(prompt + more)
+        return family_of(recipe.model).answer(model, self.corpus.tokenizer, recipe.run.prompt, recipe.seed)
