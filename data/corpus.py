@@ -13,21 +13,33 @@ from transformers import PreTrainedTokenizerFast
 
 from data import cache
 from data.cache import Say
-from data.entropy import unigram_cross_entropy
 from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
 from data.samples.fields import HeldOut, Parts, TrainingSamples
-from data.sources.documents import Source, open_source
+from data.sources.documents import Source
+from data.sources.opening import open_source
 from data.splits.stored import store_parts
 from data.splits.streamed import stream_parts
 from data.stores.cached import cached_store
-from data.stores.ready_made import given_store, store_prefix
+from data.stores.ready_made import ready_made_store, store_prefix
+from data.streams.families import FAMILIES, Family, family_of
 from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.schema import BlendPart, Origin, Recipe
 
 _ADDED_UP = frozenset(
-    {"documents", "text_bytes", "train_documents", "train_tokens", "held_out_documents", "held_out_tokens", "test_documents", "test_tokens",
-     "documents_read_for_validation", "unigram_tokens", "samples_per_epoch"}
-)  # fmt: skip
+    [
+        "documents",
+        "text_bytes",
+        "train_documents",
+        "train_tokens",
+        "held_out_documents",
+        "held_out_tokens",
+        "test_documents",
+        "test_tokens",
+        "documents_read_for_validation",
+        "unigram_tokens",
+        "samples_per_epoch",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -59,16 +71,15 @@ def build(
     directory = cache_directory or cache.default_directory()
     origins = recipe.data.origins
     assert source is None or len(origins) == 1, "one source cannot take the place of several"
-    for origin in origins if source is None else ():
-        if origin.source == "store":
-            store_prefix(
-                origin, recipe.model.family
-            )  # before its vocabulary is looked for: the store's absence is the cause
+    if source is None:
+        for origin in origins:  # before its vocabulary is looked for: the store's absence is the cause
+            if origin.source == "store":
+                check_origin(origin, recipe.model.family)
     sources = [
         source or (None if origin.source == "store" else open_source(origin, say)) for origin in origins
     ]
     tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
-    parts = _all_parts(recipe, sources, tokenizer, directory, say)
+    parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, directory, say)
     return Corpus(
         tokenizer=tokenizer,
         train=parts.train,
@@ -89,49 +100,36 @@ def build(
 
 
 def check_origin(origin: Origin, family: str = "gpt2") -> None:
-    """
+    """Open what an origin names.
+
     Raises:
-        ValueError: files or packages that the origin names are not there.
+        ValueError: files or packages that it names are not there.
     """
     if origin.source == "store":
-        store_prefix(origin, family)
+        store_prefix(origin, FAMILIES[family].sequences)
     else:
         open_source(origin)
 
 
 def _all_parts(
-    recipe: Recipe,
-    sources: Sequence[Source | None],
-    tokenizer: PreTrainedTokenizerFast,
-    directory: Path,
-    say: Say,
+    recipe: Recipe, family: Family, sources: Sequence[Source | None], directory: Path, say: Say
 ) -> Parts:
     origins = recipe.data.origins
     weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]
     wanted = np.maximum(largest_remainder(weights, recipe.run.validation_samples), 1).tolist()
-    found = [
-        _parts(recipe, origin, source, tokenizer, count, directory, say)
-        for origin, source, count in zip(origins, sources, wanted, strict=True)
-    ]
+    found = []
+    for origin, source, count in zip(origins, sources, wanted, strict=True):
+        if source and not source.finite:
+            blended = bool(recipe.data.blend)
+            found.append(stream_parts(recipe, family, origin, source, count, blended, say))
+            continue
+        sequences, tokenizer = family.sequences, family.tokenizer
+        if source:
+            opened = cached_store(sequences, origin, source, tokenizer, directory, say)
+        else:
+            opened = ready_made_store(recipe.data.tokenizer.kind, sequences, origin, tokenizer)
+        found.append(store_parts(recipe, family, opened, count))
     return found[0] if len(found) == 1 else _blended(recipe, found, weights)
-
-
-def _parts(
-    recipe: Recipe,
-    origin: Origin,
-    source: Source | None,
-    tokenizer: PreTrainedTokenizerFast,
-    wanted: int,
-    directory: Path,
-    say: Say,
-) -> Parts:
-    if source is None:
-        return store_parts(recipe, given_store(recipe, origin, tokenizer), tokenizer, wanted)
-    if source.finite:
-        return store_parts(
-            recipe, cached_store(recipe, origin, source, tokenizer, directory, say), tokenizer, wanted
-        )
-    return stream_parts(recipe, origin, source, tokenizer, wanted, bool(recipe.data.blend), say)
 
 
 def _blended(recipe: Recipe, parts: Sequence[Parts], weights: Sequence[float]) -> Parts:
@@ -168,3 +166,15 @@ def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[floa
         "train_tokens_crc32": ",".join(checksums),
         "parts": [{"weight": weight, **summary} for summary, weight in zip(summaries, weights, strict=True)],
     }
+
+
+def unigram_cross_entropy(counts: np.ndarray, labels: np.ndarray) -> float:
+    """Nats per token of `labels` under token frequencies with add-one smoothing: p(t) = (count(t) + 1) / (N + V).
+
+    Args:
+        counts: (V,) occurrences in the training tokens.
+        labels: any shape, token ids below V.
+    """
+    frequencies = np.asarray(counts, dtype=np.float64) + 1.0
+    logarithms = np.log(frequencies) - np.log(frequencies.sum())
+    return float(-logarithms[np.asarray(labels)].mean())

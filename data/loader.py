@@ -17,18 +17,7 @@ import torch
 
 from data.batches import MicroBatch, batch_digest, micro_batch
 from data.prefetch import InTurn, Prefetcher
-from data.samples.fields import Fields, HeldOut, TrainingSamples
-
-__all__ = [
-    "BatchLayout",
-    "MicroBatch",
-    "StepBatches",
-    "batch_digest",
-    "merge_states",
-    "micro_batch",
-    "rank_rows",
-    "validation_batches",
-]
+from data.samples.fields import HeldOut, TrainingSamples
 
 
 class BatchLayout(Protocol):
@@ -138,16 +127,11 @@ class _Producer:
         fields = self.samples.take((step * size + self.rows).ravel().tolist(), self.seed)
         weights = np.full(micro, 1.0 / micro)
         batches = [
-            micro_batch(_rows(fields, slice(at, at + micro)), weights)
-            for at in range(0, self.rows.size, micro)
+            micro_batch(fields.rows(slice(at, at + micro)), weights) for at in range(0, self.rows.size, micro)
         ]
         if torch.cuda.is_available():  # pinned memory is copied to the device without waiting
             batches = [{key: tensor.pin_memory() for key, tensor in batch.items()} for batch in batches]
         return batches, self.samples.state((step + 1) * size)
-
-
-def _rows(fields: Fields, rows: slice) -> Fields:
-    return {key: values[rows] for key, values in fields.items()}
 
 
 def _cuda_device() -> Callable[[], None]:

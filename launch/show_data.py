@@ -91,8 +91,6 @@ def check(args, recipe: Recipe) -> None:
 
 
 def show_samples(recipe: Recipe, corpus, args) -> int:
-    from data.samples.decoding import describe
-
     if args.split == "train":
         first = args.step * recipe.batch.global_
         positions = range(first, first + min(args.samples, recipe.batch.global_))
@@ -109,7 +107,7 @@ def show_samples(recipe: Recipe, corpus, args) -> int:
         f"{corpus.summary['source']}: {recipe.sequence_length} tokens per sample, vocabulary of {corpus.summary['vocabulary_size']}"
     )
     for row, name in enumerate(names):
-        print(f"\n--- {name}: {describe(fields, row, corpus.tokenizer, recipe.model.sentence_head)}")
+        print(f"\n--- {name}: {fields.describe(row, corpus.tokenizer, recipe.model.sentence_head)}")
     return 0
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from data.prepare.words import Words, ngrams, words_of
-from data.sources.records import Broken, format_of
+from data.sources.files import format_of
+from data.sources.records import Broken
 from recipes.schema import Origin
 
 _FILTER_BITS = 24  # the table that almost every n-gram is dismissed by: 16 MiB, one byte an entry

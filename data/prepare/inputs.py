@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from data.prepare.settings import Settings
-from data.sources.records import Broken, Raw, RecordFormat, files_of, format_of
+from data.sources.files import files_of, format_of
+from data.sources.opening import hub_source
+from data.sources.records import Broken, Raw, RecordFormat
 
 CHUNK_RECORDS = 4096  # at most; the bytes of a chunk are given by `Settings.chunk_mb`
 # Text per byte of file, for the progress bar only.
@@ -52,12 +54,7 @@ class HubFormat:
         self._origins = {str(origin.name): origin for origin in settings.origins}
 
     def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
-        from data.sources.documents import open_source
-        from data.sources.hub import HubSource  # `datasets` takes a second to import
-
-        source = open_source(self._origins[str(path)])
-        assert isinstance(source, HubSource)
-        return source.records(start)
+        return hub_source(self._origins[str(path)]).records(start)
 
     def parse(self, raw: Raw) -> str | Broken | None:
         assert isinstance(raw.payload, str)

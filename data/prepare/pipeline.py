@@ -13,7 +13,7 @@ from data.prepare import assemble, chunk_file, pool, report, tokenizer
 from data.prepare.contamination import Evaluation, read_evaluation
 from data.prepare.inputs import Chunk, Cursor, Inputs
 from data.prepare.minhash import Bands, choose_bands
-from data.prepare.settings import FORMAT_VERSION, Settings
+from data.prepare.settings import FORMAT_VERSION, PreparationFailed, Settings
 from data.prepare.tally import BROKEN, Tally
 from data.prepare.work import Done, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
@@ -25,11 +25,11 @@ EARLY_RECORDS = 10_000  # from here on too many broken ones end a run at once, n
 EXAMPLES = 3  # broken records that are printed
 
 
-class TooManyBroken(RuntimeError):
+class TooManyBroken(PreparationFailed):
     """More records are broken than --max_broken allows."""
 
 
-class NothingLeft(RuntimeError):
+class NothingLeft(PreparationFailed):
     """No document passed all steps."""
 
 
@@ -78,7 +78,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
             space.clear_if(manifest)
             return None
         if space.begin(manifest, force, screen.say):
-            screen.say(f"{space.partial}: going on with unfinished work of the same command")
+            screen.say(f"{space.partial}: resuming the unfinished work of the same command")
         vocabulary = tokenizer.obtain(settings, inputs, space.partial, screen.say)
         encoder = Encoder(vocabulary, ONE_CORE_BATCH_CHARACTERS)
         plan = Plan(settings, inputs.format, encoder, vocabulary_size(vocabulary), evaluation, space.chunks)

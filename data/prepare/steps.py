@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from data.grouping import grouped
 from data.prepare.batch import Documents, Verdict, broken_line, utf8_size
 from data.prepare.contamination import Evaluation
 from data.prepare.minhash import signatures
@@ -21,7 +20,7 @@ from data.prepare.words import Words, words_of
 from data.sources.documents import Document
 from data.sources.records import Broken, Raw, RecordFormat
 from data.sources.sentences import split
-from data.vocabularies.encoder import Encoder
+from data.vocabularies.encoder import Encoder, grouped
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
 _WORDS_AT_ONCE = (

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from data.cache import Say
 from data.prepare.inputs import Cursor, Inputs
@@ -15,9 +15,10 @@ from data.prepare.language import make_detector
 from data.prepare.repair import repair
 from data.prepare.settings import Settings
 from data.sources.records import Raw
-from data.vocabularies.published import ready_made
+from data.vocabularies.encoder import end_of_document
+from data.vocabularies.published import read_tokenizer, ready_made
 from data.vocabularies.trained import around, train_bpe, train_wordpiece
-from data.vocabularies.vocabulary import end_of_document, missing_roles
+from data.vocabularies.vocabulary import missing_roles
 from recipes.vocabularies import TRAINED
 
 FOLDER = "tokenizer"
@@ -37,9 +38,7 @@ def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> Pre
         shutil.rmtree(temporary, ignore_errors=True)
         tokenizer.save_pretrained(temporary)
         os.replace(temporary, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)  # as every later reader gets it
-    assert isinstance(tokenizer, PreTrainedTokenizerFast), type(tokenizer)
-    return tokenizer
+    return read_tokenizer(folder)  # as every later reader gets it
 
 
 def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:

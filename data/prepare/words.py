@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.keyed_random import mix
+
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
 _INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
 _SMALLEST_TABLE = 1 << 19
@@ -83,13 +85,6 @@ def ngrams(words: Words, n: int, whole_if_short: bool) -> tuple[np.ndarray, np.n
         following[short[lengths[short] <= k]] = 0
         hashes = hashes * _STEP + following
     return mix(hashes), first, offsets
-
-
-def mix(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele et al. 2014): a bijection that makes all bits depend on all bits."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def _exclude_punctuation(buffer: np.ndarray, inside: np.ndarray) -> None:

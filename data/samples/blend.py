@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from data.samples.fields import Fields, HeldOut, TrainingSamples, concatenate
+from data.keyed_random import shuffled
+from data.samples.fields import Fields, HeldOut, TrainingSamples
+from recipes.problems import Key, Problem, ProblemsError
 
 BLOCK = 1000  # positions; the finest share is one in this many
 
@@ -46,10 +48,12 @@ class BlendedSamples:
         self._counts = largest_remainder(weights, BLOCK)
         if (self._counts == 0).any():
             smallest = int(np.argmin(weights))
-            raise ValueError(
-                f"data.blend: part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}, less than one sample in {BLOCK}: "
-                "give it more weight or leave it out"
+            came = (
+                Key("data.blend"),
+                f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}",
             )
+            rule = f"that is less than one sample in {BLOCK}"
+            raise ProblemsError([Problem("data.blend", came, rule, "give it more weight or leave it out")])
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         asked = np.asarray(positions, dtype=np.int64)
@@ -62,7 +66,7 @@ class BlendedSamples:
                 rows.append(part.take(local[mine].tolist(), seed + (number << 32)))
                 order.append(mine)
         back = np.argsort(np.concatenate(order))
-        return {key: values[back] for key, values in concatenate(rows).items()}
+        return type(rows[0]).concatenate(rows).rows(back)
 
     def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(n,) number of the part and (n,) position in it, of positions (n,)."""
@@ -79,7 +83,7 @@ class BlendedSamples:
     def _order(self, block: int) -> np.ndarray:
         """(BLOCK,) number of the part at each position of the block."""
         order = np.repeat(np.arange(len(self._parts)), self._counts)
-        return np.random.Generator(np.random.PCG64([self._seed, block])).permutation(order)
+        return shuffled(order, self._seed, block)
 
     def _ranks(self, order: np.ndarray) -> np.ndarray:
         """(BLOCK,) how many samples of the same part the block has before each."""
@@ -102,9 +106,9 @@ class BlendedSamples:
         """
         found = state.get("parts", ())
         if len(found) != len(self._parts):
-            raise ValueError(
-                f"the checkpoint read a blend of {len(found)} parts, and data.blend has {len(self._parts)}: resume with the same blend"
-            )
+            came = f"the checkpoint read a blend of {len(found)} parts, and "
+            here = (came, Key("data.blend"), f" has {len(self._parts)}")
+            raise ProblemsError([Problem("data.blend", here, fix="resume with the same blend")])
         for part, saved in zip(self._parts, found, strict=True):
             part.restore(saved)
 
@@ -114,4 +118,5 @@ class BlendedSamples:
 
 def blended_held_out(parts: Sequence[HeldOut]) -> HeldOut:
     """Held-out samples of all parts, one part after another; how many of each, their makers decide."""
-    return HeldOut(concatenate([part.fields for part in parts]), parts[0].sequence_length)
+    fields = type(parts[0].fields).concatenate([part.fields for part in parts])
+    return HeldOut(fields, parts[0].sequence_length)

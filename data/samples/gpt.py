@@ -7,16 +7,40 @@ the store has none (stores of sentences, or written without Megatron's --append-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
+from data.keyed_random import EpochOrders
 from data.samples.fields import Fields, HeldOut, spread, window_count
-from data.samples.order import EpochOrders
 from data.stores.indexed import Store
+from recipes.problems import Key, Problem, ProblemsError, Setting
 
 _LOOKED_AT = 256  # documents whose last token tells how the store ends documents, before all are looked at
+
+
+class GptFields(Fields):
+    """Windows of T + 1 tokens: window (n, T + 1) int64; the first T tokens are the inputs, the last T the labels."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self["window"][:, 1:].ravel()
+
+    def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
+        windows = self["window"]
+        length = windows.shape[1] - 1
+        weights = np.repeat((row_weights / length).astype(np.float32)[:, None], length, axis=1)
+        return {"tokens": windows[:, :-1], "labels": windows[:, 1:], "weights": weights}
+
+    def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
+        window = self["window"][row]
+        ends = int((window[:-1] == tokenizer.eos_token_id).sum())
+        return (
+            f"{len(window) - 1} input tokens, {ends} ends of documents among them; the label of the last one is "
+            f"{tokenizer.decode(window[-1:])!r}\n{tokenizer.decode(window[:-1])}"
+        )
 
 
 class Stream:
@@ -101,10 +125,14 @@ class GptSamples:
         self.stream = stream
         self._count = window_count(len(stream), sequence_length)
         if not self._count:
-            raise ValueError(
-                f"{stream.documents} documents have {len(stream)} tokens, and one sample of sequence_length={sequence_length} needs "
-                f"{sequence_length + 1}: give more text, or set sequence_length lower"
+            sample = (
+                "one sample of ",
+                Setting("sequence_length", sequence_length),
+                f" needs {sequence_length + 1}",
             )
+            came = (f"{stream.documents} documents have {len(stream)} tokens, and ", *sample)
+            fix = ("give more text, or set ", Key("sequence_length"), " lower")
+            raise ProblemsError([Problem("sequence_length", came, fix=fix)])
         self._orders = EpochOrders(self._count)
 
     def __len__(self) -> int:
@@ -132,4 +160,4 @@ class GptSamples:
         windows = np.empty((len(indices), length + 1), dtype=np.int64)
         for row, index in enumerate(indices):
             windows[row] = self.stream.read(index * length, index * length + length + 1)
-        return {"window": windows}
+        return GptFields(window=windows)

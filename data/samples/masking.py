@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Masking
 
 MASKED, RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stays
@@ -38,10 +39,12 @@ class BertVocabulary:
         """
         missing = [name for name, attribute in _NEEDED.items() if getattr(tokenizer, attribute) is None]
         if missing:
-            raise ValueError(
-                f"the vocabulary has no {', '.join(missing)}, and a BERT needs them: set data.tokenizer.kind to trained_wordpiece, "
-                "bert_uncased or bert_cased, or data.tokenizer.path to a vocabulary of a BERT"
-            )
+            came = f"the vocabulary has no {', '.join(missing)}"
+            fix = (
+                "set ", Key("data.tokenizer.kind"), " to trained_wordpiece, bert_uncased or bert_cased, or ", Key("data.tokenizer.path"),
+                " to a vocabulary of a BERT",
+            )  # fmt: skip
+            raise ProblemsError([Problem("data.tokenizer.kind", came, "a BERT needs them", fix)])
         size = (
             max(tokenizer.get_vocab().values()) + 1
         )  # not len(tokenizer): ids may leave gaps, whose tokens are None
@@ -68,10 +71,10 @@ def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
         ValueError: whole words are to be masked, and the vocabulary does not tell where words begin.
     """
     if masking.whole_words and not vocabulary.continuation.any():
-        raise ValueError(
-            f"data.masking.whole_words=true, but no token of the vocabulary begins with {_CONTINUATION}, by which words are known: set "
-            "data.masking.whole_words to false, or use a WordPiece vocabulary"
-        )
+        rule = f"no token of the vocabulary begins with {_CONTINUATION}, by which words are known"
+        fix = ("set ", Key("data.masking.whole_words"), " to false, or use a WordPiece vocabulary")
+        came = Setting("data.masking.whole_words", "true")
+        raise ProblemsError([Problem("data.masking.whole_words", came, rule, fix)])
 
 
 def choose(

@@ -1,40 +1,65 @@
-"""What the two families make of a stream's documents."""
+"""The families: what each makes of documents. A family is one object, and a third one would be one more file and line here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence, Sized
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
+from typing_extensions import Self
 
-from data.samples.bert import BertSettings, Sample, stack
-from data.samples.fields import Fields, window_count
-from data.samples.masking import BertVocabulary, check_whole_words
-from data.streams.bert_lane import BertLane, text_of
-from data.streams.lanes import Encode, GptLane, Lane, Place
-from data.vocabularies.sentence_encoder import SentenceEncoder
-from data.vocabularies.vocabulary import Encoder
+from data.samples.fields import Fields, HeldOut, TrainingSamples
+from data.stores.indexed import Store
+from data.streams.bert import BertFamily
+from data.streams.gpt import GptFamily
+from data.streams.lanes import Encode, Lane, Place, Reader
+from recipes.problems import Text
 from recipes.schema import Origin, Recipe
 
-HELD_OUT_SEED = 0  # not the recipe's: runs that differ in it are compared on the same samples
+
+class StoredSamples(TrainingSamples, Sized, Protocol):
+    """Samples of a store, of which there is a number in an epoch."""
 
 
-class Kind(Protocol):
-    """A family's encoding of documents, its lanes and its samples."""
+class Family(Protocol):
+    """A family's samples of a store, and its encoding, lanes and samples of a stream."""
 
-    def encoder(self, batch_characters: int) -> Encode:
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast: ...
+
+    @property
+    def sequences(self) -> Literal["documents", "sentences"]:
+        """What one sequence of its stores holds."""
+        ...
+
+    def training_samples(self, store: Store, documents: np.ndarray) -> StoredSamples:
+        """The samples of `documents` (D,) int64, ascending.
+
+        Raises:
+            ProblemsError: they hold too little for one sample.
+        """
+        ...
+
+    def held_out(self, store: Store, documents: np.ndarray, wanted: int) -> HeldOut:
+        """At most `wanted` samples, spread evenly over the documents; raises as `training_samples`."""
+        ...
+
+    def never_predicted(self) -> list[int]:
+        """Tokens that a stored document holds and no sample asks for."""
+        ...
+
+    def encoder(self, origin: Origin, batch_characters: int) -> Encode:
         """What tokenizes documents."""
         ...
 
-    def lane(self, reader: Any, number: int) -> Lane: ...
+    def lane(self, reader: Reader, number: int) -> Lane: ...
 
     def stack(self, samples: Sequence[Any]) -> Fields:
-        """Fields of what lanes gave."""
+        """The fields of what lanes gave."""
         ...
 
-    def for_held_out(self) -> Kind:
+    def for_held_out(self) -> Self:
         """The same without the recipe's seed."""
         ...
 
@@ -48,80 +73,18 @@ class Kind(Protocol):
 
     def tokens(self, encoded: Any) -> np.ndarray: ...
 
-    def too_short(self, measured: int) -> str:
+    def too_short(self, measured: int) -> Text:
         """Why documents of that measure give no sample."""
         ...
 
 
-@dataclass(frozen=True)
-class GptKind:
-    tokenizer: PreTrainedTokenizerFast
-    sequence_length: int
-
-    def encoder(self, batch_characters: int) -> Encode:
-        return Encoder(self.tokenizer, batch_characters)  # type: ignore[return-value,arg-type]
-
-    def lane(self, reader: Any, number: int) -> Lane:
-        return GptLane(reader, self.sequence_length)
-
-    def stack(self, samples: Sequence[np.ndarray]) -> Fields:
-        return {"window": np.stack(samples)}
-
-    def for_held_out(self) -> GptKind:
-        return self
-
-    def measure(self, number: int, place: Place, encoded: np.ndarray) -> int:
-        return encoded.size
-
-    def samples(self, measured: int) -> int:
-        return window_count(measured, self.sequence_length)
-
-    def tokens(self, encoded: np.ndarray) -> np.ndarray:
-        return encoded
-
-    def too_short(self, measured: int) -> str:
-        return f"have {measured} tokens, and one sample of sequence_length={self.sequence_length} needs {self.sequence_length + 1}"
+FAMILIES: dict[str, type[GptFamily] | type[BertFamily]] = {"gpt2": GptFamily, "bert": BertFamily}
 
 
-@dataclass(frozen=True)
-class BertKind:
-    tokenizer: PreTrainedTokenizerFast
-    vocabulary: BertVocabulary
-    settings: BertSettings
-    sentences: Literal["split", "lines"]
+def family_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Family:
+    """The recipe's family.
 
-    def encoder(self, batch_characters: int) -> Encode:
-        return SentenceEncoder(self.tokenizer, self.sentences, batch_characters)
-
-    def lane(self, reader: Any, number: int) -> Lane:
-        return BertLane(reader, number, self.settings, self.vocabulary)
-
-    def stack(self, samples: Sequence[Sample]) -> Fields:
-        return stack(samples, self.vocabulary, self.settings)
-
-    def for_held_out(self) -> BertKind:
-        return replace(self, settings=replace(self.settings, seed=HELD_OUT_SEED))
-
-    def measure(self, number: int, place: Place, encoded: list[np.ndarray]) -> int:
-        return len(text_of(number, place, encoded, self.settings).starts) if encoded else 0
-
-    def samples(self, measured: int) -> int:
-        return measured
-
-    def tokens(self, encoded: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate([np.empty(0, np.uint32), *encoded])
-
-    def too_short(self, measured: int) -> str:
-        return "have no text"
-
-
-def stream_kind(recipe: Recipe, origin: Origin, tokenizer: PreTrainedTokenizerFast) -> Kind:
-    """
     Raises:
-        ValueError: whole words are to be masked, and the vocabulary does not tell where words begin.
+        ProblemsError: the vocabulary does not fit it.
     """
-    if recipe.model.family == "gpt2":
-        return GptKind(tokenizer, recipe.sequence_length)
-    vocabulary = BertVocabulary.of(tokenizer)
-    check_whole_words(vocabulary, recipe.data.masking)
-    return BertKind(tokenizer, vocabulary, BertSettings.of(recipe), origin.sentences)
+    return FAMILIES[recipe.model.family].of(recipe, tokenizer)

@@ -24,18 +24,16 @@ from data.durable_files import Damaged
 from data.sources.documents import Source
 from data.split_rule import part_of
 from data.vocabularies.encoder import use_all_cores
+from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Recipe
 from recipes.vocabularies import SMALLEST_BPE
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
-TRAINING_TEXT_LIMIT = (
-    256 << 20
-)  # characters; merges hardly change beyond, and training keeps every distinct word
-FEWEST_CHARACTERS, MOST_CHARACTERS = (
-    48,
-    1000,
-)  # different ones in a WordPiece vocabulary; 1000 as BERT's own has about
+# Characters; merges hardly change beyond, and training keeps every distinct word.
+TRAINING_TEXT_LIMIT = 256 << 20
+# Different characters in a WordPiece vocabulary; BERT's own has about 1000.
+FEWEST_CHARACTERS, MOST_CHARACTERS = 48, 1000
 _FILE_MAGIC = "megarecipes-vocabulary-2"
 
 
@@ -154,10 +152,9 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     continuing = [f"##{c}" for c in letters if len(template.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1]
     first = [*BERT_SPECIAL_TOKENS, *letters, *continuing]
     if len(first) > size:
-        raise ValueError(
-            f"model.vocab_size={size}: a WordPiece vocabulary of this text begins with {len(first)} special tokens and characters: "
-            f"set model.vocab_size to {len(first)} or more"
-        )
+        rule = f"a WordPiece vocabulary of this text begins with {len(first)} special tokens and characters"
+        fix = ("set ", Key("model.vocab_size"), f" to {len(first)} or more")
+        raise ProblemsError([Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)])
     # The trainer numbers ##-characters in the order of a randomly seeded hash table, breaks ties of merges by these numbers,
     # and cuts an alphabet at random among equally frequent characters. As "special tokens" they keep the places given here.
     trainer = trainers.WordPieceTrainer(
@@ -198,10 +195,9 @@ def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTr
 
 def _check_size(found: int, size: int) -> None:
     if found != size:
-        raise ValueError(
-            f"model.vocab_size={size}: the training text yields a vocabulary of only {found} tokens: "
-            f"set model.vocab_size={found} or less, or give more text"
-        )
+        rule = f"the training text yields a vocabulary of only {found} tokens"
+        fix = ("set ", Setting("model.vocab_size", found), " or less, or give more text")
+        raise ProblemsError([Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)])
 
 
 def _write_checked(path: Path, content: bytes) -> None:

@@ -11,7 +11,7 @@ import html
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 MAX_DEPTH = 40  # links within links; MediaWiki's own limit for templates
 
@@ -160,7 +160,9 @@ def _elements(text: str, tag: re.Pattern[str]) -> Iterator[tuple[int, int]]:
             yield match.start(), end
 
 
-def _replace_spans(text: str, spans: Iterable[tuple[int, int]], replace=lambda inside: "") -> str:
+def _replace_spans(
+    text: str, spans: Iterable[tuple[int, int]], replace: Callable[[str], str] = lambda inside: ""
+) -> str:
     """The text with ordered, disjoint spans replaced."""
     parts, at = [], 0
     for start, end in spans:

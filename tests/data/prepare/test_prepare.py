@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -18,8 +19,9 @@ import pytest
 from launching import ROOT, environment
 
 from data.prepare import pipeline
+from data.prepare.pool import WorkerDied
 from data.prepare.settings import Settings
-from data.sources.documents import packaged_files
+from data.sources.files import packaged_files
 from data.stores.indexed import open_store
 from data.vocabularies.published import read_tokenizer
 from data.vocabularies.trained import train_wordpiece, wordpiece_tokenizer
@@ -308,7 +310,7 @@ def test_killed_and_continued(full, vocabulary, evaluation, texts, tmp_path):
         _, said = process.communicate(timeout=60)
         assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 143), said
         assert not out.exists()
-    assert "the same command goes on" in said
+    assert "the same command resumes" in said
     found = len(list(chunks.rglob("*.chunk")))
     done = subprocess.run(
         command(chosen, out), env=environment(), capture_output=True, text=True, timeout=180, cwd=tmp_path
@@ -474,7 +476,7 @@ def test_limit_counts_documents(texts, vocabulary, tmp_path):
 
 
 def test_all_problems_of_the_flags_at_once(vocabulary):
-    with pytest.raises(ValueError, match="(?s)--vocab_size.*--dedup 7.*--ngram 0"):
+    with pytest.raises(ValueError, match="(?s)--vocab_size.*--ngram 0.*--dedup 7"):
         Settings(
             origins=(Origin(),), samples="gpt", tokenizer=Tokenizer(kind="trained_bpe"), dedup=7, ngram=0
         )
@@ -505,18 +507,13 @@ def test_numbers_out_of_range_are_refused(wrong):
         Settings(**{**good, **wrong})
 
 
-def test_a_worker_that_dies_is_an_error(texts, vocabulary, tmp_path, monkeypatch):
-    from data.prepare import pool
+def test_a_worker_that_dies_is_an_error(texts, vocabulary, tmp_path):
+    class Killing(Quiet):
+        def at(self, value, note=""):
+            for process in multiprocessing.active_children():
+                process.kill()
 
     chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts), vocabulary, workers=1)
-    send = pool._send
-
-    def send_and_kill(connection, chunk, process):
-        send(connection, chunk, process)
-        process.kill()
-
-    monkeypatch.setattr(pool, "_send", send_and_kill)
-    with pytest.raises(pool.WorkerDied, match="signal 9.*fewer --workers"):
-        prepare(chosen, tmp_path / "store")
-    monkeypatch.undo()
+    with pytest.raises(WorkerDied, match="ended with signal 9; .*fewer --workers"):
+        pipeline.prepare(chosen, tmp_path / "store", Killing())
     prepare(chosen, tmp_path / "store")
