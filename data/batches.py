@@ -1,9 +1,10 @@
 """From the fields of samples to the tensors that an engine takes, and the hash of a step's batch.
 
-`recipes.micro_batch.FIELDS` names the tensors. The loss of a micro-batch is sum(cross_entropy * weights). A GPT's weights make
-its mean over micro-batches and ranks the mean over all tokens of the global batch. A BERT's samples predict different numbers
-of tokens, so its weights are 1 for a prediction and 0 for filling, and the engine divides by the number of predictions of the
-whole step; its sentence weights need no such division.
+`recipes.micro_batch.FIELDS` names the tensors. The loss of a micro-batch is sum(cross_entropy * weights). A
+GPT's weights make its mean over micro-batches and ranks the mean over all tokens of the global batch. A
+BERT's samples predict different numbers of tokens, so its weights are 1 for a prediction and 0 for filling,
+and the engine divides by the number of predictions of the whole step; its sentence weights need no such
+division.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def micro_batch(fields: Fields, row_weights: np.ndarray) -> MicroBatch:
 def batch_digest(batches: Iterable[MicroBatch]) -> str:
     """SHA-256 of a step's micro-batches, given in the order of their rows in the global batch.
 
-    How the batch is cut does not matter. Weights count as real or filling: their values depend on the micro-batch.
+    How the batch is cut does not matter. Weights count as real or filling: their values depend on the
+    micro-batch.
     """
     joined: dict[str, list[np.ndarray]] = {}
     for batch in batches:

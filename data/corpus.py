@@ -44,7 +44,10 @@ _ADDED_UP = frozenset(
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run trains on, validates with and may be tested with. Entropies are in nats per token, on the validation labels."""
+    """What a run trains on, validates with and may be tested with.
+
+    Entropies are in nats per token, on the validation labels.
+    """
 
     tokenizer: PreTrainedTokenizerFast
     train: TrainingSamples
@@ -58,7 +61,9 @@ class Corpus:
 def build(
     recipe: Recipe, cache_directory: Path | None = None, say: Say = print, source: Source | None = None
 ) -> Corpus:
-    """Makes or opens everything a run reads. Called by every rank; ranks that share a directory share the work.
+    """Makes or opens everything a run reads.
+
+    Called by every rank; ranks that share a directory share the work.
 
     Args:
         cache_directory: where vocabularies and tokens are kept; by default `data.cache.default_directory()`.
@@ -169,7 +174,9 @@ def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[floa
 
 
 def unigram_cross_entropy(counts: np.ndarray, labels: np.ndarray) -> float:
-    """Nats per token of `labels` under token frequencies with add-one smoothing: p(t) = (count(t) + 1) / (N + V).
+    """Nats per token of `labels` under token frequencies with add-one smoothing.
+
+    P(t) = (count(t) + 1) / (N + V).
 
     Args:
         counts: (V,) occurrences in the training tokens.

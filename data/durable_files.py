@@ -1,7 +1,8 @@
 """Files that survive a crash whole, and locks that do not survive their process.
 
-A file is written under a temporary name, flushed to disk and renamed, so that a reader sees all of it or nothing. Locks are
-the kernel's, which drops them when their holder dies: a killed process never leaves one behind.
+A file is written under a temporary name, flushed to disk and renamed, so that a reader sees all of it or
+nothing. Locks are the kernel's, which drops them when their holder dies: a killed process never leaves one
+behind.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file at `path`: after a crash at any moment it holds the old or the new text, never a part."""
+    """Replace the file at `path`.
+
+    After a crash at any moment it holds the old or the new text, never a part.
+    """
     with replacing(path) as file:
         file.write(text.encode())
 
@@ -90,7 +94,10 @@ class Lock:
 
     @classmethod
     def take(cls, directory: Path) -> Lock:
-        """Raises BlockingIOError where another process holds it. A file system without locks does not refuse."""
+        """Raises BlockingIOError where another process holds it.
+
+        A file system without locks does not refuse.
+        """
         descriptor = os.open(directory / cls.FILE, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,9 @@ def shuffled(values: np.ndarray, seed: int, number: int) -> np.ndarray:
 
 
 def generator(seed: int, first: int, second: int) -> np.random.Generator:
-    """Random numbers that are a function of the three alone, with no state to keep: a counter-based generator.
+    """Random numbers that are a function of the three alone, with no state to keep.
+
+    A counter-based generator.
 
     The two numbers, below 2**64, stand in the upper half of the counter; the lower half counts what is drawn.
     """
@@ -28,7 +30,10 @@ def generator(seed: int, first: int, second: int) -> np.random.Generator:
 
 
 def random_bits(seed: int, numbers: np.ndarray, number: int) -> np.ndarray:
-    """(N,) uint64 that look random, a function of (seed, each of `numbers` (N,), number): SplitMix64 once for each of the three."""
+    """(N,) uint64 that look random, a function of (seed, each of `numbers` (N,), number).
+
+    SplitMix64 once for each of the three.
+    """
     key = _splitmix(np.array([seed % 2**64], dtype=np.uint64))
     return _splitmix(_splitmix(key ^ numbers.astype(np.uint64)) ^ np.uint64(number))
 
@@ -40,7 +45,8 @@ def _splitmix(values: np.ndarray) -> np.ndarray:
 def mix(values: np.ndarray) -> np.ndarray:
     """The finalizer of SplitMix64: a bijection of uint64 that makes all bits depend on all bits.
 
-    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, section 4; with Stafford's constants.
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, section 4; with Stafford's
+    constants.
     """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,9 @@
 """Micro-batches for one data-parallel rank. The batch of a step does not depend on the layout.
 
-Sample j of step s is sample s * global + j of the training order. It belongs to data-parallel rank r, micro-batch a and row m
-with j = (r * accumulation + a) * micro + m: a rank has consecutive samples, so that ranks can read different files of a
-stream. Where the samples come from memory-mapped tokens any thread makes any step; a stream has one thread.
+Sample j of step s is sample s * global + j of the training order. It belongs to data-parallel rank r,
+micro-batch a and row m with j = (r * accumulation + a) * micro + m: a rank has consecutive samples, so that
+ranks can read different files of a stream. Where the samples come from memory-mapped tokens any thread makes
+any step; a stream has one thread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class BatchLayout(Protocol):
 
 
 def rank_rows(layout: BatchLayout, dp_rank: int) -> np.ndarray:
-    """(accumulation, micro) int64: which samples of the global batch this rank reads, by micro-batch and row."""
+    """(accumulation, micro) int64.
+
+    Which samples of the global batch this rank reads, by micro-batch and row.
+    """
     _check(layout, dp_rank)
     rows = np.arange(layout.global_batch).reshape(layout.dp, layout.accumulation, layout.micro)
     return rows[dp_rank]
@@ -59,12 +63,14 @@ class StepBatches:
         """
         Args:
             start_step: optimizer steps that are already done; batches continue after them.
-            start_state: what `merge_states` made of all ranks' `state` then. Only speed depends on it, and only for streamed
-                sources, which otherwise tokenize again what they already went through.
-            workers: threads that make batches ahead of their use (at most one for a stream); 0: made when asked for.
+            start_state: what `merge_states` made of all ranks' `state` then. Only speed depends on it, and
+                only for streamed sources, which otherwise tokenize again what they already went through.
+            workers: threads that make batches ahead of their use (at most one for a stream); 0: made when
+                asked for.
 
         Raises:
-            ValueError: the layout does not multiply out, or the state is of another step or another reading of the data.
+            ValueError: the layout does not multiply out, or the state is of another step or another reading
+                of the data.
         """
         self._samples, self._seed, self._layout = samples.fresh(), seed, layout
         self.step = start_step
@@ -77,8 +83,8 @@ class StepBatches:
                     f"{layout.global_batch}: resume with the batch.global of the checkpoint"
                 )
             self._samples.restore(start_state)
-        # Known before the first batch, and never asked of a stream that a thread is reading; without a start state a
-        # stream would have to be read through, so then `state` does it if it is called at once.
+        # Known before the first batch, and never asked of a stream that a thread is reading; without a start
+        # state a stream would have to be read through, so then `state` does it if it is called at once.
         self._state = start_state or (self._samples.state(0) if position == 0 else None)
         produce = _Producer(self._samples, seed, layout, rows)
         threads = workers if samples.random_access else min(workers, 1)
@@ -97,7 +103,10 @@ class StepBatches:
         return batches
 
     def state(self) -> dict[str, Any]:
-        """JSON-able position after the last step that was handed out, whatever was read ahead: of this rank's part of the data."""
+        """JSON-able position after the last step that was handed out, whatever was read ahead.
+
+        Of this rank's part of the data.
+        """
         if self._state is None:
             self._state = self._samples.fresh().state(self.step * self._layout.global_batch)
         return self._state
@@ -167,9 +176,9 @@ def validation_batches(
 ) -> list[list[MicroBatch]]:
     """All validation steps of one rank, each a list of `accumulation` micro-batches.
 
-    Every rank gets the same number: the last step is filled up with copies of weight 0. The mean of the loss over all
-    micro-batches of all steps and ranks is the mean over the real samples (of a BERT's predictions, once the engine has
-    divided by their number).
+    Every rank gets the same number: the last step is filled up with copies of weight 0. The mean of the loss
+        over all micro-batches of all steps and ranks is the mean over the real samples (of a BERT's
+        predictions, once the engine has divided by their number).
     """
     assert len(samples) > 0, "build() refuses corpora without validation samples"
     layout = _Layout(micro, accumulation, dp)

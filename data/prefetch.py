@@ -1,6 +1,7 @@
 """Work done ahead of its use by threads, handed out in order.
 
-Threads and not processes: mapped files and tokenizers (which let go of Python's lock) are shared, and nothing is copied.
+Threads and not processes: mapped files and tokenizers (which let go of Python's lock) are shared, and nothing
+    is copied.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class InTurn(Generic[T]):
 class Prefetcher(Generic[T]):
     """`next` gives produce(start), produce(start + 1), ...; threads are up to `depth` of them ahead.
 
-    An exception of `produce` is raised by the `next` whose turn it is, and by all later ones. With one thread the calls are
-    made in order. Dropping the object, `close` and the interpreter's end all end the threads.
+    An exception of `produce` is raised by the `next` whose turn it is, and by all later ones. With one thread
+    the calls are made in order. Dropping the object, `close` and the interpreter's end all end the threads.
     """
 
     def __init__(
@@ -92,7 +93,10 @@ class Prefetcher(Generic[T]):
 
 
 class _UntilItFails(Generic[T]):
-    """Calls with numbers above one that failed do nothing: a reader that failed has no defined place to continue from."""
+    """Calls with numbers above one that failed do nothing.
+
+    A reader that failed has no defined place to continue from.
+    """
 
     def __init__(self, produce: Callable[[int], T]):
         self._produce = produce

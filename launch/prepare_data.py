@@ -6,28 +6,20 @@ python launch/prepare_data.py --source jsonl --name 'corpus/*.jsonl.zst' --sampl
 from __future__ import annotations
 
 import argparse
-import contextlib
 import multiprocessing
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
-
-from pydantic import BaseModel
+from typing import Any, TextIO
 
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from data.prepare.settings import PreparationFailed, Settings, in_flags, options
-from launch.console import arguments, quiet
+from data.prepare.settings import PreparationFailed
+from launch.console import arguments, preparation_flags, quiet
 from launch.machine import ending
-from recipes.problems import Problem, ProblemsError
-from recipes.schema import Origin, Tokenizer
 
 EXAMPLES = """\
 examples:
@@ -59,105 +51,8 @@ class Stopped(BaseException):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
-    add_source(parser.add_argument_group("what is read"))
-    group = parser.add_argument_group("what is made")
-    group.add_argument("--out", required=True, metavar="DIR", help="directory to make")
-    group.add_argument("--tokenizer", required=True, metavar="KIND[:PATH]", help=_help(Tokenizer, "kind"))
-    add_options(group, "made")
-    add_options(parser.add_argument_group("what is left out"), "left out")
-    group = parser.add_argument_group("how it runs (changes no byte of the store)")
-    add_options(group, "run")
-    force = (
-        "give up the unfinished work of another command in OUT.partial, and replace an OUT that another command made once the new "
-        "one is complete"
-    )
-    group.add_argument("--force", action="store_true", help=force)
-    parser.set_defaults(workers=len(os.sched_getaffinity(0)))
+    preparation_flags.add(parser)
     return parser
-
-
-def add_source(group: argparse._ArgumentGroup) -> None:
-    """The flags of a recipe's `data` section that say what is read, and those of `Settings`."""
-    kinds = get_type_hints(Origin)
-    for name, field in Origin.model_fields.items():
-        if name == "name":
-            group.add_argument("--name", nargs="+", default=[], metavar="PATH", help=_help(Origin, name))
-        elif name != "streaming":  # a preparation reads everything once
-            _add(group, name, kinds[name], field.default, _help(Origin, name))
-    add_options(group, "read")
-
-
-def add_options(group: argparse._ArgumentGroup, chosen: str) -> None:
-    """The flags of one group of `Settings`."""
-    kinds = get_type_hints(Settings)
-    for field in options():
-        shown = field.metadata["option"]
-        if shown.group == chosen:
-            _add(group, field.name, kinds[field.name], field.default, shown.help, shown.metavar)
-
-
-def _add(
-    group: argparse._ArgumentGroup, name: str, kind: Any, default: Any, help: str, metavar: str | None = None
-) -> None:
-    """A flag for a field of this type. The word none stands for None where that is not the default."""
-    kinds = [k for k in get_args(kind) if k is not type(None)] if get_origin(kind) is UnionType else [kind]
-    flag = f"--{name}"
-    if default not in (None, True, False, ()) and "default:" not in help:
-        help += f" (default: {default})"
-    if kind is bool and default:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=True, help=help)
-        group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
-    elif kind is bool:
-        group.add_argument(flag, action="store_true", help=help)
-    elif get_origin(kind) is tuple:
-        group.add_argument(flag, nargs="+", default=[], metavar=metavar, help=help)
-    elif get_origin(kind) is Literal:
-        choices = [choice for choice in get_args(kind) if choice != "store"]  # which holds tokens, not text
-        group.add_argument(flag, choices=choices, default=default, help=help)
-    else:
-        read = _or_none(kinds[0]) if len(kinds) < len(get_args(kind)) else kinds[0]
-        group.add_argument(flag, type=read, default=default, metavar=metavar, help=help)
-
-
-def _or_none(kind: type) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        return None if text == "none" else kind(text)
-
-    read.__name__ = f"{kind.__name__} or none"  # argparse's message for what is neither
-    return read
-
-
-def _help(model: type[BaseModel], name: str) -> str:
-    return str(model.model_fields[name].description).replace("%", "%%")
-
-
-def settings_of(args: argparse.Namespace) -> Settings:
-    """What the flags say.
-
-    Raises:
-        ProblemsError: flags that contradict each other, all problems at once.
-    """
-    problems = []
-    if args.source == "packaged" and args.name:
-        fix = "give --source jsonl, parquet, text, wikipedia or hub"
-        problems.append(Problem("--source", "--name with --source packaged", "which has no name", fix))
-    if args.source != "packaged" and not args.name:
-        fix = "give paths or globs of the files (hub: names of datasets)"
-        problems.append(Problem("--name", f"--source {args.source} needs --name", fix=fix))
-    kind, _, path = args.tokenizer.partition(":")
-    kinds = [k for k in get_args(get_type_hints(Tokenizer)["kind"]) if k != "store"]
-    if kind not in (*kinds, "store") or (kind == "file" and not path):
-        fix = f"give one of {', '.join(kinds)}; file as file:PATH"
-        problems.append(Problem("--tokenizer", f"--tokenizer {args.tokenizer}", fix=fix))
-    if problems:
-        raise ProblemsError(problems)
-    own = {field.name: getattr(args, field.name) for field in options()}
-    shared = {name: getattr(args, name) for name in Origin.model_fields if name not in ("name", "streaming")}
-    return Settings(
-        origins=tuple(Origin(name=name, **shared) for name in args.name or [None]),
-        tokenizer=Tokenizer(kind=kind, path=path or None),
-        **{**own, "decontaminate": tuple(args.decontaminate)},
-    )
 
 
 def main() -> None:
@@ -178,37 +73,27 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, screen: Screen) -> None:
-    """Prepare what the flags say. Ends the process with code 2 where it refuses and 1 where the preparation failed."""
+    """Prepare what the flags say.
+
+    Ends the process with code 2 where it refuses and 1 where the preparation failed.
+    """
     quiet.quiet_libraries()
     start_imports()
-    with refusing_in_flags(screen):
-        settings = settings_of(args)
+    try:
+        settings = preparation_flags.settings_of(args)
         from data.prepare import pipeline
         from data.prepare.report import as_text
 
         report = pipeline.prepare(settings, Path(args.out), screen, args.force)
+    except (ValueError, PreparationFailed) as error:
+        screen.close()
+        ending.refuse(preparation_flags.shown(error), code=2 if isinstance(error, ValueError) else 1)
     screen.close()
     if report is None:
         print(f"{args.out}: already complete, made by the same command")
     else:
         print(as_text(report).split("\n\ninput")[0])
         print(f"\n{Path(args.out) / 'report.txt'} has the checksums and arguments too")
-
-
-@contextlib.contextmanager
-def refusing_in_flags(screen: Screen | None = None) -> Iterator[None]:
-    """End the process where the body raises, and say why in this command's flags, not in a recipe's keys."""
-    try:
-        yield
-    except (ValueError, PreparationFailed) as error:
-        if screen:
-            screen.close()
-        said = (
-            [problem.render(in_flags) for problem in error.problems]
-            if isinstance(error, ProblemsError)
-            else [error]
-        )
-        ending.refuse("\n".join(map(str, said)), code=2 if isinstance(error, ValueError) else 1)
 
 
 def start_imports() -> None:
@@ -229,8 +114,9 @@ class Screen:
 
     def __init__(self, stream: TextIO):
         self._stream = stream
-        self._bar = None
-        self._phase, self._total, self._unit = "", None, ""
+        self._bar: Any = None
+        self._phase, self._unit = "", ""
+        self._total: float | None = None
         self._shown = time.monotonic()
 
     def say(self, text: str) -> None:

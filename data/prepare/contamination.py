@@ -1,6 +1,9 @@
-"""Decontamination: documents that share a run of n words with an evaluation text (Brown et al. 2020, appendix C, n = 13).
+"""Decontamination.
 
-Words are compared lower-cased and without punctuation. An evaluation text of fewer than n words cannot be looked for.
+Documents that share a run of n words with an evaluation text (Brown et al. 2020, appendix C, n = 13).
+
+Words are compared lower-cased and without punctuation. An evaluation text of fewer than n words cannot be
+looked for.
 """
 
 from __future__ import annotations
@@ -57,8 +60,8 @@ def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
     """The n-grams of every string in JSON-lines or JSON files (whatever its field), and of every line of other text files.
 
     Raises:
-        ValueError: a file is missing, empty or broken, or no text in it has n words: a set that is silently not excluded would be worse
-            than an error.
+        ValueError: a file is missing, empty or broken, or no text in it has n words: a set that is silently
+            not excluded would be worse than an error.
     """
     hashes: list[np.ndarray] = []
     file: list[np.ndarray] = []

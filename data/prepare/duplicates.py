@@ -1,13 +1,13 @@
 """Which documents repeat an earlier one: exact copies, and near-duplicates found by banded MinHash.
 
-Documents are taken in their order; one is dropped if and only if it is a near-duplicate (signature agreement of at least
-the threshold) of an earlier document that was kept and that it shares a band with. So the result depends on nothing but the
-documents, their order and the arguments.
+Documents are taken in their order; one is dropped if and only if it is a near-duplicate (signature agreement
+of at least the threshold) of an earlier document that was kept and that it shares a band with. So the result
+depends on nothing but the documents, their order and the arguments.
 
-Memory, measured on a million random signatures with 5 % near-duplicates: 47 MB per million documents, in 3 s (the hashes of
-one band and their order, then 2 MB of buckets). Of documents that meet another one in all of 32 bands up to 450 bytes each
-come on top. The signatures, 512 MB per million documents at 128 permutations, stay in a mapped file, whose pages the system
-may drop.
+Memory, measured on a million random signatures with 5 % near-duplicates: 47 MB per million documents, in 3 s
+(the hashes of one band and their order, then 2 MB of buckets). Of documents that meet another one in all of
+32 bands up to 450 bytes each come on top. The signatures, 512 MB per million documents at 128 permutations,
+stay in a mapped file, whose pages the system may drop.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def _drop_in_order(
     meetings: _Meetings, marks: np.ndarray, threshold: float, of: np.ndarray, agreement: np.ndarray
 ) -> int:
     """Fills `of` and `agreement`, document after document. Returns the number of pairs compared."""
-    # The kept documents of each bucket, as linked lists in three flat arrays: a dict of lists would take 20 times the memory.
+    # The kept documents of each bucket, as linked lists in three flat arrays: a dict of lists would take 20
+    # times the memory.
     newest = array("i", [-1]) * meetings.count
     kept, older = array("q"), array("i")
     compared = 0
@@ -153,7 +154,10 @@ def _drop_in_order(
 
 
 def _best(marks: np.ndarray, document: int, others: list[int]) -> tuple[float, int]:
-    """The largest agreement with one of `others`, and the first that has it; (-1, -1) where there are none."""
+    """The largest agreement with one of `others`, and the first that has it.
+
+    (-1, -1) where there are none.
+    """
     best, where = -1.0, -1
     for start in range(0, len(others), _COMPARED_AT_ONCE):
         some = others[start : start + _COMPARED_AT_ONCE]
@@ -165,7 +169,10 @@ def _best(marks: np.ndarray, document: int, others: list[int]) -> tuple[float, i
 
 
 def _follow(of: np.ndarray, exact: np.ndarray) -> None:
-    """A copy of a document that was itself dropped repeats what that one repeats (one step: leaders are no copies)."""
+    """A copy of a document that was itself dropped repeats what that one repeats (one step.
+
+    Leaders are no copies).
+    """
     copies = np.flatnonzero(exact)
     leaders = of[copies]
     dropped = of[leaders] >= 0

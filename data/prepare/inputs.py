@@ -1,8 +1,8 @@
 """The input files, and their records cut into chunks.
 
-Where a chunk ends depends on the input and on the chunk size alone. Each chunk carries the place in the input that it ends
-at. A continued run does not open the files before it; in its own file it reads the records up to it again (of Parquet, those of
-its row group) and skips them.
+Where a chunk ends depends on the input and on the chunk size alone. Each chunk carries the place in the input
+that it ends at. A continued run does not open the files before it; in its own file it reads the records up to
+it again (of Parquet, those of its row group) and skips them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class InputFile:
 
 
 class HubFormat:
-    """Records of a streamed source, in the place of a file format. Those of the hub need no parsing: they hold text."""
+    """Records of a streamed source, in the place of a file format.
+
+    Those of the hub need no parsing: they hold text.
+    """
 
     def __init__(self, settings: Settings):
         self._origins = {str(origin.name): origin for origin in settings.origins}

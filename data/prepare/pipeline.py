@@ -285,7 +285,10 @@ def describe(
 
 
 def warnings(tally: Tally) -> list[str]:
-    """Losses that a share of records does not show: nobody knows how many records the lost end of a file held."""
+    """Losses that a share of records does not show.
+
+    Nobody knows how many records the lost end of a file held.
+    """
     lost = tally.step("read").dropped
     files = sum(
         lost[reason][0] for reason in (f"{BROKEN}damaged file", f"{BROKEN}empty file") if reason in lost

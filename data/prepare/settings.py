@@ -1,6 +1,9 @@
-"""The options of a preparation: what a recipe's `data` section does not declare, and what of them all decides the result.
+"""The options of a preparation.
 
-launch/prepare_data.py makes its flags of `recipes.schema.Origin`, of `recipes.schema.Tokenizer` and of the fields of `Settings`.
+What a recipe's `data` section does not declare, and what of them all decides the result.
+
+launch/prepare_data.py makes its flags of `recipes.schema.Origin`, of `recipes.schema.Tokenizer` and of the
+fields of `Settings`.
 """
 
 from __future__ import annotations

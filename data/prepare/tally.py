@@ -20,7 +20,10 @@ STEPS = (
 
 @dataclasses.dataclass
 class Step:
-    """Bytes are of UTF-8 text (of `read`'s input: of the decompressed records); seconds are of processor time, summed over processes."""
+    """Bytes are of UTF-8 text (of `read`'s input: of the decompressed records).
+
+    Seconds are of processor time, summed over processes.
+    """
 
     documents_in: int = 0
     bytes_in: int = 0

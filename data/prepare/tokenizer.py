@@ -28,7 +28,8 @@ def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> Pre
     """The tokenizer, kept in `directory`/tokenizer; what a killed run trained there is taken up.
 
     Raises:
-        ValueError: it is not to be had, lacks the tokens that the samples need, or the text is too short to train it.
+        ValueError: it is not to be had, lacks the tokens that the samples need, or the text is too short to
+            train it.
     """
     folder = directory / FOLDER
     if not folder.is_dir():
@@ -43,7 +44,8 @@ def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> Pre
 
 def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
     """Documents from the beginning of the input, `vocabulary_mb` MB of them: repaired and in the wanted language, if those
-    steps are asked for; not filtered by length, nor deduplicated or decontaminated, all of which need tokens or come later.
+    steps are asked for; not filtered by length, nor deduplicated or decontaminated, all of which need tokens
+    or come later.
     """
     detect = make_detector() if settings.language else None
     left = settings.vocabulary_mb * 1e6

@@ -1,4 +1,6 @@
-"""Where a preparation works and where its result appears: OUT.partial/ until everything is there, then OUT by one rename.
+"""Where a preparation works and where its result appears.
+
+OUT.partial/ until everything is there, then OUT by one rename.
 
 OUT.partial/manifest.json   the command, the input files and the versions that its chunks belong to
 OUT.partial/tokenizer/      chunks/      index/      result/
@@ -57,7 +59,9 @@ class Workspace:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time. The lock is beside the directories, since they are moved and removed; it dies with its process.
+        """One process at a time.
+
+        The lock is beside the directories, since they are moved and removed; it dies with its process.
 
         Raises:
             Refused: another process prepares this OUT, or nothing can be written there.
@@ -85,7 +89,9 @@ class Workspace:
                 path.unlink(missing_ok=True)
 
     def already_complete(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
-        """Whether OUT is the result of this very command. With `force` another one is left, to be replaced when the new is there.
+        """Whether OUT is the result of this very command.
+
+        With `force` another one is left, to be replaced when the new is there.
 
         Raises:
             Refused: there is something else.
@@ -136,7 +142,10 @@ class Workspace:
         return False
 
     def _unfinished(self) -> Any:
-        """The manifest of the work in OUT.partial; None where there is none to lose, as after a refusal or an early kill."""
+        """The manifest of the work in OUT.partial.
+
+        None where there is none to lose, as after a refusal or an early kill.
+        """
         if not self.tokenizer.is_dir() and next(self.chunks.rglob("*.chunk"), None) is None:
             return None
         try:

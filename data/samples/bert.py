@@ -1,7 +1,8 @@
 """BERT samples: [CLS] A [SEP] B [SEP], or [CLS] A [SEP] without a sentence objective, with masked tokens.
 
-A and B are runs of several sentences that fill the sample together (Devlin et al. 2018, section 3.1 and appendix A.2). A chunk (see
-`data/samples/chunks.py`) is divided between two of its sentences, at random. Then, for half of the samples,
+A and B are runs of several sentences that fill the sample together (Devlin et al. 2018, section 3.1 and
+appendix A.2). A chunk (see `data/samples/chunks.py`) is divided between two of its sentences, at random.
+Then, for half of the samples,
 
     nsp: B is replaced by text of another document, label 1 (Devlin et al. 2018)
     sop: A and B are swapped, label 1 (ALBERT, arXiv 1909.11942, section 3.1)
@@ -66,8 +67,9 @@ class BertSettings:
 class BertFields(Fields):
     """Samples padded to S tokens and P predictions.
 
-    tokens, token_types (n, S) int64; lengths (n,) int64, tokens that are not padding, which stands at the end; positions, labels
-    (n, P) int64; predicted (n,) int64, how many of the P are real: the first ones; sentence_labels (n,) int64.
+    tokens, token_types (n, S) int64; lengths (n,) int64, tokens that are not padding, which stands at the
+    end; positions, labels (n, P) int64; predicted (n,) int64, how many of the P are real: the first ones;
+    sentence_labels (n,) int64.
     """
 
     @property
@@ -118,7 +120,8 @@ def segments(
         return tokens, None, 0
     changed = rng.random() < 0.5
     if head == "nsp" and (changed or not len(borders)):
-        # A chunk of one sentence has no second one that follows: as in BERT, its B is always another document's.
+        # A chunk of one sentence has no second one that follows: as in BERT, its B is always another
+        # document's.
         end = _cut(rng, len(tokens), borders) if len(borders) else len(tokens)
         if (text := other(max(len(tokens) - end, 1))) is not None:
             return tokens[:end], text, 1
@@ -201,7 +204,10 @@ def stack(samples: Sequence[Sample], vocabulary: BertVocabulary, settings: BertS
 
 
 class BertSamples:
-    """Samples from a store whose sequences are sentences: one per chunk and epoch, every epoch in an order of its own; for any thread."""
+    """Samples from a store whose sequences are sentences.
+
+    One per chunk and epoch, every epoch in an order of its own; for any thread.
+    """
 
     random_access = True
 
@@ -213,7 +219,8 @@ class BertSamples:
             documents: (D,) int64, ascending: those of one split.
 
         Raises:
-            ValueError: no text; for nsp, text of one document alone; whole words are to be masked and are not known.
+            ValueError: no text; for nsp, text of one document alone; whole words are to be masked and are not
+                known.
         """
         check_whole_words(vocabulary, settings.masking)
         self.sequence_length = settings.sequence_length
@@ -288,7 +295,9 @@ class BertSamples:
 def fixed_samples(
     store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary, count: int
 ) -> HeldOut:
-    """The samples of a validation or a test: at most `count`, evenly spread over `documents`, the same whatever the recipe's seed is.
+    """The samples of a validation or a test.
+
+    At most `count`, evenly spread over `documents`, the same whatever the recipe's seed is.
 
     Raises:
         ValueError: as `BertSamples`.

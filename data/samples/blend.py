@@ -1,10 +1,11 @@
 """Samples of several sources mixed by weight.
 
-Every block of 1000 positions has the same number of samples of each part, by the largest remainder of its weight, in an order
-that (seed, block) decides. So the place of a position in its part is known without walking through those before it.
+Every block of 1000 positions has the same number of samples of each part, by the largest remainder of its
+weight, in an order that (seed, block) decides. So the place of a position in its part is known without
+walking through those before it.
 
-A stream in a blend is one lane that every rank reads: which rows of a step are its samples changes with the step, so no rank
-could keep to its own files.
+A stream in a blend is one lane that every rank reads: which rows of a step are its samples changes with the
+step, so no rank could keep to its own files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ BLOCK = 1000  # positions; the finest share is one in this many
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> np.ndarray:
-    """(parts,) int64 that add up to `total`: the exact shares rounded down, and one more for those that lost most by it."""
+    """(parts,) int64 that add up to `total`.
+
+    The exact shares rounded down, and one more for those that lost most by it.
+    """
     exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * total
     counts = np.floor(exact).astype(np.int64)
     lost = np.argsort(counts - exact, kind="stable")

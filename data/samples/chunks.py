@@ -1,10 +1,12 @@
 """BERT chunks: runs of consecutive sentences of one document, each the text of one sample.
 
-As in BERT's data preparation (Devlin et al. 2018, appendix A.2): sentences are taken until they have as many tokens as a sample
-holds, or, for a share of the chunks, until a random smaller number. A sentence longer than a sample is cut into pieces first, so that
-all of its text is used. Chunks depend on the seed and not on the epoch.
+As in BERT's data preparation (Devlin et al. 2018, appendix A.2): sentences are taken until they have as many
+tokens as a sample holds, or, for a share of the chunks, until a random smaller number. A sentence longer than
+a sample is cut into pieces first, so that all of its text is used. Chunks depend on the seed and not on the
+epoch.
 
-Documents are cut in lock step: step k finds the k-th chunk of every document that has sentences left, with one search.
+Documents are cut in lock step: step k finds the k-th chunk of every document that has sentences left, with
+    one search.
 """
 
 from __future__ import annotations
@@ -80,7 +82,10 @@ def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunk
 
 
 def _blocks(documents: np.ndarray) -> Iterator[np.ndarray]:
-    """`documents` in parts, each from a span of _BLOCK documents of the store; spans without any are left out."""
+    """`documents` in parts, each from a span of _BLOCK documents of the store.
+
+    Spans without any are left out.
+    """
     spans = np.arange(0, documents[-1] + 1 if len(documents) else 0, _BLOCK)
     bounds = documents.searchsorted(spans).tolist()
     for start, end in pairwise([*bounds, len(documents)]):
@@ -113,7 +118,8 @@ def _cut(
         documents: (D,) numbers that random lengths depend on.
 
     Returns:
-        (D,) chunks of each document; (C,) int64 where chunks begin, in tokens; (C,) int32 tokens; in the order of documents.
+        (D,) chunks of each document; (C,) int64 where chunks begin, in tokens; (C,) int32 tokens; in the
+        order of documents.
     """
     places, ends = edges[first], edges[last]  # places: where the next chunk of each document begins
     edges = _with_cuts(edges, lengths.target)

@@ -25,7 +25,8 @@ class Fields(dict[str, np.ndarray]):
         """The arrays that `recipes.micro_batch.FIELDS` names.
 
         Args:
-            row_weights: (n,) weight of a sample, so that a mean over micro-batches and ranks is one over samples; 0: filling.
+            row_weights: (n,) weight of a sample, so that a mean over micro-batches and ranks is one over
+                samples; 0: filling.
         """
         raise NotImplementedError
 

@@ -1,8 +1,9 @@
 """GPT samples from a token store: windows of a fixed length over the concatenated documents of one split.
 
-Sample i is tokens [i * T, i * T + T + 1) of the split's stream: the first T are the inputs, the last T the labels, so that every
-token but the first of the stream is a label exactly once. Every document of the stream ends with the end-of-document token; where
-the store has none (stores of sentences, or written without Megatron's --append-eod) it is put in while reading.
+Sample i is tokens [i * T, i * T + T + 1) of the split's stream: the first T are the inputs, the last T the
+labels, so that every token but the first of the stream is a label exactly once. Every document of the stream
+ends with the end-of-document token; where the store has none (stores of sentences, or written without
+Megatron's --append-eod) it is put in while reading.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _LOOKED_AT = 256  # documents whose last token tells how the store ends document
 
 
 class GptFields(Fields):
-    """Windows of T + 1 tokens: window (n, T + 1) int64; the first T tokens are the inputs, the last T the labels."""
+    """Windows of T + 1 tokens: window (n, T + 1) int64.
+
+    The first T tokens are the inputs, the last T the labels.
+    """
 
     @property
     def labels(self) -> np.ndarray:
@@ -46,8 +50,8 @@ class GptFields(Fields):
 class Stream:
     """The documents of a split as one run of tokens, read where they lie.
 
-    Kept in memory: 17 bytes per piece, which is a run of neighbouring documents, or one document where end-of-document tokens are
-    put in.
+    Kept in memory: 17 bytes per piece, which is a run of neighbouring documents, or one document where
+        end-of-document tokens are put in.
     """
 
     def __init__(self, store: Store, documents: np.ndarray, end_token: int):
@@ -89,10 +93,12 @@ class Stream:
 
 
 def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
-    """(D,) bool: whether the document that ends at each of these places of the store lacks the end-of-document token.
+    """(D,) bool.
 
-    Stores are written with such tokens or without. So some documents decide for all where they are of one mind, which spares
-    reading a page of the disk per document.
+    Whether the document that ends at each of these places of the store lacks the end-of-document token.
+
+    Stores are written with such tokens or without. So some documents decide for all where they are of one
+    mind, which spares reading a page of the disk per document.
     """
     some = store.tokens_array[ends[spread(len(ends), _LOOKED_AT)] - 1] != end_token
     if some.all() or not some.any():

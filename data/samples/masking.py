@@ -1,8 +1,8 @@
 """Masked language modelling: which tokens of a sample are predicted, and what stands in their place.
 
-Whole words, in n-grams of 1 to max_ngram words with probability proportional to 1/n (ALBERT, arXiv 1909.11942, section 4.1; Megatron-LM),
-until a share of the tokens is chosen. Of the chosen tokens 80 % become [MASK], 10 % a random token and 10 % stay (BERT, Devlin et al.
-2018, section 3.1).
+Whole words, in n-grams of 1 to max_ngram words with probability proportional to 1/n (ALBERT, arXiv
+1909.11942, section 4.1; Megatron-LM), until a share of the tokens is chosen. Of the chosen tokens 80 % become
+[MASK], 10 % a random token and 10 % stay (BERT, Devlin et al. 2018, section 3.1).
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def choose(
 ) -> list[tuple[int, int]]:
     """Words that are predicted.
 
-    N-grams lie at random places where they fit: lengths keep their distribution, whatever has been chosen already. One that exceeds the
-    budget is shortened; a single word that does is passed over.
+    N-grams lie at random places where they fit: lengths keep their distribution, whatever has been chosen
+    already. One that exceeds the budget is shortened; a single word that does is passed over.
 
     Args:
         borders: (W + 1,) ascending: word w is the tokens from borders[w] up to, not with, borders[w + 1].
@@ -133,8 +133,8 @@ def mask(
 
     Args:
         tokens: (L,) int64, changed.
-        special: places of special tokens, ascending, the first one 0 and the last one L - 1. They are never chosen, and words and n-grams
-            do not go over them.
+        special: places of special tokens, ascending, the first one 0 and the last one L - 1. They are never
+            chosen, and words and n-grams do not go over them.
         most: predictions at most.
 
     Returns:

@@ -1,1 +1,4 @@
-"""Where documents come from: files, dumps, the hub, the packaged corpus; their records, sentences and splits."""
+"""Where documents come from: files, dumps, the hub, the packaged corpus.
+
+Their records, sentences and splits.
+"""

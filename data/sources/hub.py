@@ -1,7 +1,8 @@
 """Datasets of the Hugging Face hub, read as a stream that outlives network errors.
 
-The libraries below retry single requests (huggingface_hub: five times in about 20 s). Where they give up, the shard is opened
-again and skipped to the first record that was not read yet, so that every document comes out once and in order.
+The libraries below retry single requests (huggingface_hub: five times in about 20 s). Where they give up, the
+shard is opened again and skipped to the first record that was not read yet, so that every document comes out
+once and in order.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ _NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPExce
 
 @dataclass(frozen=True)
 class Backoff:
-    """Pauses between attempts: exponential, with jitter, so that a thousand ranks do not come back at the same moment."""
+    """Pauses between attempts.
+
+    Exponential, with jitter, so that a thousand ranks do not come back at the same moment.
+    """
 
     attempts: int = 10  # failures in a row, without a record between them, after which the reader gives up
     first_s: float = 1.0
@@ -99,12 +103,15 @@ class HubSource:
     def documents(self, start: int = 0) -> Iterator[Document]:
         """
         Raises:
-            ValueError: the dataset cannot be opened or read; the message says how to do without the hub. Or a record is broken.
+            ValueError: the dataset cannot be opened or read; the message says how to do without the hub. Or a
+                record is broken.
         """
         return _documents(self.records(start))
 
     def records(self, start: int = 0) -> Iterator[Raw | Broken]:
-        """All records in order, after the first `start` ones: their texts, empty ones too, and the broken records.
+        """All records in order, after the first `start` ones.
+
+        Their texts, empty ones too, and the broken records.
 
         Raises:
             ValueError: as of `documents`, but not for a broken record.
@@ -184,7 +191,10 @@ class HubSource:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx; not 401, 403 or 404."""
+    """Whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx.
+
+    Not 401, 403 or 404.
+    """
     status = _status(error)
     if status is not None:
         return status in (408, 429) or status >= 500

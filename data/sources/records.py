@@ -1,10 +1,12 @@
 """Records: what files are cut into, and what is kept of those that are broken.
 
-A `RecordFormat` reads one kind of file in two steps. `frame` is cheap and sequential: it decompresses the file and cuts it
-into records, with bounded memory. `parse` turns one record into the text of a document and depends on nothing else, so
-that worker processes can share the work. Neither raises on bad input: a record that cannot be used comes out as `Broken`.
+A `RecordFormat` reads one kind of file in two steps. `frame` is cheap and sequential: it decompresses the
+file and cuts it into records, with bounded memory. `parse` turns one record into the text of a document and
+depends on nothing else, so that worker processes can share the work. Neither raises on bad input: a record
+that cannot be used comes out as `Broken`.
 
-What `frame` yields is numbered by position from 0: `frame(path, start)` yields the items of `frame(path)` from `start` on.
+What `frame` yields is numbered by position from 0: `frame(path, start)` yields the items of `frame(path)`
+from `start` on.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ def split(text: str, how: Literal["split", "lines"]) -> list[str]:
     """Sentences in order, none of them empty. Joined they give the text back but for whitespace.
 
     Args:
-        how: split: at the ends of sentences, by sentencex's rules for English; lines: every line is a sentence already.
+        how: split: at the ends of sentences, by sentencex's rules for English; lines: every line is a
+            sentence already.
     """
     if how == "lines":
         pieces: Iterable[str] = text.split("\n")

@@ -1,4 +1,7 @@
-"""The splits of a stream: training samples that are read as they come, and held-out samples from its first documents."""
+"""The splits of a stream.
+
+Training samples that are read as they come, and held-out samples from its first documents.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ _HEAD_BATCH_CHARACTERS = 1 << 16  # little beyond what is wanted: 20 documents p
 
 @dataclass
 class _Held:
-    """Held-out documents of one split, until they give enough samples. Reads like the `LaneReader` of one epoch."""
+    """Held-out documents of one split, until they give enough samples.
+
+    Reads like the `LaneReader` of one epoch.
+    """
 
     source: Source
     family: Family
@@ -83,7 +89,9 @@ def read_head(
     vocabulary: int,
     say: Say,
 ) -> StreamHead:
-    """Reads until every split has its samples and enough training tokens are counted; less if the stream ends.
+    """Reads until every split has its samples and enough training tokens are counted.
+
+    Less if the stream ends.
 
     Args:
         part: the split of a document by its index within its file.
@@ -126,7 +134,10 @@ def read_head(
 
 
 def in_turn(source: Source) -> Iterator[Placed]:
-    """Documents of the first files, one from each in turn, then those of the next files; a file's place has it as its turn."""
+    """Documents of the first files, one from each in turn, then those of the next files.
+
+    A file's place has it as its turn.
+    """
     for first in range(0, source.shards, _FILES_AT_ONCE):
         files = range(first, min(first + _FILES_AT_ONCE, source.shards))
         readers = deque((file, source.shard_documents(file)) for file in files)
@@ -197,7 +208,10 @@ def stream_parts(
 
 
 def _checksum(files: int, train_counts: np.ndarray, validation: HeldOut) -> str:
-    """Of what was read before training: a stream as a whole is never seen, and another one differs here already."""
+    """Of what was read before training.
+
+    A stream as a whole is never seen, and another one differs here already.
+    """
     found = zlib.crc32(train_counts.astype("<i8").tobytes(), files)
     for name in sorted(validation.fields):
         found = zlib.crc32(np.ascontiguousarray(validation.fields[name]).tobytes(), found)

@@ -1,7 +1,8 @@
 """Finite sources: tokenized once into a token store of the cache that all later runs map into memory.
 
-The store has all documents of the source, empty ones too, so that document d of it is document d of the source and one store
-serves every split. Next to it lies a JSON file with what it was made of and its checksums.
+The store has all documents of the source, empty ones too, so that document d of it is document d of the
+source and one store serves every split. Next to it lies a JSON file with what it was made of and its
+checksums.
 """
 
 from __future__ import annotations

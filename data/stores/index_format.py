@@ -1,6 +1,7 @@
 """Token stores in the format of Megatron-LM's indexed datasets, which Megatron-DeepSpeed, gpt-neox and others read and write.
 
-A store is two files. `PREFIX.bin` holds the tokens of all sequences, one after the other. `PREFIX.idx` holds, little endian:
+A store is two files. `PREFIX.bin` holds the tokens of all sequences, one after the other. `PREFIX.idx` holds,
+little endian:
 
      9 bytes  magic "MMIDIDX", 0, 0
      8        uint64 version, 1
@@ -62,7 +63,10 @@ def read_index(path: Path) -> Index:
 
 
 def mapped(path: Path) -> np.ndarray:
-    """(bytes,) uint8. A plain array over the map: slices of `np.memmap` cost microseconds. An empty file cannot be mapped."""
+    """(bytes,) uint8. A plain array over the map: slices of `np.memmap` cost microseconds.
+
+    An empty file cannot be mapped.
+    """
     return np.asarray(np.memmap(path, np.uint8, "r")) if os.stat(path).st_size else np.empty(0, np.uint8)
 
 

@@ -1,4 +1,7 @@
-"""Token stores that are there already: what launch/prepare_data.py wrote, or the .bin/.idx of another Megatron-family tool."""
+"""Token stores that are there already.
+
+What launch/prepare_data.py wrote, or the .bin/.idx of another Megatron-family tool.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def ready_made_store(
         sequences: what one sequence must hold; a GPT can train from either.
 
     Raises:
-        ValueError: there is no sound store, its tokens are of another vocabulary, or a BERT's store has no sentences.
+        ValueError: there is no sound store, its tokens are of another vocabulary, or a BERT's store has no
+            sentences.
     """
     prefix = store_prefix(origin, sequences)
     try:

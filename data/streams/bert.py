@@ -1,4 +1,7 @@
-"""What a BERT makes of a store's or a stream's documents: chunks of their sentences, from both the same ones."""
+"""What a BERT makes of a store's or a stream's documents.
+
+Chunks of their sentences, from both the same ones.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,8 @@ def text_of(number: int, place: Place, sentences: list[np.ndarray], settings: Be
 class BertLane(Lane):
     """One sample per chunk. An item is a function of (seed, lane, item) and of the last REMEMBERED documents.
 
-    The state names the first document that is remembered: a resumed run reads from there, so that it remembers the same ones.
+    The state names the first document that is remembered: a resumed run reads from there, so that it
+    remembers the same ones.
     """
 
     def __init__(self, reader: Reader, number: int, settings: BertSettings, vocabulary: BertVocabulary):

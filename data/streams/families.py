@@ -1,4 +1,7 @@
-"""The families: what each makes of documents. A family is one object, and a third one would be one more file and line here."""
+"""The families: what each makes of documents.
+
+A family is one object, and a third one would be one more file and line here.
+"""
 
 from __future__ import annotations
 

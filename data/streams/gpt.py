@@ -71,7 +71,9 @@ def too_short(tokens: int, sequence_length: int) -> tuple[Words, ...]:
 
 
 class GptLane(Lane):
-    """Windows of T + 1 tokens over the lane's documents; the next window begins with the last label of this one.
+    """Windows of T + 1 tokens over the lane's documents.
+
+    The next window begins with the last label of this one.
 
     A rest shorter than a window is left out at the end of an epoch, as at the end of stored tokens.
     """

@@ -1,8 +1,10 @@
-"""Lanes of a stream: parts that are read side by side, each in its own order, so that ranks can read different files.
+"""Lanes of a stream.
 
-A stream of n files has L lanes, and lane l reads files l, l + L, l + 2 L, ... epoch after epoch. Every rank that reads a lane
-gets the same items from it. A place in a lane is the file and the record in it, so that a resumed run opens the right file
-at the right record.
+Parts that are read side by side, each in its own order, so that ranks can read different files.
+
+A stream of n files has L lanes, and lane l reads files l, l + L, l + 2 L, ... epoch after epoch. Every rank
+that reads a lane gets the same items from it. A place in a lane is the file and the record in it, so that a
+resumed run opens the right file at the right record.
 """
 
 from __future__ import annotations

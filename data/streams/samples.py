@@ -1,8 +1,9 @@
 """Datasets that are tokenized while they stream in, for those too large to prepare first.
 
-A stream is read in lanes (`lanes.py`). Of the global batch of G samples, row j of step s is item s * (G / L) + j % (G / L) of
-lane j // (G / L): a rank opens only the lanes that its rows touch, and the batch of a step depends on G and L and on no
-layout. Sampling is in the stream's order; shuffle a dataset before, or prepare it.
+A stream is read in lanes (`lanes.py`). Of the global batch of G samples, row j of step s is item s * (G / L)
++ j % (G / L) of lane j // (G / L): a rank opens only the lanes that its rows touch, and the batch of a step
+depends on G and L and on no layout. Sampling is in the stream's order; shuffle a dataset before, or prepare
+it.
 """
 
 from __future__ import annotations

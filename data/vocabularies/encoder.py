@@ -1,4 +1,7 @@
-"""Text to tokens, in batches. Imports neither transformers nor torch: worker processes of `data.prepare` start with it."""
+"""Text to tokens, in batches.
+
+Imports neither transformers nor torch: worker processes of `data.prepare` start with it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BATCH_CHARACTERS = 1 << 22  # enough for all cores
-# For one core: the library's objects of a batch, some 100 bytes per token, then stay in the processor's cache.
+# For one core: the library's objects of a batch, some 100 bytes per token, then stay in the processor's
+# cache.
 ONE_CORE_BATCH_CHARACTERS = 1 << 16
 _UINT32 = "I"
 assert array(_UINT32).itemsize == 4
@@ -35,7 +39,10 @@ D = TypeVar("D", bound=HasText)
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
-    """Items in order, in lists whose sizes sum to at least `least`; the last list may hold less, and none is empty."""
+    """Items in order, in lists whose sizes sum to at least `least`.
+
+    The last list may hold less, and none is empty.
+    """
     group: list[T] = []
     held = 0
     for item in items:
@@ -83,12 +90,14 @@ class Encoder:
 
     def _load(self, backend: str) -> None:
         self._backend = Tokenizer.from_str(backend)
-        # A document that spells out "<|endoftext|>" must not end itself, nor "[MASK]" stand for a masked token.
+        # A document that spells out "<|endoftext|>" must not end itself, nor "[MASK]" stand for a masked
+        # token.
         self._backend.encode_special_tokens = True
         # Saved tokenizers can carry the lengths of their last use.
         self._backend.no_truncation()
         self._backend.no_padding()
-        # The BPE's memory of 10,000 words stays: with 100,000 one process is 10 % faster, but two on one cache are 15 % slower.
+        # The BPE's memory of 10,000 words stays: with 100,000 one process is 10 % faster, but two on one
+        # cache are 15 % slower.
 
     def __getstate__(self) -> dict[str, Any]:
         settings = {"end": self._end, "batch_characters": self._batch_characters}
@@ -107,8 +116,8 @@ class Encoder:
     def encode_sentences(self, documents: Sequence[Sequence[str]]) -> list[list[np.ndarray]]:
         """Sentences of documents -> (tokens,) uint32 each, without special tokens.
 
-        Sentences that the vocabulary knows nothing of (blank ones, control characters) are left out, so that a document's
-        list can be shorter than it came, and empty.
+        Sentences that the vocabulary knows nothing of (blank ones, control characters) are left out, so that
+        a document's list can be shorter than it came, and empty.
         """
         texts = [sentence for document in documents for sentence in document]
         batches = grouped(texts, len, self._batch_characters)
@@ -129,7 +138,10 @@ class Encoder:
 
 
 class SentenceEncoder:
-    """What `Encoder` is for a GPT: yields (document, its sentences' tokens, uint32 without special tokens) in order."""
+    """What `Encoder` is for a GPT.
+
+    Yields (document, its sentences' tokens, uint32 without special tokens) in order.
+    """
 
     def __init__(
         self,

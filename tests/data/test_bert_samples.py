@@ -1,4 +1,7 @@
-"""BERT samples: chunks, masking, segments. Every token of the test store is unique, so that a token tells where it comes from."""
+"""BERT samples: chunks, masking, segments.
+
+Every token of the test store is unique, so that a token tells where it comes from.
+"""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

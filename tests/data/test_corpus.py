@@ -1,4 +1,7 @@
-"""`build`, which puts sources, vocabularies, token stores and samples together; the cache; launch/show_data.py."""
+"""`build`, which puts sources, vocabularies, token stores and samples together; the cache.
+
+Launch/show_data.py.
+"""
 
 import json
 import math

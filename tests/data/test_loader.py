@@ -1,4 +1,7 @@
-"""Micro-batches, prefetching and blends: the batch of a step is a function of (seed, step), whatever the layout."""
+"""Micro-batches, prefetching and blends.
+
+The batch of a step is a function of (seed, step), whatever the layout.
+"""
 
 import gc
 import subprocess

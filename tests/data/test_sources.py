@@ -1,4 +1,7 @@
-"""Files and hub datasets as documents; broken records come out of formats as such, and strict sources refuse them."""
+"""Files and hub datasets as documents.
+
+Broken records come out of formats as such, and strict sources refuse them.
+"""
 
 import bz2
 import gzip
@@ -417,7 +420,10 @@ def test_wikitext(wikitext, expected):
 )
 @pytest.mark.timeout(120)
 def test_a_pathological_page_does_not_hang(unit):
-    """A linear parser takes about a second. A quadratic one that needs 7 s for 20,000 (mwparserfromhell's case) would need ten minutes."""
+    """A linear parser takes about a second.
+
+    A quadratic one that needs 7 s for 20,000 (mwparserfromhell's case) would need ten minutes.
+    """
     plain_text(unit * 200_000)
 
 

@@ -1,6 +1,7 @@
 """Streams: batches do not depend on ranks, workers or resumes, and each rank reads its own files.
 
-Most tests read a made-up source, whose "text" is the tokens themselves, so that what comes out can be traced back. The hub's
+Most tests read a made-up source, whose "text" is the tokens themselves, so that what comes out can be traced
+back. The hub's
 code path is run on local files: `load_dataset("json", streaming=True)` gives the same kind of object.
 """
 
@@ -160,7 +161,10 @@ def test_a_stream_skips_forward_and_goes_back():
 
 
 def run_with_resumes(sizes, kind, steps, plan, workers):
-    """Digests of steps, the run being cut and continued under another layout after every count in `plan`; and the lanes' lines."""
+    """Digests of steps, the run being cut and continued under another layout after every count in `plan`.
+
+    And the lanes' lines.
+    """
     digests, said, state = [], [], None
     for number, (layout, count) in enumerate(plan):
         samples = streamed(Made(sizes), kind, say=said.append)

@@ -25,7 +25,9 @@ _LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
 
 @contextmanager
 def decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
-    """The file's content. Its first bytes tell the compression, not its name; archives of several parts are read whole.
+    """The file's content.
+
+    Its first bytes tell the compression, not its name; archives of several parts are read whole.
 
     Raises:
         ValueError: the file cannot be opened.

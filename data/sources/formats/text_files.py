@@ -208,7 +208,9 @@ class ParquetFormat:
 
 
 def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken]]:
-    """The file's lines, numbered from 1, decompressed. A line of more than `limit` bytes is passed over in pieces.
+    """The file's lines, numbered from 1, decompressed.
+
+    A line of more than `limit` bytes is passed over in pieces.
 
     Where the file cannot be read on, the last item is a `Broken` of size 0.
     """

@@ -1,7 +1,10 @@
-"""Wikipedia's pages-articles dumps as records: the latest text of every article, without redirects, talk pages and templates.
+"""Wikipedia's pages-articles dumps as records.
 
-A dump is cut at its <page> tags before anything is parsed as XML. So reading stays as fast as decompression, worker processes
-parse the pages, and a damaged page costs that page; an XML parser over the whole file would lose all that follows.
+The latest text of every article, without redirects, talk pages and templates.
+
+A dump is cut at its <page> tags before anything is parsed as XML. So reading stays as fast as decompression,
+worker processes parse the pages, and a damaged page costs that page; an XML parser over the whole file would
+lose all that follows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Wikitext as plain text: what a reader of the article sees, without tables, infoboxes, notes, formulas and pictures.
+"""Wikitext as plain text.
 
-Every step takes time linear in the text, whatever the text is. (mwparserfromhell 0.7.2 needs 7 s for 60 KB of "<b>" and 10 s
-for 60 KB of "{|", growing with the square; one such page would hold up a whole run.) Patterns therefore never scan past the
-next bracket or line end, and what nests is matched with a stack.
+What a reader of the article sees, without tables, infoboxes, notes, formulas and pictures.
+
+Every step takes time linear in the text, whatever the text is. (mwparserfromhell 0.7.2 needs 7 s for 60 KB of
+"<b>" and 10 s for 60 KB of "{|", growing with the square; one such page would hold up a whole run.) Patterns
+therefore never scan past the next bracket or line end, and what nests is matched with a stack.
 """
 
 from __future__ import annotations
@@ -114,7 +116,9 @@ class Pathological(ValueError):
 
 
 def plain_text(wikitext: str) -> str:
-    """The text of an article: paragraphs and headings between blank lines, an item of a list per line; "" for a redirect.
+    """The text of an article: paragraphs and headings between blank lines, an item of a list per line.
+
+    "" for a redirect.
 
     Raises:
         Pathological: links are nested more than `MAX_DEPTH` deep.
@@ -231,7 +235,10 @@ def _outermost(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _resolve_links(text: str) -> str:
-    """The text with every [[link]] replaced by what it shows. Links end with their paragraph, pictures need not."""
+    """The text with every [[link]] replaced by what it shows.
+
+    Links end with their paragraph, pictures need not.
+    """
     frames: list[list[str]] = [[]]  # text of the open links, outermost first
     at = 0
     for match in _LINK_BRACKETS.finditer(text):
@@ -283,7 +290,10 @@ def _shown(link: str) -> str:
 
 
 def _apostrophes(match: re.Match[str]) -> str:
-    """What is left of a run of apostrophes: 2 are italic, 3 bold, 5 both, and those beyond are apostrophes."""
+    """What is left of a run of apostrophes.
+
+    2 are italic, 3 bold, 5 both, and those beyond are apostrophes.
+    """
     return "'" * {2: 0, 3: 0, 4: 1, 5: 0}.get(len(match[0]), len(match[0]) - 5)
 
 
@@ -338,7 +348,10 @@ def _heading(line: str) -> tuple[int, str] | None:
 
 
 def _clean(line: str) -> str:
-    """A line with its entities resolved and without what dropped markup leaves: empty brackets, spaces before commas."""
+    """A line with its entities resolved and without what dropped markup leaves.
+
+    Empty brackets, spaces before commas.
+    """
     for bracket in ("{{", "}}", "[[", "]]"):  # without a partner; those of <nowiki> are entities still
         line = line.replace(bracket, "")
     line = _SPACES.sub(" ", html.unescape(line).replace("\n", " "))

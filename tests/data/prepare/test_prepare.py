@@ -1,4 +1,7 @@
-"""launch/prepare_data.py and data/prepare/: what comes out, what is left out and said, and that no end in between shows."""
+"""launch/prepare_data.py and data/prepare/.
+
+What comes out, what is left out and said, and that no end in between shows.
+"""
 
 from __future__ import annotations
 

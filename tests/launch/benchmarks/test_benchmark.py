@@ -1,4 +1,7 @@
-"""launch/benchmark.py: what is measured is the same work for all, and the arithmetic of the ratios. Never speed."""
+"""launch/benchmark.py: what is measured is the same work for all, and the arithmetic of the ratios.
+
+Never speed.
+"""
 
 from __future__ import annotations
 
