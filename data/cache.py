@@ -38,7 +38,8 @@ def ensure_directory(directory: Path) -> Path:
             raise PermissionError("not writable")
     except OSError as error:
         raise ValueError(
-            f"cache directory {directory}: {error.strerror or error}: vocabularies and tokens are kept there; "
+            f"cache directory {directory}: {error.strerror or error}: vocabularies and tokens are kept "
+            "there; "
             "set MEGARECIPES_CACHE to a directory you can write to"
         ) from error
     return directory

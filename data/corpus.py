@@ -25,29 +25,16 @@ from data.streams.families import FAMILIES, Family, family_of
 from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.schema import BlendPart, Origin, Recipe
 
-_ADDED_UP = frozenset(
-    [
-        "documents",
-        "text_bytes",
-        "train_documents",
-        "train_tokens",
-        "held_out_documents",
-        "held_out_tokens",
-        "test_documents",
-        "test_tokens",
-        "documents_read_for_validation",
-        "unigram_tokens",
-        "samples_per_epoch",
-    ]
+_COUNTS = (
+    "documents text_bytes train_documents train_tokens held_out_documents held_out_tokens test_documents "
+    "test_tokens documents_read_for_validation unigram_tokens samples_per_epoch"
 )
+_ADDED_UP = frozenset(_COUNTS.split())
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run trains on, validates with and may be tested with.
-
-    Entropies are in nats per token, on the validation labels.
-    """
+    """What a run trains on, validates with and is tested with. Entropies are in nats per token."""
 
     tokenizer: PreTrainedTokenizerFast
     train: TrainingSamples

@@ -30,10 +30,7 @@ def generator(seed: int, first: int, second: int) -> np.random.Generator:
 
 
 def random_bits(seed: int, numbers: np.ndarray, number: int) -> np.ndarray:
-    """(N,) uint64 that look random, a function of (seed, each of `numbers` (N,), number).
-
-    SplitMix64 once for each of the three.
-    """
+    """(N,) uint64 that look random, a function of seed, each of `numbers` (N,) and number: SplitMix64."""
     key = _splitmix(np.array([seed % 2**64], dtype=np.uint64))
     return _splitmix(_splitmix(key ^ numbers.astype(np.uint64)) ^ np.uint64(number))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,27 +19,18 @@ import torch
 from data.batches import MicroBatch, batch_digest, micro_batch
 from data.prefetch import InTurn, Prefetcher
 from data.samples.fields import HeldOut, TrainingSamples
+from recipes.layout import Layout
+from recipes.problems import Key, Problem, ProblemsError, Setting
 
 
-class BatchLayout(Protocol):
-    """micro x accumulation x dp = global_batch, in samples."""
+def rank_rows(layout: Layout, dp_rank: int) -> np.ndarray:
+    """(accumulation, micro) int64: the samples of the global batch that this rank reads.
 
-    @property
-    def micro(self) -> int: ...
-    @property
-    def accumulation(self) -> int: ...
-    @property
-    def dp(self) -> int: ...
-    @property
-    def global_batch(self) -> int: ...
-
-
-def rank_rows(layout: BatchLayout, dp_rank: int) -> np.ndarray:
-    """(accumulation, micro) int64.
-
-    Which samples of the global batch this rank reads, by micro-batch and row.
+    Raises:
+        ValueError: the layout has no such data-parallel rank.
     """
-    _check(layout, dp_rank)
+    if not 0 <= dp_rank < layout.dp:
+        raise ValueError(f"data-parallel rank {dp_rank} is not in 0..{layout.dp - 1}")
     rows = np.arange(layout.global_batch).reshape(layout.dp, layout.accumulation, layout.micro)
     return rows[dp_rank]
 
@@ -54,13 +45,14 @@ class StepBatches:
         self,
         samples: TrainingSamples,
         seed: int,
-        layout: BatchLayout,
+        layout: Layout,
         dp_rank: int,
         start_step: int = 0,
         start_state: dict[str, Any] | None = None,
         workers: int = 0,
     ):
-        """
+        """Make batches of one rank.
+
         Args:
             start_step: optimizer steps that are already done; batches continue after them.
             start_state: what `merge_states` made of all ranks' `state` then. Only speed depends on it, and
@@ -69,7 +61,7 @@ class StepBatches:
                 asked for.
 
         Raises:
-            ValueError: the layout does not multiply out, or the state is of another step or another reading
+            ValueError: the state is of another step or another reading
                 of the data.
         """
         self._samples, self._seed, self._layout = samples.fresh(), seed, layout
@@ -78,10 +70,12 @@ class StepBatches:
         position = start_step * layout.global_batch
         if start_state is not None:
             if start_state.get("position") != position:
-                raise ValueError(
-                    f"data position {start_state.get('position')} is not that of step {start_step} with batch.global="
-                    f"{layout.global_batch}: resume with the batch.global of the checkpoint"
+                came = (
+                    f"data position {start_state.get('position')} is not that of step {start_step} with ",
+                    Setting("batch.global", layout.global_batch),
                 )
+                fix = ("resume with the ", Key("batch.global"), " of the checkpoint")
+                raise ProblemsError([Problem("batch.global", came, fix=fix)])
             self._samples.restore(start_state)
         # Known before the first batch, and never asked of a stream that a thread is reading; without a start
         # state a stream would have to be read through, so then `state` does it if it is called at once.
@@ -103,10 +97,7 @@ class StepBatches:
         return batches
 
     def state(self) -> dict[str, Any]:
-        """JSON-able position after the last step that was handed out, whatever was read ahead.
-
-        Of this rank's part of the data.
-        """
+        """JSON-able position of this rank after the last step handed out, whatever was read ahead."""
         if self._state is None:
             self._state = self._samples.fresh().state(self.step * self._layout.global_batch)
         return self._state
@@ -128,7 +119,7 @@ class _Producer:
 
     samples: TrainingSamples
     seed: int
-    layout: BatchLayout
+    layout: Layout
     rows: np.ndarray  # (accumulation, micro)
 
     def __call__(self, step: int) -> tuple[list[MicroBatch], dict[str, Any]]:
@@ -177,11 +168,11 @@ def validation_batches(
     """All validation steps of one rank, each a list of `accumulation` micro-batches.
 
     Every rank gets the same number: the last step is filled up with copies of weight 0. The mean of the loss
-        over all micro-batches of all steps and ranks is the mean over the real samples (of a BERT's
-        predictions, once the engine has divided by their number).
+    over all micro-batches of all steps and ranks is the mean over the real samples (of a BERT's predictions,
+    once the engine has divided by their number).
     """
     assert len(samples) > 0, "build() refuses corpora without validation samples"
-    layout = _Layout(micro, accumulation, dp)
+    layout = Layout(1, 1, dp, micro, accumulation, micro * accumulation * dp)
     rows = rank_rows(layout, dp_rank)
     steps = -(-len(samples) // layout.global_batch)
     real_weight = steps * accumulation * dp / len(samples)
@@ -195,20 +186,3 @@ def validation_batches(
         ]
         for step in range(steps)
     ]
-
-
-class _Layout:
-    def __init__(self, micro: int, accumulation: int, dp: int):
-        self.micro, self.accumulation, self.dp = micro, accumulation, dp
-        self.global_batch = micro * accumulation * dp
-
-
-def _check(layout: BatchLayout, dp_rank: int) -> None:
-    product = layout.micro * layout.accumulation * layout.dp
-    if product != layout.global_batch:
-        raise ValueError(
-            f"micro {layout.micro} x accumulation {layout.accumulation} x dp {layout.dp} = {product}, but the global "
-            f"batch is {layout.global_batch}: the product must be the global batch"
-        )
-    if not 0 <= dp_rank < layout.dp:
-        raise ValueError(f"data-parallel rank {dp_rank} is not in 0..{layout.dp - 1}")

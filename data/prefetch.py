@@ -1,7 +1,7 @@
 """Work done ahead of its use by threads, handed out in order.
 
 Threads and not processes: mapped files and tokenizers (which let go of Python's lock) are shared, and nothing
-    is copied.
+is copied.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Prefetcher(Generic[T]):
         depth: int | None = None,
         prepare: Callable[[], None] = lambda: None,
     ):
-        """
+        """Start the threads.
+
         Args:
             produce: must not hold this object, nor what owns it; else neither can be dropped.
             depth: results that are kept ready; by default one more than there are threads.
@@ -93,10 +94,7 @@ class Prefetcher(Generic[T]):
 
 
 class _UntilItFails(Generic[T]):
-    """Calls with numbers above one that failed do nothing.
-
-    A reader that failed has no defined place to continue from.
-    """
+    """Calls with numbers above one that failed do nothing: a failed reader cannot continue."""
 
     def __init__(self, produce: Callable[[int], T]):
         self._produce = produce

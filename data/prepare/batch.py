@@ -85,10 +85,7 @@ def dropped_line(file: str, number: int, verdict: Verdict, size: int, text: str)
 
 
 def broken_line(broken: Broken) -> str:
-    """A record kept aside.
-
-    Its first 64 KiB as text where they are text, else in base64, from which they come back exactly.
-    """
+    """A record kept aside: its first 64 KiB, as text where they are text, else exactly, in base64."""
     facts = dict(file=broken.file, number=broken.number, reason=broken.render(in_flags), size=broken.size)
     try:
         return _line(**facts, excerpt=broken.excerpt.decode("utf-8"))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from data.prepare.words import Words, ngrams, words_of
-from data.sources.files import format_of
+from data.sources.opening import format_of
 from data.sources.records import Broken
 from recipes.schema import Origin
 
@@ -57,7 +57,7 @@ class Evaluation:
 
 
 def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
-    """The n-grams of every string in JSON-lines or JSON files (whatever its field), and of every line of other text files.
+    """The n-grams of every string in JSON and JSON-lines files, and of every line of other text files.
 
     Raises:
         ValueError: a file is missing, empty or broken, or no text in it has n words: a set that is silently
@@ -77,7 +77,8 @@ def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
             file.append(np.full(len(found), number, dtype=np.int32))
         if not any(found.size for found in hashes[before:]):
             raise ValueError(
-                f"--decontaminate {path}: no text in it has {n} words: leave it out, or give a smaller --ngram"
+                f"--decontaminate {path}: no text in it has {n} words: leave it out, or give a smaller "
+                "--ngram"
             )
     distinct, where = np.unique(np.concatenate(hashes), return_index=True)
     table = np.zeros(1 << _FILTER_BITS, dtype=bool)

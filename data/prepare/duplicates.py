@@ -42,7 +42,8 @@ def find_duplicates(
     threshold: float,
     step: Callable[[], None] = lambda: None,
 ) -> Duplicates:
-    """
+    """The duplicates among n documents.
+
     Args:
         digests: (n,) uint64 hash of each document's text.
         marks: (n, permutations) uint32 signatures, mapped or in memory.
@@ -154,10 +155,7 @@ def _drop_in_order(
 
 
 def _best(marks: np.ndarray, document: int, others: list[int]) -> tuple[float, int]:
-    """The largest agreement with one of `others`, and the first that has it.
-
-    (-1, -1) where there are none.
-    """
+    """The largest agreement with one of `others`, and the first that has it; (-1, -1) without any."""
     best, where = -1.0, -1
     for start in range(0, len(others), _COMPARED_AT_ONCE):
         some = others[start : start + _COMPARED_AT_ONCE]
@@ -169,10 +167,7 @@ def _best(marks: np.ndarray, document: int, others: list[int]) -> tuple[float, i
 
 
 def _follow(of: np.ndarray, exact: np.ndarray) -> None:
-    """A copy of a document that was itself dropped repeats what that one repeats (one step.
-
-    Leaders are no copies).
-    """
+    """A copy of a document that was dropped repeats what that one repeats: leaders are no copies."""
     copies = np.flatnonzero(exact)
     leaders = of[copies]
     dropped = of[leaders] >= 0

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.prepare.settings import Settings
-from data.sources.files import files_of, format_of
-from data.sources.opening import hub_source
+from data.sources.opening import files_of, format_of, hub_source
 from data.sources.records import Broken, Raw, RecordFormat
 
 CHUNK_RECORDS = 4096  # at most; the bytes of a chunk are given by `Settings.chunk_mb`
@@ -48,10 +47,7 @@ class InputFile:
 
 
 class HubFormat:
-    """Records of a streamed source, in the place of a file format.
-
-    Those of the hub need no parsing: they hold text.
-    """
+    """Records of the hub, in the place of a file format. They hold text, and need no parsing."""
 
     def __init__(self, settings: Settings):
         self._origins = {str(origin.name): origin for origin in settings.origins}

@@ -53,16 +53,22 @@ class Settings:
     tokenizer: Tokenizer = Tokenizer()
     vocab_size: int | None = option(None, "made", "tokens of a trained vocabulary")
     vocabulary_mb: int = option(
-        256, "made", "text from the beginning of the input, repaired and in the wanted language, that a vocabulary is trained on",
-        "MB", 1,
-    )  # fmt: skip
+        256,
+        "made",
+        "text that a vocabulary is trained on: the input's beginning, repaired and in the wanted language",
+        "MB",
+        1,
+    )
     repair: bool = option(True, "left out", "mend mojibake, entities, control characters (ftfy)")
     language: str | None = option("en", "left out", "ISO 639 code of documents to keep; none: all", "CODE")
     language_score: float = option(0.5, "left out", "least certainty of it", "SCORE", 0, 1)
     min_tokens: int = option(128, "left out", "drop documents of fewer tokens", least=0)
     decontaminate: tuple[str, ...] = option(
-        (), "left out", "evaluation files, JSON lines or text: drop documents that share --ngram words in a row with them", "FILE"
-    )  # fmt: skip
+        (),
+        "left out",
+        "evaluation files, JSON lines or text: drop documents that share --ngram words in a row with them",
+        "FILE",
+    )
     ngram: int = option(13, "left out", "words of such a run", least=1)
     dedup: float | None = option(
         0.7,

@@ -43,9 +43,9 @@ def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> Pre
 
 
 def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
-    """Documents from the beginning of the input, `vocabulary_mb` MB of them: repaired and in the wanted language, if those
-    steps are asked for; not filtered by length, nor deduplicated or decontaminated, all of which need tokens
-    or come later.
+    """The first `vocabulary_mb` MB of the input, repaired and in the wanted language where that is asked for.
+
+    They are not filtered by length, deduplicated or decontaminated: all of that needs tokens or comes later.
     """
     detect = make_detector() if settings.language else None
     left = settings.vocabulary_mb * 1e6
@@ -70,7 +70,8 @@ def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFa
         return ready_made(settings.tokenizer)
     assert settings.vocab_size is not None, "the settings demand a size"
     say(
-        f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on the first {settings.vocabulary_mb} MB of text"
+        f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on the first "
+        f"{settings.vocabulary_mb} MB of text"
     )
     train = train_wordpiece if kind == "trained_wordpiece" else train_bpe
     return around(kind, train(training_texts(settings, inputs), settings.vocab_size))
@@ -80,8 +81,10 @@ def _check(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> None:
     if settings.samples == "bert":
         if missing := missing_roles(tokenizer):
             raise ValueError(
-                f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no {', '.join(missing)}; give "
-                "bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a tokenizer_config.json beside the file"
+                f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no "
+                f"{', '.join(missing)}; give "
+                "bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a "
+                "tokenizer_config.json beside the file"
             )
     else:
         end_of_document(tokenizer)

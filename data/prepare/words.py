@@ -34,10 +34,7 @@ _IS_WORD = _word_bytes()
 
 @dataclass(frozen=True)
 class Words:
-    """The words of n texts: word w is buffer[starts[w]:ends[w]].
-
-    Those of text t are offsets[t] to offsets[t + 1].
-    """
+    """Words of n texts: w is buffer[starts[w]:ends[w]], those of t are offsets[t] to offsets[t + 1]."""
 
     buffer: np.ndarray  # (bytes,) uint8: a line feed, then the lower-cased texts with a line feed after each
     starts: np.ndarray  # (W,) int64
@@ -96,10 +93,7 @@ def ngrams(words: Words, n: int, whole_if_short: bool) -> tuple[np.ndarray, np.n
 
 
 def _exclude_punctuation(buffer: np.ndarray, inside: np.ndarray) -> None:
-    """Clears the bytes of U+0080-U+00BF, U+2000-U+203F and U+3000-U+303F.
-
-    Spaces, dashes, quotation marks, full stops.
-    """
+    """Clear spaces and punctuation: U+0080-U+00BF, U+2000-U+203F and U+3000-U+303F."""
     outside_ascii = np.flatnonzero(
         buffer >= 0xC2
     )  # lead bytes; a text is whole UTF-8, so what follows them is there

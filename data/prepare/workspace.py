@@ -72,7 +72,8 @@ class Workspace:
             file = open(path, "ab")  # noqa: SIM115 - closed by the next statement
         except OSError as error:
             raise Refused(
-                f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror}): name another --out"
+                f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror}): name another "
+                "--out"
             ) from error
         with file:
             try:
@@ -108,7 +109,8 @@ class Workspace:
             return True
         if force:
             say(
-                f"{self.out} holds another preparation; it stays until the new one is complete, and is then replaced (--force)"
+                f"{self.out} holds another preparation; it stays until the new one is complete, and is then "
+                "replaced (--force)"
             )
             return False
         raise Refused(
@@ -142,10 +144,7 @@ class Workspace:
         return False
 
     def _unfinished(self) -> Any:
-        """The manifest of the work in OUT.partial.
-
-        None where there is none to lose, as after a refusal or an early kill.
-        """
+        """The manifest of the work in OUT.partial; None where there is none to lose."""
         if not self.tokenizer.is_dir() and next(self.chunks.rglob("*.chunk"), None) is None:
             return None
         try:

@@ -140,7 +140,7 @@ def _cut(rng: np.random.Generator, length: int, borders: np.ndarray) -> int:
 def truncate(
     rng: np.random.Generator, first: np.ndarray, second: np.ndarray | None, room: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Drops tokens one by one from the longer segment, from its front or its back at random, until both fit."""
+    """Drop tokens from the longer segment, from its front or its back at random, until both fit."""
     a, b = len(first), 0 if second is None else len(second)
     excess = a + b - room
     if excess <= 0:
@@ -204,17 +204,15 @@ def stack(samples: Sequence[Sample], vocabulary: BertVocabulary, settings: BertS
 
 
 class BertSamples:
-    """Samples from a store whose sequences are sentences.
-
-    One per chunk and epoch, every epoch in an order of its own; for any thread.
-    """
+    """Samples of a store of sentences: one per chunk and epoch, in the epoch's order; for any thread."""
 
     random_access = True
 
     def __init__(
         self, store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary
     ):
-        """
+        """Samples of some documents.
+
         Args:
             documents: (D,) int64, ascending: those of one split.
 
@@ -279,7 +277,7 @@ class BertSamples:
         return (pointers[first:last] // size).tolist()
 
     def _other(self, rng: np.random.Generator, chunk: int, wanted: int) -> np.ndarray:
-        """Sentences of another document, from the beginning of a random chunk on, until they have `wanted` tokens."""
+        """Sentences of another document from a random chunk on, until they have `wanted` tokens."""
         own_first, own_end = self._chunks.of_same_document(chunk)
         found = int(rng.integers(len(self._chunks) - (own_end - own_first)))
         found += (own_end - own_first) if found >= own_first else 0

@@ -23,10 +23,7 @@ BLOCK = 1000  # positions; the finest share is one in this many
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> np.ndarray:
-    """(parts,) int64 that add up to `total`.
-
-    The exact shares rounded down, and one more for those that lost most by it.
-    """
+    """(parts,) int64 that add up to `total`: rounded down, and one more for those that lost most by it."""
     exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * total
     counts = np.floor(exact).astype(np.int64)
     lost = np.argsort(counts - exact, kind="stable")
@@ -38,7 +35,8 @@ class BlendedSamples:
     """Samples of parts, each read in its own order; a part that ends begins anew."""
 
     def __init__(self, parts: Sequence[TrainingSamples], weights: Sequence[float], seed: int):
-        """
+        """Mix the parts.
+
         Args:
             seed: decides which positions are whose; that of `take` decides what the parts give.
 
@@ -104,9 +102,10 @@ class BlendedSamples:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """
+        """Continue where `state` was taken.
+
         Raises:
-            ValueError: the blend had other parts then.
+            ProblemsError: the blend had other parts then.
         """
         found = state.get("parts", ())
         if len(found) != len(self._parts):

@@ -6,7 +6,7 @@ a sample is cut into pieces first, so that all of its text is used. Chunks depen
 epoch.
 
 Documents are cut in lock step: step k finds the k-th chunk of every document that has sentences left, with
-    one search.
+one search.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from data.keyed_random import random_bits
 from data.stores.indexed import Store
 
 SHORTEST_TARGET = 2  # tokens
-_BLOCK = (
-    1 << 16
-)  # documents of the store, chosen or not, that are looked at at a time: bounds the memory for their sentences
+# Documents of the store, chosen or not, that are looked at at a time: bounds the memory for their sentences.
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,7 @@ def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunk
 
 
 def _blocks(documents: np.ndarray) -> Iterator[np.ndarray]:
-    """`documents` in parts, each from a span of _BLOCK documents of the store.
-
-    Spans without any are left out.
-    """
+    """`documents` in parts, each from a span of _BLOCK documents of the store; none is empty."""
     spans = np.arange(0, documents[-1] + 1 if len(documents) else 0, _BLOCK)
     bounds = documents.searchsorted(spans).tolist()
     for start, end in pairwise([*bounds, len(documents)]):

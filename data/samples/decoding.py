@@ -16,7 +16,7 @@ SENTENCE_LABELS = {
 
 
 def describe(sample: Mapping[str, np.ndarray], tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
-    """The facts of a BERT's sample in a line, then its text with [was->now] in place of every predicted token."""
+    """The facts of a sample in a line, then its text with [was->now] in place of every predicted token."""
     length, predicted = int(sample["lengths"]), int(sample["predicted"])
     tokens, types = sample["tokens"][:length], sample["token_types"][:length]
     in_b = int(types.sum())

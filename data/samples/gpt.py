@@ -23,10 +23,7 @@ _LOOKED_AT = 256  # documents whose last token tells how the store ends document
 
 
 class GptFields(Fields):
-    """Windows of T + 1 tokens: window (n, T + 1) int64.
-
-    The first T tokens are the inputs, the last T the labels.
-    """
+    """Windows, window (n, T + 1) int64: the first T tokens are the inputs, the last T the labels."""
 
     @property
     def labels(self) -> np.ndarray:
@@ -42,7 +39,8 @@ class GptFields(Fields):
         window = self["window"][row]
         ends = int((window[:-1] == tokenizer.eos_token_id).sum())
         return (
-            f"{len(window) - 1} input tokens, {ends} ends of documents among them; the label of the last one is "
+            f"{len(window) - 1} input tokens, {ends} ends of documents among them; the label of the last one "
+            "is "
             f"{tokenizer.decode(window[-1:])!r}\n{tokenizer.decode(window[:-1])}"
         )
 
@@ -51,11 +49,12 @@ class Stream:
     """The documents of a split as one run of tokens, read where they lie.
 
     Kept in memory: 17 bytes per piece, which is a run of neighbouring documents, or one document where
-        end-of-document tokens are put in.
+    end-of-document tokens are put in.
     """
 
     def __init__(self, store: Store, documents: np.ndarray, end_token: int):
-        """
+        """Join the documents.
+
         Args:
             documents: (D,) int64, ascending; those without tokens have no part in the stream.
         """
@@ -109,7 +108,7 @@ def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
 def _joined(
     starts: np.ndarray, ends: np.ndarray, without_end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(starts, ends, without_end), where documents that follow each other in the store and need nothing between are one piece."""
+    """(starts, ends, without_end) of pieces: neighbours that need nothing between them are one."""
     last = np.ones(len(starts), dtype=bool)  # of its piece
     last[:-1] = (starts[1:] != ends[:-1]) | without_end[:-1]
     first = np.ones(len(starts), dtype=bool)
@@ -123,9 +122,10 @@ class GptSamples:
     random_access = True
 
     def __init__(self, stream: Stream, sequence_length: int):
-        """
+        """Cut a stream into windows.
+
         Raises:
-            ValueError: the stream is shorter than one window.
+            ProblemsError: the stream is shorter than one window.
         """
         self.sequence_length = sequence_length
         self.stream = stream

@@ -33,17 +33,16 @@ class BertVocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> BertVocabulary:
-        """
+        """What the tokenizer says.
+
         Raises:
-            ValueError: the vocabulary lacks a special token.
+            ProblemsError: the vocabulary lacks a special token.
         """
         missing = [name for name, attribute in _NEEDED.items() if getattr(tokenizer, attribute) is None]
         if missing:
             came = f"the vocabulary has no {', '.join(missing)}"
-            fix = (
-                "set ", Key("data.tokenizer.kind"), " to trained_wordpiece, bert_uncased or bert_cased, or ", Key("data.tokenizer.path"),
-                " to a vocabulary of a BERT",
-            )  # fmt: skip
+            kind = (Key("data.tokenizer.kind"), " to trained_wordpiece, bert_uncased or bert_cased")
+            fix = ("set ", *kind, ", or ", Key("data.tokenizer.path"), " to a vocabulary of a BERT")
             raise ProblemsError([Problem("data.tokenizer.kind", came, "a BERT needs them", fix)])
         size = (
             max(tokenizer.get_vocab().values()) + 1
@@ -66,9 +65,10 @@ class BertVocabulary:
 
 
 def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
-    """
+    """Refuse to mask whole words that are unknown.
+
     Raises:
-        ValueError: whole words are to be masked, and the vocabulary does not tell where words begin.
+        ProblemsError: whole words are to be masked, and the vocabulary does not tell where words begin.
     """
     if masking.whole_words and not vocabulary.continuation.any():
         rule = f"no token of the vocabulary begins with {_CONTINUATION}, by which words are known"
@@ -151,7 +151,7 @@ def mask(
     places = _places(borders, chosen)
     if not len(
         places
-    ):  # every word of a short sample has more tokens than may be chosen; a sample without predictions is wasted
+    ):  # every word of a short sample is longer than may be; without predictions it is wasted
         places = np.array([rng.choice(np.setdiff1d(np.arange(len(tokens)), special))])
     labels = tokens[places]
     draws = rng.random(len(places))

@@ -3,7 +3,7 @@
 A source yields the same documents in the same order every time it is read.
 
 Sources are read strictly: a broken record stops the reader with its place, the reason and the fix. Files that
-    are known to have such records go through launch/prepare_data.py, which counts them and keeps them aside.
+are known to have such records go through launch/prepare_data.py, which counts them and keeps them aside.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from recipes.problems import Problem, ProblemsError
 class Document:
     """The text of a record, and which record it is."""
 
-    index: int  # record number from 0 in the source or in the shard that is read; held-out and empty ones counted
+    index: int  # of the record, from 0, in the source or the shard that is read; all records count
     text: str
 
 

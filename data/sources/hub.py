@@ -25,25 +25,29 @@ from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 
 _NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
 _SCRIPT_HINT: tuple[Words, ...] = (
-    "set ", Setting("data.revision", "refs/convert/parquet"),
-    ", the branch that the hub converts datasets to parquet in (it has no configurations: leave ", Key("data.config"), " out), or ",
-)  # fmt: skip
+    *("set ", Setting("data.revision", "refs/convert/parquet")),
+    ", the branch that the hub converts datasets to parquet in (it has no configurations: leave ",
+    *(Key("data.config"), " out), or "),
+)
 _WITHOUT_HUB: tuple[Words, ...] = (
-    "check the name, ", Key("data.config"), ", ", Key("data.revision"), ", ", Key("data.split"),
-    " and the network, or do without the hub: with a local copy (download the dataset's parquet files where there is a network; ",
-    Setting("data.source", "parquet"), " ", Setting("data.name", "DIRECTORY/*.parquet"), "; JSON lines with ",
-    Setting("data.source", "jsonl"), ") or with the packaged corpus (", Setting("data.source", "packaged"), ")",
-)  # fmt: skip
+    *("check the name, ", Key("data.config"), ", ", Key("data.revision"), ", ", Key("data.split")),
+    " and the network, or do without the hub: with a local copy (download the dataset's parquet files where ",
+    *(
+        "there is a network; ",
+        Setting("data.source", "parquet"),
+        " ",
+        Setting("data.name", "DIRECTORY/*.parquet"),
+    ),
+    *("; JSON lines with ", Setting("data.source", "jsonl"), ") or with the packaged corpus ("),
+    *(Setting("data.source", "packaged"), ")"),
+)
 # Two kinds of timeouts until Python 3.11.
 _NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Pauses between attempts.
-
-    Exponential, with jitter, so that a thousand ranks do not come back at the same moment.
-    """
+    """Exponential pauses with jitter: a thousand ranks must not come back at the same moment."""
 
     attempts: int = 10  # failures in a row, without a record between them, after which the reader gives up
     first_s: float = 1.0
@@ -71,7 +75,8 @@ class HubSource:
         say: Say | None = None,
         backoff: Backoff | None = None,
     ):
-        """
+        """Name a dataset, which is opened when it is first read.
+
         Args:
             revision: branch, tag or commit; None: the newest.
             open_stream: returns the `datasets.IterableDataset` to read; by default the hub's.
@@ -101,7 +106,8 @@ class HubSource:
         return hashlib.sha256(json.dumps(self._settings).encode()).hexdigest()
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """
+        """Documents in order, from index `start` on.
+
         Raises:
             ValueError: the dataset cannot be opened or read; the message says how to do without the hub. Or a
                 record is broken.
@@ -177,7 +183,8 @@ class HubSource:
                     raise self._given_up(error, failures) from error
                 pause = self._backoff.pause_s(failures)
                 self._say(
-                    f"{self.name}: {type(error).__name__}: {_first_line(error)}: attempt {failures + 1} of {self._backoff.attempts} "
+                    f"{self.name}: {type(error).__name__}: {_first_line(error)}: attempt {failures + 1} of "
+                    f"{self._backoff.attempts} "
                     f"in {pause:.1f} s, from record {done} on"
                 )
                 self._backoff.sleep(pause)
@@ -191,10 +198,7 @@ class HubSource:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx.
-
-    Not 401, 403 or 404.
-    """
+    """Whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx; not 404."""
     status = _status(error)
     if status is not None:
         return status in (408, 429) or status >= 500

@@ -1,7 +1,4 @@
-"""The splits of a stream.
-
-Training samples that are read as they come, and held-out samples from its first documents.
-"""
+"""The splits of a stream: training samples as they come, and held-out ones from its first documents."""
 
 from __future__ import annotations
 
@@ -134,10 +131,7 @@ def read_head(
 
 
 def in_turn(source: Source) -> Iterator[Placed]:
-    """Documents of the first files, one from each in turn, then those of the next files.
-
-    A file's place has it as its turn.
-    """
+    """Documents of the first files in turn, then of the next files; the turn in a place is the file."""
     for first in range(0, source.shards, _FILES_AT_ONCE):
         files = range(first, min(first + _FILES_AT_ONCE, source.shards))
         readers = deque((file, source.shard_documents(file)) for file in files)
@@ -208,10 +202,7 @@ def stream_parts(
 
 
 def _checksum(files: int, train_counts: np.ndarray, validation: HeldOut) -> str:
-    """Of what was read before training.
-
-    A stream as a whole is never seen, and another one differs here already.
-    """
+    """A checksum of what was read before training: another stream differs here already."""
     found = zlib.crc32(train_counts.astype("<i8").tobytes(), files)
     for name in sorted(validation.fields):
         found = zlib.crc32(np.ascontiguousarray(validation.fields[name]).tobytes(), found)

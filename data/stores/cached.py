@@ -84,7 +84,8 @@ def cached_store(
         store = open_store(prefix)
         if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
             raise Damaged(
-                f"{prefix} has {store.documents} documents and {store.tokens} tokens, not those of {facts_path.name}"
+                f"{prefix} has {store.documents} documents and {store.tokens} tokens, not those of "
+                f"{facts_path.name}"
             )
         if store.tokens_array.nbytes <= CHECKED_BYTES and store.checksum() != Checksum(
             facts["idx_crc32"], facts["bin_crc32"]
@@ -127,7 +128,8 @@ def _progress(what: str, say: Say) -> Callable[[int, int, bool], None]:
         if done or now - last >= SAY_EVERY_S:
             last = now
             say(
-                f"{what}: {documents:,} documents, {tokens:,} tokens {'in' if done else 'after'} {now - started:.1f} s"
+                f"{what}: {documents:,} documents, {tokens:,} tokens {'in' if done else 'after'} "
+                f"{now - started:.1f} s"
             )
 
     return report

@@ -87,10 +87,7 @@ class Store:
         return self.tokens_array[start:end]
 
     def sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
-        """int64: the place in `tokens_array` where each of `sequences` begins.
-
-        `len(store)` stands for the end.
-        """
+        """int64: where in `tokens_array` each of `sequences` begins; `len(store)` is the end."""
         starts = np.full(sequences.shape, self.tokens, dtype=np.int64)
         inside = sequences < len(self)
         starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
@@ -121,7 +118,8 @@ def open_store(prefix: Path) -> Store:
     found, promised = os.stat(bin_path(prefix)).st_size, index.tokens * index.dtype.itemsize
     if found != promised:
         raise Damaged(
-            f"{bin_path(prefix)} has {found} bytes where {idx_path(prefix).name} promises {promised} ({index.tokens} tokens of "
+            f"{bin_path(prefix)} has {found} bytes where {idx_path(prefix).name} promises {promised} "
+            f"({index.tokens} tokens of "
             f"{index.dtype.itemsize}): one of the two is truncated or belongs to another store"
         )
     return Store(prefix, index, mapped(bin_path(prefix)).view(index.dtype))
@@ -135,7 +133,8 @@ class StoreWriter:
     """
 
     def __init__(self, prefix: Path, vocab_size: int):
-        """
+        """Open the files of a store to write.
+
         Args:
             prefix: path of the two files without .bin and .idx; its directory exists.
             vocab_size: decides the type of the tokens, and every token must be below.
@@ -156,10 +155,7 @@ class StoreWriter:
         self._index.write(np.int64(0).tobytes())
 
     def add_document(self, sequences: Sequence[np.ndarray]) -> None:
-        """Appends one document.
-
-        Sequences without tokens are left out, and a document without sequences is kept as an empty one.
-        """
+        """Append one document, which may be empty, without its empty sequences."""
         self.add_documents(
             np.concatenate(sequences) if len(sequences) else np.empty(0, np.int64),
             np.array([len(sequence) for sequence in sequences], dtype=np.int64),

@@ -1,7 +1,4 @@
-"""Token stores that are there already.
-
-What launch/prepare_data.py wrote, or the .bin/.idx of another Megatron-family tool.
-"""
+"""Token stores that are there already: prepare_data's, or of another Megatron-family tool."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ def store_prefix(origin: Origin, sequences: Sequences) -> Path:
                 fix = "run its command again, which resumes the work"
                 raise _refused(origin, "prepare_data has not finished there", fix)
             rule = f"no such directory, and no {bin_path(prefix).name} (seen from {Path.cwd()})"
-            fix = "give what prepare_data wrote with --out, or the path of a .bin and an .idx without the ending"
+            fix = "give what prepare_data wrote, or the path of a .bin and an .idx without the ending"
             raise _refused(origin, rule, fix)
         return prefix
     found = sorted(file.with_suffix("") for file in path.glob("*.idx"))
@@ -99,7 +96,8 @@ def _facts(report: Path, store: Store) -> dict[str, Any]:
     stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
     if stated != {key: getattr(store, key) for key in stated}:
         raise ValueError(
-            f"{store.prefix} has {store.documents} documents and {store.tokens} tokens, and {report} says {stated}: they do not belong "
+            f"{store.prefix} has {store.documents} documents and {store.tokens} tokens, and {report} says "
+            f"{stated}: they do not belong "
             "together; copy the whole directory again"
         )
     return facts
@@ -119,5 +117,5 @@ def _check_sentences(origin: Origin, store: Store) -> None:
     sequences = np.diff(store.document_index)
     if sequences.size and sequences.max() <= 1:
         rule = "every document of the store is one sequence, and a BERT's samples are made of sentences"
-        fix = "prepare it with launch/prepare_data.py --samples bert (Megatron's preprocess_data: --split-sentences)"
+        fix = "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)"
         raise _refused(origin, rule, fix)

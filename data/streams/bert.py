@@ -1,7 +1,4 @@
-"""What a BERT makes of a store's or a stream's documents.
-
-Chunks of their sentences, from both the same ones.
-"""
+"""What a BERT makes of a store's or a stream's documents: the same chunks of sentences."""
 
 from __future__ import annotations
 
@@ -46,7 +43,8 @@ class BertFamily:
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> BertFamily:
-        """
+        """The recipe's settings with the vocabulary's tokens.
+
         Raises:
             ProblemsError: whole words are to be masked, and the vocabulary does not tell where words begin.
         """
@@ -104,7 +102,8 @@ class Tokenized:
 
 
 def text_of(number: int, place: Place, sentences: list[np.ndarray], settings: BertSettings) -> Tokenized:
-    """
+    """The document that these sentences are.
+
     Args:
         number: of the lane; with the place it decides the random lengths of chunks.
     """
@@ -168,7 +167,7 @@ class BertLane(Lane):
                 return text_of(self._number, document.place, sentences, self._settings)
 
     def _other(self, rng: np.random.Generator, current: Tokenized) -> Callable[[int], np.ndarray | None]:
-        """Gives sentences of a remembered document, from a random one on, until they have as many tokens as are wanted."""
+        """A function that gives sentences of a remembered document, as many tokens as are wanted."""
 
         def text(wanted: int) -> np.ndarray | None:
             others = [text for text in self._remembered if text.identity != current.identity]

@@ -21,46 +21,62 @@ from recipes.schema import Origin, Recipe
 
 @dataclass(frozen=True)
 class GptFamily:
+    """What a GPT makes of documents; every family has these methods."""
+
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
 
     sequences: ClassVar[Literal["documents"]] = "documents"
+    """What one sequence of its stores holds."""
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> GptFamily:
         return cls(tokenizer, recipe.sequence_length)
 
     def training_samples(self, store: Store, documents: np.ndarray) -> GptSamples:
+        """The samples of `documents` (D,) int64, ascending.
+
+        Raises:
+            ProblemsError: they hold too little for one sample.
+        """
         return GptSamples(Stream(store, documents, end_of_document(self.tokenizer)), self.sequence_length)
 
     def held_out(self, store: Store, documents: np.ndarray, wanted: int) -> HeldOut:
+        """At most `wanted` samples, spread evenly over the documents; raises as `training_samples`."""
         return self.training_samples(store, documents).fixed(wanted)
 
     def never_predicted(self) -> list[int]:
+        """Tokens that a stored document holds and no sample asks for."""
         return []
 
     def encoder(self, origin: Origin, batch_characters: int) -> Encode:
+        """What tokenizes the documents of a stream."""
         return Encoder(self.tokenizer, batch_characters)
 
     def lane(self, reader: Reader, number: int) -> Lane:
         return GptLane(reader, self.sequence_length)
 
     def stack(self, samples: Sequence[np.ndarray]) -> GptFields:
+        """The fields of what lanes gave."""
         return GptFields(window=np.stack(samples))
 
     def for_held_out(self) -> GptFamily:
+        """The same without the recipe's seed."""
         return self
 
     def measure(self, number: int, place: Place, encoded: np.ndarray) -> int:
+        """What a document of lane `number` adds to the number that `samples` wants."""
         return encoded.size
 
     def samples(self, measured: int) -> int:
+        """How many samples documents of that measure give."""
         return window_count(measured, self.sequence_length)
 
     def tokens(self, encoded: np.ndarray) -> np.ndarray:
         return encoded
 
     def too_short(self, measured: int) -> Text:
+        """Why documents of that measure give no sample."""
         return too_short(measured, self.sequence_length)
 
 

@@ -34,7 +34,8 @@ class StreamedSamples:
     random_access = False
 
     def __init__(self, lanes: Lanes, sequence_length: int, global_batch: int, say: Say = print):
-        """
+        """Samples of all lanes, each from its beginning.
+
         Args:
             global_batch: samples per step; the number of lanes divides it.
             say: told where a lane has to be read again from its beginning.
@@ -85,7 +86,8 @@ class StreamedSamples:
             at = self._saved_item
         elif self._saved_item:
             self._say(
-                f"{self._lanes.source.name}: the checkpoint does not say where lane {number} of {self._lanes.count} stood; reading its "
+                f"{self._lanes.source.name}: the checkpoint does not say where lane {number} of "
+                f"{self._lanes.count} stood; reading its "
                 "files from the start, which is right and slow"
             )
         self._open[number], self._next[number] = lane, at
@@ -105,7 +107,8 @@ class StreamedSamples:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """
+        """Continue where `state` was taken.
+
         Raises:
             ValueError: the stream had another number of files or lanes then.
         """
@@ -116,8 +119,10 @@ class StreamedSamples:
         then = {key: state.get(key, "none") for key in here}
         if then != here:
             raise ValueError(
-                f"{source.name}: the checkpoint read {then['files']} files in {then['lane_count']} lanes, and now there are "
-                f"{here['files']} in {here['lane_count']}: the samples of a step would be others; resume with the same files and "
+                f"{source.name}: the checkpoint read {then['files']} files in {then['lane_count']} lanes, "
+                "and now there are "
+                f"{here['files']} in {here['lane_count']}: the samples of a step would be others; resume "
+                "with the same files and "
                 "batch.global"
             )
         self._forget()

@@ -1,7 +1,4 @@
-"""Text to tokens, in batches.
-
-Imports neither transformers nor torch: worker processes of `data.prepare` start with it.
-"""
+"""Text to tokens, in batches. Imports neither transformers nor torch, for quick worker processes."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ D = TypeVar("D", bound=HasText)
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
-    """Items in order, in lists whose sizes sum to at least `least`.
-
-    The last list may hold less, and none is empty.
-    """
+    """Items in order, in lists whose sizes sum to at least `least`; the last one may hold less."""
     group: list[T] = []
     held = 0
     for item in items:
@@ -138,10 +132,7 @@ class Encoder:
 
 
 class SentenceEncoder:
-    """What `Encoder` is for a GPT.
-
-    Yields (document, its sentences' tokens, uint32 without special tokens) in order.
-    """
+    """Yields (document, its sentences' tokens, uint32 without special tokens) in order."""
 
     def __init__(
         self,

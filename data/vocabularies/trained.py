@@ -41,7 +41,7 @@ _FILE_MAGIC = "megarecipes-vocabulary-2"
 def trained_tokenizer(
     recipe: Recipe, sources: Sequence[Source], directory: Path, say: Say
 ) -> PreTrainedTokenizerFast:
-    """The vocabulary of `model.vocab_size` tokens that the sources' training documents yield, from the cache or kept there.
+    """The vocabulary that the sources' training documents yield, from the cache or kept there.
 
     Every source gives the same share of `TRAINING_TEXT_LIMIT`.
 
@@ -73,7 +73,8 @@ def trained_tokenizer(
     def write() -> None:
         started = time.perf_counter()
         say(
-            f"{what}: training a {'WordPiece' if bert else 'byte-level BPE'} on {', '.join(source.name for source in sources)}"
+            f"{what}: training a {'WordPiece' if bert else 'byte-level BPE'} on "
+            f"{', '.join(source.name for source in sources)}"
         )
         tokenizer = train(_texts(recipe, sources), size)
         _write_checked(path, tokenizer.to_str().encode())
@@ -178,7 +179,7 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[str]:
-    """The `most` most frequent characters that remain of the texts after normalisation, in the order of their code points."""
+    """The `most` most frequent characters of the normalised texts, in the order of their code points."""
     raw: Counter[str] = Counter()
     for text in texts:
         raw.update(text)
@@ -191,10 +192,7 @@ def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[st
 
 
 def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTrainedTokenizerFast:
-    """BERT's tokenizer around a vocabulary.
-
-    Equal vocabularies give an equal `data.vocabularies.vocabulary.vocabulary_digest`.
-    """
+    """BERT's tokenizer around a vocabulary; equal vocabularies give tokenizers of an equal digest."""
     return BertTokenizer(
         vocab=dict(sorted(vocabulary.items(), key=lambda item: item[1])), do_lower_case=lowercase
     )

@@ -66,10 +66,9 @@ def _check(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     if recipe.model.family == "bert":
         if missing := missing_roles(tokenizer):
             rule = f"it needs tokens for {', '.join(missing)}, which {what} does not have"
-            fix = (
-                "set ", Key("data.tokenizer.kind"), " to bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a "
-                "tokenizer_config.json next to the file",
-            )  # fmt: skip
+            named = "or name the tokens in a tokenizer_config.json next to the file"
+            kinds = f" to bert_uncased, bert_cased or trained_wordpiece, {named}"
+            fix = ("set ", Key("data.tokenizer.kind"), kinds)
             raise ProblemsError([Problem("data.tokenizer.kind", Setting("model.family", "bert"), rule, fix)])
     else:
         end_of_document(tokenizer)
@@ -81,10 +80,7 @@ def missing_roles(tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Rows that an embedding needs.
-
-    The largest token id and one (more than the number of tokens where ids leave gaps).
-    """
+    """Rows that an embedding needs: the largest token id and one, since ids may leave gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 

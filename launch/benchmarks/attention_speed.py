@@ -58,7 +58,7 @@ def measure_dtype(
 
 
 def measure(shape: Shape, dtype: str, positions: int, window: int, device: str) -> Row:
-    """Forward and backward of dense, banded and masked attention, on random tensors laid out as a layer's QKV."""
+    """Forward and backward of dense, banded and masked attention on random tensors, laid out as a layer's."""
     import torch
     import torch.nn.functional as F
     import torch.utils.benchmark as timing

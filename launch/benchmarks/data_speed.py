@@ -1,4 +1,4 @@
-"""How fast a preparation is, step by step and next to raw `tokenizers`, and what the loader takes of a training step."""
+"""How fast a preparation is next to raw `tokenizers`, and what the loader takes of a training step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def measure_preparation(settings: Settings) -> dict[str, Any]:
 
 
 def measure_loader(name: str, overrides: list[str], train_steps: int) -> dict[str, Any]:
-    """Batches asked for one after the other by a rank that takes the global batch, and what real training waits for them.
+    """Batches asked for one after the other by a rank that takes all, and what real training waits for them.
 
     Returns:
         microseconds: per step, by number of loader threads; step_seconds, data_seconds: medians of training,

@@ -25,7 +25,7 @@ from data.durable_files import locked
 from data.loader import validation_batches
 from data.samples.bert import BertFields
 from data.sources.documents import Document
-from data.sources.files import PackagedSource
+from data.sources.opening import PackagedSource
 from data.split_rule import part_of
 from data.splits import stored as store_parts
 from data.stores.indexed import StoreWriter, open_store

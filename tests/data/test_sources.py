@@ -26,13 +26,12 @@ from data.prepare.pipeline import TooManyBroken, check_broken
 from data.prepare.settings import Settings, in_flags
 from data.prepare.tally import Step, Tally
 from data.sources import records, sentences
-from data.sources.files import FileSource, PackagedSource, files_of, format_of
 from data.sources.formats import wikipedia
 from data.sources.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
 from data.sources.formats.wikipedia import WikipediaFormat
 from data.sources.formats.wikitext import plain_text
 from data.sources.hub import Backoff, HubSource, is_temporary
-from data.sources.opening import open_source
+from data.sources.opening import FileSource, PackagedSource, files_of, format_of, open_source
 from data.sources.records import EXCERPT_BYTES, Broken, Raw
 from data.vocabularies.published import read_tokenizer
 from data.vocabularies.trained import train_bpe, train_wordpiece

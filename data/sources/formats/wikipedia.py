@@ -39,9 +39,10 @@ _TITLE = re.compile(rb"<title>([^<]*)</title>")
 
 @dataclass(frozen=True)
 class WikipediaFormat:
-    """pages-articles XML in UTF-8, as https://www.mediawiki.org/xml/export-0.11.xsd and its predecessors describe it.
+    """pages-articles XML in UTF-8.
 
-    Records are the pages of namespace 0 that are no redirects; they are numbered among all pages of the file.
+    Described by https://www.mediawiki.org/xml/export-0.11.xsd and its predecessors. Records are the pages of
+    namespace 0 that are no redirects; they are numbered among all pages of the file.
     """
 
     max_record_bytes: int = MAX_RECORD_BYTES

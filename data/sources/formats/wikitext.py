@@ -44,37 +44,11 @@ _DASHES = {"snd": " – ", "spaced ndash": " – ", "ndash": "–", "mdash": "�
 _BRACES = re.compile(r"\{{2,}|\}{2,}|(?m:^[ \t:]*)\{\||(?m:^[ \t]*)\|\}")
 _LINK_BRACKETS = re.compile(r"\[\[|\]\]|\n[ \t]*\n")
 _LANGUAGE_LINK = re.compile(r"(?:[a-z]{2,3}|simple|[a-z]{2,3}-[a-z-]{2,10})\Z")
-_DROPPED_LINKS = frozenset(
-    [
-        *(
-            "file",
-            "image",
-            "media",
-            "category",
-            "datei",
-            "bild",
-            "kategorie",
-            "fichier",
-            "catégorie",
-            "archivo",
-            "imagen",
-            "categoría",
-        ),
-        *(
-            "ficheiro",
-            "imagem",
-            "categoria",
-            "immagine",
-            "bestand",
-            "afbeelding",
-            "categorie",
-            "plik",
-            "grafika",
-            "kategoria",
-        ),
-        *("файл", "изображение", "категория"),
-    ]
+_PICTURES_AND_CATEGORIES = (
+    "file image media category datei bild kategorie fichier catégorie archivo imagen categoría ficheiro "
+    "imagem categoria immagine bestand afbeelding categorie plik grafika kategoria файл изображение категория"
 )
+_DROPPED_LINKS = frozenset(_PICTURES_AND_CATEGORIES.split())
 _EXTERNAL_LINK = re.compile(r"\[(?:https?:|ftp:|mailto:|news:|//)([^\[\]\n]*)\]", re.IGNORECASE)
 _QUOTES = re.compile(r"'{2,}")
 _MAGIC_WORD = re.compile(r"__[A-Z]{3,40}__")
@@ -85,30 +59,12 @@ _REMAINS = (  # (what dropped markup leaves, what takes its place)
     (re.compile(r" ?\(\)| ?\[\]"), ""),
     (re.compile(r" ([,.;:)](?!\w))"), r"\1"),
 )
-_DROPPED_SECTIONS = frozenset(
-    [
-        *(
-            "references",
-            "external links",
-            "see also",
-            "further reading",
-            "notes",
-            "notes and references",
-            "references and notes",
-        ),
-        *(
-            "bibliography",
-            "sources",
-            "footnotes",
-            "citations",
-            "works cited",
-            "general references",
-            "explanatory notes",
-            "gallery",
-        ),
-        *("external link", "further information", "references and sources", "sources and references"),
-    ]
+_NO_PROSE = (
+    "references|external links|external link|see also|further reading|further information|notes|"
+    "notes and references|references and notes|references and sources|sources and references|bibliography|"
+    "sources|footnotes|citations|works cited|general references|explanatory notes|gallery"
 )
+_DROPPED_SECTIONS = frozenset(_NO_PROSE.split("|"))
 
 
 class Pathological(ValueError):
@@ -235,10 +191,7 @@ def _outermost(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _resolve_links(text: str) -> str:
-    """The text with every [[link]] replaced by what it shows.
-
-    Links end with their paragraph, pictures need not.
-    """
+    """The text with every [[link]] replaced by what it shows. Only pictures outlast their paragraph."""
     frames: list[list[str]] = [[]]  # text of the open links, outermost first
     at = 0
     for match in _LINK_BRACKETS.finditer(text):
@@ -290,15 +243,12 @@ def _shown(link: str) -> str:
 
 
 def _apostrophes(match: re.Match[str]) -> str:
-    """What is left of a run of apostrophes.
-
-    2 are italic, 3 bold, 5 both, and those beyond are apostrophes.
-    """
+    """What is left of a run of apostrophes: 2 are italic, 3 bold, 5 both, more are apostrophes."""
     return "'" * {2: 0, 3: 0, 4: 1, 5: 0}.get(len(match[0]), len(match[0]) - 5)
 
 
 def _paragraphs(lines: list[str]) -> str:
-    """The lines without their list markers, remains of tables, dropped sections, and headings that nothing follows."""
+    """The lines without list markers, remains of tables, dropped sections and empty headings."""
     blocks: list[str] = []  # pieces of text and the newlines that follow them
     headings: list[tuple[int, str]] = []  # (level, title), with no text under them so far
     dropped, after_item = (
@@ -348,10 +298,7 @@ def _heading(line: str) -> tuple[int, str] | None:
 
 
 def _clean(line: str) -> str:
-    """A line with its entities resolved and without what dropped markup leaves.
-
-    Empty brackets, spaces before commas.
-    """
+    """A line with entities resolved, without empty brackets and spaces before commas."""
     for bracket in ("{{", "}}", "[[", "]]"):  # without a partner; those of <nowiki> are entities still
         line = line.replace(bracket, "")
     line = _SPACES.sub(" ", html.unescape(line).replace("\n", " "))

@@ -24,7 +24,7 @@ from launching import ROOT, environment
 from data.prepare import pipeline
 from data.prepare.pool import WorkerDied
 from data.prepare.settings import Settings
-from data.sources.files import packaged_files
+from data.sources.opening import packaged_files
 from data.stores.indexed import open_store
 from data.vocabularies.published import read_tokenizer
 from data.vocabularies.trained import train_wordpiece, wordpiece_tokenizer
@@ -117,8 +117,8 @@ def corpus(texts, tmp_path_factory) -> Path:
         [*good[:20], good[3], edited(good[5], 3), "Too short to keep.", edited(good[6], 40)],
     )
     german = (
-        "Die Bundesregierung hat heute beschlossen, dass die Steuern im nächsten Jahr nicht erhöht werden sollen. "
-        * 12
+        "Die Bundesregierung hat heute beschlossen, dass die Steuern im nächsten Jahr nicht erhöht werden "
+        "sollen. " * 12
     )
     write_jsonl(
         folder / "b.jsonl",
