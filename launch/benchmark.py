@@ -30,7 +30,7 @@ from launch.machine import description, ending
 EXAMPLES = """\
 examples:
   python launch/benchmark.py data --out speeds.json
-      MB/s of every step of prepare_data.py and of all of it, next to raw tokenizers; the loader's share of a step
+      MB/s of each step of prepare_data.py and of the whole, next to raw tokenizers; the loader
   python launch/benchmark.py attention --positions 1024 2048 4096 --windows 128
       forward and backward of dense and of locally banded attention (model.attention)
 exit codes: 0 measured, 1 failed, 2 refused."""
@@ -44,17 +44,17 @@ examples:
   python launch/benchmark.py data --samples --recipes bert/sotu --train_steps 20
       what the loader takes of a step of real training on this machine
 
-Steps are measured by processor time of one core, the whole by wall time with all workers, and so are `tokenizers` alone
-with threads on the same cores and texts. The text decides much of it: caches like repetition."""
+Steps are measured by processor time of one core, the whole by wall time with all workers, as are `tokenizers`
+alone with threads on the same cores and texts. The text decides much of it: caches like repetition."""
 
 ATTENTION_EXAMPLES = """\
 examples:
   python launch/benchmark.py attention
       512 to 8192 positions, windows of 64 and 256, on the accelerator or else the CPU; minutes on two cores
-  python launch/benchmark.py attention --positions 2048 --windows 128 256 --heads 32 --head_size 96 --dtypes bf16
+  python launch/benchmark.py attention --positions 2048 --windows 128 256 --heads 32 --head_size 96
       your own shape
 
-Attention alone (scores, softmax, values) of one layer, forward and backward, by wall time, without the projections.
+Attention alone (scores, softmax, values) of one layer, forward and backward, without projections; wall time.
   dense     causal attention over all positions, as the dense layers of a GPT-2 run it
   banded    the kernel that training takes for this case; it depends on --dropout: give the recipe's
             dropout.attention, with which flex_attention is never taken
@@ -87,8 +87,8 @@ DATA_FLAGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 LENGTHS = [512, 1024, 2048, 4096, 8192]
 ATTENTION_FLAGS: dict[str, tuple[dict[str, Any], str]] = {
-    "positions": (dict(nargs="+", type=int, default=LENGTHS, metavar="S"), "sequence lengths (default: %(default)s)"),
-    "windows": (dict(nargs="+", type=int, default=[64, 256], metavar="W"), "what each one sees (default: 64 256)"),
+    "positions": (dict(nargs="+", type=int, default=LENGTHS, metavar="S"), "tokens (default: %(default)s)"),
+    "windows": (dict(nargs="+", type=int, default=[64, 256], metavar="W"), "default: 64 256"),
     "dtypes": (dict(nargs="+", choices=DTYPES, default=["fp32", "bf16"]), "default: fp32 bf16"),
     "heads": (dict(type=int, default=12, metavar="N"), "default: %(default)s"),
     "head_size": (dict(type=int, default=64, metavar="D"), "default: %(default)s"),
@@ -96,7 +96,7 @@ ATTENTION_FLAGS: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": (dict(type=float, default=0.0, metavar="P"), "on attention weights (default: %(default)s)"),
     "rounds": (dict(type=int, default=5, metavar="N"), "passes that are timed (default: %(default)s)"),
     "threads": (dict(type=int, metavar="N"), "of torch on a CPU (default: cores)"),
-    "seconds": (dict(type=float, default=2.0, metavar="S"), "of a pass, beyond which longer ones are left out"),
+    "seconds": (dict(type=float, default=2.0, metavar="S"), "of a pass: beyond, longer ones are left out"),
 }  # fmt: skip
 
 

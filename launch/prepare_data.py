@@ -36,9 +36,10 @@ examples:
       train from it
 
 The flags mean what the keys of a recipe's `data` section mean; store is no --source and no --tokenizer here.
-OUT appears when it is complete: store.bin and store.idx (Megatron's format), tokenizer/, report.json, report.txt,
-rejected/*.jsonl with file and line of everything that was left out, and why. Until then the work is in OUT.partial;
-killed at any moment, the same command resumes. The result does not depend on --workers, nor on how often the work was cut off.
+OUT appears when it is complete: store.bin and store.idx (Megatron's format), tokenizer/, report.json,
+report.txt, rejected/*.jsonl with file and line of everything that was left out, and why. Until then the work
+is in OUT.partial; killed at any moment, the same command resumes. The result does not depend on --workers,
+nor on how often the work was cut off.
 exit codes: 0 done (or done before), 1 failed, 2 refused, 130 and 143 stopped by a signal."""
 
 

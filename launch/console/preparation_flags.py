@@ -30,8 +30,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how it runs (changes no byte of the store)")
     add_options(group, "run")
     force = (
-        "give up the unfinished work of another command in OUT.partial, and replace an OUT that another command "
-        "made once the new one is complete"
+        "give up the unfinished work of another command in OUT.partial, and replace an OUT that another "
+        "command made once the new one is complete"
     )
     group.add_argument("--force", action="store_true", help=force)
     parser.set_defaults(workers=len(os.sched_getaffinity(0)))

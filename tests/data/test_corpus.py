@@ -294,7 +294,10 @@ def test_builds_at_once_agree(corpus_file, tmp_path):
 
 def test_lock_of_a_killed_process_holds_nobody_up(tmp_path):
     path = tmp_path / "thing"
-    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, 2); print(1, flush=True); time.sleep(60)"
+    hold = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, 2); print(1, flush=True); "
+        "time.sleep(60)"
+    )
     holder = subprocess.Popen([sys.executable, "-c", hold, f"{path}.lock"], stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline()

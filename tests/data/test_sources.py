@@ -36,6 +36,7 @@ from data.sources.records import EXCERPT_BYTES, Broken, Raw
 from data.vocabularies.published import read_tokenizer
 from data.vocabularies.trained import train_bpe, train_wordpiece
 from launch import prepare_data
+from launch.console import preparation_flags
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Data, Origin, Tokenizer
 
@@ -264,13 +265,16 @@ def test_parquet_that_cannot_be_used_counts_every_row(tmp_path):
 
 def page(title="A", text="Text.", ns="<ns>0</ns>", redirect="", model="wikitext") -> str:
     revisions = f"<revision><id>1</id><model>{model}</model><text>old</text></revision>"
-    latest = f'<revision>\n<id>2</id><model>{model}</model><text bytes="9" xml:space="preserve">{text}</text></revision>'
+    body = f'<text bytes="9" xml:space="preserve">{text}</text>'
+    latest = f"<revision>\n<id>2</id><model>{model}</model>{body}</revision>"
     return f"  <page>\n<title>{title}</title>\n{ns}<id>3</id>{redirect}{revisions}{latest}\n  </page>\n"
 
 
 def dump(*pages: str) -> bytes:
-    names = '<namespaces><namespace key="0" case="first-letter" /><namespace key="1" case="first-letter">Talk</namespace></namespaces>'
-    head = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="en">\n<siteinfo>{names}</siteinfo>\n'
+    main, talk = (f'<namespace key="{key}" case="first-letter"' for key in (0, 1))
+    names = f"<namespaces>{main} />{talk}>Talk</namespace></namespaces>"
+    root = '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="en">'
+    head = f"{root}\n<siteinfo>{names}</siteinfo>\n"
     return (head + "".join(pages) + "</mediawiki>\n").encode()
 
 
@@ -281,7 +285,8 @@ ARTICLE = """{{Infobox|a={{b|c}}
 ! head
 | cell [[link]]
 |}
-'''Café''' ({{lang-fr|x}}; 1 &amp;lt; 2) is a [[coffee house|house]]&lt;ref name="x"&gt;A note.&lt;/ref&gt;.&lt;!-- hidden --&gt;
+'''Café''' ({{lang-fr|x}}; 1 &amp;lt; 2) is a [[coffee house|house]]&lt;ref name="x"&gt;A note.\
+&lt;/ref&gt;.&lt;!-- hidden --&gt;
 [[File:a.jpg|thumb|A [[caption]]]]
 == History ==
 * An ''item''&amp;nbsp;here
@@ -700,7 +705,7 @@ def test_the_command_refuses_in_its_own_flags(monkeypatch, capsys, error, proble
 
 def test_the_revision_is_a_flag():
     flags = ["--source", "hub", "--name", "a/b", "--revision", "main", "--tokenizer", "gpt2", "--out", "x"]
-    settings = prepare_data.settings_of(prepare_data.build_parser().parse_args(flags))
+    settings = preparation_flags.settings_of(prepare_data.build_parser().parse_args(flags))
     assert settings.origin.revision == "main" == settings.deciding()["revision"]
 
 

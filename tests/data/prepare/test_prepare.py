@@ -151,10 +151,9 @@ def evaluation(texts, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def full(corpus, vocabulary, evaluation) -> Settings:
     """All steps, over all kinds of records."""
-    return settings(
-        corpus / "*", vocabulary, decontaminate=(str(evaluation),), max_broken=0.2, max_record_mb=1, write_articles=True,
-        write_sentences=True,
-    )  # fmt: skip
+    written = {"write_articles": True, "write_sentences": True}
+    sets = (str(evaluation),)
+    return settings(corpus / "*", vocabulary, decontaminate=sets, max_broken=0.2, max_record_mb=1, **written)
 
 
 @pytest.fixture(scope="module")
@@ -167,13 +166,16 @@ def test_everything_planted_is_found_and_nothing_else(finished, texts):
     out, report = finished
     found = dropped(report)
     shorter_gzip = report["steps"]["read"]["documents_out"] - (24 + 23)
+    kinds = ("not a JSON object", "invalid UTF-8", "no field 'text'", "NUL bytes", "too large", "empty file")
     assert found == {
-        "broken: not a JSON object": 1, "broken: invalid UTF-8": 1, "broken: no field 'text'": 1, "broken: NUL bytes": 1,
-        "broken: too large": 1, "broken: empty file": 1, "broken: damaged file": 1, "not a document (empty, a redirect)": 1,
-        "language is not en": 1, "fewer than 20 tokens": 1,
+        **{f"broken: {kind}": 1 for kind in (*kinds, "damaged file")},
+        "not a document (empty, a redirect)": 1,
+        "language is not en": 1,
+        "fewer than 20 tokens": 1,
         found_contaminated(found): 1,
-        "exact copy of an earlier document": 1, "near-duplicate of an earlier document": 2,
-    }  # fmt: skip
+        "exact copy of an earlier document": 1,
+        "near-duplicate of an earlier document": 2,
+    }
     assert shorter_gzip > 5  # what could be read of the truncated archive
     assert report["store"]["documents"] == 40 - 1 + 2 + shorter_gzip
     assert report["broken"]["records"] == 7
@@ -217,8 +219,10 @@ def test_rejected_records_are_kept_aside_with_file_and_line(finished, corpus):
     assert ("c.jsonl", 1) in broken and any(name == "d.jsonl.gz" for name, _ in broken)
     duplicates = {(Path(d["file"]).name, d["number"]): d for d in lines(out / "rejected/deduplicate.jsonl")}
     assert {key: (d["of"]["number"], d["reason"].split()[0]) for key, d in duplicates.items()} == {
-        ("a.jsonl", 21): (4, "exact"), ("a.jsonl", 22): (6, "near-duplicate"), ("b.jsonl", 22): (4, "near-duplicate"),
-    }  # fmt: skip
+        ("a.jsonl", 21): (4, "exact"),
+        ("a.jsonl", 22): (6, "near-duplicate"),
+        ("b.jsonl", 22): (4, "near-duplicate"),
+    }
     (contaminated,) = lines(out / "rejected/decontaminate.jsonl")
     assert contaminated["number"] == 12 and len(contaminated["detail"].split()) >= 13
 
@@ -244,7 +248,7 @@ def test_result_does_not_depend_on_workers(full, finished, tmp_path, workers):
 
 
 def test_stopped_at_every_commit_and_continued(full, finished, tmp_path, monkeypatch):
-    """Whatever rename is the last one that a run does, the next run ends with the same files, and OUT is there whole or not at all."""
+    """Whatever rename is a run's last one, the next run ends with the same files; OUT is whole or absent."""
 
     class Stop(BaseException):
         pass
@@ -277,11 +281,18 @@ def test_stopped_at_every_commit_and_continued(full, finished, tmp_path, monkeyp
 def command(chosen: Settings, out: Path) -> list[str]:
     flags = [
         "--source", "jsonl", "--name", *(str(o.name) for o in chosen.origins), "--samples", chosen.samples,
-        "--tokenizer", f"file:{chosen.tokenizer.path}", "--min_tokens", chosen.min_tokens, "--decontaminate", *chosen.decontaminate,
-        "--max_broken", chosen.max_broken, "--max_record_mb", chosen.max_record_mb, "--write_articles", "--write_sentences",
+        "--tokenizer", f"file:{chosen.tokenizer.path}", "--min_tokens", chosen.min_tokens,
+        "--decontaminate", *chosen.decontaminate, "--max_broken", chosen.max_broken,
+        "--max_record_mb", chosen.max_record_mb, "--write_articles", "--write_sentences",
         "--workers", 2, "--chunk_mb", 0.2, "--out", out,
     ]  # fmt: skip
     return [sys.executable, str(ROOT / "launch/prepare_data.py"), *map(str, flags)]
+
+
+def descendants(process: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    children = map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
+    return [found for child in children for found in (child, *descendants(child))]
 
 
 def test_killed_and_continued(full, vocabulary, evaluation, texts, tmp_path):
@@ -309,10 +320,15 @@ def test_killed_and_continued(full, vocabulary, evaluation, texts, tmp_path):
             and time.monotonic() < deadline
         ):
             time.sleep(0.005)
+        workers = descendants(process.pid)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
         assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 143), said
         assert not out.exists()
+        deadline = time.monotonic() + 20
+        while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()], "it leaves no process"
     assert "the same command resumes" in said
     found = len(list(chunks.rglob("*.chunk")))
     done = subprocess.run(

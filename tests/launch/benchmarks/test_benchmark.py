@@ -65,15 +65,7 @@ def test_the_loader_is_measured_with_and_without_a_thread(tmp_path, monkeypatch,
 
     taken = []
     monkeypatch.setattr(corpus, "build", lambda recipe, say: type("Corpus", (), {"train": Samples()}))
-    flags = [
-        "benchmark.py",
-        "data",
-        "--samples",
-        "--recipes",
-        "default/sotu",
-        "--out",
-        f"{tmp_path}/speeds.json",
-    ]
+    flags = ["data", "--samples", "--recipes", "default/sotu", "--out", f"{tmp_path}/speeds.json"]
     monkeypatch.setattr(sys, "argv", ["benchmark.py", *flags])
     benchmark.main()
     found = json.loads((tmp_path / "speeds.json").read_text())["loader"]["default/sotu"]
