@@ -54,7 +54,7 @@ def build(
 
     Args:
         cache_directory: where vocabularies and tokens are kept; by default `data.cache.default_directory()`.
-        say: gets the lines that tell what is going on, for one process to print.
+        say: gets the lines that tell what happens, for one process to print.
         source: read instead of what `recipe.data` names.
 
     Raises:
@@ -145,7 +145,7 @@ def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> n
 
 
 def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
-    """Sums over the parts where every part has the entry; the parts themselves; checksums side by side."""
+    """Sums over the parts where every part has the entry; the parts themselves; checksums next to each other."""
     shared = [
         key for key in summaries[0] if key in _ADDED_UP and all(key in summary for summary in summaries)
     ]

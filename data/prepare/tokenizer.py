@@ -28,7 +28,7 @@ def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> Pre
     """The tokenizer, kept in `directory`/tokenizer; what a killed run trained there is taken up.
 
     Raises:
-        ValueError: it is not to be had, lacks the tokens that the samples need, or the text is too short to
+        ValueError: it is unavailable, lacks the tokens that the samples need, or the text is too short to
             train it.
     """
     folder = directory / FOLDER
@@ -84,7 +84,7 @@ def _check(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> None:
                 f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no "
                 f"{', '.join(missing)}; give "
                 "bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a "
-                "tokenizer_config.json beside the file"
+                "tokenizer_config.json next to the file"
             )
     else:
         end_of_document(tokenizer)

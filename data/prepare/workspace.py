@@ -61,7 +61,7 @@ class Workspace:
     def locked(self) -> Iterator[None]:
         """One process at a time.
 
-        The lock is beside the directories, since they are moved and removed; it dies with its process.
+        The lock is next to the directories, since they are moved and removed; it dies with its process.
 
         Raises:
             Refused: another process prepares this OUT, or nothing can be written there.

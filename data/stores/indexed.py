@@ -197,7 +197,7 @@ class StoreWriter:
         self._idx.write(HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], self.sequences, self.documents + 1))
         self._idx.flush()
         self.checksum = Checksum(_file_crc(Path(self._idx.name)), self._bin_crc)
-        # Between the two renames no .idx may stand beside a .bin that is not its own.
+        # Between the two renames no .idx may stand next to a .bin that is not its own.
         idx_path(self._prefix).unlink(missing_ok=True)
         self._files.close()
 
