@@ -145,7 +145,7 @@ def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> n
 
 
 def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
-    """Sums over the parts where every part has the entry; the parts themselves; checksums next to each other."""
+    """Sums where every part has the entry; the parts themselves; the checksums of all."""
     shared = [
         key for key in summaries[0] if key in _ADDED_UP and all(key in summary for summary in summaries)
     ]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
-from typing_extensions import Self
 
 HELD_OUT_SEED = 0  # not the recipe's: runs that differ in it are measured on the same held-out samples
+
+
+F = TypeVar("F", bound="Fields")
 
 
 class Fields(dict[str, np.ndarray]):
@@ -34,12 +36,12 @@ class Fields(dict[str, np.ndarray]):
         """One sample as text that a person can check: its facts in a line, then what it says."""
         raise NotImplementedError
 
-    def rows(self, rows: Any) -> Self:
+    def rows(self: F, rows: Any) -> F:
         """Some of the samples, by a slice or indices."""
         return type(self)({key: values[rows] for key, values in self.items()})
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Self]) -> Self:
+    def concatenate(cls: type[F], parts: Sequence[F]) -> F:
         """The samples of all parts, one part after another."""
         return cls({key: np.concatenate([part[key] for part in parts]) for key in parts[0]})
 

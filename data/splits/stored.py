@@ -62,11 +62,8 @@ def _naming(recipe: Recipe, source: str, split: Part) -> Iterator[None]:
         part = "training part" if split == "train" else f"part held out for {split}"
         rule = (" (", Setting(f"data.{key}", getattr(recipe.data, key)), " decides how much is held out)")
         raise ProblemsError(
-            [
-                replace(p, came=(f"{source}: the {part}: ", *pieces(p.came)), fix=(*pieces(p.fix), *rule))
-                for p in error.problems
-                if isinstance(p, Problem)
-            ]
+            replace(p, came=(f"{source}: the {part}: ", *pieces(p.came)), fix=(*pieces(p.fix), *rule))
+            for p in error.problems
         ) from error
 
 

@@ -125,4 +125,4 @@ def shown(error: Exception) -> str:
     """An error's text with these flags in place of the keys of a recipe."""
     if not isinstance(error, ProblemsError):
         return str(error)
-    return "\n".join(p.render(in_flags) if isinstance(p, Problem) else p for p in error.problems)
+    return "\n".join(problem.render(in_flags) for problem in error.problems)
