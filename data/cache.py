@@ -1,8 +1,8 @@
 """Files that are expensive to make and can always be made again.
 
-Every file is written under a temporary name, flushed to disk and renamed, so that a reader sees all of it or nothing.
-Processes that want the same file at once take turns by `flock`, which the kernel drops when its holder dies: a killed
-process never leaves a lock behind.
+Every file is written under a temporary name, flushed to disk and renamed, so that a reader sees all of it or
+nothing. Processes that want the same file at once take turns by `flock`, which the kernel drops when its
+holder dies: a killed process never leaves a lock behind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def ensure_directory(directory: Path) -> Path:
             raise PermissionError("not writable")
     except OSError as error:
         raise ValueError(
-            f"cache directory {directory}: {error.strerror or error}: vocabularies and tokens are kept there; "
+            f"cache directory {directory}: {error.strerror or error}: vocabularies and tokens are kept "
+            "there; "
             "set MEGARECIPES_CACHE to a directory you can write to"
         ) from error
     return directory
@@ -48,7 +49,8 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
     """What `read` returns, after `write` where the files are missing or damaged.
 
     Args:
-        paths: the files, in one directory; the first one's lock is taken. Leftovers of killed processes are removed.
+        paths: the files, in one directory; the first one's lock is taken. Leftovers of killed processes are
+            removed.
         read: opens and checks the files; raises OSError or Damaged.
         write: makes the files.
         what: name for messages.

@@ -13,26 +13,28 @@ from transformers import PreTrainedTokenizerFast
 
 from data import cache
 from data.cache import Say
-from data.entropy import unigram_cross_entropy
 from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
 from data.samples.fields import HeldOut, Parts, TrainingSamples
-from data.sources.documents import Source, open_source
+from data.sources.documents import Source
+from data.sources.opening import open_source
 from data.splits.stored import store_parts
 from data.splits.streamed import stream_parts
 from data.stores.cached import cached_store
-from data.stores.ready_made import given_store, store_prefix
+from data.stores.ready_made import ready_made_store, store_prefix
+from data.streams.families import FAMILIES, Family, family_of
 from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.schema import BlendPart, Origin, Recipe
 
-_ADDED_UP = frozenset(
-    {"documents", "text_bytes", "train_documents", "train_tokens", "held_out_documents", "held_out_tokens", "test_documents", "test_tokens",
-     "documents_read_for_validation", "unigram_tokens", "samples_per_epoch"}
-)  # fmt: skip
+_COUNTS = (
+    "documents text_bytes train_documents train_tokens held_out_documents held_out_tokens test_documents "
+    "test_tokens documents_read_for_validation unigram_tokens samples_per_epoch"
+)
+_ADDED_UP = frozenset(_COUNTS.split())
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run trains on, validates with and may be tested with. Entropies are in nats per token, on the validation labels."""
+    """What a run trains on, validates with and is tested with. Entropies are in nats per token."""
 
     tokenizer: PreTrainedTokenizerFast
     train: TrainingSamples
@@ -46,11 +48,13 @@ class Corpus:
 def build(
     recipe: Recipe, cache_directory: Path | None = None, say: Say = print, source: Source | None = None
 ) -> Corpus:
-    """Makes or opens everything a run reads. Called by every rank; ranks that share a directory share the work.
+    """Makes or opens everything a run reads.
+
+    Called by every rank; ranks that share a directory share the work.
 
     Args:
         cache_directory: where vocabularies and tokens are kept; by default `data.cache.default_directory()`.
-        say: gets the lines that tell what is going on, for one process to print.
+        say: gets the lines that tell what happens, for one process to print.
         source: read instead of what `recipe.data` names.
 
     Raises:
@@ -59,16 +63,15 @@ def build(
     directory = cache_directory or cache.default_directory()
     origins = recipe.data.origins
     assert source is None or len(origins) == 1, "one source cannot take the place of several"
-    for origin in origins if source is None else ():
-        if origin.source == "store":
-            store_prefix(
-                origin, recipe.model.family
-            )  # before its vocabulary is looked for: the store's absence is the cause
+    if source is None:
+        for origin in origins:  # before its vocabulary is looked for: the store's absence is the cause
+            if origin.source == "store":
+                check_origin(origin, recipe.model.family)
     sources = [
         source or (None if origin.source == "store" else open_source(origin, say)) for origin in origins
     ]
     tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
-    parts = _all_parts(recipe, sources, tokenizer, directory, say)
+    parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, directory, say)
     return Corpus(
         tokenizer=tokenizer,
         train=parts.train,
@@ -89,49 +92,36 @@ def build(
 
 
 def check_origin(origin: Origin, family: str = "gpt2") -> None:
-    """
+    """Open what an origin names.
+
     Raises:
-        ValueError: files or packages that the origin names are not there.
+        ValueError: files or packages that it names are not there.
     """
     if origin.source == "store":
-        store_prefix(origin, family)
+        store_prefix(origin, FAMILIES[family].sequences)
     else:
         open_source(origin)
 
 
 def _all_parts(
-    recipe: Recipe,
-    sources: Sequence[Source | None],
-    tokenizer: PreTrainedTokenizerFast,
-    directory: Path,
-    say: Say,
+    recipe: Recipe, family: Family, sources: Sequence[Source | None], directory: Path, say: Say
 ) -> Parts:
     origins = recipe.data.origins
     weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]
     wanted = np.maximum(largest_remainder(weights, recipe.run.validation_samples), 1).tolist()
-    found = [
-        _parts(recipe, origin, source, tokenizer, count, directory, say)
-        for origin, source, count in zip(origins, sources, wanted, strict=True)
-    ]
+    found = []
+    for origin, source, count in zip(origins, sources, wanted, strict=True):
+        if source and not source.finite:
+            blended = bool(recipe.data.blend)
+            found.append(stream_parts(recipe, family, origin, source, count, blended, say))
+            continue
+        sequences, tokenizer = family.sequences, family.tokenizer
+        if source:
+            opened = cached_store(sequences, origin, source, tokenizer, directory, say)
+        else:
+            opened = ready_made_store(recipe.data.tokenizer.kind, sequences, origin, tokenizer)
+        found.append(store_parts(recipe, family, opened, count))
     return found[0] if len(found) == 1 else _blended(recipe, found, weights)
-
-
-def _parts(
-    recipe: Recipe,
-    origin: Origin,
-    source: Source | None,
-    tokenizer: PreTrainedTokenizerFast,
-    wanted: int,
-    directory: Path,
-    say: Say,
-) -> Parts:
-    if source is None:
-        return store_parts(recipe, given_store(recipe, origin, tokenizer), tokenizer, wanted)
-    if source.finite:
-        return store_parts(
-            recipe, cached_store(recipe, origin, source, tokenizer, directory, say), tokenizer, wanted
-        )
-    return stream_parts(recipe, origin, source, tokenizer, wanted, bool(recipe.data.blend), say)
 
 
 def _blended(recipe: Recipe, parts: Sequence[Parts], weights: Sequence[float]) -> Parts:
@@ -155,7 +145,7 @@ def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> n
 
 
 def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
-    """Sums over the parts where every part has the entry; the parts themselves; checksums side by side."""
+    """Sums where every part has the entry; the parts themselves; the checksums of all."""
     shared = [
         key for key in summaries[0] if key in _ADDED_UP and all(key in summary for summary in summaries)
     ]
@@ -168,3 +158,17 @@ def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[floa
         "train_tokens_crc32": ",".join(checksums),
         "parts": [{"weight": weight, **summary} for summary, weight in zip(summaries, weights, strict=True)],
     }
+
+
+def unigram_cross_entropy(counts: np.ndarray, labels: np.ndarray) -> float:
+    """Nats per token of `labels` under token frequencies with add-one smoothing.
+
+    P(t) = (count(t) + 1) / (N + V).
+
+    Args:
+        counts: (V,) occurrences in the training tokens.
+        labels: any shape, token ids below V.
+    """
+    frequencies = np.asarray(counts, dtype=np.float64) + 1.0
+    logarithms = np.log(frequencies) - np.log(frequencies.sum())
+    return float(-logarithms[np.asarray(labels)].mean())

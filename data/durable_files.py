@@ -1,7 +1,8 @@
 """Files that survive a crash whole, and locks that do not survive their process.
 
-A file is written under a temporary name, flushed to disk and renamed, so that a reader sees all of it or nothing. Locks are
-the kernel's, which drops them when their holder dies: a killed process never leaves one behind.
+A file is written under a temporary name, flushed to disk and renamed, so that a reader sees all of it or
+nothing. Locks are the kernel's, which drops them when their holder dies: a killed process never leaves one
+behind.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Damaged(Exception):
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a binary file that takes the place of `path` when the block ends well, and vanishes when it does not."""
+    """Yield a binary file that takes the place of `path` when the block ends well, and vanishes otherwise."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "w+b") as file:
@@ -39,7 +40,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file at `path`: after a crash at any moment it holds the old or the new text, never a part."""
+    """Replace the file at `path`: a crash leaves the old or the new text, never a part."""
     with replacing(path) as file:
         file.write(text.encode())
 
@@ -90,7 +91,11 @@ class Lock:
 
     @classmethod
     def take(cls, directory: Path) -> Lock:
-        """Raises BlockingIOError where another process holds it. A file system without locks does not refuse."""
+        """Take the lock of a directory. A file system without locks does not refuse.
+
+        Raises:
+            BlockingIOError: another process holds it.
+        """
         descriptor = os.open(directory / cls.FILE, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,9 @@
 """Micro-batches for one data-parallel rank. The batch of a step does not depend on the layout.
 
-Sample j of step s is sample s * global + j of the training order. It belongs to data-parallel rank r, micro-batch a and row m
-with j = (r * accumulation + a) * micro + m: a rank has consecutive samples, so that ranks can read different files of a
-stream. Where the samples come from memory-mapped tokens any thread makes any step; a stream has one thread.
+Sample j of step s is sample s * global + j of the training order. It belongs to data-parallel rank r,
+micro-batch a and row m with j = (r * accumulation + a) * micro + m: a rank has consecutive samples, so that
+ranks can read different files of a stream. Where the samples come from memory-mapped tokens any thread makes
+any step; a stream has one thread.
 """
 
 from __future__ import annotations
@@ -10,43 +11,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from data.batches import MicroBatch, batch_digest, micro_batch
 from data.prefetch import InTurn, Prefetcher
-from data.samples.fields import Fields, HeldOut, TrainingSamples
-
-__all__ = [
-    "BatchLayout",
-    "MicroBatch",
-    "StepBatches",
-    "batch_digest",
-    "merge_states",
-    "micro_batch",
-    "rank_rows",
-    "validation_batches",
-]
+from data.samples.fields import HeldOut, TrainingSamples
+from recipes.layout import Layout
+from recipes.problems import Key, Problem, ProblemsError, Setting
 
 
-class BatchLayout(Protocol):
-    """micro x accumulation x dp = global_batch, in samples."""
+def rank_rows(layout: Layout, dp_rank: int) -> np.ndarray:
+    """(accumulation, micro) int64: the samples of the global batch that this rank reads.
 
-    @property
-    def micro(self) -> int: ...
-    @property
-    def accumulation(self) -> int: ...
-    @property
-    def dp(self) -> int: ...
-    @property
-    def global_batch(self) -> int: ...
-
-
-def rank_rows(layout: BatchLayout, dp_rank: int) -> np.ndarray:
-    """(accumulation, micro) int64: which samples of the global batch this rank reads, by micro-batch and row."""
-    _check(layout, dp_rank)
+    Raises:
+        ValueError: the layout has no such data-parallel rank.
+    """
+    if not 0 <= dp_rank < layout.dp:
+        raise ValueError(f"data-parallel rank {dp_rank} is not in 0..{layout.dp - 1}")
     rows = np.arange(layout.global_batch).reshape(layout.dp, layout.accumulation, layout.micro)
     return rows[dp_rank]
 
@@ -61,21 +45,24 @@ class StepBatches:
         self,
         samples: TrainingSamples,
         seed: int,
-        layout: BatchLayout,
+        layout: Layout,
         dp_rank: int,
         start_step: int = 0,
         start_state: dict[str, Any] | None = None,
         workers: int = 0,
     ):
-        """
+        """Make batches of one rank.
+
         Args:
             start_step: optimizer steps that are already done; batches continue after them.
-            start_state: what `merge_states` made of all ranks' `state` then. Only speed depends on it, and only for streamed
-                sources, which otherwise tokenize again what they already went through.
-            workers: threads that make batches ahead of their use (at most one for a stream); 0: made when asked for.
+            start_state: what `merge_states` made of all ranks' `state` then. Only speed depends on it, and
+                only for streamed sources, which otherwise tokenize again what they already went through.
+            workers: threads that make batches ahead of their use (at most one for a stream); 0: made when
+                asked for.
 
         Raises:
-            ValueError: the layout does not multiply out, or the state is of another step or another reading of the data.
+            ValueError: the state is of another step or another reading
+                of the data.
         """
         self._samples, self._seed, self._layout = samples.fresh(), seed, layout
         self.step = start_step
@@ -83,13 +70,15 @@ class StepBatches:
         position = start_step * layout.global_batch
         if start_state is not None:
             if start_state.get("position") != position:
-                raise ValueError(
-                    f"data position {start_state.get('position')} is not that of step {start_step} with batch.global="
-                    f"{layout.global_batch}: resume with the batch.global of the checkpoint"
+                came = (
+                    f"data position {start_state.get('position')} is not that of step {start_step} with ",
+                    Setting("batch.global", layout.global_batch),
                 )
+                fix = ("resume with the ", Key("batch.global"), " of the checkpoint")
+                raise ProblemsError([Problem("batch.global", came, fix=fix)])
             self._samples.restore(start_state)
-        # Known before the first batch, and never asked of a stream that a thread is reading; without a start state a
-        # stream would have to be read through, so then `state` does it if it is called at once.
+        # Known before the first batch, and never asked of a stream that a thread is reading; without a start
+        # state a stream would have to be read through, so then `state` does it if it is called at once.
         self._state = start_state or (self._samples.state(0) if position == 0 else None)
         produce = _Producer(self._samples, seed, layout, rows)
         threads = workers if samples.random_access else min(workers, 1)
@@ -108,7 +97,7 @@ class StepBatches:
         return batches
 
     def state(self) -> dict[str, Any]:
-        """JSON-able position after the last step that was handed out, whatever was read ahead: of this rank's part of the data."""
+        """JSON-able position of this rank after the last step handed out, whatever was read ahead."""
         if self._state is None:
             self._state = self._samples.fresh().state(self.step * self._layout.global_batch)
         return self._state
@@ -130,7 +119,7 @@ class _Producer:
 
     samples: TrainingSamples
     seed: int
-    layout: BatchLayout
+    layout: Layout
     rows: np.ndarray  # (accumulation, micro)
 
     def __call__(self, step: int) -> tuple[list[MicroBatch], dict[str, Any]]:
@@ -138,16 +127,11 @@ class _Producer:
         fields = self.samples.take((step * size + self.rows).ravel().tolist(), self.seed)
         weights = np.full(micro, 1.0 / micro)
         batches = [
-            micro_batch(_rows(fields, slice(at, at + micro)), weights)
-            for at in range(0, self.rows.size, micro)
+            micro_batch(fields.rows(slice(at, at + micro)), weights) for at in range(0, self.rows.size, micro)
         ]
         if torch.cuda.is_available():  # pinned memory is copied to the device without waiting
             batches = [{key: tensor.pin_memory() for key, tensor in batch.items()} for batch in batches]
         return batches, self.samples.state((step + 1) * size)
-
-
-def _rows(fields: Fields, rows: slice) -> Fields:
-    return {key: values[rows] for key, values in fields.items()}
 
 
 def _cuda_device() -> Callable[[], None]:
@@ -183,12 +167,12 @@ def validation_batches(
 ) -> list[list[MicroBatch]]:
     """All validation steps of one rank, each a list of `accumulation` micro-batches.
 
-    Every rank gets the same number: the last step is filled up with copies of weight 0. The mean of the loss over all
-    micro-batches of all steps and ranks is the mean over the real samples (of a BERT's predictions, once the engine has
-    divided by their number).
+    Every rank gets the same number: the last step is filled up with copies of weight 0. The mean of the loss
+    over all micro-batches of all steps and ranks is the mean over the real samples (of a BERT's predictions,
+    once the engine has divided by their number).
     """
     assert len(samples) > 0, "build() refuses corpora without validation samples"
-    layout = _Layout(micro, accumulation, dp)
+    layout = Layout(1, 1, dp, micro, accumulation, micro * accumulation * dp)
     rows = rank_rows(layout, dp_rank)
     steps = -(-len(samples) // layout.global_batch)
     real_weight = steps * accumulation * dp / len(samples)
@@ -202,20 +186,3 @@ def validation_batches(
         ]
         for step in range(steps)
     ]
-
-
-class _Layout:
-    def __init__(self, micro: int, accumulation: int, dp: int):
-        self.micro, self.accumulation, self.dp = micro, accumulation, dp
-        self.global_batch = micro * accumulation * dp
-
-
-def _check(layout: BatchLayout, dp_rank: int) -> None:
-    product = layout.micro * layout.accumulation * layout.dp
-    if product != layout.global_batch:
-        raise ValueError(
-            f"micro {layout.micro} x accumulation {layout.accumulation} x dp {layout.dp} = {product}, but the global "
-            f"batch is {layout.global_batch}: the product must be the global batch"
-        )
-    if not 0 <= dp_rank < layout.dp:
-        raise ValueError(f"data-parallel rank {dp_rank} is not in 0..{layout.dp - 1}")

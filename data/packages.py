@@ -5,14 +5,26 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from recipes.problems import Problem, ProblemsError, Words
 
-def package_directory(package: str, needed_for: str) -> Path:
-    """Directory of an installed package, without importing it.
+
+def find_package(package: str) -> Path | None:
+    """Directory of an installed package, without importing it; None where it is not installed."""
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))) if places else None
+
+
+def package_directory(package: str, needed_for: Words) -> Path:
+    """Directory of an installed package.
+
+    Args:
+        needed_for: the setting or flag that asks for it.
 
     Raises:
-        ValueError: it is not installed.
+        ProblemsError: it is not installed.
     """
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{needed_for} needs the package {package}: pip install -r requirements.txt")
-    return Path(next(iter(spec.submodule_search_locations)))
+    if found := find_package(package):
+        return found
+    came = (needed_for, f" needs the package {package}")
+    raise ProblemsError([Problem("", came, fix="pip install -r requirements.txt")])

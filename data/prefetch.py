@@ -1,17 +1,20 @@
 """Work done ahead of its use by threads, handed out in order.
 
-Threads and not processes: mapped files and tokenizers (which let go of Python's lock) are shared, and nothing is copied.
+Threads and not processes: mapped files and tokenizers (which let go of Python's lock) are shared, and nothing
+is copied.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
-JOIN_TIMEOUT_S = 5.0  # for a thread that waits for the network; it ends with the process
+JOIN_TIMEOUT_S = 5.0  # for a thread that waits for the network
 
 
 class InTurn(Generic[T]):
@@ -32,8 +35,8 @@ class InTurn(Generic[T]):
 class Prefetcher(Generic[T]):
     """`next` gives produce(start), produce(start + 1), ...; threads are up to `depth` of them ahead.
 
-    An exception of `produce` is raised by the `next` whose turn it is, and by all later ones. With one thread the calls are
-    made in order. Dropping the object, `close` and the interpreter's end all end the threads.
+    An exception of `produce` is raised by the `next` whose turn it is, and by all later ones. With one thread
+    the calls are made in order. Dropping the object, `close` and the interpreter's end all end the threads.
     """
 
     def __init__(
@@ -44,91 +47,71 @@ class Prefetcher(Generic[T]):
         depth: int | None = None,
         prepare: Callable[[], None] = lambda: None,
     ):
-        """
+        """Start the threads.
+
         Args:
             produce: must not hold this object, nor what owns it; else neither can be dropped.
             depth: results that are kept ready; by default one more than there are threads.
             prepare: called once in every thread.
         """
         assert threads > 0
-        self._queue: _Queue[T] = _Queue(start, depth or threads + 1)
-        self._threads = [
-            threading.Thread(
-                target=_work, args=(self._queue, produce, prepare), name=f"loader-{i}", daemon=True
-            )
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._queue, self._threads)
+        running: list[threading.Thread] = []
+
+        def begin() -> None:
+            running.append(threading.current_thread())
+            prepare()
+
+        self._produce = _UntilItFails(produce)
+        self._pool = ThreadPoolExecutor(threads, "loader-", begin)
+        self._following = start
+        self._results: deque[Future[T]] = deque()
+        for _ in range(depth or threads + 1):
+            self._submit()
+        self._finalizer = weakref.finalize(self, _end, self._pool, running)
+
+    def _submit(self) -> None:
+        self._results.append(self._pool.submit(self._produce, self._following))
+        self._following += 1
 
     def next(self) -> T:
-        return self._queue.get()
+        """Wait for the next result.
+
+        Raises:
+            RuntimeError: `close` was called.
+        """
+        try:
+            if not self._finalizer.alive:
+                raise CancelledError
+            value = self._results[0].result()
+        except CancelledError:
+            raise RuntimeError("the loader is closed") from None
+        self._results.popleft()
+        self._submit()
+        return value
 
     def close(self) -> None:
         self._finalizer()
 
 
-class _Queue(Generic[T]):
-    """Results by number. A thread takes the next number that is not too far ahead."""
+class _UntilItFails(Generic[T]):
+    """Calls with numbers above one that failed do nothing: a failed reader cannot continue."""
 
-    def __init__(self, start: int, depth: int):
-        self._changed = threading.Condition()
-        self._wanted = self._unclaimed = start
-        self._depth = depth
-        self._results: dict[int, tuple[T | None, BaseException | None]] = {}
-        self._closed = False
+    def __init__(self, produce: Callable[[int], T]):
+        self._produce = produce
+        self._failed: list[int] = []
 
-    def claim(self) -> int | None:
-        """The number to work on; None: there is nothing more to do."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._unclaimed < self._wanted + self._depth)
-            if self._closed:
-                return None
-            self._unclaimed += 1
-            return self._unclaimed - 1
-
-    def put(self, number: int, value: T | None, error: BaseException | None = None) -> None:
-        with self._changed:
-            self._results[number] = (value, error)
-            self._changed.notify_all()
-
-    def get(self) -> T:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._wanted in self._results)
-            if self._closed:
-                raise RuntimeError("the loader is closed")
-            value, error = self._results[self._wanted]
-            if error is not None:
-                raise error
-            del self._results[self._wanted]
-            self._wanted += 1
-            self._changed.notify_all()
-            return value  # type: ignore[return-value]
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._results.clear()
-            self._changed.notify_all()
-
-
-def _work(queue: _Queue[Any], produce: Callable[[int], Any], prepare: Callable[[], None]) -> None:
-    prepared = False
-    while (number := queue.claim()) is not None:
+    def __call__(self, number: int) -> T:
+        if self._failed and number > min(self._failed):
+            raise CancelledError
         try:
-            if not prepared:
-                prepare()
-                prepared = True
-            value = produce(number)
-        except BaseException as error:
-            queue.put(number, None, error)
-            return  # a reader that failed has no defined place to go on from
-        queue.put(number, value)
+            return self._produce(number)
+        except BaseException:
+            self._failed.append(number)
+            raise
 
 
-def _stop(queue: _Queue[Any], threads: list[threading.Thread]) -> None:
-    queue.close()
-    for thread in threads:
+def _end(pool: ThreadPoolExecutor, running: list[threading.Thread]) -> None:
+    pool.shutdown(wait=False, cancel_futures=True)
+    for thread in running:
         if thread is not threading.current_thread():
             thread.join(JOIN_TIMEOUT_S)

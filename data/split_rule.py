@@ -1,7 +1,7 @@
 """Which documents are trained on, validated with and tested with: a rule on the document's index alone.
 
-Whole documents are held out, so that no held-out text is seen in training. The rule needs no number of documents, so that it
-holds for streams too.
+Whole documents are held out, so that no held-out text is seen in training. The rule needs no number of
+documents, so that it holds for streams too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PARTS: tuple[Part, ...] = ("train", "validation", "test")
 def part_of(index: int, validation_every: int, test_every: int | None = None) -> Part:
     """The part of one document.
 
-    Every `validation_every`-th document is for validation. Of those left, counted anew, every `test_every`-th is for the test,
-    beginning with the first.
+    Every `validation_every`-th document is for validation. Of those left, counted anew, every `test_every`-th
+    is for the test, beginning with the first.
 
     Args:
         index: of the document in its source, from 0.
@@ -36,7 +36,8 @@ def parts(indices: np.ndarray, validation_every: int, test_every: int | None = N
     )
     found = (indices % validation_every == validation_every - 1).astype(np.uint8)
     if test_every is not None:
-        # Counting what validation leaves, and not all documents, keeps 1/test_every of it whatever divisors the two have in common.
+        # Counting what validation leaves, and not all documents, keeps 1/test_every of it whatever divisors
+        # the two have in common.
         left_before = indices - indices // validation_every
         found[(found == 0) & (left_before % test_every == 0)] = PARTS.index("test")
     return found

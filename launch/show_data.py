@@ -5,54 +5,49 @@ python launch/show_data.py --recipe bert/sotu --step 0 --samples 2
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launch.console import arguments
 from recipes import catalog
+from recipes.layout import Layout
 from recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from data.corpus import Corpus
 
 RANKS = (1, 2, 4)
 EXAMPLES = """\
 examples:
   python launch/show_data.py --recipe bert/sotu --step 0 --samples 2
-      two samples of the first step: A and B, predicted tokens as [was->now], padding, the label of the sentence objective
+      two samples of the first step: A and B, predicted tokens as [was->now], padding, the sentence label
   python launch/show_data.py --hashes 5
-      hashes of five steps of the default recipe, as 1, 2 and 4 data-parallel ranks read them; exit code 1 when they differ
+      hashes of five steps of the default recipe, as 1, 2 and 4 data-parallel ranks read them
   python launch/show_data.py --recipe bert/sotu --split validation --samples 3
       held-out samples
 
 exit codes: 0 shown and equal, 1 hashes differ, 2 refused."""
 
 
-class Layout(NamedTuple):
-    micro: int
-    accumulation: int
-    dp: int
-    global_batch: int
-
-
-def build_parser():
+def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     arguments.add_recipe_arguments(parser)
-    group = parser.add_argument_group("what to show")
-    group.add_argument(
-        "--step", type=int, default=0, metavar="N", help="optimizer step, from 0 (default: %(default)s)"
+    add = parser.add_argument_group("what to show").add_argument
+    splits = ("train", "validation", "test")
+    add("--step", type=int, default=0, metavar="N", help="optimizer step, from 0 (default: %(default)s)")
+    add("--samples", type=int, default=2, metavar="N", help="samples to decode (default: %(default)s)")
+    add("--split", choices=splits, default="train", help="default: %(default)s")
+    ranks = (
+        "instead of samples, hashes of N steps from --step on, as 1, 2 and 4 data-parallel ranks read them"
     )
-    group.add_argument(
-        "--samples", type=int, default=2, metavar="N", help="samples that are decoded (default: %(default)s)"
-    )
-    group.add_argument(
-        "--split", choices=("train", "validation", "test"), default="train", help="default: %(default)s"
-    )
-    group.add_argument("--hashes", type=int, default=0, metavar="N", help="instead of samples, hashes of N steps from --step on, as "
-                       "1, 2 and 4 data-parallel ranks read them")  # fmt: skip
-    group.add_argument("--workers", type=int, default=1, metavar="N", help="threads per rank that read ahead for --hashes "
-                       "(default: %(default)s)")  # fmt: skip
+    add("--hashes", type=int, default=0, metavar="N", help=ranks)
+    ahead = "threads per rank that read ahead for --hashes (default: %(default)s)"
+    add("--workers", type=int, default=1, metavar="N", help=ahead)
     return parser
 
 
@@ -73,7 +68,7 @@ def main() -> int:
         ending.refuse(e)
 
 
-def check(args, recipe: Recipe) -> None:
+def check(args: argparse.Namespace, recipe: Recipe) -> None:
     """Raises ValueError with what the flags ask for and cannot have."""
     for flag in ("step", "samples", "hashes", "workers"):
         if getattr(args, flag) < 0:
@@ -86,34 +81,30 @@ def check(args, recipe: Recipe) -> None:
         )
     if args.split == "test" and not recipe.data.test_every:
         raise ValueError(
-            "--split test, but data.test_every is null: the recipe holds no test documents out; --set data.test_every=20"
+            "--split test, but data.test_every is null: the recipe holds no test documents out; --set "
+            "data.test_every=20"
         )
 
 
-def show_samples(recipe: Recipe, corpus, args) -> int:
-    from data.samples.decoding import describe
-
+def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:
+    size = recipe.batch.global_
     if args.split == "train":
-        first = args.step * recipe.batch.global_
-        positions = range(first, first + min(args.samples, recipe.batch.global_))
-        fields: dict[str, Any] = corpus.train.fresh().take(positions, recipe.seed)
-        names = [f"step {args.step}, sample {row} of {recipe.batch.global_}" for row in range(len(positions))]
+        count = min(args.samples, size)
+        fields = corpus.train.fresh().take(range(args.step * size, args.step * size + count), recipe.seed)
+        where = f"step {args.step}, sample {{}} of {size}"
     else:
         held_out = getattr(corpus, args.split)
         count = min(args.samples, len(held_out))
-        fields, names = (
-            held_out.take(range(count)),
-            [f"{args.split} sample {row} of {len(held_out)}" for row in range(count)],
-        )
-    print(
-        f"{corpus.summary['source']}: {recipe.sequence_length} tokens per sample, vocabulary of {corpus.summary['vocabulary_size']}"
-    )
-    for row, name in enumerate(names):
-        print(f"\n--- {name}: {describe(fields, row, corpus.tokenizer, recipe.model.sentence_head)}")
+        fields, where = held_out.take(range(count)), f"{args.split} sample {{}} of {len(held_out)}"
+    vocabulary = f"vocabulary of {corpus.summary['vocabulary_size']}"
+    print(f"{corpus.summary['source']}: {recipe.sequence_length} tokens per sample, {vocabulary}")
+    for row in range(count):
+        shown = fields.describe(row, corpus.tokenizer, recipe.model.sentence_head)
+        print(f"\n--- {where.format(row)}: {shown}")
     return 0
 
 
-def show_hashes(recipe: Recipe, corpus, args) -> int:
+def show_hashes(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:
     """Hashes of whole steps, each put together of what the ranks of a layout read on their own."""
     layouts = [layout_of(recipe.batch.global_, dp) for dp in RANKS if recipe.batch.global_ % dp == 0]
     columns = [
@@ -142,10 +133,12 @@ def layout_of(global_batch: int, dp: int) -> Layout:
     """The more ranks, the smaller the micro-batches: what has to make no difference."""
     rows = global_batch // dp
     micro = next(micro for micro in (rows // dp, 1) if micro and rows % micro == 0)
-    return Layout(micro, rows // micro, dp, global_batch)
+    return Layout(1, 1, dp, micro, rows // micro, global_batch)
 
 
-def step_hashes(recipe: Recipe, corpus, layout: Layout, first: int, steps: int, workers: int) -> list[str]:
+def step_hashes(
+    recipe: Recipe, corpus: Corpus, layout: Layout, first: int, steps: int, workers: int
+) -> list[str]:
     from data.loader import StepBatches, batch_digest
 
     ranks = [

@@ -56,7 +56,7 @@ class Problem:
 
         `show` turns each piece of the texts into what this command's user types.
         """
-        came, rule, fix = ("".join(map(show, _pieces(text))) for text in (self.came, self.rule, self.fix))
+        came, rule, fix = ("".join(map(show, pieces(text))) for text in (self.came, self.rule, self.fix))
         sentence = ": ".join(part for part in (self.where, came, rule) if part)
         sentence = "; ".join(part for part in (sentence, fix) if part)
         return f"{sentence} ({self.place})" if self.place else sentence
@@ -64,11 +64,12 @@ class Problem:
     @property
     def keys(self) -> tuple[str, ...]:
         """What it is about: its own key, and those in what was given."""
-        pieces = [piece for piece in _pieces(self.came) if isinstance(piece, (Key, Setting))]
-        return (self.key, *(piece.key if isinstance(piece, Setting) else piece for piece in pieces))
+        named = [piece for piece in pieces(self.came) if isinstance(piece, (Key, Setting))]
+        return (self.key, *(piece.key if isinstance(piece, Setting) else piece for piece in named))
 
 
-def _pieces(text: Text) -> tuple[Words, ...]:
+def pieces(text: Text) -> tuple[Words, ...]:
+    """The pieces that a text is made of."""
     return text if isinstance(text, tuple) else (text,)
 
 

@@ -1,4 +1,4 @@
-"""From committed chunks to the finished directory: duplicates out, the store, the articles, what was dropped."""
+"""From committed chunks to the finished directory: the store, the articles, what was dropped."""
 
 from __future__ import annotations
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
+from data.prepare.settings import in_flags
 from data.prepare.tally import Step
 from data.sources.records import Broken
 
@@ -40,13 +41,12 @@ class Documents:
     def select(self, keep: Sequence[bool]) -> Documents:
         if all(keep):
             return self
-        lists = (self.files, self.names, self.numbers, self.texts, self.sizes, self.sentences, self.tokens)
-        return Documents(
-            *(
-                [value for value, kept in zip(column, keep, strict=True) if kept] if column else []
-                for column in lists
-            )
-        )  # type: ignore[arg-type]
+        chosen = {
+            column.name: [value for value, kept in zip(values, keep, strict=True) if kept]
+            for column in fields(self)
+            if (values := getattr(self, column.name))
+        }
+        return replace(self, **chosen)
 
 
 def utf8_size(text: str) -> int:
@@ -85,8 +85,8 @@ def dropped_line(file: str, number: int, verdict: Verdict, size: int, text: str)
 
 
 def broken_line(broken: Broken) -> str:
-    """A record kept aside: its first 64 KiB as text where they are text, else in base64, from which they come back exactly."""
-    facts = dict(file=broken.file, number=broken.number, reason=broken.reason, size=broken.size)
+    """A record kept aside: its first 64 KiB, as text where they are text, else exactly, in base64."""
+    facts = dict(file=broken.file, number=broken.number, reason=broken.render(in_flags), size=broken.size)
     try:
         return _line(**facts, excerpt=broken.excerpt.decode("utf-8"))
     except UnicodeDecodeError:

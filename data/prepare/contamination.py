@@ -1,6 +1,9 @@
-"""Decontamination: documents that share a run of n words with an evaluation text (Brown et al. 2020, appendix C, n = 13).
+"""Decontamination.
 
-Words are compared lower-cased and without punctuation. An evaluation text of fewer than n words cannot be looked for.
+Documents that share a run of n words with an evaluation text (Brown et al. 2020, appendix C, n = 13).
+
+Words are compared lower-cased and without punctuation. An evaluation text of fewer than n words cannot be
+looked for.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from data.prepare.words import Words, ngrams, words_of
-from data.sources.records import Broken, format_of
+from data.sources.opening import format_of
+from data.sources.records import Broken
 from recipes.schema import Origin
 
 _FILTER_BITS = 24  # the table that almost every n-gram is dismissed by: 16 MiB, one byte an entry
@@ -53,11 +57,11 @@ class Evaluation:
 
 
 def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
-    """The n-grams of every string in JSON-lines or JSON files (whatever its field), and of every line of other text files.
+    """The n-grams of every string in JSON and JSON-lines files, and of every line of other text files.
 
     Raises:
-        ValueError: a file is missing, empty or broken, or no text in it has n words: a set that is silently not excluded would be worse
-            than an error.
+        ValueError: a file is missing, empty or broken, or no text in it has n words: a set that is silently
+            not excluded would be worse than an error.
     """
     hashes: list[np.ndarray] = []
     file: list[np.ndarray] = []
@@ -73,7 +77,8 @@ def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
             file.append(np.full(len(found), number, dtype=np.int32))
         if not any(found.size for found in hashes[before:]):
             raise ValueError(
-                f"--decontaminate {path}: no text in it has {n} words: leave it out, or give a smaller --ngram"
+                f"--decontaminate {path}: no text in it has {n} words: leave it out, or give a smaller "
+                "--ngram"
             )
     distinct, where = np.unique(np.concatenate(hashes), return_index=True)
     table = np.zeros(1 << _FILTER_BITS, dtype=bool)

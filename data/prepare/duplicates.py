@@ -1,13 +1,13 @@
 """Which documents repeat an earlier one: exact copies, and near-duplicates found by banded MinHash.
 
-Documents are taken in their order; one is dropped if and only if it is a near-duplicate (signature agreement of at least
-the threshold) of an earlier document that was kept and that it shares a band with. So the result depends on nothing but the
-documents, their order and the arguments.
+Documents are taken in their order; one is dropped if and only if it is a near-duplicate (signature agreement
+of at least the threshold) of an earlier document that was kept and that it shares a band with. So the result
+depends on nothing but the documents, their order and the arguments.
 
-Memory, measured on a million random signatures with 5 % near-duplicates: 47 MB per million documents, in 3 s (the hashes of
-one band and their order, then 2 MB of buckets). Of documents that meet another one in all of 32 bands up to 450 bytes each
-come on top. The signatures, 512 MB per million documents at 128 permutations, stay in a mapped file, whose pages the system
-may drop.
+Memory, measured on a million random signatures with 5 % near-duplicates: 47 MB per million documents, in 3 s
+(the hashes of one band and their order, then 2 MB of buckets). Of documents that meet another one in all of
+32 bands up to 450 bytes each come on top. The signatures, 512 MB per million documents at 128 permutations,
+stay in a mapped file, whose pages the system may drop.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.keyed_random import mix
 from data.prepare.minhash import Bands
-from data.prepare.words import mix
 
 _ROWS_AT_ONCE = 1 << 16
 _COMPARED_AT_ONCE = 1 << 14
@@ -42,7 +42,8 @@ def find_duplicates(
     threshold: float,
     step: Callable[[], None] = lambda: None,
 ) -> Duplicates:
-    """
+    """The duplicates among n documents.
+
     Args:
         digests: (n,) uint64 hash of each document's text.
         marks: (n, permutations) uint32 signatures, mapped or in memory.
@@ -128,7 +129,8 @@ def _drop_in_order(
     meetings: _Meetings, marks: np.ndarray, threshold: float, of: np.ndarray, agreement: np.ndarray
 ) -> int:
     """Fills `of` and `agreement`, document after document. Returns the number of pairs compared."""
-    # The kept documents of each bucket, as linked lists in three flat arrays: a dict of lists would take 20 times the memory.
+    # The kept documents of each bucket, as linked lists in three flat arrays: a dict of lists would take 20
+    # times the memory.
     newest = array("i", [-1]) * meetings.count
     kept, older = array("q"), array("i")
     compared = 0
@@ -153,7 +155,7 @@ def _drop_in_order(
 
 
 def _best(marks: np.ndarray, document: int, others: list[int]) -> tuple[float, int]:
-    """The largest agreement with one of `others`, and the first that has it; (-1, -1) where there are none."""
+    """The largest agreement with one of `others`, and the first that has it; (-1, -1) without any."""
     best, where = -1.0, -1
     for start in range(0, len(others), _COMPARED_AT_ONCE):
         some = others[start : start + _COMPARED_AT_ONCE]
@@ -165,7 +167,7 @@ def _best(marks: np.ndarray, document: int, others: list[int]) -> tuple[float, i
 
 
 def _follow(of: np.ndarray, exact: np.ndarray) -> None:
-    """A copy of a document that was itself dropped repeats what that one repeats (one step: leaders are no copies)."""
+    """A copy of a document that was dropped repeats what that one repeats: leaders are no copies."""
     copies = np.flatnonzero(exact)
     leaders = of[copies]
     dropped = of[leaders] >= 0

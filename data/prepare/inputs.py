@@ -1,8 +1,8 @@
 """The input files, and their records cut into chunks.
 
-Where a chunk ends depends on the input and on the chunk size alone. Each chunk carries the place in the input that it ends
-at. A continued run does not open the files before it; in its own file it reads the records up to it again (of Parquet, those of
-its row group) and skips them.
+Where a chunk ends depends on the input and on the chunk size alone. Each chunk carries the place in the input
+that it ends at. A continued run does not open the files before it; in its own file it reads the records up to
+it again (of Parquet, those of its row group) and skips them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from data.prepare.settings import Settings
-from data.sources.records import Broken, Raw, RecordFormat, files_of, format_of
+from data.sources.opening import files_of, format_of, hub_source
+from data.sources.records import Broken, Raw, RecordFormat
 
 CHUNK_RECORDS = 4096  # at most; the bytes of a chunk are given by `Settings.chunk_mb`
 # Text per byte of file, for the progress bar only.
@@ -46,18 +47,13 @@ class InputFile:
 
 
 class HubFormat:
-    """Records of a streamed source, in the place of a file format. Those of the hub need no parsing: they hold text."""
+    """Records of the hub, in the place of a file format. They hold text, and need no parsing."""
 
     def __init__(self, settings: Settings):
         self._origins = {str(origin.name): origin for origin in settings.origins}
 
     def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
-        from data.sources.documents import open_source
-        from data.sources.hub import HubSource  # `datasets` takes a second to import
-
-        source = open_source(self._origins[str(path)])
-        assert isinstance(source, HubSource)
-        return source.records(start)
+        return hub_source(self._origins[str(path)]).records(start)
 
     def parse(self, raw: Raw) -> str | Broken | None:
         assert isinstance(raw.payload, str)

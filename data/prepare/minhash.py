@@ -1,7 +1,9 @@
-"""MinHash signatures of documents (Broder 1997): the share of equal entries of two estimates the Jaccard similarity of their sets.
+"""MinHash signatures of documents (Broder 1997).
 
-The sets are the word n-grams ("shingles") of the repaired text. The estimate from p permutations has the standard error
-sqrt(J (1 - J) / p): 0.04 at J = 0.7 and p = 128.
+The share of equal entries of two estimates the Jaccard similarity of their sets.
+
+The sets are the word n-grams ("shingles") of the repaired text. The estimate from p permutations has the
+standard error sqrt(J (1 - J) / p): 0.04 at J = 0.7 and p = 128.
 """
 
 from __future__ import annotations
@@ -27,22 +29,23 @@ def signatures(words: Words, shingle: int, permutations: int, seed: int) -> np.n
 
 @dataclass(frozen=True)
 class Bands:
-    """Locality-sensitive hashing: a signature is cut into `count` bands of `rows` entries; equal in one band: candidates."""
+    """Locality-sensitive hashing: candidates are equal in one of `count` bands of `rows` entries."""
 
     count: int
     rows: int
 
     def probability(self, similarity: float) -> float:
-        """That two documents of this Jaccard similarity become candidates: the S-curve 1 - (1 - s^r)^b (Leskovec et al., 3.4.2)."""
+        """That documents this similar are compared: 1 - (1 - s^r)^b (Leskovec et al., 3.4.2)."""
         return 1 - (1 - similarity**self.rows) ** self.count
 
 
 def choose_bands(permutations: int, threshold: float) -> Bands:
-    """The bands with most rows, so with fewest false candidates, that still find RECALL of the pairs at the threshold."""
+    """The bands with fewest false candidates (most rows) that find RECALL of the pairs at the threshold."""
     choices = [Bands(permutations // rows, rows) for rows in range(1, permutations + 1)]
     enough = [bands for bands in choices if bands.probability(threshold) > RECALL]
     if not enough:
         raise ValueError(
-            f"--permutations {permutations} find no {RECALL:.0%} of the pairs at --dedup {threshold}: set --permutations 128 or more"
+            f"--permutations {permutations} find no {RECALL:.0%} of the pairs at --dedup {threshold}: set "
+            "--permutations 128 or more"
         )
     return enough[-1]

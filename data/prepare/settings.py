@@ -1,52 +1,112 @@
-"""The arguments of one preparation, and what of them decides its result."""
+"""The options of a preparation.
+
+What a recipe's `data` section does not declare, and what of them all decides the result.
+
+launch/prepare_data.py makes its flags of `recipes.schema.Origin`, of `recipes.schema.Tokenizer` and of the
+fields of `Settings`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from typing import Any, Literal
 
+from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 from recipes.schema import Origin, Tokenizer
 from recipes.vocabularies import SMALLEST_BPE, TRAINED
 
 FORMAT_VERSION = 1  # of chunk files and of the manifest
 
 
+class PreparationFailed(RuntimeError):
+    """A preparation cannot be completed with what it was given; the work done is kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """How a field of `Settings` is shown as a flag, and which numbers it takes."""
+
+    group: Literal["read", "made", "left out", "run"]
+    help: str
+    metavar: str = "N"
+    least: float = -math.inf
+    most: float = math.inf
+
+
+def option(default: Any, *declared: Any, **more: Any) -> Any:
+    """A field of `Settings` with its `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(*declared, **more)})
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sizes are of text, in UTF-8, decompressed."""
+    """One preparation. Sizes are of text, in UTF-8, decompressed."""
 
     origins: tuple[Origin, ...]  # of one kind: the same source, column, split
-    samples: Literal["gpt", "bert"]
-    tokenizer: Tokenizer
-    vocab_size: int | None = None  # tokens of a trained vocabulary
-    vocabulary_mb: int = 256  # MB of text that a trained vocabulary is trained on
-    repair: bool = True
-    language: str | None = "en"  # ISO 639 code that documents must be in; None: any
-    language_score: float = 0.5  # least certainty that they are
-    min_tokens: int = 128  # least tokens of a document, without the end-of-document token
-    decontaminate: tuple[str, ...] = ()  # evaluation files
-    ngram: int = 13  # words that a document must have in common with them, in a row, to be dropped
-    dedup: float | None = 0.7  # Jaccard similarity; None: duplicates stay
-    permutations: int = 128
-    shingle: int = 5  # words
-    seed: int = 1234
-    write_articles: bool = False
-    write_sentences: bool = False
-    limit: int | None = None  # documents that are read
-    max_record_mb: int = 64
-    chunk_mb: float = 2.0  # of records that a worker takes at a time
+    samples: Literal["gpt", "bert"] = option(
+        "gpt",
+        "made",
+        "gpt: one sequence per document, ended by the end-of-document token; bert: one per sentence",
+    )
+    tokenizer: Tokenizer = Tokenizer()
+    vocab_size: int | None = option(None, "made", "tokens of a trained vocabulary")
+    vocabulary_mb: int = option(
+        256,
+        "made",
+        "text that a vocabulary is trained on: the input's beginning, repaired and in the wanted language",
+        "MB",
+        1,
+    )
+    repair: bool = option(True, "left out", "mend mojibake, entities, control characters (ftfy)")
+    language: str | None = option("en", "left out", "ISO 639 code of documents to keep; none: all", "CODE")
+    language_score: float = option(0.5, "left out", "least certainty of it", "SCORE", 0, 1)
+    min_tokens: int = option(128, "left out", "drop documents of fewer tokens", least=0)
+    decontaminate: tuple[str, ...] = option(
+        (),
+        "left out",
+        "evaluation files, JSON lines or text: drop documents that share --ngram words in a row with them",
+        "FILE",
+    )
+    ngram: int = option(13, "left out", "words of such a run", least=1)
+    dedup: float | None = option(
+        0.7,
+        "left out",
+        "drop documents that are this similar to an earlier one; none: keep all",
+        "JACCARD",
+        0.05,
+        1,
+    )
+    permutations: int = option(128, "left out", "entries of a MinHash signature", least=1)
+    shingle: int = option(5, "left out", "words of a shingle", least=1)
+    seed: int = option(1234, "left out", "of the permutations", least=0, most=2**64 - 1)
+    write_articles: bool = option(
+        False, "made", "also write articles.jsonl: one JSON object per article kept"
+    )
+    write_sentences: bool = option(
+        False, "made", "also write sentences.jsonl: the same with a line feed after each sentence"
+    )
+    limit: int | None = option(None, "read", "read N documents", least=1)
+    max_record_mb: int = option(64, "read", "longer records are broken", "MB", 1)
+    chunk_mb: float = option(
+        2.0,
+        "run",
+        "text that a worker takes at a time, and at most loses when it is killed",
+        "MB",
+        math.nextafter(0, 1),
+    )
     # What follows changes no byte of the result.
-    max_broken: float = 0.01
-    workers: int = 1  # processes; 0: in this one
+    max_broken: float = option(0.01, "run", "broken records above which nothing is published", "SHARE", 0, 1)
+    workers: int = option(1, "run", "worker processes (default: cores; 0: none, for a debugger)", least=0)
 
     def __post_init__(self) -> None:
         if problems := self._problems():
-            raise ValueError("\n".join(problems))
+            raise ProblemsError(problems)
 
     @property
     def origin(self) -> Origin:
-        """Of the kind that all origins are."""
+        """What all origins have in common."""
         return self.origins[0]
 
     @property
@@ -67,45 +127,47 @@ class Settings:
             "decontaminate": list(self.decontaminate),
         }
 
-    def _problems(self) -> list[str]:
+    def _problems(self) -> list[Problem]:
         found = []
-        bert, kind = self.samples == "bert", self.tokenizer.kind
-        if kind in TRAINED and self.vocab_size is None:
-            found.append(f"--tokenizer {kind} needs --vocab_size: the number of tokens to train, e.g. 8192")
-        if kind == "trained_bpe" and self.vocab_size is not None and self.vocab_size < SMALLEST_BPE:
-            found.append(f"--vocab_size {self.vocab_size} with --tokenizer trained_bpe, which begins with 256 bytes and the end-of-"
-                         f"document token: give {SMALLEST_BPE} or more")  # fmt: skip
-        if kind not in TRAINED and self.vocab_size is not None:
-            found.append(
-                f"--vocab_size {self.vocab_size} with --tokenizer {kind}, which has a size already: leave --vocab_size out"
-            )
+        kind, size = self.tokenizer.kind, self.vocab_size
+        tokenizer, vocabulary = f"--tokenizer {kind}", f"--vocab_size {size}"
+        if kind in TRAINED and size is None:
+            rule = f"{tokenizer} needs --vocab_size"
+            found.append(Problem("--vocab_size", rule, fix="give the number of tokens to train, e.g. 8192"))
+        if kind == "trained_bpe" and size is not None and size < SMALLEST_BPE:
+            rule = f"{tokenizer} begins with 256 bytes and the end-of-document token"
+            found.append(Problem("--vocab_size", vocabulary, rule, f"give {SMALLEST_BPE} or more"))
+        if kind not in TRAINED and size is not None:
+            rule = f"{tokenizer} has a size already"
+            found.append(Problem("--vocab_size", vocabulary, rule, "leave --vocab_size out"))
         if kind == "store":
-            found.append(
-                "--tokenizer store: a store is being made; to use another store's, give --tokenizer file:STORE/tokenizer"
-            )
-        if bert and kind in ("gpt2", "trained_bpe"):
-            found.append(
-                f"--samples bert with --tokenizer {kind}: it lacks [CLS], [SEP], [MASK]: give bert_uncased or trained_wordpiece"
-            )
-        for flag, value, least, most in (
-            ("--language_score", self.language_score, 0, 1),
-            ("--max_broken", self.max_broken, 0, 1),
-            ("--dedup", 1 if self.dedup is None else self.dedup, 0.05, 1),
-        ):
-            if not least <= value <= most:
-                found.append(f"{flag} {value} is a share: give a number from {least} to {most}")
-        for flag, count in (
-            ("--ngram", self.ngram), ("--shingle", self.shingle), ("--permutations", self.permutations),
-            ("--max_record_mb", self.max_record_mb), ("--vocabulary_mb", self.vocabulary_mb),
-            ("--limit", 1 if self.limit is None else self.limit),
-        ):  # fmt: skip
-            if count < 1:
-                found.append(f"{flag} {count}: give 1 or more")
-        for flag, count in (("--min_tokens", self.min_tokens), ("--workers", self.workers)):
-            if count < 0:
-                found.append(f"{flag} {count}: give 0 or more")
-        if not 0 <= self.seed < 2**64:
-            found.append(f"--seed {self.seed}: give a number from 0 to {2**64 - 1}")
-        if not 0 < self.chunk_mb < math.inf:
-            found.append(f"--chunk_mb {self.chunk_mb}: give a number above 0")
+            fix = "to use another store's, give --tokenizer file:STORE/tokenizer"
+            found.append(Problem("--tokenizer", tokenizer, "a store is being made", fix))
+        if self.samples == "bert" and kind in ("gpt2", "trained_bpe"):
+            came, rule = f"--samples bert with {tokenizer}", "it lacks [CLS], [SEP], [MASK]"
+            found.append(Problem("--tokenizer", came, rule, "give bert_uncased or trained_wordpiece"))
+        for field in options():
+            value, shown = getattr(self, field.name), field.metadata["option"]
+            if isinstance(value, int | float) and not shown.least <= value <= shown.most or value == math.inf:
+                most = f" to {shown.most}" if shown.most < math.inf else " on"
+                least = "above 0" if 0 < shown.least < 1e-300 else f"from {shown.least}{most}"
+                found.append(
+                    Problem(f"--{field.name}", f"--{field.name} {value}", fix=f"give a number {least}")
+                )
         return found
+
+
+def options() -> list[dataclasses.Field[Any]]:
+    """The fields of `Settings` that are flags of their own."""
+    return [field for field in dataclasses.fields(Settings) if "option" in field.metadata]
+
+
+def in_flags(words: Words) -> str:
+    """What stands for a key of a recipe among the flags of prepare_data; for `Problem.render`."""
+    if not isinstance(words, Key | Setting):
+        return words
+    key, value = (words.key, shlex.quote(str(words.value))) if isinstance(words, Setting) else (words, None)
+    if key == "data.tokenizer.path":
+        return f"--tokenizer KIND:{value or 'PATH'}"
+    name = {"data.tokenizer.kind": "tokenizer"}.get(key, key.rpartition(".")[2])
+    return f"--{name}" if value is None else f"--{name} {value}"

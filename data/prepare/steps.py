@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from data.grouping import grouped
 from data.prepare.batch import Documents, Verdict, broken_line, utf8_size
 from data.prepare.contamination import Evaluation
 from data.prepare.minhash import signatures
@@ -21,7 +20,7 @@ from data.prepare.words import Words, words_of
 from data.sources.documents import Document
 from data.sources.records import Broken, Raw, RecordFormat
 from data.sources.sentences import split
-from data.vocabularies.encoder import Encoder
+from data.vocabularies.encoder import Encoder, grouped
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
 _WORDS_AT_ONCE = (
@@ -124,13 +123,13 @@ def sign(blocks: Sequence[Words], shingle: int, permutations: int, seed: int) ->
 
 
 def digests(texts: Sequence[str]) -> np.ndarray:
-    """(documents,) uint64: equal for equal texts. Among 10^8 documents some two different ones agree once in 4,000 corpora."""
+    """(documents,) uint64: equal for equal texts. Some two of 10^8 texts agree once in 4,000 corpora."""
     parts = [hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest() for text in texts]
     return np.frombuffer(b"".join(parts), dtype="<u8")
 
 
 def article_line(file: str, number: int, text: str) -> bytes:
-    """One article of the raw form: a JSON object on a line. The sentence-per-line form has a line feed after each sentence."""
+    """One article as a line of JSON; sentences, where it has them, end with line feeds."""
     return (json.dumps({"text": text, "file": file, "number": number}, ensure_ascii=False) + "\n").encode(
         "utf-8", "replace"
     )

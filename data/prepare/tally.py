@@ -5,22 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-STEPS = (
-    "read",
-    "repair",
-    "language",
-    "sentences",
-    "tokenize",
-    "decontaminate",
-    "signatures",
-    "deduplicate",
-    "write",
-)
+_EACH_DOCUMENT = "read repair language sentences tokenize decontaminate signatures"
+STEPS = (*_EACH_DOCUMENT.split(), "deduplicate", "write")
 
 
 @dataclasses.dataclass
 class Step:
-    """Bytes are of UTF-8 text (of `read`'s input: of the decompressed records); seconds are of processor time, summed over processes."""
+    """Counts; bytes are of UTF-8 text (read: of records), seconds of processor time, over processes."""
 
     documents_in: int = 0
     bytes_in: int = 0

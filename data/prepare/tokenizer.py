@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from data.cache import Say
 from data.prepare.inputs import Cursor, Inputs
@@ -15,9 +15,10 @@ from data.prepare.language import make_detector
 from data.prepare.repair import repair
 from data.prepare.settings import Settings
 from data.sources.records import Raw
-from data.vocabularies.published import ready_made
+from data.vocabularies.encoder import end_of_document
+from data.vocabularies.published import read_tokenizer, ready_made
 from data.vocabularies.trained import around, train_bpe, train_wordpiece
-from data.vocabularies.vocabulary import end_of_document, missing_roles
+from data.vocabularies.vocabulary import missing_roles
 from recipes.vocabularies import TRAINED
 
 FOLDER = "tokenizer"
@@ -27,7 +28,8 @@ def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> Pre
     """The tokenizer, kept in `directory`/tokenizer; what a killed run trained there is taken up.
 
     Raises:
-        ValueError: it is not to be had, lacks the tokens that the samples need, or the text is too short to train it.
+        ValueError: it is unavailable, lacks the tokens that the samples need, or the text is too short to
+            train it.
     """
     folder = directory / FOLDER
     if not folder.is_dir():
@@ -37,14 +39,13 @@ def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> Pre
         shutil.rmtree(temporary, ignore_errors=True)
         tokenizer.save_pretrained(temporary)
         os.replace(temporary, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)  # as every later reader gets it
-    assert isinstance(tokenizer, PreTrainedTokenizerFast), type(tokenizer)
-    return tokenizer
+    return read_tokenizer(folder)  # as every later reader gets it
 
 
 def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
-    """Documents from the beginning of the input, `vocabulary_mb` MB of them: repaired and in the wanted language, if those
-    steps are asked for; not filtered by length, nor deduplicated or decontaminated, all of which need tokens or come later.
+    """The first `vocabulary_mb` MB of the input, repaired and in the wanted language where that is asked for.
+
+    They are not filtered by length, deduplicated or decontaminated: all of that needs tokens or comes later.
     """
     detect = make_detector() if settings.language else None
     left = settings.vocabulary_mb * 1e6
@@ -69,7 +70,8 @@ def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFa
         return ready_made(settings.tokenizer)
     assert settings.vocab_size is not None, "the settings demand a size"
     say(
-        f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on the first {settings.vocabulary_mb} MB of text"
+        f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on the first "
+        f"{settings.vocabulary_mb} MB of text"
     )
     train = train_wordpiece if kind == "trained_wordpiece" else train_bpe
     return around(kind, train(training_texts(settings, inputs), settings.vocab_size))
@@ -79,8 +81,10 @@ def _check(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> None:
     if settings.samples == "bert":
         if missing := missing_roles(tokenizer):
             raise ValueError(
-                f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no {', '.join(missing)}; give "
-                "bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a tokenizer_config.json beside the file"
+                f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no "
+                f"{', '.join(missing)}; give "
+                "bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a "
+                "tokenizer_config.json next to the file"
             )
     else:
         end_of_document(tokenizer)

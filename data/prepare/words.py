@@ -1,7 +1,8 @@
 """Words and word n-grams as 64-bit numbers, computed with numpy over the bytes of many texts at once.
 
-A word is a run of letters and digits of the lower-cased text; punctuation and white space end it. Every character outside
-ASCII counts as a letter but for the blocks Latin-1 punctuation, General Punctuation and CJK punctuation. The numbers are
+A word is a run of letters and digits of the lower-cased text; punctuation and white space end it. Every
+character outside ASCII counts as a letter but for the blocks Latin-1 punctuation, General Punctuation and CJK
+punctuation. The numbers are
 functions of the text alone: equal in every process and on every machine (unlike Python's `hash`).
 """
 
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from data.keyed_random import mix
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
 _INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
@@ -31,7 +34,7 @@ _IS_WORD = _word_bytes()
 
 @dataclass(frozen=True)
 class Words:
-    """The words of n texts: word w is buffer[starts[w]:ends[w]]; those of text t are offsets[t] to offsets[t + 1]."""
+    """Words of n texts: w is buffer[starts[w]:ends[w]], those of t are offsets[t] to offsets[t + 1]."""
 
     buffer: np.ndarray  # (bytes,) uint8: a line feed, then the lower-cased texts with a line feed after each
     starts: np.ndarray  # (W,) int64
@@ -45,7 +48,10 @@ class Words:
 
 
 def words_of(texts: Sequence[str]) -> Words:
-    """The words of every text. Fastest where the arrays, 25 bytes per byte of text, stay in the processor's cache."""
+    """The words of every text.
+
+    Fastest where the arrays, 25 bytes per byte of text, stay in the processor's cache.
+    """
     parts = [text.lower().encode("utf-8", "replace") for text in texts]
     buffer = np.frombuffer(b"\n".join([b"", *parts, b""]), dtype=np.uint8)
     inside = _IS_WORD[buffer]
@@ -63,7 +69,8 @@ def ngrams(words: Words, n: int, whole_if_short: bool) -> tuple[np.ndarray, np.n
     """The n-grams of consecutive words, which never cross from one text into the next.
 
     Args:
-        whole_if_short: a text of fewer than n words is given one n-gram made of all its words; otherwise it has none.
+        whole_if_short: a text of fewer than n words is given one n-gram made of all its words; otherwise it
+            has none.
 
     Returns:
         hashes (G,) uint64; first (G,) int64, the word each begins with; offsets (texts + 1,) int64 into both.
@@ -85,15 +92,8 @@ def ngrams(words: Words, n: int, whole_if_short: bool) -> tuple[np.ndarray, np.n
     return mix(hashes), first, offsets
 
 
-def mix(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele et al. 2014): a bijection that makes all bits depend on all bits."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
 def _exclude_punctuation(buffer: np.ndarray, inside: np.ndarray) -> None:
-    """Clears the bytes of U+0080-U+00BF, U+2000-U+203F and U+3000-U+303F: spaces, dashes, quotation marks, full stops."""
+    """Clear spaces and punctuation: U+0080-U+00BF, U+2000-U+203F and U+3000-U+303F."""
     outside_ascii = np.flatnonzero(
         buffer >= 0xC2
     )  # lead bytes; a text is whole UTF-8, so what follows them is there

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,13 @@ class Worker:
     def __init__(self, plan: Plan):
         self._plan = plan
         self._detect = make_detector() if plan.settings.language else None
+        self._spent = time.process_time()
+
+    def answer(self, chunk: Chunk) -> Done:
+        """What the main process is told about a processed chunk."""
+        tally, before = self.process(chunk), self._spent
+        self._spent = time.process_time()
+        return Done(chunk.number, tally, chunk.progress, peak_memory(), self._spent - before)
 
     def process(self, chunk: Chunk) -> Tally:
         """Runs the steps and commits the chunk's file."""
@@ -130,33 +138,32 @@ class Worker:
             return documents, steps.sign(blocks, settings.shingle, settings.permutations, settings.seed)
 
 
-def serve(connection: Connection, plan: Plan) -> None:
-    """A worker process: chunks come in, `Done` or an exception goes out, until the other side closes."""
-    os.environ.update(
-        TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1"
-    )  # the cores are shared by processes
+_worker: Worker  # of a worker process
+
+
+def begin(plan: Plan) -> None:
+    """Make this process a worker of a pool."""
+    global _worker
+    # The cores are shared by processes.
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches all processes; the main one ends the workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    worker = Worker(plan)
-    spent = time.process_time()
-    while True:
-        try:
-            chunk = connection.recv()
-        except (EOFError, OSError):  # the main process is done, or dead
-            return
-        try:
-            tally = worker.process(chunk)
-            now = time.process_time()
-            answer: Done | Exception = Done(chunk.number, tally, chunk.progress, peak_memory(), now - spent)
-            spent = now
-        except Exception as error:
-            answer = error
-        try:
-            connection.send(answer)
-        except OSError:
-            return
+    threading.Thread(target=_end_with_the_main_process, daemon=True).start()
+    _worker = Worker(plan)
+
+
+def _end_with_the_main_process() -> None:
+    """A pool's workers hold its queue open, so a killed main process does not end them."""
+    main = multiprocessing.parent_process()
+    assert main is not None
+    main.join()
+    os._exit(1)
+
+
+def answer(chunk: Chunk) -> Done:
+    """Process one chunk, in a worker process."""
+    return _worker.answer(chunk)
 
 
 def peak_memory() -> int:
@@ -172,7 +179,7 @@ class _Rejected:
     def __init__(self) -> None:
         self._lines: dict[str, list[str]] = {}
 
-    def into(self, step: str):
+    def into(self, step: str) -> Callable[[str], None]:
         return self._lines.setdefault(step, []).append
 
     def blobs(self) -> dict[str, bytes]:

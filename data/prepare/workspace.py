@@ -1,4 +1,6 @@
-"""Where a preparation works and where its result appears: OUT.partial/ until everything is there, then OUT by one rename.
+"""Where a preparation works and where its result appears.
+
+OUT.partial/ until everything is there, then OUT by one rename.
 
 OUT.partial/manifest.json   the command, the input files and the versions that its chunks belong to
 OUT.partial/tokenizer/      chunks/      index/      result/
@@ -57,7 +59,9 @@ class Workspace:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time. The lock is beside the directories, since they are moved and removed; it dies with its process.
+        """One process at a time.
+
+        The lock is next to the directories, since they are moved and removed; it dies with its process.
 
         Raises:
             Refused: another process prepares this OUT, or nothing can be written there.
@@ -68,7 +72,8 @@ class Workspace:
             file = open(path, "ab")  # noqa: SIM115 - closed by the next statement
         except OSError as error:
             raise Refused(
-                f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror}): name another --out"
+                f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror}): name another "
+                "--out"
             ) from error
         with file:
             try:
@@ -85,7 +90,9 @@ class Workspace:
                 path.unlink(missing_ok=True)
 
     def already_complete(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
-        """Whether OUT is the result of this very command. With `force` another one is left, to be replaced when the new is there.
+        """Whether OUT is the result of this very command.
+
+        With `force` another one is left, to be replaced when the new is there.
 
         Raises:
             Refused: there is something else.
@@ -102,7 +109,8 @@ class Workspace:
             return True
         if force:
             say(
-                f"{self.out} holds another preparation; it stays until the new one is complete, and is then replaced (--force)"
+                f"{self.out} holds another preparation; it stays until the new one is complete, and is then "
+                "replaced (--force)"
             )
             return False
         raise Refused(
@@ -136,7 +144,7 @@ class Workspace:
         return False
 
     def _unfinished(self) -> Any:
-        """The manifest of the work in OUT.partial; None where there is none to lose, as after a refusal or an early kill."""
+        """The manifest of the work in OUT.partial; None where there is none to lose."""
         if not self.tokenizer.is_dir() and next(self.chunks.rglob("*.chunk"), None) is None:
             return None
         try:

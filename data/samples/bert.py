@@ -1,7 +1,8 @@
 """BERT samples: [CLS] A [SEP] B [SEP], or [CLS] A [SEP] without a sentence objective, with masked tokens.
 
-A and B are runs of several sentences that fill the sample together (Devlin et al. 2018, section 3.1 and appendix A.2). A chunk (see
-`data/samples/chunks.py`) is divided between two of its sentences, at random. Then, for half of the samples,
+A and B are runs of several sentences that fill the sample together (Devlin et al. 2018, section 3.1 and
+appendix A.2). A chunk (see `data/samples/chunks.py`) is divided between two of its sentences, at random.
+Then, for half of the samples,
 
     nsp: B is replaced by text of another document, label 1 (Devlin et al. 2018)
     sop: A and B are swapped, label 1 (ALBERT, arXiv 1909.11942, section 3.1)
@@ -12,20 +13,24 @@ A sample is a function of (seed, epoch, chunk) alone.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
+from data.keyed_random import EpochOrders, generator
 from data.samples.chunks import Lengths, build_chunks
-from data.samples.fields import Fields, HeldOut, spread
+from data.samples.decoding import describe
+from data.samples.fields import HELD_OUT_SEED, Fields, HeldOut, spread
 from data.samples.masking import BertVocabulary, check_whole_words, mask
-from data.samples.order import EpochOrders
 from data.stores.indexed import Store
+from recipes.micro_batch import FIELDS
+from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Masking, Recipe
 
-FIXED_SEED = 0  # of held-out samples, so that runs with different seeds are measured on the same ones
+HOLD_OUT_MORE = ("set ", Key("data.validation_every"), " or ", Key("data.test_every"), " lower")
 _SPECIAL = {"none": 2, "nsp": 3, "sop": 3}  # [CLS] and one [SEP] per segment
 
 
@@ -59,6 +64,33 @@ class BertSettings:
         return Lengths(self.room, self.masking.short_probability, self.seed)
 
 
+class BertFields(Fields):
+    """Samples padded to S tokens and P predictions.
+
+    tokens, token_types (n, S) int64; lengths (n,) int64, tokens that are not padding, which stands at the
+    end; positions, labels (n, P) int64; predicted (n,) int64, how many of the P are real: the first ones;
+    sentence_labels (n,) int64.
+    """
+
+    @property
+    def _real(self) -> np.ndarray:
+        """(n, P) bool: the predictions that are no filling."""
+        return np.arange(self["labels"].shape[1]) < self["predicted"][:, None]
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self["labels"][self._real]
+
+    def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
+        weights = (self._real & (row_weights > 0)[:, None]).astype(np.float32)
+        arrays = {**self, "weights": weights, "sentence_weights": row_weights.astype(np.float32)}
+        return {name: arrays[name] for name in FIELDS["bert"].names}
+
+    def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
+        """The text has [was->now] in place of every predicted token."""
+        return describe({key: values[row] for key, values in self.items()}, tokenizer, sentence_head)
+
+
 class Sample(NamedTuple):
     """One sample, without padding."""
 
@@ -67,14 +99,6 @@ class Sample(NamedTuple):
     positions: np.ndarray  # (K,) int64 places of predictions, ascending
     labels: np.ndarray  # (K,) int64 what stood there
     sentence_label: int
-
-
-def generator(seed: int, first: int, second: int) -> np.random.Generator:
-    """Random numbers that are a function of the three alone, with no state to keep: a counter-based generator.
-
-    The two numbers, below 2**64, stand in the upper half of the counter, the lower half counts what is drawn.
-    """
-    return np.random.Generator(np.random.Philox(counter=[0, 0, second, first], key=seed % 2**128))
 
 
 def segments(
@@ -96,7 +120,8 @@ def segments(
         return tokens, None, 0
     changed = rng.random() < 0.5
     if head == "nsp" and (changed or not len(borders)):
-        # A chunk of one sentence has no second one that follows: as in BERT, its B is always another document's.
+        # A chunk of one sentence has no second one that follows: as in BERT, its B is always another
+        # document's.
         end = _cut(rng, len(tokens), borders) if len(borders) else len(tokens)
         if (text := other(max(len(tokens) - end, 1))) is not None:
             return tokens[:end], text, 1
@@ -115,7 +140,7 @@ def _cut(rng: np.random.Generator, length: int, borders: np.ndarray) -> int:
 def truncate(
     rng: np.random.Generator, first: np.ndarray, second: np.ndarray | None, room: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Drops tokens one by one from the longer segment, from its front or its back at random, until both fit."""
+    """Drop tokens from the longer segment, from its front or its back at random, until both fit."""
     a, b = len(first), 0 if second is None else len(second)
     excess = a + b - room
     if excess <= 0:
@@ -158,18 +183,18 @@ def assemble(
     return Sample(tokens, a + 2, positions, labels, label)
 
 
-def stack(samples: Sequence[Sample], vocabulary: BertVocabulary, settings: BertSettings) -> Fields:
-    """Fields of the samples, padded to S tokens and P predictions; see `data/samples/fields.py`."""
+def stack(samples: Sequence[Sample], vocabulary: BertVocabulary, settings: BertSettings) -> BertFields:
+    """The samples, padded to S tokens and P predictions."""
     count, length, most = len(samples), settings.sequence_length, settings.predictions
-    fields = {
-        "tokens": np.full((count, length), vocabulary.pad, dtype=np.int64),
-        "token_types": np.zeros((count, length), dtype=np.int64),
-        "lengths": np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
-        "positions": np.zeros((count, most), dtype=np.int64),
-        "labels": np.zeros((count, most), dtype=np.int64),
-        "predicted": np.array([len(sample.positions) for sample in samples], dtype=np.int64),
-        "sentence_labels": np.array([sample.sentence_label for sample in samples], dtype=np.int64),
-    }
+    fields = BertFields(
+        tokens=np.full((count, length), vocabulary.pad, dtype=np.int64),
+        token_types=np.zeros((count, length), dtype=np.int64),
+        lengths=np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
+        positions=np.zeros((count, most), dtype=np.int64),
+        labels=np.zeros((count, most), dtype=np.int64),
+        predicted=np.array([len(sample.positions) for sample in samples], dtype=np.int64),
+        sentence_labels=np.array([sample.sentence_label for sample in samples], dtype=np.int64),
+    )
     for row, sample in enumerate(samples):
         fields["tokens"][row, : len(sample.tokens)] = sample.tokens
         fields["token_types"][row, sample.first_length : len(sample.tokens)] = 1
@@ -179,19 +204,21 @@ def stack(samples: Sequence[Sample], vocabulary: BertVocabulary, settings: BertS
 
 
 class BertSamples:
-    """Samples from a store whose sequences are sentences: one per chunk and epoch, every epoch in an order of its own; for any thread."""
+    """Samples of a store of sentences: one per chunk and epoch, in the epoch's order; for any thread."""
 
     random_access = True
 
     def __init__(
         self, store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary
     ):
-        """
+        """Samples of some documents.
+
         Args:
             documents: (D,) int64, ascending: those of one split.
 
         Raises:
-            ValueError: no text; for nsp, text of one document alone; whole words are to be masked and are not known.
+            ValueError: no text; for nsp, text of one document alone; whole words are to be masked and are not
+                known.
         """
         check_whole_words(vocabulary, settings.masking)
         self.sequence_length = settings.sequence_length
@@ -199,14 +226,19 @@ class BertSamples:
         self._chunks = build_chunks(store, documents, settings.lengths)
         self.documents = len(self._chunks.documents)
         if not self.documents:
-            raise ValueError(
-                f"{len(documents)} documents have no text: give more, or set data.validation_every or data.test_every lower"
-            )
+            fix = ("give more, or ", *HOLD_OUT_MORE)
+            raise ProblemsError([Problem("data.name", f"{len(documents)} documents have no text", fix=fix)])
         if self.documents < 2 and settings.sentence_head == "nsp":
-            raise ValueError(
-                "model.sentence_head=nsp with text of one document alone: the second segment must come from another one; give more "
-                "documents, set data.validation_every or data.test_every lower, or set model.sentence_head to sop or none"
+            came = (Setting("model.sentence_head", "nsp"), " with text of one document alone")
+            rule = "the second segment must come from another one"
+            better = (
+                "give more documents, ",
+                *HOLD_OUT_MORE,
+                ", or set ",
+                Key("model.sentence_head"),
+                " to sop or none",
             )
+            raise ProblemsError([Problem("model.sentence_head", came, rule, better)])
         self._orders = EpochOrders(len(self._chunks))
 
     def __len__(self) -> int:
@@ -245,7 +277,7 @@ class BertSamples:
         return (pointers[first:last] // size).tolist()
 
     def _other(self, rng: np.random.Generator, chunk: int, wanted: int) -> np.ndarray:
-        """Sentences of another document, from the beginning of a random chunk on, until they have `wanted` tokens."""
+        """Sentences of another document from a random chunk on, until they have `wanted` tokens."""
         own_first, own_end = self._chunks.of_same_document(chunk)
         found = int(rng.integers(len(self._chunks) - (own_end - own_first)))
         found += (own_end - own_first) if found >= own_first else 0
@@ -261,11 +293,13 @@ class BertSamples:
 def fixed_samples(
     store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary, count: int
 ) -> HeldOut:
-    """The samples of a validation or a test: at most `count`, evenly spread over `documents`, the same whatever the recipe's seed is.
+    """The samples of a validation or a test.
+
+    At most `count`, evenly spread over `documents`, the same whatever the recipe's seed is.
 
     Raises:
         ValueError: as `BertSamples`.
     """
-    samples = BertSamples(store, documents, replace(settings, seed=FIXED_SEED), vocabulary)
-    chosen = [samples._sample(FIXED_SEED, 0, chunk) for chunk in spread(len(samples), count).tolist()]
+    samples = BertSamples(store, documents, replace(settings, seed=HELD_OUT_SEED), vocabulary)
+    chosen = [samples._sample(HELD_OUT_SEED, 0, chunk) for chunk in spread(len(samples), count).tolist()]
     return HeldOut(stack(chosen, vocabulary, settings), settings.sequence_length)

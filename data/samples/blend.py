@@ -1,10 +1,11 @@
 """Samples of several sources mixed by weight.
 
-Every block of 1000 positions has the same number of samples of each part, by the largest remainder of its weight, in an order
-that (seed, block) decides. So the place of a position in its part is known without walking through those before it.
+Every block of 1000 positions has the same number of samples of each part, by the largest remainder of its
+weight, in an order that (seed, block) decides. So the place of a position in its part is known without
+walking through those before it.
 
-A stream in a blend is one lane that every rank reads: which rows of a step are its samples changes with the step, so no rank
-could keep to its own files.
+A stream in a blend is one lane that every rank reads: which rows of a step are its samples changes with the
+step, so no rank could keep to its own files.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from data.samples.fields import Fields, HeldOut, TrainingSamples, concatenate
+from data.keyed_random import shuffled
+from data.samples.fields import Fields, HeldOut, TrainingSamples
+from recipes.problems import Key, Problem, ProblemsError
 
 BLOCK = 1000  # positions; the finest share is one in this many
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> np.ndarray:
-    """(parts,) int64 that add up to `total`: the exact shares rounded down, and one more for those that lost most by it."""
+    """(parts,) int64 that add up to `total`: rounded down, and one more for those that lost most by it."""
     exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * total
     counts = np.floor(exact).astype(np.int64)
     lost = np.argsort(counts - exact, kind="stable")
@@ -32,7 +35,8 @@ class BlendedSamples:
     """Samples of parts, each read in its own order; a part that ends begins anew."""
 
     def __init__(self, parts: Sequence[TrainingSamples], weights: Sequence[float], seed: int):
-        """
+        """Mix the parts.
+
         Args:
             seed: decides which positions are whose; that of `take` decides what the parts give.
 
@@ -46,10 +50,12 @@ class BlendedSamples:
         self._counts = largest_remainder(weights, BLOCK)
         if (self._counts == 0).any():
             smallest = int(np.argmin(weights))
-            raise ValueError(
-                f"data.blend: part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}, less than one sample in {BLOCK}: "
-                "give it more weight or leave it out"
+            came = (
+                Key("data.blend"),
+                f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}",
             )
+            rule = f"that is less than one sample in {BLOCK}"
+            raise ProblemsError([Problem("data.blend", came, rule, "give it more weight or leave it out")])
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         asked = np.asarray(positions, dtype=np.int64)
@@ -62,7 +68,7 @@ class BlendedSamples:
                 rows.append(part.take(local[mine].tolist(), seed + (number << 32)))
                 order.append(mine)
         back = np.argsort(np.concatenate(order))
-        return {key: values[back] for key, values in concatenate(rows).items()}
+        return type(rows[0]).concatenate(rows).rows(back)
 
     def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(n,) number of the part and (n,) position in it, of positions (n,)."""
@@ -79,7 +85,7 @@ class BlendedSamples:
     def _order(self, block: int) -> np.ndarray:
         """(BLOCK,) number of the part at each position of the block."""
         order = np.repeat(np.arange(len(self._parts)), self._counts)
-        return np.random.Generator(np.random.PCG64([self._seed, block])).permutation(order)
+        return shuffled(order, self._seed, block)
 
     def _ranks(self, order: np.ndarray) -> np.ndarray:
         """(BLOCK,) how many samples of the same part the block has before each."""
@@ -96,15 +102,16 @@ class BlendedSamples:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """
+        """Continue where `state` was taken.
+
         Raises:
-            ValueError: the blend had other parts then.
+            ProblemsError: the blend had other parts then.
         """
         found = state.get("parts", ())
         if len(found) != len(self._parts):
-            raise ValueError(
-                f"the checkpoint read a blend of {len(found)} parts, and data.blend has {len(self._parts)}: resume with the same blend"
-            )
+            came = f"the checkpoint read a blend of {len(found)} parts, and "
+            here = (came, Key("data.blend"), f" has {len(self._parts)}")
+            raise ProblemsError([Problem("data.blend", here, fix="resume with the same blend")])
         for part, saved in zip(self._parts, found, strict=True):
             part.restore(saved)
 
@@ -114,4 +121,5 @@ class BlendedSamples:
 
 def blended_held_out(parts: Sequence[HeldOut]) -> HeldOut:
     """Held-out samples of all parts, one part after another; how many of each, their makers decide."""
-    return HeldOut(concatenate([part.fields for part in parts]), parts[0].sequence_length)
+    fields = type(parts[0].fields).concatenate([part.fields for part in parts])
+    return HeldOut(fields, parts[0].sequence_length)

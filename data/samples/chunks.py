@@ -1,10 +1,12 @@
 """BERT chunks: runs of consecutive sentences of one document, each the text of one sample.
 
-As in BERT's data preparation (Devlin et al. 2018, appendix A.2): sentences are taken until they have as many tokens as a sample
-holds, or, for a share of the chunks, until a random smaller number. A sentence longer than a sample is cut into pieces first, so that
-all of its text is used. Chunks depend on the seed and not on the epoch.
+As in BERT's data preparation (Devlin et al. 2018, appendix A.2): sentences are taken until they have as many
+tokens as a sample holds, or, for a share of the chunks, until a random smaller number. A sentence longer than
+a sample is cut into pieces first, so that all of its text is used. Chunks depend on the seed and not on the
+epoch.
 
-Documents are cut in lock step: step k finds the k-th chunk of every document that has sentences left, with one search.
+Documents are cut in lock step: step k finds the k-th chunk of every document that has sentences left, with
+one search.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from data.keyed_random import random_bits
 from data.stores.indexed import Store
 
 SHORTEST_TARGET = 2  # tokens
-_BLOCK = (
-    1 << 16
-)  # documents of the store, chosen or not, that are looked at at a time: bounds the memory for their sentences
+# Documents of the store, chosen or not, that are looked at at a time: bounds the memory for their sentences.
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,6 @@ class Lengths:
             self.target - SHORTEST_TARGET + 1
         )
         return np.where(short, shorter.astype(np.int64), self.target)
-
-
-def random_bits(seed: int, documents: np.ndarray, chunk: int) -> np.ndarray:
-    """(N,) uint64 that look random, a function of (seed, document, chunk): the finalizer of splitmix64, once for each of the three."""
-    key = _mixed(np.array([seed % 2**64], dtype=np.uint64))
-    return _mixed(_mixed(key ^ documents.astype(np.uint64)) ^ np.uint64(chunk))
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, section 4; with Stafford's constants."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 @dataclass(frozen=True)
@@ -93,8 +81,9 @@ def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunk
 
 
 def _blocks(documents: np.ndarray) -> Iterator[np.ndarray]:
-    """`documents` in parts, each from a span of _BLOCK documents of the store; spans without any are left out."""
-    bounds = documents.searchsorted(np.arange(0, documents[-1] + 1, _BLOCK)) if len(documents) else []
+    """`documents` in parts, each from a span of _BLOCK documents of the store; none is empty."""
+    spans = np.arange(0, documents[-1] + 1 if len(documents) else 0, _BLOCK)
+    bounds = documents.searchsorted(spans).tolist()
     for start, end in pairwise([*bounds, len(documents)]):
         if start < end:
             yield documents[start:end]
@@ -116,20 +105,22 @@ def chunks_of_document(sizes: np.ndarray, document: int, lengths: Lengths) -> tu
 
 def _cut(
     edges: np.ndarray, first: np.ndarray, last: np.ndarray, documents: np.ndarray, lengths: Lengths
-) -> tuple[np.ndarray, ...]:
-    """
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut documents that lie in one run of sentences.
+
     Args:
         edges: (S + 1,) int64 where sentences begin, in tokens, and where the last one ends.
         first, last: (D,) document d is the sentences from first[d] up to, not with, last[d].
         documents: (D,) numbers that random lengths depend on.
 
     Returns:
-        (D,) chunks of each document; (C,) int64 where chunks begin, in tokens; (C,) int32 tokens; in the order of documents.
+        (D,) chunks of each document; (C,) int64 where chunks begin, in tokens; (C,) int32 tokens; in the
+        order of documents.
     """
     places, ends = edges[first], edges[last]  # places: where the next chunk of each document begins
     edges = _with_cuts(edges, lengths.target)
     counts = np.zeros(len(documents), dtype=np.int64)
-    steps = []
+    steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     going = np.flatnonzero(places < ends)  # documents that have text left
     while going.size:
         start = places[going]

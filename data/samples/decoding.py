@@ -1,14 +1,12 @@
-"""Samples as text that a person can check."""
+"""A BERT's samples as text that a person can check."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
-
-from data.samples.fields import Fields
 
 SENTENCE_LABELS = {
     "nsp": ("B follows A", "B is of another document"),
@@ -17,37 +15,19 @@ SENTENCE_LABELS = {
 }
 
 
-def describe(
-    fields: Fields, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str = "none"
-) -> str:
-    """One sample: its facts in a line, then its text, a BERT's with [was->now] in place of every predicted token."""
-    if "window" in fields:
-        return _gpt(fields["window"][row], tokenizer)
-    return _bert({key: values[row] for key, values in fields.items()}, tokenizer, sentence_head)
-
-
-def _gpt(window: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> str:
-    ends = int((window[:-1] == tokenizer.eos_token_id).sum())
-    return (
-        f"{len(window) - 1} input tokens, {ends} ends of documents among them; the label of the last one is "
-        + (f"{tokenizer.decode(window[-1:])!r}\n{tokenizer.decode(window[:-1])}")
-    )
-
-
-def _bert(sample: dict[str, Any], tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
+def describe(sample: Mapping[str, np.ndarray], tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
+    """The facts of a sample in a line, then its text with [was->now] in place of every predicted token."""
     length, predicted = int(sample["lengths"]), int(sample["predicted"])
     tokens, types = sample["tokens"][:length], sample["token_types"][:length]
     in_b = int(types.sum())
     padding, most = len(sample["tokens"]) - length, len(sample["positions"])
-    lines = [
-        f"{length} tokens ({length - in_b} in A, {in_b} in B), {padding} of padding; {predicted} predicted of at most {most}"
-    ]
+    segments = f"{length} tokens ({length - in_b} in A, {in_b} in B), {padding} of padding"
+    lines = [f"{segments}; {predicted} predicted of at most {most}"]
     if sentence_head != "none":
         label = int(sample["sentence_labels"])
         lines.append(f"{sentence_head} label {label}: {SENTENCE_LABELS[sentence_head][label]}")
-    was = dict(
-        zip(sample["positions"][:predicted].tolist(), sample["labels"][:predicted].tolist(), strict=True)
-    )
+    positions, labels = (sample[key][:predicted].tolist() for key in ("positions", "labels"))
+    was = dict(zip(positions, labels, strict=True))
     names = list(tokenizer.convert_ids_to_tokens(tokens.tolist()))
     pieces = [
         f"[{tokenizer.convert_ids_to_tokens(was[at])}->{name}]" if at in was else name

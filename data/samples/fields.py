@@ -1,21 +1,49 @@
-"""What the loader reads: samples as arrays, addressed by their position in training order.
-
-Fields of n samples are arrays whose first dimension is n.
-    GPT:  window (n, T + 1) int64: the first T tokens are the inputs, the last T the labels
-    BERT: tokens, token_types (n, S) int64; lengths (n,) int64, tokens that are not padding, which stands at the end;
-          positions, labels (n, P) int64; predicted (n,) int64, how many of the P are real, and the first ones;
-          sentence_labels (n,) int64
-"""
+"""What the loader reads: samples as arrays, addressed by their position in training order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
-Fields = dict[str, np.ndarray]
+HELD_OUT_SEED = 0  # not the recipe's: runs that differ in it are measured on the same held-out samples
+
+
+F = TypeVar("F", bound="Fields")
+
+
+class Fields(dict[str, np.ndarray]):
+    """Samples of one family as named arrays, whose first dimension is the number of samples n."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """(N,) int64: every token that a loss over these samples predicts."""
+        raise NotImplementedError
+
+    def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
+        """The arrays that `recipes.micro_batch.FIELDS` names.
+
+        Args:
+            row_weights: (n,) weight of a sample, so that a mean over micro-batches and ranks is one over
+                samples; 0: filling.
+        """
+        raise NotImplementedError
+
+    def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
+        """One sample as text that a person can check: its facts in a line, then what it says."""
+        raise NotImplementedError
+
+    def rows(self: F, rows: Any) -> F:
+        """Some of the samples, by a slice or indices."""
+        return type(self)({key: values[rows] for key, values in self.items()})
+
+    @classmethod
+    def concatenate(cls: type[F], parts: Sequence[F]) -> F:
+        """The samples of all parts, one part after another."""
+        return cls({key: np.concatenate([part[key] for part in parts]) for key in parts[0]})
 
 
 class TrainingSamples(Protocol):
@@ -51,21 +79,13 @@ class HeldOut:
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))
 
-    def __getitem__(self, index: int) -> Any:
-        """A GPT's window (T + 1,), or the fields of one BERT sample."""
-        row: dict[str, Any] = {key: values[index] for key, values in self.fields.items()}
-        return row.get("window", row)
-
-    def take(self, rows: Sequence[int] | np.ndarray) -> Fields:
-        return {key: values[rows] for key, values in self.fields.items()}
-
     @property
     def labels(self) -> np.ndarray:
         """(N,) int64: every token that a loss over these samples predicts."""
-        if "window" in self.fields:
-            return self.fields["window"][:, 1:].ravel()
-        labels = self.fields["labels"]
-        return labels[np.arange(labels.shape[1]) < self.fields["predicted"][:, None]]
+        return self.fields.labels
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> Fields:
+        return self.fields.rows(rows)
 
 
 @dataclass(frozen=True)
@@ -77,10 +97,6 @@ class Parts:
     test: HeldOut | None
     train_counts: np.ndarray  # (V,) occurrences in the training tokens, or in a part of them
     summary: dict[str, Any]
-
-
-def concatenate(parts: Sequence[Fields]) -> Fields:
-    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
 def window_count(tokens: int, sequence_length: int) -> int:

@@ -1,33 +1,60 @@
 """GPT samples from a token store: windows of a fixed length over the concatenated documents of one split.
 
-Sample i is tokens [i * T, i * T + T + 1) of the split's stream: the first T are the inputs, the last T the labels, so that every
-token but the first of the stream is a label exactly once. Every document of the stream ends with the end-of-document token; where
-the store has none (stores of sentences, or written without Megatron's --append-eod) it is put in while reading.
+Sample i is tokens [i * T, i * T + T + 1) of the split's stream: the first T are the inputs, the last T the
+labels, so that every token but the first of the stream is a label exactly once. Every document of the stream
+ends with the end-of-document token; where the store has none (stores of sentences, or written without
+Megatron's --append-eod) it is put in while reading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
+from data.keyed_random import EpochOrders
 from data.samples.fields import Fields, HeldOut, spread, window_count
-from data.samples.order import EpochOrders
 from data.stores.indexed import Store
+from recipes.problems import Key, Problem, ProblemsError, Setting
 
 _LOOKED_AT = 256  # documents whose last token tells how the store ends documents, before all are looked at
+
+
+class GptFields(Fields):
+    """Windows, window (n, T + 1) int64: the first T tokens are the inputs, the last T the labels."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self["window"][:, 1:].ravel()
+
+    def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
+        windows = self["window"]
+        length = windows.shape[1] - 1
+        weights = np.repeat((row_weights / length).astype(np.float32)[:, None], length, axis=1)
+        return {"tokens": windows[:, :-1], "labels": windows[:, 1:], "weights": weights}
+
+    def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
+        window = self["window"][row]
+        ends = int((window[:-1] == tokenizer.eos_token_id).sum())
+        return (
+            f"{len(window) - 1} input tokens, {ends} ends of documents among them; the label of the last one "
+            "is "
+            f"{tokenizer.decode(window[-1:])!r}\n{tokenizer.decode(window[:-1])}"
+        )
 
 
 class Stream:
     """The documents of a split as one run of tokens, read where they lie.
 
-    Kept in memory: 17 bytes per piece, which is a run of neighbouring documents, or one document where end-of-document tokens are
-    put in.
+    Kept in memory: 17 bytes per piece, which is a run of neighbouring documents, or one document where
+    end-of-document tokens are put in.
     """
 
     def __init__(self, store: Store, documents: np.ndarray, end_token: int):
-        """
+        """Join the documents.
+
         Args:
             documents: (D,) int64, ascending; those without tokens have no part in the stream.
         """
@@ -65,10 +92,12 @@ class Stream:
 
 
 def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
-    """(D,) bool: whether the document that ends at each of these places of the store lacks the end-of-document token.
+    """(D,) bool.
 
-    Stores are written with such tokens or without. So some documents decide for all where they are of one mind, which spares
-    reading a page of the disk per document.
+    Whether the document that ends at each of these places of the store lacks the end-of-document token.
+
+    Stores are written with such tokens or without. So some documents decide for all where they are of one
+    mind, which spares reading a page of the disk per document.
     """
     some = store.tokens_array[ends[spread(len(ends), _LOOKED_AT)] - 1] != end_token
     if some.all() or not some.any():
@@ -79,7 +108,7 @@ def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
 def _joined(
     starts: np.ndarray, ends: np.ndarray, without_end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(starts, ends, without_end), where documents that follow each other in the store and need nothing between are one piece."""
+    """(starts, ends, without_end) of pieces: neighbours that need nothing between them are one."""
     last = np.ones(len(starts), dtype=bool)  # of its piece
     last[:-1] = (starts[1:] != ends[:-1]) | without_end[:-1]
     first = np.ones(len(starts), dtype=bool)
@@ -93,18 +122,23 @@ class GptSamples:
     random_access = True
 
     def __init__(self, stream: Stream, sequence_length: int):
-        """
+        """Cut a stream into windows.
+
         Raises:
-            ValueError: the stream is shorter than one window.
+            ProblemsError: the stream is shorter than one window.
         """
         self.sequence_length = sequence_length
         self.stream = stream
         self._count = window_count(len(stream), sequence_length)
         if not self._count:
-            raise ValueError(
-                f"{stream.documents} documents have {len(stream)} tokens, and one sample of sequence_length={sequence_length} needs "
-                f"{sequence_length + 1}: give more text, or set sequence_length lower"
+            sample = (
+                "one sample of ",
+                Setting("sequence_length", sequence_length),
+                f" needs {sequence_length + 1}",
             )
+            came = (f"{stream.documents} documents have {len(stream)} tokens, and ", *sample)
+            fix = ("give more text, or set ", Key("sequence_length"), " lower")
+            raise ProblemsError([Problem("sequence_length", came, fix=fix)])
         self._orders = EpochOrders(self._count)
 
     def __len__(self) -> int:
@@ -132,4 +166,4 @@ class GptSamples:
         windows = np.empty((len(indices), length + 1), dtype=np.int64)
         for row, index in enumerate(indices):
             windows[row] = self.stream.read(index * length, index * length + length + 1)
-        return {"window": windows}
+        return GptFields(window=windows)

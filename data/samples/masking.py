@@ -1,8 +1,8 @@
 """Masked language modelling: which tokens of a sample are predicted, and what stands in their place.
 
-Whole words, in n-grams of 1 to max_ngram words with probability proportional to 1/n (ALBERT, arXiv 1909.11942, section 4.1; Megatron-LM),
-until a share of the tokens is chosen. Of the chosen tokens 80 % become [MASK], 10 % a random token and 10 % stay (BERT, Devlin et al.
-2018, section 3.1).
+Whole words, in n-grams of 1 to max_ngram words with probability proportional to 1/n (ALBERT, arXiv
+1909.11942, section 4.1; Megatron-LM), until a share of the tokens is chosen. Of the chosen tokens 80 % become
+[MASK], 10 % a random token and 10 % stay (BERT, Devlin et al. 2018, section 3.1).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Masking
 
 MASKED, RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stays
@@ -32,16 +33,17 @@ class BertVocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> BertVocabulary:
-        """
+        """What the tokenizer says.
+
         Raises:
-            ValueError: the vocabulary lacks a special token.
+            ProblemsError: the vocabulary lacks a special token.
         """
         missing = [name for name, attribute in _NEEDED.items() if getattr(tokenizer, attribute) is None]
         if missing:
-            raise ValueError(
-                f"the vocabulary has no {', '.join(missing)}, and a BERT needs them: set data.tokenizer.kind to trained_wordpiece, "
-                "bert_uncased or bert_cased, or data.tokenizer.path to a vocabulary of a BERT"
-            )
+            came = f"the vocabulary has no {', '.join(missing)}"
+            kind = (Key("data.tokenizer.kind"), " to trained_wordpiece, bert_uncased or bert_cased")
+            fix = ("set ", *kind, ", or ", Key("data.tokenizer.path"), " to a vocabulary of a BERT")
+            raise ProblemsError([Problem("data.tokenizer.kind", came, "a BERT needs them", fix)])
         size = (
             max(tokenizer.get_vocab().values()) + 1
         )  # not len(tokenizer): ids may leave gaps, whose tokens are None
@@ -63,15 +65,16 @@ class BertVocabulary:
 
 
 def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
-    """
+    """Refuse to mask whole words that are unknown.
+
     Raises:
-        ValueError: whole words are to be masked, and the vocabulary does not tell where words begin.
+        ProblemsError: whole words are to be masked, and the vocabulary does not tell where words begin.
     """
     if masking.whole_words and not vocabulary.continuation.any():
-        raise ValueError(
-            f"data.masking.whole_words=true, but no token of the vocabulary begins with {_CONTINUATION}, by which words are known: set "
-            "data.masking.whole_words to false, or use a WordPiece vocabulary"
-        )
+        rule = f"no token of the vocabulary begins with {_CONTINUATION}, by which words are known"
+        fix = ("set ", Key("data.masking.whole_words"), " to false, or use a WordPiece vocabulary")
+        came = Setting("data.masking.whole_words", "true")
+        raise ProblemsError([Problem("data.masking.whole_words", came, rule, fix)])
 
 
 def choose(
@@ -79,8 +82,8 @@ def choose(
 ) -> list[tuple[int, int]]:
     """Words that are predicted.
 
-    N-grams lie at random places where they fit: lengths keep their distribution, whatever has been chosen already. One that exceeds the
-    budget is shortened; a single word that does is passed over.
+    N-grams lie at random places where they fit: lengths keep their distribution, whatever has been chosen
+    already. One that exceeds the budget is shortened; a single word that does is passed over.
 
     Args:
         borders: (W + 1,) ascending: word w is the tokens from borders[w] up to, not with, borders[w + 1].
@@ -130,8 +133,8 @@ def mask(
 
     Args:
         tokens: (L,) int64, changed.
-        special: places of special tokens, ascending, the first one 0 and the last one L - 1. They are never chosen, and words and n-grams
-            do not go over them.
+        special: places of special tokens, ascending, the first one 0 and the last one L - 1. They are never
+            chosen, and words and n-grams do not go over them.
         most: predictions at most.
 
     Returns:
@@ -148,7 +151,7 @@ def mask(
     places = _places(borders, chosen)
     if not len(
         places
-    ):  # every word of a short sample has more tokens than may be chosen; a sample without predictions is wasted
+    ):  # every word of a short sample is longer than may be; without predictions it is wasted
         places = np.array([rng.choice(np.setdiff1d(np.arange(len(tokens)), special))])
     labels = tokens[places]
     draws = rng.random(len(places))

@@ -1,1 +1,1 @@
-"""Where documents come from: files, dumps, the hub, the packaged corpus; their records, sentences and splits."""
+"""Where documents come from: files, dumps, the hub, the packaged corpus; their records and sentences."""

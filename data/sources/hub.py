@@ -1,7 +1,8 @@
 """Datasets of the Hugging Face hub, read as a stream that outlives network errors.
 
-The libraries below retry single requests (huggingface_hub: five times in about 20 s). Where they give up, the shard is opened
-again and skipped to the first record that was not read yet, so that every document comes out once and in order.
+The libraries below retry single requests (huggingface_hub: five times in about 20 s). Where they give up, the
+shard is opened again and skipped to the first record that was not read yet, so that every document comes out
+once and in order.
 """
 
 from __future__ import annotations
@@ -18,26 +19,35 @@ from http.client import HTTPException
 from typing import Any
 
 from data.cache import Say
-from data.sources.documents import Document
-from data.sources.formats.text_files import field_text
-from data.sources.records import Broken, Raw, broken
+from data.sources.documents import Document, refusal
+from data.sources.records import Broken, Raw, broken, field_text
+from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 
 _NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
-_SCRIPT_HINT = (
-    "set data.revision=refs/convert/parquet, the branch that the hub converts datasets to parquet in (it has no configurations: leave "
-    "data.config out), or "
+_SCRIPT_HINT: tuple[Words, ...] = (
+    *("set ", Setting("data.revision", "refs/convert/parquet")),
+    ", the branch that the hub converts datasets to parquet in (it has no configurations: leave ",
+    *(Key("data.config"), " out), or "),
 )
-_NETWORK_ERRORS = (
-    ConnectionError,
-    TimeoutError,
-    asyncio.TimeoutError,
-    HTTPException,
-)  # two timeouts until Python 3.11
+_WITHOUT_HUB: tuple[Words, ...] = (
+    *("check the name, ", Key("data.config"), ", ", Key("data.revision"), ", ", Key("data.split")),
+    " and the network, or do without the hub: with a local copy (download the dataset's parquet files where ",
+    *(
+        "there is a network; ",
+        Setting("data.source", "parquet"),
+        " ",
+        Setting("data.name", "DIRECTORY/*.parquet"),
+    ),
+    *("; JSON lines with ", Setting("data.source", "jsonl"), ") or with the packaged corpus ("),
+    *(Setting("data.source", "packaged"), ")"),
+)
+# Two kinds of timeouts until Python 3.11.
+_NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Pauses between attempts: exponential, with jitter, so that a thousand ranks do not come back at the same moment."""
+    """Exponential pauses with jitter: a thousand ranks must not come back at the same moment."""
 
     attempts: int = 10  # failures in a row, without a record between them, after which the reader gives up
     first_s: float = 1.0
@@ -65,7 +75,8 @@ class HubSource:
         say: Say | None = None,
         backoff: Backoff | None = None,
     ):
-        """
+        """Name a dataset, which is opened when it is first read.
+
         Args:
             revision: branch, tag or commit; None: the newest.
             open_stream: returns the `datasets.IterableDataset` to read; by default the hub's.
@@ -95,14 +106,18 @@ class HubSource:
         return hashlib.sha256(json.dumps(self._settings).encode()).hexdigest()
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """
+        """Documents in order, from index `start` on.
+
         Raises:
-            ValueError: the dataset cannot be opened or read; the message says how to go on without the hub. Or a record is broken.
+            ValueError: the dataset cannot be opened or read; the message says how to do without the hub. Or a
+                record is broken.
         """
-        return _strict(self.records(start))
+        return _documents(self.records(start))
 
     def records(self, start: int = 0) -> Iterator[Raw | Broken]:
-        """All records in order, after the first `start` ones: their texts, empty ones too, and the broken records.
+        """All records in order, after the first `start` ones.
+
+        Their texts, empty ones too, and the broken records.
 
         Raises:
             ValueError: as of `documents`, but not for a broken record.
@@ -115,16 +130,14 @@ class HubSource:
 
         def open_shard() -> Any:
             stream = self._open()
-            if stream.num_shards != count:
-                raise ValueError(
-                    f"data.name={self.name}: the dataset had {count} shards and has {stream.num_shards} now: it was changed while it was "
-                    "read; start the run again"
-                )
+            if (now := stream.num_shards) != count:
+                named = Setting("data.name", self.name)
+                rule = f"the dataset had {count} shards and has {now} now: it was changed while it was read"
+                raise ProblemsError([Problem("data.name", named, rule, "start the run again")])
             return stream.shard(num_shards=count, index=shard)
 
-        return _strict(
-            self._records(open_shard, f"{self.name}, shard {shard}" if count > 1 else self.name, start)
-        )
+        where = f"{self.name}, shard {shard}" if count > 1 else self.name
+        return _documents(self._records(open_shard, where, start))
 
     def _records(self, open_stream: Callable[[], Any], where: str, start: int) -> Iterator[Raw | Broken]:
         def read(done: int) -> Iterator[dict[str, Any]]:
@@ -134,7 +147,8 @@ class HubSource:
         for number, record in enumerate(self._with_retries(read), start + 1):
             found = field_text(record, self._column, Raw(where, number, ""))
             if isinstance(found, Broken):
-                yield broken(where, number, found.reason, json.dumps(record, ensure_ascii=False, default=str))
+                payload = json.dumps(record, ensure_ascii=False, default=str)
+                yield broken(where, number, found.kind, found.detail, payload)
             else:
                 yield Raw(where, number, found or "")
 
@@ -169,24 +183,22 @@ class HubSource:
                     raise self._given_up(error, failures) from error
                 pause = self._backoff.pause_s(failures)
                 self._say(
-                    f"{self.name}: {type(error).__name__}: {_first_line(error)}: attempt {failures + 1} of {self._backoff.attempts} "
+                    f"{self.name}: {type(error).__name__}: {_first_line(error)}: attempt {failures + 1} of "
+                    f"{self._backoff.attempts} "
                     f"in {pause:.1f} s, from record {done} on"
                 )
                 self._backoff.sleep(pause)
 
-    def _given_up(self, error: Exception, failures: int) -> ValueError:
+    def _given_up(self, error: Exception, failures: int) -> ProblemsError:
         times = f", {failures} times in a row" if failures > 1 else ""
-        script = _SCRIPT_HINT if "scripts are no longer supported" in str(error) else ""
-        return ValueError(
-            f"data.name={self.name}: tried {self._tried}{times}: {type(error).__name__}: {error}: {script}check the name, "
-            "data.config, data.revision, data.split and the network, or go on without the hub: with a local copy (download the dataset's "
-            "parquet files where there is a network; --set data.source=parquet --set 'data.name=DIRECTORY/*.parquet'; JSON lines with "
-            "data.source=jsonl) or with the packaged corpus (--set data.source=packaged)"
-        )
+        rule = f"tried {self._tried}{times}: {type(error).__name__}: {error}"
+        script = _SCRIPT_HINT if "scripts are no longer supported" in str(error) else ()
+        came = Setting("data.name", self.name)
+        return ProblemsError([Problem("data.name", came, rule, (*script, *_WITHOUT_HUB))])
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx; not 401, 403 or 404."""
+    """Whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx; not 404."""
     status = _status(error)
     if status is not None:
         return status in (408, 429) or status >= 500
@@ -201,10 +213,8 @@ def _status(error: BaseException) -> int | None:
     """The HTTP status that an error, or one that it came from, carries."""
     for cause in _chain(error):
         # httpx, requests and huggingface_hub keep the response, aiohttp the number.
-        for found in (
-            getattr(getattr(cause, "response", None), "status_code", None),
-            getattr(cause, "status", None),
-        ):
+        response = getattr(cause, "response", None)
+        for found in (getattr(response, "status_code", None), getattr(cause, "status", None)):
             if isinstance(found, int):
                 return found
     return None
@@ -224,17 +234,15 @@ def _to_standard_error(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _strict(found: Iterator[Raw | Broken]) -> Iterator[Document]:
+def _documents(found: Iterator[Raw | Broken]) -> Iterator[Document]:
     """The documents among the records of a dataset.
 
     Raises:
-        ValueError: a record is broken.
+        ProblemsError: a record is broken.
     """
     for record in found:
         if isinstance(record, Broken):
-            raise ValueError(
-                f"{record.file}, document {record.number - 1}: {record.reason} (launch/prepare_data.py counts broken records and goes on)"
-            )
+            raise refusal(f"{record.file}, document {record.number - 1}", record)
         if record.payload:
             assert isinstance(record.payload, str)
             yield Document(record.number - 1, record.payload)

@@ -1,21 +1,22 @@
 """Records: what files are cut into, and what is kept of those that are broken.
 
-A `RecordFormat` reads one kind of file in two steps. `frame` is cheap and sequential: it decompresses the file and cuts it
-into records, with bounded memory. `parse` turns one record into the text of a document and depends on nothing else, so
-that worker processes can share the work. Neither raises on bad input: a record that cannot be used comes out as `Broken`.
+A `RecordFormat` reads one kind of file in two steps. `frame` is cheap and sequential: it decompresses the
+file and cuts it into records, with bounded memory. `parse` turns one record into the text of a document and
+depends on nothing else, so that worker processes can share the work. Neither raises on bad input: a record
+that cannot be used comes out as `Broken`.
 
-What `frame` yields is numbered by position from 0: `frame(path, start)` yields the items of `frame(path)` from `start` on.
+What `frame` yields is numbered by position from 0: `frame(path, start)` yields the items of `frame(path)`
+from `start` on.
 """
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from recipes.schema import Origin
+from recipes.problems import Key, Problem, Text, Words, pieces
 
 MAX_RECORD_BYTES = 64 << 20  # a longer record is broken: no document of a corpus is that long
 EXCERPT_BYTES = 64 << 10
@@ -36,14 +37,19 @@ class Broken:
 
     file: str
     number: int  # as of Raw; for a damaged file the record after the last readable one
-    reason: str  # "KIND" or "KIND: details and fix"; there are few kinds
+    kind: str  # why, in the few words that a report counts by
+    detail: Text  # of this record, and the fix; "" where the kind says it all
     excerpt: bytes  # the beginning, at most 64 KiB
     size: int  # bytes of the whole record, decompressed; 0 where unknown
 
     @property
-    def kind(self) -> str:
-        """The reason without its details: what a report counts."""
-        return self.reason.partition(":")[0]
+    def reason(self) -> str:
+        """Kind and detail in one sentence."""
+        return self.render()
+
+    def render(self, show: Callable[[Words], str] = str) -> str:
+        """The reason. `show` turns keys of a recipe into what this command's user types."""
+        return Problem("", self.kind, self.detail).render(show)
 
 
 class RecordFormat(Protocol):
@@ -62,60 +68,13 @@ class RecordFormat(Protocol):
         ...
 
 
-def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> RecordFormat:
-    """The format of a source's files. Not for `hub` and `store`, which are not read as files.
-
-    Args:
-        max_record_bytes: longer records are broken; they are passed over in pieces.
-    """
-    from data.sources.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
-    from data.sources.formats.wikipedia import WikipediaFormat
-
-    if origin.source == "packaged":
-        return TextFormat("file", max_record_bytes)
-    if origin.source == "jsonl":
-        return JsonlFormat(origin.text_column, max_record_bytes)
-    if origin.source == "parquet":
-        return ParquetFormat(origin.text_column, max_record_bytes)
-    if origin.source == "text":
-        return TextFormat(origin.documents, max_record_bytes)
-    assert origin.source == "wikipedia", f"data.source={origin.source} is not read as files"
-    return WikipediaFormat(max_record_bytes)
-
-
-def files_of(origin: Origin) -> list[Path]:
-    """The files of a source, sorted by path.
-
-    Raises:
-        ValueError: there are none, or the name is a directory.
-    """
-    if origin.source == "packaged":
-        from data.sources.documents import packaged_files
-
-        return packaged_files()
-    assert origin.name is not None, "the schema demands a name"
-    literal = Path(origin.name).expanduser()
-    if literal.is_dir():
-        suffix = {
-            "jsonl": "*.jsonl",
-            "parquet": "*.parquet",
-            "text": "*.txt",
-            "wikipedia": "*pages-articles*.xml*.bz2",
-        }[origin.source]
-        raise ValueError(
-            f"data.name={origin.name} is a directory: name the files in it, e.g. {literal / suffix}"
-        )
-    names = [str(literal)] if literal.exists() else glob.glob(str(literal), recursive=True)
-    paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
-    if not paths:
-        raise ValueError(
-            f"data.name={origin.name}: no such file (seen from {Path.cwd()}): give the path or a glob of {origin.source} files"
-        )
-    return paths
-
-
 def broken(
-    file: Path | str, number: int, reason: str, payload: bytes | str = b"", size: int | None = None
+    file: Path | str,
+    number: int,
+    kind: str,
+    detail: Text = "",
+    payload: bytes | bytearray | str = b"",
+    size: int | None = None,
 ) -> Broken:
     """A `Broken` with the beginning of `payload`.
 
@@ -125,9 +84,22 @@ def broken(
     if isinstance(payload, str):
         size = len(payload.encode("utf-8", "replace")) if size is None else size
         payload = payload[:EXCERPT_BYTES].encode("utf-8", "replace")
-    return Broken(
-        str(file), number, reason, bytes(payload[:EXCERPT_BYTES]), len(payload) if size is None else size
-    )
+    excerpt = bytes(payload[:EXCERPT_BYTES])
+    return Broken(str(file), number, kind, detail, excerpt, len(payload) if size is None else size)
+
+
+def damaged(path: Path, number: int, error: BaseException | str) -> Broken:
+    """What stands for the rest of a file that cannot be read on."""
+    detail = f"cannot be read to its end ({error}): it is cut off or damaged; fetch it again"
+    return broken(path, number, "damaged file", detail)
+
+
+def too_large(
+    path: Path, number: int, payload: bytes | bytearray, size: int, limit: int, hint: Text = ""
+) -> Broken:
+    """What stands for a record of `size` bytes that begins with `payload`."""
+    detail = (f"{size:,} bytes where a record has at most {limit:,}", *pieces(hint))
+    return broken(path, number, "too large", detail, payload, size)
 
 
 def decoded(raw: Raw) -> str | Broken:
@@ -137,22 +109,34 @@ def decoded(raw: Raw) -> str | Broken:
         try:
             text = text.decode("utf-8")
         except UnicodeDecodeError as error:
-            return broken(
-                raw.file,
-                raw.number,
-                f"invalid UTF-8: {error.reason} at byte {error.start} of the record",
-                raw.payload,
-            )
+            return unusable(raw, "invalid UTF-8", f"{error.reason} at byte {error.start} of the record")
     if "\0" in text:
-        return broken(
-            raw.file,
-            raw.number,
-            f"NUL bytes: {text.count(chr(0))}, the first at character {text.index(chr(0))}",
-            raw.payload,
-        )
+        detail = f"{text.count(chr(0))}, the first at character {text.index(chr(0))}"
+        return unusable(raw, "NUL bytes", detail)
     return text.removeprefix("\ufeff")
 
 
-def clean_unicode(text: str) -> str:
-    """The text with lone surrogates, which JSON can carry and UTF-8 cannot, replaced by '?'."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+def field_text(record: Any, column: str, raw: Raw) -> str | Broken | None:
+    """The document in a parsed record; None where it is empty."""
+    if not isinstance(record, dict):
+        kind = f"a JSON {type(record).__name__} where an object with a text field is needed"
+        return unusable(raw, "no JSON object", kind)
+    if column not in record:
+        return unusable(raw, f"no field {column!r}", choose_column(sorted(map(str, record))[:20]))
+    if not isinstance(text := record[column], str):
+        return unusable(raw, f"field {column!r} is {type(text).__name__}, not a string", choose_column(()))
+    if "\0" in text:
+        return unusable(raw, "NUL bytes", f"{text.count(chr(0))} in field {column!r}")
+    # Lone surrogates, which JSON can carry and UTF-8 cannot, become '?'.
+    return (text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")) or None
+
+
+def choose_column(names: Sequence[str]) -> Text:
+    """The fix where a record has its text in another field than the one that is read."""
+    which = f"one of {', '.join(names)}" if names else "the text field"
+    return "set ", Key("data.text_column"), f" to {which}"
+
+
+def unusable(raw: Raw, kind: str, detail: Text = "") -> Broken:
+    """What stands for a record that is there and cannot be used."""
+    return broken(raw.file, raw.number, kind, detail, raw.payload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import Literal
 
@@ -15,10 +16,11 @@ def split(text: str, how: Literal["split", "lines"]) -> list[str]:
     """Sentences in order, none of them empty. Joined they give the text back but for whitespace.
 
     Args:
-        how: split: at the ends of sentences, by sentencex's rules for English; lines: every line is a sentence already.
+        how: split: at the ends of sentences, by sentencex's rules for English; lines: every line is a
+            sentence already.
     """
     if how == "lines":
-        pieces = text.split("\n")
+        pieces: Iterable[str] = text.split("\n")
     else:
         assert how == "split", how
         pieces = chain.from_iterable(map(_list_items, sentencex.segment(LANGUAGE, text)))

@@ -1,4 +1,4 @@
-"""The splits of a stream: training samples that are read as they come, and held-out samples from its first documents."""
+"""The splits of a stream: training samples as they come, and held-out ones from its first documents."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from data.cache import SAY_EVERY_S, Say
-from data.samples.fields import HeldOut, Parts
+from data.samples.fields import HELD_OUT_SEED, HeldOut, Parts
 from data.sources.documents import Source
 from data.split_rule import part_of
-from data.streams.families import HELD_OUT_SEED, Kind, stream_kind
-from data.streams.lanes import Lane, LaneReader, Place, Placed, lane_count
+from data.streams.families import Family
+from data.streams.lanes import Encode, Lane, LaneReader, Place, Placed, lane_count
 from data.streams.samples import Lanes, StreamedSamples
+from recipes.problems import Key, Problem, ProblemsError, Setting, pieces
 from recipes.schema import Origin, Recipe
 
 UNIGRAM_TOKENS = 200_000
@@ -26,19 +26,20 @@ _FIRST_HELD_OUT = 1 << 10  # lanes of held-out samples are numbered from here, a
 _FILES_AT_ONCE = 8  # that held-out documents are taken from in turn
 _BATCH_CHARACTERS = (
     1 << 19
-)  # tokenized at once, over all lanes: about 0.1 s of work, so that the first batch comes soon
+)  # tokenized at once, over all lanes: about 0.1 s, so that the first batch comes soon
 _LEAST_BATCH = 1 << 15  # of one lane
-_HEAD_BATCH_CHARACTERS = (
-    1 << 16
-)  # reads little beyond what is wanted: 20 documents pass for one that is held out
+_HEAD_BATCH_CHARACTERS = 1 << 16  # little beyond what is wanted: 20 documents pass for one that is held out
 
 
 @dataclass
 class _Held:
-    """Held-out documents of one split, until they give enough samples. Reads like the `LaneReader` of one epoch."""
+    """Held-out documents of one split, until they give enough samples.
+
+    Reads like the `LaneReader` of one epoch.
+    """
 
     source: Source
-    kind: Kind
+    family: Family
     number: int  # of the lane
     wanted: int
     documents: list[tuple[Placed, Any]] = field(default_factory=list)
@@ -46,24 +47,24 @@ class _Held:
 
     @property
     def full(self) -> bool:
-        return self.kind.samples(self.measured) >= self.wanted
+        return self.family.samples(self.measured) >= self.wanted
 
     def add(self, placed: Placed, encoded: Any) -> None:
         if not self.full:
             self.documents.append((placed, encoded))
-            self.measured += self.kind.measure(self.number, placed.place, encoded)
+            self.measured += self.family.measure(self.number, placed.place, encoded)
 
     def epoch_from(self, place: Place) -> Iterator[tuple[Placed, Any]]:
         return iter(self.documents)
 
     def finish(self, sequence_length: int) -> HeldOut | None:
         """None: there is not enough for one sample."""
-        count = min(self.kind.samples(self.measured), self.wanted)
+        count = min(self.family.samples(self.measured), self.wanted)
         if not count:
             return None
-        lane = self.kind.lane(self, self.number)
+        lane = self.family.lane(self, self.number)
         return HeldOut(
-            self.kind.stack([lane.take(item, HELD_OUT_SEED) for item in range(count)]), sequence_length
+            self.family.stack([lane.take(item, HELD_OUT_SEED) for item in range(count)]), sequence_length
         )
 
 
@@ -77,9 +78,17 @@ class StreamHead:
 
 
 def read_head(
-    source: Source, kind: Kind, part: Callable[[int], str], wanted: dict[str, int], vocabulary: int, say: Say
+    source: Source,
+    family: Family,
+    encode: Encode,
+    part: Callable[[int], str],
+    wanted: dict[str, int],
+    vocabulary: int,
+    say: Say,
 ) -> StreamHead:
-    """Reads until every split has its samples and enough training tokens are counted; less if the stream ends.
+    """Reads until every split has its samples and enough training tokens are counted.
+
+    Less if the stream ends.
 
     Args:
         part: the split of a document by its index within its file.
@@ -88,7 +97,7 @@ def read_head(
     """
     counts = np.zeros(vocabulary, dtype=np.int64)
     held = {
-        name: _Held(source, kind.for_held_out(), _FIRST_HELD_OUT + number, samples)
+        name: _Held(source, family.for_held_out(), _FIRST_HELD_OUT + number, samples)
         for number, (name, samples) in enumerate(wanted.items())
     }
     counted = documents = 0
@@ -107,22 +116,22 @@ def read_head(
             if time.monotonic() - last >= SAY_EVERY_S:
                 last = time.monotonic()
                 found = ", ".join(
-                    f"{kind.samples(h.measured):,} of {h.wanted:,} {n} samples" for n, h in held.items()
+                    f"{family.samples(h.measured):,} of {h.wanted:,} {n} samples" for n, h in held.items()
                 )
                 say(f"{source.name}: {found} after {documents:,} documents")
 
-    for placed, encoded in kind.encoder(_HEAD_BATCH_CHARACTERS)(needed()):
+    for placed, encoded in encode(needed()):
         if (name := part(placed.index)) != "train":
             held[name].add(placed, encoded)
         elif counted < UNIGRAM_TOKENS:
-            ids = kind.tokens(encoded)[: UNIGRAM_TOKENS - counted]
+            ids = family.tokens(encoded)[: UNIGRAM_TOKENS - counted]
             counts += np.bincount(ids, minlength=vocabulary)
             counted += ids.size
     return StreamHead(held, counts, documents)
 
 
 def in_turn(source: Source) -> Iterator[Placed]:
-    """Documents of the first files, one from each in turn, then those of the next files; a file's place has it as its turn."""
+    """Documents of the first files in turn, then of the next files; the turn in a place is the file."""
     for first in range(0, source.shards, _FILES_AT_ONCE):
         files = range(first, min(first + _FILES_AT_ONCE, source.shards))
         readers = deque((file, source.shard_documents(file)) for file in files)
@@ -134,13 +143,7 @@ def in_turn(source: Source) -> Iterator[Placed]:
 
 
 def stream_parts(
-    recipe: Recipe,
-    origin: Origin,
-    source: Source,
-    tokenizer: PreTrainedTokenizerFast,
-    wanted: int,
-    single_lane: bool,
-    say: Say,
+    recipe: Recipe, family: Family, origin: Origin, source: Source, wanted: int, single_lane: bool, say: Say
 ) -> Parts:
     """The parts of a streamed source.
 
@@ -154,32 +157,32 @@ def stream_parts(
         ValueError: the stream cannot be read, or ends before it has held out one sample.
     """
     data = recipe.data
-    kind = stream_kind(recipe, origin, tokenizer)
 
     def part(index: int) -> str:
         return part_of(index, data.validation_every, data.test_every)
 
     splits = {"validation": wanted} | ({"test": wanted} if data.test_every else {})
-    say(
-        f"{source.name}: streaming; holding out its first {wanted:,} validation samples, every {data.validation_every}th document"
-    )
-    head = read_head(source, kind, part, splits, recipe.model.vocab_size, say)
+    every = f"every {data.validation_every}th document"
+    say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
+    encode = family.encoder(origin, _HEAD_BATCH_CHARACTERS)
+    head = read_head(source, family, encode, part, splits, recipe.model.vocab_size, say)
     held_out = {name: held.finish(recipe.sequence_length) for name, held in head.held_out.items()}
     for name, samples in held_out.items():
         if samples is None:
-            raise ValueError(
-                f"{source.name}: with data.{name}_every={getattr(data, f'{name}_every')} the held-out documents "
-                f"{kind.too_short(head.held_out[name].measured)}: set data.{name}_every or sequence_length lower"
-            )
+            key = f"data.{name}_every"
+            why = pieces(family.too_short(head.held_out[name].measured))
+            every_nth = Setting(key, getattr(data, f"{name}_every"))
+            came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
+            fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
+            raise ProblemsError([Problem(key, came, fix=fix)])
     count = 1 if single_lane else lane_count(recipe.batch.global_, source.shards)
-    encode = kind.encoder(max(_LEAST_BATCH, _BATCH_CHARACTERS // count))
+    encode = family.encoder(origin, max(_LEAST_BATCH, _BATCH_CHARACTERS // count))
 
     def open_lane(number: int) -> Lane:
-        return kind.lane(
-            LaneReader(source, number, count, encode, lambda index: part(index) == "train"), number
-        )
+        reader = LaneReader(source, number, count, encode, lambda index: part(index) == "train")
+        return family.lane(reader, number)
 
-    lanes = Lanes(source, count, open_lane, kind.stack)
+    lanes = Lanes(source, count, open_lane, family.stack)
     validation = held_out["validation"]
     assert validation is not None
     return Parts(
@@ -199,7 +202,7 @@ def stream_parts(
 
 
 def _checksum(files: int, train_counts: np.ndarray, validation: HeldOut) -> str:
-    """Of what was read before training: a stream as a whole is never seen, and another one differs here already."""
+    """A checksum of what was read before training: another stream differs here already."""
     found = zlib.crc32(train_counts.astype("<i8").tobytes(), files)
     for name in sorted(validation.fields):
         found = zlib.crc32(np.ascontiguousarray(validation.fields[name]).tobytes(), found)

@@ -1,7 +1,8 @@
 """Finite sources: tokenized once into a token store of the cache that all later runs map into memory.
 
-The store has all documents of the source, empty ones too, so that document d of it is document d of the source and one store
-serves every split. Beside it lies a JSON file with what it was made of and its checksums.
+The store has all documents of the source, empty ones too, so that document d of it is document d of the
+source and one store serves every split. Next to it lies a JSON file with what it was made of and its
+checksums.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -20,16 +21,18 @@ from transformers import PreTrainedTokenizerFast
 from data import cache, durable_files
 from data.cache import SAY_EVERY_S, Say
 from data.durable_files import Damaged
-from data.sources.documents import Source
+from data.sources.documents import Document, Source
 from data.stores.indexed import Checksum, Store, StoreWriter, bin_path, idx_path, open_store
-from data.vocabularies.sentence_encoder import SentenceEncoder
-from data.vocabularies.vocabulary import Encoder, vocabulary_digest, vocabulary_size
-from recipes.schema import Origin, Recipe
+from data.vocabularies.encoder import Encoder, SentenceEncoder
+from data.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
+from recipes.schema import Origin
 
 FORMAT_VERSION = 2
-CHECKED_BYTES = (
-    1 << 30
-)  # of a .bin: larger ones are checked by their length alone, since every rank of every run opens them
+# Of a .bin: larger ones are checked by their length alone, since every rank of every run opens them.
+CHECKED_BYTES = 1 << 30
+
+
+Encode = Callable[[Iterable[Document]], Iterator[tuple[Document, Any]]]
 
 
 @dataclass(frozen=True)
@@ -43,19 +46,22 @@ class OpenedStore:
 
 
 def cached_store(
-    recipe: Recipe,
+    sequences: Literal["documents", "sentences"],
     origin: Origin,
     source: Source,
     tokenizer: PreTrainedTokenizerFast,
     directory: Path,
     say: Say,
 ) -> OpenedStore:
-    """The token store of a source, made where the cache lacks it: of documents for a GPT, of sentences for a BERT.
+    """The token store of a source, made where the cache lacks it.
+
+    Args:
+        sequences: what one sequence holds.
 
     Raises:
         ValueError: the source or the cache directory cannot be read.
     """
-    sentences = origin.sentences if recipe.model.family == "bert" else None
+    sentences = origin.sentences if sequences == "sentences" else None
     made_of = {
         "format": FORMAT_VERSION,
         "source": source.fingerprint(),
@@ -64,12 +70,12 @@ def cached_store(
         "sentences": sentences,
     }
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:20]
-    prefix = directory / f"{key}.{'sentences' if sentences else 'documents'}"
+    prefix = directory / f"{key}.{sequences}"
     facts_path = prefix.with_name(prefix.name + ".json")
     what = f"tokens of {source.name}"
 
     def write() -> None:
-        encode = SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
+        encode: Encode = SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
         facts = _tokenize(source, encode, vocabulary_size(tokenizer), prefix, _progress(what, say))
         _write_facts(facts_path, made_of | facts)
 
@@ -78,7 +84,8 @@ def cached_store(
         store = open_store(prefix)
         if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
             raise Damaged(
-                f"{prefix} has {store.documents} documents and {store.tokens} tokens, not those of {facts_path.name}"
+                f"{prefix} has {store.documents} documents and {store.tokens} tokens, not those of "
+                f"{facts_path.name}"
             )
         if store.tokens_array.nbytes <= CHECKED_BYTES and store.checksum() != Checksum(
             facts["idx_crc32"], facts["bin_crc32"]
@@ -90,7 +97,7 @@ def cached_store(
 
 
 def _tokenize(
-    source: Source, encode: Callable[[Any], Any], vocab_size: int, prefix: Path, progress: Callable[..., None]
+    source: Source, encode: Encode, vocab_size: int, prefix: Path, progress: Callable[[int, int, bool], None]
 ) -> dict[str, int]:
     text_bytes = 0
     with StoreWriter(prefix, vocab_size) as writer:
@@ -121,7 +128,8 @@ def _progress(what: str, say: Say) -> Callable[[int, int, bool], None]:
         if done or now - last >= SAY_EVERY_S:
             last = now
             say(
-                f"{what}: {documents:,} documents, {tokens:,} tokens {'in' if done else 'after'} {now - started:.1f} s"
+                f"{what}: {documents:,} documents, {tokens:,} tokens {'in' if done else 'after'} "
+                f"{now - started:.1f} s"
             )
 
     return report

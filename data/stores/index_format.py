@@ -1,6 +1,9 @@
-"""Token stores in the format of Megatron-LM's indexed datasets, which Megatron-DeepSpeed, gpt-neox and others read and write.
+"""Token stores in the format of Megatron-LM's indexed datasets.
 
-A store is two files. `PREFIX.bin` holds the tokens of all sequences, one after the other. `PREFIX.idx` holds, little endian:
+Megatron-DeepSpeed, gpt-neox and others read and write it too.
+
+A store is two files. `PREFIX.bin` holds the tokens of all sequences, one after the other. `PREFIX.idx` holds,
+little endian:
 
      9 bytes  magic "MMIDIDX", 0, 0
      8        uint64 version, 1
@@ -62,7 +65,7 @@ def read_index(path: Path) -> Index:
 
 
 def mapped(path: Path) -> np.ndarray:
-    """(bytes,) uint8. A plain array over the map: slices of `np.memmap` cost microseconds. An empty file cannot be mapped."""
+    """(bytes,) uint8: a plain array over the map, since slices of `np.memmap` cost microseconds."""
     return np.asarray(np.memmap(path, np.uint8, "r")) if os.stat(path).st_size else np.empty(0, np.uint8)
 
 
@@ -70,7 +73,8 @@ def _header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
     """(type of tokens, sequences, entries of the document index)."""
     if raw[: len(MAGIC)].tobytes() != MAGIC:
         raise Damaged(
-            f"{path} begins with {raw[: len(MAGIC)].tobytes()!r} and not with {MAGIC!r}: it is no index of a token store"
+            f"{path} begins with {raw[: len(MAGIC)].tobytes()!r} and not with {MAGIC!r}: it is no index of a "
+            "token store"
         )
     if raw.size < HEADER.size:
         raise Damaged(f"{path} has {raw.size} bytes, less than its header of {HEADER.size}")
@@ -79,7 +83,8 @@ def _header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
         raise Damaged(f"{path} is of version {version}, and only version {VERSION} is known")
     if code in FLOATS:
         raise ValueError(
-            f"{path}: its entries are floating-point numbers (type {code}), not tokens: write the store with integers"
+            f"{path}: its entries are floating-point numbers (type {code}), not tokens: write the store with "
+            "integers"
         )
     if code not in DTYPES:
         raise Damaged(f"{path}: type {code} of tokens is unknown; known are {', '.join(map(str, DTYPES))}")
@@ -92,7 +97,8 @@ def _arrays(
     ends = HEADER.size + np.cumsum([4 * sequences, 8 * sequences, 8 * entries, sequences], dtype=object)
     if raw.size not in ends[2:]:
         raise Damaged(
-            f"{path} has {raw.size} bytes where its header promises {ends[2]} (or {ends[3]} with modes): {sequences} sequences and "
+            f"{path} has {raw.size} bytes where its header promises {ends[2]} (or {ends[3]} with modes): "
+            f"{sequences} sequences and "
             f"{entries} document entries"
         )
     sizes, pointers, documents = raw[HEADER.size : ends[0]], raw[ends[0] : ends[1]], raw[ends[1] : ends[2]]
@@ -111,7 +117,8 @@ def _check_sequences(path: Path, sizes: np.ndarray, pointers: np.ndarray, itemsi
         if (wrong := np.flatnonzero(found != expected)).size:
             first = wrong[0]
             raise Damaged(
-                f"{path}: sequence {start + first} begins at byte {found[first]}, and the sizes of those before it say "
+                f"{path}: sequence {start + first} begins at byte {found[first]}, and the sizes of those "
+                "before it say "
                 f"{expected[first]}"
             )
         tokens = int(ends[-1])
@@ -122,7 +129,8 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
         ends = f"from {documents[0]} to {documents[-1]}" if len(documents) else "empty"
         raise Damaged(
-            f"{path}: the document index is {ends}: it must lead from 0 to the number of sequences, {sequences}"
+            f"{path}: the document index is {ends}: it must lead from 0 to the number of sequences, "
+            f"{sequences}"
         )
     last = 0
     for start, part in _blocks(documents):
@@ -130,7 +138,8 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
         if (wrong := np.flatnonzero(part < before)).size:
             first = wrong[0]
             raise Damaged(
-                f"{path}: entry {start + first} of the document index is {part[first]}, below the {before[first]} before it"
+                f"{path}: entry {start + first} of the document index is {part[first]}, below the "
+                f"{before[first]} before it"
             )
         last = int(part[-1])
 

@@ -1,4 +1,6 @@
-"""Token stores that Megatron-LM and its relatives can read, and those that they wrote; `data/stores/index_format.py` has the format.
+"""Token stores that Megatron-LM and its relatives can read, and those that they wrote.
+
+`data/stores/index_format.py` has the format.
 
 A GPT store has one sequence per document, a BERT store one per sentence.
 """
@@ -50,7 +52,8 @@ class Checksum(NamedTuple):
 class Store:
     """An open store: both files are mapped, not read. `open_store` makes it.
 
-    The arrays over sequences lie in the file without alignment: copy before searching them, as numpy would at each call.
+    The arrays over sequences lie in the file without alignment: copy before searching them, as numpy would at
+    each call.
     """
 
     def __init__(self, prefix: Path, index: Index, tokens: np.ndarray):
@@ -84,7 +87,7 @@ class Store:
         return self.tokens_array[start:end]
 
     def sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
-        """int64: the place in `tokens_array` where each of `sequences` begins; `len(store)` stands for the end."""
+        """int64: where in `tokens_array` each of `sequences` begins; `len(store)` is the end."""
         starts = np.full(sequences.shape, self.tokens, dtype=np.int64)
         inside = sequences < len(self)
         starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
@@ -96,7 +99,9 @@ class Store:
 
 
 def open_store(prefix: Path) -> Store:
-    """Opens a store and checks that the two files are whole and belong together: reads all of .idx, only the length of .bin.
+    """Opens a store and checks that the two files are whole and belong together.
+
+    Reads all of .idx, only the length of .bin.
 
     Raises:
         FileNotFoundError: neither file is there.
@@ -113,7 +118,8 @@ def open_store(prefix: Path) -> Store:
     found, promised = os.stat(bin_path(prefix)).st_size, index.tokens * index.dtype.itemsize
     if found != promised:
         raise Damaged(
-            f"{bin_path(prefix)} has {found} bytes where {idx_path(prefix).name} promises {promised} ({index.tokens} tokens of "
+            f"{bin_path(prefix)} has {found} bytes where {idx_path(prefix).name} promises {promised} "
+            f"({index.tokens} tokens of "
             f"{index.dtype.itemsize}): one of the two is truncated or belongs to another store"
         )
     return Store(prefix, index, mapped(bin_path(prefix)).view(index.dtype))
@@ -122,12 +128,13 @@ def open_store(prefix: Path) -> Store:
 class StoreWriter:
     """Writes a store, document by document, in memory that does not grow with it.
 
-    Both files appear when it is complete, .bin first; `finish` or the good end of a `with` block completes it, an exception in
-    the block leaves nothing. A store of that name is replaced.
+    Both files appear when it is complete, .bin first; `finish` or the good end of a `with` block completes
+    it, an exception in the block leaves nothing. A store of that name is replaced.
     """
 
     def __init__(self, prefix: Path, vocab_size: int):
-        """
+        """Open the files of a store to write.
+
         Args:
             prefix: path of the two files without .bin and .idx; its directory exists.
             vocab_size: decides the type of the tokens, and every token must be below.
@@ -148,7 +155,7 @@ class StoreWriter:
         self._index.write(np.int64(0).tobytes())
 
     def add_document(self, sequences: Sequence[np.ndarray]) -> None:
-        """Appends one document; sequences without tokens are left out, and a document without sequences is kept as an empty one."""
+        """Append one document, which may be empty, without its empty sequences."""
         self.add_documents(
             np.concatenate(sequences) if len(sequences) else np.empty(0, np.int64),
             np.array([len(sequence) for sequence in sequences], dtype=np.int64),
@@ -190,7 +197,7 @@ class StoreWriter:
         self._idx.write(HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], self.sequences, self.documents + 1))
         self._idx.flush()
         self.checksum = Checksum(_file_crc(Path(self._idx.name)), self._bin_crc)
-        # Between the two renames no .idx may stand beside a .bin that is not its own.
+        # Between the two renames no .idx may stand next to a .bin that is not its own.
         idx_path(self._prefix).unlink(missing_ok=True)
         self._files.close()
 

@@ -1,10 +1,10 @@
-"""Token stores that are there already: what launch/prepare_data.py wrote, or the .bin/.idx of another Megatron-family tool."""
+"""Token stores that are there already: prepare_data's, or of another Megatron-family tool."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -13,34 +13,42 @@ from data.durable_files import Damaged
 from data.stores.cached import CHECKED_BYTES, OpenedStore
 from data.stores.indexed import Store, bin_path, idx_path, open_store
 from data.vocabularies.vocabulary import vocabulary_digest
-from recipes.schema import Origin, Recipe
+from recipes.problems import Problem, ProblemsError, Setting, Text
+from recipes.schema import Origin
 
 REPORT = "report.json"
-_UNIT = {"gpt2": "document", "bert": "sentence"}  # in the names of the files that a family prefers
+Sequences = Literal["documents", "sentences"]
 
 
-def given_store(recipe: Recipe, origin: Origin, tokenizer: PreTrainedTokenizerFast) -> OpenedStore:
-    """
+def ready_made_store(
+    kind: str, sequences: Sequences, origin: Origin, tokenizer: PreTrainedTokenizerFast
+) -> OpenedStore:
+    """The store that an origin names, checked.
+
+    Args:
+        kind: `data.tokenizer.kind`, which `tokenizer` comes from.
+        sequences: what one sequence must hold; a GPT can train from either.
+
     Raises:
-        ValueError: there is no sound store, its tokens are of another vocabulary, or a BERT's store has no sentences.
+        ValueError: there is no sound store, its tokens are of another vocabulary, or a BERT's store has no
+            sentences.
     """
-    prefix = store_prefix(origin, recipe.model.family)
+    prefix = store_prefix(origin, sequences)
     try:
         store = open_store(prefix)
     except (OSError, Damaged) as error:
-        raise ValueError(f"data.name={origin.name}: {error}: prepare or copy the store again") from error
+        raise _refused(origin, str(error), "prepare or copy the store again") from error
     facts = _facts(prefix.parent / REPORT, store)
     if facts.get("vocabulary_digest", vocabulary_digest(tokenizer)) != vocabulary_digest(tokenizer):
-        raise ValueError(
-            f"data.name={origin.name}: the store was made with another vocabulary than data.tokenizer.kind={recipe.data.tokenizer.kind} "
-            "gives: set data.tokenizer.kind=store, which takes the one kept with it"
-        )
-    if recipe.model.family == "bert":
+        given = Setting("data.tokenizer.kind", kind)
+        fix = ("set ", Setting("data.tokenizer.kind", "store"), ", which takes the one kept with it")
+        raise _refused(origin, ("the store was made with another vocabulary than ", given, " gives"), fix)
+    if sequences == "sentences":
         _check_sentences(origin, store)
     return OpenedStore(str(origin.name), store, facts.get("text_bytes"), _checksum(store, facts))
 
 
-def store_prefix(origin: Origin, family: str) -> Path:
+def store_prefix(origin: Origin, sequences: Sequences) -> Path:
     """The path of the store's two files without .bin and .idx.
 
     Raises:
@@ -51,23 +59,24 @@ def store_prefix(origin: Origin, family: str) -> Path:
     if not path.is_dir():
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
         if not (bin_path(prefix).exists() or idx_path(prefix).exists()):
-            unfinished = path.with_name(path.name + ".partial").exists()
-            raise ValueError(
-                f"data.name={origin.name}: "
-                + ("prepare_data has not finished there: run its command again, which goes on with the work"
-                   if unfinished else
-                   f"no such directory, and no {bin_path(prefix).name} (seen from {Path.cwd()}): give what prepare_data wrote with "
-                   "--out, or the path of a .bin and an .idx without the ending")
-            )  # fmt: skip
+            if path.with_name(path.name + ".partial").exists():
+                fix = "run its command again, which resumes the work"
+                raise _refused(origin, "prepare_data has not finished there", fix)
+            rule = f"no such directory, and no {bin_path(prefix).name} (seen from {Path.cwd()})"
+            fix = "give what prepare_data wrote, or the path of a .bin and an .idx without the ending"
+            raise _refused(origin, rule, fix)
         return prefix
     found = sorted(file.with_suffix("") for file in path.glob("*.idx"))
-    preferred = [prefix for prefix in found if _UNIT[family] in prefix.name]
+    preferred = [prefix for prefix in found if sequences.removesuffix("s") in prefix.name]
     if len(chosen := preferred if len(found) > 1 else found) != 1:
         names = ", ".join(prefix.name for prefix in found) or "none"
-        raise ValueError(
-            f"data.name={origin.name} is a directory with {len(found)} token stores ({names}): name one of them, as {path / 'NAME'}"
-        )
+        rule = f"a directory with {len(found)} token stores ({names})"
+        raise _refused(origin, rule, f"name one of them, as {path / 'NAME'}")
     return chosen[0]
+
+
+def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:
+    return ProblemsError([Problem("data.name", Setting("data.name", origin.name), rule, fix)])
 
 
 def _facts(report: Path, store: Store) -> dict[str, Any]:
@@ -87,7 +96,8 @@ def _facts(report: Path, store: Store) -> dict[str, Any]:
     stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
     if stated != {key: getattr(store, key) for key in stated}:
         raise ValueError(
-            f"{store.prefix} has {store.documents} documents and {store.tokens} tokens, and {report} says {stated}: they do not belong "
+            f"{store.prefix} has {store.documents} documents and {store.tokens} tokens, and {report} says "
+            f"{stated}: they do not belong "
             "together; copy the whole directory again"
         )
     return facts
@@ -106,7 +116,6 @@ def _checksum(store: Store, facts: dict[str, Any]) -> str:
 def _check_sentences(origin: Origin, store: Store) -> None:
     sequences = np.diff(store.document_index)
     if sequences.size and sequences.max() <= 1:
-        raise ValueError(
-            f"data.name={origin.name}: every document of the store is one sequence, and a BERT's samples are made of sentences: prepare it "
-            "with launch/prepare_data.py --samples bert (Megatron's preprocess_data: --split-sentences)"
-        )
+        rule = "every document of the store is one sequence, and a BERT's samples are made of sentences"
+        fix = "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)"
+        raise _refused(origin, rule, fix)

@@ -1,1 +1,1 @@
-"""Samples of what is tokenized while training, with an order and a resume that do not depend on the layout."""
+"""Samples of what is tokenized while training. Neither their order nor a resume depends on the layout."""

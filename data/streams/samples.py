@@ -1,8 +1,9 @@
 """Datasets that are tokenized while they stream in, for those too large to prepare first.
 
-A stream is read in lanes (`lanes.py`). Of the global batch of G samples, row j of step s is item s * (G / L) + j % (G / L) of
-lane j // (G / L): a rank opens only the lanes that its rows touch, and the batch of a step depends on G and L and on no
-layout. Sampling is in the stream's order; shuffle a dataset before, or prepare it.
+A stream is read in lanes (`lanes.py`). Of the global batch of G samples, row j of step s is item s * (G / L)
++ j % (G / L) of lane j // (G / L): a rank opens only the lanes that its rows touch, and the batch of a step
+depends on G and L and on no layout. Sampling is in the stream's order; shuffle a dataset before, or prepare
+it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class StreamedSamples:
     random_access = False
 
     def __init__(self, lanes: Lanes, sequence_length: int, global_batch: int, say: Say = print):
-        """
+        """Samples of all lanes, each from its beginning.
+
         Args:
             global_batch: samples per step; the number of lanes divides it.
             say: told where a lane has to be read again from its beginning.
@@ -84,7 +86,8 @@ class StreamedSamples:
             at = self._saved_item
         elif self._saved_item:
             self._say(
-                f"{self._lanes.source.name}: the checkpoint does not say where lane {number} of {self._lanes.count} stood; reading its "
+                f"{self._lanes.source.name}: the checkpoint does not say where lane {number} of "
+                f"{self._lanes.count} stood; reading its "
                 "files from the start, which is right and slow"
             )
         self._open[number], self._next[number] = lane, at
@@ -104,7 +107,8 @@ class StreamedSamples:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """
+        """Continue where `state` was taken.
+
         Raises:
             ValueError: the stream had another number of files or lanes then.
         """
@@ -115,8 +119,10 @@ class StreamedSamples:
         then = {key: state.get(key, "none") for key in here}
         if then != here:
             raise ValueError(
-                f"{source.name}: the checkpoint read {then['files']} files in {then['lane_count']} lanes, and now there are "
-                f"{here['files']} in {here['lane_count']}: the samples of a step would be others; resume with the same files and "
+                f"{source.name}: the checkpoint read {then['files']} files in {then['lane_count']} lanes, "
+                "and now there are "
+                f"{here['files']} in {here['lane_count']}: the samples of a step would be others; resume "
+                "with the same files and "
                 "batch.global"
             )
         self._forget()

@@ -1,26 +1,52 @@
-"""Text to tokens, in batches. Imports neither transformers nor torch: worker processes of `data.prepare` start with it."""
+"""Text to tokens, in batches. Imports neither transformers nor torch, for quick worker processes."""
 
 from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from data.grouping import grouped
-from data.sources.documents import Document
+from data.sources import sentences
+from recipes.problems import Key, Problem, ProblemsError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BATCH_CHARACTERS = 1 << 22  # enough for all cores
-# For one core: the library's objects of a batch, some 100 bytes per token, then stay in the processor's cache.
+# For one core: the library's objects of a batch, some 100 bytes per token, then stay in the processor's
+# cache.
 ONE_CORE_BATCH_CHARACTERS = 1 << 16
 _UINT32 = "I"
 assert array(_UINT32).itemsize == 4
+
+
+class HasText(Protocol):
+    """A document, as far as an encoder looks at it."""
+
+    @property
+    def text(self) -> str: ...
+
+
+T = TypeVar("T")
+D = TypeVar("D", bound=HasText)
+
+
+def grouped(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Items in order, in lists whose sizes sum to at least `least`; the last one may hold less."""
+    group: list[T] = []
+    held = 0
+    for item in items:
+        group.append(item)
+        held += size(item)
+        if held >= least:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
 
 
 def use_all_cores() -> None:
@@ -40,10 +66,12 @@ def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token is not None:
             return token
-    raise ValueError(
-        'the vocabulary names no end-of-sequence token and no [SEP], so documents cannot be ended: give "eos_token" in a '
-        "tokenizer_config.json beside data.tokenizer.path, or another data.tokenizer.kind"
+    fix = (
+        'give "eos_token" in a tokenizer_config.json next to ',
+        *(Key("data.tokenizer.path"), ", or another ", Key("data.tokenizer.kind")),
     )
+    came = "the vocabulary names no end-of-sequence token and no [SEP]"
+    raise ProblemsError([Problem("data.tokenizer.kind", came, "documents cannot be ended", fix)])
 
 
 class Encoder:
@@ -56,45 +84,40 @@ class Encoder:
 
     def _load(self, backend: str) -> None:
         self._backend = Tokenizer.from_str(backend)
-        # A document that spells out "<|endoftext|>" must not end itself, nor "[MASK]" stand for a masked token.
+        # A document that spells out "<|endoftext|>" must not end itself, nor "[MASK]" stand for a masked
+        # token.
         self._backend.encode_special_tokens = True
         # Saved tokenizers can carry the lengths of their last use.
         self._backend.no_truncation()
         self._backend.no_padding()
-        # The BPE's memory of 10,000 words stays: with 100,000 one process is 10 % faster, but two on one cache are 15 % slower.
+        # The BPE's memory of 10,000 words stays: with 100,000 one process is 10 % faster, but two on one
+        # cache are 15 % slower.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "end": self._end,
-            "batch_characters": self._batch_characters,
-            "backend": self._backend.to_str(),
-        }
+        settings = {"end": self._end, "batch_characters": self._batch_characters}
+        return {**settings, "backend": self._backend.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._end, self._batch_characters = state["end"], state["batch_characters"]
         self._load(state["backend"])  # the library's own pickling forgets encode_special_tokens
 
-    def __call__(self, documents: Iterable[Document]) -> Iterator[tuple[Document, np.ndarray]]:
+    def __call__(self, documents: Iterable[D]) -> Iterator[tuple[D, np.ndarray]]:
         """Yields (document, its tokens as uint32) in order, each ended by the end-of-document token."""
         for batch in grouped(documents, lambda document: len(document.text), self._batch_characters):
-            yield from zip(
-                batch, self._tokens([document.text for document in batch], [self._end]), strict=True
-            )
+            tokens = self._tokens([document.text for document in batch], [self._end])
+            yield from zip(batch, tokens, strict=True)
 
     def encode_sentences(self, documents: Sequence[Sequence[str]]) -> list[list[np.ndarray]]:
         """Sentences of documents -> (tokens,) uint32 each, without special tokens.
 
-        Sentences that the vocabulary knows nothing of (blank ones, control characters) are left out, so that a document's
-        list can be shorter than it came, and empty.
+        Sentences that the vocabulary knows nothing of (blank ones, control characters) are left out, so that
+        a document's list can be shorter than it came, and empty.
         """
-        texts = [sentence for sentences in documents for sentence in sentences]
-        tokens = (
-            found
-            for batch in grouped(texts, len, self._batch_characters)
-            for found in self._tokens(batch, [])
-        )
-        encoded = [[next(tokens) for _ in sentences] for sentences in documents]
-        return [[found for found in sentences if found.size] for sentences in encoded]
+        texts = [sentence for document in documents for sentence in document]
+        batches = grouped(texts, len, self._batch_characters)
+        tokens = (found for batch in batches for found in self._tokens(batch, []))
+        encoded = [[next(tokens) for _ in document] for document in documents]
+        return [[found for found in document if found.size] for document in encoded]
 
     def _tokens(self, texts: list[str], end: list[int]) -> Iterator[np.ndarray]:
         """(tokens,) uint32 of each text, followed by `end`: views of one array for all."""
@@ -106,3 +129,20 @@ class Encoder:
             bounds.append(len(flat))
         whole = np.frombuffer(flat, dtype=np.uint32) if flat else np.zeros(0, dtype=np.uint32)
         return (whole[a:b] for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+class SentenceEncoder:
+    """Yields (document, its sentences' tokens, uint32 without special tokens) in order."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        how: Literal["split", "lines"],
+        batch_characters: int = BATCH_CHARACTERS,
+    ):
+        self._encoder, self._how, self._batch_characters = Encoder(tokenizer), how, batch_characters
+
+    def __call__(self, documents: Iterable[D]) -> Iterator[tuple[D, list[np.ndarray]]]:
+        for batch in grouped(documents, lambda document: len(document.text), self._batch_characters):
+            texts = [sentences.split(document.text, self._how) for document in batch]
+            yield from zip(batch, self._encoder.encode_sentences(texts), strict=True)

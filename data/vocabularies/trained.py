@@ -1,8 +1,9 @@
 """Vocabularies trained on the recipe's own training documents and kept in the cache.
 
-trained_bpe: byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): any text can be encoded and no token means
-"unknown". trained_wordpiece: lower-cased WordPiece as in BERT (Devlin et al. 2018, section 3): pieces that continue a word
-begin with ##, and a word with a character outside the vocabulary is [UNK].
+trained_bpe: byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): any text can be encoded and no
+    token means "unknown". trained_wordpiece: lower-cased WordPiece as in BERT (Devlin et al. 2018, section
+    3): pieces that continue a word begin with ##, and a word with a character outside the vocabulary is
+    [UNK].
 """
 
 from __future__ import annotations
@@ -24,25 +25,23 @@ from data.durable_files import Damaged
 from data.sources.documents import Source
 from data.split_rule import part_of
 from data.vocabularies.encoder import use_all_cores
+from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Recipe
 from recipes.vocabularies import SMALLEST_BPE
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
-TRAINING_TEXT_LIMIT = (
-    256 << 20
-)  # characters; merges hardly change beyond, and training keeps every distinct word
-FEWEST_CHARACTERS, MOST_CHARACTERS = (
-    48,
-    1000,
-)  # different ones in a WordPiece vocabulary; 1000 as BERT's own has about
+# Characters; merges hardly change beyond, and training keeps every distinct word.
+TRAINING_TEXT_LIMIT = 256 << 20
+# Different characters in a WordPiece vocabulary; BERT's own has about 1000.
+FEWEST_CHARACTERS, MOST_CHARACTERS = 48, 1000
 _FILE_MAGIC = "megarecipes-vocabulary-2"
 
 
 def trained_tokenizer(
     recipe: Recipe, sources: Sequence[Source], directory: Path, say: Say
 ) -> PreTrainedTokenizerFast:
-    """The vocabulary of `model.vocab_size` tokens that the sources' training documents yield, from the cache or kept there.
+    """The vocabulary that the sources' training documents yield, from the cache or kept there.
 
     Every source gives the same share of `TRAINING_TEXT_LIMIT`.
 
@@ -74,7 +73,8 @@ def trained_tokenizer(
     def write() -> None:
         started = time.perf_counter()
         say(
-            f"{what}: training a {'WordPiece' if bert else 'byte-level BPE'} on {', '.join(source.name for source in sources)}"
+            f"{what}: training a {'WordPiece' if bert else 'byte-level BPE'} on "
+            f"{', '.join(source.name for source in sources)}"
         )
         tokenizer = train(_texts(recipe, sources), size)
         _write_checked(path, tokenizer.to_str().encode())
@@ -140,11 +140,13 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
 def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     """Trains BERT's uncased WordPiece of exactly `size` tokens. Equal texts give an equal vocabulary.
 
-    The texts are held in memory while training (at most `TRAINING_TEXT_LIMIT` characters). [PAD] [UNK] [CLS] [SEP] [MASK]
-    are tokens 0 to 4, then come the most frequent characters, at most an eighth of the vocabulary.
+    The texts are held in memory while training (at most `TRAINING_TEXT_LIMIT` characters). [PAD] [UNK] [CLS]
+    [SEP] [MASK] are tokens 0 to 4, then come the most frequent characters, at most an eighth of the
+    vocabulary.
 
     Raises:
-        ValueError: the text is too short to yield that many tokens, or the vocabulary too small for its characters.
+        ValueError: the text is too short to yield that many tokens, or the vocabulary too small for its
+            characters.
     """
     held = list(_limited(texts, TRAINING_TEXT_LIMIT))
     template = wordpiece_tokenizer(
@@ -154,12 +156,12 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     continuing = [f"##{c}" for c in letters if len(template.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1]
     first = [*BERT_SPECIAL_TOKENS, *letters, *continuing]
     if len(first) > size:
-        raise ValueError(
-            f"model.vocab_size={size}: a WordPiece vocabulary of this text begins with {len(first)} special tokens and characters: "
-            f"set model.vocab_size to {len(first)} or more"
-        )
-    # The trainer numbers ##-characters in the order of a randomly seeded hash table, breaks ties of merges by these numbers,
-    # and cuts an alphabet at random among equally frequent characters. As "special tokens" they keep the places given here.
+        rule = f"a WordPiece vocabulary of this text begins with {len(first)} special tokens and characters"
+        fix = ("set ", Key("model.vocab_size"), f" to {len(first)} or more")
+        raise ProblemsError([Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)])
+    # The trainer numbers ##-characters in the order of a randomly seeded hash table, breaks ties of merges by
+    # these numbers, and cuts an alphabet at random among equally frequent characters. As "special tokens"
+    # they keep the places given here.
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
         special_tokens=first,
@@ -177,7 +179,7 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[str]:
-    """The `most` most frequent characters that remain of the texts after normalisation, in the order of their code points."""
+    """The `most` most frequent characters of the normalised texts, in the order of their code points."""
     raw: Counter[str] = Counter()
     for text in texts:
         raw.update(text)
@@ -190,7 +192,7 @@ def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[st
 
 
 def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTrainedTokenizerFast:
-    """BERT's tokenizer around a vocabulary. Equal vocabularies give an equal `data.vocabularies.vocabulary.vocabulary_digest`."""
+    """BERT's tokenizer around a vocabulary; equal vocabularies give tokenizers of an equal digest."""
     return BertTokenizer(
         vocab=dict(sorted(vocabulary.items(), key=lambda item: item[1])), do_lower_case=lowercase
     )
@@ -198,10 +200,9 @@ def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTr
 
 def _check_size(found: int, size: int) -> None:
     if found != size:
-        raise ValueError(
-            f"model.vocab_size={size}: the training text yields a vocabulary of only {found} tokens: "
-            f"set model.vocab_size={found} or less, or give more text"
-        )
+        rule = f"the training text yields a vocabulary of only {found} tokens"
+        fix = ("set ", Setting("model.vocab_size", found), " or less, or give more text")
+        raise ProblemsError([Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)])
 
 
 def _write_checked(path: Path, content: bytes) -> None:

@@ -1,8 +1,9 @@
 """Vocabularies: the recipe's tokenizer, and text to tokens.
 
-A GPT's document ends with its end-of-document token (`<|endoftext|>`); a BERT's with [SEP], which its samples put between
-segments anyway. Where the kinds of `data.tokenizer` come from is in `data/vocabularies/published.py` (gpt2, bert_uncased,
-bert_cased, file, store) and `data/vocabularies/trained.py` (trained_bpe, trained_wordpiece).
+A GPT's document ends with its end-of-document token (`<|endoftext|>`); a BERT's with [SEP], which its samples
+put between segments anyway. Where the kinds of `data.tokenizer` come from is in
+`data/vocabularies/published.py` (gpt2, bert_uncased, bert_cased, file, store) and
+`data/vocabularies/trained.py` (trained_bpe, trained_wordpiece).
 """
 
 from __future__ import annotations
@@ -15,16 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from data.cache import Say
 from data.sources.documents import Source
-from data.vocabularies.encoder import Encoder, end_of_document, use_all_cores
-from data.vocabularies.published import gpt2_tokenizer, read_tokenizer, ready_made, store_tokenizer
-from data.vocabularies.trained import END_OF_DOCUMENT, train_bpe, train_wordpiece, trained_tokenizer
+from data.vocabularies.encoder import end_of_document
+from data.vocabularies.published import ready_made, store_tokenizer
+from data.vocabularies.trained import trained_tokenizer
+from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Recipe
 from recipes.vocabularies import TRAINED
-
-__all__ = [
-    "BERT_ROLES", "END_OF_DOCUMENT", "Encoder", "build_vocabulary", "end_of_document", "gpt2_tokenizer", "read_tokenizer", "train_bpe",
-    "train_wordpiece", "use_all_cores", "vocabulary_digest", "vocabulary_size",
-]  # fmt: skip
 
 BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
@@ -35,11 +32,13 @@ def build_vocabulary(
     """The recipe's tokenizer; a trained one comes from the cache or goes there.
 
     Args:
-        source: one, or the parts of a blend, which a vocabulary is trained on in turn; read for the trained kinds only.
+        source: one, or the parts of a blend, which a vocabulary is trained on in turn; read for the trained
+            kinds only.
         directory: where trained vocabularies are kept.
 
     Raises:
-        ValueError: the vocabulary is not to be had, has not `model.vocab_size` tokens, or lacks what the family needs.
+        ValueError: the vocabulary is unavailable, has not `model.vocab_size` tokens, or lacks what the family
+            needs.
     """
     settings = recipe.data.tokenizer
     if settings.kind == "store":
@@ -58,18 +57,19 @@ def build_vocabulary(
 
 
 def _check(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
-    settings, size = recipe.data.tokenizer, vocabulary_size(tokenizer)
+    settings, size, stated = recipe.data.tokenizer, vocabulary_size(tokenizer), recipe.model.vocab_size
     what = f"the {settings.kind} vocabulary{f' of {settings.path}' if settings.path else ''}"
-    if size != recipe.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={recipe.model.vocab_size}, but {what} has {size} tokens: set model.vocab_size={size}"
-        )
+    if size != stated:
+        came = (Setting("model.vocab_size", stated), f", but {what} has {size} tokens")
+        right = ("set ", Setting("model.vocab_size", size))
+        raise ProblemsError([Problem("model.vocab_size", came, fix=right)])
     if recipe.model.family == "bert":
         if missing := missing_roles(tokenizer):
-            raise ValueError(
-                f"model.family=bert needs tokens for {', '.join(missing)}, which {what} does not have: set data.tokenizer.kind to "
-                "bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a tokenizer_config.json beside the file"
-            )
+            rule = f"it needs tokens for {', '.join(missing)}, which {what} does not have"
+            named = "or name the tokens in a tokenizer_config.json next to the file"
+            kinds = f" to bert_uncased, bert_cased or trained_wordpiece, {named}"
+            fix = ("set ", Key("data.tokenizer.kind"), kinds)
+            raise ProblemsError([Problem("data.tokenizer.kind", Setting("model.family", "bert"), rule, fix)])
     else:
         end_of_document(tokenizer)
 
@@ -80,7 +80,7 @@ def missing_roles(tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Rows that an embedding needs: the largest token id and one (more than the number of tokens where ids leave gaps)."""
+    """Rows that an embedding needs: the largest token id and one, since ids may leave gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 

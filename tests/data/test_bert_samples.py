@@ -1,4 +1,7 @@
-"""BERT samples: chunks, masking, segments. Every token of the test store is unique, so that a token tells where it comes from."""
+"""BERT samples: chunks, masking, segments.
+
+Every token of the test store is unique, so that a token tells where it comes from.
+"""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -158,7 +161,7 @@ def test_no_text_is_lost_in_chunks(store):
     "documents", [np.arange(399, 400), np.arange(3, 400, 100), np.arange(100, 180), np.arange(0)]
 )
 def test_sentences_of_few_documents_are_looked_up_block_by_block(store, monkeypatch, documents):
-    """However far apart the documents are, no more of the store is looked at at a time than one block of it."""
+    """However far apart the documents are, one block of the store is looked at at a time."""
 
     class Watched:
         document_index = store.document_index

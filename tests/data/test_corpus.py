@@ -1,4 +1,7 @@
-"""`build`, which puts sources, vocabularies, token stores and samples together; the cache; launch/show_data.py."""
+"""`build`, which puts sources, vocabularies, token stores and samples together; the cache.
+
+Launch/show_data.py.
+"""
 
 import json
 import math
@@ -20,19 +23,17 @@ from data.cache import default_directory
 from data.corpus import build, check_origin
 from data.durable_files import locked
 from data.loader import validation_batches
-from data.samples.decoding import describe
-from data.samples.fields import HeldOut
-from data.sources.documents import Document, PackagedSource
+from data.samples.bert import BertFields
+from data.sources.documents import Document
+from data.sources.opening import PackagedSource
 from data.split_rule import part_of
 from data.splits import stored as store_parts
 from data.stores.indexed import StoreWriter, open_store
-from data.vocabularies.vocabulary import (
-    END_OF_DOCUMENT,
-    Encoder,
-    gpt2_tokenizer,
-    train_bpe,
-    vocabulary_digest,
-)
+from data.streams.families import family_of
+from data.vocabularies.encoder import Encoder
+from data.vocabularies.published import gpt2_tokenizer
+from data.vocabularies.trained import END_OF_DOCUMENT, train_bpe
+from data.vocabularies.vocabulary import vocabulary_digest
 from recipes.schema import Recipe
 
 DOCUMENTS, EVERY, VOCABULARY = 40, 4, 300
@@ -85,7 +86,7 @@ def stream_tokens(corpus) -> np.ndarray:
 
 def word_tokens(fields) -> list[int]:
     """What a BERT predicts in some samples."""
-    return HeldOut(fields, 16).labels.tolist()
+    return fields.labels.tolist()
 
 
 def quiet(line: str) -> None:
@@ -105,7 +106,9 @@ def test_build_keeps_held_out_documents_out_of_training(corpus_file, tmp_path):
     assert len(learned) == VOCABULARY - 257
     for samples, indices in ((corpus.validation, range(EVERY - 1, DOCUMENTS, EVERY)), (corpus.test, test)):
         text = "".join(text_of_document(i) + END_OF_DOCUMENT for i in indices)
-        assert len(samples) == 6 and all(corpus.tokenizer.decode(samples[i]) in text for i in range(6))
+        assert len(samples) == 6 and all(
+            corpus.tokenizer.decode(samples.fields["window"][i]) in text for i in range(6)
+        )
 
 
 def test_build_of_a_bert_keeps_held_out_sentences_out_of_training(corpus_file, tmp_path):
@@ -159,9 +162,13 @@ def test_tokens_of_large_stores_are_counted_in_a_part_that_is_spread_over_all(mo
 def test_validation_samples_are_spread_over_the_held_out_part(corpus_file, tmp_path):
     corpus = build(make_recipe(corpus_file), tmp_path / "cache", quiet)
     held = [text_of_document(i) for i in range(EVERY - 1, DOCUMENTS, EVERY)]
-    first = corpus.tokenizer.decode(corpus.validation[0])
+    first = corpus.tokenizer.decode(corpus.validation.fields["window"][0])
     assert first == held[0][: len(first)]
-    last = corpus.tokenizer.decode(corpus.validation[5]).replace(END_OF_DOCUMENT, "|").split("|")[0]
+    last = (
+        corpus.tokenizer.decode(corpus.validation.fields["window"][5])
+        .replace(END_OF_DOCUMENT, "|")
+        .split("|")[0]
+    )
     assert any(last in text for text in held[-3:])
 
 
@@ -287,7 +294,10 @@ def test_builds_at_once_agree(corpus_file, tmp_path):
 
 def test_lock_of_a_killed_process_holds_nobody_up(tmp_path):
     path = tmp_path / "thing"
-    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, 2); print(1, flush=True); time.sleep(60)"
+    hold = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, 2); print(1, flush=True); "
+        "time.sleep(60)"
+    )
     holder = subprocess.Popen([sys.executable, "-c", hold, f"{path}.lock"], stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline()
@@ -314,7 +324,7 @@ def test_trained_vocabulary_is_deterministic_exact_and_covers_all_text():
 
 def test_vocabulary_larger_than_the_text_yields_is_refused():
     with pytest.raises(
-        ValueError, match=r"vocab_size=5000: .* only (\d+) tokens: set model.vocab_size=\1 or less"
+        ValueError, match=r"vocab_size=5000: .* only (\d+) tokens; set model.vocab_size=\1 or less"
     ):
         train_bpe(["to be or not to be"], 5000)
 
@@ -485,7 +495,7 @@ def test_a_foreign_store_is_named_by_its_prefix_or_either_file_and_its_tokens_ar
     with pytest.raises(
         ValueError, match="foreign: token .* is outside the vocabulary of model.vocab_size=300"
     ):
-        store_parts.store_parts(recipe, opened, gpt2_tokenizer(), 6)
+        store_parts.store_parts(recipe, family_of(recipe, gpt2_tokenizer()), opened, 6)
 
 
 def test_missing_and_damaged_stores_are_refused(tmp_path):
@@ -494,10 +504,10 @@ def test_missing_and_damaged_stores_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "later.partial").mkdir()
     messages = {
-        ".": "is a directory with 2 token stores .one, two.: name one of them",
-        "empty": "is a directory with 0 token stores",
+        ".": "a directory with 2 token stores .one, two.; name one of them",
+        "empty": "a directory with 0 token stores",
         "absent": "no such directory, and no absent.bin",
-        "later": "prepare_data has not finished there: run its command again",
+        "later": "prepare_data has not finished there; run its command again",
     }
     for name, message in messages.items():
         with pytest.raises(ValueError, match=message):
@@ -514,7 +524,7 @@ def test_a_bert_takes_sentences_and_refuses_documents(corpus_file, tmp_path):
     tokenizer.save_pretrained(store / "tokenizer")
     write_store(store / "my_text_document", tokenizer)
     with pytest.raises(
-        ValueError, match="one sequence, and a BERT's samples are made of sentences: .* --samples bert"
+        ValueError, match="one sequence, and a BERT's samples are made of sentences; .* --samples bert"
     ):
         build(store_recipe(store, 120, {"kind": "store"}, bert="sop"), tmp_path / "cache", quiet)
     write_store(store / "my_text_sentence", tokenizer, sentences=True)
@@ -534,7 +544,10 @@ def test_a_blend_adds_up_its_parts_and_takes_held_out_samples_by_weight(corpus_f
     corpus = build(make_recipe(None, blend=parts), tmp_path / "cache", quiet)
     assert corpus.summary["documents"] == DOCUMENTS + DOCUMENTS // 2
     assert [part["weight"] for part in corpus.summary["parts"]] == [2.0, 1.0]
-    texts = [corpus.tokenizer.decode(corpus.validation[i]).replace(END_OF_DOCUMENT, "") for i in range(6)]
+    texts = [
+        corpus.tokenizer.decode(corpus.validation.fields["window"][i]).replace(END_OF_DOCUMENT, "")
+        for i in range(6)
+    ]
     assert [text.isupper() for text in texts] == [False] * 4 + [True] * 2
     taken = corpus.tokenizer.batch_decode(corpus.train.take(range(300), 1)["window"])
     assert sum(text.replace(END_OF_DOCUMENT, "").isupper() for text in taken) == pytest.approx(100, abs=25)
@@ -557,7 +570,7 @@ def test_described_samples_show_segments_masks_and_padding(corpus_file, tmp_path
     cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
     continued = next(token for token in tokenizer.get_vocab() if token.startswith("##"))
     piece = tokenizer.convert_tokens_to_ids(continued)
-    fields = {
+    arrays = {
         "tokens": np.array([[cls, piece, mask, ba, piece, sep, de, sep, 0, 0]]),
         "token_types": np.array([[0, 0, 0, 0, 0, 0, 1, 1, 0, 0]]),
         "lengths": np.array([8]),
@@ -566,7 +579,7 @@ def test_described_samples_show_segments_masks_and_padding(corpus_file, tmp_path
         "predicted": np.array([2]),
         "sentence_labels": np.array([1]),
     }
-    assert describe(fields, 0, tokenizer, "sop").splitlines() == [
+    assert BertFields(arrays).describe(0, tokenizer, "sop").splitlines() == [
         "8 tokens (6 in A, 2 in B), 2 of padding; 2 predicted of at most 3",
         "sop label 1: A and B swapped",
         f"A: [CLS] {continued} [de->[MASK]] ba{continued[2:]} [SEP]",

@@ -1,4 +1,7 @@
-"""Files and hub datasets as documents; broken records come out of formats as such, and strict sources refuse them."""
+"""Files and hub datasets as documents.
+
+Broken records come out of formats as such, and strict sources refuse them.
+"""
 
 import bz2
 import gzip
@@ -15,35 +18,35 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
+from backports import zstd
 
 from data.prepare import pipeline
 from data.prepare.inputs import Cursor, Inputs
 from data.prepare.pipeline import TooManyBroken, check_broken
-from data.prepare.settings import Settings
+from data.prepare.settings import Settings, in_flags
 from data.prepare.tally import Step, Tally
 from data.sources import records, sentences
-from data.sources.documents import PackagedSource, open_source
 from data.sources.formats import wikipedia
 from data.sources.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
 from data.sources.formats.wikipedia import WikipediaFormat
 from data.sources.formats.wikitext import plain_text
 from data.sources.hub import Backoff, HubSource, is_temporary
-from data.sources.records import EXCERPT_BYTES, Broken, Raw, files_of, format_of
+from data.sources.opening import FileSource, PackagedSource, files_of, format_of, open_source
+from data.sources.records import EXCERPT_BYTES, Broken, Raw
 from data.vocabularies.published import read_tokenizer
 from data.vocabularies.trained import train_bpe, train_wordpiece
 from launch import prepare_data
-from launch.prepare_data import in_flags
+from launch.console import preparation_flags
+from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Data, Origin, Tokenizer
 
+ZSTD_OPTIONS = {zstd.CompressionParameter.content_size_flag: 0, zstd.CompressionParameter.checksum_flag: 1}
 COMPRESS = {
     "plain": lambda content: content,
     "gz": gzip.compress,
     "bz2": bz2.compress,
     "xz": lzma.compress,
-    "zst": lambda content: zstandard.ZstdCompressor(write_content_size=False, write_checksum=True).compress(
-        content
-    ),
+    "zst": lambda content: zstd.compress(content, options=ZSTD_OPTIONS),
 }
 
 
@@ -132,7 +135,6 @@ def test_a_broken_line_says_why_and_costs_only_itself(tmp_path, line, kind, reas
 
 
 def open_source_of(path, source="jsonl", **settings):
-    from data.sources.documents import FileSource
 
     limit = settings.pop("max_record_bytes", records.MAX_RECORD_BYTES)
     return FileSource(Origin(source=source, name=str(path), **settings), limit)
@@ -263,13 +265,16 @@ def test_parquet_that_cannot_be_used_counts_every_row(tmp_path):
 
 def page(title="A", text="Text.", ns="<ns>0</ns>", redirect="", model="wikitext") -> str:
     revisions = f"<revision><id>1</id><model>{model}</model><text>old</text></revision>"
-    latest = f'<revision>\n<id>2</id><model>{model}</model><text bytes="9" xml:space="preserve">{text}</text></revision>'
+    body = f'<text bytes="9" xml:space="preserve">{text}</text>'
+    latest = f"<revision>\n<id>2</id><model>{model}</model>{body}</revision>"
     return f"  <page>\n<title>{title}</title>\n{ns}<id>3</id>{redirect}{revisions}{latest}\n  </page>\n"
 
 
 def dump(*pages: str) -> bytes:
-    names = '<namespaces><namespace key="0" case="first-letter" /><namespace key="1" case="first-letter">Talk</namespace></namespaces>'
-    head = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="en">\n<siteinfo>{names}</siteinfo>\n'
+    main, talk = (f'<namespace key="{key}" case="first-letter"' for key in (0, 1))
+    names = f"<namespaces>{main} />{talk}>Talk</namespace></namespaces>"
+    root = '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="en">'
+    head = f"{root}\n<siteinfo>{names}</siteinfo>\n"
     return (head + "".join(pages) + "</mediawiki>\n").encode()
 
 
@@ -280,7 +285,8 @@ ARTICLE = """{{Infobox|a={{b|c}}
 ! head
 | cell [[link]]
 |}
-'''Café''' ({{lang-fr|x}}; 1 &amp;lt; 2) is a [[coffee house|house]]&lt;ref name="x"&gt;A note.&lt;/ref&gt;.&lt;!-- hidden --&gt;
+'''Café''' ({{lang-fr|x}}; 1 &amp;lt; 2) is a [[coffee house|house]]&lt;ref name="x"&gt;A note.\
+&lt;/ref&gt;.&lt;!-- hidden --&gt;
 [[File:a.jpg|thumb|A [[caption]]]]
 == History ==
 * An ''item''&amp;nbsp;here
@@ -418,7 +424,10 @@ def test_wikitext(wikitext, expected):
 )
 @pytest.mark.timeout(120)
 def test_a_pathological_page_does_not_hang(unit):
-    """A linear parser takes about a second. A quadratic one that needs 7 s for 20,000 (mwparserfromhell's case) would need ten minutes."""
+    """A linear parser takes about a second.
+
+    A quadratic one that needs 7 s for 20,000 (mwparserfromhell's case) would need ten minutes.
+    """
     plain_text(unit * 200_000)
 
 
@@ -437,7 +446,7 @@ def test_names_are_globs_sorted_and_no_directories(tmp_path, monkeypatch):
     assert names("~/[ab].jsonl*") == ["a.jsonl.gz", "b.jsonl"]
     assert names(f"{tmp_path}/**/*.jsonl") == ["b.jsonl", "deep/er/c.jsonl", "x[1].jsonl"]
     assert names(f"{tmp_path}/x[1].jsonl") == ["x[1].jsonl"], "a name that exists is no glob"
-    with pytest.raises(ValueError, match=r"is a directory: name the files in it, e.g. .*deep/\*.jsonl"):
+    with pytest.raises(ValueError, match=r"is a directory; name the files in it, e.g. .*deep/\*.jsonl"):
         names(f"{tmp_path}/deep")
     with pytest.raises(ValueError, match="absent.*: no such file .*glob of jsonl files"):
         names("absent*.jsonl")
@@ -618,7 +627,7 @@ def test_broken_records_of_the_hub_come_out_as_such_and_strict_readers_refuse_th
         with pytest.raises(ValueError, match="a/b/train, document 1: NUL bytes.*prepare_data"):
             next(documents)
 
-    monkeypatch.setattr("data.sources.documents.open_source", lambda origin: source)
+    monkeypatch.setattr("data.prepare.inputs.hub_source", lambda origin: source)
     origin = Origin(source="hub", name="a/b")
     inputs = Inputs(Settings((origin,), "gpt", Tokenizer(kind="gpt2")))
     items = [item for _, item in inputs.records(Cursor())]
@@ -629,9 +638,12 @@ def test_broken_records_of_the_hub_come_out_as_such_and_strict_readers_refuse_th
 
 def test_prepare_data_names_its_flags_where_the_libraries_name_keys_of_a_recipe(tmp_path):
     def message(use) -> str:
-        with pytest.raises((ValueError, TooManyBroken)) as refused:
+        with pytest.raises((ProblemsError, TooManyBroken)) as refused:
             use()
-        return in_flags(refused.value)
+        if isinstance(refused.value, TooManyBroken):
+            return str(refused.value)
+        (problem,) = refused.value.problems
+        return problem.render(in_flags)
 
     def no_script():
         raise RuntimeError("Dataset scripts are no longer supported")
@@ -666,16 +678,21 @@ def test_prepare_data_names_its_flags_where_the_libraries_name_keys_of_a_recipe(
         assert part in found[1]
     (tmp_path / "a.jsonl").write_bytes(b'{"body": "x"}\n')
     (item,) = JsonlFormat().frame(tmp_path / "a.jsonl")
-    assert in_flags(JsonlFormat().parse(item).reason) == "no field 'text': set --text_column to one of body"
-    assert in_flags("set data.tokenizer.kind=file and data.tokenizer.path, or data.tokenizer.kind=gpt2") == (
-        "set --tokenizer file:PATH, or --tokenizer gpt2"
-    )
+    assert JsonlFormat().parse(item).render(in_flags) == "no field 'text': set --text_column to one of body"
+    assert in_flags(Setting("data.tokenizer.kind", "gpt2")) == "--tokenizer gpt2"
 
 
-@pytest.mark.parametrize(("error", "code"), [(ValueError, 2), (TooManyBroken, 1)])
-def test_the_command_refuses_in_its_own_flags(monkeypatch, capsys, error, code):
+@pytest.mark.parametrize(
+    ("error", "problem", "code"),
+    [
+        (ProblemsError, [Problem("", ("set ", Key("data.text_column"), " to one of body"))], 2),
+        (ValueError, "set --text_column to one of body", 2),
+        (TooManyBroken, "set --text_column to one of body", 1),
+    ],
+)
+def test_the_command_refuses_in_its_own_flags(monkeypatch, capsys, error, problem, code):
     def refuse(*_):
-        raise error("set data.text_column to one of body")
+        raise error(problem)
 
     monkeypatch.setattr(prepare_data, "start_imports", lambda: None)
     monkeypatch.setattr(prepare_data.quiet, "quiet_libraries", lambda: None)
@@ -688,7 +705,7 @@ def test_the_command_refuses_in_its_own_flags(monkeypatch, capsys, error, code):
 
 def test_the_revision_is_a_flag():
     flags = ["--source", "hub", "--name", "a/b", "--revision", "main", "--tokenizer", "gpt2", "--out", "x"]
-    settings = prepare_data.settings_of(prepare_data.build_parser().parse_args(flags))
+    settings = preparation_flags.settings_of(prepare_data.build_parser().parse_args(flags))
     assert settings.origin.revision == "main" == settings.deciding()["revision"]
 
 
@@ -759,7 +776,7 @@ def test_without_network_nothing_is_tried_again():
     ):
         with pytest.raises(
             ValueError,
-            match="a/b/train: tried load_dataset.*Couldn't reach.*how|a/b/train: tried .*go on without the hub",
+            match="a/b/train: tried load_dataset.*Couldn't reach.*|a/b/train: tried .*do without the hub",
         ):
             read(HubSource("a/b", open_stream=no_network, backoff=pauses.backoff()))
     assert not pauses

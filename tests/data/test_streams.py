@@ -1,6 +1,7 @@
 """Streams: batches do not depend on ranks, workers or resumes, and each rank reads its own files.
 
-Most tests read a made-up source, whose "text" is the tokens themselves, so that what comes out can be traced back. The hub's
+Most tests read a made-up source, whose "text" is the tokens themselves, so that what comes out can be traced
+back. The hub's
 code path is run on local files: `load_dataset("json", streaming=True)` gives the same kind of object.
 """
 
@@ -18,15 +19,18 @@ from data.batches import batch_digest
 from data.corpus import build
 from data.loader import StepBatches, merge_states
 from data.samples.bert import BertSettings, stack
+from data.samples.gpt import GptFields
 from data.samples.masking import BertVocabulary
 from data.sources.documents import Document
 from data.sources.hub import Backoff, HubSource
 from data.split_rule import part_of
 from data.splits import streamed as stream_parts
-from data.streams.bert_lane import REMEMBERED, BertLane
-from data.streams.lanes import GptLane, LaneReader, lane_count
+from data.streams.bert import REMEMBERED, BertLane
+from data.streams.gpt import GptLane
+from data.streams.lanes import LaneReader, lane_count
 from data.streams.samples import Lanes, StreamedSamples
-from data.vocabularies.vocabulary import Encoder, gpt2_tokenizer
+from data.vocabularies.encoder import Encoder
+from data.vocabularies.published import gpt2_tokenizer
 from recipes.schema import Masking, Recipe
 
 Layout = namedtuple("Layout", "micro accumulation dp global_batch")
@@ -99,7 +103,7 @@ def streamed(source, kind="gpt", global_batch=GLOBAL, lanes=None, say=print):
         return GptLane(reader, T) if kind == "gpt" else BertLane(reader, number, settings, WORDS)
 
     def stacked(items):
-        return {"window": np.stack(items)} if kind == "gpt" else stack(items, WORDS, settings)
+        return GptFields(window=np.stack(items)) if kind == "gpt" else stack(items, WORDS, settings)
 
     return StreamedSamples(Lanes(source, count, open_lane, stacked), T, global_batch, say)
 
@@ -157,7 +161,10 @@ def test_a_stream_skips_forward_and_goes_back():
 
 
 def run_with_resumes(sizes, kind, steps, plan, workers):
-    """Digests of steps, the run being cut and continued under another layout after every count in `plan`; and the lanes' lines."""
+    """Digests of steps, the run being cut and continued under another layout after every count in `plan`.
+
+    And the lanes' lines.
+    """
     digests, said, state = [], [], None
     for number, (layout, count) in enumerate(plan):
         samples = streamed(Made(sizes), kind, say=said.append)
@@ -300,7 +307,7 @@ def test_a_lane_whose_files_are_too_short_reads_all_files():
 def test_a_stream_shorter_than_a_sample_is_refused():
     with pytest.raises(
         ValueError,
-        match="training documents have 8 tokens, and one sample of sequence_length=16 needs 17: give more",
+        match="training documents have 8 tokens, and one sample of sequence_length=16 needs 17; give more",
     ):
         streamed(Made([2, 0], longest=10)).take([0], seed=1)
     with pytest.raises(ValueError, match="made: the training documents have no text"):

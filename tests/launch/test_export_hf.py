@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from data.corpus import build
-from data.vocabularies.vocabulary import train_bpe, vocabulary_digest
+from data.vocabularies.trained import train_bpe
+from data.vocabularies.vocabulary import vocabulary_digest
 from launch import export_hf
 from launch.checkpoints.weights import load_tensors
 from launch.runs import vocabulary

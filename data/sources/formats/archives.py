@@ -1,4 +1,4 @@
-"""Files as they are without compression, read as a stream: gzip, bzip2, xz, Zstandard or none."""
+"""Compressed files read as a stream: gzip, bzip2, xz, Zstandard, or files without compression."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
 
-READ_ERRORS = (
-    EOFError,
-    OSError,
-    zlib.error,
-    lzma.LZMAError,
-)  # what reading a cut off or damaged archive raises
+from backports import zstd  # in Python 3.14's standard library: compression.zstd
+
+# What reading a damaged or cut archive raises.
+READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 _BUFFER = 1 << 20
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_BZIP2_BLOCKS = (
+    b"\x31\x41\x59\x26\x53\x59",
+    b"\x17\x72\x45\x38\x50\x90",
+)  # the first block, or the end of an empty file
+_LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}  # as `zstd --long=31` writes
 
 
 @contextmanager
-def decompressed(path: Path) -> Iterator[BinaryIO]:
-    """The file's content, whatever it is compressed with: its first bytes tell, not its name.
+def decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
+    """The file's content.
+
+    Its first bytes tell the compression, not its name; archives of several parts are read whole.
 
     Raises:
         ValueError: the file cannot be opened.
@@ -32,76 +35,28 @@ def decompressed(path: Path) -> Iterator[BinaryIO]:
     with opened(path) as file:
         head = file.read(10)
         file.seek(0)
+        content: io.BufferedIOBase = file
         if head.startswith(b"\x1f\x8b"):
-            content: Any = gzip.GzipFile(fileobj=file)
-        elif head.startswith(b"BZh") and head[4:] in (
-            b"\x31\x41\x59\x26\x53\x59",
-            b"\x17\x72\x45\x38\x50\x90",
-        ):
-            content = bz2.open(file)  # noqa: SIM115  closed below
+            content = gzip.GzipFile(fileobj=file)
+        elif head.startswith(b"BZh") and head[4:] in _BZIP2_BLOCKS:
+            content = bz2.BZ2File(file)
         elif head.startswith(b"\xfd7zXZ\0"):
-            content = lzma.open(file)  # noqa: SIM115
-        elif head.startswith(_ZSTD_MAGIC) or (
-            head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
-        ):  # frame; skippable frame
-            content = io.BufferedReader(_ZstdReader(file), _BUFFER)
-        else:
-            content = file
+            content = lzma.LZMAFile(file)  # noqa: SIM115 - closed below
+        elif head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
+            content = zstd.ZstdFile(file, options=_LONG_WINDOWS)  # a frame, or a skippable one
         with content:
             yield content
 
 
-def opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> io.BufferedReader:
+    """The file as it is.
+
+    Raises:
+        ValueError: it cannot be opened.
+    """
     try:
-        return open(path, "rb", buffering=_BUFFER)
+        return io.BufferedReader(io.FileIO(path), _BUFFER)
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be opened ({error.strerror}): check the path and its permissions"
         ) from error
-
-
-class _ZstdReader(io.RawIOBase):
-    """Zstandard frames, one after the other. The library's own reader takes a cut-off frame for a whole one."""
-
-    _FEED = 4 << 10  # compressed bytes at once: 4 of them can stand for 128 KiB
-
-    def __init__(self, file: BinaryIO):
-        import zstandard
-
-        self._file, self._error = file, zstandard.ZstdError
-        self._library = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
-        self._frame: Any = None
-        self._output = memoryview(b"")
-        self._damage: OSError | None = None  # met behind the output that is still to be read
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        while not self._output:
-            if self._damage:
-                raise self._damage
-            feed = self._file.read(self._FEED)
-            if not feed:
-                if self._frame:
-                    raise EOFError("the last zstandard frame is cut off")
-                return 0
-            self._output = memoryview(self._decompress(feed))
-        size = min(len(target), len(self._output))
-        target[:size] = self._output[:size]
-        self._output = self._output[size:]
-        return size
-
-    def _decompress(self, feed: bytes) -> bytes:
-        output = []
-        while feed:
-            self._frame = self._frame or self._library.decompressobj()
-            try:
-                output.append(self._frame.decompress(feed))
-            except self._error as error:
-                self._damage = OSError(f"zstandard: {error}")
-                break
-            feed = b""
-            if self._frame.eof:
-                feed, self._frame = self._frame.unused_data, None
-        return b"".join(output)

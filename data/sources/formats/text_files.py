@@ -10,7 +10,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data.sources.formats.archives import READ_ERRORS, decompressed, opened
-from data.sources.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Broken, Raw, broken, clean_unicode, decoded
+from data.sources.records import (
+    EXCERPT_BYTES,
+    MAX_RECORD_BYTES,
+    Broken,
+    Raw,
+    broken,
+    choose_column,
+    damaged,
+    decoded,
+    field_text,
+    too_large,
+    unusable,
+)
+from recipes.problems import Setting, Text
 
 _PIECE = 1 << 20
 
@@ -26,40 +39,20 @@ class JsonlFormat:
         return islice(_or_empty(path, self._records(path)), start, None)
 
     def _records(self, path: Path) -> Iterator[Raw | Broken]:
-        for number, line in lines(path, self.max_record_bytes):
+        for number, line in numbered_lines(path, self.max_record_bytes):
             if isinstance(line, Broken):
                 yield line
             elif line.strip():
                 yield Raw(str(path), number, line)
 
     def parse(self, raw: Raw) -> str | Broken | None:
-        text = decoded(raw)
-        if isinstance(text, Broken):
+        if isinstance(text := decoded(raw), Broken):
             return text
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:  # RecursionError: brackets nested by the thousand
-            return broken(
-                raw.file, raw.number, f"not a JSON object: {error}: every line must be one", raw.payload
-            )
+            return unusable(raw, "not a JSON object", f"{error}: every line must be one")
         return field_text(record, self.text_column, raw)
-
-
-def field_text(record: Any, column: str, raw: Raw) -> str | Broken | None:
-    """The document in a parsed record."""
-    if not isinstance(record, dict):
-        reason = f"no JSON object: a JSON {type(record).__name__} where an object with a text field is needed"
-    elif column not in record:
-        reason = (
-            f"no field {column!r}: set data.text_column to one of {', '.join(sorted(map(str, record))[:20])}"
-        )
-    elif not isinstance(record[column], str):
-        reason = f"field {column!r} is {type(record[column]).__name__}, not a string: set data.text_column to the text field"
-    elif "\0" in record[column]:
-        reason = f"NUL bytes: {record[column].count(chr(0))} in field {column!r}"
-    else:
-        return clean_unicode(record[column]) or None
-    return broken(raw.file, raw.number, reason, raw.payload)
 
 
 @dataclass(frozen=True)
@@ -85,16 +78,15 @@ class TextFormat:
             yield damaged(path, 1, error)
             return
         if size > limit:
-            yield too_large(
-                path, 1, content, size, limit, "; a file of many documents needs data.documents=blank_line"
-            )
+            hint = ("; a file of many documents needs ", Setting("data.documents", "blank_line"))
+            yield too_large(path, 1, content, size, limit, hint)
         elif content:
             yield Raw(str(path), 1, content)
 
     def _blocks(self, path: Path) -> Iterator[Raw | Broken]:
         """Blocks of lines; the number is that of the first line."""
         block, first, size = bytearray(), 0, 0
-        for number, line in lines(path, self.max_record_bytes):
+        for number, line in numbered_lines(path, self.max_record_bytes):
             blank = not isinstance(line, Broken) and not line.strip()
             if not blank and not size:
                 first = number
@@ -170,26 +162,26 @@ class ParquetFormat:
                         row += 1
                         yield self._record(path, row, value)
                 except (pa.ArrowException, OSError) as error:
-                    reason = f"damaged file: row group {group} cannot be read ({error}): fetch the file again"
+                    reason = (
+                        "damaged file",
+                        f"row group {group} cannot be read ({error}): fetch the file again",
+                    )
             # Every row that is lost is counted, so that a report knows the share.
             if reason:
-                yield from (broken(path, number, reason) for number in range(row + 1, end + 1))
+                yield from (broken(path, number, *reason) for number in range(row + 1, end + 1))
 
-    def _column_problem(self, file: Any) -> str | None:
+    def _column_problem(self, file: Any) -> tuple[str, Text] | None:
+        """(kind, detail) of what makes every row broken."""
         import pyarrow.types as types
 
         schema = file.schema_arrow
         if self.text_column not in schema.names:
-            return f"no field {self.text_column!r}: set data.text_column to one of {', '.join(sorted(schema.names))}"
+            return f"no field {self.text_column!r}", choose_column(sorted(schema.names))
         kind = schema.field(self.text_column).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
-        if not any(
-            check(kind)
-            for check in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-        ):
-            return (
-                f"field {self.text_column!r} is {kind}, not a string: set data.text_column to the text field"
-            )
+        texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+        if not any(is_text(kind) for is_text in texts):
+            return f"field {self.text_column!r} is {kind}, not a string", choose_column(())
         return None
 
     def _values(self, file: Any, group: int) -> Iterator[bytes | None]:
@@ -215,8 +207,10 @@ class ParquetFormat:
         return decoded(raw) or None
 
 
-def lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken]]:
-    """Numbered lines (from 1), decompressed. A line of more than `limit` bytes is passed over in pieces.
+def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken]]:
+    """The file's lines, numbered from 1, decompressed.
+
+    A line of more than `limit` bytes is passed over in pieces.
 
     Where the file cannot be read on, the last item is a `Broken` of size 0.
     """
@@ -244,21 +238,3 @@ def _or_empty(path: Path, records: Iterator[Raw | Broken]) -> Iterator[Raw | Bro
     first = next(records, None)
     yield first or broken(path, 1, "empty file")
     yield from records
-
-
-def damaged(path: Path, number: int, error: BaseException | str) -> Broken:
-    """What stands for the rest of a file that cannot be read on."""
-    return broken(
-        path,
-        number,
-        f"damaged file: cannot be read to its end ({error}): it is cut off or damaged; fetch it again",
-    )
-
-
-def too_large(
-    path: Path, number: int, payload: bytes | bytearray, size: int, limit: int, hint: str = ""
-) -> Broken:
-    """What stands for a record of `size` bytes that begins with `payload`."""
-    return broken(
-        path, number, f"too large: {size:,} bytes where a record has at most {limit:,}{hint}", payload, size
-    )

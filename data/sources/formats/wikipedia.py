@@ -1,7 +1,10 @@
-"""Wikipedia's pages-articles dumps as records: the latest text of every article, without redirects, talk pages and templates.
+"""Wikipedia's pages-articles dumps as records.
 
-A dump is cut at its <page> tags before anything is parsed as XML. So reading stays as fast as decompression, worker processes
-parse the pages, and a damaged page costs that page; an XML parser over the whole file would lose all that follows.
+The latest text of every article, without redirects, talk pages and templates.
+
+A dump is cut at its <page> tags before anything is parsed as XML. So reading stays as fast as decompression,
+worker processes parse the pages, and a damaged page costs that page; an XML parser over the whole file would
+lose all that follows.
 """
 
 from __future__ import annotations
@@ -9,15 +12,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 from xml.etree import ElementTree
 
 from data.sources.formats.archives import READ_ERRORS, decompressed
-from data.sources.formats.text_files import damaged, too_large
 from data.sources.formats.wikitext import Pathological, plain_text
-from data.sources.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Broken, Raw, broken
+from data.sources.records import (
+    EXCERPT_BYTES,
+    MAX_RECORD_BYTES,
+    Broken,
+    Raw,
+    broken,
+    damaged,
+    too_large,
+    unusable,
+)
 
 _OPEN, _CLOSE, _END = b"<page>", b"</page>", b"</mediawiki>"
 _BLOCK = 1 << 20
@@ -28,9 +39,10 @@ _TITLE = re.compile(rb"<title>([^<]*)</title>")
 
 @dataclass(frozen=True)
 class WikipediaFormat:
-    """pages-articles XML in UTF-8, as https://www.mediawiki.org/xml/export-0.11.xsd and its predecessors describe it.
+    """pages-articles XML in UTF-8.
 
-    Records are the pages of namespace 0 that are no redirects; they are numbered among all pages of the file.
+    Described by https://www.mediawiki.org/xml/export-0.11.xsd and its predecessors. Records are the pages of
+    namespace 0 that are no redirects; they are numbered among all pages of the file.
     """
 
     max_record_bytes: int = MAX_RECORD_BYTES
@@ -45,8 +57,12 @@ class WikipediaFormat:
                 scanner = _Scanner(file)
                 head = scanner.until(_OPEN, _BLOCK)
                 if not head.found:
-                    reason = "no <page>: not a pages-articles dump in UTF-8" if head.size else "empty file"
-                    yield broken(path, 1, reason, head.kept, head.size)
+                    why = (
+                        ("no <page>", "not a pages-articles dump in UTF-8")
+                        if head.size
+                        else ("empty file", "")
+                    )
+                    yield broken(path, 1, *why, head.kept, head.size)
                     return
                 others = frozenset(_NAMESPACE_NAME.findall(head.kept))
                 while True:
@@ -54,13 +70,8 @@ class WikipediaFormat:
                     gap = scanner.until(_OPEN, EXCERPT_BYTES)
                     between = gap.kept.removesuffix(_OPEN).strip()
                     if between and not between.startswith(_END):
-                        yield broken(
-                            path,
-                            number,
-                            "text between pages: a <page> tag is damaged, pages may be lost",
-                            between,
-                            gap.size,
-                        )
+                        why = ("text between pages", "a <page> tag is damaged, pages may be lost")
+                        yield broken(path, number, *why, between, gap.size)
                     if not gap.found:
                         if not between.startswith(_END):
                             yield damaged(path, number + 1, "no </mediawiki> at the end")
@@ -73,12 +84,12 @@ class WikipediaFormat:
         """The page that the span holds; beginnings of pages before it, without an end, are broken."""
         page = span.kept
         if (last := page.rfind(_OPEN)) >= 0:
-            yield broken(path, number, "page without an end: the next one begins within it", page[:last])
+            yield broken(path, number, "page without an end", "the next one begins within it", page[:last])
             page = page[last + len(_OPEN) :]
         if span.size > self.max_record_bytes:
             yield too_large(path, number, page, span.size, self.max_record_bytes)
         elif not span.found:
-            yield broken(path, number, "page without an end: the file ends within it", page, span.size)
+            yield broken(path, number, "page without an end", "the file ends within it", page, span.size)
         elif _is_article(page, others):
             yield Raw(str(path), number, _OPEN + page)
 
@@ -86,17 +97,17 @@ class WikipediaFormat:
         try:
             page = ElementTree.fromstring(raw.payload)
         except ElementTree.ParseError as error:
-            return broken(raw.file, raw.number, f"malformed XML: {error} of the page", raw.payload)
+            return unusable(raw, "malformed XML", f"{error} of the page")
         revisions = page.findall("revision")
         if not revisions:
-            return broken(raw.file, raw.number, "page without a <revision>: nothing to read", raw.payload)
+            return unusable(raw, "page without a <revision>", "nothing to read")
         latest = revisions[-1]
         if latest.findtext("model", "wikitext") != "wikitext":  # scripts, style sheets, JSON
             return None
         try:
             return plain_text(latest.findtext("text") or "") or None
         except Pathological as error:
-            return broken(raw.file, raw.number, f"wikitext: {error}", raw.payload)
+            return unusable(raw, "wikitext", str(error))
 
 
 def _is_article(page: bytes, others: frozenset[bytes]) -> bool:
@@ -124,7 +135,7 @@ class _Span:
 class _Scanner:
     """Reads a file from marker to marker in blocks."""
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: BufferedIOBase):
         self._file = file
         self._block, self._at = b"", 0
 
@@ -141,7 +152,7 @@ class _Scanner:
             self._at = end
             if found >= 0:
                 return _Span(bytes(kept), size, True)
-            more = self._file.read1(_BLOCK)  # type: ignore[attr-defined]  # every kind of `decompressed` has it
+            more = self._file.read1(_BLOCK)
             if not more:
                 rest = self._block[end:]
                 self._block, self._at = b"", 0

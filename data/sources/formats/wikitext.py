@@ -1,8 +1,10 @@
-"""Wikitext as plain text: what a reader of the article sees, without tables, infoboxes, notes, formulas and pictures.
+"""Wikitext as plain text.
 
-Every step takes time linear in the text, whatever the text is. (mwparserfromhell 0.7.2 needs 7 s for 60 KB of "<b>" and 10 s
-for 60 KB of "{|", growing with the square; one such page would hold up a whole run.) Patterns therefore never scan past the
-next bracket or line end, and what nests is matched with a stack.
+What a reader of the article sees, without tables, infoboxes, notes, formulas and pictures.
+
+Every step takes time linear in the text, whatever the text is. (mwparserfromhell 0.7.2 needs 7 s for 60 KB of
+"<b>" and 10 s for 60 KB of "{|", growing with the square; one such page would hold up a whole run.) Patterns
+therefore never scan past the next bracket or line end, and what nests is matched with a stack.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import html
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 MAX_DEPTH = 40  # links within links; MediaWiki's own limit for templates
 
@@ -42,37 +44,11 @@ _DASHES = {"snd": " – ", "spaced ndash": " – ", "ndash": "–", "mdash": "�
 _BRACES = re.compile(r"\{{2,}|\}{2,}|(?m:^[ \t:]*)\{\||(?m:^[ \t]*)\|\}")
 _LINK_BRACKETS = re.compile(r"\[\[|\]\]|\n[ \t]*\n")
 _LANGUAGE_LINK = re.compile(r"(?:[a-z]{2,3}|simple|[a-z]{2,3}-[a-z-]{2,10})\Z")
-_DROPPED_LINKS = frozenset(
-    [
-        *(
-            "file",
-            "image",
-            "media",
-            "category",
-            "datei",
-            "bild",
-            "kategorie",
-            "fichier",
-            "catégorie",
-            "archivo",
-            "imagen",
-            "categoría",
-        ),
-        *(
-            "ficheiro",
-            "imagem",
-            "categoria",
-            "immagine",
-            "bestand",
-            "afbeelding",
-            "categorie",
-            "plik",
-            "grafika",
-            "kategoria",
-        ),
-        *("файл", "изображение", "категория"),
-    ]
+_PICTURES_AND_CATEGORIES = (
+    "file image media category datei bild kategorie fichier catégorie archivo imagen categoría ficheiro "
+    "imagem categoria immagine bestand afbeelding categorie plik grafika kategoria файл изображение категория"
 )
+_DROPPED_LINKS = frozenset(_PICTURES_AND_CATEGORIES.split())
 _EXTERNAL_LINK = re.compile(r"\[(?:https?:|ftp:|mailto:|news:|//)([^\[\]\n]*)\]", re.IGNORECASE)
 _QUOTES = re.compile(r"'{2,}")
 _MAGIC_WORD = re.compile(r"__[A-Z]{3,40}__")
@@ -83,30 +59,12 @@ _REMAINS = (  # (what dropped markup leaves, what takes its place)
     (re.compile(r" ?\(\)| ?\[\]"), ""),
     (re.compile(r" ([,.;:)](?!\w))"), r"\1"),
 )
-_DROPPED_SECTIONS = frozenset(
-    [
-        *(
-            "references",
-            "external links",
-            "see also",
-            "further reading",
-            "notes",
-            "notes and references",
-            "references and notes",
-        ),
-        *(
-            "bibliography",
-            "sources",
-            "footnotes",
-            "citations",
-            "works cited",
-            "general references",
-            "explanatory notes",
-            "gallery",
-        ),
-        *("external link", "further information", "references and sources", "sources and references"),
-    ]
+_NO_PROSE = (
+    "references|external links|external link|see also|further reading|further information|notes|"
+    "notes and references|references and notes|references and sources|sources and references|bibliography|"
+    "sources|footnotes|citations|works cited|general references|explanatory notes|gallery"
 )
+_DROPPED_SECTIONS = frozenset(_NO_PROSE.split("|"))
 
 
 class Pathological(ValueError):
@@ -114,7 +72,9 @@ class Pathological(ValueError):
 
 
 def plain_text(wikitext: str) -> str:
-    """The text of an article: paragraphs and headings between blank lines, an item of a list per line; "" for a redirect.
+    """The text of an article: paragraphs and headings between blank lines, an item of a list per line.
+
+    "" for a redirect.
 
     Raises:
         Pathological: links are nested more than `MAX_DEPTH` deep.
@@ -160,7 +120,9 @@ def _elements(text: str, tag: re.Pattern[str]) -> Iterator[tuple[int, int]]:
             yield match.start(), end
 
 
-def _replace_spans(text: str, spans: Iterable[tuple[int, int]], replace=lambda inside: "") -> str:
+def _replace_spans(
+    text: str, spans: Iterable[tuple[int, int]], replace: Callable[[str], str] = lambda inside: ""
+) -> str:
     """The text with ordered, disjoint spans replaced."""
     parts, at = [], 0
     for start, end in spans:
@@ -229,7 +191,7 @@ def _outermost(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _resolve_links(text: str) -> str:
-    """The text with every [[link]] replaced by what it shows. Links end with their paragraph, pictures need not."""
+    """The text with every [[link]] replaced by what it shows. Only pictures outlast their paragraph."""
     frames: list[list[str]] = [[]]  # text of the open links, outermost first
     at = 0
     for match in _LINK_BRACKETS.finditer(text):
@@ -281,12 +243,12 @@ def _shown(link: str) -> str:
 
 
 def _apostrophes(match: re.Match[str]) -> str:
-    """What is left of a run of apostrophes: 2 are italic, 3 bold, 5 both, and those beyond are apostrophes."""
+    """What is left of a run of apostrophes: 2 are italic, 3 bold, 5 both, more are apostrophes."""
     return "'" * {2: 0, 3: 0, 4: 1, 5: 0}.get(len(match[0]), len(match[0]) - 5)
 
 
 def _paragraphs(lines: list[str]) -> str:
-    """The lines without their list markers, remains of tables, dropped sections, and headings that nothing follows."""
+    """The lines without list markers, remains of tables, dropped sections and empty headings."""
     blocks: list[str] = []  # pieces of text and the newlines that follow them
     headings: list[tuple[int, str]] = []  # (level, title), with no text under them so far
     dropped, after_item = (
@@ -336,7 +298,7 @@ def _heading(line: str) -> tuple[int, str] | None:
 
 
 def _clean(line: str) -> str:
-    """A line with its entities resolved and without what dropped markup leaves: empty brackets, spaces before commas."""
+    """A line with entities resolved, without empty brackets and spaces before commas."""
     for bracket in ("{{", "}}", "[[", "]]"):  # without a partner; those of <nowiki> are entities still
         line = line.replace(bracket, "")
     line = _SPACES.sub(" ", html.unescape(line).replace("\n", " "))

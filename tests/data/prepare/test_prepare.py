@@ -1,4 +1,7 @@
-"""launch/prepare_data.py and data/prepare/: what comes out, what is left out and said, and that no end in between shows."""
+"""launch/prepare_data.py and data/prepare/.
+
+What comes out, what is left out and said, and that no end in between shows.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -18,8 +22,9 @@ import pytest
 from launching import ROOT, environment
 
 from data.prepare import pipeline
+from data.prepare.pool import WorkerDied
 from data.prepare.settings import Settings
-from data.sources.documents import packaged_files
+from data.sources.opening import packaged_files
 from data.stores.indexed import open_store
 from data.vocabularies.published import read_tokenizer
 from data.vocabularies.trained import train_wordpiece, wordpiece_tokenizer
@@ -112,8 +117,8 @@ def corpus(texts, tmp_path_factory) -> Path:
         [*good[:20], good[3], edited(good[5], 3), "Too short to keep.", edited(good[6], 40)],
     )
     german = (
-        "Die Bundesregierung hat heute beschlossen, dass die Steuern im nächsten Jahr nicht erhöht werden sollen. "
-        * 12
+        "Die Bundesregierung hat heute beschlossen, dass die Steuern im nächsten Jahr nicht erhöht werden "
+        "sollen. " * 12
     )
     write_jsonl(
         folder / "b.jsonl",
@@ -146,10 +151,9 @@ def evaluation(texts, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def full(corpus, vocabulary, evaluation) -> Settings:
     """All steps, over all kinds of records."""
-    return settings(
-        corpus / "*", vocabulary, decontaminate=(str(evaluation),), max_broken=0.2, max_record_mb=1, write_articles=True,
-        write_sentences=True,
-    )  # fmt: skip
+    written = {"write_articles": True, "write_sentences": True}
+    sets = (str(evaluation),)
+    return settings(corpus / "*", vocabulary, decontaminate=sets, max_broken=0.2, max_record_mb=1, **written)
 
 
 @pytest.fixture(scope="module")
@@ -162,13 +166,16 @@ def test_everything_planted_is_found_and_nothing_else(finished, texts):
     out, report = finished
     found = dropped(report)
     shorter_gzip = report["steps"]["read"]["documents_out"] - (24 + 23)
+    kinds = ("not a JSON object", "invalid UTF-8", "no field 'text'", "NUL bytes", "too large", "empty file")
     assert found == {
-        "broken: not a JSON object": 1, "broken: invalid UTF-8": 1, "broken: no field 'text'": 1, "broken: NUL bytes": 1,
-        "broken: too large": 1, "broken: empty file": 1, "broken: damaged file": 1, "not a document (empty, a redirect)": 1,
-        "language is not en": 1, "fewer than 20 tokens": 1,
+        **{f"broken: {kind}": 1 for kind in (*kinds, "damaged file")},
+        "not a document (empty, a redirect)": 1,
+        "language is not en": 1,
+        "fewer than 20 tokens": 1,
         found_contaminated(found): 1,
-        "exact copy of an earlier document": 1, "near-duplicate of an earlier document": 2,
-    }  # fmt: skip
+        "exact copy of an earlier document": 1,
+        "near-duplicate of an earlier document": 2,
+    }
     assert shorter_gzip > 5  # what could be read of the truncated archive
     assert report["store"]["documents"] == 40 - 1 + 2 + shorter_gzip
     assert report["broken"]["records"] == 7
@@ -212,8 +219,10 @@ def test_rejected_records_are_kept_aside_with_file_and_line(finished, corpus):
     assert ("c.jsonl", 1) in broken and any(name == "d.jsonl.gz" for name, _ in broken)
     duplicates = {(Path(d["file"]).name, d["number"]): d for d in lines(out / "rejected/deduplicate.jsonl")}
     assert {key: (d["of"]["number"], d["reason"].split()[0]) for key, d in duplicates.items()} == {
-        ("a.jsonl", 21): (4, "exact"), ("a.jsonl", 22): (6, "near-duplicate"), ("b.jsonl", 22): (4, "near-duplicate"),
-    }  # fmt: skip
+        ("a.jsonl", 21): (4, "exact"),
+        ("a.jsonl", 22): (6, "near-duplicate"),
+        ("b.jsonl", 22): (4, "near-duplicate"),
+    }
     (contaminated,) = lines(out / "rejected/decontaminate.jsonl")
     assert contaminated["number"] == 12 and len(contaminated["detail"].split()) >= 13
 
@@ -239,7 +248,7 @@ def test_result_does_not_depend_on_workers(full, finished, tmp_path, workers):
 
 
 def test_stopped_at_every_commit_and_continued(full, finished, tmp_path, monkeypatch):
-    """Whatever rename is the last one that a run does, the next run ends with the same files, and OUT is there whole or not at all."""
+    """Whatever rename is a run's last one, the next run ends with the same files; OUT is whole or absent."""
 
     class Stop(BaseException):
         pass
@@ -272,11 +281,18 @@ def test_stopped_at_every_commit_and_continued(full, finished, tmp_path, monkeyp
 def command(chosen: Settings, out: Path) -> list[str]:
     flags = [
         "--source", "jsonl", "--name", *(str(o.name) for o in chosen.origins), "--samples", chosen.samples,
-        "--tokenizer", f"file:{chosen.tokenizer.path}", "--min_tokens", chosen.min_tokens, "--decontaminate", *chosen.decontaminate,
-        "--max_broken", chosen.max_broken, "--max_record_mb", chosen.max_record_mb, "--write_articles", "--write_sentences",
+        "--tokenizer", f"file:{chosen.tokenizer.path}", "--min_tokens", chosen.min_tokens,
+        "--decontaminate", *chosen.decontaminate, "--max_broken", chosen.max_broken,
+        "--max_record_mb", chosen.max_record_mb, "--write_articles", "--write_sentences",
         "--workers", 2, "--chunk_mb", 0.2, "--out", out,
     ]  # fmt: skip
     return [sys.executable, str(ROOT / "launch/prepare_data.py"), *map(str, flags)]
+
+
+def descendants(process: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    children = map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
+    return [found for child in children for found in (child, *descendants(child))]
 
 
 def test_killed_and_continued(full, vocabulary, evaluation, texts, tmp_path):
@@ -304,11 +320,16 @@ def test_killed_and_continued(full, vocabulary, evaluation, texts, tmp_path):
             and time.monotonic() < deadline
         ):
             time.sleep(0.005)
+        workers = descendants(process.pid)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
         assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 143), said
         assert not out.exists()
-    assert "the same command goes on" in said
+        deadline = time.monotonic() + 20
+        while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()], "it leaves no process"
+    assert "the same command resumes" in said
     found = len(list(chunks.rglob("*.chunk")))
     done = subprocess.run(
         command(chosen, out), env=environment(), capture_output=True, text=True, timeout=180, cwd=tmp_path
@@ -474,7 +495,7 @@ def test_limit_counts_documents(texts, vocabulary, tmp_path):
 
 
 def test_all_problems_of_the_flags_at_once(vocabulary):
-    with pytest.raises(ValueError, match="(?s)--vocab_size.*--dedup 7.*--ngram 0"):
+    with pytest.raises(ValueError, match="(?s)--vocab_size.*--ngram 0.*--dedup 7"):
         Settings(
             origins=(Origin(),), samples="gpt", tokenizer=Tokenizer(kind="trained_bpe"), dedup=7, ngram=0
         )
@@ -505,18 +526,13 @@ def test_numbers_out_of_range_are_refused(wrong):
         Settings(**{**good, **wrong})
 
 
-def test_a_worker_that_dies_is_an_error(texts, vocabulary, tmp_path, monkeypatch):
-    from data.prepare import pool
+def test_a_worker_that_dies_is_an_error(texts, vocabulary, tmp_path):
+    class Killing(Quiet):
+        def at(self, value, note=""):
+            for process in multiprocessing.active_children():
+                process.kill()
 
     chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts), vocabulary, workers=1)
-    send = pool._send
-
-    def send_and_kill(connection, chunk, process):
-        send(connection, chunk, process)
-        process.kill()
-
-    monkeypatch.setattr(pool, "_send", send_and_kill)
-    with pytest.raises(pool.WorkerDied, match="signal 9.*fewer --workers"):
-        prepare(chosen, tmp_path / "store")
-    monkeypatch.undo()
+    with pytest.raises(WorkerDied, match="ended with signal 9; .*fewer --workers"):
+        pipeline.prepare(chosen, tmp_path / "store", Killing())
     prepare(chosen, tmp_path / "store")

@@ -117,7 +117,8 @@ def test_signatures_estimate_the_jaccard_similarity():
     rng = random.Random(2)
     base = [f"word{rng.randrange(10**6)}" for _ in range(2000)]
     for share in (0.5, 0.7, 0.9):
-        # Two texts of n words that have the first part in common: J = common / (2 n - common) of their shingles.
+        # Two texts of n words that have the first part in common: J = common / (2 n - common) of their
+        # shingles.
         n = round(2000 * (1 + share) / 2)
         other = base[: round(2000 * share)] + [f"other{k}" for k in range(n - round(2000 * share))]
         mine = base[: round(2000 * share)] + [f"mine{k}" for k in range(n - round(2000 * share))]
@@ -134,7 +135,10 @@ def test_bands_find_the_threshold():
 
 
 def test_duplicates_follow_the_definition():
-    """Against the definition, pair by pair: dropped iff an earlier kept document is that similar and shares a band."""
+    """Against the definition, pair by pair.
+
+    Dropped iff an earlier kept document is that similar and shares a band.
+    """
     rng = np.random.default_rng(4)
     bands, threshold, n = Bands(8, 4), 0.7, 400
     marks = rng.integers(0, 2**32, (n, 32), dtype=np.uint32)

@@ -1,24 +1,93 @@
-"""BERT samples of a stream: the same chunks and segments as from a store, in the stream's order."""
+"""What a BERT makes of a store's or a stream's documents: the same chunks of sentences."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
-from data.samples.bert import BertSettings, Sample, assemble, generator, segments
+from data.keyed_random import generator
+from data.samples.bert import (
+    BertFields,
+    BertSamples,
+    BertSettings,
+    Sample,
+    assemble,
+    fixed_samples,
+    segments,
+    stack,
+)
 from data.samples.chunks import chunks_of_document
-from data.samples.masking import BertVocabulary
-from data.streams.lanes import Lane, Place
+from data.samples.fields import HELD_OUT_SEED, HeldOut
+from data.samples.masking import BertVocabulary, check_whole_words
+from data.stores.indexed import Store
+from data.streams.lanes import Encode, Lane, Place, Reader
+from data.vocabularies.encoder import SentenceEncoder
+from recipes.problems import Text
+from recipes.schema import Origin, Recipe
 
 REMEMBERED = 16  # documents of a lane that the random segments of NSP are taken from
 
 
 @dataclass(frozen=True)
-class Text:
+class BertFamily:
+    tokenizer: PreTrainedTokenizerFast
+    vocabulary: BertVocabulary
+    settings: BertSettings
+
+    sequences: ClassVar[Literal["sentences"]] = "sentences"
+
+    @classmethod
+    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> BertFamily:
+        """The recipe's settings with the vocabulary's tokens.
+
+        Raises:
+            ProblemsError: whole words are to be masked, and the vocabulary does not tell where words begin.
+        """
+        vocabulary, settings = BertVocabulary.of(tokenizer), BertSettings.of(recipe)
+        check_whole_words(vocabulary, settings.masking)
+        return cls(tokenizer, vocabulary, settings)
+
+    def training_samples(self, store: Store, documents: np.ndarray) -> BertSamples:
+        return BertSamples(store, documents, self.settings, self.vocabulary)
+
+    def held_out(self, store: Store, documents: np.ndarray, wanted: int) -> HeldOut:
+        return fixed_samples(store, documents, self.settings, self.vocabulary, wanted)
+
+    def never_predicted(self) -> list[int]:
+        return self.tokenizer.all_special_ids
+
+    def encoder(self, origin: Origin, batch_characters: int) -> Encode:
+        return SentenceEncoder(self.tokenizer, origin.sentences, batch_characters)
+
+    def lane(self, reader: Reader, number: int) -> Lane:
+        return BertLane(reader, number, self.settings, self.vocabulary)
+
+    def stack(self, samples: Sequence[Sample]) -> BertFields:
+        return stack(samples, self.vocabulary, self.settings)
+
+    def for_held_out(self) -> BertFamily:
+        return replace(self, settings=replace(self.settings, seed=HELD_OUT_SEED))
+
+    def measure(self, number: int, place: Place, encoded: list[np.ndarray]) -> int:
+        return len(text_of(number, place, encoded, self.settings).starts) if encoded else 0
+
+    def samples(self, measured: int) -> int:
+        return measured
+
+    def tokens(self, encoded: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.empty(0, np.uint32), *encoded])
+
+    def too_short(self, measured: int) -> Text:
+        return "have no text"
+
+
+@dataclass(frozen=True)
+class Tokenized:
     """A document as one run of tokens."""
 
     place: Place
@@ -32,8 +101,9 @@ class Text:
         return self.place.turn, self.place.record
 
 
-def text_of(number: int, place: Place, sentences: list[np.ndarray], settings: BertSettings) -> Text:
-    """
+def text_of(number: int, place: Place, sentences: list[np.ndarray], settings: BertSettings) -> Tokenized:
+    """The document that these sentences are.
+
     Args:
         number: of the lane; with the place it decides the random lengths of chunks.
     """
@@ -41,19 +111,22 @@ def text_of(number: int, place: Place, sentences: list[np.ndarray], settings: Be
     # Without the epoch: as in a store, a document is always cut into the same chunks.
     document = (number << 48) ^ (place.turn << 32) ^ place.record
     starts, lengths = chunks_of_document(sizes, document, settings.lengths)
-    return Text(place, np.concatenate(sentences), np.concatenate([[0], np.cumsum(sizes)]), starts, lengths)
+    return Tokenized(
+        place, np.concatenate(sentences), np.concatenate([[0], np.cumsum(sizes)]), starts, lengths
+    )
 
 
 class BertLane(Lane):
     """One sample per chunk. An item is a function of (seed, lane, item) and of the last REMEMBERED documents.
 
-    The state names the first document that is remembered: a resumed run reads from there, so that it remembers the same ones.
+    The state names the first document that is remembered: a resumed run reads from there, so that it
+    remembers the same ones.
     """
 
-    def __init__(self, reader: Any, number: int, settings: BertSettings, vocabulary: BertVocabulary):
+    def __init__(self, reader: Reader, number: int, settings: BertSettings, vocabulary: BertVocabulary):
         self._number, self._settings, self._vocabulary = number, settings, vocabulary
-        self._remembered: deque[Text] = deque(maxlen=REMEMBERED)
-        self._current: Text | None = None
+        self._remembered: deque[Tokenized] = deque(maxlen=REMEMBERED)
+        self._current: Tokenized | None = None
         self._chunk = 0  # of the current document, that comes next
         super().__init__(reader)
 
@@ -74,7 +147,7 @@ class BertLane(Lane):
     def skip(self) -> None:
         self._next_chunk()
 
-    def _next_chunk(self) -> tuple[Text, int]:
+    def _next_chunk(self) -> tuple[Tokenized, int]:
         while self._current is None or self._chunk == len(self._current.starts):
             following = self._read()
             if self._current is not None:
@@ -83,7 +156,7 @@ class BertLane(Lane):
         self._chunk += 1
         return self._current, self._chunk - 1
 
-    def _read(self) -> Text:
+    def _read(self) -> Tokenized:
         while True:
             if (found := next(self._encoded, None)) is None:
                 self._open_next_epoch()
@@ -93,8 +166,8 @@ class BertLane(Lane):
                 self._fruitful = True
                 return text_of(self._number, document.place, sentences, self._settings)
 
-    def _other(self, rng: np.random.Generator, current: Text) -> Callable[[int], np.ndarray | None]:
-        """Gives sentences of a remembered document, from a random one on, until they have as many tokens as are wanted."""
+    def _other(self, rng: np.random.Generator, current: Tokenized) -> Callable[[int], np.ndarray | None]:
+        """A function that gives sentences of a remembered document, as many tokens as are wanted."""
 
         def text(wanted: int) -> np.ndarray | None:
             others = [text for text in self._remembered if text.identity != current.identity]
@@ -125,5 +198,5 @@ class BertLane(Lane):
             (self._read(), state["chunk"]) if state["chunk"] is not None else (None, 0)
         )
 
-    def too_little(self) -> str:
+    def too_little(self) -> Text:
         return "the training documents have no text"

