@@ -9,8 +9,8 @@ import pytest
 from compared import COMMAND, check_noticed, outcome, rows_of, train_broken
 from launching import run
 
-from launch import compare_layouts
 from launch.parity.comparison import Outcome, compare
+from launch.parity.layout_cases import CASES, REFERENCE
 
 STEPS = 6
 PRE = [
@@ -57,7 +57,7 @@ def compared(tmp_path_factory) -> dict[str, tuple[Path, str]]:
 
 @pytest.fixture(scope="module")
 def reference(compared) -> Outcome:
-    return outcome(compared["pre-LN, SOP"][0], compare_layouts.REFERENCE.name)
+    return outcome(compared["pre-LN, SOP"][0], REFERENCE.name)
 
 
 def test_reference_trains(reference):
@@ -78,7 +78,7 @@ def test_reference_trains(reference):
 def test_layout_agrees(compared, kind, name):
     out, printed = compared[kind]
     assert rows_of(printed)[name] == "yes"
-    first, found = outcome(out, compare_layouts.REFERENCE.name), outcome(out, name)
+    first, found = outcome(out, REFERENCE.name), outcome(out, name)
     difference = compare(first, found)
     assert difference.agrees and difference.loss <= 1e-4 and difference.norm <= 1e-4, f"{difference}"
     assert found.weights.keys() == first.weights.keys() == found.gradients.keys()
@@ -86,7 +86,7 @@ def test_layout_agrees(compared, kind, name):
 
 def test_the_objectives_are_other_ones(compared):
     """Their losses differ from the first step on: the sentence objective and the placement do reach the loss."""
-    first = {outcome(out, compare_layouts.REFERENCE.name).losses[0] for out, _ in compared.values()}
+    first = {outcome(out, REFERENCE.name).losses[0] for out, _ in compared.values()}
     assert len(first) == len(RUNS)
 
 
@@ -115,7 +115,7 @@ def test_all_layouts_agree_over_twenty_steps(tmp_path, placement):
         timeout=1700,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert rows_of(done.stdout) == {case.name: "yes" for case in compare_layouts.CASES}
+    assert rows_of(done.stdout) == {case.name: "yes" for case in CASES}
 
 
 @pytest.mark.long
