@@ -22,7 +22,8 @@ def left_behind(ranks: int, how: str, tmp_path: Path) -> set[str]:
     (tmp_path / "joining.py").write_text(PROGRAM)
     shared = Path("/dev/shm")
     before = set(os.listdir(shared))
-    done = run_ranks(ranks, tmp_path / "joining.py", how, timeout=500)
+    env = {"LOCAL_SIZE": str(ranks)}  # as the deepspeed launcher sets it
+    done = run_ranks(ranks, tmp_path / "joining.py", how, env=env, timeout=500)
     assert done.returncode == 0 and f"backend gloo world {ranks}" in done.stdout, done.stdout[-3000:]
     found = {name for name in set(os.listdir(shared)) - before if "deepspeed_allreduce" in name}
     for name in found:
