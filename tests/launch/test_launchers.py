@@ -128,7 +128,7 @@ def test_a_start_that_failed_does_not_block_its_directory(tmp_path):
     assert run([sys.executable, *TINY, "--ds_config", "zero1", "--out", str(out)]).returncode == 0
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_a_failing_rank_is_the_last_on_the_screen(tmp_path, launcher):
     command = deepspeed(2) if launcher == "deepspeed" else [*TORCHRUN, "2"]
     done = run(

@@ -16,8 +16,6 @@ from launch.checkpoints import weights
 from launch.checkpoints.checkpoint import MARKER
 from launch.runs import recorder
 from launch.runs.directory import RunDirectory
-from launch.training import agreement
-from launch.training.run import TrainingRun
 from recipes import catalog
 
 
@@ -95,40 +93,6 @@ def test_saving_holds_a_part_and_a_tensor_at_most(tmp_path, monkeypatch):
 
 
 # --- no checkpoint of the last step
-
-
-def completed_steps(save_last, save_every=0, stopped_at=None):
-    """The steps after which a run of 6 saves, by TrainingRun's own decision."""
-    run, saved = TrainingRun.__new__(TrainingRun), []
-    recipe = catalog.load(
-        overrides=[f"run.save_last={save_last}", f"run.save_every={save_every}", "run.validate_every=0"],
-        steps=6,
-    )
-    run.recipe, run.metrics, run._skipped, run.held_out = (
-        recipe,
-        recorder.Silence(),
-        SimpleNamespace(see=lambda report: None),
-        None,
-    )
-    run.job, run.corpus, run.grid = (
-        SimpleNamespace(record_gradients=False),
-        SimpleNamespace(test=None),
-        SimpleNamespace(control_group=None),
-    )
-    run.validate, run.save = lambda held_out: None, saved.append
-    for step in range(1, 7):
-        stop = SimpleNamespace(agreed=lambda group, step=step: "SIGTERM" if step == stopped_at else None)
-        if run.completed(step, None, 1.0, 0.0, stop):
-            break
-    return saved
-
-
-def test_the_last_checkpoint_can_be_left_out_and_a_stop_still_saves(monkeypatch):
-    monkeypatch.setattr(agreement, "peak_memory", lambda group: {})  # of a group of processes
-    assert completed_steps("true") == [6] and completed_steps("true", save_every=4) == [4, 6]
-    assert completed_steps("false") == [] and completed_steps("false", save_every=4) == [4]
-    assert completed_steps("false", save_every=3) == [3, 6]
-    assert completed_steps("false", stopped_at=2) == [2]
 
 
 def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):

@@ -15,10 +15,10 @@ from launching import ROOT, WORKERS, environment, run, run_ranks
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
-from launch import pretrain
 from launch.checkpoints.checkpoint import complete_checkpoints, newest
 from launch.checkpoints.weights import load_tensors
 from launch.runs.directory import read_metrics
+from launch.training.job import plan_job
 from recipes import catalog
 
 HF = "model.implementation=transformers"
@@ -205,7 +205,9 @@ def test_pipelines_of_a_json_are_refused(config):
     recipe = catalog.load(catalog.DEFAULT_RECIPE, [HF], tiny=True)
     with pytest.raises(ConfigError) as error:
         resolve(recipe, config, 4, MACHINE)
-    (line,) = [str(p) for p in error.value.problems if p.key == "parallel.pp" and "default_pipeline" in str(p)]
+    (line,) = [
+        str(p) for p in error.value.problems if p.key == "parallel.pp" and "default_pipeline" in str(p)
+    ]
     assert f"(default_pipeline of ds_configs/{config}.json) with {HF}" in line and "zero3" in line
 
 
@@ -227,11 +229,10 @@ def test_recomputation_by_deepspeed_is_refused(tmp_path):
     )
 
 
-def test_compiling_is_refused(capsys):
-    args = pretrain.build_parser().parse_args(["--tiny", "--compile", "--ds_config", "zero3", "--set", HF])
-    with pytest.raises(SystemExit) as end:
-        pretrain.checked_job(args)
-    assert end.value.code == 2 and "leave --compile out" in capsys.readouterr().err
+def test_compiling_is_refused():
+    recipe = catalog.load(catalog.DEFAULT_RECIPE, [HF], tiny=True)
+    with pytest.raises(ValueError, match="leave --compile out"):
+        plan_job(recipe, "zero3", MACHINE, compiled=True, initial_weights=None)
 
 
 # --- stopping, being killed, what a run leaves
