@@ -42,7 +42,7 @@ def train_broken(recipe: Path, out: Path) -> Path:
 
 
 def check_noticed(reference: Outcome, found: Outcome, breakage: broken_layouts.Breakage) -> Difference:
-    """The comparison says no, names the tensor that is nearest to the fault, or sees the wrong norm of a right loss."""
+    """The comparison says no, and names the tensor nearest to the fault or sees the wrong norm."""
     difference = compare(reference, found)
     assert found.failure is None, "it has to train, and wrongly: a crash proves nothing"
     assert not difference.agrees

@@ -89,7 +89,7 @@ class BlocksRun:
 
 
 def drawn_once(recipe, *how, right=transformers_model.build):
-    """`transformers_model.build`, where transformers draws nothing, and no two ranks draw the same parameter."""
+    """`transformers_model.build`; transformers may draw nothing, and no two ranks the same parameter."""
     names = []
 
     def noted(init, name, shape, std, draw=Init._normal):

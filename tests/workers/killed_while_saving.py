@@ -1,4 +1,4 @@
-"""launch/pretrain.py, killed in the middle of its second checkpoint: DeepSpeed's files are there, no marker."""
+"""launch/pretrain.py, killed in its second checkpoint: DeepSpeed's files are there, no marker."""
 
 import os
 import signal

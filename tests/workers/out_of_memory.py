@@ -1,4 +1,4 @@
-"""launch/pretrain.py whose rank 1 finds no memory in its third step, while the others wait for it in a collective."""
+"""launch/pretrain.py whose rank 1 finds no memory in its third step, while the others wait for it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Trains cases uninterrupted, and again with a failure after some steps and a resumed run; writes what differs.
+"""Trains cases uninterrupted, and again with a failure and a resumed run; writes what differs.
 
 resuming.py OUT CASES.json      cases: name, ds_config, tp, pp, dp, precision, settings
 """

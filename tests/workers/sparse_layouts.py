@@ -1,4 +1,4 @@
-"""Two ranks that train a model with banded layers under several layouts, one with a broken band. Started by tests/test_sparse_models.py.
+"""Two ranks that train a model with banded layers under several layouts, one with a broken band.
 
 sparse_layouts.py DIRECTORY    which holds recipe.yaml and gets a run directory for every case
 """

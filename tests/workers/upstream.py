@@ -49,7 +49,7 @@ def step(engine) -> float:
 
 
 def linked() -> list[list[bool]]:
-    """Whether the first moments of weight and bias can be read after a step under ZeRO-1: as it is, and linked anew."""
+    """Whether the first moments of weight and bias can be read after a step of ZeRO-1: alone, corrected."""
     engine = engine_of(1)
     step(engine)
 
@@ -65,7 +65,7 @@ def linked() -> list[list[bool]]:
 
 
 def growing_norms(postponed: bool) -> list[float]:
-    """Norms of six steps on unchanging weights under ZeRO-3, while the loss scale doubles every second step; and the last scale."""
+    """Norms of six steps on unchanging weights under ZeRO-3, in which the loss scale grows; its last value."""
     scaling = {"loss_scale": 0, "initial_scale_power": 4, "loss_scale_window": 2}
     engine = engine_of(3, "fp16", lr=0.0, **scaling)
     if postponed:

@@ -4,8 +4,8 @@
                                  `resuming`'s where they say "resumed"
 
 A gradient norm is a sum in the order of the shards, and its last bit moves every clipped gradient. So that
-everything else can be compared bit for bit, both stages clip by the norm rounded to 12 bits; the norms themselves
-are recorded before.
+everything else can be compared bit for bit, both stages clip by the norm rounded to 12 bits; the norms
+themselves are recorded before.
 """
 
 from __future__ import annotations

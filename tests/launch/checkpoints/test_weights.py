@@ -63,7 +63,7 @@ def test_a_missing_part_is_noticed(tmp_path, monkeypatch, missing):
 
 
 class OneRank:
-    """What `save_weights` asks of an engine without ZeRO and of its grid. The float32 copies are made from bfloat16 weights."""
+    """What `save_weights` asks of an engine without ZeRO and of its grid; the weights are bfloat16."""
 
     def __init__(self, count, floats):
         self.module = torch.nn.ParameterList(
@@ -111,7 +111,10 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
     )
     assert report._checkpoints() == "", "a run that failed before its first one"
     report.job = SimpleNamespace(plan=SimpleNamespace(recipe=recipe))
-    not_sampled = "not sampled: there is no checkpoint of the last step (run.save_last=false); --set run.save_last=true keeps one"
+    not_sampled = (
+        "not sampled: there is no checkpoint of the last step (run.save_last=false); "
+        "--set run.save_last=true keeps one"
+    )
     assert recipe.run.prompt and report.sample() == not_sampled
     assert report._checkpoints() == "; no checkpoint (--set run.save_last=true keeps one)"
     earlier = tmp_path / "checkpoints" / "step-000007"
@@ -125,8 +128,8 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
 def test_a_row_that_only_times_iterations_leaves_results_and_no_checkpoint(tmp_path):
     out = tmp_path / "run"
     done = run([
-        sys.executable, "launch/pretrain.py", "--recipe", "megatron_paper_table1/1.2b-mp", "--tiny", "--steps", "4", "--ds_config", "zero1",
-        "--set", "run.prompt=We", "--out", str(out),
+        sys.executable, "launch/pretrain.py", "--recipe", "megatron_paper_table1/1.2b-mp", "--tiny",
+        "--steps", "4", "--ds_config", "zero1", "--set", "run.prompt=We", "--out", str(out),
     ])  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
     assert not any((out / "checkpoints").iterdir()) and "checkpoints/" not in done.stdout

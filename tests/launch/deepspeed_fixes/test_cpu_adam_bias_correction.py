@@ -19,7 +19,7 @@ def compiled():
 
 
 def adam_after(steps, resumed_at=None, replay=True):
-    """A parameter after `steps` updates by DeepSpeed's CPU Adam, the optimizer made anew and loaded at `resumed_at`."""
+    """A parameter after `steps` updates; at `resumed_at` the optimizer is made anew and loaded."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""DeepSpeed without our corrections still shows every symptom; a test that fails here says which correction can go."""
+"""DeepSpeed without our corrections shows every symptom; a test that fails says which correction can go."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""BERT gives the same numbers under every layout, in both placements of LayerNorm; and what is broken on purpose is noticed."""
+"""BERT gives the same numbers under every layout, in both placements of LayerNorm; breakages are noticed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from launch.parity.layout_cases import CASES, REFERENCE
 STEPS = 6
 # The others are in the long test of all.
 RUNS = {
-    "pre-LN, SOP": ([], ["accumulation 4", "tp2", "tp2 zero3", "pp2 accumulation 4, recomputed", "dp2 zero3 offload"]),
+    "pre-LN, SOP": (
+        [], ["accumulation 4", "tp2", "tp2 zero3", "pp2 accumulation 4, recomputed", "dp2 zero3 offload"],
+    ),
     "post-LN, NSP": (
-        ["model.layer_norm=post", "model.sentence_head=nsp"], ["tp2", "pp2 accumulation 4, recomputed", "dp2 zero2"],
+        ["model.layer_norm=post", "model.sentence_head=nsp"],
+        ["tp2", "pp2 accumulation 4, recomputed", "dp2 zero2"],
     ),
 }  # fmt: skip
 WITHOUT_HEAD = ["model.sentence_head=none"], ["tp2", "pp2"]
@@ -83,7 +86,7 @@ def test_layout_agrees(compared, kind, name):
 
 
 def test_the_objectives_are_other_ones(compared):
-    """Their losses differ from the first step on: the sentence objective and the placement do reach the loss."""
+    """Their losses differ from the first step on: sentence objective and placement reach the loss."""
     first = {outcome(out, REFERENCE.name).losses[0] for out, _ in compared.values()}
     assert len(first) == len(RUNS)
 
@@ -108,7 +111,7 @@ def test_unbroken_layout_agrees(broken, reference):
 def test_without_a_sentence_head_layouts_agree(tmp_path, reference):
     settings, names = WITHOUT_HEAD
     rows = rows_of(train(tmp_path, settings, names))
-    assert rows == {name: "yes" for name in names}
+    assert rows == dict.fromkeys(names, "yes")
     assert outcome(tmp_path, REFERENCE.name).losses[0] != reference.losses[0], "no sentence objective"
 
 

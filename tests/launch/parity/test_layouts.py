@@ -1,4 +1,4 @@
-"""One recipe, the same numbers under every layout, on real gloo processes; and the comparison notices what is broken on purpose."""
+"""One recipe, the same numbers under every layout, on real processes; breakages are noticed."""
 
 from __future__ import annotations
 

@@ -113,18 +113,18 @@ def test_a_skipped_step_changes_neither_schedule_nor_weights(results, layout):
     fixed = results[f"{layout}-fixed"]["steps"]
     for a, b in zip(steps, steps[1:], strict=False):
         assert (a["lr"] == b["lr"]) == a["skipped"]
-    # Before the first good step nothing has changed, so that the losses are those of the untrained model; the static run's
-    # first step has lr 0, which gives it one more batch of untrained losses to compare with.
+    # Before the first good step nothing has changed, so that the losses are those of the untrained model; the
+    # static run's first step has lr 0, which gives it one more batch of untrained losses to compare with.
     assert steps[0]["loss"] == pytest.approx(fixed[0]["loss"], abs=2e-4)
     assert steps[1]["loss"] == pytest.approx(fixed[1]["loss"], abs=2e-4)
 
 
 @pytest.mark.parametrize("layout", EVERY)
 def test_norm_and_loss_do_not_depend_on_the_scale(results, layout):
-    """Under a moving scale, loss and norm are those of unscaled gradients, also in and after steps at which the scale grows.
+    """Loss and norm are those of unscaled gradients, also in and after steps at which the scale grows.
 
-    Layouts near the largest fp16 number may overflow in different steps, after which they see different batches: compared are
-    the steps up to there, for a fixed scale all.
+    Layouts near the largest fp16 number may overflow in different steps, after which they see different
+    batches: compared are the steps up to there, for a fixed scale all.
     """
     for kind in ("moving", "fixed"):
         ours, reference = results[f"{layout}-{kind}"]["steps"], results[f"zero1-{kind}"]["steps"]
@@ -145,7 +145,8 @@ def test_norm_and_loss_do_not_depend_on_the_scale(results, layout):
 def test_a_growing_scale_changes_nothing_but_itself(results, layout):
     """Scales are powers of two: a run whose scale grows equals one whose scale is fixed.
 
-    DeepSpeed 0.19.8 alone unscales with the doubled scale in the step at which it grows, which halves that step's gradients.
+    DeepSpeed 0.19.8 alone unscales with the doubled scale in the step at which it grows, which halves that
+    step's gradients.
     """
     growing, fixed = results[f"{layout}-growing"]["steps"], results[f"{layout}-fixed"]["steps"]
     assert growing[-1]["scale"] >= 4 * growing[0]["scale"] and not any(s["skipped"] for s in growing)

@@ -1,4 +1,4 @@
-"""Published rows, shrunk, under the real `deepspeed` launcher: every distinct code path trains and leaves its results row."""
+"""Published rows, shrunk, under the real `deepspeed` launcher: every distinct code path trains."""
 
 import json
 import sys
@@ -21,8 +21,9 @@ def code_path(name: str) -> tuple:
     plan = memory_fit.published_plan(recipe)
     model = recipe.model
     return (
-        model.family, model.layer_norm, model.sentence_head, model.implementation, model.attention, recipe.data.masking,
-        recipe.parallel, plan.ds_name, recipe.activation_checkpointing, plan.layout.accumulation > 1, recipe.precision,
+        model.family, model.layer_norm, model.sentence_head, model.implementation, model.attention,
+        recipe.data.masking, recipe.parallel, plan.ds_name, recipe.activation_checkpointing,
+        plan.layout.accumulation > 1, recipe.precision,
     )  # fmt: skip
 
 
@@ -47,8 +48,8 @@ def test_a_published_row_runs_shrunk(name, tmp_path):
     recipe, out = catalog.load(name, tiny=True), tmp_path / "run"
     port = 29600 + one_of_each().index(name)
     done = run([
-        str(DEEPSPEED), "--num_gpus", str(memory_fit.processes(recipe)), "--master_port", str(port), "launch/pretrain.py",
-        "--recipe", name, "--tiny", "--out", str(out),
+        str(DEEPSPEED), "--num_gpus", str(memory_fit.processes(recipe)), "--master_port", str(port),
+        "launch/pretrain.py", "--recipe", name, "--tiny", "--out", str(out),
     ], timeout=400)  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
     row = json.loads((out / "result.json").read_text())
