@@ -5,18 +5,28 @@ deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
 
 from __future__ import annotations
 
+import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from ds_configs.resolver import resolve
 from launch.console import arguments, quiet
 from launch.machine import abilities, ending, out_of_memory, processes
-from launch.training import initial_weights
-from launch.training.job import Job
+from launch.training.job import Job, plan_job
 from recipes import catalog
+from recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from data.corpus import Corpus
+    from launch.checkpoints.checkpoint import Checkpoint
+    from launch.runs.directory import RunDirectory
+    from launch.runs.recorder import Silence
+
+DIVERGED = 3  # exit code
 
 EXAMPLES = """\
 examples:
@@ -26,34 +36,39 @@ examples:
       two processes, on GPUs or on a CPU, with the recipe shrunk to seconds
   torchrun --nproc_per_node 8 launch/pretrain.py --ds_config ds_configs/3d.json --recipe parallel_kinds/3d
       2 x 2 x 2 tensor, pipeline and data parallel
-  python launch/pretrain.py --ds_config ds_configs/bf16.json --set optimizer.lr=3e-4 --steps 100 --out runs/try1
+  python launch/pretrain.py --ds_config bf16 --set optimizer.lr=3e-4 --steps 100 --out runs/try1
       one process, one field of the recipe changed
   deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json --resume
-      go on from the newest complete checkpoint; a first start if there is none
+      continue from the newest complete checkpoint; a first start if there is none
 
-to stop: Ctrl-C, SIGTERM or `touch <run directory>/STOP` finish the step, save and exit 0. (The deepspeed and torchrun
-launchers themselves report 1 when a signal reaches them; with the STOP file they report 0.)
-exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything was started, 3 training diverged."""
+to stop: Ctrl-C, SIGTERM or `touch <run directory>/STOP` finish the step, save and exit 0. (The deepspeed and
+torchrun launchers themselves report 1 when a signal reaches them; with the STOP file they report 0.)
+exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything was started, 3 diverged."""
 
 
-def build_parser():
-    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
+def build_parser() -> argparse.ArgumentParser:
+    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES)
     arguments.add_recipe_arguments(parser)
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     how = parser.add_argument_group("how to run it")
-    how.add_argument("--ds_config", metavar="FILE", help="DeepSpeed JSON, as a path or the bare name of one in ds_configs/ "
-                     "(default: the recipe's own)")  # fmt: skip
+    how.add_argument(
+        "--ds_config",
+        metavar="FILE",
+        help="DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)",
+    )
     how.add_argument("--compile", action="store_true", help="use torch.compile and print the measured gain")
-    how.add_argument("--emulate_fp16", action="store_true", help="let a CPU run fp16, to exercise the loss scaler: slow, and "
-                     "said in the results")  # fmt: skip
+    emulated = "let a CPU run fp16, to exercise the loss scaler: slow, and said in the results"
+    how.add_argument("--emulate_fp16", action="store_true", help=emulated)
     how.add_argument("--plan", action="store_true", help="check everything, show the resolved plan and exit")
     keep = parser.add_argument_group("where it is kept")
     keep.add_argument("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
     keep.add_argument(
-        "--resume", action="store_true", help="go on from the newest complete checkpoint of the run directory"
+        "--resume",
+        action="store_true",
+        help="continue from the newest complete checkpoint of the run directory",
     )
-    keep.add_argument("--init_from", metavar="DIR", help="start from the weights of a transformers GPT-2 or "
-                      "BERT in DIR instead of random ones")  # fmt: skip
+    given = "start from the weights of a transformers GPT-2 or BERT in DIR instead of random ones"
+    keep.add_argument("--init_from", metavar="DIR", help=given)
     return parser
 
 
@@ -63,50 +78,46 @@ def main() -> None:
         print(arguments.list_recipes())
         return
     quiet.quiet_libraries()
-    job, original, machine = checked_job(args)
+    job, facts = checked_job(args)
     if args.plan:
         show_plan(job)
         return
     directory = open_run_directory(job) if processes.rank() == 0 else None
     with ending.clean_exit(lambda text: ending.keep_error(job.directory, text)):
         processes.start_processes()
-        run(job, directory, original=original, tiny=args.tiny, emulated=machine.emulated_fp16)
+        run(job, directory, facts)
 
 
-def checked_job(args):
-    """The job that the flags ask for; every problem of recipe and configuration is printed at once, with exit code 2."""
+@dataclass(frozen=True)
+class Facts:
+    """What results say of a run besides its job. `original`: the recipe before --tiny, --set and --steps."""
+
+    original: Recipe
+    tiny: bool
+    emulated_fp16: bool
+
+
+def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
+    """The job that the flags ask for.
+
+    Every problem of recipe and configuration is printed at once, with exit code 2.
+    """
     from launch.runs.directory import default_path
 
     try:
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
         machine = abilities.detect_machine(args.emulate_fp16)
-        plan = resolve(recipe, args.ds_config or recipe.ds_config, processes.world_size(), machine)
-        if args.compile and recipe.model.implementation == "transformers":
-            raise ValueError(
-                "--compile with model.implementation=transformers: these rows run transformers' modules as their source did, uncompiled; "
-                "leave --compile out, or --set model.implementation=megarecipes"
-            )
-        if args.init_from:
-            initial_weights.check(args.init_from, recipe)
-        check_sources(recipe)
-        original = catalog.load(args.recipe)
+        weights = args.init_from
+        plan = plan_job(recipe, args.ds_config, machine, compiled=args.compile, initial_weights=weights)
+        facts = Facts(catalog.load(args.recipe), args.tiny, machine.emulated_fp16)
     except ValueError as e:
         ending.refuse(e)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     directory = Path(args.out) if args.out else default_path(name, plan.ds_name)
-    job = Job(plan, name, directory, args.resume, args.compile, initial_weights=args.init_from)
-    return job, original, machine
+    return Job(plan, name, directory, args.resume, args.compile, initial_weights=weights), facts
 
 
-def check_sources(recipe) -> None:
-    """Raises ValueError where files that the recipe names are not there."""
-    from data.corpus import check_origin
-
-    for origin in recipe.data.origins:
-        check_origin(origin, recipe.model.family)
-
-
-def open_run_directory(job: Job):
+def open_run_directory(job: Job) -> RunDirectory:
     from launch.runs.directory import RunDirectory, RunDirectoryError
 
     try:
@@ -126,53 +137,71 @@ def show_plan(job: Job) -> None:
     from launch.planning.plan_text import describe_plan
 
     if processes.rank() == 0:
-        print(
-            describe_plan(
-                job.plan,
-                name=job.name,
-                hardware=description.summary(description.describe()),
-                run_directory=job.directory,
-            )
-        )
+        hardware = description.summary(description.describe())
+        print(describe_plan(job.plan, name=job.name, hardware=hardware, run_directory=job.directory))
 
 
-def run(job: Job, directory, **facts) -> None:
+def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
     """Data, plan on the screen, training, results. `directory` is None except on rank 0."""
     import torch
 
     from data.corpus import build
-    from launch.runs import recorder
-    from launch.training import agreement, engine
-    from launch.training.run import train
+    from launch.checkpoints import reading
+    from launch.training import agreement
+    from launch.training.loop import train
+    from launch.training.outcome import Diverged
+    from launch.training.run import checksum
     from modeling.parallel.process_grid import ProcessGrid
 
     layout = job.plan.layout
-    report = recorder.Report(job, directory, **facts) if directory else recorder.Silence()
-    with report:
-        grid = ProcessGrid(layout.tp, layout.pp, layout.dp)
+    grid = ProcessGrid(layout.tp, layout.pp, layout.dp)
+    try:
+        corpus = build(job.plan.recipe, job.cache, say=say_on_rank_0)
+        agreement.check(job.plan, corpus, grid.control_group)
+        # Once, and before anything in the run directory is cut back to it.
+        checkpoint = reading.choose(job.checkpoints, grid, checksum(corpus)) if job.resume else None
+    except ValueError as e:
+        ending.refuse(e)
+    with open_recorder(job, directory, facts, corpus, checkpoint) as recorder:
         try:
-            corpus = build(job.plan.recipe, job.cache, say=report.say)
-            agreement.check(job.plan, corpus, grid.control_group)
-        except ValueError as e:
-            ending.refuse(e)
-        report.start(corpus)
-        try:
-            stopped = train(job, report, corpus, grid)
-        except engine.Diverged as e:
-            report.finish("diverged", memory=agreement.peak_memory(grid.control_group))
+            stopped = train(job, recorder, corpus, grid, checkpoint)
+        except Diverged as e:
+            recorder.finish("diverged", memory=agreement.peak_memory(grid.control_group))
             ending.explain(e)
             torch.distributed.barrier(group=grid.control_group)  # rank 0 is not done before it has said why
-            raise SystemExit(3) from None
+            raise SystemExit(DIVERGED) from None
         except (RuntimeError, MemoryError) as e:
-            # Another rank's: it leaves its traceback before it ends, and its end is what this one stumbles over.
+            # Another rank's: it leaves its traceback before it ends, and over its end this one stumbles.
             if said := out_of_memory.said_by(e):
-                report.finish("OOM", because=f"rank {processes.rank()}: {said}")
+                recorder.finish("OOM", because=f"rank {processes.rank()}: {said}")
             elif said := out_of_memory.reason(job.directory):
-                report.finish("OOM", because=said)
+                recorder.finish("OOM", because=said)
             raise
-        report.finish(
-            "interrupted" if stopped else "ok", stopped, memory=agreement.peak_memory(grid.control_group)
-        )
+        memory = agreement.peak_memory(grid.control_group)
+        if stopped:
+            recorder.finish("interrupted", str(stopped), memory=memory)
+        else:
+            recorder.finish("ok", memory=memory)
+
+
+def say_on_rank_0(text: str) -> None:
+    if processes.rank() == 0:
+        print(text, flush=True)
+
+
+def open_recorder(
+    job: Job, directory: RunDirectory | None, facts: Facts, corpus: Corpus, checkpoint: Checkpoint | None
+) -> Silence:
+    """What keeps the run's records on rank 0, cut back to `checkpoint`; silent elsewhere."""
+    from launch.runs import recorder
+
+    if directory is None:
+        return recorder.Silence()
+    opened = recorder.Report(
+        job, directory, original=facts.original, tiny=facts.tiny, emulated=facts.emulated_fp16
+    )
+    opened.start(corpus, checkpoint)
+    return opened
 
 
 if __name__ == "__main__":

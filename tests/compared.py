@@ -10,8 +10,8 @@ from pathlib import Path
 import broken_layouts
 from launching import ROOT, WORKERS, run_ranks
 
-from launch import compare_layouts
 from launch.parity.comparison import Difference, Outcome, compare, read_outcome
+from launch.parity.layout_cases import LayoutCase
 
 COMMAND = [sys.executable, str(ROOT / "launch" / "compare_layouts.py"), "--tiny"]
 
@@ -30,7 +30,7 @@ def rows_of(output: str) -> dict[str, str]:
 
 
 def outcome(out: Path, name: str) -> Outcome:
-    return read_outcome(name, 0, out / compare_layouts.slug(name), out / "no log")
+    return read_outcome(name, 0, out / LayoutCase(name, 1, 1, 1, "").folder, out / "no log")
 
 
 def train_broken(recipe: Path, out: Path) -> Path:
@@ -42,7 +42,7 @@ def train_broken(recipe: Path, out: Path) -> Path:
 
 
 def check_noticed(reference: Outcome, found: Outcome, breakage: broken_layouts.Breakage) -> Difference:
-    """The comparison says no, names the tensor that is nearest to the fault, or sees the wrong norm of a right loss."""
+    """The comparison says no, and names the tensor nearest to the fault or sees the wrong norm."""
     difference = compare(reference, found)
     assert found.failure is None, "it has to train, and wrongly: a crash proves nothing"
     assert not difference.agrees

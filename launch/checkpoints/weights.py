@@ -1,13 +1,15 @@
 """Weights in their layout-free form: full, unpadded float32 tensors under canonical names.
 
-Every checkpoint carries them beside DeepSpeed's own files, so that a run of any layout can be exported, sampled from and
-compared. Each pipeline stage writes parts of at most `PART_BYTES`, in the order of its parameters:
+Every checkpoint carries them next to DeepSpeed's own files, so that a run of any layout can be exported,
+sampled from and compared. Each pipeline stage writes parts of at most `PART_BYTES`, in the order of its
+parameters:
 
-    weights-stage-00-part-000.safetensors ...     the last part of a stage says in its metadata how many there are
+    weights-stage-00-part-000.safetensors ...     the last part of a stage says in its metadata how many there
+    are
 
-so that saving never holds a whole stage in host memory (392 GB for 98 billion parameters). A parameter is assembled from its ZeRO
-partitions by DeepSpeed and from its tensor slices here, one parameter at a time. Checkpoints of earlier versions have one file per
-stage, weights-stage-00.safetensors, and are read too.
+so that saving never holds a whole stage in host memory (392 GB for 98 billion parameters). A parameter is
+assembled from its ZeRO partitions by DeepSpeed and from its tensor slices here, one parameter at a time.
+Checkpoints of earlier versions have one file per stage, weights-stage-00.safetensors, and are read too.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from launch.deepspeed_fixes.optimizer_state_links import link_optimizer_states
 from modeling.initialization import Shard
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.schema import Optimizer
@@ -30,32 +34,31 @@ PATTERN = "weights-stage-*.safetensors"
 PART_BYTES = 4 * 1024**3  # of a file's tensors; a single larger tensor has a part of its own
 
 
-def save_weights(engine, grid: ProcessGrid, directory: Path) -> None:
+def save_weights(engine: DeepSpeedEngine, grid: ProcessGrid, directory: Path) -> None:
     """Write the master weights of every stage into `directory`. Collective."""
     _save(engine, grid, directory, "weights", _master_weight)
 
 
 def save_first_gradients(
-    engine, grid: ProcessGrid, directory: Path, optimizer: Optimizer, norm: float | None
+    engine: DeepSpeedEngine, grid: ProcessGrid, directory: Path, optimizer: Optimizer, norm: float | None
 ) -> None:
     """Write the gradient of every parameter, before clipping, after the first optimizer step. Collective.
 
-    Read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient: that works alike under
-    every ZeRO stage and in the pipeline, where there is no moment between backward and step at which to look.
+    Read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient: that works
+    alike under every ZeRO stage and in the pipeline, where there is no moment between backward and step at
+    which to look.
     """
     clipped = min(1.0, optimizer.clip / (norm + 1e-6)) if optimizer.clip and norm else 1.0
     scale = (1 - optimizer.betas[0]) * clipped
-    if getattr(engine.optimizer, "_hp_optimizer_states_linked", False):
-        # ZeRO 1/2 links moments to parameters after stepping its first parameter group, when the others have none yet.
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    link_optimizer_states(engine)
     _save(engine, grid, directory, "gradients", lambda p: _first_moment(engine, p) / scale)
 
 
 def write_parts(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, stem: str) -> None:
     """Write named host tensors to `directory`/`stem`-part-NNN.safetensors, replacing what is there of `stem`.
 
-    Takes one tensor at a time and lets go of a part once it is written: `PART_BYTES` and one tensor are the most it holds.
+    Takes one tensor at a time and lets go of a part once it is written: `PART_BYTES` and one tensor are the
+        most it holds.
     """
     for old in (*directory.glob(f"{stem}.safetensors"), *directory.glob(f"{stem}-part-*.safetensors")):
         old.unlink()
@@ -84,7 +87,7 @@ def load_tensors(directory: Path, pattern: str = PATTERN) -> dict[str, torch.Ten
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def named_parameters(engine) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """This stage's parameters by canonical name; a tied copy on a later stage is left out."""
     for parameter in engine.module.parameters():
         if not getattr(parameter, "ds_pipe_replicated", False):
@@ -92,7 +95,10 @@ def named_parameters(engine) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def _check_parts(files: list[Path]) -> None:
-    """Raises FileNotFoundError where a part of a stage is not among `files`. A file that is no part is whole by itself."""
+    """Raises FileNotFoundError where a part of a stage is not among `files`.
+
+    A file that is no part is whole by itself.
+    """
     stages: dict[str, dict[int, Path]] = {}
     for file in files:
         if part := re.fullmatch(r"(.+)-part-(\d+)\.safetensors", file.name):
@@ -102,12 +108,17 @@ def _check_parts(files: list[Path]) -> None:
             told = (last.metadata() or {}).get("parts")
         if sorted(parts) != list(range(len(parts))) or told != str(len(parts)):
             raise FileNotFoundError(
-                f"{files[0].parent} holds {len(parts)} of the {told or 'more'} parts of {stem}: restore the others"
+                f"{files[0].parent} holds {len(parts)} of the {told or 'more'} parts of {stem}: "
+                "restore the others"
             )
 
 
 def _save(
-    engine, grid: ProcessGrid, directory: Path, what: str, read: Callable[[torch.nn.Parameter], torch.Tensor]
+    engine: DeepSpeedEngine,
+    grid: ProcessGrid,
+    directory: Path,
+    what: str,
+    read: Callable[[torch.nn.Parameter], torch.Tensor],
 ) -> None:
     tensors = _full_tensors(engine, grid, read)
     if grid.at.tp == 0 and grid.at.dp == 0:
@@ -122,7 +133,7 @@ def _save(
 
 
 def _full_tensors(
-    engine, grid: ProcessGrid, read: Callable[[torch.nn.Parameter], torch.Tensor]
+    engine: DeepSpeedEngine, grid: ProcessGrid, read: Callable[[torch.nn.Parameter], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in named_parameters(engine):
         yield name, _join(read(parameter).detach().float(), parameter, grid)
@@ -133,7 +144,7 @@ def _master_weight(parameter: torch.nn.Parameter) -> torch.Tensor:
     return (parameter.data if master is None else master).view(_local_shape(parameter))
 
 
-def _first_moment(engine, parameter: torch.nn.Parameter) -> torch.Tensor:
+def _first_moment(engine: DeepSpeedEngine, parameter: torch.nn.Parameter) -> torch.Tensor:
     moment = safe_get_full_optimizer_state(parameter, "exp_avg")
     if moment is None:
         moment = engine.optimizer.state[parameter]["exp_avg"]

@@ -1,0 +1,16 @@
+"""What DeepSpeed 0.19.8 gets wrong and we correct, one file each.
+
+Every docstring has the symptom, upstream's issue, and the test that notices when DeepSpeed has mended it.
+
+    zero0                       stage 0 in fp16 and bf16 trains something else than the JSON says
+    loss_scale_growth           a growing loss scale halves the gradients of its step
+    loss_scale_floor            an overflow at the smallest loss scale is a bare Exception
+    cpu_adam_bias_correction    a resumed CPU Adam differs in the last bits
+    optimizer_state_links       the second parameter group's optimizer states are lost under ZeRO 1 and 2
+
+Corrected where a process starts and ends, in `launch/machine`, which imports nothing from here:
+
+    processes.start_processes   collectives on a CPU compile for 20 s and leave 66 MiB per rank in /dev/shm
+    compiled_ops                torch's lock file of a killed compilation blocks every later run
+    ending.clean_exit           gloo aborts about one run in forty while Python finalises
+"""

@@ -1,24 +1,32 @@
-"""Plain data parallelism: DeepSpeed's engine at ZeRO stage 0, with what DeepSpeed 0.19.8 gets wrong there done here.
+"""DeepSpeed's plain data parallelism, ZeRO stage 0, is wrong in fp16 and bf16.
 
-Stage 0 is what torch's DistributedDataParallel and Megatron-LM's own data parallelism are: every rank holds all weights and
-optimizer states, and gradients are averaged over the data-parallel ranks. In fp16 and bf16 DeepSpeed runs it on optimizers that
+Stage 0 is what torch's DistributedDataParallel and Megatron-LM's own data parallelism are: every rank holds
+all weights and optimizer states, and gradients are averaged over the data-parallel ranks. In fp16 and bf16
+DeepSpeed 0.19.8 runs it on optimizers (`runtime/fp16/fused_optimizer.py`, `unfused_optimizer.py`) that
 
-- step once on zero gradients when they are built: weight decay, at the full learning rate, moves the fp32 weights away from
-  those of the model, and Adam's bias correction is a step ahead ever after;
+- step once on zero gradients when they are built: weight decay, at the full learning rate, moves the fp32
+  weights away from those of the model, and Adam's bias correction is a step ahead ever after;
 - unscale gradients by the fp16 loss scale, though the engine scales the loss for ZeRO's optimizers only;
-- in the variant for torch's AdamW leave the slices of all tensor-parallel ranks but the first out of the gradient norm, which
-  they report times the loss scale;
+- in the variant for torch's AdamW leave the slices of all tensor-parallel ranks but the first out of the
+  gradient norm, which they report times the loss scale;
 - know neither the hysteresis nor the end at the smallest loss scale that the JSON's fp16 section promises;
 - grow the loss scale before they unscale with it, which halves that step's gradients;
 - give their fp32 weights out neither to checkpoints of single parameters nor to `safe_get_full_fp32_param`.
 
-`MasterWeights` takes their place. Its arithmetic is ZeRO-1's, so that both stages train alike up to the rounding of the norm.
+`MasterWeights` takes their place. Its arithmetic is ZeRO-1's, so that both stages train alike up to the
+rounding of the norm.
+Upstream: https://github.com/deepspeedai/DeepSpeed/pull/8393 (the unscaled fp16 loss) and
+    https://github.com/deepspeedai/DeepSpeed/pull/5104 (the step when they are built), both open; no issue
+    found for the others. Worth another look when
+    `test_upstream_symptoms.py::test_stage_0_steps_when_it_is_built` or
+    `::test_stage_0_does_not_scale_the_fp16_loss` fails.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,31 +42,39 @@ from modeling.parallel.process_grid import ProcessGrid
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a DynamicLossScaler
 
 
-def initialize(*, config: dict, mpu: ProcessGrid, **arguments) -> DataParallelEngine:
+def initialize(*, config: dict[str, Any], mpu: ProcessGrid, **arguments: Any) -> DataParallelEngine:
     """What `deepspeed.initialize` does for a module that is no pipeline, with the engine below."""
+    classed = DeepSpeedConfig(config, mpu)
     engine = DataParallelEngine(
-        args=None, optimizer=None, mpu=mpu, config=config, config_class=DeepSpeedConfig(config, mpu), **arguments
-    )  # fmt: skip
+        args=None, optimizer=None, mpu=mpu, config=config, config_class=classed, **arguments
+    )
     engine._configure_python_gc()
     return engine
 
 
 class DataParallelEngine(DeepSpeedEngine):
-    """DeepSpeed's plain engine at stage 0. In fp16 and bf16 its optimizer is `MasterWeights`, in fp32 the basic one."""
+    """DeepSpeed's plain engine at stage 0.
 
-    def _configure_fp16_optimizer(self, optimizer, low_precision_dtype):
+    In fp16 and bf16 its optimizer is `MasterWeights`, in fp32 the basic one.
+    """
+
+    def _configure_fp16_optimizer(
+        self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype
+    ) -> MasterWeights:
         """Called by DeepSpeed for both half precisions."""
         fp16 = low_precision_dtype == torch.float16
         scaler = CreateLossScaler(
-            dtype=low_precision_dtype, static_loss_scale=self.loss_scale(), dynamic_scaling=self.dynamic_loss_scale(),
+            dtype=low_precision_dtype,
+            static_loss_scale=self.loss_scale(),
+            dynamic_scaling=self.dynamic_loss_scale(),
             dynamic_loss_args=self.dynamic_loss_scale_args(),
-        )  # fmt: skip
+        )
         skips = fp16 or self._config.bfloat16_config.check_grad_overflow
         return MasterWeights(
             optimizer, self.mpu, clip=self.gradient_clipping(), scaler=scaler, skips_overflow=skips
         )
 
-    def backward(self, loss: torch.Tensor, **how):
+    def backward(self, loss: torch.Tensor, **how: Any) -> Any:
         return super().backward(loss * self.optimizer.cur_scale if self.fp16_enabled() else loss, **how)
 
     def clip_fp32_gradients(self) -> None:
@@ -69,17 +85,27 @@ class DataParallelEngine(DeepSpeedEngine):
 
 
 class MasterWeights(DeepSpeedOptimizer):
-    """Steps fp32 copies of all fp16 or bf16 parameters and rounds them back (Micikevicius et al. 2018, arXiv 1710.03740, section 3).
+    """Steps fp32 copies of all fp16 or bf16 parameters and rounds them back.
 
-    Gradients come averaged over the data-parallel ranks, in the parameters' precision. Per parameter 16 bytes between backward and
-    step: 2 of weight, 2 of gradient, 12 of fp32 weight and moments. In a step 18: all gradients are in fp32 at once, each in the
-    place of its half-precision one, until the optimizer has stepped.
+    Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3. Gradients come averaged over the
+    data-parallel ranks, in the parameters' precision. Per parameter 16 bytes between backward and
+    step: 2 of weight, 2 of gradient, 12 of fp32 weight and moments. In a step 18: all gradients are in fp32
+        at once, each in the place of its half-precision one, until the optimizer has stepped.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, mpu: ProcessGrid, *, clip: float, scaler, skips_overflow: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        mpu: ProcessGrid,
+        *,
+        clip: float,
+        scaler: Any,
+        skips_overflow: bool,
     ):
-        """`optimizer`: on the parameters, not stepped yet; `clip`: largest norm, 0 for none; `scaler`: DeepSpeed's loss scaler."""
+        """`optimizer`: on the parameters, not stepped yet; `clip`: largest norm, 0 for none.
+
+        `scaler`: DeepSpeed's loss scaler.
+        """
         self.optimizer, self.clip, self.scaler, self.skips_overflow = optimizer, clip, scaler, skips_overflow
         self.tensor_group = (
             mpu.get_model_parallel_group() if mpu.get_model_parallel_world_size() > 1 else None
@@ -97,9 +123,8 @@ class MasterWeights(DeepSpeedOptimizer):
         for (
             parameter,
             master,
-        ) in self._pairs:  # what deepspeed.utils.safe_get_full_fp32_param and its like look for
-            parameter._hp_mapping = self
-            parameter.get_full_hp_param = functools.partial(self._full, master)
+        ) in self._pairs:  # what deepspeed.utils.safe_get_full_fp32_param and its like ask for
+            vars(parameter).update(_hp_mapping=self, get_full_hp_param=functools.partial(self._full, master))
 
     def _full(self, master: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor:
         """The fp32 weight of a parameter, or Adam's moment of that name; the parameter's shape."""
@@ -132,6 +157,7 @@ class MasterWeights(DeepSpeedOptimizer):
         norm = self._global_grad_norm = scaled_norm / self.cur_scale
         divisor = self.cur_scale * (torch.clamp((norm + 1e-6) / self.clip, min=1.0) if self.clip else 1.0)
         for parameter, master in self._pairs:
+            assert parameter.grad is not None
             master.grad = parameter.grad.to(torch.float32).mul_(1.0 / divisor)
             parameter.grad = None
         self.optimizer.step()
@@ -141,13 +167,10 @@ class MasterWeights(DeepSpeedOptimizer):
         self._update_scale(False)
 
     def _norm(self) -> torch.Tensor:
-        """L2 norm of the whole model's gradient, still times the loss scale: fp32 scalar, not finite if any element is not."""
+        """L2 norm of the whole model's gradient times the loss scale: an fp32 scalar, or not finite."""
         norms = [torch.linalg.vector_norm(p.grad, dtype=get_norm_dtype()) for p in self._counted]
-        total = (
-            torch.stack(norms).square().sum()
-            if norms
-            else self._pairs[0][1].new_zeros((), dtype=get_norm_dtype())
-        )
+        nothing = self._pairs[0][1].new_zeros((), dtype=get_norm_dtype())
+        total = torch.stack(norms).square().sum() if norms else nothing
         if self.tensor_group is not None:
             dist.all_reduce(total, group=self.tensor_group)
         return total.sqrt().float()
@@ -176,5 +199,5 @@ class MasterWeights(DeepSpeedOptimizer):
     def destroy(self) -> None:
         """Unlink what refers to itself through the parameters."""
         for parameter, _ in self._pairs:
-            del parameter._hp_mapping, parameter.get_full_hp_param
+            del vars(parameter)["_hp_mapping"], vars(parameter)["get_full_hp_param"]
         self._pairs, self._counted = [], []

@@ -8,14 +8,19 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from ds_configs.plan import Machine
 
 
 def emulate_fp16() -> None:
-    """Let a CPU accelerator claim fp16, so that the loss scaler can be exercised without a GPU. Before `import deepspeed`.
+    """Let any CPU run fp16, so that the loss scaler can be exercised without a GPU.
 
-    Slow (a 1024^3 matrix product takes about 150 times as long as in fp32) and named in the results as a deviation.
+    Has to precede `import deepspeed`.
+
+    DeepSpeed refuses fp16 on CPUs without instructions for it
+    (https://github.com/deepspeedai/DeepSpeed/pull/7207), though torch computes in it on all. Slow (a 1024^3
+    matrix product takes about 150 times as long as in fp32) and named in the results as a deviation.
     """
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -24,14 +29,17 @@ def emulate_fp16() -> None:
         return
 
     class EmulatedFp16(CPU_Accelerator):
-        def is_fp16_supported(self):
+        def is_fp16_supported(self) -> bool:
             return True
 
     set_accelerator(EmulatedFp16())
 
 
 def detect_machine(emulated_fp16: bool = False) -> Machine:
-    """What this process's accelerator and operating system offer. Imports deepspeed's accelerator, starts nothing."""
+    """What this process's accelerator and operating system offer.
+
+    Imports deepspeed's accelerator, starts nothing.
+    """
     if emulated_fp16:
         emulate_fp16()
     from deepspeed.accelerator import get_accelerator
@@ -49,8 +57,8 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
     )
 
 
-def _has_bf16(accelerator) -> bool:
-    """On CUDA in hardware: DeepSpeed and torch also count the emulation of cards before Ampere, which is slow."""
+def _has_bf16(accelerator: Any) -> bool:
+    """Whether bf16 is in hardware: DeepSpeed also counts the slow emulation of cards before Ampere."""
     if accelerator.device_name() != "cuda":
         return bool(accelerator.is_bf16_supported())
     import torch
@@ -65,7 +73,7 @@ def _has_nvcc() -> bool:
 
 
 def _can_compile() -> bool:
-    """Whether DeepSpeed's ops can be built: what torch calls as the C++ compiler, ninja, and Python's headers."""
+    """Whether DeepSpeed's ops can be built: there are torch's C++ compiler, ninja, and Python's headers."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     return bool(
         shutil.which(os.environ.get("CXX", "c++"))
@@ -75,9 +83,9 @@ def _can_compile() -> bool:
 
 
 def _ninja_module() -> bool:
-    """The ninja wheel puts its program beside the interpreter, which need not be on PATH: add it."""
-    beside = os.path.join(os.path.dirname(sys.executable), "ninja")
-    if not os.path.exists(beside):
+    """The ninja wheel puts its program next to the interpreter, which need not be on PATH: add it."""
+    folder = os.path.dirname(sys.executable)
+    if not os.path.exists(os.path.join(folder, "ninja")):
         return False
-    os.environ["PATH"] = os.path.dirname(beside) + os.pathsep + os.environ.get("PATH", "")
+    os.environ["PATH"] = folder + os.pathsep + os.environ.get("PATH", "")
     return True

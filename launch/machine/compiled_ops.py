@@ -1,22 +1,26 @@
 """DeepSpeed's compiled ops: built once per environment, before training, and with a word about it.
 
-DeepSpeed compiles an op at its first use with c++ and ninja and keeps it in torch's extension directory
-($TORCH_EXTENSIONS_DIR, by default ~/.cache/torch_extensions/...). Left to itself it does so in silence, on every rank at
-once, and a run killed while compiling leaves torch's lock file behind, on which every later run waits for ever.
+DeepSpeed compiles an op at its first use with c++ and ninja and keeps it in torch's extension directory. Left
+to itself it does so in silence and on every rank at once; and torch 2.13 guards the directory by a file named
+`lock`, which a killed compilation leaves behind and on which every later run waits for ever
+(https://github.com/pytorch/pytorch/issues/189245). No longer needed when
+`test_compiled_ops.py::test_torch_waits_for_a_lock_file_that_a_killed_process_left` fails.
 
-Here one process per machine compiles while the others wait. It holds a lock of the kernel's, which dies with its holder.
-Torch's own lock file may then be left by a dead process, or belong to another program on this machine that uses the same
-directory; /proc tells the two apart.
+Here every environment has a directory of its own, below $TORCH_EXTENSIONS_DIR or the project's cache, in
+which nobody else compiles, and one process at a time holds a lock of the kernel's there, which dies with its
+holder. So a lock file of torch's that it finds is left over.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import fcntl
+import hashlib
 import os
-import threading
-import time
+import platform
+import socket
+import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,22 +29,17 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch.utils.cpp_extension import _get_build_directory
+from torch.utils.cpp_extension import _get_build_directory, _import_module_from_library
 
-from data.durable_files import locked, write_atomically
+from data.cache import default_directory
+from data.durable_files import locked
 from ds_configs.known_keys import lookup
-from launch.machine import ending
+from launch.machine import description, ending, processes
 
 Say = Callable[[str], None]
 
-BATON = "lock"  # torch's lock file (torch.utils.file_baton)
-STAMP = ".megarecipes.json"
-SETTLE_SECONDS = (
-    3.0  # no living process loads a compiled op for longer, so an older baton that nobody holds is left over
-)
-UNSEEN_SECONDS = 600.0  # the same where the system cannot tell who holds it: no op compiles for longer
-NOTICEABLE_SECONDS = 5.0  # looking at an op that is up to date takes 2
-LAST_LINES, LINE_WIDTH = 15, 300
+BUILT = "built"  # in an op's directory, once it was compiled whole
+LAST_LINES, LINE_WIDTH = 15, 300  # of the compiler's, that an explanation shows
 
 TORCH_ADAM = (
     'set "torch_adam": true in optimizer.params of the DeepSpeed JSON: torch\'s AdamW, same rule, slower'
@@ -54,7 +53,10 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Op:
-    """An op of DeepSpeed's. `builder`: the name of its builder class; `way_round`: how to do without the op."""
+    """An op of DeepSpeed's.
+
+    `builder`: the name of its builder class; `way_round`: how to do without the op.
+    """
 
     builder: str
     way_round: str
@@ -62,117 +64,114 @@ class Op:
 
 def needed(ds: dict[str, Any]) -> tuple[Op, ...]:
     """Ops that a run with the resolved DeepSpeed JSON `ds` uses, as DeepSpeed's engine chooses them."""
-    optimizer, parameters = (
-        lookup(ds, f"zero_optimization.offload_{kind}.device") for kind in ("optimizer", "param")
-    )
+    offloaded = [lookup(ds, f"zero_optimization.offload_{kind}.device") for kind in ("optimizer", "param")]
     ops = []
     if lookup(ds, "optimizer.params.torch_adam") is not True:
-        ops.append(Op("CPUAdamBuilder" if optimizer in ("cpu", "nvme") else "FusedAdamBuilder", TORCH_ADAM))
-    if "nvme" in (optimizer, parameters):
+        ops.append(
+            Op("CPUAdamBuilder" if offloaded[0] in ("cpu", "nvme") else "FusedAdamBuilder", TORCH_ADAM)
+        )
+    if "nvme" in offloaded:
         ops += [Op("PinMemoryBuilder", NO_NVME), Op("AsyncIOBuilder", NO_NVME)]
     return tuple(ops)
 
 
 def prepare(ds: dict[str, Any], group: dist.ProcessGroup, say: Say = print) -> None:
-    """Have every op of `ds` compiled on every machine of `group`, all ranks of the run. Collective.
+    """Have every op of `ds` compiled, and loaded on every rank of `group`, all of the run. Collective.
 
-    Ends the run with exit code 1 on every rank, and one explanation, where an op cannot be built.
+    Rank 0 compiles; then the first rank of every other machine, which finds it done where they share the
+    directory; the others follow. Ends the run with exit code 1 on every rank, and one explanation, where an
+    op cannot be built.
     """
     ops = needed(ds)
     if not ops:
         return
-    failure = None
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    use_own_directory()
+    for turn in range(3):
+        failure = None
+        if turn == _turn():
+            try:
+                for op in ops:
+                    build(op, say)
+            except CompileError as e:
+                failure = str(e)
+        failures: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(failures, failure, group=group)
+        for text in failures:
+            if text:
+                ending.refuse(text, code=1)
+
+
+def _turn() -> int:
+    """When this rank builds: 0 is rank 0, 1 the first rank of every other machine, 2 all others."""
+    return 0 if processes.rank() == 0 else 1 if int(os.environ.get("LOCAL_RANK", "0")) == 0 else 2
+
+
+def use_own_directory() -> Path:
+    """Have torch keep compiled ops in a directory of this environment alone, for this process."""
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = Path(chosen) if chosen else default_directory() / "compiled_ops"
+    key = environment_key()
+    directory = root if key in root.name else root / key  # a second run in this process
+    directory.mkdir(parents=True, exist_ok=True)
+    if key not in root.name and not _has_locks(directory):  # other machines may see it
+        directory = directory.with_name(f"{key}-{socket.gethostname()}")
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
+    return directory
+
+
+def environment_key() -> str:
+    """Name of what a compiled op depends on: interpreter, packages, compiler, processors."""
+    accelerator = get_accelerator()
+    device = accelerator.device_name() if accelerator.device_name() == "cpu" else torch.cuda.get_device_name()
+    installed = [os.stat(str(package.__file__)).st_mtime_ns for package in (torch, deepspeed)]
+    compiler = [os.environ.get(name) for name in ("CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")]
+    facts = [sys.prefix, *installed, *compiler, torch.version.cuda, description.cpu_model(), device]
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+    python = "".join(platform.python_version_tuple()[:2])
+    return f"py{python}-torch{torch.__version__}-deepspeed{deepspeed.__version__}-{digest}"
+
+
+def _has_locks(directory: Path) -> bool:
+    """Whether the file system of `directory` locks files for the processes that share it."""
+    with open(directory / ".locks", "ab") as file:
         try:
-            for op in ops:
-                build(op, say)
-        except CompileError as e:
-            failure = str(e)
-    failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
-    for text in failures:
-        if text:
-            ending.refuse(text, code=1)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
 
 
 def build(op: Op, say: Say = print) -> None:
-    """Compile `op` unless that is done, and remove what a killed compilation left. Raises CompileError."""
+    """Load `op`, compiled first where that is not done yet. Raises CompileError."""
     builder = get_accelerator().create_op_builder(op.builder)
     if builder is None or _installed(builder.name):
         return  # DeepSpeed itself says what it thinks of an accelerator without this op
-    name = builder.name
     try:
-        directory = Path(_get_build_directory(name, False))
-        with locked(directory / ".megarecipes", f"DeepSpeed's {name}", say):
-            remove_stale_baton(directory, name, say)
-            library = directory / f"{name}.so"
-            if library.exists() and _stamp(directory) == _facts(library):
-                return
-            with _announced(
-                f"compiling DeepSpeed's {name}, once per environment (about 40 s) …", library.exists(), say
-            ):
+        directory = Path(_get_build_directory(builder.name, False))
+        with locked(directory / BUILT, f"DeepSpeed's {builder.name}", say) as held:
+            if held:
+                (directory / "lock").unlink(missing_ok=True)  # torch's, of a killed process
+            if not _load_built(builder, directory):
+                say(f"compiling DeepSpeed's {builder.name}, once per environment (about 40 s) …")
                 builder.load(verbose=False)
-            if library.exists():
-                write_atomically(directory / STAMP, json.dumps(_facts(library)))
+                (directory / BUILT).touch()
     except (
         Exception
     ) as e:  # torch, ninja, the compiler, the file system, the dynamic linker: each has its own
-        raise CompileError(_explanation(name, e, op.way_round)) from e
+        raise CompileError(_explanation(builder.name, e, op.way_round)) from e
 
 
-def remove_stale_baton(directory: Path, name: str, say: Say) -> None:
-    """Remove torch's lock file from an op's build directory if its owner is dead; wait for the owner if it lives."""
-    baton, told = directory / BATON, False
-    while (age := _age(baton)) is not None:
-        users = working_in(directory)
-        if users and not told:
-            say(f"DeepSpeed's {name} is being compiled by process {users[0]}: waiting for it")
-            told = True
-        if users or age < (UNSEEN_SECONDS if users is None else SETTLE_SECONDS):
-            if users is None and not told:
-                say(
-                    f"{baton}: another program is compiling, or was killed at it; delete the file if there is none (waiting)"
-                )
-                told = True
-            time.sleep(0.5)
-            continue
-        baton.unlink(missing_ok=True)
-        say(f"removed {baton}, which a process killed while compiling {name} left behind")
+def _load_built(builder: Any, directory: Path) -> bool:
+    """Load an op that was compiled whole, as its builder would after 2 s of looking at its sources.
 
-
-def working_in(directory: Path) -> list[int] | None:
-    """Processes of this machine that hold the baton of `directory` open or compile in it; None: the system cannot tell.
-
-    Torch keeps its lock file open as long as it holds it. ninja and the compiler, which outlive a killed parent, run in the
-    directory itself.
+    False where there is none.
     """
-    processes = list(Path("/proc").glob("[0-9]*"))
-    if not processes:
-        return None
-    place, baton = str(directory.resolve()), str((directory / BATON).resolve())
-    found = []
-    for process in processes:
-        try:
-            links = [*(process / "fd").iterdir()]
-            if os.readlink(process / "cwd") == place or any(os.readlink(link) == baton for link in links):
-                found.append(int(process.name))
-        except OSError:
-            continue  # it has ended, or is another user's, who has a directory of their own
-    return sorted(found)
-
-
-@contextmanager
-def _announced(line: str, perhaps: bool, say: Say):
-    """Say `line` before the body; with `perhaps`, only once the body has taken long enough to be a compilation."""
-    timer = threading.Timer(NOTICEABLE_SECONDS if perhaps else 0.0, say, [line])
-    if perhaps:
-        timer.start()
-    else:
-        say(line)
-    try:
-        yield
-    finally:
-        timer.cancel()
+    if builder.name not in builder._loaded_ops and (directory / BUILT).exists():
+        with contextlib.suppress(ImportError, OSError):  # damaged: it is compiled again
+            builder._loaded_ops[builder.name] = _import_module_from_library(
+                builder.name, str(directory), True
+            )
+    return builder.name in builder._loaded_ops
 
 
 def _installed(name: str) -> bool:
@@ -182,43 +181,15 @@ def _installed(name: str) -> bool:
     return bool(installed_ops.get(name)) and accelerator_name == get_accelerator()._name
 
 
-def _facts(library: Path) -> dict[str, Any]:
-    """What a library was built from and for; a change of any means that DeepSpeed will look at it again."""
-    return {
-        "deepspeed": [deepspeed.__version__, deepspeed.__file__],
-        "torch": [torch.__version__, torch.__file__],
-        "compiler": os.environ.get("CXX", "c++"),
-        "written": library.stat().st_mtime_ns,
-    }
-
-
-def _stamp(directory: Path) -> Any:
-    try:
-        return json.loads((directory / STAMP).read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _age(path: Path) -> float | None:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return None
-
-
 def _explanation(name: str, error: Exception, way_round: str) -> str:
     # ninja repeats each command, a thousand characters wide, before the compiler's words.
-    lines = [
-        line for line in str(error).splitlines() if line.strip() and "-DTORCH_EXTENSION_NAME=" not in line
-    ]
-    told = (
-        "\n".join(f"  | {line[:LINE_WIDTH]}" for line in lines[-LAST_LINES:]) or f"  | {type(error).__name__}"
-    )
-    where = (
+    words = [w for w in str(error).splitlines() if w.strip() and "-DTORCH_EXTENSION_NAME=" not in w]
+    told = "\n".join(f"  | {w[:LINE_WIDTH]}" for w in words[-LAST_LINES:]) or f"  | {type(error).__name__}"
+    writable = (
         ", or TORCH_EXTENSIONS_DIR to a directory that can be written" if isinstance(error, OSError) else ""
     )
     return (
         f"DeepSpeed's {name} could not be compiled:\n{told}\n"
-        f"it needs a C++ compiler, ninja and Python's headers (Debian and Ubuntu: apt-get install g++ ninja-build python3-dev). "
-        f"Install what is missing{where}, or {way_round}"
+        "it needs a C++ compiler, ninja and Python's headers (Debian and Ubuntu: "
+        f"apt-get install g++ ninja-build python3-dev). Install what is missing{writable}, or {way_round}"
     )

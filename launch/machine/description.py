@@ -1,4 +1,4 @@
-"""What a run ran on: processor, accelerators, versions and the commit of the checkout, as plain JSON values."""
+"""What a run ran on: processor, accelerators, versions, commit of the checkout; as plain JSON values."""
 
 from __future__ import annotations
 
@@ -6,28 +6,54 @@ import os
 import platform
 import socket
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "accelerate", "tokenizers", "numpy")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
-    """Machine, versions and commit. Accelerators are those visible to this process on this node."""
+class Description(TypedDict):
+    """What a run ran on.
+
+    Accelerators are those visible to this process on this node; memory in units of 1e9 bytes.
+    """
+
+    host: str
+    cpu: str
+    cores: int  # that this process may use
+    memory_gb: float
+    accelerator: str
+    accelerators: int
+    accelerator_memory_gb: float | None  # of one
+    cuda: str | None
+    versions: dict[str, str | None]
+    git: dict[str, Any] | None
+
+
+def describe(repository: Path = REPOSITORY) -> Description:
+    """Machine, versions and commit."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(0).total_memory if gpu else None
     return {
         "host": socket.gethostname(),
         "cpu": cpu_model(),
         "cores": _cores(),
         "memory_gb": round(_memory_bytes() / 1e9, 1),
-        **_accelerators(),
+        "accelerator": torch.cuda.get_device_name(0) if gpu else "cpu",
+        "accelerators": torch.cuda.device_count() if gpu else 0,
+        "accelerator_memory_gb": None if memory is None else round(memory / 1e9, 1),
+        "cuda": torch.version.cuda if gpu else None,
         "versions": versions(),
         "git": git_state(repository),
     }
 
 
-def summary(described: dict[str, Any]) -> str:
+def summary(described: Mapping[str, Any]) -> str:
     """One phrase for tables: "1 x NVIDIA H100", or "CPU: AMD EPYC, 2 cores" without an accelerator."""
     if described["accelerators"]:
         return f"{described['accelerators']} x {described['accelerator']}"
@@ -46,9 +72,12 @@ def versions() -> dict[str, str | None]:
 
 
 def git_state(repository: Path) -> dict[str, Any] | None:
-    """Commit of the checkout and whether files differ from it; None where `repository` is not the top of a checkout.
+    """Commit of the checkout and whether files differ from it.
 
-    A package installed inside somebody else's checkout (a virtual environment there) must not report that commit.
+    None where `repository` is not the top of a checkout.
+
+    A package installed inside somebody else's checkout (a virtual environment there) must not report that
+    commit.
     """
     top = _git(repository, "rev-parse", "--show-toplevel")
     commit = _git(repository, "rev-parse", "HEAD")
@@ -76,19 +105,6 @@ def _cores() -> int:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _accelerators() -> dict[str, Any]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"accelerator": "cpu", "accelerators": 0, "accelerator_memory_gb": None, "cuda": None}
-    return {
-        "accelerator": torch.cuda.get_device_name(0),
-        "accelerators": torch.cuda.device_count(),
-        "accelerator_memory_gb": round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1),
-        "cuda": torch.version.cuda,
-    }
 
 
 def _git(directory: Path, *arguments: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Before and after training: what the machine can do, joining the other processes, leaving them cleanly."""
+"""How a process ends: refused, cleanly together with the other ranks, or with the cause of a failure last."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ GLOO_ERRORS = (
     "NCCL",
     "gloo",
 )
+AFTER_STOP_REQUEST = (
+    "after_stop_request"  # attribute of an exception that a rank meets once it was asked to stop
+)
 
 
 def refuse(problem: object, code: int = 2) -> NoReturn:
-    """Say what is wrong, once per machine since machines may differ, and end every rank with `code`, without a traceback."""
+    """Say what is wrong, once per machine since machines may differ, and end every rank with `code`."""
     explain(problem)
     raise SystemExit(code)
 
@@ -52,7 +55,9 @@ def keep_error(directory: Path, text: str) -> None:
 def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Iterator[None]:
     """Run the body, then end the process: 0 after a barrier, 1 with this rank's traceback last on the screen.
 
-    Ends with os._exit: a gloo worker that frees a tensor while Python finalises aborts about one run in forty.
+    Ends with os._exit: a gloo worker that frees a tensor while Python finalises aborts about one run in forty
+    (torch 2.13; https://github.com/pytorch/pytorch/pull/179291, closed unmerged).
+    `test_launchers.py::test_thirty_launches_end_with_0` holds it.
     """
     import torch.distributed as dist
 
@@ -66,19 +71,20 @@ def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Itera
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
     except BaseException as e:
         code = 1
-        _report(e, note_failure)
+        _tell(e, note_failure)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _report(error: BaseException, note_failure: Callable[[str], None]) -> None:
+def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
+    """Leave this rank's traceback on the screen and with `note_failure`, unless another's end caused it."""
     text = "".join(traceback.format_exception(error))
-    if getattr(error, "after_stop_request", False) and world_size() > 1 and _lost_peers(error):
-        return
     if world_size() > 1 and _lost_peers(error):
-        # A consequence of another rank's end. Say nothing, so that the cause stays last on the screen, and let the launcher
-        # end this process; speak up only if nothing does.
+        if getattr(error, AFTER_STOP_REQUEST, False):
+            return
+        # A consequence of another rank's end. Say nothing, so that the cause stays last on the screen, and
+        # let the launcher end this process; speak up only if nothing does.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         time.sleep(20)

@@ -31,7 +31,10 @@ def peak_memory() -> PeakMemory:
 
 
 def peak_cached_bytes() -> int | None:
-    """Peak of what torch's caching allocator reserved on the GPU (the tables' "cached"); None without a GPU."""
+    """Peak of what torch's caching allocator reserved on the GPU (the tables' "cached").
+
+    None without a GPU.
+    """
     import torch
 
     return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
@@ -55,7 +58,10 @@ class Memory:
 
 
 def this_machine() -> Memory:
-    """The smallest visible GPU stands for all; the host's memory is what this process may use. Imports torch."""
+    """The smallest visible GPU stands for all; the host's memory is what this process may use.
+
+    Imports torch.
+    """
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -66,7 +72,7 @@ def this_machine() -> Memory:
 
 
 def host_memory(root: Path = Path("/")) -> float:
-    """Bytes: the machine's memory, or the lowest limit of this process's control groups (containers, batch systems)."""
+    """Bytes: the machine's memory, or the lowest limit of this process's control groups, as in containers."""
     physical = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min([physical, *_cgroup_limits(root)])
 
@@ -80,16 +86,13 @@ def _cgroup_limits(root: Path) -> Iterator[float]:
     for _, controllers, path in (line.split(":", 2) for line in groups):
         if controllers and "memory" not in controllers.split(","):
             continue
-        top, name = (
-            ("sys/fs/cgroup/memory", "memory.limit_in_bytes")
-            if controllers
-            else ("sys/fs/cgroup", "memory.max")
-        )
+        version_1 = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        top, name = version_1 if controllers else ("sys/fs/cgroup", "memory.max")
         group = root / top / path.strip("/")
         for folder in (group, *group.parents):
             with contextlib.suppress(
                 OSError, ValueError
-            ):  # not visible from inside a container; "max": no limit
+            ):  # invisible from inside a container; "max": no limit
                 yield float((folder / name).read_text())
             if folder == root / top:
                 break

@@ -1,7 +1,8 @@
-"""Which rank of a run ran out of memory: said by an exception, or by the traceback that a failing rank leaves in the run directory.
+"""Which rank of a run ran out of memory: an exception tells, or the traceback that a failing rank leaves.
 
-Only rank 0 writes results, and where another rank fails it is the launcher that ends rank 0, often inside a collective. So a rank's
-`error-rank-N.txt` is what tells an OOM; the next launch into the directory removes those of the last.
+Only rank 0 writes results, and where another rank fails it is the launcher that ends rank 0, often inside a
+collective. So a rank's `error-rank-N.txt` is what tells an OOM; the next launch into the directory removes
+those of the last.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ FILES = "error-rank-*.txt"
 
 
 def line(text: str) -> str | None:
-    """The line of a traceback or message that says so; None where none does. Lines of source code, which are indented, do not count."""
+    """The line of a traceback or message that tells of it, or None.
+
+    Lines of source code, which are indented, do not count.
+    """
     return next((each.strip() for each in text.splitlines() if each[:1].strip() and SAID.search(each)), None)
 
 
@@ -28,7 +32,10 @@ def said_by(error: BaseException) -> str | None:
 
 
 def reason(directory: Path) -> str | None:
-    """ "rank 1: torch.OutOfMemoryError: ...", of the lowest rank that left such a traceback; others are counted. None: no rank did."""
+    """The lowest rank that left such a traceback, its line, and how many others did; None where no rank did.
+
+    For example "rank 1: torch.OutOfMemoryError: ...".
+    """
     found = []
     for path in directory.glob(FILES):
         number = path.stem.rpartition("-")[2]

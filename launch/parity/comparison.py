@@ -4,21 +4,41 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from launch.checkpoints.checkpoint import newest
+from launch.checkpoints.weights import load_tensors
+from launch.runs.directory import read_metrics
 
 LOSS_TOLERANCE = 1e-4  # nats per token, at every step
 NORM_TOLERANCE = 1e-4  # relative, at every step
 GRADIENT_TOLERANCE = 1e-4  # L2 norm of the difference, relative to that of the tensor
-COMPILED = " compiled"  # ends the name of a layout that was run with compiled layers
 WEIGHT_TOLERANCE = 1e-3  # the same, of the final weights: Adam amplifies rounding where gradients are small
+
+REFUSED = "refused.txt"  # in a run directory: why the layout was not run
+
+# Names of parameters, and of what is in a layer or a head, in forward order.
+TOP = ("word", "position", "embedding", "layers", "final_norm", "head", "decoder_bias")
+INNER = ("position", "token_type", "attention_norm", "attention", "mlp_norm", "mlp",
+         "pooler", "sentence", "transform", "norm")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left. `failure` says why there is nothing to compare."""
+    """What a run left.
+
+    Attributes:
+        losses, norms: of every step.
+        gradients, weights: of the first step, and after the last one, by canonical name.
+        seconds: median per step, the first five left out.
+        failure: why there is nothing to compare.
+        compiled_from: the name of the same layout without compiled layers.
+    """
 
     name: str
     processes: int
@@ -26,171 +46,137 @@ class Outcome:
     norms: list[float]
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
-    seconds: float = math.nan  # median per step, the first five left out
+    seconds: float = math.nan
     failure: str | None = None
+    compiled_from: str | None = None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run is from the reference."""
+    """How far a run is from the reference.
 
-    name: str
-    processes: int
-    loss: float  # largest absolute difference over the steps
-    norm: float  # largest relative difference over the steps
-    gradient: float  # largest relative difference over the tensors, first step
-    weight: float  # largest absolute difference of an element of the final weights
-    diverging: (
-        str | None
-    )  # first tensor that differs by more than the tolerance: gradients in backward, weights in forward order
-    agrees: bool
-    seconds: float = math.nan
+    Attributes:
+        loss: largest absolute difference over the steps.
+        norm: largest relative difference over the steps.
+        gradient: largest relative difference over the tensors, first step.
+        weight: largest absolute difference of an element of the final weights.
+        diverging: first tensor that differs by more than the tolerance: gradients in backward, weights in
+            forward order.
+        failure: why nothing was compared.
+    """
+
+    run: Outcome
+    loss: float = math.nan
+    norm: float = math.nan
+    gradient: float = math.nan
+    weight: float = math.nan
+    diverging: str | None = None
+    agrees: bool = False
     failure: str | None = None
 
 
-def read_outcome(name: str, processes: int, directory: Path, log: Path) -> Outcome:
-    from launch.checkpoints.weights import load_tensors
-    from launch.runs.directory import read_metrics
-
-    refused = directory / "refused.txt"
+def read_outcome(
+    name: str, processes: int, directory: Path, log: Path, compiled_from: str | None = None
+) -> Outcome:
+    """The outcome of the run in `directory`, whose launch wrote `log`."""
+    refused = directory / REFUSED
     if refused.exists():
         return _failed(name, processes, refused.read_text())
     try:
         steps = [r for r in read_metrics(directory / "metrics.jsonl") if r["kind"] == "step"]
-        newest = sorted((directory / "checkpoints").glob("step-*/complete.json"))[-1].parent
-        gradients, weights = load_tensors(directory, "gradients-stage-*.safetensors"), load_tensors(newest)
-    except (FileNotFoundError, IndexError):
+        gradients = load_tensors(directory, "gradients-stage-*.safetensors")
+    except FileNotFoundError:
+        steps = []
+    last = newest(directory / "checkpoints")
+    if last is None or not steps:
         return _failed(name, processes, f"did not finish: {_last_error(log)}")
     losses = [math.nan if r["loss"] is None else r["loss"] for r in steps]
     norms = [math.nan if r["grad_norm"] is None else r["grad_norm"] for r in steps]
-    return Outcome(
-        name,
-        processes,
-        losses,
-        norms,
-        gradients,
-        weights,
-        statistics.median(r["seconds"] for r in steps[5:] or steps),
-    )
+    seconds = statistics.median(r["seconds"] for r in steps[5:] or steps)
+    weights = load_tensors(last.directory)
+    return Outcome(name, processes, losses, norms, gradients, weights, seconds, compiled_from=compiled_from)
 
 
 def compare(reference: Outcome, other: Outcome) -> Difference:
     failure = reference.failure or other.failure
+    if failure is None and len(reference.losses) != len(other.losses):
+        failure = f"{len(other.losses)} steps, the reference has {len(reference.losses)}"
     if failure:
-        return _not_compared(other, failure)
-    if len(reference.losses) != len(other.losses):
-        return _not_compared(other, f"{len(other.losses)} steps, the reference has {len(reference.losses)}")
+        return Difference(other, failure=failure)
     loss = _largest(abs(a - b) for a, b in zip(reference.losses, other.losses, strict=True))
     norm = _largest(abs(a - b) / max(a, 1e-30) for a, b in zip(reference.norms, other.norms, strict=True))
     gradients = {
         name: _relative(tensor, other.gradients[name]) for name, tensor in reference.gradients.items()
     }
-    weight = _largest(
-        float((tensor - other.weights[name]).abs().max()) for name, tensor in reference.weights.items()
+    weights = {name: _relative(tensor, other.weights[name]) for name, tensor in reference.weights.items()}
+    weight = _largest(float((t - other.weights[name]).abs().max()) for name, t in reference.weights.items())
+    diverging = _first(gradients, GRADIENT_TOLERANCE, "gradient of step 1", backward=True) or _first(
+        weights, WEIGHT_TOLERANCE, "final weight"
     )
-    diverging = _first(gradients, GRADIENT_TOLERANCE, "gradient of step 1", backward=True)
-    if diverging is None:
-        relative = {
-            name: _relative(tensor, other.weights[name]) for name, tensor in reference.weights.items()
-        }
-        diverging = _first(relative, WEIGHT_TOLERANCE, "final weight")
     agrees = loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE and diverging is None
-    return Difference(
-        other.name,
-        other.processes,
-        loss,
-        norm,
-        _largest(gradients.values()),
-        weight,
-        diverging,
-        agrees,
-        other.seconds,
-    )
+    return Difference(other, loss, norm, _largest(gradients.values()), weight, diverging, agrees)
 
 
 def table(reference: Outcome, rows: list[Difference]) -> str:
     """The comparison as aligned text, with what failed at the end."""
     if reference.failure:
         return f"{reference.name}: {reference.failure}"
-    width = max(len(r.name) for r in rows)
+    width = max(len(r.run.name) for r in rows)
+    first, last = reference.losses[0], reference.losses[-1]
     lines = [
-        f"{len(reference.losses)} steps, loss {reference.losses[0]:.4f} -> {reference.losses[-1]:.4f} in one process; differences from it:",
-        f"{'layout':<{width}}  {'ranks':>5}  {'loss':>8}  {'grad norm':>9}  {'gradients':>9}  {'weights':>8}  {'s/step':>7}  agrees",
+        f"{len(reference.losses)} steps, loss {first:.4f} -> {last:.4f} in one process; differences from it:",
+        f"{'layout':<{width}}  ranks      loss  grad norm  gradients   weights   s/step  agrees",
     ]
     for r in rows:
-        numbers = f"{r.loss:8.1e}  {r.norm:9.1e}  {r.gradient:9.1e}  {r.weight:8.1e}  {r.seconds:7.3f}"
+        numbers = f"{r.loss:8.1e}  {r.norm:9.1e}  {r.gradient:9.1e}  {r.weight:8.1e}  {r.run.seconds:7.3f}"
         verdict = "yes" if r.agrees else f"NO   first: {r.diverging or 'the loss or the norm alone'}"
-        lines.append(f"{r.name:<{width}}  {r.processes:>5}  {numbers}  {'FAILED' if r.failure else verdict}")
-    lines.append(
-        "loss: largest absolute difference of a step; grad norm: largest relative one; gradients: of the first step, largest"
-    )
-    lines.append(
-        "relative L2 difference of a tensor; weights: after the last step, largest difference of an element"
-    )
-    lines += _compile_gains(reference, rows)
-    lines += [f"\n{r.name}: {r.failure}" for r in rows if r.failure]
+        verdict = "FAILED" if r.failure else verdict
+        lines.append(f"{r.run.name:<{width}}  {r.run.processes:>5}  {numbers}  {verdict}")
+    lines += [
+        "loss: largest absolute difference of a step; grad norm: largest relative one; gradients: of the",
+        "first step, largest relative L2 difference of a tensor; weights: after the last step, largest",
+        "difference of an element",
+        *_compile_gains([reference, *(r.run for r in rows)]),
+        *(f"\n{r.run.name}: {r.failure}" for r in rows if r.failure),
+    ]
     return "\n".join(lines)
 
 
-def _compile_gains(reference: Outcome, rows: list[Difference]) -> list[str]:
+def _compile_gains(runs: list[Outcome]) -> list[str]:
     """How many times faster a compiled layout steps than the same one eager."""
-    eager = {reference.name: reference.seconds, **{r.name: r.seconds for r in rows}}
-    gains = [
-        f"{base} {eager[base] / r.seconds:.2f}x"
-        for r in rows
-        if (base := r.name.removesuffix(COMPILED)) != r.name
-    ]
-    return [f"\ncompiling makes a step faster by: {', '.join(gains)}"] if gains else []
+    seconds = {run.name: run.seconds for run in runs}
+    pairs = [(run.compiled_from, run.seconds) for run in runs if run.compiled_from]
+    gains = ", ".join(f"{eager} {seconds[eager] / compiled:.2f}x" for eager, compiled in pairs)
+    return [f"\ncompiling makes a step faster by: {gains}"] if gains else []
 
 
 def _failed(name: str, processes: int, why: str) -> Outcome:
     return Outcome(name, processes, [], [], {}, {}, failure=why.strip())
 
 
-def _largest(values) -> float:
+def _largest(values: Iterable[float]) -> float:
     """Like max, but not blind to NaN."""
     values = list(values)
     return math.nan if any(math.isnan(v) for v in values) else max(values)
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    scale = max(float(a.norm()), 1e-30)
-    return float((a - b).norm()) / scale
-
-
-def _not_compared(other: Outcome, why: str) -> Difference:
-    return Difference(
-        other.name, other.processes, math.nan, math.nan, math.nan, math.nan, None, False, failure=why
-    )
+    return float((a - b).norm()) / max(float(a.norm()), 1e-30)
 
 
 def _first(differences: dict[str, float], tolerance: float, what: str, backward: bool = False) -> str | None:
-    """The tensor nearest to the fault: a wrong gradient spreads to everything that backpropagation reaches after it."""
+    """The tensor nearest to the fault: a wrong gradient spreads to all that backpropagation reaches then."""
     for name in sorted(differences, key=_forward_order, reverse=backward):
         if not differences[name] <= tolerance:
             return f"{name} ({what} differs by {differences[name]:.1e})"
     return None
 
 
-def _forward_order(name: str) -> tuple:
+def _forward_order(name: str) -> tuple[Any, ...]:
     """Where a parameter stands in the forward pass."""
-    top = ("word", "position", "embedding", "layers", "final_norm", "head", "decoder_bias")
-    inner = (
-        "position",
-        "token_type",
-        "attention_norm",
-        "attention",
-        "mlp_norm",
-        "mlp",
-        "pooler",
-        "sentence",
-        "transform",
-        "norm",
-    )
-    parts = name.split(".")
-    layer = int(parts[1]) if parts[0] == "layers" else 0
-    below = parts[2 if parts[0] == "layers" else 1]
-    return top.index(parts[0]), layer, inner.index(below) if below in inner else 0, name
+    top, *below = name.split(".")
+    layer = int(below.pop(0)) if top == "layers" else 0
+    return TOP.index(top), layer, INNER.index(below[0]) if below[0] in INNER else 0, name
 
 
 def _last_error(log: Path) -> str:

@@ -29,7 +29,7 @@ class Silence:
 
     def say(self, text: str) -> None: ...
 
-    def start(self, corpus) -> None: ...
+    def start(self, corpus, saved) -> None: ...
 
     def step(self, step: int, report, seconds: float, data_seconds: float) -> None: ...
 
@@ -65,13 +65,10 @@ class Report(Silence):
         elif self.progress:
             print(text, flush=True)
 
-    def start(self, corpus) -> None:
-        """Show the plan and open the records at the checkpoint that training will go on from."""
-        from launch.checkpoints import checkpoint
-
+    def start(self, corpus, saved) -> None:
+        """Show the plan and open the records at `saved`, the checkpoint that training will go on from, or at their beginning."""
         self.corpus = corpus
         vocabulary.keep(self.directory.path, corpus.tokenizer)
-        saved = checkpoint.newest(self.directory.checkpoints) if self.job.resume else None
         done = saved.step if saved else 0
         text = describe_plan(
             self.job.plan, name=self.job.name, hardware=description.summary(self.described), run_directory=self.directory.path,

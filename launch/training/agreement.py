@@ -5,44 +5,40 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from data.corpus import Corpus
 from ds_configs.plan import Plan
 from launch.machine import description, memory
 from recipes import catalog
 
 ABSENT = "absent"
+T = TypeVar("T")
 
 
-def check(plan: Plan, corpus, group: dist.ProcessGroup) -> None:
+def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup) -> None:
     """Refuse to train where ranks read other data, or run other code or settings. Collective.
 
-    Every machine prepares its own copy of the corpus; a package or file of another version there would train silently on
-    something else. Raises ValueError with what differs.
+    Every machine prepares its own copy of the corpus; a package or file of another version there would train
+    silently on something else. Raises ValueError with what differs.
     """
+    ds = json.dumps(plan.ds, sort_keys=True).encode()
     own = {
         "host": socket.gethostname(),
         "vocabulary": corpus.summary.get("vocabulary_digest", ABSENT),
         "recipe": catalog.digest(plan.recipe)[:12],
         "training tokens (crc32)": corpus.summary.get("train_tokens_crc32", ABSENT),
-        "resolved DeepSpeed configuration": hashlib.sha256(
-            json.dumps(plan.ds, sort_keys=True).encode()
-        ).hexdigest()[:12],
+        "resolved DeepSpeed configuration": hashlib.sha256(ds).hexdigest()[:12],
         **{f"version of {name}": version for name, version in description.versions().items()},
     }
     facts = _gathered(own, group)
-    different = [key for key in own if key != "host" and len({str(f[key]) for f in facts}) > 1]
-    if different:
-        lines = [
-            f"  {key}: " + ", ".join(sorted({f"{f[key]} on {f['host']}" for f in facts})) for key in different
-        ]
-        raise ValueError(
-            "\n".join(
-                ["the ranks of this run do not train on the same thing; make the machines equal in:", *lines]
-            )
-        )
+    differing = [key for key in own if key != "host" and len({str(f[key]) for f in facts}) > 1]
+    if differing:
+        lines = [f"  {k}: " + ", ".join(sorted({f"{f[k]} on {f['host']}" for f in facts})) for k in differing]
+        first = "the ranks of this run do not train on the same thing; make the machines equal in:"
+        raise ValueError("\n".join([first, *lines]))
 
 
 def peak_memory(group: dist.ProcessGroup) -> dict[str, int | None]:
@@ -52,7 +48,8 @@ def peak_memory(group: dist.ProcessGroup) -> dict[str, int | None]:
     return {"peak_memory_bytes": max(peak for peak, _ in ranks), "cached_bytes": max(cached, default=None)}
 
 
-def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:
+def _gathered(own: T, group: dist.ProcessGroup) -> list[T]:
+    """Every rank's `own`, in rank order. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     return everyone

@@ -1,22 +1,72 @@
-"""One run as it was asked for: what, how, where."""
+"""One run as it was asked for, and its plan, checked before anything is started."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_configs.plan import Plan
+from ds_configs.plan import Machine, Plan
+from ds_configs.resolver import resolve
+from launch.machine import processes
+from launch.training import initial_weights as given_weights
+from recipes.schema import Recipe
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: what, how, where."""
+    """One run: what, how, where.
+
+    Attributes:
+        name: the recipe's, as the user names it, for results.
+        directory: the run directory.
+        resume: start from the newest complete checkpoint of `directory`, if there is one.
+        compiled: torch.compile the model.
+        record_gradients: write the gradients of the first step, to compare layouts.
+        initial_weights: directory of a `transformers` model to start from instead of random weights.
+        cache: directory of vocabularies and tokens; None: `data.cache.default_directory()`.
+    """
 
     plan: Plan
     name: str
     directory: Path
     resume: bool = False
     compiled: bool = False
-    record_gradients: bool = False  # write the gradients of the first step, for compare_layouts
+    record_gradients: bool = False
     initial_weights: str | None = None
     cache: Path | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run saves."""
+        return self.directory / "checkpoints"
+
+    @property
+    def stop_file(self) -> Path:
+        """A file whose appearance ends the run after its current step."""
+        return self.directory / "STOP"
+
+
+def plan_job(
+    recipe: Recipe, ds_config: str | None, machine: Machine, *, compiled: bool, initial_weights: str | None
+) -> Plan:
+    """The plan of `recipe` on this launch's processes, where it can be trained here.
+
+    `ds_config` None: the recipe's own.
+
+    Raises:
+        ValueError: with every problem of recipe and configuration, or with what is missing of the given
+            weights or the data.
+    """
+    from data.corpus import check_origin  # takes transformers along, which no --help should wait for
+
+    plan = resolve(recipe, ds_config or recipe.ds_config, processes.world_size(), machine)
+    if compiled and recipe.model.implementation == "transformers":
+        raise ValueError(
+            "--compile with model.implementation=transformers: these rows run transformers' modules as their "
+            "source did, uncompiled; leave --compile out, or --set model.implementation=megarecipes"
+        )
+    if initial_weights:
+        given_weights.check(initial_weights, recipe)
+    for origin in recipe.data.origins:
+        check_origin(origin, recipe.model.family)
+    return plan

@@ -1,140 +1,141 @@
-"""A run around its optimizer steps: going on from a checkpoint, batches, records, validations, checkpoints, stopping.
+"""A run around its optimizer steps: its start, its batches, what it records, when it validates and saves.
 
-The loop itself is `pretrain.train`'s, or that of `transformers.Trainer` (launch/training/transformers_trainer.py): both hand every finished step
-to `TrainingRun.completed`.
+The loop over the steps is that of launch/training/loop.py, or `transformers.Trainer`'s
+(launch/training/transformers_trainer.py). Both call `record`, `validate_if_due` and `save_if_due` after every
+step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from data.corpus import Corpus
 from data.loader import StepBatches, validation_batches
-from launch.checkpoints import checkpoint
+from data.samples.fields import HeldOut
+from ds_configs.plan import Plan
+from launch.checkpoints import reading, saving
+from launch.checkpoints.checkpoint import Checkpoint
 from launch.checkpoints.weights import save_first_gradients
-from launch.machine import ending, stop_request
 from launch.training import agreement
-from launch.training.engine import Forward, SkippedInARow, Step, forward, validate
+from launch.training.engine import Forward, forward, validate
 from launch.training.job import Job
+from launch.training.micro_batches import MicroBatch
+from launch.training.outcome import SkippedInARow, StepOutcome, Validation
+from modeling.parallel.process_grid import ProcessGrid
+
+
+class Recorder(Protocol):
+    """What a run tells of itself; silent on ranks other than 0."""
+
+    def say(self, text: str) -> None: ...
+
+    def step(self, step: int, outcome: StepOutcome, seconds: float, data_seconds: float, /) -> None: ...
+
+    def validation(self, step: int, outcome: Validation, kind: str = "validation", /) -> None: ...
+
+    def saving(self, memory: dict[str, int | None], /) -> None: ...
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """A run that ended before its last step. `request`: the signal or file that asked for it."""
+
+    request: str
+    step: int  # completed optimizer steps
+    steps: int  # of the whole run
+
+    def __str__(self) -> str:
+        return f"{self.request}: stopped after step {self.step} of {self.steps}, checkpoint saved"
 
 
 class TrainingRun:
-    """One run on this rank, whichever loop performs its steps.
+    """One run on this rank, whichever loop performs its steps. Its methods are collective."""
 
-    Attributes:
-        done: optimizer steps of the checkpoint that the run goes on from; 0: it starts.
-        batches: of the training text, from that step on; each `next` is one optimizer step's micro-batches of this rank.
-    """
+    def __init__(
+        self, job: Job, recorder: Recorder, corpus: Corpus, grid: ProcessGrid, engine: DeepSpeedEngine,
+        batches: StepBatches, checkpoint: Checkpoint | None, forward: Forward = forward,
+    ):  # fmt: skip
+        """Load the checkpoint into the engine, or validate the initial weights.
 
-    def __init__(self, job, metrics, corpus, grid):
-        """Collective. Ends the process with code 2 where the checkpoint was trained on other text."""
-        self.job, self.metrics, self.corpus, self.grid = job, metrics, corpus, grid
-        self.plan, self.recipe = job.plan, job.plan.recipe
-        self.text = corpus.summary.get("train_tokens_crc32")
-        self.held_out = held_out_batches(corpus.validation, self.plan.layout, grid)
-        self.saved = checkpoint.agreed(job.directory / "checkpoints", grid) if job.resume else None
-        if self.saved:
-            try:
-                checkpoint.check_corpus(self.saved, self.text)
-            except ValueError as e:
-                ending.refuse(e)
-        self.done = self.saved.step if self.saved else 0
-        self._skipped = SkippedInARow(self.plan.precision)
+        `batches`: of this rank, from the checkpoint's step on; `forward`: how the engine computes the loss.
+        """
+        self.job, self.recorder, self.grid, self.engine, self.batches = job, recorder, grid, engine, batches
+        self.recipe, self.forward = job.plan.recipe, forward
+        self.corpus = corpus
+        self.held_out = held_out_batches(corpus.validation, job.plan, grid)
+        self.skipped = SkippedInARow(job.plan.precision)
+        self.start_step = first_step(checkpoint)
+        if checkpoint:
+            reading.load(engine, checkpoint)
+        else:
+            recorder.validation(0, self.validate(self.held_out))
 
-    def begin(self, engine, forward: Forward = forward) -> TrainingRun:
-        """Take the engine: load the checkpoint, or validate its initial weights. `forward`: how it computes the loss. Collective."""
-        self.engine, self.forward = engine, forward
-        if self.saved:
-            step = checkpoint.load(engine, self.saved)
-            assert step == self.done, f"checkpoint of step {self.done} holds step {step}"
-        self.batches = StepBatches(
-            self.corpus.train, self.recipe.seed, self.plan.layout, self.grid.at.dp, self.done,
-            self.saved.data_state if self.saved else None, workers=self.recipe.run.loader_workers,
-        )  # fmt: skip
-        if not self.done:
-            self.metrics.validation(0, self.validate(self.held_out))
-        return self
+    def record(self, step: int, outcome: StepOutcome, seconds: float, waited: float) -> None:
+        """Record the `step`-th optimizer step. Raises Diverged where no later step will help.
 
-    def close(self) -> None:
-        self.batches.close()
+        `seconds` of wall time, of which `waited` were spent on the batch.
+        """
+        self.recorder.step(step, outcome, seconds, waited)
+        self.skipped.see(outcome)
+        if self.job.record_gradients and step == 1:
+            optimizer = self.recipe.optimizer
+            save_first_gradients(self.engine, self.grid, self.job.directory, optimizer, outcome.grad_norm)
 
-    def validate(self, held_out):
+    def validate_if_due(self, step: int) -> None:
+        """Validate every run.validate_every steps and after the last one, when the test split follows."""
+        last = step == self.recipe.steps
+        if last or due(step, self.recipe.run.validate_every):
+            self.recorder.validation(step, self.validate(self.held_out))
+        if last and self.corpus.test is not None:
+            tested = held_out_batches(self.corpus.test, self.job.plan, self.grid)
+            self.recorder.validation(step, self.validate(tested), "test")
+
+    def save_if_due(self, step: int, stopped: str | None) -> None:
+        """Save every run.save_every steps, after the last one if run.save_last, and where the run stops."""
+        last = step == self.recipe.steps
+        if not (stopped or (last and self.recipe.run.save_last) or due(step, self.recipe.run.save_every)):
+            return
+        if stopped or last:
+            self.recorder.saving(agreement.peak_memory(self.grid.control_group))
+        root, state = self.job.checkpoints, self.batches.state()
+        saving.save(self.engine, self.job.plan, self.grid, root, step, state, checksum(self.corpus))
+
+    def validate(self, held_out: Sequence[Sequence[MicroBatch]]) -> Validation:
         return validate(self.engine, held_out, self.grid, self.forward)
 
-    def completed(
-        self, step: int, report: Step, seconds: float, waited: float, stop: stop_request.StopRequest
-    ) -> str | None:
-        """Record the `step`-th optimizer step, and validate and save where that is due. Returns why training stops here, or None.
 
-        `seconds` of wall time, of which `waited` were spent on the batch. Raises engine.Diverged where no later step will help.
-        """
-        job, run = self.job, self.recipe.run
-        self.metrics.step(step, report, seconds, waited)
-        self._skipped.see(report)
-        if job.record_gradients and step == 1:
-            save_first_gradients(
-                self.engine, self.grid, job.directory, self.recipe.optimizer, report.grad_norm
-            )
-
-        stopped, last = stop.agreed(self.grid.control_group), step == self.recipe.steps
-        if last or due(step, run.validate_every):
-            self.metrics.validation(step, self.validate(self.held_out))
-        if last and self.corpus.test is not None:
-            tested = held_out_batches(self.corpus.test, self.plan.layout, self.grid)
-            self.metrics.validation(step, self.validate(tested), "test")
-        if stopped or (last and run.save_last) or due(step, run.save_every):
-            if stopped or last:
-                self.metrics.saving(agreement.peak_memory(self.grid.control_group))
-            self.save(step)
-        if stopped and not last:
-            return f"{stopped}: stopped after step {step} of {self.recipe.steps}, checkpoint saved"
-        return None
-
-    def save(self, step: int) -> None:
-        root = self.job.directory / "checkpoints"
-        checkpoint.save(self.engine, self.plan, self.grid, root, step, self.batches.state(), self.text)
+def training_batches(
+    plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
+) -> StepBatches:
+    """This rank's micro-batches of the training text, a step's at each `next`, from the checkpoint on."""
+    state = checkpoint.data_state if checkpoint else None
+    workers = plan.recipe.run.loader_workers
+    start = first_step(checkpoint)
+    return StepBatches(corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state, workers=workers)
 
 
-def held_out_batches(samples, layout, grid):
+def held_out_batches(samples: HeldOut, plan: Plan, grid: ProcessGrid) -> Sequence[Sequence[MicroBatch]]:
     """This rank's batches of a held-out split."""
+    layout = plan.layout
     # No more micro-batches than the samples fill: a validation step may be shorter than a training step.
     passes = min(layout.accumulation, math.ceil(len(samples) / (layout.micro * layout.dp)))
     return validation_batches(samples, layout.micro, passes, layout.dp, grid.at.dp)
 
 
+def first_step(checkpoint: Checkpoint | None) -> int:
+    """Optimizer steps that are done when the run starts."""
+    return checkpoint.step if checkpoint else 0
+
+
+def checksum(corpus: Corpus) -> str | None:
+    """Of the training tokens; None for a stream."""
+    return corpus.summary.get("train_tokens_crc32")
+
+
 def due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
-
-
-def train(job: Job, metrics, corpus, grid) -> str | None:
-    """The whole training on this rank. Returns why it was stopped early, or None.
-
-    `metrics` records on rank 0 and is silent elsewhere. Raises engine.Diverged when the loss is lost.
-    """
-    from launch.training.engine import build_engine, closing, train_step
-
-    pass
-    from modeling.parallel.random_state import seed_step
-
-    plan, recipe = job.plan, job.plan.recipe
-    if recipe.model.implementation == "transformers":
-        from launch.training import transformers_trainer
-
-        return transformers_trainer.train(job, metrics, corpus, grid)
-    engine = build_engine(
-        plan, grid, compiled=job.compiled, initial_weights=job.initial_weights, say=metrics.say
-    )
-    run = TrainingRun(job, metrics, corpus, grid).begin(engine)
-    with closing(engine), contextlib.closing(run), stop_request.StopRequest(job.directory / "STOP") as stop:
-        for step in range(run.done, recipe.steps):
-            started = time.perf_counter()
-            seed_step(recipe.seed, step, grid.at)
-            # DeepSpeed accumulates, clips, scales the loss, averages over data-parallel ranks and steps the schedule.
-            micro_batches = next(run.batches)
-            waited = time.perf_counter() - started
-            report = train_step(engine, micro_batches, grid)
-            # Records, validates, and saves where one of these is due.
-            if stopped := run.completed(step + 1, report, time.perf_counter() - started, waited, stop):
-                return stopped
-    return None

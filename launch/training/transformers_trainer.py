@@ -1,14 +1,15 @@
-"""Training through `transformers.Trainer` and accelerate, as Hugging Face's run_clm.py does it under DeepSpeed.
+"""Training through `transformers.Trainer` and accelerate, as Hugging Face's run_clm.py does it.
 
-For recipes with model.implementation=transformers. The modules, the loop, accelerate and the way to DeepSpeed are theirs. Ours
-are the inputs and what is kept, so that such a run is comparable with every other:
+For recipes with model.implementation=transformers. The modules, the loop, accelerate and the way to DeepSpeed
+are theirs. Ours are the inputs and what is kept, so that such a run is comparable with every other:
 
-- micro-batches, and the weighted mean of the loss: Trainer shifts labels and counts tokens itself, our labels are shifted already;
-- initial weights, the schedule, and AdamW's two groups of parameters: with an optimizer in the DeepSpeed JSON Trainer would decay
-  biases and LayerNorms too;
+- micro-batches, and the weighted mean of the loss: Trainer shifts labels and counts tokens itself, our labels
+  are shifted already;
+- initial weights, the schedule, and AdamW's two groups of parameters: with an optimizer in the DeepSpeed JSON
+  Trainer would decay biases and LayerNorms too;
 - dropout's random state, a function of (seed, step), so that a resumed run needs no file of random states;
-- checkpoints: Trainer's have no mark of completeness, are found by the number in their name and so also when a save was killed,
-  and keep weights in one layout only.
+- checkpoints: Trainer's have no mark of completeness, are found by the number in their name and so also when
+  a save was killed, and keep weights in one layout only.
 """
 
 from __future__ import annotations
@@ -17,59 +18,85 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import deepspeed
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from deepspeed.accelerator import get_accelerator
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from deepspeed.runtime.engine import DeepSpeedEngine
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from data.corpus import Corpus
+from data.loader import StepBatches
 from ds_configs.plan import Plan
+from launch.checkpoints.checkpoint import Checkpoint
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
-from launch.machine import compiled_ops, stop_request
+from launch.machine import compiled_ops
+from launch.machine.stop_request import StopRequest
 from launch.training import micro_batches, transformers_model
 from launch.training.engine import (
-    Before,
-    closing,
+    StateBefore,
     data_parallel_mean,
     explained_floor,
     outcome_of_step,
     parameter_groups,
-)
+    released,
+)  # fmt: skip
+from launch.training.job import Job
 from launch.training.micro_batches import MicroBatch
-from launch.training.run import TrainingRun
+from launch.training.run import EarlyStop, Recorder, TrainingRun, first_step, training_batches
 from launch.training.schedule import Schedule
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
+from recipes.schema import Recipe
 
 
-def train(job, metrics, corpus, grid: ProcessGrid) -> str | None:
-    """What `pretrain.train` is for our own model."""
+def train(
+    job: Job, recorder: Recorder, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
+) -> EarlyStop | None:
+    """What `launch.training.loop.train` is for our own model."""
     plan = job.plan
-    run = TrainingRun(job, metrics, corpus, grid)
-    if run.done >= plan.recipe.steps:  # Trainer takes at least one step
+    if first_step(checkpoint) >= plan.recipe.steps:  # Trainer takes at least one step
         return None
-    compiled_ops.prepare(plan.ds, grid.control_group, metrics.say)
+    compiled_ops.prepare(plan.ds, grid.control_group, recorder.say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_own_accelerate_state())
         arguments = training_arguments(plan, str(job.directory))
-        model = transformers_model.build(plan.recipe, job.initial_weights, metrics.say)
+        model = transformers_model.build(plan.recipe, job.initial_weights, recorder.say)
         if plan.zero_stage == 0:
             stack.enter_context(_plain_data_parallel(grid))
-        stop = stack.enter_context(stop_request.StopRequest(job.directory / "STOP"))
-        steps = Steps(run, stop, stack)
-        trainer = RecipeTrainer(steps, model=model, args=arguments, callbacks=[steps])
+        batches = stack.enter_context(contextlib.closing(training_batches(plan, corpus, grid, checkpoint)))
+        stop = stack.enter_context(StopRequest(job.stop_file))
+
+        def follow(engine: DeepSpeedEngine) -> FollowRun:
+            stack.enter_context(released(engine))
+            run = TrainingRun(job, recorder, corpus, grid, engine, batches, checkpoint, forward)
+            return FollowRun(run, stop, trainer)
+
+        trainer = RecipeTrainer(plan.recipe, batches, model=model, args=arguments)
         trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(FollowOnceThereIsAnEngine(follow, trainer))
         trainer.train()
-    return steps.stopped
+    return trainer.stopped
 
 
 def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
-    """Trainer's settings. It compares those that the DeepSpeed JSON has as well, and refuses the run where they differ."""
+    """Trainer's settings.
+
+    It compares those that the DeepSpeed JSON has as well, and refuses the run where they differ.
+    """
     recipe, layout, optimizer = plan.recipe, plan.layout, plan.recipe.optimizer
     threads = torch.get_num_threads()
     arguments = TrainingArguments(
@@ -103,107 +130,151 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
     return arguments
 
 
-class Steps(TrainerCallback):
-    """Hands the steps that Trainer performs to the run, and takes its decisions back."""
+class FollowOnceThereIsAnEngine(TrainerCallback):
+    """Begins the run when Trainer has made the engine, and has it followed from there on."""
 
-    def __init__(self, run: TrainingRun, stop: stop_request.StopRequest, stack: contextlib.ExitStack):
-        self.run, self.stop, self._stack = run, stop, stack
-        self.started = self.waited = (
-            0.0  # wall time at the beginning of the step; seconds of it waited for its batch
-        )
-        self.losses: list[torch.Tensor] = []  # of the step's micro-batches
-        self.stopped: str | None = None
+    def __init__(self, follow: Callable[[DeepSpeedEngine], FollowRun], trainer: RecipeTrainer) -> None:
+        self.follow, self.trainer = follow, trainer
 
-    def on_train_begin(self, args, state, control, *, model, **_):
-        """The engine exists: go on from the checkpoint, or validate."""
-        engine = self.engine = self.trainer.model_wrapped
-        self._stack.enter_context(closing(engine))
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        engine = self.trainer.model_wrapped
         if engine.fp16_enabled():
             postpone_growth(engine)
-        self.run.begin(engine, forward)
-        self._stack.callback(self.run.close)
-        state.global_step = self.run.done
+        followed = self.follow(engine)
+        self.trainer.add_callback(followed)
+        state.global_step = followed.run.start_step
 
-    def on_step_begin(self, args, state, control, **_):
-        self.before = Before.step(self.engine)
-        self.losses.clear()
+
+class FollowRun(TrainerCallback):
+    """Hands the steps that Trainer performs to the run, and its decision to stop back to Trainer."""
+
+    def __init__(self, run: TrainingRun, stop: StopRequest, trainer: RecipeTrainer) -> None:
+        self.run, self.stop, self.trainer = run, stop, trainer
+        self.before = StateBefore.step(run.engine)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.before = StateBefore.step(self.run.engine)
+        self.trainer.losses.clear()
         seed_step(self.run.recipe.seed, state.global_step, self.run.grid.at)
 
-    def on_step_end(self, args, state, control, **_):
-        loss = data_parallel_mean(torch.stack(self.losses).mean(0), self.run.grid)
-        report = outcome_of_step(self.engine, self.before, loss)
-        seconds = time.perf_counter() - self.started
-        self.stopped = self.run.completed(state.global_step, report, seconds, self.waited, self.stop)
-        control.should_training_stop |= self.stopped is not None
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        run, step = self.run, state.global_step
+        loss = data_parallel_mean(torch.stack(self.trainer.losses).mean(0), run.grid)
+        outcome = outcome_of_step(run.engine, self.before, loss)
+        run.record(step, outcome, time.perf_counter() - self.trainer.started, self.trainer.waited)
+        stopped = self.stop.agreed(run.grid.control_group)
+        run.validate_if_due(step)
+        run.save_if_due(step, stopped)
+        if stopped and step < run.recipe.steps:
+            self.trainer.stopped = EarlyStop(stopped, step, run.recipe.steps)
+            control.should_training_stop = True
 
 
 class RecipeTrainer(Trainer):
-    """Trainer on the recipe's batches, loss, groups of parameters and schedule."""
+    """Trainer on the recipe's batches, loss, groups of parameters and schedule.
 
-    def __init__(self, steps: Steps, **arguments):
+    Attributes:
+        losses: of the micro-batches of the current step.
+        started, waited: wall time at which the current step began; seconds that it waited for its batch.
+        stopped: how the run was stopped early; None: it was not.
+    """
+
+    # Accelerate puts stand-ins and DeepSpeed's engine where Trainer's annotations promise torch's classes.
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, recipe: Recipe, batches: StepBatches, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.steps, self.recipe = steps, steps.run.recipe
-        steps.trainer = self
+        self.recipe, self.batches = recipe, batches
+        self.losses: list[torch.Tensor] = []
+        self.started = self.waited = 0.0
+        self.stopped: EarlyStop | None = None
 
-    def get_train_dataloader(self) -> Iterator[MicroBatch]:
-        return _flat(self.steps.run)
+    def get_train_dataloader(self) -> Any:
+        """An iterator over micro-batches."""
+        return one_by_one(self.batches)
 
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The micro-batches of one optimizer step. Tokens are not counted: the weights of the batches make the loss a mean."""
-        self.steps.started = time.perf_counter()
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[MicroBatch], num_batches: int, device: torch.device
+    ) -> tuple[list[MicroBatch], None]:
+        """The micro-batches of one optimizer step.
+
+        Tokens are not counted: the weights of the batches make the loss a mean.
+        """
+        self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.steps.waited = time.perf_counter() - self.steps.started
+        self.waited = time.perf_counter() - self.started
         assert len(batches) == num_batches, f"{len(batches)} micro-batches of {num_batches}"
         return batches, None
 
-    def create_optimizer(self, model=None):
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
         """Accelerate's stand-in for the optimizer of the DeepSpeed JSON, with our groups."""
+        assert self.model is not None
         self.optimizer.params = parameter_groups(self.model, self.recipe.optimizer.weight_decay)
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer=None):
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
             self.lr_scheduler = Schedule(optimizer, self.recipe)
         return self.lr_scheduler
 
-    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+    def training_step(
+        self, model: DeepSpeedEngine, inputs: MicroBatch, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         with explained_floor(model):
             return super().training_step(model, inputs, num_items_in_batch)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None) -> torch.Tensor:
+    def compute_loss(
+        self,
+        model: DeepSpeedEngine,
+        inputs: MicroBatch,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> torch.Tensor:
         """Mean loss of the micro-batch, which Trainer divides by the number of micro-batches."""
         (loss,) = forward(model, inputs)
-        self.steps.losses.append(loss.detach().float())
+        self.losses.append(loss.detach().float())
         return loss
 
     def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
         """As they are: Trainer would round the weights of the loss to the precision of the model."""
         return inputs
 
-    def floating_point_ops(self, inputs) -> int:
-        """Not counted here but in launch/runs/metrics.py."""
+    def floating_point_ops(self, inputs: MicroBatch) -> int:
+        """None: launch/runs/metrics.py counts them."""
         return 0
 
 
-def forward(engine, batch: MicroBatch) -> tuple[torch.Tensor]:
+def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor]:
     """(loss) of one micro-batch, by a GPT2LMHeadModel."""
     tokens, labels, weights = micro_batches.for_plain(batch, engine.device)
+    assert labels is not None and weights is not None
     logits = engine(input_ids=tokens, use_cache=False).logits  # (B, S, V)
     return (weighted_loss(logits, labels, weights, None),)
 
 
-def _flat(run: TrainingRun) -> Iterator[MicroBatch]:
-    """Micro-batch after micro-batch. Trainer asks for those of one step at once, so that the loader stands at a step's end."""
-    for step in run.batches:
+def one_by_one(batches: StepBatches) -> Iterator[MicroBatch]:
+    """Micro-batch after micro-batch.
+
+    Trainer asks for those of one step at once, so that the loader stands at a step's end.
+    """
+    for step in batches:
         yield from step
 
 
 @contextlib.contextmanager
-def _plain_data_parallel(grid: ProcessGrid):
-    """Our engine for ZeRO stage 0 (launch/deepspeed_fixes/zero0.py) where accelerate calls DeepSpeed's: it takes no engine from its caller."""
+def _plain_data_parallel(grid: ProcessGrid) -> Iterator[None]:
+    """Our engine for ZeRO stage 0, where accelerate calls DeepSpeed's."""
     original = deepspeed.initialize
 
-    def initialize(*, config_params: dict, **arguments):
+    def initialize(*, config_params: dict[str, Any], **arguments: Any) -> tuple[Any, ...]:
         engine = zero0.initialize(config=config_params, mpu=grid, **arguments)
         return engine, engine.optimizer, None, engine.lr_scheduler
 
@@ -215,8 +286,11 @@ def _plain_data_parallel(grid: ProcessGrid):
 
 
 @contextlib.contextmanager
-def _own_accelerate_state():
-    """Undo what accelerate and transformers keep per process, so that another run can follow in this one; keep them quiet."""
+def _own_accelerate_state() -> Iterator[None]:
+    """Undo what accelerate and transformers keep per process, so that another run can follow in this one.
+
+    Keep them quiet.
+    """
     if os.environ.get("MEGARECIPES_VERBOSE") != "1":
         logging.getLogger("accelerate").setLevel(logging.ERROR)
     before = {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}

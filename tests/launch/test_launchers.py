@@ -1,4 +1,4 @@
-"""The command under its three launchers: same numbers, clean ends, refusals before anything starts, failures explained."""
+"""The command under its three launchers: same numbers, clean ends, early refusals, explained failures."""
 
 import json
 import sys
@@ -80,7 +80,7 @@ def test_a_refusal_is_said_once_and_starts_nothing(tmp_path):
 
 
 def test_a_lost_loss_ends_every_rank_with_one_explanation(tmp_path):
-    """bf16, in which DeepSpeed skips such steps in silence; on two ranks, of which the first has to finish its report."""
+    """In bf16 DeepSpeed skips such steps in silence; the first of two ranks has to finish its report."""
     out = tmp_path / "run"
     done = run(
         [*TORCHRUN, "2", *TINY[:2], "--ds_config", "bf16", "--set", "optimizer.lr=1e30", "--out", str(out)]
@@ -128,7 +128,7 @@ def test_a_start_that_failed_does_not_block_its_directory(tmp_path):
     assert run([sys.executable, *TINY, "--ds_config", "zero1", "--out", str(out)]).returncode == 0
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_a_failing_rank_is_the_last_on_the_screen(tmp_path, launcher):
     command = deepspeed(2) if launcher == "deepspeed" else [*TORCHRUN, "2"]
     done = run(
@@ -154,7 +154,7 @@ def test_a_failing_rank_is_the_last_on_the_screen(tmp_path, launcher):
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_thirty_launches_end_with_0(tmp_path):
-    """gloo can abort a process at interpreter shutdown, about once in forty: the processes end before Python finalises."""
+    """gloo aborts about one process in forty while Python finalises: the processes end before."""
     for i in range(30):
         done = run(
             [*deepspeed(2), *TINY, "--ds_config", "zero2", "--steps", "2", "--out", str(tmp_path / str(i))]

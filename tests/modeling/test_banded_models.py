@@ -16,8 +16,8 @@ from compared import outcome
 from launching import WORKERS, run_ranks
 
 from launch import export_hf
-from launch.compare_layouts import FORCED
 from launch.parity.comparison import Outcome, compare
+from launch.parity.layout_cases import FORCED
 from launch.planning import plan_text
 from launch.training import build_model, initial_weights
 from modeling import banded_attention as band

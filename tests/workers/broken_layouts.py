@@ -1,4 +1,4 @@
-"""Two ranks that train layouts with one thing broken on purpose, one after another. Started by tests/test_layouts.py.
+"""Two ranks that train layouts with one thing broken on purpose, one after another.
 
 broken_layouts.py DIRECTORY    which holds recipe.yaml and gets a run directory for every breakage
 """
@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from launch import compare_layouts
-from launch.compare_layouts import LayoutCase
 from launch.console import quiet
 from launch.machine import abilities, ending, processes
+from launch.parity.layout_cases import LayoutCase
+from launch.parity.layout_runs import run_case
 from launch.training import micro_batches
 from modeling import bert
 from modeling.initialization import Init
@@ -164,7 +164,7 @@ CONTROL = Breakage(_case("nothing broken", 2, 1, 1, "zero0"), nullcontext)
 
 
 def train(directory: Path, breakages: Sequence[Breakage] | None = None) -> None:
-    """Train the recipe of the directory once under every breakage (None: those of its family, then none) on the ranks of this launch."""
+    """Train the recipe of the directory once under every breakage; None: those of its family, then none."""
     quiet.quiet_libraries()
     recipe = catalog.load_resolved(directory / "recipe.yaml")
     machine = abilities.detect_machine()
@@ -173,9 +173,7 @@ def train(directory: Path, breakages: Sequence[Breakage] | None = None) -> None:
         of_family = BREAKAGES if recipe.model.family == "gpt2" else BERT_BREAKAGES
         for breakage in breakages or (*of_family, CONTROL):
             with breakage.broken():
-                compare_layouts.run_case(
-                    recipe, breakage.case, directory / compare_layouts.slug(breakage.case.name), machine
-                )
+                run_case(recipe, breakage.case, directory / breakage.case.folder, machine)
 
 
 if __name__ == "__main__":

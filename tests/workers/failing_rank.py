@@ -4,10 +4,10 @@ import sys
 
 from launch import pretrain
 from launch.machine import processes
-from launch.training import engine
+from launch.training import loop
 
 steps = []
-train_step = engine.train_step
+train_step = loop.train_step
 
 
 def failing(*arguments):
@@ -17,6 +17,6 @@ def failing(*arguments):
     return train_step(*arguments)
 
 
-engine.train_step = failing
+loop.train_step = failing
 sys.argv[0] = pretrain.__file__
 pretrain.main()

@@ -1,6 +1,9 @@
-"""Trains cases with our GPT-2 or with that of `transformers` through its Trainer, right and broken, and writes what they report.
+"""Trains cases with our GPT-2 or with that of `transformers` through its Trainer, right and broken.
 
-    hf_runs.py OUT CASES.json      cases: name, ds_config, settings; broken (a key of BREAKAGES), fails_after (steps, then resumed)
+Writes what they report.
+
+    hf_runs.py OUT CASES.json      cases: name, ds_config, settings; broken (a key of BREAKAGES),
+                                   fails_after (steps, then resumed)
 
 A rank that draws weights which nobody uses fails.
 """
@@ -19,8 +22,11 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from data.corpus import build
 from ds_configs.resolver import resolve
+from launch.checkpoints import reading
 from launch.machine import ending, processes
-from launch.training import job, run, transformers_model, transformers_trainer
+from launch.training import loop, transformers_model, transformers_trainer
+from launch.training.job import Job
+from launch.training.run import checksum
 from modeling.initialization import Init
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog
@@ -36,8 +42,8 @@ class Recorded(Records):
     def say(self, text):
         self.said.append(text)
 
-    def validation(self, step, report, kind="validation"):
-        self.validations.append(report.loss)
+    def validation(self, step, outcome, kind="validation"):
+        self.validations.append(outcome.loss)
 
 
 def unshifted(engine, batch, right=transformers_trainer.forward):
@@ -48,8 +54,8 @@ def other_weights(recipe, *how, right=transformers_model._canonical_weights):
     return right(recipe.model_copy(update={"seed": recipe.seed + 1}), *how)
 
 
-def swapped(run, right=transformers_trainer._flat):
-    micro_batches = right(run)
+def swapped(batches, right=transformers_trainer.one_by_one):
+    micro_batches = right(batches)
     for first, second in zip(micro_batches, micro_batches, strict=False):
         yield second
         yield first
@@ -62,7 +68,7 @@ def all_decayed(module, decay):
 BREAKAGES = {
     "labels are not shifted": (transformers_trainer, "forward", unshifted),
     "other weights are drawn": (transformers_model, "_canonical_weights", other_weights),
-    "micro-batches in another order": (transformers_trainer, "_flat", swapped),
+    "micro-batches in another order": (transformers_trainer, "one_by_one", swapped),
     "everything is decayed": (transformers_trainer, "parameter_groups", all_decayed),
     "dropout is not seeded by step": (transformers_trainer, "seed_step", lambda seed, step, at: None),
 }
@@ -83,7 +89,7 @@ class BlocksRun:
 
 
 def drawn_once(recipe, *how, right=transformers_model.build):
-    """`hf_model.build`, where transformers draws nothing, and no two ranks draw the same parameter."""
+    """`transformers_model.build`; transformers may draw nothing, and no two ranks the same parameter."""
     names = []
 
     def noted(init, name, shape, std, draw=Init._normal):
@@ -110,6 +116,7 @@ def train(case: dict, out: Path) -> None:
     plan = resolve(recipe, case["ds_config"], processes.world_size(), MACHINE)
     corpus, grid = build(recipe, say=lambda text: None), ProcessGrid(1, 1, plan.layout.dp)
     directory, fails_after = out / case["name"], case.get("fails_after")
+    job = Job(plan, case["name"], directory)
     records, blocks = Recorded(fails_after), BlocksRun()
     patches = [
         (transformers_model, "LARGE", 0),
@@ -120,16 +127,17 @@ def train(case: dict, out: Path) -> None:
         for patch in (*patches, *([BREAKAGES[case["broken"]]] if case.get("broken") else [])):
             stack.enter_context(mock.patch.object(*patch))
         try:
-            run.train(job.Job(plan, case["name"], directory), records, corpus, grid)
+            loop.train(job, records, corpus, grid)
         except Interrupted:
             torch.distributed.barrier()
             records.fails_after = None
-            run.train(job.Job(plan, case["name"], directory, resume=True), records, corpus, grid)
+            loop.train(job, records, corpus, grid, reading.choose(job.checkpoints, grid, checksum(corpus)))
     torch.distributed.barrier()
     if processes.rank() == 0:
         per_layer = blocks.times / (recipe.model.layers * plan.layout.accumulation * len(records.steps))
         (directory / "reported.json").write_text(json.dumps({
-            "steps": records.steps, "validations": records.validations, "said": records.said, "blocks_run": per_layer,
+            "steps": records.steps, "validations": records.validations, "said": records.said,
+            "blocks_run": per_layer,
         }))  # fmt: skip
 
 

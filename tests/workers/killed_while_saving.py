@@ -1,10 +1,10 @@
-"""launch/pretrain.py, killed in the middle of its second checkpoint: DeepSpeed's files are there, the marker is not."""
+"""launch/pretrain.py, killed in its second checkpoint: DeepSpeed's files are there, no marker."""
 
 import os
 import signal
 
 from launch import pretrain
-from launch.checkpoints import checkpoint, weights
+from launch.checkpoints import saving, weights
 
 saved = []
 
@@ -16,5 +16,5 @@ def save_weights_or_die(*arguments):
     weights.save_weights(*arguments)
 
 
-checkpoint.save_weights = save_weights_or_die
+saving.save_weights = save_weights_or_die
 pretrain.main()

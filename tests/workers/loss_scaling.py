@@ -20,9 +20,9 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.runs.recorder import Silence  # noqa: E402
-from launch.training.engine import Diverged  # noqa: E402
 from launch.training.job import Job  # noqa: E402
-from launch.training.run import train as train_run  # noqa: E402
+from launch.training.loop import train as train_run  # noqa: E402
+from launch.training.outcome import Diverged  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -31,9 +31,11 @@ class Records(Silence):
     def __init__(self):
         self.steps = []
 
-    def step(self, step, report, seconds, data_seconds):
-        self.steps.append({"loss": report.loss, "lr": report.lr, "norm": report.grad_norm, "scale": report.loss_scale,
-                           "skipped": report.skipped})  # fmt: skip
+    def step(self, step, outcome, seconds, data_seconds):
+        self.steps.append({
+            "loss": outcome.loss, "lr": outcome.lr, "norm": outcome.grad_norm, "scale": outcome.loss_scale,
+            "skipped": outcome.skipped,
+        })  # fmt: skip
 
 
 def run(case: dict, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""launch/pretrain.py whose rank 1 finds no memory in its third step, while the others wait for it in a collective."""
+"""launch/pretrain.py whose rank 1 finds no memory in its third step, while the others wait for it."""
 
 import sys
 
@@ -6,10 +6,10 @@ import torch
 
 from launch import pretrain
 from launch.machine import processes
-from launch.training import engine
+from launch.training import loop
 
 steps = []
-train_step = engine.train_step
+train_step = loop.train_step
 
 
 def failing(*arguments):
@@ -19,6 +19,6 @@ def failing(*arguments):
     return train_step(*arguments)
 
 
-engine.train_step = failing
+loop.train_step = failing
 sys.argv[0] = pretrain.__file__
 pretrain.main()

@@ -1,4 +1,4 @@
-"""Trains cases uninterrupted, and again with a failure after some steps followed by a resumed run; writes what differs.
+"""Trains cases uninterrupted, and again with a failure and a resumed run; writes what differs.
 
 resuming.py OUT CASES.json      cases: name, ds_config, tp, pp, dp, precision, settings
 """
@@ -19,11 +19,12 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.checkpoints import checkpoint, weights  # noqa: E402
+from launch.checkpoints import checkpoint, reading, weights  # noqa: E402
 from launch.checkpoints.weights import load_tensors  # noqa: E402
 from launch.runs.recorder import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
-from launch.training.run import train as train_run  # noqa: E402
+from launch.training.loop import train as train_run  # noqa: E402
+from launch.training.run import checksum  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -40,22 +41,20 @@ class Records(Silence):
     def __init__(self, fails_after: int | None = None):
         self.steps, self.fails_after = {}, fails_after
 
-    def step(self, step, report, seconds, data_seconds):
-        self.steps[step] = [report.loss, report.lr, report.grad_norm, report.loss_scale, report.skipped]
+    def step(self, step, outcome, seconds, data_seconds):
+        self.steps[step] = [outcome.loss, outcome.lr, outcome.grad_norm, outcome.loss_scale, outcome.skipped]
         if step == self.fails_after:
             raise Interrupted
 
 
 def train(plan, directory: Path, resume: bool, fails_after: int | None = None) -> dict:
     records = Records(fails_after)
-    job = Job(plan, directory.name, directory, resume=resume)
+    job = Job(plan, directory.name, directory)
+    corpus = build(plan.recipe, say=records.say)
+    grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
+    saved = reading.choose(job.checkpoints, grid, checksum(corpus)) if resume else None
     try:
-        train_run(
-            job,
-            records,
-            build(plan.recipe, say=records.say),
-            ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp),
-        )
+        train_run(job, records, corpus, grid, saved)
     except Interrupted:
         torch.distributed.barrier()
     return records.steps
@@ -64,8 +63,9 @@ def train(plan, directory: Path, resume: bool, fails_after: int | None = None) -
 def run(case: dict, out: Path) -> None:
     steps, save_every, fails_after = LATE if case["name"].endswith("late") else EARLY
     settings = [
-        *(f"parallel.{degree}={case[degree]}" for degree in ("tp", "pp", "dp")), "dropout.hidden=0.1", "dropout.attention=0.1",
-        "optimizer.betas=[0.9, 0.999]", f"run.save_every={save_every}", f"precision={case['precision']}", *case["settings"],
+        *(f"parallel.{degree}={case[degree]}" for degree in ("tp", "pp", "dp")), "dropout.hidden=0.1",
+        "dropout.attention=0.1", "optimizer.betas=[0.9, 0.999]", f"run.save_every={save_every}",
+        f"precision={case['precision']}", *case["settings"],
     ]  # fmt: skip
     recipe = catalog.load(
         "bert/sotu" if case["name"].startswith("bert") else catalog.DEFAULT_RECIPE,

@@ -14,7 +14,7 @@ from unittest import mock
 
 from broken_layouts import Breakage, train
 
-from launch.compare_layouts import LayoutCase
+from launch.parity.layout_cases import LayoutCase
 from modeling import banded_attention
 
 PROCESSES = 2

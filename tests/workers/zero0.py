@@ -1,9 +1,11 @@
-"""Trains cases under ZeRO-0 and again under ZeRO-1, and runs resumed ones; writes where they differ. Started by tests/test_zero0.py.
+"""Trains cases under ZeRO-0 and again under ZeRO-1, and runs resumed ones; writes where they differ.
 
-    zero0.py OUT CASES.json      cases: name, tp, dp, precision, fp16 (section of the JSON), settings; `resuming`'s where they say "resumed"
+    zero0.py OUT CASES.json      cases: name, tp, dp, precision, fp16 (section of the JSON), settings;
+                                 `resuming`'s where they say "resumed"
 
-A gradient norm is a sum in the order of the shards, and its last bit moves every clipped gradient. So that everything else can be
-compared bit for bit, both stages clip by the norm rounded to 12 bits; the norms themselves are recorded before.
+A gradient norm is a sum in the order of the shards, and its last bit moves every clipped gradient. So that
+everything else can be compared bit for bit, both stages clip by the norm rounded to 12 bits; the norms
+themselves are recorded before.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from launch.checkpoints.weights import load_tensors
 from launch.deepspeed_fixes.zero0 import MasterWeights
 from launch.machine import ending, processes
 from launch.training.job import Job
-from launch.training.run import train as train_run
+from launch.training.loop import train as train_run
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog
 

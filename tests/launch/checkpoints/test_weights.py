@@ -15,9 +15,7 @@ from launch.checkpoints import weights
 from launch.checkpoints.checkpoint import MARKER
 from launch.runs import recorder
 from launch.runs.directory import RunDirectory
-from launch.training import agreement
 from launch.training.export import choose_checkpoint
-from launch.training.run import TrainingRun
 from recipes import catalog
 
 
@@ -65,7 +63,7 @@ def test_a_missing_part_is_noticed(tmp_path, monkeypatch, missing):
 
 
 class OneRank:
-    """What `save_weights` asks of an engine without ZeRO and of its grid. The float32 copies are made from bfloat16 weights."""
+    """What `save_weights` asks of an engine without ZeRO and of its grid; the weights are bfloat16."""
 
     def __init__(self, count, floats):
         self.module = torch.nn.ParameterList(
@@ -97,40 +95,6 @@ def test_saving_holds_a_part_and_a_tensor_at_most(tmp_path, monkeypatch):
 # --- no checkpoint of the last step
 
 
-def completed_steps(save_last, save_every=0, stopped_at=None):
-    """The steps after which a run of 6 saves, by TrainingRun's own decision."""
-    run, saved = TrainingRun.__new__(TrainingRun), []
-    recipe = catalog.load(
-        overrides=[f"run.save_last={save_last}", f"run.save_every={save_every}", "run.validate_every=0"],
-        steps=6,
-    )
-    run.recipe, run.metrics, run._skipped, run.held_out = (
-        recipe,
-        recorder.Silence(),
-        SimpleNamespace(see=lambda report: None),
-        None,
-    )
-    run.job, run.corpus, run.grid = (
-        SimpleNamespace(record_gradients=False),
-        SimpleNamespace(test=None),
-        SimpleNamespace(control_group=None),
-    )
-    run.validate, run.save = lambda held_out: None, saved.append
-    for step in range(1, 7):
-        stop = SimpleNamespace(agreed=lambda group, step=step: "SIGTERM" if step == stopped_at else None)
-        if run.completed(step, None, 1.0, 0.0, stop):
-            break
-    return saved
-
-
-def test_the_last_checkpoint_can_be_left_out_and_a_stop_still_saves(monkeypatch):
-    monkeypatch.setattr(agreement, "peak_memory", lambda group: {})  # of a group of processes
-    assert completed_steps("true") == [6] and completed_steps("true", save_every=4) == [4, 6]
-    assert completed_steps("false") == [] and completed_steps("false", save_every=4) == [4]
-    assert completed_steps("false", save_every=3) == [3, 6]
-    assert completed_steps("false", stopped_at=2) == [2]
-
-
 def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
     recipe = catalog.load(overrides=["run.save_last=false", "run.save_every=0"], tiny=True)
     (tmp_path / "recipe.yaml").write_text(catalog.dump(recipe))
@@ -147,7 +111,10 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
     )
     assert report._checkpoints() == "", "a run that failed before its first one"
     report.job = SimpleNamespace(plan=SimpleNamespace(recipe=recipe))
-    not_sampled = "not sampled: there is no checkpoint of the last step (run.save_last=false); --set run.save_last=true keeps one"
+    not_sampled = (
+        "not sampled: there is no checkpoint of the last step (run.save_last=false); "
+        "--set run.save_last=true keeps one"
+    )
     assert recipe.run.prompt and report.sample() == not_sampled
     assert report._checkpoints() == "; no checkpoint (--set run.save_last=true keeps one)"
     earlier = tmp_path / "checkpoints" / "step-000007"
@@ -161,8 +128,8 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
 def test_a_row_that_only_times_iterations_leaves_results_and_no_checkpoint(tmp_path):
     out = tmp_path / "run"
     done = run([
-        sys.executable, "launch/pretrain.py", "--recipe", "megatron_paper_table1/1.2b-mp", "--tiny", "--steps", "4", "--ds_config", "zero1",
-        "--set", "run.prompt=We", "--out", str(out),
+        sys.executable, "launch/pretrain.py", "--recipe", "megatron_paper_table1/1.2b-mp", "--tiny",
+        "--steps", "4", "--ds_config", "zero1", "--set", "run.prompt=We", "--out", str(out),
     ])  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
     assert not any((out / "checkpoints").iterdir()) and "checkpoints/" not in done.stdout

@@ -1,4 +1,4 @@
-"""ZeRO-0 in bf16 and fp16 against ZeRO-1, bit for bit: the same step with and without sharded optimizer states."""
+"""ZeRO-0 in bf16 and fp16 against ZeRO-1, bit for bit: the same step without and with sharded states."""
 
 import copy
 import json
@@ -54,7 +54,7 @@ def trained(out, ranks, table, resumed=()):
 
 
 def check_equal(result, precision, clips=True):
-    """Loss, learning rate, loss scale and skipped steps of every step, and the final fp32 weights, are the same bits."""
+    """Loss, learning rate, loss scale and skips of every step, and the last fp32 weights, are equal."""
     plain, sharded = result["zero0"], result["zero1"]
     assert plain["steps"] == sharded["steps"]
     assert result["different_weights"] == [] and result["tensors"] > 40

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, environment, run, run_ranks
+from torch.utils import cpp_extension
 
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
@@ -22,17 +23,8 @@ TINY = ["--tiny", "--steps", "1", "--set", "run.prompt=null"]
 
 
 def launch(processes: int, ds_config: str, directory: Path, env: dict[str, str], timeout: float = 180):
-    return run_ranks(
-        processes,
-        ROOT / "launch/pretrain.py",
-        *TINY,
-        "--ds_config",
-        ds_config,
-        "--out",
-        directory,
-        env=env,
-        timeout=timeout,
-    )
+    flags = [*TINY, "--ds_config", ds_config, "--out", directory]
+    return run_ranks(processes, ROOT / "launch/pretrain.py", *flags, env=env, timeout=timeout)
 
 
 # Which ops
@@ -56,62 +48,57 @@ def test_ops_that_a_configuration_needs(ds_config, accelerator, compiler, builde
     assert [op.builder for op in compiled_ops.needed(plan.ds)] == builders
 
 
+# Where they are kept
+
+
+@pytest.fixture
+def extensions(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "chosen"))
+    return tmp_path / "chosen"
+
+
+def test_every_environment_has_a_directory_of_its_own(extensions, monkeypatch):
+    first = compiled_ops.use_own_directory()
+    assert first.parent == extensions and first.is_dir() and os.environ["TORCH_EXTENSIONS_DIR"] == str(first)
+    assert compiled_ops.use_own_directory() == first, "a second run in this process"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+    monkeypatch.setenv("CXX", "another-c++")
+    assert compiled_ops.use_own_directory() not in (first, first.parent)
+
+
+def test_by_default_they_are_kept_in_the_cache(tmp_path, extensions, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("MEGARECIPES_CACHE", str(tmp_path / "cache"))
+    assert compiled_ops.use_own_directory().parent == tmp_path / "cache" / "compiled_ops"
+
+
+def test_without_locks_every_machine_has_a_directory_of_its_own(extensions, monkeypatch):
+    def missing(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(compiled_ops.fcntl, "flock", missing)
+    monkeypatch.setattr(compiled_ops.socket, "gethostname", lambda: "node-7")
+    first = compiled_ops.use_own_directory()
+    assert first.name.endswith("-node-7") and compiled_ops.use_own_directory() == first
+
+
 # The lock file that torch leaves
 
 
-def holder(baton: Path, seconds: float) -> subprocess.Popen:
-    """A process that takes torch's lock and gives it back after `seconds`."""
+def killed_holder(baton: Path) -> None:
+    """A process that takes torch's lock and is killed while it holds it."""
     code = f"""import time; from torch.utils.file_baton import FileBaton
-b = FileBaton({str(baton)!r}); assert b.try_acquire(); print("held", flush=True); time.sleep({seconds}); b.release()"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    return process
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(compiled_ops, "SETTLE_SECONDS", 0.2)
-
-
-def test_a_living_owner_is_waited_for(tmp_path):
-    said: list[str] = []
-    with holder(tmp_path / "lock", 1.5) as process:
-        assert compiled_ops.working_in(tmp_path) == [process.pid]
-        compiled_ops.remove_stale_baton(tmp_path, "cpu_adam", said.append)
-        assert process.wait(5) == 0, "it could release its lock itself"
-    assert said == [f"DeepSpeed's cpu_adam is being compiled by process {process.pid}: waiting for it"]
-
-
-def test_a_dead_owners_lock_is_removed(tmp_path):
-    said: list[str] = []
-    with holder(tmp_path / "lock", 60) as process:
+b = FileBaton({str(baton)!r}); assert b.try_acquire(); print("held", flush=True); time.sleep(60)"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
         process.kill()
+
+
+def test_torch_waits_for_a_lock_file_that_a_killed_process_left(tmp_path):
+    killed_holder(tmp_path / "lock")
     assert (tmp_path / "lock").exists()
-    compiled_ops.remove_stale_baton(tmp_path, "cpu_adam", said.append)
-    assert not (tmp_path / "lock").exists()
-    assert len(said) == 1 and "left behind" in said[0]
-
-
-def test_a_compiler_that_outlived_its_parent_is_waited_for(tmp_path):
-    (tmp_path / "lock").touch()
-    with subprocess.Popen(["sleep", "1.5"], cwd=tmp_path) as orphan:
-        compiled_ops.remove_stale_baton(tmp_path, "cpu_adam", lambda text: None)
-        assert orphan.poll() is not None, "it has ended"
-    assert not (tmp_path / "lock").exists()
-
-
-def test_without_proc_only_an_old_lock_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled_ops, "working_in", lambda directory: None)
-    lock, said = tmp_path / "lock", []
-
-    def age(text):
-        said.append(text)
-        if lock.exists():
-            os.utime(lock, (time.time() - 700,) * 2)
-
-    lock.touch()
-    compiled_ops.remove_stale_baton(tmp_path, "cpu_adam", age)
-    assert "delete the file" in said[0] and "left behind" in said[1] and not lock.exists()
+    torchs = cpp_extension.FileBaton(str(tmp_path / "lock"))
+    assert not torchs.try_acquire(), "torch no longer needs our own lock"
 
 
 # Building
@@ -122,16 +109,18 @@ class FakeBuilder:
 
     name = "fake"
 
-    def __init__(self, directory: Path, failure: Exception | None = None, seconds: float = 0):
-        self.library, self.failure, self.seconds, self.loads = directory / "fake.so", failure, seconds, 0
+    def __init__(self, directory: Path, failure: Exception | None = None):
+        self.directory, self.failure, self.loads = directory, failure, 0
+        self._loaded_ops: dict[str, object] = {}
 
     def load(self, verbose):
+        """As torch does it: behind its lock file."""
         self.loads += 1
-        time.sleep(self.seconds)
+        assert not (self.directory / "lock").exists(), "torch would wait for ever"
         if self.failure:
             raise self.failure
-        if not self.library.exists():
-            self.library.touch()
+        (self.directory / "fake.py").write_text("")
+        self._loaded_ops[self.name] = "compiled"
 
 
 @pytest.fixture
@@ -139,46 +128,69 @@ def fake(tmp_path, monkeypatch):
     def install(**arguments) -> FakeBuilder:
         builder = FakeBuilder(tmp_path, **arguments)
         monkeypatch.setattr(compiled_ops, "_get_build_directory", lambda name, verbose: str(tmp_path))
-        monkeypatch.setattr(
-            type(compiled_ops.get_accelerator()), "create_op_builder", lambda self, name: builder
-        )
+        accelerator = type(compiled_ops.get_accelerator())
+        monkeypatch.setattr(accelerator, "create_op_builder", lambda self, name: builder)
         return builder
 
     return install
 
 
+def importing(module: object):
+    def found(name, directory, is_python_module):
+        if isinstance(module, Exception):
+            raise module
+        return module
+
+    return found
+
+
 OP = compiled_ops.Op("FakeBuilder", compiled_ops.TORCH_ADAM)
 
 
-def test_an_op_is_built_once_and_again_when_its_library_changes(fake):
+def test_an_op_is_built_once_and_then_taken_as_it_is(fake, monkeypatch):
     builder, said = fake(), []
     compiled_ops.build(OP, said.append)
     assert builder.loads == 1 and said == ["compiling DeepSpeed's fake, once per environment (about 40 s) …"]
+    monkeypatch.setattr(compiled_ops, "_import_module_from_library", importing("taken"))
+    other = fake()
     compiled_ops.build(OP, said.append)
-    assert builder.loads == 1 and len(said) == 1
-    os.utime(builder.library, (1, 1))  # another program, of another environment, has compiled it
-    compiled_ops.build(OP, said.append)
-    assert builder.loads == 2 and len(said) == 1, "looked at again; nothing to say, since it took no time"
+    assert other.loads == 0 and len(said) == 1 and other._loaded_ops == {"fake": "taken"}
 
 
-def test_a_rebuild_that_takes_long_is_announced(fake, monkeypatch):
-    monkeypatch.setattr(compiled_ops, "NOTICEABLE_SECONDS", 0.1)
-    builder, said = fake(seconds=0.5), []
-    builder.library.touch()
+def test_a_damaged_op_is_built_again(fake, monkeypatch):
+    compiled_ops.build(OP, lambda text: None) if fake() else None
+    monkeypatch.setattr(compiled_ops, "_import_module_from_library", importing(ImportError("truncated")))
+    builder, said = fake(), []
     compiled_ops.build(OP, said.append)
-    assert len(said) == 1 and said[0].startswith("compiling")
+    assert builder.loads == 1 and said[0].startswith("compiling")
+
+
+def test_a_lock_file_of_a_killed_process_is_removed(fake, tmp_path):
+    killed_holder(tmp_path / "lock")
+    builder = fake()
+    compiled_ops.build(OP, lambda text: None)
+    assert builder.loads == 1 and not (tmp_path / "lock").exists()
+
+
+def test_a_living_builder_is_waited_for(fake, tmp_path):
+    """Its lock dies with it, so that nobody waits for a dead one."""
+    code = f"""import time; from pathlib import Path; from data.durable_files import locked
+with locked(Path({str(tmp_path)!r}) / "built", "x", print):
+    print("held", flush=True); time.sleep(1.5)"""
+    builder, said = fake(), []
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        compiled_ops.build(OP, said.append)
+        assert process.poll() is not None or process.wait(5) == 0
+    assert builder.loads == 1 and said[0] == "DeepSpeed's fake: another process is making it; waiting"
 
 
 def test_a_failure_shows_the_compilers_last_lines_and_the_fix(fake):
     wide = "c++ -DTORCH_EXTENSION_NAME=fake " + "-I/somewhere " * 50
-    output = "\n".join(
-        [
-            wide,
-            *(f"note {i}" for i in range(40)),
-            "fatal error: Python.h: No such file",
-            "ninja: build stopped",
-        ]
-    )
+    notes = [f"note {i}" for i in range(40)]
+    output = "\n".join([wide, *notes, "fatal error: Python.h: No such file", "ninja: build stopped"])
     fake(failure=RuntimeError(f"Error building extension 'fake': {output}"))
     with pytest.raises(compiled_ops.CompileError) as failed:
         compiled_ops.build(OP, lambda text: None)
@@ -193,7 +205,7 @@ def test_a_failure_shows_the_compilers_last_lines_and_the_fix(fake):
 # Whole launches
 
 
-@pytest.mark.parametrize("ds_config", ["zero1", "zero3_offload"])
+@pytest.mark.parametrize("ds_config", [pytest.param("zero1", marks=pytest.mark.long), "zero3_offload"])
 def test_without_a_compiler_a_run_says_so_once_and_trains(ds_config, tmp_path):
     env = {"CXX": "/nonexistent/c++", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     done = launch(1, ds_config, tmp_path / "run", env)
@@ -217,36 +229,27 @@ def test_a_failing_compiler_ends_every_rank_with_one_explanation(tmp_path):
     assert done.stdout.count("DeepSpeed's cpu_adam could not be compiled") == 1
     assert "| fatal error: Python.h" in done.stdout and '"torch_adam": true' in done.stdout
     assert done.stdout.count("compiling DeepSpeed's cpu_adam") == 1
-    assert "Traceback" not in done.stdout.split("could not be compiled")[0] and not list(
-        (tmp_path / "extensions").rglob("lock")
-    )
+    assert "Traceback" not in done.stdout.split("could not be compiled")[0]
+    assert not list((tmp_path / "extensions").rglob("lock"))
 
 
 @pytest.mark.long
 def test_a_run_killed_while_compiling_does_not_block_the_next(tmp_path):
-    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
-    baton = tmp_path / "extensions" / "cpu_adam" / "lock"
-    command = [
-        sys.executable,
-        "launch/pretrain.py",
-        *TINY,
-        "--ds_config",
-        "zero3_offload",
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    extensions = tmp_path / "extensions"
+    env = {"TORCH_EXTENSIONS_DIR": str(extensions)}
+    command = [sys.executable, "launch/pretrain.py", *TINY, "--ds_config", "zero3_offload", "--out"]
     killed = subprocess.Popen(
-        command, cwd=ROOT, env=environment(env), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+        [*command, str(tmp_path / "run")], cwd=ROOT, env=environment(env), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not baton.exists() and time.monotonic() < deadline:
+    while not list(extensions.glob("*/cpu_adam/lock")) and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(5)  # into the compiler
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert baton.exists()
-    done = run([*command[:-1], str(tmp_path / "second")], env=env, timeout=500)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "left behind" in done.stdout
-    again = run([*command[:-1], str(tmp_path / "third")], env=env)
+    assert list(extensions.glob("*/cpu_adam/lock"))
+    done = run([*command, str(tmp_path / "second")], env=env, timeout=500)
+    assert done.returncode == 0 and "compiling" in done.stdout, done.stdout[-4000:]
+    again = run([*command, str(tmp_path / "third")], env=env)
     assert again.returncode == 0 and "compiling" not in again.stdout

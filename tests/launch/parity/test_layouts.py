@@ -1,4 +1,4 @@
-"""One recipe, the same numbers under every layout, on real gloo processes; and the comparison notices what is broken on purpose."""
+"""One recipe, the same numbers under every layout, on real processes; breakages are noticed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import torch
 from compared import COMMAND, check_noticed, outcome, rows_of, train_broken
 from launching import run
 
-from launch import compare_layouts
 from launch.parity import comparison
 from launch.parity.comparison import Outcome, compare, read_outcome
+from launch.parity.layout_cases import CASES, FORCED, REFERENCE, case_plan
 from recipes import catalog
 
 STEPS = 6
+# The others are in the long test of all.
 FAST = [
-    "accumulation 4", "recomputed by 2",
-    "tp2", "tp2 zero3", "pp2", "pp2 accumulation 4, recomputed",
-    "dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp2 zero3 offload",
-    "pp2 dp2", "tp2 pp2", "tp2 pp2 dp2",
+    "accumulation 4", "recomputed by 2", "tp2", "tp2 zero3", "pp2", "pp2 accumulation 4, recomputed",
+    "dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp2 zero3 offload", "tp2 pp2 dp2",
 ]  # fmt: skip
 
 
@@ -38,7 +37,7 @@ def compared(tmp_path_factory) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def reference(compared) -> Outcome:
-    return outcome(compared[0], compare_layouts.REFERENCE.name)
+    return outcome(compared[0], REFERENCE.name)
 
 
 def test_reference_trains(reference):
@@ -67,12 +66,12 @@ def test_layout_agrees(compared, reference, name):
 
 
 def test_only_what_was_asked_for_is_compared(compared):
-    assert list(rows_of(compared[1])) == [case.name for case in compare_layouts.CASES if case.name in FAST]
+    assert list(rows_of(compared[1])) == [case.name for case in CASES if case.name in FAST]
 
 
 def test_cases_keep_to_what_they_are_named():
-    cases = {case.name: case for case in compare_layouts.CASES}
-    assert len(cases) == len(compare_layouts.CASES)
+    cases = {case.name: case for case in CASES}
+    assert len(cases) == len(CASES)
     assert set(FAST) < set(cases)
     assert {case.processes for case in cases.values()} == {1, 2, 4, 8}
     assert {case.accumulation for case in cases.values()} == {1, 4}
@@ -193,7 +192,7 @@ def test_unknown_layout_is_refused():
 def test_layouts_are_listed_by_processes():
     done = run([*COMMAND, "--list", "--processes", "2"], timeout=60)
     listed = done.stdout.splitlines()
-    fitting = [case.name for case in compare_layouts.CASES if case.processes <= 2]
+    fitting = [case.name for case in CASES if case.processes <= 2]
     assert done.returncode == 0
     assert [re.split(r"\s{2,}", line)[0] for line in listed[-len(fitting) :]] == fitting
 
@@ -202,10 +201,10 @@ def test_plans_keep_the_global_batch():
     """Whatever the layout, a step sees the same samples."""
     from ds_configs.plan import Machine
 
-    recipe = catalog.load(catalog.DEFAULT_RECIPE, list(compare_layouts.FORCED), tiny=True)
+    recipe = catalog.load(catalog.DEFAULT_RECIPE, list(FORCED), tiny=True)
     machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
-    for case in compare_layouts.CASES:
-        plan = compare_layouts.case_plan(recipe, case, machine)
+    for case in CASES:
+        plan = case_plan(recipe, case, machine)
         assert plan.layout.micro * plan.layout.accumulation * plan.layout.dp == recipe.batch.global_, (
             case.name
         )
@@ -221,7 +220,7 @@ def test_plans_keep_the_global_batch():
 def test_all_layouts_agree_over_twenty_steps(tmp_path):
     done = run([*COMMAND, "--out", str(tmp_path)], timeout=900)
     assert done.returncode == 0, done.stdout[-6000:]
-    assert rows_of(done.stdout) == {case.name: "yes" for case in compare_layouts.CASES}
+    assert rows_of(done.stdout) == {case.name: "yes" for case in CASES}
     assert "20 steps" in done.stdout
 
 

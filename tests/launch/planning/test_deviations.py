@@ -104,7 +104,8 @@ def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):
     asked = pretrain.build_parser().parse_args(
         ["--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny", "--set", "optimizer.lr=3e-4"]
     )
-    job, original, _ = pretrain.checked_job(asked)
+    job, facts = pretrain.checked_job(asked)
+    original = facts.original
     assert (
         original == catalog.load("dgx2_gpt2_data_parallel/40x1536-b8")
         and job.plan.recipe.optimizer.lr == 3e-4

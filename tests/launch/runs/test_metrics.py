@@ -16,7 +16,6 @@ from launch.runs.loss_plot import moving_average, plot_loss
 from launch.runs.metrics import Metrics
 from launch.runs.recorder import Report
 from launch.runs.throughput import Throughput, steady_seconds
-from launch.training.run import TrainingRun
 from modeling import cost
 from recipes.schema import Recipe
 
@@ -341,43 +340,6 @@ class TestReport:
         report.finish("ok", memory={"peak_memory_bytes": 1, "cached_bytes": None})
         row = self.kept(report)
         assert row["status"] == "ok" and row["deviations"] == [] and drawn == [1], "nothing new to draw"
-
-
-@pytest.mark.parametrize("asked, save_last, expected", [
-    (None, True, ["validation", "saving", "save"]),
-    (None, False, ["validation"]),
-    ("SIGTERM", False, ["saving", "save"]),
-])  # fmt: skip
-def test_results_are_written_before_the_last_checkpoint(monkeypatch, asked, save_last, expected):
-    """A host that is killed while it saves leaves its numbers."""
-    done = []
-    recorded = SimpleNamespace(
-        step=lambda *_: None,
-        validation=lambda *_: done.append("validation"),
-        saving=lambda memory: done.append("saving"),
-    )
-    run = object.__new__(TrainingRun)
-    run.recipe = recipe(run={"save_last": save_last, "save_every": 3})
-    run.job, run.metrics, run.grid = (
-        SimpleNamespace(record_gradients=False),
-        recorded,
-        SimpleNamespace(control_group=None),
-    )
-    run.corpus, run.held_out, run._skipped = (
-        SimpleNamespace(test=None),
-        None,
-        SimpleNamespace(see=lambda _: None),
-    )
-    monkeypatch.setattr(run, "validate", lambda _: None)
-    monkeypatch.setattr(run, "save", lambda _: done.append("save"))
-    monkeypatch.setattr("launch.training.agreement.peak_memory", lambda _: {})
-    stop = SimpleNamespace(agreed=lambda _: asked)
-    run.completed(17 if asked else 20, None, 1.0, 0.0, stop)
-    assert done == expected
-    done.clear()
-    stop.agreed = lambda _: None
-    run.completed(18, None, 1.0, 0.0, stop)
-    assert done == ["save"], "a result while the run goes on"
 
 
 def test_a_run_that_ended_at_once_is_a_row_too(tmp_path):

@@ -1,6 +1,7 @@
-"""The fp16 loss scaler, for real: emulated fp16 on CPUs, two gloo ranks, under ZeRO 1-3, offload, tensor and pipeline parallelism.
+"""The fp16 loss scaler, for real: two ranks, under ZeRO 1-3, offload, tensor and pipeline parallelism.
 
-ZeRO-0 is held against ZeRO-1 bit by bit, with a scale that moves, in test_zero0.py; here only its end at the smallest scale.
+ZeRO-0 is held against ZeRO-1 bit by bit, with a scale that moves, in test_zero0.py; here only its end at the
+smallest scale.
 """
 
 import itertools
@@ -32,26 +33,50 @@ STATIC = {"loss_scale": 2.0**31}
 GOOD_STATIC = {"loss_scale": 512.0}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    out = tmp_path_factory.mktemp("fp16")
-    cases = []
-    for name, (ds_config, tp, pp, dp) in LAYOUTS.items():
-        layout = {"ds_config": ds_config, "tp": tp, "pp": pp, "dp": dp}
-        cases.append({"name": f"{name}-moving", **layout, "fp16": MOVING, "steps": 14})
-        cases.append({"name": f"{name}-floor", **layout, "fp16": FLOOR, "steps": 8})
-        cases.append({"name": f"{name}-growing", **layout, "fp16": GROWING, "steps": 8})
-        cases.append({"name": f"{name}-fixed", **layout, "fp16": GOOD_STATIC, "steps": 8})
-    cases.append(
-        {"name": "zero0-floor", "ds_config": "zero0", "tp": 1, "pp": 1, "dp": 2, "fp16": FLOOR, "steps": 8}
-    )
-    cases.append(
-        {"name": "zero1-stuck", "ds_config": "zero1", "tp": 1, "pp": 1, "dp": 2, "fp16": STATIC, "steps": 30}
-    )
+KINDS = {"moving": (MOVING, 14), "floor": (FLOOR, 8), "growing": (GROWING, 8), "fixed": (GOOD_STATIC, 8)}
+REPEATED = ("zero2", "zero3")  # between ZeRO-1 and ZeRO-3 with offload
+EVERY = [pytest.param(name, marks=pytest.mark.long if name in REPEATED else ()) for name in LAYOUTS]
+
+
+def run_cases(out, layouts, more=()):
+    """Steps and problem of every case, by name: the layouts under every kind of loss scale."""
+    keys = ("ds_config", "tp", "pp", "dp")
+    cases = [
+        {
+            "name": f"{name}-{kind}",
+            **dict(zip(keys, LAYOUTS[name], strict=True)),
+            "fp16": fp16,
+            "steps": steps,
+        }
+        for name in layouts
+        for kind, (fp16, steps) in KINDS.items()
+    ]
+    cases += more
     (out / "cases.json").write_text(json.dumps(cases))
     launched = run_ranks(2, WORKERS / "loss_scaling.py", out, out / "cases.json", timeout=400)
     assert launched.returncode == 0, launched.stdout[-4000:]
     return {c["name"]: json.loads((out / f"{c['name']}.result.json").read_text()) for c in cases}
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    layout = {"tp": 1, "pp": 1, "dp": 2}
+    more = [
+        {"name": "zero0-floor", "ds_config": "zero0", **layout, "fp16": FLOOR, "steps": 8},
+        {"name": "zero1-stuck", "ds_config": "zero1", **layout, "fp16": STATIC, "steps": 30},
+    ]
+    return run_cases(tmp_path_factory.mktemp("fp16"), [n for n in LAYOUTS if n not in REPEATED], more)
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory):
+    return run_cases(tmp_path_factory.mktemp("fp16"), REPEATED)
+
+
+@pytest.fixture
+def results(request, quick):
+    layout = getattr(request.node, "callspec", None) and request.node.callspec.params.get("layout")
+    return {**quick, **request.getfixturevalue("repeated")} if layout in REPEATED else quick
 
 
 def expected_scales(skipped, first, floor):
@@ -73,7 +98,7 @@ def expected_scales(skipped, first, floor):
                 scale, credit = scale * 2, HYSTERESIS
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY)
 def test_the_scale_moves_as_the_json_says(results, layout):
     steps = results[f"{layout}-moving"]["steps"]
     skipped = [s["skipped"] for s in steps]
@@ -82,24 +107,24 @@ def test_the_scale_moves_as_the_json_says(results, layout):
     assert any(b["scale"] > a["scale"] for a, b in zip(steps, steps[1:], strict=False)), "and growth"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY)
 def test_a_skipped_step_changes_neither_schedule_nor_weights(results, layout):
     steps = results[f"{layout}-moving"]["steps"]
     fixed = results[f"{layout}-fixed"]["steps"]
     for a, b in zip(steps, steps[1:], strict=False):
         assert (a["lr"] == b["lr"]) == a["skipped"]
-    # Before the first good step nothing has changed, so that the losses are those of the untrained model; the static run's
-    # first step has lr 0, which gives it one more batch of untrained losses to compare with.
+    # Before the first good step nothing has changed, so that the losses are those of the untrained model; the
+    # static run's first step has lr 0, which gives it one more batch of untrained losses to compare with.
     assert steps[0]["loss"] == pytest.approx(fixed[0]["loss"], abs=2e-4)
     assert steps[1]["loss"] == pytest.approx(fixed[1]["loss"], abs=2e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY)
 def test_norm_and_loss_do_not_depend_on_the_scale(results, layout):
-    """Under a moving scale, loss and norm are those of unscaled gradients, also in and after steps at which the scale grows.
+    """Loss and norm are those of unscaled gradients, also in and after steps at which the scale grows.
 
-    Layouts near the largest fp16 number may overflow in different steps, after which they see different batches: compared are
-    the steps up to there, for a fixed scale all.
+    Layouts near the largest fp16 number may overflow in different steps, after which they see different
+    batches: compared are the steps up to there, for a fixed scale all.
     """
     for kind in ("moving", "fixed"):
         ours, reference = results[f"{layout}-{kind}"]["steps"], results[f"zero1-{kind}"]["steps"]
@@ -116,11 +141,12 @@ def test_norm_and_loss_do_not_depend_on_the_scale(results, layout):
             )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY)
 def test_a_growing_scale_changes_nothing_but_itself(results, layout):
     """Scales are powers of two: a run whose scale grows equals one whose scale is fixed.
 
-    DeepSpeed 0.19.8 alone unscales with the doubled scale in the step at which it grows, which halves that step's gradients.
+    DeepSpeed 0.19.8 alone unscales with the doubled scale in the step at which it grows, which halves that
+    step's gradients.
     """
     growing, fixed = results[f"{layout}-growing"]["steps"], results[f"{layout}-fixed"]["steps"]
     assert growing[-1]["scale"] >= 4 * growing[0]["scale"] and not any(s["skipped"] for s in growing)
@@ -130,7 +156,7 @@ def test_a_growing_scale_changes_nothing_but_itself(results, layout):
         )
 
 
-@pytest.mark.parametrize("layout", ["zero0", *LAYOUTS])
+@pytest.mark.parametrize("layout", ["zero0", *EVERY])
 def test_a_scale_at_its_floor_stops_the_run(results, layout):
     result = results[f"{layout}-floor"]
     assert len(result["steps"]) < 8

@@ -15,10 +15,10 @@ from launching import ROOT, WORKERS, environment, run, run_ranks
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
-from launch import pretrain
 from launch.checkpoints.checkpoint import complete_checkpoints, newest
 from launch.checkpoints.weights import load_tensors
 from launch.runs.directory import read_metrics
+from launch.training.job import plan_job
 from recipes import catalog
 
 HF = "model.implementation=transformers"
@@ -27,12 +27,12 @@ MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
 # --- the same numbers
 
 PUBLISHED_FORM = [
-    "model.layers=2", "activation_checkpointing=full", "batch.accumulation=2", "dropout.hidden=0.1", "dropout.attention=0.1",
-    "precision=fp32",
+    "model.layers=2", "activation_checkpointing=full", "batch.accumulation=2", "dropout.hidden=0.1",
+    "dropout.attention=0.1", "precision=fp32",
 ]  # fmt: skip
 BROKEN = [
-    "labels are not shifted", "other weights are drawn", "micro-batches in another order", "everything is decayed",
-    "dropout is not seeded by step",
+    "labels are not shifted", "other weights are drawn", "micro-batches in another order",
+    "everything is decayed", "dropout is not seeded by step",
 ]  # fmt: skip
 
 
@@ -65,7 +65,7 @@ class Trained:
 
 
 def apart(ours, theirs):
-    """Largest differences of losses (training and validation), of gradient norms (relative) and of final weights."""
+    """Largest differences of losses (also in validation), of gradient norms (relative), of final weights."""
     assert (
         len(ours.losses) == len(theirs.losses)
         and ours.weights.keys() == theirs.weights.keys()
@@ -157,7 +157,7 @@ def matrix(request, tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize("name", MATRIX)
 def test_every_stage_and_precision(matrix, name):
-    """In half precision the two round in other places, and Adam makes a whole step of a tiny gradient, whatever its sign."""
+    """In half precision the two round in other places, and Adam makes a whole step of a tiny gradient."""
     ours, theirs = Trained(matrix / f"{name}-megarecipes"), Trained(matrix / f"{name}-transformers")
     loss, norm, weights = apart(ours, theirs)
     half = name.endswith("16")
@@ -205,7 +205,9 @@ def test_pipelines_of_a_json_are_refused(config):
     recipe = catalog.load(catalog.DEFAULT_RECIPE, [HF], tiny=True)
     with pytest.raises(ConfigError) as error:
         resolve(recipe, config, 4, MACHINE)
-    (line,) = [str(p) for p in error.value.problems if p.key == "parallel.pp" and "default_pipeline" in str(p)]
+    (line,) = [
+        str(p) for p in error.value.problems if p.key == "parallel.pp" and "default_pipeline" in str(p)
+    ]
     assert f"(default_pipeline of ds_configs/{config}.json) with {HF}" in line and "zero3" in line
 
 
@@ -227,11 +229,10 @@ def test_recomputation_by_deepspeed_is_refused(tmp_path):
     )
 
 
-def test_compiling_is_refused(capsys):
-    args = pretrain.build_parser().parse_args(["--tiny", "--compile", "--ds_config", "zero3", "--set", HF])
-    with pytest.raises(SystemExit) as end:
-        pretrain.checked_job(args)
-    assert end.value.code == 2 and "leave --compile out" in capsys.readouterr().err
+def test_compiling_is_refused():
+    recipe = catalog.load(catalog.DEFAULT_RECIPE, [HF], tiny=True)
+    with pytest.raises(ValueError, match="leave --compile out"):
+        plan_job(recipe, "zero3", MACHINE, compiled=True, initial_weights=None)
 
 
 # --- stopping, being killed, what a run leaves

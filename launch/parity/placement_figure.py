@@ -1,0 +1,89 @@
+"""What the runs of both placements of LayerNorm came to: a table and the figure of their losses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from launch.runs.directory import read_metrics
+from launch.runs.loss_plot import curve, moving_average
+
+PLACEMENTS = {"post": "original (a): post-LN", "pre": "rearranged (b): pre-LN"}
+COLORS = ("tab:red", "tab:blue")
+COLUMNS = (
+    "status", "steps", "train_mlm_loss", "validation_mlm_loss", "validation_sentence_loss",
+    "seconds_per_step",
+)  # fmt: skip
+
+
+def summarise(directory: Path) -> dict[str, Any]:
+    """What the table shows of one run."""
+    row = json.loads((directory / "result.json").read_text())
+    return {
+        "status": row["status"],
+        "steps": row["steps"],
+        "parameters": row["parameters"],
+        "train_mlm_loss": row["train_parts"].get("mlm_loss"),
+        "validation_mlm_loss": row["validation_parts"].get("mlm_loss"),
+        "validation_sentence_loss": row["validation_parts"].get("sentence_loss"),
+        "unigram_entropy": row["unigram_entropy"],
+        "seconds_per_step": row["seconds_per_step"],
+        "deviations": row["deviations"],
+    }
+
+
+def table(summary: dict[str, dict[str, Any]]) -> str:
+    """A line for each placement, and the entropy that a model without context reaches."""
+    lines = [f"{'placement':<24}" + "".join(f"{name:>26}" for name in COLUMNS)]
+    for placement, row in summary.items():
+        lines.append(f"{PLACEMENTS[placement]:<24}" + "".join(f"{_cell(row[c]):>26}" for c in COLUMNS))
+    entropy = summary["pre"]["unigram_entropy"]
+    return "\n".join([*lines, f"unigram entropy of the validation predictions: {entropy:.4f} nats"])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def plot(runs: dict[str, Path], unigram_entropy: float, out_png: Path, title: str) -> None:
+    """Masked-token loss of each run: every step faint, its moving average on top, validation as points.
+
+    `runs`: metrics.jsonl by label.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for (label, path), color in zip(runs.items(), COLORS, strict=True):
+        records = read_metrics(path)
+        trained, held_out = (curve(records, kind, "mlm_loss") for kind in ("step", "validation"))
+        _draw(axes, trained, held_out, label, color)
+    axes.axhline(unigram_entropy, linestyle=":", color="gray", linewidth=1, label="unigram entropy")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per masked token)")
+    axes.set_title(title)
+    axes.grid(alpha=0.2)
+    axes.legend()
+    figure.savefig(out_png, dpi=120)
+
+
+def _draw(
+    axes: Axes,
+    train: Sequence[tuple[int, float]],
+    held_out: Sequence[tuple[int, float]],
+    label: str,
+    color: str,
+) -> None:
+    steps, losses = zip(*train, strict=True) if train else ((), ())  # a run can diverge in its first step
+    label = label if train else f"{label}: diverged at once"
+    axes.plot(steps, losses, linewidth=0.5, alpha=0.35, color=color)
+    axes.plot(steps, moving_average(losses), linewidth=1.8, color=color, label=label)
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o", markersize=4, color=color)

@@ -1,0 +1,52 @@
+"""The loop over the optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from data.corpus import Corpus
+from launch.checkpoints.checkpoint import Checkpoint
+from launch.machine.stop_request import StopRequest
+from launch.training.engine import build_engine, released, train_step
+from launch.training.job import Job
+from launch.training.run import EarlyStop, Recorder, TrainingRun, training_batches
+from modeling.parallel.process_grid import ProcessGrid
+from modeling.parallel.random_state import seed_step
+
+
+def train(
+    job: Job, recorder: Recorder, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None = None
+) -> EarlyStop | None:
+    """Train on this rank, from `checkpoint` on, which all ranks have agreed upon.
+
+    Returns how the run was stopped early, or None.
+
+    Raises Diverged where the loss is lost.
+    """
+    plan, recipe = job.plan, job.plan.recipe
+    if recipe.model.implementation == "transformers":
+        from launch.training import (
+            transformers_trainer,
+        )  # takes Trainer and accelerate along, which no other run needs
+
+        return transformers_trainer.train(job, recorder, corpus, grid, checkpoint)
+    weights = job.initial_weights
+    engine = build_engine(plan, grid, compiled=job.compiled, initial_weights=weights, say=recorder.say)
+    batches = training_batches(plan, corpus, grid, checkpoint)
+    with released(engine), contextlib.closing(batches), StopRequest(job.stop_file) as stop:
+        run = TrainingRun(job, recorder, corpus, grid, engine, batches, checkpoint)
+        for step in range(run.start_step + 1, recipe.steps + 1):
+            started = time.perf_counter()
+            seed_step(recipe.seed, step - 1, grid.at)
+            micro_batches = next(batches)
+            waited = time.perf_counter() - started
+            # DeepSpeed accumulates, scales the loss, averages over data ranks, clips, steps the schedule.
+            outcome = train_step(engine, micro_batches, grid)
+            run.record(step, outcome, time.perf_counter() - started, waited)
+            stopped = stop.agreed(grid.control_group)
+            run.validate_if_due(step)
+            run.save_if_due(step, stopped)
+            if stopped and step < recipe.steps:
+                return EarlyStop(stopped, step, recipe.steps)
+    return None

@@ -1,0 +1,84 @@
+"""What steps come to: the outcome of a training step and of a validation, and when a run has diverged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+STUCK_STEPS = 20  # skipped steps in a row after which a loss scale that does not move counts as stuck
+
+DIVERGED_ADVICE = """Nothing more can be learned from here.
+  - metrics.jsonl shows the grad norm before this step: if it grew, lower optimizer.lr, lengthen
+    schedule.warmup_steps or set optimizer.clip
+  - fp16 overflows where bf16, which needs no loss scale, does not: ds_configs/bf16.json, --set precision=bf16
+  - --resume continues from the last checkpoint"""
+
+
+class Diverged(RuntimeError):
+    """Further steps would be noise: the loss is not finite, or the loss scale is stuck.
+
+    The message says what to do.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}. {DIVERGED_ADVICE}")
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step came to.
+
+    Attributes:
+        loss: mean over the global batch, in nats per token (per predicted token of a BERT, plus its sentence
+            loss per sample).
+        lr: learning rate of the step.
+        grad_norm: L2 norm of the whole model's gradient before clipping; None where DeepSpeed computes none.
+        loss_scale: fp16 loss scale of the step; 1 in other precisions.
+        skipped: gradients were not finite, and nothing was updated.
+        parts: parts of the loss, as `modeling.bert.LOSS_PARTS` names them.
+    """
+
+    loss: float
+    lr: float
+    grad_norm: float | None
+    loss_scale: float
+    skipped: bool
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Means over held-out samples, in the units of `StepOutcome`."""
+
+    loss: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class SkippedInARow:
+    """Watches for skipped steps that nothing will end.
+
+    A static loss scale may overflow for ever, and gradients may never be finite again in bf16. A dynamic loss
+    scale comes down, and DeepSpeed itself watches its floor.
+    """
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+        self.count = 0
+        self.scale = math.nan
+
+    def see(self, outcome: StepOutcome) -> None:
+        """Raises Diverged after STUCK_STEPS skipped steps in a row at one loss scale."""
+        same_scale = outcome.loss_scale == self.scale
+        self.count = self.count + 1 if outcome.skipped and same_scale else int(outcome.skipped)
+        self.scale = outcome.loss_scale
+        if self.count < STUCK_STEPS:
+            return
+        if self.precision != "fp16":
+            raise Diverged(
+                f"the gradients of {self.count} steps in a row were not finite in {self.precision}"
+            )
+        raise Diverged(
+            f"{self.count} steps in a row overflowed and were skipped at loss scale {self.scale:g}: "
+            "the scale does not come down to what fp16 can represent (fp16.loss_scale fixes it; 0 makes it "
+            "dynamic)"
+        )

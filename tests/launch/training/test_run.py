@@ -1,0 +1,129 @@
+"""When a run validates and saves, and when it is stopped; without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from launch.checkpoints.checkpoint import Checkpoint
+from launch.training import run as runs
+from launch.training.outcome import STUCK_STEPS, Diverged, SkippedInARow, StepOutcome
+from launch.training.run import EarlyStop, TrainingRun
+from recipes import catalog
+
+OUTCOME = StepOutcome(loss=1.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, skipped=False)
+
+
+class Events:
+    """A recorder that keeps what happened, and in which order."""
+
+    def __init__(self):
+        self.seen = []
+
+    def say(self, text):
+        self.seen.append(("say", text))
+
+    def step(self, step, outcome, seconds, data_seconds):
+        self.seen.append(("step", step))
+
+    def validation(self, step, outcome, kind="validation"):
+        self.seen.append((kind, step))
+
+    def saving(self, memory):
+        self.seen.append(("saving", None))
+
+    def of(self, *kinds):
+        return [event for event in self.seen if event[0] in kinds]
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Makes a run of 6 steps whose engine, data and checkpoints are not there; `events` has what it does."""
+    monkeypatch.setattr(runs, "held_out_batches", lambda samples, plan, grid: samples)
+    monkeypatch.setattr(runs, "validate", lambda engine, samples, grid, forward: samples)
+    monkeypatch.setattr(runs.agreement, "peak_memory", lambda group: {})
+    monkeypatch.setattr(runs.reading, "load", lambda engine, checkpoint: None)
+
+    def made(*overrides, test=None, checkpoint=None):
+        events = Events()
+        saved = lambda *how: events.seen.append(("save", how[4]))  # noqa: E731
+        monkeypatch.setattr(runs.saving, "save", saved)
+        recipe = catalog.load(overrides=["run.validate_every=0", "run.save_every=0", *overrides], steps=6)
+        plan = SimpleNamespace(recipe=recipe, precision="fp32")
+        job = SimpleNamespace(plan=plan, record_gradients=False, checkpoints=None)
+        corpus = SimpleNamespace(validation="held out", test=test, summary={})
+        batches, grid = SimpleNamespace(state=dict), SimpleNamespace(control_group=None)
+        return TrainingRun(job, events, corpus, grid, None, batches, checkpoint), events
+
+    return made
+
+
+def saved_steps(start, *overrides, stopped_at=None):
+    run, events = start(*overrides)
+    for step in range(1, 7):
+        run.save_if_due(step, "SIGTERM" if step == stopped_at else None)
+        if step == stopped_at:
+            break
+    return [step for _, step in events.of("save")]
+
+
+def test_the_last_checkpoint_can_be_left_out_and_a_stop_still_saves(start):
+    assert saved_steps(start, "run.save_last=true") == [6]
+    assert saved_steps(start, "run.save_last=true", "run.save_every=4") == [4, 6]
+    assert saved_steps(start, "run.save_last=false") == []
+    assert saved_steps(start, "run.save_last=false", "run.save_every=4") == [4]
+    assert saved_steps(start, "run.save_last=false", "run.save_every=3") == [3, 6]
+    assert saved_steps(start, "run.save_last=false", stopped_at=2) == [2]
+
+
+@pytest.mark.parametrize("step, stopped", [(6, None), (2, "SIGTERM")])
+def test_results_are_written_before_the_last_checkpoint(start, step, stopped):
+    """A host that is killed while it saves leaves its numbers."""
+    run, events = start("run.save_last=true")
+    run.save_if_due(step, stopped)
+    assert events.of("saving", "save") == [("saving", None), ("save", step)]
+
+
+def test_a_checkpoint_on_the_way_writes_no_results(start):
+    run, events = start("run.save_every=3")
+    run.save_if_due(3, None)
+    assert events.of("saving", "save") == [("save", 3)]
+
+
+def test_a_run_validates_its_initial_weights_every_so_often_and_at_its_end(start):
+    run, events = start("run.validate_every=4")
+    for step in range(1, 7):
+        run.validate_if_due(step)
+    assert events.of("validation", "test") == [("validation", 0), ("validation", 4), ("validation", 6)]
+
+
+def test_the_test_split_is_measured_once_after_the_last_step(start):
+    run, events = start("run.validate_every=2", test="test text")
+    for step in range(1, 7):
+        run.validate_if_due(step)
+    assert events.of("test") == [("test", 6)]
+
+
+def test_a_resumed_run_starts_at_its_checkpoint_and_does_not_validate_again(start, tmp_path):
+    run, events = start(checkpoint=Checkpoint(tmp_path, 4, {}))
+    assert run.start_step == 4 and events.seen == []
+
+
+def test_every_step_is_recorded_and_stuck_ones_end_the_run(start):
+    run, events = start()
+    run.record(1, OUTCOME, 1.0, 0.5)
+    assert events.of("step") == [("step", 1)]
+    skipped = StepOutcome(loss=1.0, lr=1e-3, grad_norm=None, loss_scale=1.0, skipped=True)
+    with pytest.raises(Diverged, match=f"gradients of {STUCK_STEPS} steps in a row were not finite in fp32"):
+        for step in range(2, 100):
+            run.record(step, skipped, 1.0, 0.5)
+    assert len(events.of("step")) == 1 + STUCK_STEPS, "also the step that ends it is recorded"
+
+
+def test_a_moving_loss_scale_is_not_stuck():
+    watch = SkippedInARow("fp16")
+    for power in range(3 * STUCK_STEPS):
+        watch.see(StepOutcome(1.0, 1e-3, None, 2.0**-power, True))
+
+
+def test_an_early_stop_says_who_asked_and_where_it_stands():
+    assert str(EarlyStop("SIGINT", 3, 20)) == "SIGINT: stopped after step 3 of 20, checkpoint saved"
