@@ -65,7 +65,7 @@ def linked() -> list[list[bool]]:
 
 
 def growing_norms(postponed: bool) -> list[float]:
-    """Norms of six steps on unchanging weights under ZeRO-3, in which the loss scale grows; its last value."""
+    """Norms of six steps on unchanging weights under ZeRO-3; the loss scale grows; its last value."""
     scaling = {"loss_scale": 0, "initial_scale_power": 4, "loss_scale_window": 2}
     engine = engine_of(3, "fp16", lr=0.0, **scaling)
     if postponed:
