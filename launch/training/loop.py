@@ -26,9 +26,8 @@ def train(
     """
     plan, recipe = job.plan, job.plan.recipe
     if recipe.model.implementation == "transformers":
-        from launch.training import (
-            transformers_trainer,
-        )  # takes Trainer and accelerate along, which no other run needs
+        # Not above: it takes Trainer and accelerate along, which no other run needs.
+        from launch.training import transformers_trainer
 
         return transformers_trainer.train(job, recorder, corpus, grid, checkpoint)
     weights = job.initial_weights

@@ -26,14 +26,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from transformers import (
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data.corpus import Corpus
@@ -136,9 +129,7 @@ class FollowOnceThereIsAnEngine(TrainerCallback):
     def __init__(self, follow: Callable[[DeepSpeedEngine], FollowRun], trainer: RecipeTrainer) -> None:
         self.follow, self.trainer = follow, trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         engine = self.trainer.model_wrapped
         if engine.fp16_enabled():
             postpone_growth(engine)
@@ -154,16 +145,12 @@ class FollowRun(TrainerCallback):
         self.run, self.stop, self.trainer = run, stop, trainer
         self.before = StateBefore.step(run.engine)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.before = StateBefore.step(self.run.engine)
         self.trainer.losses.clear()
         seed_step(self.run.recipe.seed, state.global_step, self.run.grid.at)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run, step = self.run, state.global_step
         loss = data_parallel_mean(torch.stack(self.trainer.losses).mean(0), run.grid)
         outcome = outcome_of_step(run.engine, self.before, loss)
@@ -225,19 +212,11 @@ class RecipeTrainer(Trainer):
             self.lr_scheduler = Schedule(optimizer, self.recipe)
         return self.lr_scheduler
 
-    def training_step(
-        self, model: DeepSpeedEngine, inputs: MicroBatch, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
+    def training_step(self, model: DeepSpeedEngine, *inputs: Any, **how: Any) -> torch.Tensor:
         with explained_floor(model):
-            return super().training_step(model, inputs, num_items_in_batch)
+            return super().training_step(model, *inputs, **how)
 
-    def compute_loss(
-        self,
-        model: DeepSpeedEngine,
-        inputs: MicroBatch,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> torch.Tensor:
+    def compute_loss(self, model: DeepSpeedEngine, inputs: MicroBatch, *_: Any, **__: Any) -> torch.Tensor:
         """Mean loss of the micro-batch, which Trainer divides by the number of micro-batches."""
         (loss,) = forward(model, inputs)
         self.losses.append(loss.detach().float())
