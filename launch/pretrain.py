@@ -82,7 +82,7 @@ def main() -> None:
     if args.plan:
         show_plan(job)
         return
-    directory = open_run_directory(job) if processes.rank() == 0 else None
+    directory = open_run_directory(job, facts) if processes.rank() == 0 else None
     with ending.clean_exit(lambda text: ending.keep_error(job.directory, text)):
         processes.start_processes()
         run(job, directory, facts)
@@ -117,28 +117,31 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
     return Job(plan, name, directory, args.resume, args.compile, initial_weights=weights), facts
 
 
-def open_run_directory(job: Job) -> RunDirectory:
-    from launch.runs.directory import RunDirectory, RunDirectoryError
+def open_run_directory(job: Job, facts: Facts) -> RunDirectory:
+    from launch.runs.admission import RunDirectoryError, admit
 
     try:
-        directory = RunDirectory.create(
-            job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume
-        )
+        directory = admit(
+            job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume, tiny=facts.tiny,
+            emulated_fp16=facts.emulated_fp16,
+        )  # fmt: skip
     except RunDirectoryError as e:
         ending.refuse(e)
-    out_of_memory.forget(
-        directory.path
-    )  # before this rank joins the others: none of them has begun to compute
+    out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     return directory
 
 
 def show_plan(job: Job) -> None:
     from launch.machine import description
     from launch.planning.plan_text import describe_plan
+    from launch.training.build_model import band_kernel
 
     if processes.rank() == 0:
-        hardware = description.summary(description.describe())
-        print(describe_plan(job.plan, name=job.name, hardware=hardware, run_directory=job.directory))
+        hardware, kernel = description.summary(description.describe()), band_kernel(job.plan)
+        how = describe_plan(
+            job.plan, name=job.name, hardware=hardware, run_directory=job.directory, band_kernel=kernel
+        )
+        print(how)
 
 
 def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
@@ -147,6 +150,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
 
     from data.corpus import build
     from launch.checkpoints import reading
+    from launch.generation.sample import sample
     from launch.training import agreement
     from launch.training.loop import train
     from launch.training.outcome import Diverged
@@ -181,7 +185,8 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
         if stopped:
             recorder.finish("interrupted", str(stopped), memory=memory)
         else:
-            recorder.finish("ok", memory=memory)
+            said = sample(job.plan.recipe, directory.checkpoints, corpus.tokenizer) if directory else None
+            recorder.finish("ok", memory=memory, sample=said)
 
 
 def say_on_rank_0(text: str) -> None:
@@ -193,15 +198,37 @@ def open_recorder(
     job: Job, directory: RunDirectory | None, facts: Facts, corpus: Corpus, checkpoint: Checkpoint | None
 ) -> Silence:
     """What keeps the run's records on rank 0, cut back to `checkpoint`; silent elsewhere."""
-    from launch.runs import recorder
+    from launch.machine import description
+    from launch.runs import vocabulary
+    from launch.runs.recorder import Recorder, Silence
+    from launch.training import initial_weights
+    from launch.training.build_model import band_kernel
 
     if directory is None:
-        return recorder.Silence()
-    opened = recorder.Report(
-        job, directory, original=facts.original, tiny=facts.tiny, emulated=facts.emulated_fp16
+        return Silence()
+    vocabulary.keep(directory.path, corpus.tokenizer)
+    recorder = Recorder(
+        directory,
+        job.plan,
+        name=job.name,
+        corpus_facts=corpus,
+        start_step=checkpoint.step if checkpoint else 0,
+        described=description.describe(),
+        original=facts.original,
+        tiny=facts.tiny,
+        emulated=facts.emulated_fp16,
+        band_kernel=band_kernel(job.plan),
     )
-    opened.start(corpus, checkpoint)
-    return opened
+    if job.initial_weights:
+        if warning := vocabulary.foreign_tokens(Path(job.initial_weights), corpus.tokenizer):
+            recorder.say(warning)
+        for remark in [] if checkpoint else initial_weights.remarks(job.plan.recipe):
+            recorder.say(remark)
+    if checkpoint:
+        recorder.say(f"resumed from {checkpoint.directory}")
+    elif job.resume:
+        recorder.say("--resume: no complete checkpoint yet, starting at step 0")
+    return recorder
 
 
 if __name__ == "__main__":

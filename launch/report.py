@@ -1,4 +1,4 @@
-"""Published tables with what was measured beside them, and runs compared: Markdown, CSV and one HTML page with plots.
+"""Published tables next to measured numbers, and runs compared: Markdown, CSV and one HTML page with plots.
 
 python launch/report.py runs/a runs/b
 python launch/report.py runs --table jeanzay_megatron_performance
@@ -10,16 +10,21 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from recipes.tables import FOLDER
 
+if TYPE_CHECKING:
+    from launch.reports.document import Document
+    from launch.reports.tables import Tables
+
 EXAMPLES = """\
 examples:
   python launch/report.py runs
-      every run below runs/, each in the table of its recipe, beside what was published
+      every run below runs/, each in the table of its recipe, next to what was published
   python launch/report.py runs/zero1 runs/zero3
       two runs: curves over each other, what differs in how they were made and in what came out (up to 6 runs)
   python launch/report.py 'runs/dgx2*' --table dgx2_gpt2_model_parallel
@@ -29,12 +34,14 @@ examples:
   python launch/report.py runs --all --out reports/july
       every published table, run or not
 
-A run is a directory with recipe.yaml, metrics.jsonl and, once it has ended, result.json; one that still goes on is shown as unfinished.
-Tiny runs are marked. They get no ratio to published numbers, nor do runs that change the model, the sequence length, the batch, what is
-recomputed, tp, pp, dp or what ZeRO shards and offloads, nor emulated fp16. A † marks published rows that have errata.
-Writes report.md, report.csv and report.html (plots inside, no network, no scripts). A former report there is replaced; other files never.
-Long curves are drawn as means of neighbouring steps, at most 1000 points each.
-exit codes: 0 written; 1 written, but some file of a run or of a table could not be read (they are named); 2 refused, nothing written."""
+A run is a directory with recipe.yaml, metrics.jsonl and, once it has ended, result.json; one that is still
+running is shown as unfinished. Tiny runs are marked. They get no ratio to published numbers, nor do runs that
+change the model, the sequence length, the batch, what is recomputed, tp, pp, dp or what ZeRO shards and
+offloads, nor emulated fp16. A † marks published rows that have errata.
+Writes report.md, report.csv and report.html (plots inside, no network, no scripts). A former report there is
+replaced; other files never. Long curves are drawn as means of neighbouring steps, at most 1000 points each.
+exit codes: 0 written; 1 written, but some file of a run or of a table could not be read (they are named);
+2 refused, nothing written."""
 
 
 def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
@@ -52,18 +59,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     assert __doc__
     parser = command(__doc__.split("\n\n")[0], EXAMPLES)
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        metavar="RUN",
-        help="a run directory, a glob of them, or a folder with runs somewhere below it",
-    )
-    parser.add_argument("--table", action="append", default=[], metavar="NAME", help="only this table of recipes/, also where nothing of "
-                        "it was run; a YAML file of your own will do; repeatable")  # fmt: skip
-    parser.add_argument(
-        "--all", action="store_true", help="every published table, also where nothing of it was run"
-    )
-    parser.add_argument("--out", metavar="DIR", help="where to write (default: reports/<table or runs>)")
+    add = parser.add_argument
+    runs = "a run directory, a glob of them, or a folder with runs somewhere below it"
+    table = "only this table of recipes/, run or not; a YAML file of your own will do; repeatable"
+    add("runs", nargs="*", metavar="RUN", help=runs)
+    add("--table", action="append", default=[], metavar="NAME", help=table)
+    add("--all", action="store_true", help="every published table, also where nothing of it was run")
+    add("--out", metavar="DIR", help="where to write (default: reports/<table or runs>)")
     return parser
 
 
@@ -71,16 +73,17 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     """Raises ValueError for whatever is refused, before anything is written."""
     if not (args.runs or args.table or args.all):
         raise ValueError(
-            "nothing to report: name run directories, as in launch/report.py runs, or --table NAME, or --all (see --help)"
+            "nothing to report: name run directories, as in launch/report.py runs, or --table NAME, or --all "
+            "(see --help)"
         )
     # matplotlib and torch take seconds to load: not before --help and the commonest mistake.
     from launch.reports import document, writing
-    from launch.reports.run_search import find, labels
     from launch.reports.runs import read_run
+    from launch.reports.search import labels
     from launch.reports.tables import Tables
 
     tables = Tables(folder)
-    names, paths = _asked(args, tables, find)
+    names, paths = _asked(args, tables)
     every, problems = tables.published() if args.all else ([], [])
     run_labels = labels(paths)
     directory = Path(args.out) if args.out else writing.default_directory(names, run_labels, args.all)
@@ -93,11 +96,11 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     return 1 if made.problems else 0
 
 
-def _asked(args: argparse.Namespace, tables, find) -> tuple[list[str], list[Path]]:
+def _asked(args: argparse.Namespace, tables: Tables) -> tuple[list[str], list[Path]]:
     """Names of tables and run directories; all that is wrong with both in one error."""
-    problems: list[str] = []
-    names: list[str] = []
-    paths: list[Path] = []
+    from launch.reports.search import find
+
+    problems = []
     try:
         names = tables.named(args.table)
     except ValueError as error:
@@ -111,7 +114,7 @@ def _asked(args: argparse.Namespace, tables, find) -> tuple[list[str], list[Path
     return names, paths
 
 
-def _say(made, directory: Path, files: Sequence[Path], former: Sequence[str]) -> None:
+def _say(made: Document, directory: Path, files: Sequence[Path], former: Sequence[str]) -> None:
     for section in made.sections:
         print(f"{section.table.name}: {section.summary}")
     if made.comparison:
@@ -123,9 +126,7 @@ def _say(made, directory: Path, files: Sequence[Path], former: Sequence[str]) ->
     sizes = ", ".join(f"{path.name} ({path.stat().st_size / 1e3:,.0f} kB)" for path in files)
     print(f"{directory}: {sizes}" + ("; a former report was replaced" if former else ""))
     if made.problems:
-        print(
-            "\ncould not be read:", *(f"  {problem}" for problem in made.problems), sep="\n", file=sys.stderr
-        )
+        print("\ncould not be read:", *made.problems, sep="\n  ", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import base64
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
+from ds_configs.plan import Plan, plan_to_json
 from launch.reports import runs as reading
 from launch.reports.tables import Tables
-from launch.runs import result
-from recipes import catalog
+from launch.runs import metrics, result
+from launch.runs.directory import Launch, RunDirectory
+from recipes.layout import Layout
 from recipes.schema import Recipe
 from recipes.tiny import tiny as shrink
 
@@ -36,7 +37,8 @@ defaults:
 rows:
   fast:
     title: the fast one
-    published: {source: S, row: "64 | 48B | 2.0s | 4000 | 05-26", time_per_iteration_s: 2.0, tflops: 4000.0, size_label: "48B"}
+    published: {source: S, row: "64 | 48B | 2.0s | 4000 | 05-26", time_per_iteration_s: 2.0, tflops: 4000.0,
+        size_label: "48B"}
     note: Impossible as printed.
   slow:
     title: the slow one
@@ -61,59 +63,110 @@ rows:
     inferred: {optimizer: the paper}
 """
 MACHINE = {
-    "host": "h", "cpu": "Abacus 9", "cores": 2, "memory_gb": 8.0, "accelerator": "cpu", "accelerators": 0, "accelerator_memory_gb": None,
-    "cuda": None, "versions": {"python": "3.11", "torch": "2.13.0"}, "git": {"commit": "abc", "dirty": False},
-}  # fmt: skip
+    "host": "h",
+    "cpu": "Abacus 9",
+    "cores": 2,
+    "memory_gb": 8.0,
+    "accelerator": "cpu",
+    "accelerators": 0,
+    "accelerator_memory_gb": None,
+    "cuda": None,
+    "versions": {"python": "3.11", "torch": "2.13.0"},
+    "git": {"commit": "abc", "dirty": False},
+}
 
 
-def step(number: int, loss: float | None = None, seconds: float = 0.5) -> dict:
+def step(number: int, loss: float | None = None, seconds: float = 0.5) -> metrics.StepRecord:
     loss = 6.0 - math.log(number) / 2 if loss is None else loss
-    return {
-        "kind": "step", "step": number, "loss": loss, "lr": 1e-3, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "seconds": seconds,
-        "data_seconds": 0.0, "samples_per_s": 8 / seconds, "tokens_per_s": 512 / seconds, "tflops": 0.1, "exact_tflops": 0.1,
-        "peak_memory_bytes": 10**9, "memory_kind": "resident set", "launch_step": number, "time": 0.0,
-    }  # fmt: skip
+    return metrics.StepRecord(
+        step=number,
+        loss=loss,
+        lr=1e-3,
+        grad_norm=1.0,
+        loss_scale=1.0,
+        skipped=False,
+        seconds=seconds,
+        data_seconds=0.0,
+        samples_per_s=8 / seconds,
+        tokens_per_s=512 / seconds,
+        tflops=0.1,
+        exact_tflops=0.1,
+        peak_memory_bytes=10**9,
+        memory_kind="resident set",
+        launch_step=number,
+    )
 
 
-def validations(last: int, loss: float = 5.0) -> list[dict]:
-    return [{"kind": "validation", "step": number, "loss": loss, "time": 0.0} for number in (0, last)]
+def validations(last: int, loss: float = 5.0) -> list[metrics.ValidationRecord]:
+    return [metrics.ValidationRecord(number, loss) for number in (0, last)]
 
 
-def make_run(folder: Path, tables: Path, row: str, *, tiny=False, status="ok", started="2026-07-01T10:00:00+0000", records=None,
-             cached=None, finished=True, overrides=None, environment=None, facts=None) -> Path:  # fmt: skip
-    """A run directory as `launch/pretrain.py` leaves it, its result made by the function that makes them."""
+def lines(records: list[metrics.Record]) -> str:
+    return "".join(map(metrics.to_line, records))
+
+
+def make_run(
+    folder: Path,
+    tables: Path,
+    row: str,
+    *,
+    tiny=False,
+    status="ok",
+    started="2026-07-01T10:00:00+0000",
+    records=None,
+    cached=None,
+    finished=True,
+    overrides=None,
+    environment=None,
+    **facts,
+) -> Path:
+    """A run directory as `launch/pretrain.py` leaves it, its result made by the function that makes them.
+
+    `facts`: of the plan.
+    """
     original = Tables(tables).recipe(row)
     recipe = shrink(original) if tiny else original
     if overrides:
         values = recipe.model_dump(by_alias=True, exclude_unset=True)
         recipe = Recipe.model_validate({**values, **overrides})
-    name = row + ("-tiny" if tiny else "")
-    plan = {
-        "ds_name": "zero1", "zero_stage": 1, "offload": "none", "precision": "fp32", "padded_vocab": 384, "notices": [],
-        "layout": {"tp": 1, "pp": 1, "dp": 1, "micro": 2, "accumulation": 4, "global_batch": recipe.batch.global_}, **(facts or {}),
-    }  # fmt: skip
+    whole = recipe.batch.global_
+    plan = Plan(
+        **{
+            "recipe": recipe,
+            "layout": Layout(1, 1, 1, 2, whole // 2, whole),
+            "zero_stage": 1,
+            "offload": "none",
+            "precision": "fp32",
+            "padded_vocab": 384,
+            "notices": (),
+            "ds_name": "zero1",
+            "ds": {"zero_optimization": {"stage": facts.get("zero_stage", 1)}},
+            **facts,
+        }
+    )
     records = [step(n) for n in range(1, 41)] + validations(40) if records is None else records
+    at = RunDirectory(folder)
     folder.mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(catalog.dump(recipe))
-    (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": plan["zero_stage"]}}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    command = ["launch/pretrain.py", *(["--tiny"] if tiny else [])]
-    launch = {
-        "started": started,
-        "command": command,
-        "recipe": name,
-        "plan": plan,
-        **MACHINE,
-        **(environment or {}),
-    }
-    (folder / "environment.json").write_text(json.dumps({"launches": [launch]}))
+    at.metrics_jsonl.write_text(lines(records))
+    machine = {**MACHINE, **(environment or {})}
+    shown = {key: value for key, value in plan_to_json(plan).items() if key not in ("recipe", "ds")}
+    launch = Launch(
+        started, ("launch/pretrain.py",), "/", row + ("-tiny" if tiny else ""), tiny, False, shown, machine
+    )
+    at.write_description(plan, [launch])
     if finished:
-        ds = json.loads((folder / "ds_config.json").read_text())
-        made = SimpleNamespace(recipe=recipe, ds=ds, **{**plan, "layout": SimpleNamespace(**plan["layout"])})
-        result.write_result(folder / "result.json", result.result_row(
-            made, records, name=name, described=MACHINE, original=original, tiny=tiny, status=status,
-            cached_bytes=cached, entropies={"uniform": 5.7, "unigram": 5.2},
-        ))  # fmt: skip
+        made = result.make_result(
+            plan,
+            metrics.read_metrics(at.metrics_jsonl),
+            name=launch.recipe,
+            described=MACHINE,
+            original=original,
+            tiny=tiny,
+            status=status,
+            cached_bytes=cached,
+            entropies=result.Entropies(5.7, 5.2),
+        )
+        result.write_result(at.result_json, made)
     return folder
 
 
@@ -169,4 +222,8 @@ class Page(HTMLParser):
 
 
 def plots(page: str) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(plot) for plot in re.findall(r"<svg.*?</svg>", page, re.S)]
+    """The images of a page."""
+    return [
+        ElementTree.fromstring(base64.b64decode(each))
+        for each in re.findall(r'"data:image/svg\+xml;base64,([^"]+)"', page)
+    ]

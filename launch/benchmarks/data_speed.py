@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.runs.metrics import read_metrics
 from launch.runs.throughput import steady_seconds
 from recipes import catalog
 from recipes.layout import Layout
@@ -118,9 +119,8 @@ def train(name: str, overrides: list[str], steps: int) -> dict[str, float]:
         if done.returncode:
             said = f"training of {name} ended with code {done.returncode}\n{done.stderr[-2000:]}"
             raise ValueError(f"--train_steps {steps}: {said}")
-        lines = (Path(folder) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    steady = steady_seconds(records)
+        steps_made = read_metrics(Path(folder) / "run/metrics.jsonl").steps
+    steady = steady_seconds(steps_made)
     assert steady is not None, "there was at least one step"
-    waits = [r["data_seconds"] for r in records if r["kind"] == "step" and r["launch_step"] > 1]
-    return {"step_seconds": steady[0], "data_seconds": statistics.median(waits) if waits else 0.0}
+    waits = [record.data_seconds for record in steps_made if record.launch_step > 1]
+    return {"step_seconds": steady.seconds, "data_seconds": statistics.median(waits) if waits else 0.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from launch.console.text_table import aligned
 from recipes import catalog
 
 
@@ -21,25 +22,18 @@ def command(description: str, examples: str) -> argparse.ArgumentParser:
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to train")
-    group.add_argument("--recipe", default=catalog.DEFAULT_RECIPE, metavar="TABLE/ROW", help="a row of recipes/ or of your own "
-                       "YAML file, as file.yaml:row (default: %(default)s)")  # fmt: skip
-    group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one field of the recipe, e.g. "
-                       "--set batch.micro=4 --set optimizer.lr=3e-4; repeatable")  # fmt: skip
-    group.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="end after N optimizer steps; the learning-rate schedule stays the recipe's",
-    )
-    group.add_argument(
-        "--tiny",
-        action="store_true",
-        help="shrink the recipe to what two CPU cores carry, keeping its code path",
-    )
+    """The flags that choose a recipe and change it."""
+    add = parser.add_argument_group("what to train").add_argument
+    recipe = "a row of recipes/ or of your own YAML file, as file.yaml:row (default: %(default)s)"
+    setting = "override one field of the recipe, e.g. --set batch.micro=4 --set optimizer.lr=3e-4; repeatable"
+    steps = "end after N optimizer steps; the learning-rate schedule stays the recipe's"
+    tiny = "shrink the recipe to what two CPU cores carry, keeping its code path"
+    add("--recipe", default=catalog.DEFAULT_RECIPE, metavar="TABLE/ROW", help=recipe)
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
+    add("--steps", type=int, metavar="N", help=steps)
+    add("--tiny", action="store_true", help=tiny)
 
 
 def list_recipes() -> str:
-    entries = catalog.names()
-    width = max(len(e.name) for e in entries)
-    return "\n".join(f"{e.name:<{width}}  {e.title}" for e in entries)
+    """Name and title of every recipe, one per line."""
+    return aligned((entry.name, entry.title) for entry in catalog.names())

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+NOTHING = "–"  # where nothing was measured
+
 
 def number(value: Any) -> str:
-    """As tables show it: 12,345 for an integer, four significant digits for a float, yes or no; text as it is."""
+    """A value in a table: 12,345 for an integer, four significant digits for a float, text as it is."""
+    if value is None:
+        return NOTHING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -17,8 +21,8 @@ def number(value: Any) -> str:
     return str(value)
 
 
-def _short(value: float | None) -> str:
-    """512, 14.3, 3,657, 65.5k, 1.2M; "-" for None."""
+def short(value: float | None) -> str:
+    """A value for a narrow screen: 512, 14.3, 3,657, 65.5k, 1.2M; "-" for None."""
     if value is None:
         return "-"
     if value >= 1e6:
@@ -26,3 +30,18 @@ def _short(value: float | None) -> str:
     if value >= 1e4:
         return f"{value / 1e3:.3g}k"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def loss(value: float | None) -> str:
+    """Nats with four decimals, which tell two runs apart where four digits do not."""
+    return NOTHING if value is None else f"{value:.4f}"
+
+
+def ratio(value: float) -> str:
+    """0.9873 as "0.987x"; far from 1 three significant digits, so that 5e-06 is not shown as zero."""
+    return f"{value:.3f}x" if 0.1 <= value < 10 else f"{value:.3g}x"
+
+
+def gigabytes(value: float | None) -> float | None:
+    """Bytes -> GB (1e9)."""
+    return None if value is None else value / 1e9

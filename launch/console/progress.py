@@ -22,7 +22,7 @@ class Silent:
 
 
 class Bar(Silent):
-    """Two lines that redraw themselves on a terminal: the numbers of the step, and the progress below them."""
+    """Two lines that redraw themselves on a terminal: the numbers of the step above the progress."""
 
     def __init__(self, stream: TextIO, start_step: int, total_steps: int) -> None:
         self._numbers = tqdm(file=stream, bar_format="{desc}", dynamic_ncols=True, position=0)
@@ -83,7 +83,7 @@ def screen(stream: TextIO, start_step: int, total_steps: int) -> Silent:
 
 
 def _redraws(stream: TextIO) -> bool:
-    """Whether it is a terminal of known size: on 0 rows (a pseudo-terminal nobody sized) tqdm draws nothing."""
+    """Whether it is a terminal of known size: on 0 rows (a pseudo-terminal) tqdm draws nothing."""
     if not stream.isatty():
         return False
     try:

@@ -13,7 +13,7 @@ import torch
 
 from launch.checkpoints.checkpoint import newest
 from launch.checkpoints.weights import load_tensors
-from launch.runs.directory import read_metrics
+from launch.runs.metrics import read_metrics
 
 LOSS_TOLERANCE = 1e-4  # nats per token, at every step
 NORM_TOLERANCE = 1e-4  # relative, at every step
@@ -83,16 +83,16 @@ def read_outcome(
     if refused.exists():
         return _failed(name, processes, refused.read_text())
     try:
-        steps = [r for r in read_metrics(directory / "metrics.jsonl") if r["kind"] == "step"]
+        steps = list(read_metrics(directory / "metrics.jsonl").steps)
         gradients = load_tensors(directory, "gradients-stage-*.safetensors")
     except FileNotFoundError:
         steps = []
     last = newest(directory / "checkpoints")
     if last is None or not steps:
         return _failed(name, processes, f"did not finish: {_last_error(log)}")
-    losses = [math.nan if r["loss"] is None else r["loss"] for r in steps]
-    norms = [math.nan if r["grad_norm"] is None else r["grad_norm"] for r in steps]
-    seconds = statistics.median(r["seconds"] for r in steps[5:] or steps)
+    losses = [math.nan if r.loss is None else r.loss for r in steps]
+    norms = [math.nan if r.grad_norm is None else r.grad_norm for r in steps]
+    seconds = statistics.median(r.seconds for r in steps[5:] or steps)
     weights = load_tensors(last.directory)
     return Outcome(name, processes, losses, norms, gradients, weights, seconds, compiled_from=compiled_from)
 

@@ -81,8 +81,10 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
     A refused one leaves its reason; a failing one ends the launch with its traceback in the log.
     """
     from data.corpus import build
-    from launch.runs.directory import RunDirectory
-    from launch.runs.recorder import Report, Silence
+    from launch.machine import description
+    from launch.runs import vocabulary
+    from launch.runs.admission import admit
+    from launch.runs.recorder import Recorder, Silence
     from launch.training.job import Job
     from launch.training.loop import train
     from modeling.parallel.process_grid import ProcessGrid
@@ -98,9 +100,14 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
     corpus = build(recipe, say=lambda text: None)
     recorder = Silence()
     if rank() == 0:
-        opened = RunDirectory.create(directory, plan, name=case.name, command=sys.argv, resume=False)
-        recorder = Report(job, opened, original=recipe, tiny=False, emulated=False, progress=False)
-        recorder.start(corpus, None)
+        opened = admit(
+            directory, plan, name=case.name, command=sys.argv, resume=False, tiny=False, emulated_fp16=False
+        )
+        vocabulary.keep(opened.path, corpus.tokenizer)
+        recorder = Recorder(
+            opened, plan, name=case.name, corpus_facts=corpus, start_step=0, described=description.describe(),
+            original=recipe, tiny=False, emulated=False, progress=False,
+        )  # fmt: skip
     with recorder:
         train(job, recorder, corpus, ProcessGrid(case.tp, case.pp, case.dp))
         recorder.finish("ok")

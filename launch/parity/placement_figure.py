@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from launch.runs.directory import read_metrics
-from launch.runs.loss_plot import curve, moving_average
+from launch.runs.loss_plot import moving_average
+from launch.runs.metrics import curve, read_metrics
+from launch.runs.result import read_result
 
 PLACEMENTS = {"post": "original (a): post-LN", "pre": "rearranged (b): pre-LN"}
 COLORS = ("tab:red", "tab:blue")
@@ -24,17 +24,19 @@ COLUMNS = (
 
 def summarise(directory: Path) -> dict[str, Any]:
     """What the table shows of one run."""
-    row = json.loads((directory / "result.json").read_text())
+    result = read_result(directory / "result.json")
+    losses, validation = result.losses, result.losses.validation
+    trained, held_out = losses.training.parts or {}, (validation.parts if validation else None) or {}
     return {
-        "status": row["status"],
-        "steps": row["steps"],
-        "parameters": row["parameters"],
-        "train_mlm_loss": row["train_parts"].get("mlm_loss"),
-        "validation_mlm_loss": row["validation_parts"].get("mlm_loss"),
-        "validation_sentence_loss": row["validation_parts"].get("sentence_loss"),
-        "unigram_entropy": row["unigram_entropy"],
-        "seconds_per_step": row["seconds_per_step"],
-        "deviations": row["deviations"],
+        "status": result.status,
+        "steps": result.steps,
+        "parameters": result.parameters,
+        "train_mlm_loss": trained.get("mlm_loss"),
+        "validation_mlm_loss": held_out.get("mlm_loss"),
+        "validation_sentence_loss": held_out.get("sentence_loss"),
+        "unigram_entropy": result.entropies.unigram,
+        "seconds_per_step": result.speed.seconds_per_step,
+        "deviations": [str(each) for each in result.deviations],
     }
 
 
@@ -63,8 +65,8 @@ def plot(runs: dict[str, Path], unigram_entropy: float, out_png: Path, title: st
     axes = figure.add_subplot()
     for (label, path), color in zip(runs.items(), COLORS, strict=True):
         records = read_metrics(path)
-        trained, held_out = (curve(records, kind, "mlm_loss") for kind in ("step", "validation"))
-        _draw(axes, trained, held_out, label, color)
+        held_out = curve(records.validations, "mlm_loss")
+        _draw(axes, curve(records.steps, "mlm_loss"), held_out, label, color)
     axes.axhline(unigram_entropy, linestyle=":", color="gray", linewidth=1, label="unigram entropy")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per masked token)")

@@ -1,53 +1,76 @@
-"""Whether the numbers of a run may stand beside the published ones of its row."""
+"""Whether the numbers of a run may stand next to the published ones of its row."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ds_configs.findings import Findings
 from ds_configs.jsonfile import ConfigError, find, read
 from ds_configs.known_keys import lookup
-from ds_configs.plan import Machine
+from ds_configs.plan import Machine, Plan
 from ds_configs.sections import zero
+from recipes.layout import Layout
 from recipes.nested import differences
 from recipes.schema import Recipe
 
-# What changes the speed by more than the machine does: a ratio to the published number would compare two things.
+# What changes the speed by more than the machine does: a ratio would compare two things.
 SAME_WORK = ("model", "sequence_length", "batch.global", "activation_checkpointing")
 DEGREES = {"tp": "tensor", "pp": "pipeline"}  # of the layout -> of a JSON's `parallel` section
 _ANY = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)  # a machine that refuses nothing
 
 
-def not_comparable(
-    row: Recipe | None,
-    run: Recipe | None,
-    *,
-    tiny: bool,
-    precision: str,
-    layout: Mapping[str, int] | None = None,
-    ds_name: str | None = None,
-    ds: Mapping[str, Any] | None = None,
-) -> str | None:
-    """Why the run's numbers are not those of the row; None where they are. None for a recipe stands for one that cannot be read.
+@dataclass(frozen=True)
+class Incomparable:
+    """Why the numbers of a run are not those of its row.
 
-    `layout` ("tp", "pp", "dp"), `ds_name` and `ds` (its resolved JSON): of the run; where one of them is not known, it is not compared.
+    Attributes:
+        reason: "tiny": another model; "unreadable": one of the recipes cannot be read; "other": in `keys`;
+            "emulated": fp16 on a CPU.
+        keys: of the recipe, whose other value makes it other work.
+        sharding: what the run shards and offloads, and what the row's ds_config does, where "ds_config" is
+            among the keys.
+    """
+
+    reason: Literal["tiny", "unreadable", "other", "emulated"]
+    keys: tuple[str, ...] = ()
+    sharding: tuple[str, str] | None = None
+
+    def __str__(self) -> str:
+        if self.reason != "other":
+            return {
+                "tiny": "tiny, another model",
+                "unreadable": "the recipe cannot be read",
+                "emulated": "fp16 emulated on a CPU",
+            }[self.reason]
+        used = f" ({self.sharding[0]}; the row's is {self.sharding[1]})" if self.sharding else ""
+        return f"other {', '.join(key + used if key == 'ds_config' else key for key in self.keys)}"
+
+
+def not_comparable(
+    row: Recipe | None, plan: Plan | None, *, tiny: bool, emulated_fp16: bool = False
+) -> Incomparable | None:
+    """Why the numbers of a run of `plan` are not those of the row; None where they are.
+
+    A None for `row` or `plan`: it cannot be read.
+
     Other hardware or precision is a deviation, and the numbers are compared all the same.
     """
     if tiny:
-        return "tiny, another model"
-    if row is None or run is None:
-        return "the recipe cannot be read"
-    if changed := [
-        *changed_work(row, run),
-        *changed_degrees(row, layout or {}),
-        *changed_sharding(row, ds_name, ds or {}),
-    ]:
-        return f"other {', '.join(changed)}"
-    if "emulated" in precision:
-        return "fp16 emulated on a CPU"
-    return None
+        return Incomparable("tiny")
+    if row is None or plan is None:
+        return Incomparable("unreadable")
+    sharded = changed_sharding(row, plan)
+    keys = [
+        *changed_work(row, plan.recipe),
+        *changed_degrees(row, plan.layout),
+        *(["ds_config"] if sharded else []),
+    ]
+    if keys:
+        return Incomparable("other", tuple(keys), sharded)
+    return Incomparable("emulated") if emulated_fp16 and plan.precision == "fp16" else None
 
 
 def changed_work(row: Recipe, run: Recipe) -> list[str]:
@@ -56,55 +79,45 @@ def changed_work(row: Recipe, run: Recipe) -> list[str]:
     return [key for key in keys if any(key == part or key.startswith(f"{part}.") for part in SAME_WORK)]
 
 
-def changed_degrees(row: Recipe, layout: Mapping[str, int]) -> list[str]:
+def changed_degrees(row: Recipe, layout: Layout) -> list[str]:
     """Degrees that differ from the row's: the work of a rank is another one, and what it sends.
 
-    tp and pp that the row does not state are those of its ds_config; dp that it does not state is whatever was started.
+    tp and pp that the row does not state are those of its ds_config; dp that it does not state is whatever
+    was started.
     """
     config = _config(row.ds_config)
-    changed = []
+    own = {"tp": row.parallel.tp, "pp": row.parallel.pp, "dp": row.parallel.dp}
     for key, name in DEGREES.items():
-        own = getattr(row.parallel, key)
-        if own is None:
-            written = (lookup(config, f"parallel.{part}{name}") for part in ("", "default_"))
-            own = next((degree for degree in written if isinstance(degree, int)), 1)
-        changed += [f"parallel.{key}"] if layout.get(key, own) != own else []
-    dp = row.parallel.dp
-    return changed + (["parallel.dp"] if dp is not None and layout.get("dp", dp) != dp else [])
+        written = (lookup(config, f"parallel.{part}{name}") for part in ("", "default_"))
+        own[key] = own[key] or next((degree for degree in written if isinstance(degree, int)), 1)
+    return [f"parallel.{key}" for key, degree in own.items() if degree not in (None, getattr(layout, key))]
 
 
-def changed_sharding(row: Recipe, ds_name: str | None, ds: Mapping[str, Any]) -> list[str]:
-    """The ds_config, with both kinds, where the run shards or offloads other things than the row's JSON says."""
-    expected, used = sharding(_config(row.ds_config)), sharding(ds or _config(ds_name))
-    return [f"ds_config ({used}; the row's is {expected})"] if expected and used and expected != used else []
+def changed_sharding(row: Recipe, plan: Plan) -> tuple[str, str] | None:
+    """(what the run shards and offloads, what the row's JSON says) where these are two things."""
+    expected, used = sharding(_config(row.ds_config)), sharding(plan.ds)
+    return (used, expected) if expected and used and expected != used else None
 
 
 def sharding(config: Mapping[str, Any]) -> str | None:
-    """ZeRO stage and what is kept outside the GPU, of a DeepSpeed JSON: "ZeRO-3, offload optimizer"; None of an empty one."""
+    """A JSON's ZeRO stage and what it keeps outside the GPU: "ZeRO-3, offload optimizer"; None for {}."""
     if not config:
         return None
     ignored = Findings("")
     stage = zero.stage(dict(config), ignored)
     parts = [f"ZeRO-{stage}", f"offload {zero.offload(dict(config), stage, _ANY, ignored)}"]
-    return ", ".join(
-        parts
-        + (
-            ["activations in CPU memory"]
-            if lookup(dict(config), "activation_checkpointing.cpu_checkpointing")
-            else []
-        )
-    )
+    if lookup(dict(config), "activation_checkpointing.cpu_checkpointing"):
+        parts.append("activations in CPU memory")
+    return ", ".join(parts)
 
 
 def short_name(ds_config: str) -> str:
-    """As a plan names it: ds_configs/zero3.json -> zero3."""
+    """The name of a ds_config as a plan has it: ds_configs/zero3.json -> zero3."""
     return Path(ds_config).name.removesuffix(".json")
 
 
-def _config(name: str | None) -> dict[str, Any]:
-    """The JSON as written; empty where there is none to read."""
-    if name is None:
-        return {}
+def _config(name: str) -> dict[str, Any]:
+    """The JSON as written; empty where it cannot be read."""
     try:
         return read(find(name))
     except ConfigError:

@@ -2,94 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from ds_configs.plan import Plan
 from launch.planning.comparability import short_name
 from recipes.layout import share_batch
 from recipes.nested import flatten
 from recipes.problems import Problem
+from recipes.schema import Recipe
 from recipes.tiny import tiny as shrink
 
-# Fields of a recipe whose change is no deviation: they change no number, or appear elsewhere among the deviations.
+# Fields of a recipe whose change is no deviation: they change no number, or are stated otherwise.
 UNREMARKABLE = (
-    "title", "note", "published", "hardware", "inferred", "differs", "unknown", "run", "ds_config", "parallel", "batch.micro",
-    "batch.accumulation",
-)  # fmt: skip
-# What --tiny makes smaller; the line "tiny: ..." says so of all of them. Whatever else it changes is stated.
-SHRUNK = ("model", "sequence_length", "batch", "steps", "schedule", "activation_checkpointing", "data")
-# What a recipe says of these beside its numbers ("differs", "unknown") is not about the tiny run.
-REPLACED = (
-    "model.layers",
-    "model.hidden",
-    "model.heads",
-    "model.vocab_size",
-    "sequence_length",
-    "batch",
-    "steps",
-    "data",
-    "parallel",
+    *("title", "note", "published", "hardware", "inferred", "differs", "unknown", "run", "ds_config"),
+    *("parallel", "batch.micro", "batch.accumulation"),
 )
+# What --tiny makes smaller: the deviation "tiny" covers all of it. Whatever else --tiny changes is stated.
+SHRUNK = ("model", "sequence_length", "batch", "steps", "schedule", "activation_checkpointing", "data")
+# What a recipe says of these next to its numbers ("differs", "unknown") is not about the tiny run.
+REPLACED = (
+    *("model.layers", "model.hidden", "model.heads", "model.vocab_size"),
+    *("sequence_length", "batch", "steps", "data", "parallel"),
+)
+
+SENTENCES = {
+    "status": "{key}: {is_}",
+    "notice": "{is_}",
+    "tiny": "tiny: the recipe was shrunk (--tiny), so its numbers are not those of the model it names",
+    "recipe": "{key}: {is_}, the recipe's is {was}",
+    "shrunk": "{key}: {is_}, tiny's is {was}",
+    "raised": "{key}: {is_} (tiny raises it), the recipe's is {was}",
+    "ds_config": "ds_config: run with {is_}, the recipe's is {was}",
+    "differs": "{key}: not as in the source; {is_}",
+    "unknown": "{key}: not published; {is_}",
+    "hardware": "hardware: run on {is_}, the recipe's is {was}",
+    "emulated": "precision: fp16 is emulated on a CPU, so its speed means nothing",
+    "steps": "steps: {is_} of the recipe's {was}",
+    "unfinished": "unfinished: no result.json of its {is_} steps yet; taken from metrics.jsonl (the run "
+    "continues, or was killed)",
+    "republished": "published numbers: the table has changed since this run; ratios are to those shown here",
+    "said": "{is_}",
+}
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """One thing in which a run is not its recipe.
+
+    Attributes:
+        kind: what sort of thing, as `SENTENCES` words it; "said": a sentence of a result.json of version 1.
+        key: of the recipe; for "status" the status, for "notice" the notice's key.
+        was: the recipe's value.
+        is_: the run's value, or what is said about it.
+    """
+
+    kind: str
+    key: str = ""
+    was: Any = None
+    is_: Annotated[Any, Field(alias="is")] = None
+
+    def __str__(self) -> str:
+        return SENTENCES[self.kind].format(key=self.key, was=self.was, is_=self.is_)
 
 
 def deviations(
-    plan: Any, row: Mapping[str, Any], *, original: Any, tiny: bool, emulated_fp16: bool
-) -> list[str]:
-    """One line each. `row`: the results row so far. `original`: the recipe before --tiny, --set and --steps; None: as the plan has it."""
+    plan: Plan, *, original: Recipe | None, tiny: bool, emulated_fp16: bool, hardware: str, steps: int
+) -> list[Deviation]:
+    """What a run of `steps` optimizer steps on `hardware` is not.
+
+    `original`: the recipe before --tiny, --set and --steps; None: as the plan has it.
+    """
+    found: list[Deviation] = []
+    for each in _found(plan, original, tiny, emulated_fp16, hardware, steps):
+        found += [each] if each not in found else []
+    return found
+
+
+def _found(
+    plan: Plan, original: Recipe | None, tiny: bool, emulated: bool, hardware: str, steps: int
+) -> Iterator[Deviation]:
     recipe, reference = plan.recipe, original or plan.recipe
-    found = [f"{row['status']}: {row['status_is']}"] if row["status_is"] else []
-    found += map(str, plan.notices)
+    for notice in plan.notices:
+        yield Deviation("notice", notice.key, is_=notice.text)
     if tiny:
-        found.append(
-            "tiny: the recipe was shrunk (--tiny), so its numbers are not those of the model it names"
-        )
+        yield Deviation("tiny")
     if original is not None:
-        found += _changed_fields(original, recipe, tiny)
-    if row["ds_config"] != short_name(reference.ds_config):
-        found.append(
-            f"ds_config: run with {row['ds_config']}, the recipe's is {short_name(reference.ds_config)}"
-        )
-    found += _changed_layout(reference, row["layout"], tiny)
-    for remarks, what in ((recipe.differs, "not as in the source"), (recipe.unknown, "not published")):
-        found += [
-            f"{key}: {what}; {text}"
-            for key, text in remarks.items()
-            if not (tiny and (key == "model" or _belongs(key, REPLACED)))
-        ]
+        yield from _changed_fields(original, recipe, tiny)
+    if plan.ds_name != (own := short_name(reference.ds_config)):
+        yield Deviation("ds_config", "ds_config", own, plan.ds_name)
+    yield from _changed_layout(reference, plan, tiny)
+    for kind, texts in (("differs", recipe.differs), ("unknown", recipe.unknown)):
+        for key, text in texts.items():
+            if not (tiny and (key == "model" or _belongs(key, REPLACED))):
+                yield Deviation(kind, key, is_=text)
     if reference.hardware:
-        found.append(f"hardware: run on {row['hardware']}, the recipe's is {reference.hardware}")
-    said = any(notice.key == "precision" for notice in plan.notices)
-    if plan.precision != recipe.precision and not said:
-        found.append(f"precision: {plan.precision}, the recipe's is {recipe.precision}")
-    if emulated_fp16 and plan.precision == "fp16" and not said:
-        found.append("precision: fp16 is emulated on a CPU, so its speed means nothing")
-    if row["steps"] < recipe.steps:
-        found.append(f"steps: {row['steps']} of the recipe's {recipe.steps}")
-    return list(dict.fromkeys(found))
+        yield Deviation("hardware", "hardware", str(reference.hardware), hardware)
+    if not any(notice.key == "precision" for notice in plan.notices):
+        if plan.precision != recipe.precision:
+            yield Deviation("recipe", "precision", recipe.precision, plan.precision)
+        if emulated and plan.precision == "fp16":
+            yield Deviation("emulated", "precision")
+    if steps < recipe.steps:
+        yield Deviation("steps", "steps", recipe.steps, steps)
 
 
-def _changed_fields(original: Any, recipe: Any, tiny: bool) -> list[str]:
-    """Each field beside the recipe's own; beside the shrunk recipe's where --tiny made it smaller."""
+def _changed_fields(original: Recipe, recipe: Recipe, tiny: bool) -> Iterator[Deviation]:
+    """Each field that is not the recipe's own; not the shrunk recipe's where --tiny made it smaller."""
     own, small, used = (_fields(each) for each in (original, shrink(original) if tiny else original, recipe))
-    said = []
     for key in {**own, **small, **used}:
         written, shrunk, value = (fields.get(key, "absent") for fields in (own, small, used))
         if _belongs(key, UNREMARKABLE):
             continue
         if written != shrunk and _belongs(key, SHRUNK):
-            said += [f"{key}: {value}, tiny's is {shrunk}"] if value != shrunk else []
+            if value != shrunk:
+                yield Deviation("shrunk", key, shrunk, value)
         elif value != written:
-            by_tiny = " (tiny raises it)" if value == shrunk else ""  # optimizer.lr
-            said.append(f"{key}: {value}{by_tiny}, the recipe's is {written}")
-    return said
+            yield Deviation("raised" if value == shrunk else "recipe", key, written, value)  # optimizer.lr
 
 
-def _fields(recipe: Any) -> dict[str, Any]:
+def _fields(recipe: Recipe) -> dict[str, Any]:
     """Dotted key -> value of every leaf."""
     fields = recipe.model_dump(mode="json", by_alias=True)
     fields["schedule"]["decay_steps"] = (
         recipe.decay_steps
-    )  # null and the number it stands for are the same schedule
+    )  # null and the number it stands for are one schedule
     return dict(flatten(fields))
 
 
@@ -97,24 +137,22 @@ def _belongs(key: str, parts: Sequence[str]) -> bool:
     return any(key == part or key.startswith(f"{part}.") for part in parts)
 
 
-def _changed_layout(reference: Any, layout: Mapping[str, int], tiny: bool) -> list[str]:
-    """Degrees and shares of the batch that are not those that the reference states, or that follow from what it states."""
+def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Deviation]:
+    """Degrees and shares of the batch that are not what the reference states, or what follows from it."""
     own, asked = _stated(reference), _stated(shrink(reference) if tiny else reference)
-    used = {key: layout[key.partition(".")[2]] for key in asked}
-    return [
-        f"{key}: {used[key]}, {'the recipe' if own.get(key) == value else 'tiny'}'s is {value}"
-        for key, value in asked.items()
-        if value is not None and used[key] != value
-    ]
+    for key, value in asked.items():
+        used = getattr(plan.layout, key.partition(".")[2])
+        if value is not None and used != value:
+            yield Deviation("recipe" if own.get(key) == value else "shrunk", key, value, used)
 
 
-def _stated(reference: Any) -> dict[str, int | None]:
+def _stated(reference: Recipe) -> dict[str, int | None]:
     parallel, batch = reference.parallel, reference.batch
     # A degree that the recipe does not state is the ds_config's, or the launcher's, to choose.
     stated = {f"parallel.{key}": degree for key, degree in parallel if degree is not None}
     shares: tuple[int | None, int | None] | Problem = (batch.micro, batch.accumulation)
     if parallel.dp is not None and shares != (None, None):
-        shares = share_batch(*shares, batch.global_, parallel.dp, parallel.pp or 1)
+        shares = share_batch(batch.micro, batch.accumulation, batch.global_, parallel.dp, parallel.pp or 1)
     if not isinstance(shares, Problem):
         stated |= dict(zip(("batch.micro", "batch.accumulation"), shares, strict=True))
     return stated

@@ -1,7 +1,7 @@
 """Whether the model states of a row fit the GPUs, or the memory, of a machine: arithmetic on a resolved plan.
 
-States are weights, gradients and Adam's, where DeepSpeed has them while it steps (`cost.placed_state_bytes`). Activations, buffers and
-fragmentation come on top, so that "fits" is necessary and not sufficient.
+States are weights, gradients and Adam's, where DeepSpeed has them while it steps (`cost.placed_state_bytes`).
+Activations, buffers and fragmentation come on top, so that "fits" is necessary and not sufficient.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine, Plan
@@ -31,7 +32,7 @@ def processes(recipe: Recipe) -> int:
 
 
 def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
-    """The recipe with its own ds_config and number of processes (or of `world`), on GPUs that can do everything.
+    """The recipe with its own ds_config and number of processes (or `world`), on GPUs that can do everything.
 
     A path that the other machine's environment gives is left as $MEGARECIPES_NVME.
 
@@ -46,7 +47,7 @@ def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
     return plan
 
 
-def _offloads(plan: Plan) -> tuple[dict, dict]:
+def _offloads(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
     """The sections offload_optimizer and offload_param of the resolved JSON; empty where there is none."""
     zero = plan.ds.get("zero_optimization") or {}
     return zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
@@ -75,10 +76,15 @@ def state_bytes(plan: Plan) -> cost.StateBytes:
     """Bytes of model states of a process of the fullest pipeline stage, while it steps."""
     optimizer, weights = (PLACES[section.get("device") or "none"] for section in _offloads(plan))
     return cost.placed_state_bytes(
-        stage_parameters(plan), plan.zero_stage, plan.layout.dp, mixed_precision=plan.precision != "fp32", optimizer=optimizer,
-        weights=weights, accumulates=plan.layout.accumulation > 1,
+        stage_parameters(plan),
+        plan.zero_stage,
+        plan.layout.dp,
+        mixed_precision=plan.precision != "fp32",
+        optimizer=optimizer,
+        weights=weights,
+        accumulates=plan.layout.accumulation > 1,
         sub_group=(plan.ds.get("zero_optimization") or {}).get("sub_group_size", 1e9),
-    )  # fmt: skip
+    )
 
 
 def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
@@ -137,7 +143,7 @@ def _fits(plan: Plan, memory: Memory) -> bool:
 
 
 def _least(plans: Sequence[Plan], memory: Memory) -> str:
-    """What a process of the plan that needs the least would hold: on its GPU first, or in all where there is no GPU."""
+    """What a process of the plan that needs the least on a GPU (in all, where there is none) would hold."""
 
     def needed(plan: Plan) -> tuple[float, ...]:
         states, world = state_bytes(plan), plan.layout.world

@@ -4,59 +4,64 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
 from typing import Any
 
-from launch.reports.document import Document, Section
-from launch.reports.table_lines import MEASURED, RATIO_NAMES, Line, deviations_of
+from launch.reports.document import Document
+from launch.reports.entries import MEASURED, RATIO_NAMES, Entry
+from launch.reports.runs import Run
 
 PUBLISHED = (
-    "size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb", "weak_scaling_percent", "peak_percent",
-    "tflops_by", "validation_loss", "oom",
-)  # fmt: skip
-OF_THE_RUN = ("parameters_summed_over_tp_ranks", "train_loss", "hardware", "precision", "ds_config")
+    *("size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb"),
+    *("weak_scaling_percent", "peak_percent", "tflops_by", "validation_loss", "oom"),
+)
 COLUMNS = (
-    "table", "recipe", "published_columns", "published_row", *(f"published_{key}" for key in PUBLISHED), "errata",
-    "run", "started", "status", "tiny", *(column.key for column in MEASURED), "parameters_summed_over_tp_ranks", "train_loss",
-    *(f"ratio_{key}" for key in RATIO_NAMES), "no_ratio", "hardware", "precision", "ds_config", "deviations",
-)  # fmt: skip
+    *("table", "recipe", "published_columns", "published_row"),
+    *(f"published_{key}" for key in PUBLISHED),
+    *("errata", "run", "started", "status", "tiny"),
+    *(column.key for column in MEASURED),
+    *("parameters_summed_over_tp_ranks", "train_loss"),
+    *(f"ratio_{key}" for key in RATIO_NAMES),
+    *("no_ratio", "hardware", "precision", "ds_config", "deviations"),
+)
 
 
 def write(document: Document) -> str:
-    """RFC 4180 with a heading. Numbers are unrounded; what was not measured is empty; lists are joined by "; "."""
+    """RFC 4180 with a heading; unrounded numbers, nothing for what was not measured, lists joined by ";"."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\r\n")
     writer.writeheader()
     for section in document.sections:
-        writer.writerows(_records(section))
+        table = {"table": section.table.name, "published_columns": " | ".join(section.table.columns)}
+        for entry in section.entries:
+            measured = _measured(entry, entry.run) if entry.run else {}
+            writer.writerow({**table, **_published(entry), **measured})
     return buffer.getvalue()
 
 
-def _records(section: Section) -> Iterator[dict[str, Any]]:
-    for line in section.lines:
-        published = line.row.recipe.published if line.row.recipe else None
-        yield {
-            "table": section.table.name,
-            "recipe": line.row.full_name,
-            "published_columns": " | ".join(section.table.columns),
-            "published_row": " | ".join(line.row.cells),
-            **{f"published_{key}": getattr(published, key) for key in PUBLISHED if published},
-            "errata": "; ".join(line.row.errata),
-            "status": line.status,
-            **(_measured(line) if line.run else {}),
-        }
+def _published(entry: Entry) -> dict[str, Any]:
+    row = entry.row
+    return {
+        "recipe": row.full_name,
+        "published_row": " | ".join(row.cells),
+        **{f"published_{key}": getattr(row.published, key) for key in PUBLISHED if row.published},
+        "errata": "; ".join(map(str, row.errata)),
+        "status": entry.status,
+    }
 
 
-def _measured(line: Line) -> dict[str, Any]:
-    run = line.run
-    assert run is not None
+def _measured(entry: Entry, run: Run) -> dict[str, Any]:
+    result = run.result
     return {
         "run": str(run.path),
-        "started": run.launch.get("started"),
+        "started": run.launch.started if run.launch else None,
         "tiny": run.tiny,
         **{column.key: column.value(run) for column in MEASURED},
-        **{key: run.row.get(key) for key in OF_THE_RUN},
-        **{f"ratio_{key}": value for key, value in line.ratios.items() if key in RATIO_NAMES},
-        "no_ratio": line.no_ratio,
-        "deviations": "; ".join(deviations_of(run, line.row)),
+        "parameters_summed_over_tp_ranks": result.parameters_summed_over_tp_ranks,
+        "train_loss": result.losses.training.loss,
+        **{f"ratio_{key}": value for key, value in entry.ratios.items()},
+        "no_ratio": entry.no_ratio,
+        "hardware": result.hardware,
+        "precision": result.precision_text,
+        "ds_config": result.ds_config,
+        "deviations": "; ".join(str(each) for each in entry.deviations),
     }

@@ -8,16 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from launch.tables.verifying import evidence
+from launch.tables.verifying.evidence import RowErratum
 from recipes.problems import Problem, ProblemsError, RecipeError, did_you_mean
+from recipes.schema import Published as PublishedNumbers
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
 from recipes.validation import validate
 
+# Quantity -> what an erratum may be of for the number to be wrong, or computed from what is wrong.
+WRONG_BY = {
+    "tflops": {"TFLOPS", "time", "GPUs", "global batch"},
+    "samples_per_s": {"samples/s", "time", "global batch"},
+    "time_per_iteration_s": {"time", "GPUs", "global batch"},
+}
+
 
 @dataclass(frozen=True)
 class Row:
-    """One row. `cells`: as many as the table has columns. `recipe`: None where the YAML is no valid recipe. `errata`: of the printed
-    numbers, each a text.
+    """One row.
+
+    Attributes:
+        cells: as many as the table has columns.
+        recipe: None where the YAML is no valid recipe.
+        errata: of the printed numbers.
     """
 
     table: str
@@ -25,16 +38,24 @@ class Row:
     title: str
     cells: tuple[str, ...]
     recipe: Recipe | None
-    errata: tuple[str, ...] = ()
+    errata: tuple[RowErratum, ...] = ()
 
     @property
     def full_name(self) -> str:
         return f"{self.table}/{self.name}" if self.table else self.name
 
+    @property
+    def published(self) -> PublishedNumbers | None:
+        return self.recipe.published if self.recipe else None
+
+    def is_wrong(self, quantity: str) -> bool:
+        """Whether an erratum says that the published number is wrong."""
+        return any(known.quantity in WRONG_BY[quantity] for known in self.errata)
+
 
 @dataclass(frozen=True)
 class Published:
-    """A table of `recipes/`; `columns` are the source's headings, or one of ours where no document printed the table."""
+    """A table of `recipes/`; `columns`: the source's headings, or ours where no document printed it."""
 
     name: str
     title: str
@@ -57,13 +78,11 @@ class Tables:
 
     @property
     def names(self) -> list[str]:
-        return sorted(
-            {path.stem for path in self._folder.glob("*.yaml")}
-            | {name for name, table in self._read.items() if table}
-        )
+        read = {name for name, table in self._read.items() if table}
+        return sorted(read.union(path.stem for path in self._folder.glob("*.yaml")))
 
     def get(self, name: str) -> Published | None:
-        """The table of that name; None where there is none. Raises ProblemsError where its file is no table."""
+        """The table of that name; None: there is none. Raises ProblemsError where its file is no table."""
         if name not in self._read:
             path = self._folder / f"{name}.yaml"
             self._read[name] = load(read_table(path)) if path.is_file() else None
@@ -80,7 +99,8 @@ class Tables:
         Raises:
             ProblemsError: every table that is not there or cannot be read, with near matches.
         """
-        found, problems = [], []
+        found: list[str] = []
+        problems: list[Problem] = []
         for name in asked:
             try:
                 if Path(name).suffix in (".yaml", ".yml") and Path(name).is_file():
@@ -98,12 +118,13 @@ class Tables:
 
     def published(self) -> tuple[list[str], list[str]]:
         """(names of all tables that reproduce a document's, problems of those that cannot be read)."""
-        found, problems = [], []
+        found: list[str] = []
+        problems: list[str] = []
         for name in self.names:
             try:
                 table = self.get(name)
             except ProblemsError as error:
-                problems += map(str, error.problems)
+                problems += [str(problem) for problem in error.problems]
                 continue
             if table and table.source and any(row.recipe and row.recipe.published for row in table.rows):
                 found.append(name)
@@ -122,43 +143,38 @@ class Tables:
 
 def load(table: Table) -> Published:
     """Every row, also where the recipe is not valid: what was published can be shown all the same."""
-    rows, problems, known = [], [], evidence.read(table)
+    known = evidence.read(table)
+    rows: list[Row] = []
+    problems: list[str] = []
     for name in table.rows:
-        values = table.row(name)
+        values, full_name = table.row(name), f"{table.name}/{name}"
         recipe = None
         try:
-            recipe = validate(values, f"{table.name}/{name}", table.document, table.paths(name))
+            recipe = validate(values, full_name, table.document, table.paths(name))
         except RecipeError as error:
-            problems += map(str, error.problems)
+            problems += [str(problem) for problem in error.problems]
         title = str(values.get("title", ""))
-        cells, problem = (
-            source_cells(values.get("published"), table.columns) if table.columns else ((title,), None)
-        )
-        if problem:
-            problems.append(f"{table.name}/{name}: {problem}")
-        rows.append(Row(table.name, name, title, cells, recipe, tuple(map(str, known.errata_of(name)))))
-    return Published(
-        table.name,
-        table.title,
-        table.source,
-        table.note,
-        table.columns or ("Recipe",),
-        tuple(rows),
-        tuple(dict.fromkeys(problems)),
-    )
+        cells: tuple[str, ...] = (title,)
+        if table.columns:
+            cells, problem = source_cells(values.get("published"), table.columns)
+            problems += [f"{full_name}: {problem}"] if problem else []
+        rows.append(Row(table.name, name, title, cells, recipe, tuple(known.errata_of(name))))
+    columns = table.columns or ("Recipe",)
+    unique = tuple(dict.fromkeys(problems))
+    return Published(table.name, table.title, table.source, table.note, columns, tuple(rows), unique)
 
 
 def source_cells(published: Any, columns: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
     """(the cells of `published.row`, one per column; what is wrong with them or None)."""
     printed = published.get("row") if isinstance(published, Mapping) else None
+    width = len(columns)
     if not printed:
-        return ("",) * len(
-            columns
-        ), "published.row is missing: give the cells as the source prints them, separated by |"
+        fix = "give the cells as the source prints them, separated by |"
+        return ("",) * width, f"published.row is missing: {fix}"
     cells = tuple(cell.strip() for cell in str(printed).split("|"))
-    if len(cells) == len(columns):
+    if len(cells) == width:
         return cells, None
-    problem = f"published.row has {len(cells)} cells, the table {len(columns)} columns: separate the cells by |, empty ones too"
-    return (*cells, *[""] * len(columns))[: max(len(columns), 1) - 1] + (
-        " | ".join(cells[len(columns) - 1 :]),
-    ), problem
+    fix = "separate the cells by |, empty ones too"
+    problem = f"published.row has {len(cells)} cells, the table {width} columns: {fix}"
+    filled = (*cells, *[""] * width)[: width - 1]
+    return (*filled, " | ".join(cells[width - 1 :])), problem

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from launch.reports import numbers
+from launch.console.numbers import number
 from launch.reports.document import Document
 
 FOLDER = Path(__file__).resolve().parent
 MARKER = '<meta name="generator" content="megarecipes launch/report.py">'
+STATUS_CLASSES = {
+    "measured": "good",
+    "not run": "idle",
+    "unfinished": "idle",
+    "saving": "idle",
+}  # others: bad
 
 
 def write(document: Document) -> str:
-    # Everything is escaped by default; only what this project wrote itself (plots, the style sheet) is passed as Markup.
+    # Everything is escaped but what this project wrote itself: the marker and the style sheet.
     environment = Environment(
-        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters["number"] = numbers.number
-    return environment.get_template("page.html").render(
-        document=document, marker=Markup(MARKER), style=Markup((FOLDER / "style.css").read_text(encoding="utf-8")), svg=Markup,
-        status_class=status_class,
-    )  # fmt: skip
-
-
-def status_class(status: Any) -> str:
-    """A class of the style sheet."""
-    return {"measured": "good", "not run": "idle", "unfinished": "idle", "saving": "idle"}.get(
-        str(status), "bad"
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.filters["number"] = number
+    style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
+    page = environment.get_template("page.html")
+    return page.render(document=document, marker=Markup(MARKER), style=style, status_classes=STATUS_CLASSES)

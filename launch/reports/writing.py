@@ -1,4 +1,4 @@
-"""report.md, report.csv and report.html in one directory; files that are no former report are never replaced."""
+"""report.md, report.csv and report.html in one directory, in place of a former report only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from data.durable_files import write_atomically
 from launch.reports import csvfile, markdown, webpage
-from launch.reports.comparing import MOST_COMPARED
+from launch.reports.comparison import MOST_COMPARED
 from launch.reports.document import Document
-from launch.reports.run_search import is_run
+from launch.reports.search import is_run
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ MARKER_WITHIN = 1000  # characters
 
 
 def default_directory(tables: Sequence[str], labels: Sequence[str], everything: bool) -> Path:
-    """reports/<table>, reports/<run>-and-<run> or reports/all-tables; reports/runs where none of these names it."""
+    """reports/<table>, reports/<run>-and-<run>, reports/all-tables or reports/runs."""
     if everything:
         name = "all-tables"
     elif len(tables) == 1:
@@ -49,7 +49,7 @@ def check(directory: Path) -> list[str]:
     """Names of a former report's files there.
 
     Raises:
-        ValueError: the directory cannot be made or written, or is a run, or a file in it has the name of ours and is no report.
+        ValueError: the directory cannot be made or written, is a run, or holds other files of our names.
     """
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not there.is_dir():
@@ -58,27 +58,26 @@ def check(directory: Path) -> list[str]:
         )
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(
-            f"--out {directory} cannot be written ({there} is not yours to write): name a directory you may write"
+            f"--out {directory} cannot be written ({there} is not yours to write): name a directory that is"
         )
     if is_run(directory):
         raise ValueError(
-            f"--out {directory} is a run directory, which holds nothing but the run's own files: name another directory"
+            f"--out {directory} is a run directory, which holds nothing but the run's own files: name "
+            "another directory"
         )
     former = [form for form in FORMS if (directory / form.name).exists()]
     strangers = [form.name for form in former if not _is_former(directory / form.name, form.marker)]
     if strangers:
         raise ValueError(
-            f"{directory} holds {', '.join(strangers)} that this command did not write, and it replaces only its own reports: name another "
-            "directory with --out, or move the file"
+            f"{directory} holds {', '.join(strangers)} that this command did not write, and it replaces only "
+            "its own reports: name another directory with --out, or move the file"
         )
     return [form.name for form in former]
 
 
 def write(document: Document, directory: Path) -> list[Path]:
     """Write the three files; their paths."""
-    texts = [
-        (directory / form.name, form.write(document)) for form in FORMS
-    ]  # all of them, before one is replaced
+    texts = [(directory / form.name, form.write(document)) for form in FORMS]  # all, before one is replaced
     directory.mkdir(parents=True, exist_ok=True)
     for path, text in texts:
         write_atomically(path, text)

@@ -1,5 +1,8 @@
-"""The directory of one run: what was run, on what, and what came out. Nothing in it is ever overwritten by another run.
+"""The directory of one run: what was run, on what, and what came out.
 
+Another run never overwrites anything in it.
+
+    plan.json          what was decided: recipe, layout, DeepSpeed configuration (ds_configs/plan.py)
     recipe.yaml        the resolved recipe, loadable again
     ds_config.json     the resolved DeepSpeed configuration, as DeepSpeed got it
     tokenizer/         the vocabulary, in transformers' form (launch/runs/vocabulary.py)
@@ -10,51 +13,106 @@
     result.json        one row of a results table (launch/runs/result.py)
     checkpoints/
 
-Rank 0 alone creates and writes it: pure file work, no communication.
+Rank 0 alone creates and writes it: pure file work, no communication. What may start here is decided in
+launch/runs/admission.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
-import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from data.durable_files import Lock, left_by_a_crash, write_atomically
+from data.durable_files import Lock, write_atomically
+from ds_configs.findings import Notice
+from ds_configs.plan import Plan, plan_from_json, plan_to_json
 from launch.machine import description
 from recipes import catalog
-from recipes.nested import differences
+from recipes.layout import Layout
 
-# Settings of a DeepSpeed JSON that change no number of the training and no byte of a checkpoint, as dotted prefixes.
-HARMLESS_ON_RESUME = (
-    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger",
-    "tensorboard", "csv_monitor", "wandb", "comet", "aio",
-    "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
-)  # fmt: skip
-
-# Facts of a plan that decide the shape of a checkpoint.
-SAVED_SHAPE = ("layout", "zero_stage", "precision", "padded_vocab")
+OWN_FILES = ("recipe", "ds")  # parts of a plan that have a file of their own, and are no facts of a launch
 
 
-class RunDirectoryError(ValueError):
-    """The directory cannot take this run. The message says what is there, the rule and the fix."""
+class Unreadable(ValueError):
+    """A file of a run is missing or broken. The message names it and what is wrong."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
+class Launch:
+    """One start of a run, an entry of environment.json.
+
+    Attributes:
+        started: local time, as "2026-07-01T10:00:00+0000".
+        recipe: table/row as the user names it.
+        plan: facts of the plan, without recipe and DeepSpeed configuration.
+        machine: `description.describe()`.
+    """
+
+    started: str
+    command: tuple[str, ...]
+    working_directory: str
+    recipe: str
+    tiny: bool
+    emulated_fp16: bool
+    plan: Mapping[str, Any]
+    machine: Mapping[str, Any]
+
+    @classmethod
+    def now(cls, plan: Plan, *, name: str, command: Sequence[str], tiny: bool, emulated_fp16: bool) -> Launch:
+        facts = {key: value for key, value in plan_to_json(plan).items() if key not in OWN_FILES}
+        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        machine = description.describe()
+        return cls(started, tuple(command), os.getcwd(), name, tiny, emulated_fp16, facts, machine)
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> Launch:
+        """From environment.json; earlier versions tell tiny and emulated runs by their command only."""
+        command = tuple(entry.get("command") or ())
+        own = {key: entry.get(key, "") for key in ("started", "working_directory", "recipe")}
+        tiny = entry.get("tiny", "--tiny" in command)
+        emulated = entry.get("emulated_fp16", "--emulate_fp16" in command)
+        known = {*own, "command", "tiny", "emulated_fp16", "plan"}
+        machine = {key: value for key, value in entry.items() if key not in known}
+        return cls(
+            command=command,
+            tiny=tiny,
+            emulated_fp16=emulated,
+            plan=entry.get("plan") or {},
+            machine=machine,
+            **own,
+        )
+
+    def entry(self) -> dict[str, Any]:
+        """As environment.json has it: the machine's facts next to the others."""
+        values = {key: value for key, value in vars(self).items() if key != "machine"}
+        return {**values, "command": list(self.command), **self.machine}
+
+    @property
+    def started_at(self) -> datetime | None:
+        try:
+            return datetime.strptime(self.started, "%Y-%m-%dT%H:%M:%S%z")
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run. `resumed`: steps of it were there already; `notices`: lines worth showing to the user."""
+    """The paths of one run. `resumed`: it already held steps; `notices`: lines worth showing to the user."""
 
     path: Path
     resumed: bool = False
     notices: tuple[str, ...] = ()
-    lock: Lock | None = dataclasses.field(default=None, repr=False, compare=False)
+    lock: Lock | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def plan_json(self) -> Path:
+        return self.path / "plan.json"
 
     @property
     def recipe_yaml(self) -> Path:
@@ -88,52 +146,44 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    @classmethod
-    def create(
-        cls, path: str | Path | None, plan: Any, *, name: str, command: Sequence[str], resume: bool
-    ) -> RunDirectory:
-        """Make the directory, or enter it again with `resume`; the files that describe the run are written.
+    def write_description(self, plan: Plan, launches: Sequence[Launch]) -> None:
+        """Write the files that say what is run."""
+        write_atomically(self.recipe_yaml, catalog.dump(plan.recipe))
+        write_atomically(self.ds_config_json, _json(plan.ds))
+        write_atomically(self.plan_json, _json(plan_to_json(plan)))
+        write_atomically(self.environment_json, _json({"launches": [launch.entry() for launch in launches]}))
 
-        `path` None: runs/<name>-<ds_config> under the current directory. `name`: the recipe's, as the user names it.
-        With `resume` and nothing there the run starts from its beginning (`resumed` is False), so that a job script may
-        always say --resume. Raises RunDirectoryError, having changed nothing, where something else is in the way.
-        """
-        directory = cls(Path(path) if path is not None else default_path(name, plan.ds_name))
-        _make(directory.path)
-        _refuse_strangers(directory)
-        lock = _lock(directory.path)
+    def launches(self) -> list[Launch]:
+        """Oldest first; none where there is no environment.json. Raises Unreadable."""
+        if not self.environment_json.exists():
+            return []
+        entries = read_json(self.environment_json).get("launches", [])
+        return [Launch.read(entry) for entry in entries if isinstance(entry, Mapping)]
+
+    def plan(self) -> Plan:
+        """The plan of the newest launch. Raises Unreadable."""
+        if not self.plan_json.exists():
+            return self._plan_of_earlier_version()
         try:
-            resumed, notices = _admit(directory, plan, resume)
-        except RunDirectoryError:
-            lock.release()
-            raise
-        directory.checkpoints.mkdir(exist_ok=True)
-        write_atomically(directory.recipe_yaml, catalog.dump(plan.recipe))
-        write_atomically(directory.ds_config_json, _json(plan.ds))
-        launches = directory.launches() if resumed else []
-        write_atomically(
-            directory.environment_json, _json({"launches": [*launches, _launch(plan, name, command)]})
-        )
-        return dataclasses.replace(directory, resumed=resumed, notices=notices, lock=lock)
+            return plan_from_json(read_json(self.plan_json))
+        except (KeyError, TypeError, ValueError) as error:
+            raise error if isinstance(error, Unreadable) else _unreadable(self.plan_json, error) from None
 
-    def launches(self) -> list[dict[str, Any]]:
-        """Entries of environment.json, oldest first."""
-        return _read_json(self.environment_json)["launches"] if self.environment_json.exists() else []
-
-    def has_steps(self) -> bool:
-        """Whether training has begun here: a step was recorded or something was saved."""
-        saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
-        return saved or any(record["kind"] == "step" for record in read_metrics(self.metrics_jsonl))
-
-    def truncate_metrics(self, step: int) -> None:
-        """Keep what was recorded up to and including `step` completed optimizer steps; 0: nothing.
-
-        A resumed run repeats the steps after its checkpoint; their old lines, and the torn line that a killed process
-        may leave, would otherwise stand beside the new ones.
-        """
-        if self.metrics_jsonl.exists():
-            kept = [record for record in read_metrics(self.metrics_jsonl) if step and record["step"] <= step]
-            write_atomically(self.metrics_jsonl, "".join(json.dumps(record) + "\n" for record in kept))
+    def _plan_of_earlier_version(self) -> Plan:
+        """From recipe.yaml, ds_config.json and the facts in environment.json."""
+        try:
+            recipe = catalog.load_resolved(self.recipe_yaml)
+        except (ValueError, OSError) as error:
+            raise _unreadable(self.recipe_yaml, error) from None
+        try:
+            facts = dict(self.launches()[-1].plan)
+            facts["layout"] = Layout(**facts["layout"])
+            facts["notices"] = tuple(Notice("", text) for text in facts["notices"])
+            return Plan(recipe=recipe, ds=read_json(self.ds_config_json), **facts)
+        except (KeyError, TypeError, IndexError) as error:
+            raise _unreadable(
+                self.environment_json, f"does not say how the run was made, {error!r}"
+            ) from None
 
     def close(self) -> None:
         """Let another process resume this run."""
@@ -146,187 +196,20 @@ def default_path(name: str, ds_name: str) -> Path:
     return Path("runs") / re.sub(r"[^A-Za-z0-9._]+", "-", f"{name}-{ds_name}").strip("-")
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Records of a metrics.jsonl, in order. A torn last line is dropped; a broken line elsewhere raises ValueError."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    # What follows the last newline is b"" in a whole file, and what a killed process could not finish otherwise.
-    records = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(
-                f"{path}:{number}: not a line of metrics ({error}): delete that line, or restore the file"
-            ) from None
-    return records
-
-
-def _admit(directory: RunDirectory, plan: Any, resume: bool) -> tuple[bool, tuple[str, ...]]:
-    """(whether steps of this very run are there, notices), or RunDirectoryError."""
-    if not directory.recipe_yaml.exists():
-        return False, ()
-    saved = _saved_recipe(directory)
-    if not directory.has_steps():  # a start that failed before its first step has left nothing worth keeping
-        shutil.rmtree(directory.path / "tokenizer", ignore_errors=True)
-        return False, ()
-    _refuse_other_recipe(directory, saved, plan.recipe)
-    if not resume:
-        raise RunDirectoryError(
-            f"{directory.path} already holds steps of this recipe, and a run is never overwritten: add --resume to go "
-            f"on from its newest checkpoint, or start a second run elsewhere with --out"
-        )
-    _refuse_finished(directory)
-    return True, _compare_plans(directory, plan)
-
-
-def _refuse_finished(directory: RunDirectory) -> None:
-    """RunDirectoryError where a finished run left no checkpoint (run.save_last=false): going on would train it again, over its results."""
-    saved = directory.checkpoints.is_dir() and any(directory.checkpoints.iterdir())
-    if (
-        not saved
-        and directory.result_json.exists()
-        and _read_json(directory.result_json).get("status") == "ok"
-    ):
-        raise RunDirectoryError(
-            f"--resume: {directory.path} holds a finished run without a checkpoint (run.save_last=false): there is nothing to go on from, "
-            "and a run is never overwritten; start again elsewhere with --out, with --set run.save_last=true to be able to go on"
-        )
-
-
-def _refuse_strangers(directory: RunDirectory) -> None:
-    """RunDirectoryError where files are there that no run made."""
-    if directory.recipe_yaml.exists():
-        return
-    strangers = sorted(entry.name for entry in directory.path.iterdir() if not left_by_a_crash(entry.name))
-    strangers = [
-        name
-        for name in strangers
-        if name != directory.checkpoints.name or any(directory.checkpoints.iterdir())
-    ]
-    if strangers:
-        raise RunDirectoryError(
-            f"{directory.path} holds {_some(strangers)} but no run (no recipe.yaml): a run starts in a new or empty "
-            f"directory and touches nothing else; name another with --out"
-        )
-
-
-def _saved_recipe(directory: RunDirectory) -> Any:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises Unreadable."""
     try:
-        return catalog.load_resolved(directory.recipe_yaml)
-    except (ValueError, yaml.YAMLError) as error:
-        raise RunDirectoryError(
-            f"{directory.recipe_yaml} cannot be read as a recipe ({error}): restore it, or name another directory with "
-            f"--out"
-        ) from None
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise _unreadable(path, f"not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise _unreadable(path, f"holds {type(value).__name__}, not an object")
+    return value
 
 
-def _refuse_other_recipe(directory: RunDirectory, saved: Any, recipe: Any) -> None:
-    if catalog.digest(saved) == catalog.digest(recipe):
-        return
-    changed = [
-        change for change in differences(yaml.safe_load(catalog.dump(saved)), yaml.safe_load(catalog.dump(recipe)))
-        if change[0].split(".")[0] not in catalog.NOT_IN_DIGEST
-    ]  # fmt: skip
-    raise RunDirectoryError(
-        f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another directory with "
-        f"--out, or run the recipe that is there. They differ in (there -> now):\n{_listed(changed)}"
-    )
-
-
-def _compare_plans(directory: RunDirectory, plan: Any) -> tuple[str, ...]:
-    """Notices of harmless changes since the last launch; RunDirectoryError where the checkpoints would not fit."""
-    launches = directory.launches()
-    if not launches or not directory.ds_config_json.exists():
-        raise RunDirectoryError(
-            f"{directory.path} has steps but no environment.json and ds_config.json to say how they were made: restore "
-            f"these files, or start again in another directory with --out"
-        )
-    saved = launches[-1]["plan"]
-    shape = [
-        change for change in differences(saved, _plan_facts(plan)) if change[0].split(".")[0] in SAVED_SHAPE
-    ]
-    # Through JSON, since what was saved has lists where a plan may have tuples.
-    config = differences(_read_json(directory.ds_config_json), json.loads(_json(plan.ds)))
-    prefixes = tuple(f"{key}." for key in HARMLESS_ON_RESUME)
-    harmless = [change for change in config if f"{change[0]}.".startswith(prefixes)]
-    changed = shape + [change for change in config if change not in harmless]
-    if changed:
-        raise RunDirectoryError(
-            f"--resume: {directory.path} was run with {saved['ds_name']}.json in another layout or configuration, and "
-            f"its checkpoints fit only the one they were saved under: launch with that ds_config and number of "
-            f"processes, or start again with --out. They differ in (there -> now):\n{_listed(changed)}"
-        )
-    return tuple(f"resumed with {key}: {old} -> {new}" for key, old, new in harmless)
-
-
-def _plan_facts(plan: Any) -> dict[str, Any]:
-    layout = plan.layout
-    return {
-        "ds_name": plan.ds_name,
-        "layout": {
-            key: getattr(layout, key) for key in ("tp", "pp", "dp", "micro", "accumulation", "global_batch")
-        },
-        "zero_stage": plan.zero_stage,
-        "offload": plan.offload,
-        "precision": plan.precision,
-        "padded_vocab": plan.padded_vocab,
-        "notices": [str(notice) for notice in plan.notices],
-    }
-
-
-def _launch(plan: Any, name: str, command: Sequence[str]) -> dict[str, Any]:
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": list(command),
-        "working_directory": os.getcwd(),
-        "recipe": name,
-        "plan": _plan_facts(plan),
-        **description.describe(),
-    }
-
-
-def _lock(path: Path) -> Lock:
-    try:
-        return Lock.take(path)
-    except BlockingIOError:
-        raise RunDirectoryError(
-            f"{path}: another process is training in it: wait for it or stop it, or name another directory with --out"
-        ) from None
-
-
-def _make(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise RunDirectoryError(
-            f"{path} is a file, a run needs a directory: name another with --out"
-        ) from None
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{path} cannot be made ({error.strerror}): name a directory you may write with --out"
-        ) from None
-    if not os.access(path, os.W_OK):
-        raise RunDirectoryError(f"{path} is not writable for you: name a directory you may write with --out")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _listed(changes: Sequence[tuple[str, Any, Any]]) -> str:
-    return "\n".join(f"  {key}: {old} -> {new}" for key, old, new in changes)
+def _unreadable(path: Path, what: object) -> Unreadable:
+    return Unreadable(f"{path}: {' '.join(str(what).split())}")
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunDirectoryError(
-            f"{path} is not JSON ({error}): restore it, or name another directory with --out"
-        ) from None

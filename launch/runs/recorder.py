@@ -1,199 +1,287 @@
-"""What rank 0 says and keeps of a run, from the plan on the screen to the results row; silence on the other ranks."""
+"""What rank 0 shows and keeps of a run, from its plan to its result; the other ranks are silent."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol, TextIO
 
+from torch.utils.tensorboard import SummaryWriter
+
+from ds_configs.plan import Plan
+from launch.console.numbers import short
+from launch.console.progress import Silent, screen
 from launch.machine import description
 from launch.machine.memory import peak_cached_bytes, peak_memory
 from launch.planning.plan_text import describe_plan
-from launch.runs import result, vocabulary
-from launch.runs.directory import RunDirectory, read_metrics
+from launch.runs import metrics
+from launch.runs.directory import RunDirectory
 from launch.runs.loss_plot import plot_loss
-from launch.runs.metrics import Metrics
-from launch.training import initial_weights
+from launch.runs.metrics import Note, Record, StepRecord, ValidationRecord, finite, finite_parts
+from launch.runs.result import Entropies, Result, make_result, write_result
+from launch.runs.result_text import result_text
+from launch.runs.throughput import Throughput
 from recipes.family_words import WORDS
+from recipes.schema import Recipe
 
-LARGEST_SAMPLED = (
-    2_000_000_000  # parameters; above this, rank 0 does not assemble the whole model to continue a prompt
-)
+
+class ValidationOutcome(Protocol):
+    """A loss in nats per token, and its parts by name."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def parts(self) -> Mapping[str, float]: ...
+
+
+class StepOutcome(ValidationOutcome, Protocol):
+    """What one optimizer step came to. `skipped`: the loss scaler threw the update away."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def grad_norm(self) -> float | None: ...
+    @property
+    def loss_scale(self) -> float: ...
+    @property
+    def skipped(self) -> bool: ...
+
+
+class CorpusFacts(Protocol):
+    """What a corpus says of itself; entropies in nats per token of the validation text."""
+
+    @property
+    def summary(self) -> dict[str, Any]: ...
+    @property
+    def uniform_entropy(self) -> float: ...
+    @property
+    def unigram_entropy(self) -> float: ...
 
 
 class Silence:
     """The ranks other than 0."""
 
-    def __enter__(self):
+    def __enter__(self) -> Silence:
         return self
 
-    def __exit__(self, *_) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
 
     def say(self, text: str) -> None: ...
 
-    def start(self, corpus, saved) -> None: ...
+    def step(self, step: int, outcome: StepOutcome, seconds: float, waited: float) -> None: ...
 
-    def step(self, step: int, report, seconds: float, data_seconds: float) -> None: ...
+    def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None: ...
 
-    def validation(self, step: int, report, kind: str = "validation") -> None: ...
-
-    def saving(self, memory: dict) -> None: ...
+    def saving(self, memory: Mapping[str, int | None]) -> None: ...
 
     def finish(
-        self, status: str, reason: str | None = None, memory: dict | None = None, because: str | None = None
+        self,
+        status: str,
+        reason: str | None = None,
+        memory: Mapping[str, int | None] | None = None,
+        because: str | None = None,
+        sample: str | None = None,
     ) -> None: ...
 
 
-class Report(Silence):
-    """Rank 0. `original`: the recipe before --tiny, --set and --steps."""
+class Recorder(Silence):
+    """Rank 0: writes metrics.jsonl, TensorBoard events and results, and shows them."""
 
     def __init__(
-        self, job, directory: RunDirectory, *, original, tiny: bool, emulated: bool, progress: bool = True
-    ):
-        self.job, self.directory = job, directory
-        self.original, self.tiny, self.emulated, self.progress = original, tiny, emulated, progress
-        self.metrics: Metrics | None = None
-        self._drawn: int | None = None  # records in loss.png
-        self.described = description.describe()
+        self,
+        directory: RunDirectory,
+        plan: Plan,
+        *,
+        name: str,
+        corpus_facts: CorpusFacts,
+        start_step: int,
+        described: Mapping[str, Any],
+        original: Recipe | None,
+        tiny: bool,
+        emulated: bool,
+        band_kernel: str | None = None,
+        progress: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        """Show the plan, and open the records at `start_step`; what they hold of later steps is dropped.
 
-    def __exit__(self, *_) -> None:
-        if self.metrics:
-            self.metrics.close()
+        `name`: the recipe's, as the user names it. `start_step`: steps of the checkpoint that the run
+        resumes; 0: it starts. `described`: `description.describe()`. `original`: the recipe before --tiny,
+        --set and --steps. `band_kernel`: what computes banded layers. `progress`: show plan, steps and result
+        on `stream` (standard output).
+        """
+        self.directory, self._plan, self._name, self._start_step = directory, plan, name, start_step
+        self._described, self._original, self._tiny, self._emulated = described, original, tiny, emulated
+        self._band_kernel = band_kernel
+        self._entropies = Entropies(corpus_facts.uniform_entropy, corpus_facts.unigram_entropy)
+        self._stream = (stream or sys.stdout) if progress else None
+        self._throughput = Throughput(plan)
+        self._memory_kind = peak_memory().kind
+        self._step = start_step
+        self._drawn: int | None = None  # records in loss.png
+        self._show_plan(corpus_facts.summary)
+        metrics.truncate(directory.metrics_jsonl, start_step)
+        self._file = open(directory.metrics_jsonl, "a", encoding="utf-8")  # noqa: SIM115 (closed by _close)
+        purged = start_step + 1 if start_step else 0
+        self._events = SummaryWriter(str(directory.tensorboard), purge_step=purged, flush_secs=10)
+        steps = plan.recipe.steps
+        self._screen = screen(self._stream, start_step, steps) if self._stream else Silent()
+        for notice in directory.notices:
+            self.say(notice)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
         self.directory.close()
 
     def say(self, text: str) -> None:
-        if self.metrics:
-            self.metrics.note(text)
-        elif self.progress:
-            print(text, flush=True)
+        """Record and show one line of text."""
+        self._write(Note(self._step, text, time.time()))
+        self._screen.line(text)
 
-    def start(self, corpus, saved) -> None:
-        """Show the plan and open the records at `saved`, the checkpoint that training will go on from, or at their beginning."""
-        self.corpus = corpus
-        vocabulary.keep(self.directory.path, corpus.tokenizer)
-        done = saved.step if saved else 0
-        text = describe_plan(
-            self.job.plan, name=self.job.name, hardware=description.summary(self.described), run_directory=self.directory.path,
-            data=corpus.summary,
-        )  # fmt: skip
-        if self.progress:
-            print(f"\n{text}\n", flush=True)
-            print(
-                f"to beat on the validation text, in nats per {self._token()}: uniform {corpus.uniform_entropy:.4f}, "
-                f"unigram {corpus.unigram_entropy:.4f}\n",
-                flush=True,
-            )
-        self.metrics = Metrics(
-            self.directory,
-            self.job.plan,
-            progress=self.progress,
-            start_step=done,
-            total_steps=self.job.plan.recipe.steps,
+    def step(self, step: int, outcome: StepOutcome, seconds: float, waited: float) -> None:
+        """Record a completed optimizer step; `waited` of its `seconds` were spent on the batch."""
+        assert step == self._step + 1, f"step {step} follows step {self._step}: the first completed step is 1"
+        self._step = step
+        record = StepRecord(
+            step=step,
+            loss=finite(outcome.loss),
+            skipped=bool(outcome.skipped),
+            seconds=seconds,
+            launch_step=step - self._start_step,
+            peak_memory_bytes=peak_memory().bytes,
+            memory_kind=self._memory_kind,
+            lr=outcome.lr,
+            grad_norm=finite(outcome.grad_norm),
+            loss_scale=finite(outcome.loss_scale),
+            data_seconds=waited,
+            **vars(self._throughput.rates(seconds)),
+            parts=finite_parts(outcome.parts),
+            time=time.time(),
         )
-        for notice in self.directory.notices:
-            self.metrics.note(notice)
-        if self.job.initial_weights and (
-            warning := vocabulary.foreign_tokens(Path(self.job.initial_weights), corpus.tokenizer)
-        ):
-            self.metrics.note(warning)
-        if self.job.initial_weights and not done:
-            for remark in initial_weights.remarks(self.job.plan.recipe):
-                self.metrics.note(remark)
-        if self.job.resume:
-            self.metrics.note(
-                f"resumed from {saved.directory}"
-                if saved
-                else "--resume: no complete checkpoint yet, starting at step 0"
-            )
+        self._write(record)
+        scale = ("loss_scale",) if self._plan.precision == "fp16" else ()
+        speed = ("seconds", "data_seconds", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
+        self._event("train", record, ("loss", *record.parts, "lr", "grad_norm", *scale))
+        self._event("speed", record, speed)
+        self._event("memory", record, ("peak_memory_bytes",))
+        self._screen.step(step, _fields(record, show_scale=bool(scale)))
 
-    def step(self, step: int, report, seconds: float, data_seconds: float) -> None:
-        assert self.metrics is not None
-        self.metrics.step(
-            step, report.loss, report.lr, report.grad_norm, report.loss_scale, report.skipped, seconds, peak_memory().bytes,
-            report.parts, data_seconds,
-        )  # fmt: skip
+    def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None:
+        """Record the loss on held-out text after `step` completed steps; `kind` "test": on the test split."""
+        parts = finite_parts(outcome.parts)
+        record = ValidationRecord(
+            step, finite(outcome.loss), parts, time.time(), "test" if kind == "test" else "validation"
+        )
+        self._write(record)
+        self._event(kind, record, ("loss", *parts))
+        names = metrics.PART_NAMES
+        shown = "".join(f", {names[name]} {value:.4f}" for name, value in outcome.parts.items())
+        self._screen.line(f"step {step}: {kind} loss {outcome.loss:.4f}{shown}")
 
-    def validation(self, step: int, report, kind: str = "validation") -> None:
-        assert self.metrics is not None
-        self.metrics.validation(step, report.loss, report.parts, kind)
-
-    def saving(self, memory: dict) -> None:
-        """Loss curve and results row of a run that has only its last checkpoint to write, which a host may not survive."""
+    def saving(self, memory: Mapping[str, int | None]) -> None:
+        """Write curve and result before the last checkpoint, which a host may not survive."""
         self._keep("saving", memory, "its last checkpoint was not complete when this was written")
 
     def finish(
-        self, status: str, reason: str | None = None, memory: dict | None = None, because: str | None = None
+        self,
+        status: str,
+        reason: str | None = None,
+        memory: Mapping[str, int | None] | None = None,
+        because: str | None = None,
+        sample: str | None = None,
     ) -> None:
-        """Loss curve, results row and, after a whole run, a sample; on an early stop, how to go on.
+        """Write curve and result, and show the result; after an early stop, say how to resume.
 
-        `reason`: of an early stop, for the screen; `because`: of a failure, for the row. `memory`: peaks over all ranks; rank 0's own
-        where the others can no longer be asked.
+        `reason`: of an early stop, for the screen; `because`: of a failure, for the result. `memory`: peaks
+        over all ranks ("peak_memory_bytes", "cached_bytes"); rank 0's own where the others can no longer be
+        asked. `sample`: what the trained model says.
         """
-        assert self.metrics is not None
-        self.metrics.close()
-        row = self._keep(status, memory or {"cached_bytes": peak_cached_bytes()}, because)
-        if status == "ok" and self.job.plan.recipe.run.prompt:
-            row["sample"] = self.sample()
-            result.write_result(self.directory.result_json, row)
-        if not self.progress:
+        self._close()
+        result = self._keep(status, memory or {"cached_bytes": peak_cached_bytes()}, because, sample)
+        if self._stream is None:
             return
-        print("\n" + result.format_row(row))
-        if row.get("sample"):
-            print(f"\nsample\n  {row['sample']}")
-        print(
-            f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}", flush=True
-        )
+        text = [f"\n{result_text(result)}"]
+        if sample:
+            text.append(f"\nsample\n  {sample}")
+        text.append(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}")
         if reason:
-            print(f"{reason}; go on with the same command and --resume", flush=True)
+            text.append(f"{reason}; resume with the same command and --resume")
+        print("\n".join(text), file=self._stream, flush=True)
+
+    def _show_plan(self, data: dict[str, Any]) -> None:
+        if self._stream is None:
+            return
+        text = describe_plan(
+            self._plan, name=self._name, hardware=description.summary(dict(self._described)), data=data,
+            run_directory=self.directory.path, band_kernel=self._band_kernel,
+        )  # fmt: skip
+        token = WORDS[self._plan.recipe.model.family].predicted
+        beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(self._entropies).items())
+        to_beat = f"to beat on the validation text, in nats per {token}: {beat}"
+        print(f"\n{text}\n\n{to_beat}\n", file=self._stream, flush=True)
 
     def _checkpoints(self) -> str:
-        from launch.checkpoints import checkpoint
-
-        if checkpoint.newest(self.directory.checkpoints):
+        if any(self.directory.checkpoints.glob("*/complete.json")):
             return ", checkpoints/"
-        return (
-            ""
-            if self.job.plan.recipe.run.save_last
-            else "; no checkpoint (--set run.save_last=true keeps one)"
-        )
+        kept = self._plan.recipe.run.save_last
+        return "" if kept else "; no checkpoint (--set run.save_last=true keeps one)"
 
-    def _keep(self, status: str, memory: dict, because: str | None) -> dict:
-        """loss.png and result.json as they are now; the row."""
-        records = read_metrics(self.directory.metrics_jsonl)
-        entropies = {"uniform": self.corpus.uniform_entropy, "unigram": self.corpus.unigram_entropy}
-        row = result.result_row(
-            self.job.plan, records, name=self.job.name, described=self.described, original=self.original, entropies=entropies,
-            **memory, tiny=self.tiny, emulated_fp16=self.emulated, status=status, reason=because,
+    def _keep(
+        self, status: str, memory: Mapping[str, int | None], because: str | None, sample: str | None = None
+    ) -> Result:
+        """Write result.json and loss.png as they are now."""
+        records = metrics.read_metrics(self.directory.metrics_jsonl)
+        result = make_result(
+            self._plan, records, name=self._name, described=self._described, original=self._original,
+            entropies=self._entropies, **memory, tiny=self._tiny, emulated_fp16=self._emulated, status=status,
+            reason=because, band_kernel=self._band_kernel, sample=sample,
         )  # fmt: skip
-        row["banded_attention_kernel"] = self._band_kernel()
-        result.write_result(
-            self.directory.result_json, row
-        )  # before the plot: where another rank has failed, this one is soon ended
+        # Before the plot: where another rank has failed, this one is soon ended.
+        write_result(self.directory.result_json, result)
         if self._drawn != len(records):
-            plot_loss(self.directory.metrics_jsonl, self.directory.loss_png, entropies, title=self.job.name)
+            references = {kind: nats for kind, nats in vars(self._entropies).items() if nats is not None}
+            plot_loss(records, self.directory.loss_png, references, title=self._name)
             self._drawn = len(records)
-        return row
+        return result
 
-    def _band_kernel(self) -> str | None:
-        from launch.training.build_model import band_kernel
+    def _close(self) -> None:
+        """Close screen and files; a second call does nothing."""
+        self._screen.close()
+        self._events.close()
+        self._file.close()
 
-        return band_kernel(self.job.plan)
+    def _write(self, record: Record) -> None:
+        """One line, handed to the system at once: a killed process loses none but the one it was writing."""
+        self._file.write(metrics.to_line(record))
+        self._file.flush()
 
-    def _token(self) -> str:
-        return WORDS[self.job.plan.recipe.model.family].predicted
+    def _event(self, group: str, record: StepRecord | ValidationRecord, names: tuple[str, ...]) -> None:
+        for name in names:
+            value = record.parts[name] if name in record.parts else getattr(record, name)
+            if value is not None:
+                self._events.add_scalar(f"{group}/{name}", value, record.step)
 
-    def sample(self) -> str:
-        """The prompt, continued or with its masks filled by the final weights; a line that says so where the model is too large."""
-        from launch.checkpoints import checkpoint
-        from launch.checkpoints.weights import load_tensors
-        from launch.training.build_model import whole_model
-        from modeling import cost
-        from modeling.families import family_of
 
-        recipe = self.job.plan.recipe
-        if cost.parameters(recipe.model, recipe.sequence_length) > LARGEST_SAMPLED:
-            return f"not sampled: more than {LARGEST_SAMPLED:,} parameters"
-        saved = checkpoint.newest(self.directory.checkpoints)
-        assert recipe.run.prompt is not None
-        if saved is None or saved.step < recipe.steps:
-            return "not sampled: there is no checkpoint of the last step (run.save_last=false); --set run.save_last=true keeps one"
-        model = whole_model(recipe, load_tensors(saved.directory))
-        return family_of(recipe.model).answer(model, self.corpus.tokenizer, recipe.run.prompt, recipe.seed)
+def _fields(record: StepRecord, *, show_scale: bool) -> list[str]:
+    """The numbers of a step for the screen, short enough that all stand in 80 columns."""
+    loss, masked, norm = record.loss, record.parts.get("mlm_loss"), record.grad_norm
+    fields = [
+        *(
+            ["SKIPPED (overflow)"] if record.skipped else []
+        ),  # first, since a narrow terminal cuts the end off
+        f"loss {'not finite' if loss is None else f'{loss:.4f}'}",
+        *([] if masked is None else [f"mlm {masked:.4f}"]),
+        f"lr {record.lr:.1e}",
+        f"grad norm {'-' if norm is None else f'{norm:.3g}'}",
+        *([f"scale {short(record.loss_scale)}"] if show_scale else []),
+        f"{short(record.samples_per_s)} samples/s",
+        f"{short(record.tokens_per_s)} tokens/s",
+        f"{record.exact_tflops:.3g} TFLOPS",
+    ]
+    return fields

@@ -1,295 +1,376 @@
-"""One row of a results table: published and measured side by side, with every deviation stated."""
+"""The result of a run: what was measured, next to what was published, with every deviation stated.
+
+`result.json` holds it. `launch/runs/result_text.py` prints it.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from data.durable_files import write_atomically
-from launch.console.numbers import number
+from ds_configs.plan import Plan
+from launch.console.numbers import gigabytes
 from launch.machine import description
-from launch.planning.comparability import not_comparable
-from launch.planning.deviations import deviations
-from launch.runs.metrics import PART_NAMES
-from launch.runs.throughput import WARMUP_STEPS, Throughput, steady_seconds
+from launch.planning.comparability import Incomparable, not_comparable
+from launch.planning.deviations import Deviation, deviations
+from launch.runs.directory import Unreadable, read_json
+from launch.runs.metrics import Finite, Parts, Records, StepRecord, ValidationRecord
+from launch.runs.throughput import WARMUP_STEPS, Rates, SteadySeconds, Throughput, steady_seconds
 from modeling import cost
+from recipes.layout import Layout
+from recipes.schema import Model, Published, Recipe
 
-NOT_MEASURED = "not measured"
 OURS = "megarecipes"  # as model.implementation names it
 # What a source counts -> (unit, the measured number that counts the same).
-TFLOPS_BY = {
+TFLOPS_BY: dict[str, tuple[str, Literal["tflops", "exact_tflops"]]] = {
     "formula": ("TFLOPS per GPU, formula", "tflops"),
     "exact": ("TFLOPS per GPU, exact count", "exact_tflops"),
 }
-EXACT = (
-    "the source names no definition; the numbers of NVIDIA's repository count every matrix product, so that our exact count stands beside "
-    "them, not the formula"
-)
 LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
 
 
-def result_row(
-    plan: Any,
-    records: Sequence[dict[str, Any]],
+@dataclass(frozen=True)
+class TrainingLoss:
+    """The mean over the last `steps` steps, nats per token; None: there was none, or one was not finite."""
+
+    loss: Finite | None = None
+    parts: Parts | None = None
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Nats per token on held-out text after `step` steps; None: not finite."""
+
+    loss: Finite | None
+    parts: Parts | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What the losses came to; None: that text was not read."""
+
+    training: TrainingLoss = TrainingLoss()
+    validation: HeldOutLoss | None = None
+    test: HeldOutLoss | None = None
+
+
+@dataclass(frozen=True)
+class Entropies:
+    """What a uniform and a unigram model reach on the validation text, nats per token."""
+
+    uniform: Finite | None = None
+    unigram: Finite | None = None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Rates at the median time per step, over all ranks; TFLOPS per rank. None: no step was made.
+
+    Attributes:
+        seconds_per_step: the median of `steps` steps, the first `left_out` of each launch not among them.
+        data_wait_share: share of the time of steps spent waiting for batches, 0 to 1.
+    """
+
+    seconds_per_step: Finite | None = None
+    steps: int = 0
+    left_out: int = 0
+    data_wait_share: Finite | None = None
+    samples_per_s: Finite | None = None
+    tokens_per_s: Finite | None = None
+    tflops: Finite | None = None
+    exact_tflops: Finite | None = None
+
+    @property
+    def measured_over(self) -> str:
+        """Which steps the median is of."""
+        return str(SteadySeconds(self.seconds_per_step or 0.0, self.steps, self.left_out))
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The largest of any rank; `kind`: which memory the peak is of; `cached_bytes`: reserved on the GPU."""
+
+    peak_bytes: int | None = None
+    kind: str | None = None
+    cached_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published quantity (None: not printed), the measured one (None: it was not) and measured / published.
+
+    The ratio is None where one is missing or the run's numbers are not those of the row.
+    """
+
+    quantity: str
+    unit: str
+    published: bool | int | float | None
+    measured: bool | int | float | None
+    ratio: Finite | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of a results table. Fields with a default may be missing in files of earlier versions.
+
+    Attributes:
+        recipe: table/row as the user names it.
+        implementation: whose modules and loop: ours, or "transformers" with its version.
+        status: "ok", or what ended the run ("interrupted", "OOM", "diverged"); "saving": it is at its last
+            checkpoint.
+        reason: of the status.
+        emulated_fp16: fp16 on a CPU, whose speed means nothing.
+        parameters_summed_over_tp_ranks: as Megatron-LM prints a model's size, duplicates and padding
+            included.
+        steps: optimizer steps, of which the loss scaler skipped `skipped_steps`.
+        not_comparable: why there are no ratios; None also where nothing was published.
+        banded_attention_kernel: what computed banded layers; None: all layers are dense.
+    """
+
+    recipe: str
+    status: str
+    title: str = ""
+    tiny: bool = False
+    implementation: str | None = None
+    reason: str | None = None
+    ds_config: str | None = None
+    layout: Layout | None = None
+    precision: str | None = None
+    emulated_fp16: bool = False
+    zero_stage: int | None = None
+    offload: str | None = None
+    activation_checkpointing: str | int | None = None
+    parameters: int | None = None
+    parameters_summed_over_tp_ranks: int | None = None
+    steps: int = 0
+    skipped_steps: int = 0
+    losses: Losses = Losses()
+    entropies: Entropies = Entropies()
+    speed: Speed = Speed()
+    memory: MemoryUse = MemoryUse()
+    hardware: str | None = None
+    deviations: tuple[Deviation, ...] = ()
+    not_comparable: Incomparable | None = None
+    comparison: tuple[Compared, ...] = ()
+    published_source: str | None = None
+    banded_attention_kernel: str | None = None
+    sample: str | None = None
+    version: Literal[2] = 2
+
+    @property
+    def precision_text(self) -> str | None:
+        """The precision, and that it was emulated."""
+        return f"{self.precision} (emulated)" if self.emulated_fp16 else self.precision
+
+
+_ADAPTER = TypeAdapter(Result)
+
+
+def make_result(
+    plan: Plan,
+    records: Records,
     *,
     name: str,
     described: Mapping[str, Any],
-    original: Any = None,
-    entropies: Mapping[str, float | None] | None = None,
+    original: Recipe | None = None,
+    entropies: Entropies = Entropies(),
     cached_bytes: int | None = None,
     peak_memory_bytes: int | None = None,
     tiny: bool = False,
     emulated_fp16: bool = False,
     status: str = "ok",
     reason: str | None = None,
-) -> dict[str, Any]:
-    """The row as JSON values; null where something does not apply.
+    band_kernel: str | None = None,
+    sample: str | None = None,
+) -> Result:
+    """The result of a run with these records. Failures are results too.
 
-    `records`: of metrics.jsonl. `described`: `hardware.describe()`. `original`: the recipe before --tiny, --set and
-    --steps. `entropies`: "uniform" and "unigram", nats per token on the validation text. `cached_bytes` and `peak_memory_bytes`: the
-    largest of any rank (`agreement.peak_memory`); the records hold rank 0's. `status`: "ok", or what ended the run ("interrupted",
-    "OOM", "diverged"; "saving": it is at its last checkpoint): failures are rows too. `reason`: of the status, said first.
+    `described`: `description.describe()`. `original`: the recipe before --tiny, --set and --steps.
+    `cached_bytes` and `peak_memory_bytes`: the largest of any rank; the records hold rank 0's. `reason`: of
+    the status, stated first.
     """
-    recipe, layout = plan.recipe, plan.layout
-    steps = [record for record in records if record["kind"] == "step"]
-    validations = [record for record in records if record["kind"] == "validation"]
-    tests = [record for record in records if record["kind"] == "test"]
-    steady = steady_seconds(records)
-    rates = Throughput(plan).rates(steady[0]) if steady else {}
-    entropies = entropies or {}
-    row = {
-        "recipe": name,
-        "title": recipe.title,
-        "implementation": implementation(recipe.model),
-        "status": status,
-        "status_is": reason,
-        "ds_config": plan.ds_name,
-        "layout": {
-            key: getattr(layout, key) for key in ("tp", "pp", "dp", "micro", "accumulation", "global_batch")
-        },
-        "processes": layout.tp * layout.pp * layout.dp,
-        "precision": plan.precision + (" (emulated)" if emulated_fp16 and plan.precision == "fp16" else ""),
-        "zero_stage": plan.zero_stage,
-        "offload": plan.offload,
-        "activation_checkpointing": recipe.activation_checkpointing,
-        "parameters": cost.parameters(recipe.model, recipe.sequence_length),
-        "parameters_summed_over_tp_ranks": _summed_parameters(plan),
-        "steps": steps[-1]["step"] if steps else 0,
-        "skipped_steps": sum(record["skipped"] for record in steps),
-        "train_loss": _final_loss(steps),
-        "train_loss_is": f"mean of the last {min(LAST_STEPS, len(steps))} steps, nats per token",
-        "validation_loss": validations[-1]["loss"] if validations else None,
-        "train_parts": _final_parts(steps),
-        "validation_parts": _parts(validations[-1]) if validations else {},
-        "test_loss": tests[-1]["loss"] if tests else None,
-        "test_parts": _parts(tests[-1]) if tests else {},
-        "validation_step": validations[-1]["step"] if validations else None,
-        "uniform_entropy": entropies.get("uniform"),
-        "unigram_entropy": entropies.get("unigram"),
-        "seconds_per_step": steady[0] if steady else None,
-        "seconds_per_step_is": steady[1] if steady else None,
-        "data_wait_share": _wait_share(steps),
-        "samples_per_s": rates.get("samples_per_s"),
-        "tokens_per_s": rates.get("tokens_per_s"),
-        "tflops": rates.get("tflops"),
-        "exact_tflops": rates.get("exact_tflops"),
-        "peak_memory_bytes": max([record["peak_memory_bytes"] for record in steps] + [peak_memory_bytes or 0])
-        or None,
-        "memory_kind": steps[-1]["memory_kind"] if steps else None,
-        "cached_bytes": cached_bytes,
-        "hardware": description.summary(
-            {**described, "accelerators": described["accelerators"] and layout.tp * layout.pp * layout.dp}
-        ),
-    }
-    row["deviations"] = deviations(plan, row, original=original, tiny=tiny, emulated_fp16=emulated_fp16)
-    row["not_comparable"] = None
-    if recipe.published:
-        row["not_comparable"] = not_comparable(
-            original or recipe, recipe, tiny=tiny, precision=row["precision"], layout=row["layout"], ds_name=plan.ds_name, ds=plan.ds,
-        )  # fmt: skip
-    row["comparison"] = comparison(recipe.published, row)
-    row["published_source"] = recipe.published.source if recipe.published else None
-    return row
-
-
-def comparison(published: Any, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Per published quantity: unit, published value (null: not printed), measured value or "not measured", ratio.
-
-    No ratios where the row says that it is not comparable.
-    """
-    if published is None:
-        return []
-    cached = row["cached_bytes"]
-    unit, key = TFLOPS_BY[published.tflops_by]
-    measured = {
-        "time_per_iteration_s": ("s", row["seconds_per_step"]),
-        "samples_per_s": ("samples/s", row["samples_per_s"]),
-        "tflops": (unit, row[key]),
-        "cached_gb": ("GB per GPU", None if cached is None else cached / 1e9),
-        "parameters": ("summed over tensor-parallel ranks", row["parameters_summed_over_tp_ranks"]),
-        "oom": ("", row["status"] == "OOM"),
-    }
-    comparable = not row.get("not_comparable")
-    return [
-        _compare(key, unit, getattr(published, key), value, comparable)
-        for key, (unit, value) in measured.items()
-    ]
-
-
-def format_row(row: Mapping[str, Any]) -> str:
-    """The row as a small table for the terminal."""
-    layout = row["layout"]
-    memory = row["peak_memory_bytes"]
-    lines = [
-        ("recipe", f"{row['recipe']}: {row['title']}"),
-        ("status", row["status"] + (f": {row['status_is']}" if row["status_is"] else "")),
-        (
-            "run with",
-            f"{row['ds_config']}: tp {layout['tp']} x pp {layout['pp']} x dp {layout['dp']}, ZeRO-{row['zero_stage']}, "
-            f"offload {row['offload']}, {row['precision']}, activation checkpointing {row['activation_checkpointing']}",
-        ),
-        *([("implementation", row["implementation"])] if row["implementation"] != OURS else []),
-        ("hardware", row["hardware"]),
-        ("parameters", f"{row['parameters']:,}"),
-        (
-            "steps",
-            f"{row['steps']:,}" + (f" ({row['skipped_steps']:,} skipped)" if row["skipped_steps"] else ""),
-        ),
-        ("training loss", _loss(row["train_loss"], row["train_loss_is"])),
-        ("validation loss", _validation(row)),
-        *_format_parts("of validation", row["validation_parts"]),
-        *(
-            [("test loss", _loss(row["test_loss"], "held-out test documents, after the last step"))]
-            if row["test_loss"]
-            else []
-        ),
-        *_format_parts("of test", row["test_parts"]),
-        ("time per step", _number(row["seconds_per_step"], "s", row["seconds_per_step_is"])),
-        (
-            "waiting for data",
-            NOT_MEASURED
-            if row["data_wait_share"] is None
-            else f"{100 * row['data_wait_share']:.2f} % of the time",
-        ),
-        (
-            "throughput",
-            f"{_number(row['samples_per_s'], 'samples/s')}, {_number(row['tokens_per_s'], 'tokens/s')}",
-        ),
-        (
-            "TFLOPS per GPU",
-            f"{_number(row['tflops'])} by the published formula, {_number(row['exact_tflops'])} by exact count",
-        ),
-        ("peak memory", NOT_MEASURED if memory is None else f"{memory / 1e9:.2f} GB ({row['memory_kind']})"),
-    ]
-    text = "\n".join(f"{label:<16} {value}" for label, value in lines)
-    return "\n".join(part for part in (text, _format_comparison(row), _format_deviations(row)) if part)
-
-
-def implementation(model: Any) -> str:
-    """Whose modules and loop: ours, or "transformers" with its version."""
-    return (
-        OURS
-        if model.implementation == OURS
-        else f"{model.implementation} {metadata.version(model.implementation)}"
+    recipe, steps = plan.recipe, records.steps
+    last = steps[-1].step if steps else 0
+    peak = max([peak_memory_bytes or 0, *(record.peak_memory_bytes for record in steps)])
+    hardware = description.summary(
+        {**described, "accelerators": described["accelerators"] and plan.layout.world}
     )
+    stated = [Deviation("status", status, is_=reason)] if reason else []
+    stated += deviations(
+        plan, original=original, tiny=tiny, emulated_fp16=emulated_fp16, hardware=hardware, steps=last
+    )
+    other = not_comparable(original or recipe, plan, tiny=tiny, emulated_fp16=emulated_fp16)
+    measured = Result(
+        recipe=name,
+        status=status,
+        title=recipe.title,
+        tiny=tiny,
+        implementation=implementation(recipe.model),
+        reason=reason,
+        ds_config=plan.ds_name,
+        layout=plan.layout,
+        precision=plan.precision,
+        emulated_fp16=emulated_fp16 and plan.precision == "fp16",
+        zero_stage=plan.zero_stage,
+        offload=plan.offload,
+        activation_checkpointing=recipe.activation_checkpointing,
+        parameters=cost.parameters(recipe.model, recipe.sequence_length),
+        parameters_summed_over_tp_ranks=_summed_parameters(plan),
+        steps=last,
+        skipped_steps=sum(record.skipped for record in steps),
+        losses=Losses(_training_loss(steps), _last(records.validations), _last(records.tests)),
+        entropies=entropies,
+        speed=_speed(plan, steps),
+        memory=MemoryUse(peak or None, steps[-1].memory_kind if steps else None, cached_bytes),
+        hardware=hardware,
+        deviations=tuple(stated),
+        not_comparable=other if recipe.published else None,
+        published_source=recipe.published.source if recipe.published else None,
+        banded_attention_kernel=band_kernel,
+        sample=sample,
+    )
+    return replace(measured, comparison=compare_with(recipe.published, measured, comparable=not other))
 
 
-def write_result(path: Path, row: Mapping[str, Any]) -> None:
-    """Write result.json, whole or not at all."""
-    write_atomically(path, json.dumps(row, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+def compare_with(published: Published | None, result: Result, *, comparable: bool) -> tuple[Compared, ...]:
+    """Every quantity that tables print, with ratios where the result is `comparable` to `published`."""
+    if published is None:
+        return ()
+    unit, key = TFLOPS_BY[published.tflops_by]
+    measured: dict[str, tuple[str, bool | int | float | None]] = {
+        "time_per_iteration_s": ("s", result.speed.seconds_per_step),
+        "samples_per_s": ("samples/s", result.speed.samples_per_s),
+        "tflops": (unit, getattr(result.speed, key)),
+        "cached_gb": ("GB per GPU", gigabytes(result.memory.cached_bytes)),
+        "parameters": ("summed over tensor-parallel ranks", result.parameters_summed_over_tp_ranks),
+        "oom": ("", result.status == "OOM"),
+    }
+    compared = []
+    for quantity, (unit, value) in measured.items():
+        printed = getattr(published, quantity)
+        both = comparable and printed is not None and value is not None and quantity != "oom"
+        compared.append(Compared(quantity, unit, printed, value, value / printed if both else None))
+    return tuple(compared)
 
 
-def _summed_parameters(plan: Any) -> int:
-    """As Megatron-LM prints a model's size: what every tensor-parallel rank holds, duplicates and padding included."""
+def implementation(model: Model) -> str:
+    """Whose modules and loop: ours, or "transformers" with its version."""
+    own = model.implementation == OURS
+    return OURS if own else f"{model.implementation} {metadata.version(model.implementation)}"
+
+
+def _summed_parameters(plan: Plan) -> int:
     recipe, tp = plan.recipe, plan.layout.tp
     return tp * cost.parameters_per_rank(recipe.model, recipe.sequence_length, plan.padded_vocab, tp)
 
 
-def _final_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
-    losses = [record["loss"] for record in steps[-LAST_STEPS:]]
-    if not losses or None in losses:  # None stands for a loss that was not finite: no mean can hide that
-        return None
-    return math.fsum(losses) / len(losses)
+def _training_loss(steps: Sequence[StepRecord]) -> TrainingLoss:
+    last = steps[-LAST_STEPS:]
+    if not last:
+        return TrainingLoss()
+    parts = {name: _mean([record.parts.get(name) for record in last]) for name in last[-1].parts}
+    return TrainingLoss(_mean([record.loss for record in last]), parts, len(last))
 
 
-def _parts(record: Mapping[str, Any]) -> dict[str, float | None]:
-    return {name: record[name] for name in PART_NAMES if name in record}
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where one value is None, which stands for a number that was not finite: no mean can hide that."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if len(known) == len(values) else None
 
 
-def _final_parts(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    last = [_parts(record) for record in steps[-LAST_STEPS:]]
-    names = last[-1] if last else {}
-    values = {name: [parts.get(name) for parts in last] for name in names}
-    return {name: None if None in found else math.fsum(found) / len(found) for name, found in values.items()}  # type: ignore[arg-type]
+def _last(records: Sequence[ValidationRecord]) -> HeldOutLoss | None:
+    return HeldOutLoss(records[-1].loss, records[-1].parts, records[-1].step) if records else None
 
 
-def _format_parts(what: str, parts: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    shown = [
-        f"{PART_NAMES[name]} {NOT_MEASURED if value is None else f'{value:.4f}'}"
-        for name, value in parts.items()
-    ]
-    return [(f"  {what}", ", ".join(shown))] if shown else []
+def _speed(plan: Plan, steps: Sequence[StepRecord]) -> Speed:
+    steady = steady_seconds(steps)
+    if steady is None:
+        return Speed()
+    rates: Rates = Throughput(plan).rates(steady.seconds)
+    late = [record for record in steps if record.launch_step > WARMUP_STEPS] or steps
+    total = math.fsum(record.seconds for record in late)
+    waited = math.fsum(record.data_seconds for record in late) / total if total else None
+    return Speed(steady.seconds, steady.steps, steady.left_out, waited, **vars(rates))
 
 
-def _wait_share(steps: Sequence[Mapping[str, Any]]) -> float | None:
-    """Share of the time of steps spent waiting for batches, the first steps of each launch left out."""
-    steady = [record for record in steps if record["launch_step"] > WARMUP_STEPS] or steps
-    total = math.fsum(record["seconds"] for record in steady)
-    return math.fsum(record.get("data_seconds", 0.0) for record in steady) / total if total else None
+def write_result(path: Path, result: Result) -> None:
+    """Write result.json, whole or not at all."""
+    values = _ADAPTER.dump_python(result, mode="json", by_alias=True)
+    ordered = {"version": values.pop("version"), **values}
+    write_atomically(path, json.dumps(ordered, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
-def _compare(quantity: str, unit: str, published: Any, measured: Any, comparable: bool) -> dict[str, Any]:
-    both = comparable and published is not None and measured is not None and not isinstance(published, bool)
+def read_result(path: Path) -> Result:
+    """The result of a run of this version or of version 1. Raises Unreadable with the first wrong field."""
+    values = read_json(path)
+    try:
+        return _ADAPTER.validate_python(values if "version" in values else _from_version_1(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise Unreadable(f"{path}: {where}={first['input']!r}: {first['msg']}") from None
+
+
+def _from_version_1(row: Mapping[str, Any]) -> dict[str, Any]:
+    """From a flat row, whose launch says in its command whether it was tiny or emulated."""
+
+    def held_out(name: str) -> dict[str, Any] | None:
+        loss = row.get(f"{name}_loss")
+        step = row.get("validation_step") if name == "validation" else row.get("steps")
+        return None if loss is None else {"loss": loss, "parts": row.get(f"{name}_parts"), "step": step}
+
+    speed = ("seconds_per_step", "data_wait_share", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
+    kept = (
+        *(
+            "recipe",
+            "status",
+            "title",
+            "implementation",
+            "ds_config",
+            "layout",
+            "zero_stage",
+            "offload",
+            "hardware",
+        ),
+        *(
+            "activation_checkpointing",
+            "parameters",
+            "parameters_summed_over_tp_ranks",
+            "steps",
+            "skipped_steps",
+        ),
+        *("published_source", "banded_attention_kernel", "sample"),
+    )
+    steps = row.get("steps") or 0
     return {
-        "quantity": quantity,
-        "unit": unit,
-        "published": published,
-        "measured": NOT_MEASURED if measured is None else measured,
-        "ratio": measured / published if both else None,
+        **{key: row[key] for key in kept if key in row},
+        "reason": row.get("status_is"),
+        "precision": str(row.get("precision")).split(" ")[0],  # it may be "fp16 (emulated)"
+        "losses": {
+            "training": {
+                "loss": row.get("train_loss"),
+                "parts": row.get("train_parts"),
+                "steps": min(LAST_STEPS, steps),
+            },
+            "validation": held_out("validation"),
+            "test": held_out("test"),
+        },
+        "entropies": {kind: row.get(f"{kind}_entropy") for kind in ("uniform", "unigram")},
+        "speed": {key: row.get(key) for key in speed},
+        "memory": {
+            "peak_bytes": row.get("peak_memory_bytes"),
+            "kind": row.get("memory_kind"),
+            "cached_bytes": row.get("cached_bytes"),
+        },
+        "deviations": [{"kind": "said", "is": str(text)} for text in row.get("deviations") or ()],
     }
-
-
-def _format_comparison(row: Mapping[str, Any]) -> str:
-    if not row["comparison"]:
-        return ""
-    lines = [f"\n{'':<22} {'published':>14} {'measured':>14} {'ratio':>10}"]
-    for entry in row["comparison"]:
-        ratio = "" if entry["ratio"] is None else f"{entry['ratio']:.4g}"
-        published = "not published" if entry["published"] is None else number(entry["published"])
-        columns = f"{entry['quantity']:<22} {published:>14} {number(entry['measured']):>14} {ratio:>10}"
-        lines.append(f"{columns}  {entry['unit']}".rstrip())
-    if row["not_comparable"]:
-        lines.append(f"no ratios: {row['not_comparable']}")
-    if any(
-        entry["unit"] == TFLOPS_BY["exact"][0] and entry["published"] is not None
-        for entry in row["comparison"]
-    ):
-        lines.append(f"TFLOPS: {EXACT}")
-    return "\n".join([*lines, f"source: {row['published_source']}"])
-
-
-def _format_deviations(row: Mapping[str, Any]) -> str:
-    lines = [f"  - {line}" for line in row["deviations"]]
-    return "\n".join(["\ndeviations from the recipe", *lines]) if lines else ""
-
-
-def _validation(row: Mapping[str, Any]) -> str:
-    entropies = {kind: row[f"{kind}_entropy"] for kind in ("uniform", "unigram")}
-    references = [f"{kind} {entropy:.4f}" for kind, entropy in entropies.items() if entropy is not None]
-    if references and row["validation_parts"]:
-        references[0] = f"of masked tokens: {references[0]}"
-    return _loss(row["validation_loss"], ", ".join([f"after step {row['validation_step']}", *references]))
-
-
-def _loss(value: float | None, remark: str) -> str:
-    return NOT_MEASURED if value is None else f"{value:.4f} ({remark})"
-
-
-def _number(value: float | None, unit: str = "", remark: str | None = None) -> str:
-    if value is None:
-        return NOT_MEASURED
-    return f"{number(value)}{f' {unit}' if unit else ''}{f' ({remark})' if remark else ''}"

@@ -1,4 +1,4 @@
-"""The tokenizer of a run, kept in its directory, so that its checkpoints can be used where the corpus is not."""
+"""The tokenizer of a run, kept in its directory: checkpoints can then be used without the corpus."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ FOLDER = "tokenizer"
 
 
 def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Save the tokenizer in the run directory, in `transformers`' form; on a later launch check that it is still the same.
+    """Save the tokenizer in the run directory, in `transformers`' form; later check that it is the same.
 
     Raises:
-        ValueError: the run was begun with another vocabulary.
+        ValueError: the run started with another vocabulary.
     """
     if (run / FOLDER).is_dir():
         if vocabulary_digest(load(run)) != vocabulary_digest(tokenizer):
             raise ValueError(
-                f"{run / FOLDER} is not the vocabulary that the recipe's data yields now: the corpus or the version of tokenizers "
-                "has changed, and the weights know only the old tokens; restore them, or start again with --out"
+                f"{run / FOLDER} is not the vocabulary that the recipe's data yields now: the corpus or the "
+                "version of tokenizers has changed, and the weights know only the old tokens; restore them, "
+                "or start again with --out"
             )
         return
     temporary = run / f".{FOLDER}.{os.getpid()}.tmp"
@@ -43,7 +44,7 @@ def load(run: Path) -> PreTrainedTokenizerFast:
 
 
 def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """A warning where the vocabulary saved beside given weights numbers the tokens otherwise; None if it is the same, or absent."""
+    """A warning where given weights number the tokens otherwise; None where they do not, or do not say."""
     for name in ("tokenizer.json", "vocab.json"):
         try:
             saved = json.loads((weights / name).read_text(encoding="utf-8"))
@@ -54,8 +55,8 @@ def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | N
         other = sum(known.get(token) != number for token, number in vocabulary.items())
         if other:
             return (
-                f"{weights / name} is not the vocabulary of this run ({other:,} of {len(vocabulary):,} tokens differ): the given weights "
-                "know other tokens, so the loss starts high"
+                f"{weights / name} is not the vocabulary of this run ({other:,} of {len(vocabulary):,} "
+                "tokens differ): the given weights know other tokens, so the loss starts high"
             )
         return None
     return None

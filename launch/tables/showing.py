@@ -90,7 +90,7 @@ def describe(
         resolved = [f"  cannot be run as it is: {line}" for line in plan.problems]
     else:
         hardware = str(recipe.hardware or "any")
-        resolved = [describe_plan(plan, name=name, hardware=hardware, run_directory=None, here=False)]
+        resolved = [describe_plan(plan, name=name, hardware=hardware, run_directory=None)]
         resolved += _aligned(derived(plan, original, tiny=tiny), width=len("model states"))
         launch = [f"  {line}" for line in launch_lines(recipe, asked, tiny, settings)]
     reasons = {**recipe.inferred, **recipe.differs, **recipe.unknown}
@@ -123,23 +123,14 @@ def _original(recipe: Recipe, asked: str, *, changed: bool) -> Recipe | None:
 
 def derived(plan: Plan, original: Recipe | None, *, tiny: bool = False) -> Iterator[tuple[str, str]]:
     """Sizes, memory, and the published time in both kinds of TFLOPS where the recipe's work is the row's."""
-    recipe, published = plan.recipe, plan.recipe.published
+    published = plan.recipe.published
     yield from _padded_size(plan)
     named = zip(state_bytes(plan), ("on its GPU", "in CPU memory", "on NVMe"), strict=True)
     places = [(size, place) for size, place in named if size]
     held = ", ".join(f"{size / 1e9:.3g} GB {place}" for size, place in places)
     yield "fullest rank", f"model states while it steps: {held}"
     if published and published.time_per_iteration_s:
-        layout = {"tp": plan.layout.tp, "pp": plan.layout.pp, "dp": plan.layout.dp}
-        other = not_comparable(
-            original,
-            recipe,
-            tiny=tiny,
-            precision=plan.precision,
-            layout=layout,
-            ds_name=plan.ds_name,
-            ds=plan.ds,
-        )
+        other = not_comparable(original, plan, tiny=tiny)
         none = f"none: the published {published.time_per_iteration_s:g} s are of something else: {other}"
         yield "TFLOPS", none if other else _tflops(plan)
     elif published and published.tflops:

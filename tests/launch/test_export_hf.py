@@ -27,7 +27,7 @@ from data.vocabularies.vocabulary import vocabulary_digest
 from launch import export_hf
 from launch.checkpoints.weights import load_tensors
 from launch.runs import vocabulary
-from launch.runs.directory import read_metrics
+from launch.runs.metrics import read_metrics
 from launch.training import initial_weights
 from launch.training.export import ExportMismatch
 from modeling.families import FAMILIES, family_of
@@ -104,7 +104,7 @@ def trained(tmp_path_factory):
 
 def validation_losses(run_directory: Path) -> dict[int, float]:
     records = read_metrics(run_directory / "metrics.jsonl")
-    return {r["step"]: r["loss"] for r in records if r["kind"] == "validation"}
+    return {r.step: r.loss for r in records.validations}
 
 
 def transformers_loss(directory: Path, recipe: Recipe) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, WORKERS, run
 
-from launch.runs.directory import read_metrics
+from launch.runs.metrics import read_metrics
 
 BIN = Path(sys.executable).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -19,7 +19,7 @@ def deepspeed(processes: int) -> list[str]:
 
 
 def losses(directory):
-    return [r["loss"] for r in read_metrics(directory / "metrics.jsonl") if r["kind"] == "step"]
+    return [r.loss for r in read_metrics(directory / "metrics.jsonl").steps]
 
 
 def test_every_launcher_trains_the_same(tmp_path):
@@ -38,7 +38,7 @@ def test_every_launcher_trains_the_same(tmp_path):
         "deepspeed"
     ] == pytest.approx(found["python"], abs=1e-4)
     row = json.loads((tmp_path / "deepspeed" / "result.json").read_text())
-    assert row["layout"]["pp"] == 2 and row["processes"] == 2 and row["status"] == "ok"
+    assert row["layout"]["pp"] == 2 and row["layout"]["dp"] == 1 and row["status"] == "ok"
 
 
 def test_the_partitioned_activations_of_a_json_are_honoured(tmp_path):

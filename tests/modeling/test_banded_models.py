@@ -203,10 +203,11 @@ def plan_of(*settings: str, precision: str = "fp32") -> SimpleNamespace:
 
 
 def test_the_plan_names_the_kernel(monkeypatch):
-    (layers, kernel) = plan_text.describe_attention(plan_of(*BANDED))
+    plan = plan_of(*BANDED)
+    (layers, kernel) = plan_text.describe_attention(plan.recipe.model, build_model.band_kernel(plan))
     assert layers == ("attention", "layers dense, banded, repeated: 3 of 6 see 24 positions")
     assert kernel[1] == "blocks (flex_attention has no backward pass on a CPU)"
-    assert plan_text.describe_attention(plan_of()) == []
+    assert plan_text.describe_attention(plan_of().recipe.model, None) == []
     wide = build_model.band_kernel(plan_of("model.attention=[banded]", "model.attention_window=200"))
     assert wide == (
         "dense mask (the window covers most of the sequence, and flex_attention has no backward pass on a "

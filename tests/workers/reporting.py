@@ -14,10 +14,12 @@ Checks = Mapping[str, Callable[[], None]]
 
 
 def run_checks(prepare: Callable[[Path], Checks], directory: Path) -> None:
-    """Run every check on every rank, whatever became of those before, and write `rank-N.json`: name -> traceback or null.
+    """Run every check on every rank, whatever became of those before, and write `rank-N.json`.
 
-    A check makes all its collective calls before its first assertion, so that a rank that fails does not leave the others
-    waiting. `prepare` builds the checks once the process group stands.
+    Name -> traceback or null.
+
+    A check makes all its collective calls before its first assertion, so that a rank that fails does not
+    leave the others waiting. `prepare` builds the checks once the process group stands.
     """
     quiet.quiet_libraries()
     with ending.clean_exit():

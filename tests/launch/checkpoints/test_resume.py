@@ -11,7 +11,7 @@ import pytest
 from launching import ROOT, WORKERS, environment, run, run_ranks
 
 from launch.checkpoints.checkpoint import MARKER, complete_checkpoints, newest
-from launch.runs.directory import read_metrics
+from launch.runs.metrics import read_metrics
 
 TWO_RANKS = {
     "zero0": ("zero0", 1, 1, 2, "fp32", []),
@@ -115,7 +115,7 @@ TINY = [
 
 
 def losses(directory):
-    return {r["step"]: r["loss"] for r in read_metrics(directory / "metrics.jsonl") if r["kind"] == "step"}
+    return {r.step: r.loss for r in read_metrics(directory / "metrics.jsonl").steps}
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,11 @@ def test_a_run_shows_plan_progress_and_result(uninterrupted):
     ):
         assert (out / name).exists()
     row = json.loads((out / "result.json").read_text())
-    assert row["status"] == "ok" and row["steps"] == 20 and row["validation_loss"] < row["uniform_entropy"]
+    assert (
+        row["status"] == "ok"
+        and row["steps"] == 20
+        and row["losses"]["validation"]["loss"] < row["entropies"]["uniform"]
+    )
 
 
 def test_sigkill_and_resume(uninterrupted, tmp_path):

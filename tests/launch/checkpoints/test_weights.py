@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 
 from launch.checkpoints import weights
 from launch.checkpoints.checkpoint import MARKER
-from launch.runs import recorder
-from launch.runs.directory import RunDirectory
+from launch.generation.sample import sample
 from launch.training.export import choose_checkpoint
 from recipes import catalog
 
@@ -104,24 +103,17 @@ def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
         match="with run.save_last=false the run saves only when it is stopped; .*--set run.save_last=true",
     ):
         choose_checkpoint(tmp_path, recipe, None)
-    report = recorder.Report.__new__(recorder.Report)
-    report.job, report.directory = (
-        SimpleNamespace(plan=SimpleNamespace(recipe=catalog.load())),
-        RunDirectory(tmp_path),
-    )
-    assert report._checkpoints() == "", "a run that failed before its first one"
-    report.job = SimpleNamespace(plan=SimpleNamespace(recipe=recipe))
     not_sampled = (
         "not sampled: there is no checkpoint of the last step (run.save_last=false); "
         "--set run.save_last=true keeps one"
     )
-    assert recipe.run.prompt and report.sample() == not_sampled
-    assert report._checkpoints() == "; no checkpoint (--set run.save_last=true keeps one)"
+    assert recipe.run.prompt and sample(recipe, tmp_path / "checkpoints", None) == not_sampled
     earlier = tmp_path / "checkpoints" / "step-000007"
     earlier.mkdir()
     (earlier / MARKER).write_text(json.dumps({"step": 7, "data": {}, "files": {}}))
-    assert report.sample() == not_sampled, "a sample is by the final weights"
-    assert report._checkpoints() == ", checkpoints/" and choose_checkpoint(tmp_path, recipe, None).step == 7
+    final = sample(recipe, tmp_path / "checkpoints", None)
+    assert final == not_sampled, "a sample is by the final weights"
+    assert choose_checkpoint(tmp_path, recipe, None).step == 7
 
 
 @pytest.mark.long

@@ -31,7 +31,7 @@ def test_an_oom_of_rank_1_is_in_the_results_and_the_next_launch_forgets_it(tmp_p
     assert "OutOfMemoryError" in (directory / "error-rank-1.txt").read_text()
     row = json.loads((directory / "result.json").read_text())  # gloo tells rank 0 that it has lost rank 1
     assert row["status"] == "OOM" and row["steps"] == 2
-    assert row["deviations"][0].startswith("OOM: rank 1: torch.OutOfMemoryError: CUDA out of memory.")
+    assert row["reason"].startswith("rank 1: torch.OutOfMemoryError: CUDA out of memory.")
     assert ",OOM," in status_in_report(directory, tmp_path / "with")
     (directory / "result.json").unlink()  # NCCL does not: the launcher ends rank 0 inside the collective
     text = status_in_report(directory, tmp_path / "without")

@@ -1,41 +1,44 @@
-"""In what a run is not its recipe: fields changed by --set, what --tiny changes, and what a recipe says of itself."""
+"""In what a run is not its recipe.
 
-from types import SimpleNamespace
+Fields changed by --set, what --tiny changes, and what a recipe says of itself.
+"""
+
+from recorded import plan
 
 from ds_configs.plan import Machine
 from launch import pretrain
 from launch.planning.deviations import deviations
 from recipes import catalog
+from recipes.layout import Layout
 from recipes.schema import Recipe
 from recipes.tiny import tiny as shrink
 
 
 def recipe(**changes) -> Recipe:
     values = {
-        "title": "small", "model": {"layers": 24, "hidden": 128, "heads": 8, "vocab_size": 50257},
-        "sequence_length": 1024, "batch": {"micro": 2, "global": 8}, "steps": 1000, "optimizer": {"lr": 1.5e-4}, "ds_config": "zero1",
-        "dropout": {"hidden": 0.1}, "schedule": {"warmup_steps": 100},
-    }  # fmt: skip
+        "title": "small",
+        "model": {"layers": 24, "hidden": 128, "heads": 8, "vocab_size": 50257},
+        "sequence_length": 1024,
+        "batch": {"micro": 2, "global": 8},
+        "steps": 1000,
+        "optimizer": {"lr": 1.5e-4},
+        "ds_config": "zero1",
+        "dropout": {"hidden": 0.1},
+        "schedule": {"warmup_steps": 100},
+    }
     return Recipe(**{**values, **changes})
 
 
 def said(run: Recipe, original: Recipe, tiny: bool = True) -> list[str]:
     """The lines on the fields of the recipe."""
-    plan = SimpleNamespace(recipe=run, notices=(), precision=run.precision)
-    batch = {
-        "micro": run.batch.micro,
-        "accumulation": run.batch.accumulation or 1,
-        "global_batch": run.batch.global_,
-    }
-    row = {
-        "status_is": None,
-        "ds_config": "zero1",
-        "hardware": "CPU",
-        "layout": {"tp": 1, "pp": 1, "dp": 1, **batch},
-        "steps": run.steps,
-    }
-    found = deviations(plan, row, original=original, tiny=tiny, emulated_fp16=False)
-    return [line for line in found if not line.startswith("tiny: ")]
+    accumulation, micro = run.batch.accumulation or 1, run.batch.micro
+    micro = micro or run.batch.global_ // accumulation
+    layout = Layout(1, 1, 1, micro, accumulation, micro * accumulation)
+    used = plan(run, layout=layout, precision=run.precision)
+    found = deviations(
+        used, original=original, tiny=tiny, emulated_fp16=False, hardware="CPU", steps=run.steps
+    )
+    return [str(each) for each in found if each.kind != "tiny"]
 
 
 def changed(run: Recipe, **fields) -> Recipe:
@@ -92,9 +95,10 @@ def test_what_a_recipe_says_of_itself_is_said_of_a_tiny_run_too_where_tiny_keeps
         and len(full) == 6
     )
     assert said(shrink(original), original) == [
-        "model.attention: not as in the source; banded by blocks", "ds_config: not as in the source; ZeRO-1 for none",
+        "model.attention: not as in the source; banded by blocks",
+        "ds_config: not as in the source; ZeRO-1 for none",
         "activation_checkpointing: not published; the paper's stands in",
-    ]  # fmt: skip
+    ]
 
 
 def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):

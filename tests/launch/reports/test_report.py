@@ -14,10 +14,11 @@ import pytest
 from reported import EVIL, TABLE, Page, make_run, plots, read_of, step, write_tables
 
 from launch import report
-from launch.reports import figures, table_lines
-from launch.reports.svg import PALETTE
+from launch.reports import entries, figures
+from launch.reports.drawing import PALETTE
 from launch.reports.tables import Tables, source_cells
-from launch.runs import result as results
+from launch.runs.result import read_result
+from launch.runs.result_text import EXACT, result_text
 
 
 @pytest.fixture(scope="module")
@@ -160,41 +161,51 @@ def test_what_the_table_does_not_print_is_said(made):
 
 def test_the_page_needs_nothing_and_runs_nothing(made):
     assert made.code == 0
-    assert not {"script", "link", "iframe", "object", "img", "image"} & made.page.tags and not made.page.open
-    assert made.page.references and all(reference.startswith("#") for reference in made.page.references)
-    assert not re.search(r"url\((?!#)|@import", made.html)
-    addresses = set(re.findall(r"\w+://[^\"]+", made.html))
-    assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}, (
-        "more than the names of XML's vocabularies"
+    assert not {"script", "link", "iframe", "object", "image"} & made.page.tags and not made.page.open
+    assert made.page.references
+    assert all(
+        reference.startswith(("#", "data:image/svg+xml;base64,")) for reference in made.page.references
     )
+    assert not re.search(r"url\(|@import|\w+://", made.html)
+    for plot in plots(made.html):
+        text = ElementTree.tostring(plot, "unicode")
+        assert not re.search(r"url\((?!#)|@import|<script", text)
+        assert not [
+            value
+            for each in plot.iter()
+            for key, value in each.items()
+            if key.endswith("href") and value[0] != "#"
+        ]
     assert EVIL.split("&")[0] in "".join(made.page.text)
     assert "<script" not in made.md and "\\|" in made.md
 
 
-def test_ids_of_the_plots_do_not_meet(made):
+def test_links_of_the_page_lead_somewhere(made):
     ids = re.findall(r'\bid="([^"]+)"', made.html)
-    assert len(ids) == len(set(ids)) and "svg" in made.page.tags
-    assert {r[1:] for r in made.page.references if r} <= set(ids)
+    assert len(ids) == len(set(ids)) and "img" in made.page.tags
+    assert {r[1:] for r in made.page.references if r.startswith("#")} <= set(ids)
+
+
+def drawn_text(html: str) -> list[set[str]]:
+    """The words of each plot."""
+    return [{label.text for label in plot.iter("{http://www.w3.org/2000/svg}text")} for plot in plots(html)]
 
 
 def test_plots_say_their_units_and_leave_incomparable_runs_out(made):
-    text = "".join(made.page.text)
-    assert "loss (nats per token)" in text and "TFLOPS per GPU, formula, logarithmic axis" in text
+    text, words = "".join(made.page.text), set().union(*drawn_text(made.html))
+    assert "loss (nats per token)" in words and "TFLOPS per GPU, formula, logarithmic axis" in text
     assert (
-        "2 runs left out" in text
-        and "published as out of memory" in text
-        and "samples per second, all GPUs" in text
+        "2 runs left out" in text and {"published as out of memory", "samples per second, all GPUs"} <= words
     )
 
 
 def test_only_comparable_runs_are_points_of_the_throughput(made):
-    plot = next(
-        plot for plot in plots(made.html) if "t-widgets-tflops-" in ElementTree.tostring(plot, "unicode")
-    )
+    plot = next(plot for plot in plots(made.html) if "TFLOPS per GPU, formula" in "".join(plot.itertext()))
     points = [
         mark for mark in plot.iter("{http://www.w3.org/2000/svg}use") if PALETTE[1] in mark.get("style", "")
     ]
-    # Two of "fast", the unfinished and the diverged one of "slow", and the one in the legend: neither the tiny nor the wider one.
+    # Two of "fast", the unfinished and the diverged one of "slow", and the one in the legend: neither the
+    # tiny nor the wider one.
     assert len(points) == 5
 
 
@@ -217,7 +228,7 @@ def test_a_published_table_with_nothing_run_is_a_page(tables, tmp_path, capsys):
     assert (
         "not run" in page
         and "83.2" in page
-        and "<svg" in page
+        and "<img" in page
         and "Nothing of this table has been measured" in page
     )
     assert "report.html" in capsys.readouterr().out
@@ -227,47 +238,57 @@ def test_a_real_result_of_a_tiny_run(tables, tmp_path):
     """result.json of an earlier version, without the keys that came later."""
     run = make_run(tmp_path / "r", tables, "widgets/fast", tiny=True)
     result = {
-        "recipe": "widgets/fast-tiny", "title": "the fast one (tiny)", "status": "ok", "ds_config": "zero1",
-        "layout": {"tp": 1, "pp": 1, "dp": 1, "micro": 8, "accumulation": 1, "global_batch": 8}, "processes": 1, "precision": "bf16",
-        "parameters": 236736, "parameters_summed_over_tp_ranks": 236928, "steps": 40, "train_loss": 5.816829013824463,
-        "validation_loss": 5.7662529945373535, "uniform_entropy": 6.2324480165505225, "unigram_entropy": 5.265203263376618,
-        "seconds_per_step": 0.01856876400006513, "samples_per_s": 430.831045080434, "tflops": 0.03916539582265407,
-        "peak_memory_bytes": 670081024, "memory_kind": "resident set", "hardware": "CPU: AMD EPYC, 2 cores",
-        "deviations": ["tiny: the recipe was shrunk (--tiny), so its numbers are not those of the model it names"], "comparison": [],
-    }  # fmt: skip
+        "recipe": "widgets/fast-tiny",
+        "title": "the fast one (tiny)",
+        "status": "ok",
+        "ds_config": "zero1",
+        "layout": {"tp": 1, "pp": 1, "dp": 1, "micro": 8, "accumulation": 1, "global_batch": 8},
+        "processes": 1,
+        "precision": "bf16",
+        "parameters": 236736,
+        "parameters_summed_over_tp_ranks": 236928,
+        "steps": 40,
+        "train_loss": 5.816829013824463,
+        "validation_loss": 5.7662529945373535,
+        "uniform_entropy": 6.2324480165505225,
+        "unigram_entropy": 5.265203263376618,
+        "seconds_per_step": 0.01856876400006513,
+        "samples_per_s": 430.831045080434,
+        "tflops": 0.03916539582265407,
+        "peak_memory_bytes": 670081024,
+        "memory_kind": "resident set",
+        "hardware": "CPU: AMD EPYC, 2 cores",
+        "deviations": ["tiny: the recipe was shrunk"],
+        "comparison": [],
+    }
     (run / "result.json").write_text(json.dumps(result))
     assert report.main([str(run), "--out", str(tmp_path / "out")], tables) == 0
     page = (tmp_path / "out" / "report.html").read_text()
     assert "0.01857" in page and "236,928 summed over TP ranks" in page and "not compared: tiny" in page
 
 
-def test_tflops_stand_beside_the_count_that_the_source_made(tables, tmp_path):
+def test_tflops_stand_next_to_the_count_that_the_source_made(tables, tmp_path):
     folder = tmp_path / "recipes"
     folder.mkdir()
     exact = re.sub(r"tflops: ([0-9.]+)", r"tflops: \1, tflops_by: exact", TABLE)
     (folder / "widgets.yaml").write_text(exact)
     run = make_run(tmp_path / "r", folder, "widgets/fast")
-    result = json.loads((run / "result.json").read_text())
-    entry = next(entry for entry in result["comparison"] if entry["quantity"] == "tflops")
-    assert (
-        entry["measured"] == result["exact_tflops"] != result["tflops"]
-        and entry["unit"] == "TFLOPS per GPU, exact count"
-    )
-    line = table_lines.lines_of(Tables(folder).get("widgets"), [read_of(run, folder)])[0]
-    assert (
-        line.ratios["tflops"] == result["exact_tflops"] / 4000
-        and figures._measured(line, "tflops") == result["exact_tflops"]
-    )
-    assert f"TFLOPS: {results.EXACT}" in results.format_row(result)
+    result = read_result(run / "result.json")
+    entry = next(entry for entry in result.comparison if entry.quantity == "tflops")
+    assert entry.measured == result.speed.exact_tflops != result.speed.tflops
+    assert entry.unit == "TFLOPS per GPU, exact count"
+    line = entries.entries_of(Tables(folder).get("widgets"), [read_of(run, folder)])[0]
+    assert line.ratios["tflops"] == result.speed.exact_tflops / 4000
+    (drawn,) = [figure for figure in figures.throughput([line]) if "TFLOPS" in figure.label]
+    assert "exact count" in drawn.label
+    assert f"TFLOPS: {EXACT}" in result_text(result)
     assert report.main([str(run), "--out", str(tmp_path / "out")], folder) == 0
     text, page = (tmp_path / "out" / "report.md").read_text(), (tmp_path / "out" / "report.html").read_text()
     assert (
-        "| TFLOPS per GPU, formula | TFLOPS per GPU, exact count (as published) |" in text
-        and results.EXACT in text
+        "| TFLOPS per GPU, formula | TFLOPS per GPU, exact count (as published) |" in text and EXACT in text
     )
-    drawn = next(plot for plot in plots(page) if "t-widgets-tflops-" in ElementTree.tostring(plot, "unicode"))
-    labels = [label.text for label in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert "TFLOPS per GPU, exact count" in labels and "TFLOPS per GPU, formula" not in labels
+    words = set().union(*drawn_text(page))
+    assert "TFLOPS per GPU, exact count" in words and "TFLOPS per GPU, formula" not in words
 
 
 def test_what_an_erratum_says_is_marked(tmp_path):
@@ -289,7 +310,8 @@ def test_what_an_erratum_says_is_marked(tmp_path):
         for path in plot.iter("{http://www.w3.org/2000/svg}path")
         if "url(#" in (path.get("style", "") + path.get("fill", ""))
     ]
-    # The bar of 25.66, doubled, and the one in the legend; the others' errata are of the size, not of the TFLOPS.
+    # The bar of 25.66, doubled, and the one in the legend; the others' errata are of the size, not of the
+    # TFLOPS.
     assert len(hatched) == 2 and "published, wrong by its erratum (†)" in "".join(plot.itertext())
 
 
@@ -308,8 +330,8 @@ def test_rows_that_are_no_recipe_and_runs_that_are_in_no_table(tables, tmp_path,
     (folder / "widgets.yaml").write_text(broken.replace("oom: true", "validation_loss: 4.5"))
     make_run(tmp_path / "gone", tables, "widgets/fast")
     make_run(tmp_path / "own", tables, "quiet/only", records=[])
-    make_run(tmp_path / "beside", tables, "widgets/oom")
-    asked = [str(tmp_path / name) for name in ("gone", "own", "beside")]
+    make_run(tmp_path / "another", tables, "widgets/oom")
+    asked = [str(tmp_path / name) for name in ("gone", "own", "another")]
     assert report.main([*asked, "--out", str(tmp_path / "out")], folder) == 1
     assert "optimiser: unknown key" in capsys.readouterr().err
     with open(tmp_path / "out" / "report.csv", newline="") as file:

@@ -8,7 +8,7 @@ import pytest
 from reported import make_run, write_tables
 
 from launch import report
-from launch.reports import run_search, writing
+from launch.reports import search, writing
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,8 @@ def test_finding_runs(tmp_path, monkeypatch):
     (tmp_path / "c" / "checkpoints").mkdir()
     (tmp_path / "c" / "checkpoints" / "recipe.yaml").write_text("")
     (tmp_path / "b" / "up").symlink_to(tmp_path)
-    found = run_search.find([str(tmp_path), str(tmp_path / "a" / "x"), str(tmp_path / "*")])
+    found = search.find([str(tmp_path), str(tmp_path / "a" / "x"), str(tmp_path / "*")])
     assert [str(path.relative_to(tmp_path)) for path in found] == ["a/x", "b/x", "c"]
-    assert run_search.labels(found) == ["a/x", "b/x", "c"]
+    assert search.labels(found) == ["a/x", "b/x", "c"]
     monkeypatch.chdir(tmp_path)
-    assert run_search.find(["[ab]/x"]) == [Path("a/x"), Path("b/x")]
+    assert search.find(["[ab]/x"]) == [Path("a/x"), Path("b/x")]

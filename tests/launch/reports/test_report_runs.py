@@ -1,22 +1,23 @@
-"""Run directories as a report reads them, whole or broken, and runs beside each other and beside their rows."""
+"""Run directories as a report reads them, and runs next to each other and next to their rows."""
 
 from __future__ import annotations
 
 import csv
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reported import make_run, read_of, step, validations, write_tables
+from reported import lines, make_run, read_of, step, validations, write_tables
 
 from launch import report
 from launch.machine import ending, out_of_memory
-from launch.reports import comparing
+from launch.reports import comparison
 from launch.reports import runs as reading
-from launch.reports.table_lines import compared as compared_with_row
+from launch.reports.entries import entry_of
 from launch.reports.tables import Tables
+from launch.runs.metrics import MOST_NAMED
+from recipes.layout import Layout
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +29,15 @@ def tables(tmp_path_factory) -> Path:
     "broken, text, named",
     [
         ("metrics.jsonl", '{"kind": "step"\n{}\n', "metrics.jsonl:1"),
-        ("metrics.jsonl", '{"kind": "step", "step": 1, "loss": 1.0}\n', "step 1 has no seconds"),
+        ("metrics.jsonl", '{"kind": "step", "step": 1, "loss": 1.0}\n', "step 1 has no skipped, seconds"),
         ("result.json", "{", "result.json: not JSON"),
         ("result.json", "[1]", "result.json: holds list"),
         (
             "result.json",
             '{"recipe": "widgets/fast", "status": "ok", "tflops": "many", "steps": 40}',
-            "tflops='many' is no number",
+            "speed.tflops='many'",
         ),
-        ("recipe.yaml", "title: 3", "recipe.yaml: not the recipe"),
+        ("plan.json", '{"recipe": {"title": 3}}', "plan.json"),
         ("environment.json", "\0", "environment.json: not JSON"),
     ],
 )
@@ -58,57 +59,51 @@ def test_a_broken_file_is_named_and_the_rest_reported(
     assert "Could not be read" in (tmp_path / "out" / "report.html").read_text()
 
 
-def compared(tables, tmp_path, *second, **changes) -> comparing.Comparison:
+def compared(tables, tmp_path, *second, **changes) -> comparison.Comparison:
     """A run and one that differs from it in `changes`."""
     a = make_run(tmp_path / "a", tables, "widgets/fast")
     b = make_run(tmp_path / "b", tables, "widgets/fast", **changes)
     read = Tables(tables).recipe
-    return comparing.compare([reading.read_run(a, "a", read), reading.read_run(b, "b", read)])
+    return comparison.compare([reading.read_run(a, "a", read), reading.read_run(b, "b", read)])
 
 
 def outcome(tables, folder, row="widgets/fast", **changes) -> str:
-    """What the line of a run says beside the published numbers."""
+    """What the line of a run says next to the published numbers."""
     read = reading.read_run(make_run(folder, tables, row, **changes), "r", Tables(tables).recipe)
-    return compared_with_row(Tables(tables).get("widgets").row(row.partition("/")[2]), read).outcome
+    return entry_of(Tables(tables).get("widgets").row(row.partition("/")[2]), read).outcome
 
 
 def test_a_run_in_another_layout_is_not_compared(tables, tmp_path):
-    shares = {"micro": 2, "accumulation": 4, "global_batch": 8}
-    for key in ("tp", "pp", "dp"):
-        said = outcome(
-            tables, tmp_path / key, facts={"layout": {**shares, "tp": 1, "pp": 1, "dp": 1, key: 2}}
-        )
-        assert said == f"not compared: other parallel.{key}"
-    said = outcome(tables, tmp_path / "zero3", facts={"zero_stage": 3, "ds_name": "zero3"})
+    layouts = {"tp": Layout(2, 1, 1, 2, 4, 8), "pp": Layout(1, 2, 1, 2, 4, 8), "dp": Layout(1, 1, 2, 2, 2, 8)}
+    for key, layout in layouts.items():
+        assert outcome(tables, tmp_path / key, layout=layout) == f"not compared: other parallel.{key}"
+    said = outcome(tables, tmp_path / "zero3", zero_stage=3, ds_name="zero3")
     assert said == "not compared: other ds_config (ZeRO-3, offload none; the row's is ZeRO-1, offload none)"
-    run = make_run(
-        tmp_path / "changed", tables, "widgets/fast"
-    )  # with a file of one's own that is called zero1.json
-    (run / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    read = reading.read_run(run, "r", Tables(tables).recipe)
-    assert "ZeRO-2" in compared_with_row(Tables(tables).get("widgets").row("fast"), read).outcome
+    # With a file of one's own that is called zero1.json.
+    own = outcome(tables, tmp_path / "changed", ds={"zero_optimization": {"stage": 2}})
+    assert "ZeRO-2" in own
     assert "time 0.250x" in outcome(tables, tmp_path / "as_written")
 
 
 def test_a_broken_line_costs_no_other(tables, tmp_path):
     """The rest of the curve, and the result, stand; which line was left out is said."""
     run = make_run(tmp_path / "r", tables, "widgets/fast", records=[step(n) for n in range(1, 41)])
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:30]]) + "\n")
+    whole = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([*whole[:-1], whole[-1][:30]]) + "\n")
     broken = read_of(run, tables)
-    assert len(broken.records) == 39 and broken.status == "measured" and broken.row["steps"] == 40
+    assert len(broken.training) == 39 and broken.status == "measured" and broken.result.steps == 40
     (problem,) = broken.problems
     assert "metrics.jsonl:40" in problem and "left out" in problem
-    (run / "metrics.jsonl").write_text("\n".join(["{", *lines, json.dumps(step(41))]) + "\n")
+    (run / "metrics.jsonl").write_text("\n".join(["{", *whole]) + "\n" + lines([step(41)]))
     assert read_of(run, tables).status == "unfinished", "resumed, whatever is broken before"
     (run / "metrics.jsonl").write_text("broken\n" * 40)
-    assert len(read_of(run, tables).problems) == reading.MOST_NAMED + 1
+    assert len(read_of(run, tables).problems) == MOST_NAMED + 1
 
 
 def test_a_run_that_cannot_be_read_is_no_baseline(tables, tmp_path):
     paths = {name: make_run(tmp_path / name, tables, "widgets/fast") for name in "abc"}
-    (paths["a"] / "recipe.yaml").write_text("title: 3")
-    found = comparing.compare([read_of(path, tables, name) for name, path in paths.items()])
+    (paths["a"] / "plan.json").write_text("{}")
+    found = comparison.compare([read_of(path, tables, name) for name, path in paths.items()])
     assert [run.label for run in found.runs] == ["b", "a", "c"]
     assert found.remarks[0] == "a cannot be read: the runs are compared with b"
     assert any("b and c" in line for line in found.findings)
@@ -123,8 +118,9 @@ def test_what_a_recipe_says_of_itself_is_no_difference_in_how_runs_were_made(tab
 def test_memory_of_an_unknown_kind_is_no_other_kind(tables, tmp_path):
     a, b = (read_of(make_run(tmp_path / name, tables, "widgets/fast"), tables, name) for name in "ab")
     for kind, said in ((None, False), ("resident set", False), ("GPU memory allocated", True)):
-        other = replace(b, row={**b.row, "memory_kind": kind})
-        assert any("kinds of memory" in line for line in comparing.cautions(a, other)) is said
+        memory = replace(b.result.memory, kind=kind)
+        other = replace(b, result=replace(b.result, memory=memory))
+        assert any("kinds of memory" in line for line in comparison.cautions(a, other)) is said
 
 
 # --- out of memory
@@ -138,14 +134,19 @@ Traceback (most recent call last):
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
-@pytest.mark.parametrize("said", [
-    OOM,
-    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8.",
-    "torch.AcceleratorError: CUDA error: out of memory",
-    "torch.distributed.DistBackendError: NCCL error\nncclUnhandledCudaError: failed.\nLast error:\nCuda failure 2 'out of memory'",
-    "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8 GiB",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "said",
+    [
+        OOM,
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate "
+        "memory: you tried to allocate 8.",
+        "torch.AcceleratorError: CUDA error: out of memory",
+        "torch.distributed.DistBackendError: NCCL error\nncclUnhandledCudaError: failed.\nLast error:\nCuda "
+        "failure 2 'out of memory'",
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8 GiB",
+    ],
+)
 def test_tracebacks_that_say_oom(said):
     assert out_of_memory.line(TRACEBACK.format(said))
     assert out_of_memory.line(TRACEBACK.format("ValueError: no")) is None, "a line of source code counts"
@@ -180,15 +181,12 @@ def test_an_oom_of_any_rank_is_an_oom_without_a_result(tables, tmp_path):
     (run / "error-rank-3.txt").write_text(TRACEBACK.format(OOM))
     read = reading.read_run(run, "r", Tables(tables).recipe)
     assert read.status == "OOM" and not read.problems
-    assert read.deviations[0] == f"OOM: rank 3: {OOM} (and 1 more)" and not any(
-        line.startswith("unfinished") for line in read.deviations
-    )
-    assert compared_with_row(Tables(tables).get("widgets").row("oom"), read).outcome == "OOM, as published"
-    assert (
-        compared_with_row(Tables(tables).get("widgets").row("fast"), read).outcome
-        == "OOM, published as running"
-    )
-    (run / "recipe.yaml").unlink()
+    first, *others = read.result.deviations
+    assert str(first) == f"OOM: rank 3: {OOM} (and 1 more)"
+    assert "unfinished" not in {each.kind for each in others}
+    assert entry_of(Tables(tables).get("widgets").row("oom"), read).outcome == "OOM, as published"
+    assert entry_of(Tables(tables).get("widgets").row("fast"), read).outcome == "OOM, published as running"
+    (run / "plan.json").write_text("")
     assert read_status(run, tables) == "OOM", "whatever else cannot be read"
 
 
@@ -198,7 +196,7 @@ def test_an_oom_counts_against_an_older_result_and_not_against_a_whole_run(table
         (run / "error-rank-1.txt").write_text(TRACEBACK.format(OOM))
         assert read_status(run, tables) == becomes
     with open(tmp_path / "ok" / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(step(41)) + "\n")
+        file.write(lines([step(41)]))
     assert read_status(tmp_path / "ok", tables) == "OOM"
 
 
@@ -209,7 +207,7 @@ def read_status(run: Path, tables: Path) -> str:
 def test_a_run_that_was_killed_in_its_last_checkpoint_is_measured(tables, tmp_path):
     run = make_run(tmp_path / "r", tables, "widgets/fast", status="saving")
     read = reading.read_run(run, "r", Tables(tables).recipe)
-    line = compared_with_row(Tables(tables).get("widgets").row("fast"), read)
+    line = entry_of(Tables(tables).get("widgets").row("fast"), read)
     assert line.status == "saving" and "time 0.250x" in line.outcome
     records = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text(
@@ -223,8 +221,14 @@ def test_where_two_runs_part(tables, tmp_path):
         step(n, 6.0 - math.log(n) / 2 + (0.25 if n >= 17 else 1e-7) + (0.5 if n == 30 else 0), 1.0)
         for n in range(1, 41)
     ]
-    found = compared(tables, tmp_path, records=records + validations(40), facts={"zero_stage": 3, "ds_name": "zero3"},
-                     environment={"versions": {"python": "3.11", "torch": "2.14.0"}})  # fmt: skip
+    found = compared(
+        tables,
+        tmp_path,
+        records=records + validations(40),
+        zero_stage=3,
+        ds_name="zero3",
+        environment={"versions": {"python": "3.11", "torch": "2.14.0"}},
+    )
     assert (
         "40 common steps: first differ by more than rounding (2.0e-06 of the loss) at step 17, by 2.50e-01"
         in found.findings[0]
@@ -235,8 +239,10 @@ def test_where_two_runs_part(tables, tmp_path):
     )
     configuration = {row.name: row.values for row in found.configuration}
     assert configuration == {
-        "ds_config": ("zero1", "zero3"), "versions.torch": ("2.13.0", "2.14.0"), "deepspeed.zero_optimization.stage": ("1", "3"),
-    }  # fmt: skip
+        "ds_config": ("zero1", "zero3"),
+        "versions.torch": ("2.13.0", "2.14.0"),
+        "deepspeed.zero_optimization.stage": ("1", "3"),
+    }
     outcomes = {row.name: row for row in found.results}
     assert outcomes["time per step (s)"].values == ("0.5", "1") and outcomes["time per step (s)"].changes == (
         "2.000x",
@@ -249,8 +255,8 @@ def test_where_two_runs_part(tables, tmp_path):
 def test_losses_on_other_text_are_not_compared(tables, tmp_path):
     found = compared(tables, tmp_path, overrides={"data": {"source": "text", "name": "x.txt"}, "seed": 7})
     assert (
-        "not comparable, other data, vocabulary or objective (data.source: packaged / text, data.name: none / x.txt)"
-        in found.remarks[0]
+        "not comparable, other data, vocabulary or objective (data.source: packaged / text, data.name: "
+        "none / x.txt)" in found.remarks[0]
     )
     assert "different seeds (1234 / 7)" in found.remarks[1] and not found.findings
     assert {row.name: row.changes for row in found.results}["validation loss (nats per token)"] == (
@@ -258,16 +264,16 @@ def test_losses_on_other_text_are_not_compared(tables, tmp_path):
     )
 
 
-def test_losses_beside_other_entropies_are_not_compared(tables, tmp_path):
+def test_losses_with_other_entropies_are_not_compared(tables, tmp_path):
     """The same recipe over a file that has changed in between."""
     a, b = (make_run(tmp_path / name, tables, "widgets/fast") for name in "ab")
     (b / "result.json").write_text(
-        (b / "result.json").read_text().replace('"unigram_entropy": 5.2', '"unigram_entropy": 5.3')
+        (b / "result.json").read_text().replace('"unigram": 5.2', '"unigram": 5.3')
     )
     read = [reading.read_run(path, path.name, Tables(tables).recipe) for path in (a, b)]
     assert (
         "unigram entropy of their validation text differs (5.2000 / 5.3000)"
-        in comparing.compare(read).remarks[0]
+        in comparison.compare(read).remarks[0]
     )
 
 
@@ -275,6 +281,6 @@ def test_a_resumed_run_is_not_its_former_result(tables, tmp_path):
     run = make_run(tmp_path / "r", tables, "widgets/fast", status="interrupted", records=[step(1), step(2)])
     assert reading.read_run(run, "r", Tables(tables).recipe).status == "interrupted"
     with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(step(3)) + "\n" + '{"kind": "st')  # and the line that it is writing
+        file.write(lines([step(3)]) + '{"kind": "st')  # and the line that it is writing
     going = reading.read_run(run, "r", Tables(tables).recipe)
-    assert (going.status, going.row["steps"], going.problems) == ("unfinished", 3, ())
+    assert (going.status, going.result.steps, going.problems) == ("unfinished", 3, ())

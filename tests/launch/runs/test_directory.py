@@ -8,63 +8,50 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import recorded
 
 from data import durable_files
+from data.durable_files import write_atomically
+from ds_configs.findings import Notice
+from ds_configs.plan import Plan
 from launch import pretrain
-from launch.runs.directory import (
-    RunDirectory,
-    RunDirectoryError,
-    default_path,
-    read_metrics,
-    write_atomically,
-)
+from launch.runs.admission import RunDirectoryError, admit
+from launch.runs.directory import RunDirectory, default_path
+from launch.runs.metrics import read_metrics
 from launch.training.job import Job
 from recipes import catalog
+from recipes.layout import Layout
 from recipes.schema import Recipe
 
 
+def plan(dp: int = 1, **changes) -> Plan:
+    layout = Layout(tp=1, pp=1, dp=dp, micro=2, accumulation=2 // dp, global_batch=4)
+    ds = {"zero_optimization": {"stage": 1}, "optimizer": {"params": {"betas": (0.9, 0.95)}}}
+    return recorded.plan(**{"recipe_": recipe(), "layout": layout, "ds": ds, **changes})
+
+
 def recipe(**changes) -> Recipe:
-    values = {
-        "title": "small",
-        "model": {"layers": 2, "hidden": 32, "heads": 4, "vocab_size": 300},
-        "sequence_length": 16,
-        "batch": {"micro": 2, "global": 4},
-        "steps": 20,
-        "optimizer": {"lr": 1e-3},
-    }
-    return Recipe(**{**values, **changes})
+    return recorded.recipe(**{"batch": {"micro": 2, "global": 4}, **changes})
 
 
-def plan(dp: int = 1, ds: dict | None = None, **changes):
-    layout = SimpleNamespace(tp=1, pp=1, dp=dp, micro=2, accumulation=2 // dp, global_batch=4)
-    facts = {
-        "recipe": recipe(),
-        "layout": layout,
-        "ds": ds or {"zero_optimization": {"stage": 1}, "optimizer": {"params": {"betas": (0.9, 0.95)}}},
-        "zero_stage": 1,
-        "offload": "none",
-        "precision": "fp32",
-        "padded_vocab": 384,
-        "notices": (),
-        "ds_name": "zero1",
-    }
-    return SimpleNamespace(**{**facts, **changes})
-
-
-def create(path, plan_, resume: bool = False) -> RunDirectory:
-    run = RunDirectory.create(
-        path, plan_, name="default/small", command=["pretrain.py", "--steps", "3"], resume=resume
+def create(path, plan_: Plan, resume: bool = False) -> RunDirectory:
+    run = admit(
+        path,
+        plan_,
+        name="default/small",
+        command=["pretrain.py", "--steps", "3"],
+        resume=resume,
+        tiny=False,
+        emulated_fp16=False,
     )
     run.close()
     return run
 
 
 def add_steps(run: RunDirectory, steps: int = 3) -> None:
-    lines = [json.dumps({"kind": "step", "step": step, "loss": 1.0}) for step in range(1, steps + 1)]
-    run.metrics_jsonl.write_text("\n".join(lines) + "\n")
+    recorded.run_steps(run.path, plan(), steps)
 
 
 def refusal(path, plan_, resume: bool = False) -> str:
@@ -80,13 +67,18 @@ def snapshot(path) -> dict[str, bytes]:
 
 
 def test_the_directory_explains_the_run(tmp_path):
-    run = create(tmp_path / "deep" / "run", plan(notices=("bf16 -> fp32: no bf16 here",)))
+    run = create(
+        tmp_path / "deep" / "run", plan(notices=(Notice("precision", "bf16 -> fp32: no bf16 here"),))
+    )
     assert catalog.load_resolved(run.recipe_yaml) == recipe()
     assert json.loads(run.ds_config_json.read_text())["zero_optimization"] == {"stage": 1}
     (launch,) = run.launches()
-    assert launch["command"] == ["pretrain.py", "--steps", "3"]
-    assert launch["plan"]["layout"]["dp"] == 1 and launch["plan"]["notices"] == ["bf16 -> fp32: no bf16 here"]
-    assert launch["versions"]["torch"] and launch["cores"] >= 1 and launch["host"]
+    assert launch.command == ("pretrain.py", "--steps", "3") and not launch.tiny
+    notice = {"key": "precision", "text": "bf16 -> fp32: no bf16 here"}
+    assert launch.plan["layout"]["dp"] == 1 and launch.plan["notices"] == [notice]
+    (entry,) = json.loads(run.environment_json.read_text())["launches"]
+    assert entry["versions"]["torch"] and entry["cores"] >= 1 and entry["host"] and entry["tiny"] is False
+    assert run.plan().layout == plan().layout and run.plan().recipe == recipe()
     assert run.checkpoints.is_dir() and not run.resumed
 
 
@@ -109,7 +101,7 @@ def test_an_empty_directory_and_a_run_that_never_made_a_step_are_taken(tmp_path)
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_of_another_recipe_is_refused(tmp_path, resume):
     add_steps(create(tmp_path, plan()))
-    message = refusal(tmp_path, plan(recipe=recipe(seed=7)), resume)
+    message = refusal(tmp_path, plan(recipe_=recipe(seed=7)), resume)
     assert "another recipe" in message and "--out" in message
     assert "seed: 1234 -> 7" in message
 
@@ -123,11 +115,11 @@ def test_steps_are_not_overwritten_without_resume(tmp_path):
 def test_a_launch_forgets_the_errors_of_the_last_and_a_refused_one_does_not(tmp_path):
     add_steps(create(tmp_path, plan()))
     (tmp_path / "error-rank-3.txt").write_text("torch.OutOfMemoryError: CUDA out of memory.")
-    job = Job(plan(), "default/small", tmp_path)
+    job, facts = Job(plan(), "default/small", tmp_path), pretrain.Facts(recipe(), False, False)
     with pytest.raises(SystemExit):
-        pretrain.open_run_directory(job)
+        pretrain.open_run_directory(job, facts)
     assert (tmp_path / "error-rank-3.txt").exists()
-    pretrain.open_run_directory(dataclasses.replace(job, resume=True)).close()
+    pretrain.open_run_directory(dataclasses.replace(job, resume=True), facts).close()
     assert not (tmp_path / "error-rank-3.txt").exists()
 
 
@@ -148,7 +140,7 @@ def test_resume_adds_a_launch(tmp_path):
 def test_resume_may_change_what_is_only_printed(tmp_path):
     add_steps(create(tmp_path, plan(ds={"zero_optimization": {"stage": 1}, "steps_per_print": 10})))
     changed = {"zero_optimization": {"stage": 1}, "steps_per_print": 500, "flops_profiler": {"enabled": True}}
-    run = create(tmp_path, plan(ds=changed, recipe=recipe(run={"save_every": 5})), resume=True)
+    run = create(tmp_path, plan(ds=changed, recipe_=recipe(run={"save_every": 5})), resume=True)
     assert "resumed with steps_per_print: 10 -> 500" in run.notices
     assert json.loads(run.ds_config_json.read_text()) == changed
     assert catalog.load_resolved(run.recipe_yaml).run.save_every == 5
@@ -183,39 +175,29 @@ def test_paths_that_cannot_be_a_directory_are_refused(tmp_path):
             create(path, plan())
 
 
-def test_a_broken_recipe_is_named(tmp_path):
+def test_a_broken_plan_is_named(tmp_path):
     run = create(tmp_path, plan())
-    run.recipe_yaml.write_text("model: [")
-    assert "recipe.yaml" in refusal(tmp_path, plan())
+    add_steps(run)
+    run.plan_json.write_text('{"recipe": [')
+    message = refusal(tmp_path, plan(), resume=True)
+    assert "plan.json" in message and "--out" in message
 
 
-def test_a_run_that_starts_over_forgets_its_first_validation(tmp_path):
+def test_a_run_of_the_version_before_plan_json_is_resumed(tmp_path):
+    """Its facts are in environment.json, with notices that are sentences."""
     run = create(tmp_path, plan())
-    run.metrics_jsonl.write_text('{"kind": "validation", "step": 0, "loss": 6.0}\n')
-    run.truncate_metrics(1)
-    assert len(read_metrics(run.metrics_jsonl)) == 1
-    run.truncate_metrics(0)
-    assert read_metrics(run.metrics_jsonl) == []
-
-
-def test_metrics_are_cut_at_the_resumed_step(tmp_path):
-    run = create(tmp_path, plan())
-    add_steps(run, 5)
-    with open(run.metrics_jsonl, "a") as file:
-        file.write('{"kind": "step", "step": 6, "lo')  # what a killed process leaves
-    assert [record["step"] for record in read_metrics(run.metrics_jsonl)] == [1, 2, 3, 4, 5]
-    run.truncate_metrics(4)
-    assert run.metrics_jsonl.read_text().count("\n") == 4
-    assert run.metrics_jsonl.read_text().endswith("}\n")
-    run.truncate_metrics(0)
-    assert run.metrics_jsonl.read_text() == ""
-
-
-def test_a_line_broken_in_the_middle_is_not_ignored(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl:2"):
-        read_metrics(path)
+    add_steps(run)
+    run.plan_json.unlink()
+    environment = json.loads(run.environment_json.read_text())
+    (launch,) = environment["launches"]
+    del launch["tiny"], launch["emulated_fp16"]
+    launch["plan"]["notices"] = ["bf16 -> fp32: no bf16 here"]
+    launch["command"] += ["--tiny"]
+    run.environment_json.write_text(json.dumps(environment))
+    assert run.plan().notices == (Notice("", "bf16 -> fp32: no bf16 here"),) and run.launches()[0].tiny
+    assert "layout.dp: 1 -> 2" in refusal(tmp_path, plan(dp=2), resume=True)
+    resumed = create(tmp_path, plan(), resume=True)
+    assert resumed.resumed and resumed.plan_json.exists() and len(resumed.launches()) == 2
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -261,11 +243,11 @@ def test_one_process_at_a_time_even_after_a_kill(tmp_path):
 def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
     path = tmp_path / "run"
     run = create(path, plan())
-    run.metrics_jsonl.write_text('{"kind": "step", "step": 20}\n')
+    add_steps(run, 20)
     for status, refused in (("interrupted", False), ("ok", True)):
         run.result_json.write_text(json.dumps({"status": status}))
         if refused:
-            with pytest.raises(RunDirectoryError, match="nothing to go on from"):
+            with pytest.raises(RunDirectoryError, match="nothing to resume from"):
                 create(path, plan(), resume=True)
         else:
             create(path, plan(), resume=True)

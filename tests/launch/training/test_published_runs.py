@@ -1,6 +1,5 @@
 """Published rows, shrunk, under the real `deepspeed` launcher: every distinct code path trains."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -9,7 +8,8 @@ from launching import run
 
 from launch.machine.abilities import detect_machine
 from launch.planning import memory_fit
-from launch.runs.directory import read_metrics
+from launch.runs.metrics import read_metrics
+from launch.runs.result import read_result
 from recipes import catalog
 
 DEEPSPEED = Path(sys.executable).parent / "deepspeed"
@@ -52,19 +52,17 @@ def test_a_published_row_runs_shrunk(name, tmp_path):
         "launch/pretrain.py", "--recipe", name, "--tiny", "--out", str(out),
     ], timeout=400)  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
-    row = json.loads((out / "result.json").read_text())
-    assert (
-        row["status"] == "ok"
-        and row["ds_config"] == recipe.ds_config
-        and row["processes"] == memory_fit.processes(recipe)
-    )
-    assert any(line.startswith("tiny:") for line in row["deviations"])
+    result = read_result(out / "result.json")
+    assert result.status == "ok" and result.tiny and result.ds_config == recipe.ds_config
+    assert result.layout and result.layout.world == memory_fit.processes(recipe)
     if not detect_machine().fp16:
-        assert any("INSTEAD OF fp16" in line for line in row["deviations"]), "said where a CPU has no fp16"
-    losses = [record["loss"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
+        stated = [str(each) for each in result.deviations]
+        assert any("INSTEAD OF fp16" in line for line in stated), "said where a CPU has no fp16"
+    records = read_metrics(out / "metrics.jsonl")
+    losses = [record.loss for record in records.steps]
     assert len(losses) == recipe.steps
     assert sum(losses[-5:]) < sum(losses[:5]) - 0.1, losses
-    assert row["validation_loss"] < read_metrics(out / "metrics.jsonl")[0]["loss"] - 0.02
+    assert result.losses.validation.loss < records.validations[0].loss - 0.02
 
 
 def test_the_quick_ones_are_rows():

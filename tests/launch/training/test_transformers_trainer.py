@@ -17,7 +17,7 @@ from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints.checkpoint import complete_checkpoints, newest
 from launch.checkpoints.weights import load_tensors
-from launch.runs.directory import read_metrics
+from launch.runs.metrics import read_metrics
 from launch.training.job import plan_job
 from recipes import catalog
 
@@ -194,9 +194,8 @@ def test_a_run_directory_like_every_other(tmp_path):
     )
     row = json.loads((out / "result.json").read_text())
     assert row["implementation"].startswith("transformers ") and row["status"] == "ok" and row["steps"] == 4
-    assert {r["kind"] for r in read_metrics(out / "metrics.jsonl")} >= {"step", "validation"} and (
-        out / "loss.png"
-    ).exists()
+    records = read_metrics(out / "metrics.jsonl")
+    assert records.steps and records.validations and (out / "loss.png").exists()
     assert not {p.name for p in out.iterdir()} & {"trainer_state.json", "training_args.bin", "runs"}
 
 
@@ -252,7 +251,7 @@ TINY = [
 
 
 def losses(directory):
-    return {r["step"]: r["loss"] for r in read_metrics(directory / "metrics.jsonl") if r["kind"] == "step"}
+    return {r.step: r.loss for r in read_metrics(directory / "metrics.jsonl").steps}
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +359,7 @@ def test_export_and_start_from_it(uninterrupted, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:]
     first, last = (
-        [r["loss"] for r in read_metrics(d / "metrics.jsonl") if r["kind"] == "validation"]
+        [r.loss for r in read_metrics(d / "metrics.jsonl").validations]
         for d in (out, uninterrupted)
     )
     assert math.isclose(first[0], last[-1], abs_tol=1e-3), (

@@ -23,7 +23,8 @@ def find(arguments: Sequence[str]) -> list[Path]:
     problems = []
     for argument in arguments:
         try:
-            found |= {path.resolve(): path for path in _meant(argument) if path.resolve() not in found}
+            for path in _meant(argument):
+                found.setdefault(path.resolve(), path)
         except ValueError as error:
             problems.append(Problem(argument, str(error)))
     if problems:
@@ -38,56 +39,43 @@ def is_run(path: Path) -> bool:
 def _meant(argument: str) -> list[Path]:
     path = Path(argument).expanduser()
     if path.is_dir():
-        runs = list(_below(path, set()))
-        if not runs:
-            raise ValueError(
-                f"{argument}: neither it nor a directory below it is a run ({_held(path)}): {WHAT_A_RUN_HOLDS}"
-            )
-        return runs
+        if runs := list(_below(path, set())):
+            return runs
+        names = sorted(child.name for child in path.iterdir())
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        held = f"it holds {', '.join(names[:3])}{more}" if names else "it is empty"
+        raise ValueError(
+            f"{argument}: neither it nor a directory below it is a run ({held}): {WHAT_A_RUN_HOLDS}"
+        )
     if path.exists():
         raise ValueError(f"{argument} is a file: give the directory of a run; {WHAT_A_RUN_HOLDS}")
     if glob.has_magic(argument):
-        runs = [
-            run
-            for match in sorted(glob.glob(str(path), recursive=True))
-            if (p := Path(match)).is_dir()
-            for run in _below(p, set())
-        ]
-        if not runs:
-            raise ValueError(f"{argument}: no run directory matches; {WHAT_A_RUN_HOLDS}")
-        return runs
-    raise ValueError(f"{argument}: no such directory: {_near(path)}")
+        matches = (Path(match) for match in sorted(glob.glob(str(path), recursive=True)))
+        if runs := [run for match in matches if match.is_dir() for run in _below(match, set())]:
+            return runs
+        raise ValueError(f"{argument}: no run directory matches; {WHAT_A_RUN_HOLDS}")
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"{argument}: no such directory: {path.parent} does not exist either; {WHAT_A_RUN_HOLDS}"
+        )
+    siblings = [child.name for child in _subdirectories(path.parent)]
+    raise ValueError(f"{argument}: no such directory: {did_you_mean(path.name, siblings[:50])}")
 
 
 def _below(path: Path, seen: set[Path]) -> Iterator[Path]:
-    """The run at `path`, or the runs below it in the order of their names; what a run holds is not looked into."""
+    """The run at `path`, or the runs below it by name; what a run holds is not looked into."""
     if path.resolve() in seen:  # a link that leads back up
         return
     seen.add(path.resolve())
     if is_run(path):
         yield path
         return
-    for child in sorted(path.iterdir()):
-        if child.is_dir() and not child.name.startswith("."):
-            yield from _below(child, seen)
+    for child in _subdirectories(path):
+        yield from _below(child, seen)
 
 
-def _held(path: Path) -> str:
-    names = sorted(child.name for child in path.iterdir())
-    return (
-        f"it holds {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        if names
-        else "it is empty"
-    )
-
-
-def _near(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"{path.parent} does not exist either; {WHAT_A_RUN_HOLDS}"
-    siblings = [
-        child.name for child in path.parent.iterdir() if child.is_dir() and not child.name.startswith(".")
-    ]
-    return did_you_mean(path.name, siblings[:50])
+def _subdirectories(path: Path) -> list[Path]:
+    return sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
@@ -96,8 +84,6 @@ def labels(paths: Sequence[Path]) -> list[str]:
     found = []
     for own in parts:
         others = [other for other in parts if other != own]
-        length = next(
-            (n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own)
-        )
-        found.append("/".join(own[-length:]).replace("//", "/"))
+        lengths = (n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others))
+        found.append("/".join(own[-next(lengths, len(own)) :]).replace("//", "/"))
     return found
