@@ -5,15 +5,32 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import broken_layouts
 from launching import ROOT, WORKERS, run_ranks
 
-from launch.parity.comparison import Difference, Outcome, compare, read_outcome
-from launch.parity.layout_cases import LayoutCase
+from launch.parity.comparison import Difference, Outcome, compare, read_outcome, table
+from launch.parity.layout_cases import CASES, FORCED, REFERENCE, LayoutCase
+from launch.parity.layout_runs import run_cases
+from recipes import catalog
 
 COMMAND = [sys.executable, str(ROOT / "launch" / "compare_layouts.py"), "--tiny"]
+
+
+def train_and_compare(
+    out: Path, names: Sequence[str], recipe: str, settings: Sequence[str], steps: int
+) -> str:
+    """The table of `compare_layouts --tiny` for some layouts, their ranks forked instead of launched by torchrun."""
+    shrunk = catalog.load(recipe, [*FORCED, *settings], tiny=True).model_copy(update={"steps": steps})
+    cases = [REFERENCE, *(case for case in CASES if case.name in names)]
+    reference, *others = run_cases(shrunk, cases, out, start=start_forked)
+    return table(reference, [compare(reference, other) for other in others])
+
+
+def start_forked(processes: int, jobs: Path, log: Path) -> None:
+    log.write_text(run_ranks(processes, ROOT / "launch/parity/layout_runs.py", jobs, timeout=400).stdout)
 
 
 def rows_of(output: str) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""Imports point one way, planning needs neither torch nor deepspeed, and commands find the right packages."""
+"""Imports point one way between packages and rooms, planning loads no torch, commands run from anywhere."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,64 +11,111 @@ from pathlib import Path
 import pytest
 from launching import ROOT, run
 
-# package -> packages of this project that it may import beside itself
-ALLOWED = {
+# package -> the others that it may import
+PACKAGES = {
     "recipes": set(),
     "ds_configs": {"recipes"},
     "modeling": {"recipes"},
     "data": {"recipes"},
     "launch": {"recipes", "ds_configs", "modeling", "data"},
 }
-WITHOUT_TORCH = {"recipes", "ds_configs", "modeling.cost"}
-FILES = sorted(file for package in ALLOWED for file in (ROOT / package).rglob("*.py"))
-IDS = [str(file.relative_to(ROOT)) for file in FILES]
-COMMANDS = [file for file in FILES if file.parent.name == "launch" and "__main__" in file.read_text()]
+# room of launch/ -> the other rooms that it may import; a command (a file at the top) may import them all
+_TRAINING = {"console", "machine", "deepspeed_fixes", "planning", "checkpoints"}
+_EVERYTHING = {*_TRAINING, "training", "generation", "runs", "tables"}
+LAUNCH = {
+    "console": set(),
+    "machine": {"console"},
+    "deepspeed_fixes": set(),
+    "planning": {"console", "machine"},
+    "checkpoints": {"deepspeed_fixes", "machine"},
+    "training": _TRAINING,
+    "generation": {*_TRAINING, "training"},
+    "runs": {"console", "machine", "planning"},
+    "tables": {"console", "machine", "planning"},
+    "reports": _EVERYTHING,
+    "parity": _EVERYTHING,
+    "benchmarks": _EVERYTHING,
+}
+# rooms and files of data/, from the ground floor up; each may import what stands in an earlier line
+DATA = (
+    {"durable_files", "keyed_random", "packages", "split_rule"},
+    {"cache"},
+    {"sources"},
+    {"vocabularies"},
+    {"stores"},
+    {"samples"},
+    {"streams"},
+    {"splits"},
+    {"corpus", "batches", "prefetch", "prepare"},
+    {"loader"},
+)
+WITHOUT_TORCH = ("recipes", "ds_configs", "modeling.cost", "launch.console", "launch.planning")
+FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+MODULES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES
+}
+COMMANDS = sorted((ROOT / "launch").glob("[!_]*.py"))
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of all imported modules, also of imports inside functions."""
+    """Names of all imported modules of this project, also of imports inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative import"
-            yield node.module or ""
+            assert node.level == 0 and node.module, f"line {node.lineno}: relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else node.module
 
 
-def test_every_package_is_walked():
+GRAPH = {
+    module: {name for name in imported(ast.parse(file.read_text())) if name.split(".")[0] in PACKAGES}
+    for module, file in MODULES.items()
+}
+
+
+def test_every_package_and_room_is_in_the_tables():
     packages = {file.parent.name for file in ROOT.glob("*/__init__.py")} - {"tests"}
-    assert packages == set(ALLOWED) and {file.relative_to(ROOT).parts[0] for file in FILES} == packages
-    assert len(COMMANDS) >= 2
+    rooms = {path.parent.name for path in ROOT.glob("launch/*/__init__.py")}
+    parts = {path.stem for path in (ROOT / "data").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert packages == set(PACKAGES)
+    assert rooms == set(LAUNCH)
+    assert parts - {"__init__", "__pycache__"} == set().union(*DATA)
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_imports_point_one_way(file):
-    package = file.relative_to(ROOT).parts[0]
-    names = {name.split(".")[0] for name in imported(ast.parse(file.read_text()))}
-    wrong = names & (set(ALLOWED) | {"tests"}) - ALLOWED[package] - {package}
-    assert not wrong, (
-        f"{package} may import {sorted(ALLOWED[package]) or 'none of the others'}, but {file.name} imports {sorted(wrong)}"
-    )
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_one_way(module):
+    package, room, *_ = [*module.split("."), "", ""]
+    for name in GRAPH[module]:
+        other_package, other_room, *_ = [*name.split("."), "", ""]
+        said = f"{module} imports {name}"
+        assert other_package in {package} | PACKAGES[package], said
+        if package == other_package == "launch" and other_room:
+            command = MODULES[module].parent.name == "launch"
+            assert other_room in LAUNCH and (command or other_room in {room} | LAUNCH[room]), said
+        if package == other_package == "data" and room and other_room != room:
+            floors = {part: floor for floor, parts in enumerate(DATA) for part in parts}
+            assert floors[other_room] < floors[room], said
 
 
-def modules_without_torch() -> list[str]:
-    modules = [
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in FILES
-    ]
-    return [m for m in modules if m in WITHOUT_TORCH or m.split(".")[0] in WITHOUT_TORCH]
+def test_no_modules_import_each_other_in_a_circle():
+    graphlib.TopologicalSorter({module: GRAPH[module] - {module} for module in MODULES}).prepare()
 
 
 def test_planning_loads_neither_torch_nor_deepspeed():
     """Also not by way of another module, nor when a recipe is resolved against a ds_config."""
-    modules = modules_without_torch()
-    assert len(modules) > 15
+    modules = [m for m in MODULES if m.startswith(WITHOUT_TORCH)]
+    assert len(modules) > 30
     program = f"""
 import importlib, sys
 for name in {modules!r}:
     importlib.import_module(name)
-from ds_configs.resolver import Machine, resolve
+from ds_configs.plan import Machine
+from ds_configs.resolver import resolve
 from recipes import catalog
-resolve(catalog.load(catalog.DEFAULT_RECIPE), "zero1", 2, Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False))
+machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+resolve(catalog.load(catalog.DEFAULT_RECIPE), "zero1", 2, machine)
 heavy = {{"torch", "deepspeed", "transformers", "datasets", "numpy"}} & set(sys.modules)
 sys.exit(f"loaded {{sorted(heavy)}}" if heavy else 0)
 """
@@ -75,17 +123,11 @@ sys.exit(f"loaded {{sorted(heavy)}}" if heavy else 0)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("file", COMMANDS, ids=[file.name for file in COMMANDS])
-def test_commands_replace_their_own_folder_on_the_path(file):
-    """`python launch/x.py` puts launch/ first on the path; it has to give way before the first import from this project."""
-    body = ast.parse(file.read_text()).body
-    replaced = [
-        i for i, node in enumerate(body) if isinstance(node, ast.If) and "sys.path[0] =" in ast.unparse(node)
-    ]
-    ours = [
-        i for i, node in enumerate(body) if set(ALLOWED) & {name.split(".")[0] for name in imported(node)}
-    ]
-    assert replaced and replaced[0] < min(ours), "set sys.path[0] before importing from the project"
+def test_launch_shows_commands_only():
+    """Every file at the top is a program, and none bears the name of a package, which it would shadow."""
+    assert len(COMMANDS) >= 9
+    assert all('if __name__ == "__main__"' in file.read_text() for file in COMMANDS)
+    assert not {file.stem for file in COMMANDS} & {*PACKAGES, *sys.stdlib_module_names}
 
 
 @pytest.mark.parametrize("file", COMMANDS, ids=[file.name for file in COMMANDS])
@@ -95,8 +137,8 @@ def test_commands_explain_themselves_from_any_directory(file, tmp_path):
     assert done.returncode == 0 and "examples:" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("package", sorted(ALLOWED))
+@pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_no_module_shadows_the_standard_library(package):
-    """Matters for launch/, which stands on the path of its commands, and for readers everywhere."""
+    """A module next to a command stands on its path, and readers stumble everywhere."""
     names = {file.stem for file in Path(ROOT / package).glob("*.py")} - {"__init__"}
     assert not names & sys.stdlib_module_names

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ds_configs.jsonfile import ConfigError
@@ -27,40 +27,37 @@ from recipes.schema import Recipe
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_cases(recipe: Recipe, cases: Sequence[LayoutCase], out: Path) -> list[Outcome]:
+Start = Callable[[int, Path, Path], None]  # (processes, CASES.json, log to write)
+
+
+def start_torchrun(processes: int, jobs: Path, log: Path) -> None:
+    """Run the cases of a file on so many ranks, by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *launcher, "-m", "launch.parity.layout_runs", str(jobs)]
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    with log.open("w") as file:
+        environment = {**os.environ, "PYTHONPATH": path}
+        subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
+
+
+def run_cases(
+    recipe: Recipe, cases: Sequence[LayoutCase], out: Path, start: Start = start_torchrun
+) -> list[Outcome]:
     """Run every case; those of one number of processes share a launch, which takes longer than they."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "recipe.yaml").write_text(catalog.dump(recipe))
     outcomes = {}
     for processes in sorted({c.processes for c in cases}):
         group = [c for c in cases if c.processes == processes]
-        log = launch(recipe, group, processes, out)
+        jobs, log = out / f"jobs-{processes}.json", out / f"log-{processes}.txt"
+        jobs.write_text(json.dumps([vars(c) for c in group]))
+        names = "; ".join(c.name for c in group)
+        print(f"{processes} process{'es' if processes > 1 else ''}: {names}", flush=True)
+        start(processes, jobs, log)
         for case in group:
             run = out / case.folder
             outcomes[case.name] = read_outcome(case.name, case.processes, run, log, case.compiled_from)
     return [outcomes[c.name] for c in cases]
-
-
-def launch(recipe: Recipe, cases: Sequence[LayoutCase], processes: int, out: Path) -> Path:
-    """One launch of `processes` ranks that runs the cases one after another; returns its log."""
-    out.mkdir(parents=True, exist_ok=True)
-    jobs, log = out / f"jobs-{processes}.json", out / f"log-{processes}.txt"
-    (out / "recipe.yaml").write_text(catalog.dump(recipe))
-    jobs.write_text(json.dumps([vars(c) for c in cases]))
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={processes}",
-    ]
-    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-    names = "; ".join(c.name for c in cases)
-    print(f"{processes} process{'es' if processes > 1 else ''}: {names}", flush=True)
-    with log.open("w") as file:
-        subprocess.run(
-            [*launcher, "-m", "launch.parity.layout_runs", str(jobs)],
-            env={**os.environ, "PYTHONPATH": path}, stdout=file, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
-    return log
 
 
 def work(jobs: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import broken_layouts
 import pytest
-from compared import COMMAND, check_noticed, outcome, rows_of, train_broken
+from compared import COMMAND, check_noticed, outcome, rows_of, train_and_compare, train_broken
 from launching import run
 
 from launch.parity.comparison import Outcome, compare
@@ -28,22 +28,7 @@ EVERY_LAYOUT = [(kind, name) for kind, (_, names) in RUNS.items() for name in na
 
 
 def train(out: Path, settings: list[str], names: list[str]) -> str:
-    flags = [f"--set={setting}" for setting in settings]
-    command = [
-        *COMMAND,
-        "--recipe",
-        "bert/sotu",
-        *flags,
-        "--steps",
-        str(STEPS),
-        "--out",
-        str(out),
-        "--only",
-        *names,
-    ]
-    done = run(command, timeout=580)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
+    return train_and_compare(out, names, "bert/sotu", settings, STEPS)
 
 
 @pytest.fixture(scope="module")

@@ -359,8 +359,7 @@ def test_export_and_start_from_it(uninterrupted, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:]
     first, last = (
-        [r.loss for r in read_metrics(d / "metrics.jsonl").validations]
-        for d in (out, uninterrupted)
+        [r.loss for r in read_metrics(d / "metrics.jsonl").validations] for d in (out, uninterrupted)
     )
     assert math.isclose(first[0], last[-1], abs_tol=1e-3), (
         "the weights that were exported, validated in another precision"
