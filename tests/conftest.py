@@ -10,7 +10,7 @@ sys.path.append(str(WORKERS))
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Small tensors gain nothing from more, and threads that wait for each other cost much beside other tests."""
+    """Run torch on one thread: small tensors gain nothing from more, and waiting threads slow other tests."""
     import torch
 
     threads = torch.get_num_threads()
