@@ -22,7 +22,7 @@ COMMAND = [sys.executable, str(ROOT / "launch" / "compare_layouts.py"), "--tiny"
 def train_and_compare(
     out: Path, names: Sequence[str], recipe: str, settings: Sequence[str], steps: int
 ) -> str:
-    """The table of `compare_layouts --tiny` for some layouts, their ranks forked instead of launched by torchrun."""
+    """The table of `compare_layouts --tiny` for some layouts, whose ranks are forked."""
     shrunk = catalog.load(recipe, [*FORCED, *settings], tiny=True).model_copy(update={"steps": steps})
     cases = [REFERENCE, *(case for case in CASES if case.name in names)]
     reference, *others = run_cases(shrunk, cases, out, start=start_forked)

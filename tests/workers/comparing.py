@@ -49,14 +49,14 @@ def equal_on_all_ranks(local: torch.Tensor, group: Group) -> bool:
 
 
 def joined(parameter: nn.Parameter, tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    """What the group holds of a parameter, or of its gradient: one full tensor if it is cut, else every rank's copy."""
+    """What a group holds of a parameter or its gradient: one full tensor if it is cut, else all copies."""
     shard: Shard | None = parameter.shard  # type: ignore[attr-defined]
     parts = gathered(tensor, group)
     return parts if shard is None else [shard.join(parts)]
 
 
 def given_weights(build: Build, *, std: float = 0.3, dtype: torch.dtype = torch.float64) -> Init:
-    """An Init that gives every parameter random numbers: zero biases and unit LayerNorms would hide what is done to them.
+    """An Init of random numbers: zero biases and unit LayerNorms would hide what is done to them.
 
     `std` is large enough for attention far from uniform, so that queries and keys matter.
     """
