@@ -7,15 +7,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from data.prepare import chunk_file
-from data.prepare.chunk_file import Finished
-from data.prepare.duplicates import Duplicates, find_duplicates
-from data.prepare.minhash import Bands
+from data.prepare.duplicates import Duplicates
 from data.prepare.tally import Tally
 from data.stores.indexed import StoreWriter
 
@@ -46,24 +45,21 @@ class StoreFacts:
 
 def gather(chunks: Path, count: int, documents: int, permutations: int, directory: Path) -> Index:
     """Copies what deduplication needs out of the chunks into mapped files of `directory`."""
-    shapes = {"files": ((documents,), "i4"), "numbers": ((documents,), "i8"), "digests": ((documents,), "u8"),
-              "marks": ((documents, permutations), "u4")}  # fmt: skip
-    arrays = {
-        name: _mapped(directory / f"{name}.array", shape, dtype) for name, (shape, dtype) in shapes.items()
-    }
+    directory.mkdir(exist_ok=True)
+    columns = {"files": "i4", "numbers": "i8", "digests": "u8", "marks": "u4"}
+    arrays = {}
+    for name, dtype in columns.items():
+        shape = (documents, permutations) if name == "marks" else (documents,)
+        path = directory / f"{name}.array"  # an empty file cannot be mapped
+        arrays[name] = np.memmap(path, dtype, "w+", shape=shape) if all(shape) else np.zeros(shape, dtype)
     starts = [0]
     for number in range(count):
-        columns = chunk_file.read_arrays(chunks, number, list(arrays))
-        end = starts[-1] + len(columns[0])
-        for array, column in zip(arrays.values(), columns, strict=True):
-            array[starts[-1] : end] = column
-        starts.append(end)
+        found = chunk_file.read_arrays(chunks, number, list(arrays))
+        starts.append(starts[-1] + len(found[0]))
+        for array, column in zip(arrays.values(), found, strict=True):
+            array[starts[-2] : starts[-1]] = column
     assert starts[-1] == documents, (starts[-1], documents)
     return Index(starts, **arrays)
-
-
-def deduplicate(index: Index, bands: Bands, threshold: float, step: Callable[[], None]) -> Duplicates:
-    return find_duplicates(index.digests, index.marks, bands, threshold, step)
 
 
 def write(
@@ -74,7 +70,7 @@ def write(
     vocab_size: int,
     out: Path,
     tally: Tally,
-    step: Callable[[], None] = lambda: None,
+    step: Callable[[], None],
 ) -> StoreFacts:
     """Writes everything but the report into `out`, and counts the last two steps.
 
@@ -82,97 +78,59 @@ def write(
         names: the input files.
         step: called after each chunk.
     """
-    text_bytes = 0
-    with ExitStack() as stack:
-        writer = stack.enter_context(StoreWriter(out / STORE, vocab_size))
-        files = stack.enter_context(_outputs(out))
-        for number, (start, end) in enumerate(zip(index.starts, index.starts[1:], strict=False)):
+    with StoreWriter(out / STORE, vocab_size) as writer, _outputs(out) as files:
+        for number, (start, end) in enumerate(pairwise(index.starts)):
             chunk = chunk_file.read(chunks, number)
             keep = np.ones(len(chunk), dtype=bool) if duplicates is None else duplicates.of[start:end] < 0
-            _add(writer, chunk, keep)
-            text_bytes += int(chunk.sizes[keep].sum())
+            left = len(chunk.sizes[keep]), int(chunk.sizes[keep].sum())
+            sequences = np.repeat(keep, chunk.sequences)
+            tokens = chunk.tokens if keep.all() else chunk.tokens[np.repeat(sequences, chunk.lengths)]
+            writer.add_documents(tokens, chunk.lengths[sequences], chunk.sequences[keep])
             for name, lines in ((ARTICLES, chunk.articles), (SENTENCES, chunk.sentences)):
                 if lines:
-                    kept = (
-                        lines
-                        if keep.all()
-                        else b"".join(line for line, k in zip(lines.splitlines(True), keep, strict=True) if k)
-                    )
-                    files(name).write(kept)
+                    files(name).write(b"".join(compress(lines.splitlines(True), keep)))
             for rejected, lines in chunk.rejected.items():
                 files(f"{REJECTED}/{rejected}.jsonl").write(lines)
             if duplicates is not None:
-                _count_duplicates(tally, chunk, duplicates, slice(start, end))
-                for line in _duplicate_lines(chunk, duplicates, slice(start, end), index, names):
-                    files(f"{REJECTED}/deduplicate.jsonl").write(line)
-            written = tally.step("write")
-            for side in ("in", "out"):
-                setattr(written, f"documents_{side}", getattr(written, f"documents_{side}") + int(keep.sum()))
-                setattr(
-                    written, f"bytes_{side}", getattr(written, f"bytes_{side}") + int(chunk.sizes[keep].sum())
-                )
+                deduplicated = tally.step("deduplicate")
+                deduplicated.enter(len(chunk), int(chunk.sizes.sum()))
+                deduplicated.leave(*left)
+                for k in np.flatnonzero(~keep).tolist():
+                    reason = EXACT if duplicates.exact[start + k] else NEAR
+                    deduplicated.drop(reason, int(chunk.sizes[k]))
+                    fields = {
+                        **_place(index, start + k, names),
+                        "reason": reason,
+                        "of": _place(index, int(duplicates.of[start + k]), names),
+                        "agreement": round(float(duplicates.agreement[start + k]), 4),
+                    }
+                    line = json.dumps(fields, ensure_ascii=False) + "\n"
+                    files(f"{REJECTED}/deduplicate.jsonl").write(line.encode("utf-8", "replace"))
+            tally.step("write").enter(*left)
+            tally.step("write").leave(*left)
             step()
     assert writer.checksum is not None
     crc = {"idx": f"{writer.checksum.idx:08x}", "bin": f"{writer.checksum.bin:08x}"}
-    return StoreFacts(writer.documents, writer.sequences, writer.tokens, text_bytes, crc)
+    return StoreFacts(writer.documents, writer.sequences, writer.tokens, tally.step("write").bytes_out, crc)
 
 
-def _add(writer: StoreWriter, chunk: Finished, keep: np.ndarray) -> None:
-    sequences = np.repeat(keep, chunk.sequences)
-    tokens = chunk.tokens if keep.all() else chunk.tokens[np.repeat(sequences, chunk.lengths)]
-    writer.add_documents(tokens, chunk.lengths[sequences], chunk.sequences[keep])
-
-
-def _count_duplicates(tally: Tally, chunk: Finished, duplicates: Duplicates, part: slice) -> None:
-    step = tally.step("deduplicate")
-    of, exact = duplicates.of[part], duplicates.exact[part]
-    step.documents_in += len(chunk)
-    step.bytes_in += int(chunk.sizes.sum())
-    step.documents_out += int((of < 0).sum())
-    step.bytes_out += int(chunk.sizes[of < 0].sum())
-    for k in np.flatnonzero(of >= 0).tolist():
-        step.drop(EXACT if exact[k] else NEAR, int(chunk.sizes[k]))
-
-
-def _duplicate_lines(
-    chunk: Finished, duplicates: Duplicates, part: slice, index: Index, names: list[str]
-) -> Iterator[bytes]:
-    of, agreement, exact = duplicates.of[part], duplicates.agreement[part], duplicates.exact[part]
-    for k in np.flatnonzero(of >= 0).tolist():
-        earlier = int(of[k])
-        fields = {
-            "file": names[chunk.files[k]],
-            "number": int(chunk.numbers[k]),
-            "reason": EXACT if exact[k] else NEAR,
-            "of": {"file": names[index.files[earlier]], "number": int(index.numbers[earlier])},
-            "agreement": round(float(agreement[k]), 4),
-        }
-        yield (json.dumps(fields, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+def _place(index: Index, document: int, names: list[str]) -> dict[str, object]:
+    return {"file": names[index.files[document]], "number": int(index.numbers[document])}
 
 
 @contextmanager
 def _outputs(out: Path) -> Iterator[Callable[[str], BinaryIO]]:
     """Files by name, opened at their first use and flushed to disk at the end."""
     opened: dict[str, BinaryIO] = {}
+    with ExitStack() as stack:
 
-    def get(name: str) -> BinaryIO:
-        if name not in opened:
-            (out / name).parent.mkdir(exist_ok=True)
-            opened[name] = open(out / name, "wb")  # noqa: SIM115 - closed with the others below
-        return opened[name]
+        def get(name: str) -> BinaryIO:
+            if name not in opened:
+                (out / name).parent.mkdir(exist_ok=True)
+                opened[name] = stack.enter_context(open(out / name, "wb"))
+            return opened[name]
 
-    try:
         yield get
         for file in opened.values():
             file.flush()
             os.fsync(file.fileno())
-    finally:
-        for file in opened.values():
-            file.close()
-
-
-def _mapped(path: Path, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    path.parent.mkdir(exist_ok=True)
-    if 0 in shape:  # an empty file cannot be mapped
-        return np.zeros(shape, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="w+", shape=shape)

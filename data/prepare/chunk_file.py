@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -14,11 +13,11 @@ import numpy as np
 
 from data import durable_files
 from data.durable_files import Damaged
-from data.prepare.batch import Documents
 from data.prepare.inputs import Cursor
-from data.prepare.tally import Tally
+from data.prepare.tally import Step, Tally
 
 _PER_DIRECTORY = 1000
+_REJECTED = "rejected:"
 
 
 @dataclass(frozen=True)
@@ -47,28 +46,16 @@ def path_of(directory: Path, number: int) -> Path:
     return directory / f"{number // _PER_DIRECTORY:05d}" / f"{number:08d}.chunk"
 
 
-def token_arrays(documents: Documents, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """The last three arrays of `Finished`."""
-    flat = [sequence for sequences in documents.tokens for sequence in sequences]
-    return {
-        "sequences": np.array([len(sequences) for sequences in documents.tokens], dtype=np.int32),
-        "lengths": np.array([len(sequence) for sequence in flat], dtype=np.int32),
-        "tokens": np.concatenate(flat).astype(dtype) if flat else np.zeros(0, dtype=dtype),
-    }
-
-
 def commit(directory: Path, number: int, finished: Finished) -> None:
     """Writes the file of a chunk by an atomic rename."""
-    fields = {f.name: getattr(finished, f.name) for f in dataclasses.fields(finished)}
-    arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
-    blobs = {f"rejected:{step}": lines for step, lines in finished.rejected.items()}
-    blobs |= {"articles": finished.articles, "sentences": finished.sentences}
-    head = {"end": dataclasses.asdict(finished.end), "tally": finished.tally.json()}
-    blobs["head"] = json.dumps(head).encode()
-    arrays |= {name: np.frombuffer(blob, dtype=np.uint8) for name, blob in blobs.items()}
+    fields = vars(finished) | {_REJECTED + step: lines for step, lines in finished.rejected.items()}
+    head = {"end": asdict(finished.end), "tally": finished.tally.json()}
+    del fields["end"], fields["tally"], fields["rejected"]
+    fields["head"] = json.dumps(head).encode()
     path = path_of(directory, number)
     path.parent.mkdir(exist_ok=True)
     with durable_files.replacing(path) as file:
+        arrays = {k: np.frombuffer(v, np.uint8) if isinstance(v, bytes) else v for k, v in fields.items()}
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
@@ -87,14 +74,11 @@ def read(directory: Path, number: int) -> Finished:
     """The whole chunk; raises as `read_head`."""
     with _opened(directory, number) as file:
         end, tally = _head(file)
-        arrays = {name: file[name] for name in file.files if name != "head"}
-    rejected = {
-        name.partition(":")[2]: arrays.pop(name).tobytes()
-        for name in list(arrays)
-        if name.startswith("rejected:")
-    }
-    blobs = {name: arrays.pop(name).tobytes() for name in ("articles", "sentences")}
-    return Finished(end=end, tally=tally, rejected=rejected, **arrays, **blobs)
+        fields: dict[str, Any] = {name: file[name] for name in file.files if name != "head"}
+    fields |= {name: fields[name].tobytes() for name in ("articles", "sentences")}
+    steps = [name for name in fields if name.startswith(_REJECTED)]
+    rejected = {name.removeprefix(_REJECTED): fields.pop(name).tobytes() for name in steps}
+    return Finished(end, tally, rejected, **fields)
 
 
 def read_arrays(directory: Path, number: int, names: Sequence[str]) -> list[np.ndarray]:
@@ -113,4 +97,4 @@ def _opened(directory: Path, number: int) -> Any:
 
 def _head(file: Any) -> tuple[Cursor, Tally]:
     head = json.loads(file["head"].tobytes())
-    return Cursor(**head["end"]), Tally.from_json(head["tally"])
+    return Cursor(**head["end"]), Tally({name: Step(**step) for name, step in head["tally"].items()})

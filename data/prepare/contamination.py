@@ -1,9 +1,6 @@
-"""Decontamination.
+"""Documents that share a run of n words with an evaluation text (Brown et al. 2020, appendix C, n = 13).
 
-Documents that share a run of n words with an evaluation text (Brown et al. 2020, appendix C, n = 13).
-
-Words are compared lower-cased and without punctuation. An evaluation text of fewer than n words cannot be
-looked for.
+Words are compared lower-cased and without punctuation. Evaluation texts of fewer than n words are not found.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ import numpy as np
 from data.prepare.words import Words, ngrams, words_of
 from data.sources.opening import format_of
 from data.sources.records import Broken
+from data.vocabularies.encoder import grouped
 from recipes.schema import Origin
 
 _FILTER_BITS = 24  # the table that almost every n-gram is dismissed by: 16 MiB, one byte an entry
@@ -68,7 +66,7 @@ def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
     texts = too_short = 0
     for number, path in enumerate(paths):
         before = len(hashes)
-        for some in _blocks(_strings(Path(path)), _TEXTS_AT_ONCE):
+        for some in grouped(_strings(Path(path)), lambda text: 1, _TEXTS_AT_ONCE):
             words = words_of(some)
             found = ngrams(words, n, whole_if_short=False)[0]
             texts += len(some)
@@ -76,16 +74,13 @@ def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
             hashes.append(found)
             file.append(np.full(len(found), number, dtype=np.int32))
         if not any(found.size for found in hashes[before:]):
-            raise ValueError(
-                f"--decontaminate {path}: no text in it has {n} words: leave it out, or give a smaller "
-                "--ngram"
-            )
+            fix = "leave it out, or give a smaller --ngram"
+            raise ValueError(f"--decontaminate {path}: no text in it has {n} words: {fix}")
     distinct, where = np.unique(np.concatenate(hashes), return_index=True)
     table = np.zeros(1 << _FILTER_BITS, dtype=bool)
     table[distinct >> np.uint64(64 - _FILTER_BITS)] = True
-    return Evaluation(
-        n, distinct, np.concatenate(file)[where], tuple(map(str, paths)), texts, too_short, table
-    )
+    files = np.concatenate(file)[where]
+    return Evaluation(n, distinct, files, tuple(map(str, paths)), texts, too_short, table)
 
 
 def _strings(path: Path) -> Iterator[str]:
@@ -95,23 +90,18 @@ def _strings(path: Path) -> Iterator[str]:
     is_json = any(suffix in (".json", ".jsonl", ".ndjson") for suffix in path.suffixes)
     for raw in lines.frame(path):
         text = raw if isinstance(raw, Broken) else lines.parse(raw)
-        if isinstance(text, Broken):
-            raise ValueError(f"--decontaminate {path}: {text.reason}")
-        if text is None:
-            raise ValueError(f"--decontaminate {path}: the file is empty")
+        if not isinstance(text, str):
+            raise ValueError(f"--decontaminate {path}: {text.reason if text else 'the file is empty'}")
         yield from (_json_strings(path, text) if is_json else text.splitlines())
 
 
 def _json_strings(path: Path, text: str) -> Iterator[str]:
     try:
         yield from _leaves(json.loads(text))  # one object or list
-        return
     except ValueError:
-        pass
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
+        for number, line in enumerate(text.split("\n"), 1):
             try:
-                yield from _leaves(json.loads(line))
+                yield from _leaves(json.loads(line) if line.strip() else None)
             except ValueError as error:
                 raise ValueError(f"--decontaminate {path}:{number}: not JSON ({error})") from error
 
@@ -119,20 +109,6 @@ def _json_strings(path: Path, text: str) -> Iterator[str]:
 def _leaves(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
             yield from _leaves(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _leaves(inner)
-
-
-def _blocks(texts: Iterator[str], count: int) -> Iterator[list[str]]:
-    block: list[str] = []
-    for text in texts:
-        block.append(text)
-        if len(block) == count:
-            yield block
-            block = []
-    if block:
-        yield block

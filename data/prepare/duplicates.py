@@ -55,7 +55,9 @@ def find_duplicates(
     exact = _repeat_earlier(digests, of)
     agreement[exact] = 1
     candidates = _drop_in_order(_meetings(marks, bands, ~exact, step), marks, threshold, of, agreement)
-    _follow(of, exact)
+    # A copy of a document that was dropped repeats what that one repeats: leaders are no copies.
+    copies = np.flatnonzero(exact & (of[of] >= 0))
+    of[copies] = of[of[copies]]
     return Duplicates(of, agreement, exact, candidates)
 
 
@@ -88,16 +90,12 @@ class _Meetings:
     """Who shares a bucket with whom."""
 
     documents: np.ndarray  # (m,) int64, ascending: those that share one anywhere
-    buckets: (
-        np.ndarray
-    )  # (m, bands) int32: the bucket that is shared in each band, numbered over all bands; -1: none is
+    buckets: np.ndarray  # (m, bands) int32: the bucket shared in each band, numbered over all; -1: none is
     count: int  # of buckets
 
 
 def _meetings(marks: np.ndarray, bands: Bands, considered: np.ndarray, step: Callable[[], None]) -> _Meetings:
-    columns: list[
-        tuple[np.ndarray, np.ndarray]
-    ] = []  # per band: documents that share a bucket, and its number
+    columns = []  # per band: documents that share a bucket, and its number
     meets = np.zeros(len(marks), dtype=bool)
     count = 0
     for band in range(bands.count):
@@ -164,11 +162,3 @@ def _best(marks: np.ndarray, document: int, others: list[int]) -> tuple[float, i
         if shares[k] > best:
             best, where = float(shares[k]), some[k]
     return best, where
-
-
-def _follow(of: np.ndarray, exact: np.ndarray) -> None:
-    """A copy of a document that was dropped repeats what that one repeats: leaders are no copies."""
-    copies = np.flatnonzero(exact)
-    leaders = of[copies]
-    dropped = of[leaders] >= 0
-    of[copies[dropped]] = of[leaders[dropped]]

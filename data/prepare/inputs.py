@@ -7,11 +7,11 @@ it again (of Parquet, those of its row group) and skips them.
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.prepare.settings import Settings
 from data.sources.opening import files_of, format_of, hub_source
@@ -39,8 +39,7 @@ class Chunk:
     progress: float  # bytes of the input files up to `end`; an estimate inside compressed files
 
 
-@dataclass(frozen=True)
-class InputFile:
+class InputFile(NamedTuple):
     name: str
     size: int | None  # bytes; None: streamed
     modified_ns: int | None
@@ -68,35 +67,25 @@ class Inputs:
     """
 
     def __init__(self, settings: Settings):
-        self._settings = settings
+        self._settings, origins = settings, settings.origins
         self._hub = settings.origin.source == "hub"
-        self.format: RecordFormat = (
-            HubFormat(settings) if self._hub else format_of(settings.origin, settings.max_record_mb << 20)
-        )
-        names = (
-            [Path(str(o.name)) for o in settings.origins]
-            if self._hub
-            else [p for o in settings.origins for p in files_of(o)]
-        )
-        repeated = (
-            {str(name) for name in names if names.count(name) > 1} if len(settings.origins) > 1 else set()
-        )
-        if repeated:
-            raise ValueError(
-                f"--name matches {', '.join(sorted(repeated))} more than once: give each file one time"
-            )
-        self.paths = names
+        self.format: RecordFormat
+        if self._hub:
+            self.format, self.paths = HubFormat(settings), [Path(str(origin.name)) for origin in origins]
+        else:
+            self.format = format_of(settings.origin, settings.max_record_mb << 20)
+            self.paths = [path for origin in origins for path in files_of(origin)]
+        repeated = sorted(str(path) for path, count in Counter(self.paths).items() if count > 1)
+        if repeated and len(origins) > 1:
+            raise ValueError(f"--name matches {', '.join(repeated)} more than once: give each file one time")
         self.files = self.look()
 
     def look(self) -> list[InputFile]:
         """The files as they are now."""
         if self._hub:
             return [InputFile(str(path), None, None) for path in self.paths]
-        facts = [os.stat(path) for path in self.paths]
-        return [
-            InputFile(str(path.resolve()), f.st_size, f.st_mtime_ns)
-            for path, f in zip(self.paths, facts, strict=True)
-        ]
+        facts = ((path, path.stat()) for path in self.paths)
+        return [InputFile(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in facts]
 
     @property
     def bytes(self) -> int | None:
@@ -104,7 +93,7 @@ class Inputs:
 
     def fingerprint(self) -> list[list[Any]]:
         """What a continued run compares: name, size and time of change of every file."""
-        return [[file.name, file.size, file.modified_ns] for file in self.files]
+        return [list(file) for file in self.files]
 
     def records(self, start: Cursor) -> Iterator[tuple[Cursor, Raw | Broken]]:
         """(the place after it, record), up to `--limit` documents."""
@@ -124,11 +113,12 @@ class Inputs:
         most = max(1, int(self._settings.chunk_mb * 1e6))
         in_file = 0  # bytes of records since the file, or `start`, began
         for after, item in self.records(start):
-            in_file = in_file if after.file == at.file else 0
+            # What is held of a framed record in memory.
+            held = len(item.payload if isinstance(item, Raw) else item.excerpt)
+            in_file = held + (in_file if after.file == at.file else 0)
             at = after
             items.append((after.file, item))
-            size += record_bytes(item)
-            in_file += record_bytes(item)
+            size += held
             if size >= most or len(items) >= CHUNK_RECORDS:
                 yield Chunk(number, items, at, self._progress(at, in_file))
                 number, items, size = number + 1, [], 0
@@ -139,9 +129,3 @@ class Inputs:
         before = sum(file.size or 0 for file in self.files[: at.file])
         size = self.files[at.file].size or 0
         return before + min(size, in_file / _EXPANSION.get(self.paths[at.file].suffix, 1.0))
-
-
-def record_bytes(item: Raw | Broken) -> int:
-    """Bytes of a framed record: of what is held of it in memory."""
-    content = item.payload if isinstance(item, Raw) else item.excerpt
-    return len(content)

@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 from data.packages import package_directory
 
-FIRST, THEN = (
-    200,
-    1000,
-)  # characters that are read; more only where the first answer is not certain: the time grows with them
+# Characters that are read; more only where the first answer is not certain: the time grows with them.
+FIRST, THEN = 200, 1000
 CERTAIN = 0.8
 
 
@@ -30,9 +28,9 @@ def make_detector() -> Callable[[str], tuple[str, float]]:
     def ask(text: str) -> tuple[str, float]:
         line = " ".join(text.split())  # the model reads one line
         labels, scores = model.predict(line.lower() if line.isupper() else line, k=1)
-        return (
-            (labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))) if labels else ("unknown", 0.0)
-        )
+        if not labels:
+            return "unknown", 0.0
+        return labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))
 
     def detect(text: str) -> tuple[str, float]:
         answer = ask(text[:FIRST])

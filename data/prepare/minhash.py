@@ -1,8 +1,7 @@
 """MinHash signatures of documents (Broder 1997).
 
-The share of equal entries of two estimates the Jaccard similarity of their sets.
-
-The sets are the word n-grams ("shingles") of the repaired text. The estimate from p permutations has the
+The share of equal entries of two estimates the Jaccard similarity of their sets: the word n-grams
+("shingles") of the repaired text. The estimate from p permutations has the
 standard error sqrt(J (1 - J) / p): 0.04 at J = 0.7 and p = 128.
 """
 
@@ -41,11 +40,8 @@ class Bands:
 
 def choose_bands(permutations: int, threshold: float) -> Bands:
     """The bands with fewest false candidates (most rows) that find RECALL of the pairs at the threshold."""
-    choices = [Bands(permutations // rows, rows) for rows in range(1, permutations + 1)]
-    enough = [bands for bands in choices if bands.probability(threshold) > RECALL]
-    if not enough:
-        raise ValueError(
-            f"--permutations {permutations} find no {RECALL:.0%} of the pairs at --dedup {threshold}: set "
-            "--permutations 128 or more"
-        )
-    return enough[-1]
+    for rows in range(permutations, 0, -1):
+        if (bands := Bands(permutations // rows, rows)).probability(threshold) > RECALL:
+            return bands
+    missed = f"--permutations {permutations} find no {RECALL:.0%} of the pairs at --dedup {threshold}"
+    raise ValueError(f"{missed}: set --permutations 128 or more")

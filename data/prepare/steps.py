@@ -1,20 +1,25 @@
-"""The steps that look at one document at a time, each a function over the documents of a chunk.
+"""The documents of a chunk, and the steps that look at one of them at a time.
 
-Each can be called, and timed, alone; `work` runs them one after the other.
+A step takes documents, its counts and a function that keeps a line about what it drops; it returns the
+documents that are left. Each can be called, and timed, alone; `work` runs them one after the other.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import compress
 
 import numpy as np
 
-from data.prepare.batch import Documents, Verdict, broken_line, utf8_size
 from data.prepare.contamination import Evaluation
 from data.prepare.minhash import signatures
 from data.prepare.repair import repair
+from data.prepare.settings import in_flags
 from data.prepare.tally import BROKEN, Step
 from data.prepare.words import Words, words_of
 from data.sources.documents import Document
@@ -23,24 +28,75 @@ from data.sources.sentences import split
 from data.vocabularies.encoder import Encoder, grouped
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
-_WORDS_AT_ONCE = (
-    1 << 17
-)  # characters whose words are hashed together: numpy's arrays then stay in the processor's cache
+EXCERPT_CHARACTERS = 200  # of a dropped document
+# Characters whose words are hashed together: numpy's arrays then stay in the processor's cache.
+_WORDS_AT_ONCE = 1 << 17
+
+Reject = Callable[[str], None]
+Verdict = (
+    tuple[str, str] | None
+)  # why a document is dropped: one of few reasons, and a detail; None: it is kept
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Lists of equal length; those that no step has filled yet are empty."""
+
+    files: list[int] = field(default_factory=list)  # number of the input file
+    names: list[str] = field(default_factory=list)  # the file, as records name it
+    numbers: list[int] = field(default_factory=list)  # record in it
+    texts: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # bytes of the text in UTF-8
+    sentences: list[list[str]] = field(default_factory=list)
+    tokens: list[list[np.ndarray]] = field(default_factory=list)  # per document its sequences, uint32
+    marks: list[np.ndarray] = field(default_factory=list)  # (permutations,) uint32 each
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)
+
+    def sift(self, verdicts: Iterable[Verdict], step: Step, reject: Reject) -> Documents:
+        """Those with the verdict None; the others are counted and handed to `reject` as lines of JSON."""
+        keep = []
+        columns = (self.names, self.numbers, self.sizes, self.texts)
+        for verdict, file, number, size, text in zip(verdicts, *columns, strict=True):
+            keep.append(verdict is None)
+            if verdict is not None:
+                reason, detail = verdict
+                step.drop(reason, size)
+                excerpt = text[:EXCERPT_CHARACTERS]
+                reject(
+                    _line(file=file, number=number, reason=reason, detail=detail, size=size, excerpt=excerpt)
+                )
+        if all(keep):
+            return self
+        kept = {c.name: list(compress(getattr(self, c.name), keep)) for c in fields(self)}
+        return replace(self, **kept)
+
+    @cached_property
+    def words(self) -> list[Words]:
+        """The words of all texts, in blocks of about `_WORDS_AT_ONCE` characters."""
+        return [words_of(some) for some in grouped(self.texts, len, _WORDS_AT_ONCE)]
 
 
 def parse(
-    items: Sequence[tuple[int, Raw | Broken]], form: RecordFormat, step: Step, reject: Callable[[str], None]
+    documents: Documents,
+    step: Step,
+    reject: Reject,
+    items: list[tuple[int, Raw | Broken]],
+    form: RecordFormat,
 ) -> Documents:
-    """Records to documents; broken ones are counted and kept aside."""
-    documents = Documents([], [], [], [], [])
+    """Adds the documents of records; broken ones are counted and kept aside."""
     for file, item in items:
         text = item if isinstance(item, Broken) else form.parse(item)
         size = item.size if isinstance(item, Broken) else len(item.payload)
-        step.documents_in += 1
-        step.bytes_in += size
+        step.enter(1, size)
         if isinstance(text, Broken):
             step.drop(BROKEN + text.kind, size)
-            reject(broken_line(text))
+            reject(_broken_line(text))
         elif not text:
             step.drop(NOT_A_DOCUMENT, size)
         else:
@@ -52,93 +108,95 @@ def parse(
     return documents
 
 
-def repair_texts(documents: Documents, step: Step) -> Documents:
+def repair_texts(documents: Documents, step: Step, reject: Reject) -> Documents:
     texts = [repair(text) for text in documents.texts]
     step.changed += sum(
         new is not old and new != old for new, old in zip(texts, documents.texts, strict=True)
     )
-    return documents.with_texts(texts)
+    return replace(documents, texts=texts, sizes=[utf8_size(text) for text in texts])
 
 
-def judge_language(
-    documents: Documents, detect: Callable[[str], tuple[str, float]], wanted: str, least: float
-) -> list[Verdict | None]:
-    verdicts: list[Verdict | None] = []
-    for text in documents.texts:
-        language, score = detect(text)
+def keep_language(
+    documents: Documents,
+    step: Step,
+    reject: Reject,
+    detect: Callable[[str], tuple[str, float]],
+    wanted: str,
+    least: float,
+) -> Documents:
+    def judge(language: str, score: float) -> Verdict:
         if language != wanted:
-            verdicts.append(Verdict(f"language is not {wanted}", f"{language} {score:.2f}"))
-        elif score < least:
-            verdicts.append(Verdict(f"language is {wanted} with a score below {least}", f"{score:.2f}"))
-        else:
-            verdicts.append(None)
-    return verdicts
+            return f"language is not {wanted}", f"{language} {score:.2f}"
+        return (f"language is {wanted} with a score below {least}", f"{score:.2f}") if score < least else None
+
+    return documents.sift((judge(*detect(text)) for text in documents.texts), step, reject)
 
 
-def split_sentences(documents: Documents, how: str) -> list[list[str]]:
-    return [split(text, how) for text in documents.texts]  # type: ignore[arg-type]
+def split_sentences(documents: Documents, step: Step, reject: Reject, how: str) -> Documents:
+    return replace(documents, sentences=[split(text, how) for text in documents.texts])  # type: ignore[arg-type]
 
 
-def tokenize_documents(documents: Documents, encoder: Encoder) -> list[list[np.ndarray]]:
-    """Per document one sequence, ended by the end-of-document token: the samples of a GPT."""
-    return [[ids] for _, ids in encoder(Document(k, text) for k, text in enumerate(documents.texts))]
+def tokenize(
+    documents: Documents, step: Step, reject: Reject, encoder: Encoder, samples: str, least: int
+) -> Documents:
+    """Per document one sequence, ended by the end-of-document token, or for a BERT one per sentence.
 
+    Drops documents of fewer than `least` tokens, special ones not counted.
+    """
+    if samples == "bert":
+        tokens, ends = encoder.encode_sentences(documents.sentences), 0
+    else:
+        texts = (Document(k, text) for k, text in enumerate(documents.texts))
+        tokens, ends = [[ids] for _, ids in encoder(texts)], 1
 
-def tokenize_sentences(documents: Documents, encoder: Encoder) -> list[list[np.ndarray]]:
-    """Per document one sequence per sentence, without special tokens: the samples of a BERT."""
-    return encoder.encode_sentences(documents.sentences)
-
-
-def judge_length(documents: Documents, least: int, ends: int) -> list[Verdict | None]:
-    """`ends`: tokens of each document that end it and do not count."""
-    verdicts: list[Verdict | None] = []
-    for sequences in documents.tokens:
-        length = sum(len(sequence) for sequence in sequences) - ends
+    def judge(length: int) -> Verdict:
         if length <= 0:
-            verdicts.append(Verdict("no tokens"))
-        elif length < least:
-            verdicts.append(Verdict(f"fewer than {least} tokens", f"{length} tokens"))
-        else:
-            verdicts.append(None)
-    return verdicts
+            return "no tokens", ""
+        return (f"fewer than {least} tokens", f"{length} tokens") if length < least else None
+
+    verdicts = [judge(sum(map(len, sequences)) - ends) for sequences in tokens]
+    return replace(documents, tokens=tokens).sift(verdicts, step, reject)
 
 
-def hash_words(texts: Sequence[str]) -> list[Words]:
-    """The words of all texts, in blocks of about `_WORDS_AT_ONCE` characters."""
-    return [words_of(some) for some in grouped(texts, len, _WORDS_AT_ONCE)]
+def decontaminate(documents: Documents, step: Step, reject: Reject, evaluation: Evaluation) -> Documents:
+    reason = f"shares {evaluation.n} words in a row with"
+    matches = (match for words in documents.words for match in evaluation.matches(words))
+    return documents.sift((match and (f"{reason} {match[0]}", match[1]) for match in matches), step, reject)
 
 
-def judge_contamination(blocks: Sequence[Words], evaluation: Evaluation) -> list[Verdict | None]:
-    matches = [match for words in blocks for match in evaluation.matches(words)]
-    return [
-        None if m is None else Verdict(f"shares {evaluation.n} words in a row with {m[0]}", m[1])
-        for m in matches
-    ]
+def sign(
+    documents: Documents, step: Step, reject: Reject, shingle: int, permutations: int, seed: int
+) -> Documents:
+    blocks = (signatures(words, shingle, permutations, seed) for words in documents.words)
+    return replace(documents, marks=[row for block in blocks for row in block])
 
 
-def sign(blocks: Sequence[Words], shingle: int, permutations: int, seed: int) -> np.ndarray:
-    """(documents, permutations) uint32."""
-    parts = [signatures(words, shingle, permutations, seed) for words in blocks]
-    return np.concatenate(parts) if parts else np.zeros((0, permutations), dtype=np.uint32)
-
-
-def digests(texts: Sequence[str]) -> np.ndarray:
+def digests(texts: list[str]) -> np.ndarray:
     """(documents,) uint64: equal for equal texts. Some two of 10^8 texts agree once in 4,000 corpora."""
     parts = [hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest() for text in texts]
     return np.frombuffer(b"".join(parts), dtype="<u8")
 
 
-def article_line(file: str, number: int, text: str) -> bytes:
-    """One article as a line of JSON; sentences, where it has them, end with line feeds."""
-    return (json.dumps({"text": text, "file": file, "number": number}, ensure_ascii=False) + "\n").encode(
-        "utf-8", "replace"
-    )
+def article_lines(documents: Documents, texts: Iterable[str]) -> bytes:
+    """Each article as a line of JSON."""
+    columns = zip(documents.names, documents.numbers, texts, strict=True)
+    lines = (_line(text=text, file=file, number=number) for file, number, text in columns)
+    return "".join(lines).encode("utf-8", "replace")
 
 
-def article_lines(documents: Documents) -> bytes:
-    return b"".join(map(article_line, documents.names, documents.numbers, documents.texts))
+def utf8_size(text: str) -> int:
+    """Bytes of the text in UTF-8; `isascii` is a flag that the string carries."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
 
 
-def sentence_lines(documents: Documents) -> bytes:
-    texts = ["".join(f"{sentence}\n" for sentence in sentences) for sentences in documents.sentences]
-    return b"".join(map(article_line, documents.names, documents.numbers, texts))
+def _broken_line(broken: Broken) -> str:
+    """A record kept aside: its first 64 KiB, as text where they are text, else exactly, in base64."""
+    facts = dict(file=broken.file, number=broken.number, reason=broken.render(in_flags), size=broken.size)
+    try:
+        return _line(**facts, excerpt=broken.excerpt.decode("utf-8"))
+    except UnicodeDecodeError:
+        return _line(**facts, excerpt_base64=base64.b64encode(broken.excerpt).decode())
+
+
+def _line(**fields: object) -> str:
+    return json.dumps(fields, ensure_ascii=False) + "\n"

@@ -7,6 +7,7 @@ from typing import Any
 
 _EACH_DOCUMENT = "read repair language sentences tokenize decontaminate signatures"
 STEPS = (*_EACH_DOCUMENT.split(), "deduplicate", "write")
+BROKEN = "broken: "  # reasons of `read` that begin so count against --max_broken
 
 
 @dataclasses.dataclass
@@ -21,25 +22,32 @@ class Step:
     seconds: float = 0.0
     dropped: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # reason: [documents, bytes]
 
-    def drop(self, reason: str, size: int) -> None:
+    def enter(self, documents: int, size: int) -> None:
+        self.documents_in += documents
+        self.bytes_in += size
+
+    def leave(self, documents: int, size: int) -> None:
+        self.documents_out += documents
+        self.bytes_out += size
+
+    def drop(self, reason: str, size: int, documents: int = 1) -> None:
         counts = self.dropped.setdefault(reason, [0, 0])
-        counts[0] += 1
+        counts[0] += documents
         counts[1] += size
 
     def add(self, other: Step) -> None:
-        for name in ("documents_in", "bytes_in", "documents_out", "bytes_out", "changed", "seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.enter(other.documents_in, other.bytes_in)
+        self.leave(other.documents_out, other.bytes_out)
+        self.changed += other.changed
+        self.seconds += other.seconds
         for reason, (documents, size) in other.dropped.items():
-            counts = self.dropped.setdefault(reason, [0, 0])
-            counts[0] += documents
-            counts[1] += size
+            self.drop(reason, size, documents)
 
 
 class Tally(dict[str, Step]):
     """Steps by name, in the order of STEPS; a step that did not run is absent."""
 
     def step(self, name: str) -> Step:
-        assert name in STEPS, name
         return self.setdefault(name, Step())
 
     def add(self, other: Tally) -> None:
@@ -49,22 +57,12 @@ class Tally(dict[str, Step]):
     def json(self) -> dict[str, Any]:
         return {name: dataclasses.asdict(self[name]) for name in STEPS if name in self}
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Tally:
-        return cls({name: Step(**step) for name, step in values.items()})
-
     @property
     def broken(self) -> int:
         """Records that could not be used."""
-        return sum(count for reason, (count, _) in self.step("read").dropped.items() if is_broken(reason))
+        dropped = self.step("read").dropped
+        return sum(count for reason, (count, _) in dropped.items() if reason.startswith(BROKEN))
 
     @property
     def records(self) -> int:
         return self.step("read").documents_in
-
-
-BROKEN = "broken: "  # reasons of `read` that begin so count against --max_broken
-
-
-def is_broken(reason: str) -> bool:
-    return reason.startswith(BROKEN)

@@ -34,7 +34,12 @@ def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> Pre
     folder = directory / FOLDER
     if not folder.is_dir():
         tokenizer = _make(settings, inputs, say)
-        _check(tokenizer, settings)
+        if settings.samples == "gpt":
+            end_of_document(tokenizer)
+        elif missing := missing_roles(tokenizer):
+            came = f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no"
+            fix = "give bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a"
+            raise ValueError(f"{came} {', '.join(missing)}; {fix} tokenizer_config.json next to the file")
         temporary = directory / f".{FOLDER}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         tokenizer.save_pretrained(temporary)
@@ -54,10 +59,9 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
         if not isinstance(text, str) or not text:
             continue
         text = repair(text) if settings.repair else text
-        if detect is not None:
-            language, score = detect(text)
-            if language != settings.language or score < settings.language_score:
-                continue
+        language, score = detect(text) if detect else (settings.language, 1.0)
+        if language != settings.language or score < settings.language_score:
+            continue
         yield text
         left -= len(text)
         if left <= 0:
@@ -69,22 +73,7 @@ def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFa
     if kind not in TRAINED:
         return ready_made(settings.tokenizer)
     assert settings.vocab_size is not None, "the settings demand a size"
-    say(
-        f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on the first "
-        f"{settings.vocabulary_mb} MB of text"
-    )
+    first = f"the first {settings.vocabulary_mb} MB of text"
+    say(f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on {first}")
     train = train_wordpiece if kind == "trained_wordpiece" else train_bpe
     return around(kind, train(training_texts(settings, inputs), settings.vocab_size))
-
-
-def _check(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> None:
-    if settings.samples == "bert":
-        if missing := missing_roles(tokenizer):
-            raise ValueError(
-                f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no "
-                f"{', '.join(missing)}; give "
-                "bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a "
-                "tokenizer_config.json next to the file"
-            )
-    else:
-        end_of_document(tokenizer)

@@ -2,8 +2,7 @@
 
 A word is a run of letters and digits of the lower-cased text; punctuation and white space end it. Every
 character outside ASCII counts as a letter but for the blocks Latin-1 punctuation, General Punctuation and CJK
-punctuation. The numbers are
-functions of the text alone: equal in every process and on every machine (unlike Python's `hash`).
+punctuation. The numbers are functions of the text alone, on every machine (unlike Python's `hash`).
 """
 
 from __future__ import annotations
@@ -20,16 +19,9 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2
 _INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
 _SMALLEST_TABLE = 1 << 19
 _STEP = np.uint64(0xD1342543DE82EF95)  # multiplier between neighbouring words of an n-gram
-
-
-def _word_bytes() -> np.ndarray:
-    """(256,) bool: ASCII letters (lower case) and digits, and all bytes of characters outside ASCII."""
-    table = np.zeros(256, dtype=bool)
-    table[ord("a") : ord("z") + 1] = table[ord("0") : ord("9") + 1] = table[128:] = True
-    return table
-
-
-_IS_WORD = _word_bytes()
+# (256,) bool: ASCII letters (lower case) and digits, and all bytes of characters outside ASCII.
+_IS_WORD = np.zeros(256, dtype=bool)
+_IS_WORD[ord("a") : ord("z") + 1] = _IS_WORD[ord("0") : ord("9") + 1] = _IS_WORD[128:] = True
 
 
 @dataclass(frozen=True)
@@ -56,9 +48,8 @@ def words_of(texts: Sequence[str]) -> Words:
     buffer = np.frombuffer(b"\n".join([b"", *parts, b""]), dtype=np.uint8)
     inside = _IS_WORD[buffer]
     _exclude_punctuation(buffer, inside)
-    edges = (
-        np.flatnonzero(inside[1:] != inside[:-1]) + 1
-    )  # the first and last byte are line feeds: every word begins and ends
+    # The first and last byte are line feeds: every word begins and ends.
+    edges = np.flatnonzero(inside[1:] != inside[:-1]) + 1
     starts, ends = edges[::2], edges[1::2]
     text_ends = np.cumsum([len(part) + 1 for part in parts], dtype=np.int64) + 1
     offsets = np.concatenate([[0], np.searchsorted(starts, text_ends)])
@@ -94,17 +85,12 @@ def ngrams(words: Words, n: int, whole_if_short: bool) -> tuple[np.ndarray, np.n
 
 def _exclude_punctuation(buffer: np.ndarray, inside: np.ndarray) -> None:
     """Clear spaces and punctuation: U+0080-U+00BF, U+2000-U+203F and U+3000-U+303F."""
-    outside_ascii = np.flatnonzero(
-        buffer >= 0xC2
-    )  # lead bytes; a text is whole UTF-8, so what follows them is there
-    if not outside_ascii.size:
-        return
+    outside_ascii = np.flatnonzero(buffer >= 0xC2)  # lead bytes; a text is whole UTF-8: more bytes follow
     lead, second = buffer[outside_ascii], buffer[outside_ascii + 1]
     latin = outside_ascii[lead == 0xC2]
     general = outside_ascii[((lead == 0xE2) | (lead == 0xE3)) & (second == 0x80)]
-    for places, width in ((latin, 2), (general, 3)):
-        for k in range(width):
-            inside[places + k] = False
+    for places in (latin, latin + 1, general, general + 1, general + 2):
+        inside[places] = False
 
 
 def _hash_slices(buffer: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:

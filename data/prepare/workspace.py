@@ -13,8 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +24,13 @@ from data.prepare import tokenizer
 REPORT = "report.json"
 
 
-class Refused(ValueError):
-    """The command cannot be run as it stands."""
-
-
-@dataclass(frozen=True)
 class Workspace:
-    out: Path
+    """The paths of a preparation that makes `out`."""
 
-    @property
-    def partial(self) -> Path:
-        return self.out.with_name(self.out.name + ".partial")
-
-    @property
-    def manifest(self) -> Path:
-        return self.partial / "manifest.json"
-
-    @property
-    def chunks(self) -> Path:
-        return self.partial / "chunks"
-
-    @property
-    def index(self) -> Path:
-        return self.partial / "index"
-
-    @property
-    def result(self) -> Path:
-        return self.partial / "result"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.partial / tokenizer.FOLDER
+    def __init__(self, out: Path):
+        self.out, self.partial = out, out.with_name(out.name + ".partial")
+        self.manifest, self.tokenizer = self.partial / "manifest.json", self.partial / tokenizer.FOLDER
+        self.chunks, self.index, self.result = (self.partial / name for name in ("chunks", "index", "result"))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -64,30 +39,24 @@ class Workspace:
         The lock is next to the directories, since they are moved and removed; it dies with its process.
 
         Raises:
-            Refused: another process prepares this OUT, or nothing can be written there.
+            ValueError: another process prepares this OUT, or nothing can be written there.
         """
         path = self.out.with_name(f".{self.out.name}.lock")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(path, "ab")  # noqa: SIM115 - closed by the next statement
-        except OSError as error:
-            raise Refused(
-                f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror}): name another "
-                "--out"
-            ) from error
-        with file:
+        with ExitStack() as stack:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Refused(
-                    f"--out {self.out}: another process is preparing it: wait for it, or give another --out"
-                ) from None
-            except OSError:  # a file system without locks
-                pass
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(open(path, "ab"))
+            except OSError as error:
+                came = f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror})"
+                raise ValueError(f"{came}: name another --out") from error
+            with suppress(OSError):  # a file system without locks
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    fix = "wait for it, or give another --out"
+                    raise ValueError(f"--out {self.out}: another process is preparing it: {fix}") from None
+            stack.callback(path.unlink, missing_ok=True)
+            yield
 
     def already_complete(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
         """Whether OUT is the result of this very command.
@@ -95,25 +64,22 @@ class Workspace:
         With `force` another one is left, to be replaced when the new is there.
 
         Raises:
-            Refused: there is something else.
+            ValueError: there is something else.
         """
         if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
             return False
         try:
             before = json.loads((self.out / REPORT).read_text(encoding="utf-8"))["manifest"]
         except (OSError, ValueError, KeyError):
-            raise Refused(
-                f"--out {self.out} exists and was not made by prepare_data: name another directory"
-            ) from None
-        if not (changed := _changes(before, manifest)):
+            came = f"--out {self.out} exists and was not made by prepare_data"
+            raise ValueError(f"{came}: name another directory") from None
+        if not (changed := _differences(before, manifest)):
             return True
         if force:
-            say(
-                f"{self.out} holds another preparation; it stays until the new one is complete, and is then "
-                "replaced (--force)"
-            )
+            stays = "it stays until the new one is complete, and is then replaced (--force)"
+            say(f"{self.out} holds another preparation; {stays}")
             return False
-        raise Refused(
+        raise ValueError(
             f"--out {self.out} holds the result of another command, which differs in\n{changed}\n"
             "name another --out, or replace it with --force"
         )
@@ -122,16 +88,17 @@ class Workspace:
         """Makes or takes up OUT.partial; returns whether there was one to go on with.
 
         Raises:
-            Refused: it belongs to another command.
+            ValueError: it belongs to another command.
         """
         if self.partial.exists():
-            before = self._unfinished()
-            changed = _changes(before, manifest) if before is not None else ""
-            if before is not None and not changed:
-                self._sweep()
+            changed = self._changes(manifest)
+            if changed == "":
+                # What a killed process has left half-written.
+                for leftover in filter(Path.is_file, self.partial.rglob("*.tmp")):
+                    leftover.unlink(missing_ok=True)
                 return True
             if changed and not force:
-                raise Refused(
+                raise ValueError(
                     f"{self.partial} is the unfinished work of another command, which differs in\n{changed}\n"
                     "run that command to finish it, name another --out, or give it up with --force"
                 )
@@ -143,12 +110,12 @@ class Workspace:
             file.write((json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
         return False
 
-    def _unfinished(self) -> Any:
-        """The manifest of the work in OUT.partial; None where there is none to lose."""
+    def _changes(self, manifest: dict[str, Any]) -> str | None:
+        """In what the unfinished work in OUT.partial differs; None where there is none to lose."""
         if not self.tokenizer.is_dir() and next(self.chunks.rglob("*.chunk"), None) is None:
             return None
         try:
-            return json.loads(self.manifest.read_text(encoding="utf-8"))
+            return _differences(json.loads(self.manifest.read_text(encoding="utf-8")), manifest)
         except FileNotFoundError:
             return None
 
@@ -175,27 +142,19 @@ class Workspace:
 
     def clear_if(self, manifest: dict[str, Any]) -> None:
         """Removes OUT.partial, unless it is unfinished work of another command."""
-        before = self._unfinished()
-        if before is None or not _changes(before, manifest):
+        if not self._changes(manifest):
             self.clear()
 
     def clear(self) -> None:
         shutil.rmtree(self.partial, ignore_errors=True)
 
-    def _sweep(self) -> None:
-        """Removes what a killed process has left half-written."""
-        for leftover in self.partial.rglob("*.tmp"):
-            if leftover.is_file():
-                leftover.unlink(missing_ok=True)
 
-
-def _changes(before: Any, now: Any) -> str:
+def _differences(before: Any, now: Any) -> str:
     """Lines "key: before, now" of what differs."""
     old, new = dict(_leaves(before)), dict(_leaves(json.loads(json.dumps(now))))
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return "\n".join(
-        f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} here" for key in keys[:20]
-    )
+    changed = [key for key in old | new if old.get(key) != new.get(key)][:20]
+    pairs = ((key, json.dumps(old.get(key)), json.dumps(new.get(key))) for key in changed)
+    return "\n".join(f"  {key}: {there} there, {here} here" for key, there, here in pairs)
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
