@@ -25,11 +25,9 @@ from data.streams.families import FAMILIES, Family, family_of
 from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.schema import BlendPart, Origin, Recipe
 
-_COUNTS = (
-    "documents text_bytes train_documents train_tokens held_out_documents held_out_tokens test_documents "
-    "test_tokens documents_read_for_validation unigram_tokens samples_per_epoch"
-)
-_ADDED_UP = frozenset(_COUNTS.split())
+_SPLITS = [f"{split}_{what}" for split in ("train", "held_out", "test") for what in ("documents", "tokens")]
+_READ = ["documents", "text_bytes", "documents_read_for_validation", "unigram_tokens", "samples_per_epoch"]
+_ADDED_UP = frozenset(_SPLITS + _READ)
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,10 @@ def build(
     directory = cache_directory or cache.default_directory()
     origins = recipe.data.origins
     assert source is None or len(origins) == 1, "one source cannot take the place of several"
-    if source is None:
-        for origin in origins:  # before its vocabulary is looked for: the store's absence is the cause
-            if origin.source == "store":
-                check_origin(origin, recipe.model.family)
-    sources = [
-        source or (None if origin.source == "store" else open_source(origin, say)) for origin in origins
-    ]
+    for origin in origins:  # before its vocabulary is looked for: the store's absence is the cause
+        if source is None and origin.source == "store":
+            check_origin(origin, recipe.model.family)
+    sources = [source or (None if o.source == "store" else open_source(o, say)) for o in origins]
     tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
     parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, directory, say)
     return Corpus(
@@ -109,22 +104,19 @@ def _all_parts(
     origins = recipe.data.origins
     weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]
     wanted = np.maximum(largest_remainder(weights, recipe.run.validation_samples), 1).tolist()
-    found = []
+    sequences, tokenizer, parts = family.sequences, family.tokenizer, []
     for origin, source, count in zip(origins, sources, wanted, strict=True):
         if source and not source.finite:
             blended = bool(recipe.data.blend)
-            found.append(stream_parts(recipe, family, origin, source, count, blended, say))
-            continue
-        sequences, tokenizer = family.sequences, family.tokenizer
-        if source:
+            parts.append(stream_parts(recipe, family, origin, source, count, blended, say))
+        elif source:
             opened = cached_store(sequences, origin, source, tokenizer, directory, say)
+            parts.append(store_parts(recipe, family, opened, count))
         else:
             opened = ready_made_store(recipe.data.tokenizer.kind, sequences, origin, tokenizer)
-        found.append(store_parts(recipe, family, opened, count))
-    return found[0] if len(found) == 1 else _blended(recipe, found, weights)
-
-
-def _blended(recipe: Recipe, parts: Sequence[Parts], weights: Sequence[float]) -> Parts:
+            parts.append(store_parts(recipe, family, opened, count))
+    if len(parts) == 1:
+        return parts[0]
     tests = [part.test for part in parts if part.test]
     return Parts(
         BlendedSamples([part.train for part in parts], weights, recipe.seed),
@@ -138,32 +130,24 @@ def _blended(recipe: Recipe, parts: Sequence[Parts], weights: Sequence[float]) -
 def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
     """(V,) of as many tokens as were counted, in the proportions in which they are trained on."""
     sums = [max(1, int(count.sum())) for count in counts]
-    shares = np.asarray(weights) / np.sum(weights)
-    return sum(sums) * sum(
-        share * count / total for share, count, total in zip(shares, counts, sums, strict=True)
-    )
+    parts = zip(np.asarray(weights) / np.sum(weights), counts, sums, strict=True)
+    return sum(sums) * sum(share * count / total for share, count, total in parts)
 
 
 def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
     """Sums where every part has the entry; the parts themselves; the checksums of all."""
-    shared = [
-        key for key in summaries[0] if key in _ADDED_UP and all(key in summary for summary in summaries)
-    ]
-    checksums = [str(summary.get("train_tokens_crc32", "stream")) for summary in summaries]
+    shared = [key for key in summaries[0] if key in _ADDED_UP and all(key in part for part in summaries)]
+    parts = [{"weight": weight, **part} for part, weight in zip(summaries, weights, strict=True)]
     return {
-        "source": " + ".join(
-            f"{summary['source']} ({weight:g})" for summary, weight in zip(summaries, weights, strict=True)
-        ),
-        **{key: sum(summary[key] for summary in summaries) for key in shared},
-        "train_tokens_crc32": ",".join(checksums),
-        "parts": [{"weight": weight, **summary} for summary, weight in zip(summaries, weights, strict=True)],
+        "source": " + ".join(f"{part['source']} ({part['weight']:g})" for part in parts),
+        **{key: sum(part[key] for part in summaries) for key in shared},
+        "train_tokens_crc32": ",".join(str(part["train_tokens_crc32"]) for part in parts),
+        "parts": parts,
     }
 
 
 def unigram_cross_entropy(counts: np.ndarray, labels: np.ndarray) -> float:
-    """Nats per token of `labels` under token frequencies with add-one smoothing.
-
-    P(t) = (count(t) + 1) / (N + V).
+    """Nats per token of `labels` under frequencies with add-one smoothing, (count(t) + 1) / (N + V).
 
     Args:
         counts: (V,) occurrences in the training tokens.

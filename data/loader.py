@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from data.batches import MicroBatch, batch_digest, micro_batch
-from data.prefetch import InTurn, Prefetcher
+from data.prefetch import Prefetcher
 from data.samples.fields import HeldOut, TrainingSamples
 from recipes.layout import Layout
 from recipes.problems import Key, Problem, ProblemsError, Setting
@@ -61,38 +61,32 @@ class StepBatches:
                 asked for.
 
         Raises:
-            ValueError: the state is of another step or another reading
-                of the data.
+            ValueError: the state is of another step or another reading of the data.
         """
         self._samples, self._seed, self._layout = samples.fresh(), seed, layout
         self.step = start_step
-        rows = rank_rows(layout, dp_rank)
         position = start_step * layout.global_batch
         if start_state is not None:
             if start_state.get("position") != position:
-                came = (
-                    f"data position {start_state.get('position')} is not that of step {start_step} with ",
-                    Setting("batch.global", layout.global_batch),
-                )
+                wrong = f"data position {start_state.get('position')} is not that of step {start_step} with "
+                came = (wrong, Setting("batch.global", layout.global_batch))
                 fix = ("resume with the ", Key("batch.global"), " of the checkpoint")
                 raise ProblemsError([Problem("batch.global", came, fix=fix)])
             self._samples.restore(start_state)
         # Known before the first batch, and never asked of a stream that a thread is reading; without a start
         # state a stream would have to be read through, so then `state` does it if it is called at once.
         self._state = start_state or (self._samples.state(0) if position == 0 else None)
-        produce = _Producer(self._samples, seed, layout, rows)
+        self._produce = partial(_make_step, self._samples, seed, layout, rank_rows(layout, dp_rank))
         threads = workers if samples.random_access else min(workers, 1)
-        self._steps = (
-            Prefetcher(produce, start_step, threads, prepare=_cuda_device())
-            if threads
-            else InTurn(produce, start_step)
+        self._ahead = (
+            Prefetcher(self._produce, start_step, threads, prepare=_cuda_device()) if threads else None
         )
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        batches, self._state = self._steps.next()
+        batches, self._state = self._ahead.next() if self._ahead else self._produce(self.step)
         self.step += 1
         return batches
 
@@ -110,28 +104,21 @@ class StepBatches:
 
     def close(self) -> None:
         """Ends the threads; no batch comes after it."""
-        self._steps.close()
+        if self._ahead:
+            self._ahead.close()
 
 
-@dataclass(frozen=True)
-class _Producer:
-    """Makes the batches of a step and the state after it."""
-
-    samples: TrainingSamples
-    seed: int
-    layout: Layout
-    rows: np.ndarray  # (accumulation, micro)
-
-    def __call__(self, step: int) -> tuple[list[MicroBatch], dict[str, Any]]:
-        size, micro = self.layout.global_batch, self.layout.micro
-        fields = self.samples.take((step * size + self.rows).ravel().tolist(), self.seed)
-        weights = np.full(micro, 1.0 / micro)
-        batches = [
-            micro_batch(fields.rows(slice(at, at + micro)), weights) for at in range(0, self.rows.size, micro)
-        ]
-        if torch.cuda.is_available():  # pinned memory is copied to the device without waiting
-            batches = [{key: tensor.pin_memory() for key, tensor in batch.items()} for batch in batches]
-        return batches, self.samples.state((step + 1) * size)
+def _make_step(
+    samples: TrainingSamples, seed: int, layout: Layout, rows: np.ndarray, step: int
+) -> tuple[list[MicroBatch], dict[str, Any]]:
+    """The batches of a step and the state after it; `rows` as `rank_rows` gives them."""
+    size, micro = layout.global_batch, layout.micro
+    fields = samples.take((step * size + rows).ravel().tolist(), seed)
+    weights = np.full(micro, 1.0 / micro)
+    batches = [micro_batch(fields.rows(slice(at, at + micro)), weights) for at in range(0, rows.size, micro)]
+    if torch.cuda.is_available():  # pinned memory is copied to the device without waiting
+        batches = [{key: tensor.pin_memory() for key, tensor in batch.items()} for batch in batches]
+    return batches, samples.state((step + 1) * size)
 
 
 def _cuda_device() -> Callable[[], None]:
@@ -145,21 +132,18 @@ def _cuda_device() -> Callable[[], None]:
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """One state of the states of all ranks, each of which knows the parts of a stream that it reads."""
     merged = json.loads(json.dumps(states[0]))
-    for state in states[1:]:
-        _merge(merged, state)
-    return merged
-
-
-def _merge(into: dict[str, Any], state: dict[str, Any]) -> None:
-    for key, value in state.items():
+    for key, value in merged.items():
         if key == "parts":
-            for mine, other in zip(into[key], value, strict=True):
-                _merge(mine, other)
-        elif isinstance(value, dict):
-            for name, entry in value.items():
-                assert into[key].setdefault(name, entry) == entry, f"ranks disagree about {key} {name}"
-        else:
-            assert into[key] == value, f"ranks disagree about {key}: {into[key]} and {value}"
+            parts = zip(*(state[key] for state in states), strict=True)
+            merged[key] = [merge_states(list(part)) for part in parts]
+            continue
+        for other in (state[key] for state in states[1:]):
+            if not isinstance(value, dict):
+                assert value == other, f"ranks disagree about {key}: {value} and {other}"
+                continue
+            for name, entry in other.items():
+                assert value.setdefault(name, entry) == entry, f"ranks disagree about {key} {name}"
+    return merged
 
 
 def validation_batches(
@@ -176,13 +160,9 @@ def validation_batches(
     rows = rank_rows(layout, dp_rank)
     steps = -(-len(samples) // layout.global_batch)
     real_weight = steps * accumulation * dp / len(samples)
-    return [
-        [
-            micro_batch(
-                samples.take(np.minimum(part, len(samples) - 1)),
-                np.where(part < len(samples), real_weight, 0.0),
-            )
-            for part in step * layout.global_batch + rows
-        ]
-        for step in range(steps)
-    ]
+
+    def batch(part: np.ndarray) -> MicroBatch:
+        weights = np.where(part < len(samples), real_weight, 0.0)
+        return micro_batch(samples.take(np.minimum(part, len(samples) - 1)), weights)
+
+    return [[batch(part) for part in step * layout.global_batch + rows] for step in range(steps)]

@@ -17,21 +17,6 @@ T = TypeVar("T")
 JOIN_TIMEOUT_S = 5.0  # for a thread that waits for the network
 
 
-class InTurn(Generic[T]):
-    """The same without threads: everything is made when it is asked for."""
-
-    def __init__(self, produce: Callable[[int], T], start: int):
-        self._produce, self._next = produce, start
-
-    def next(self) -> T:
-        value = self._produce(self._next)
-        self._next += 1
-        return value
-
-    def close(self) -> None:
-        """Nothing is running."""
-
-
 class Prefetcher(Generic[T]):
     """`next` gives produce(start), produce(start + 1), ...; threads are up to `depth` of them ahead.
 
@@ -54,20 +39,34 @@ class Prefetcher(Generic[T]):
             depth: results that are kept ready; by default one more than there are threads.
             prepare: called once in every thread.
         """
-        assert threads > 0
         running: list[threading.Thread] = []
+        failed: list[int] = []
 
         def begin() -> None:
             running.append(threading.current_thread())
             prepare()
 
-        self._produce = _UntilItFails(produce)
-        self._pool = ThreadPoolExecutor(threads, "loader-", begin)
-        self._following = start
+        def produce_until_one_fails(number: int) -> T:
+            if failed and number > min(failed):  # a failed reader cannot continue
+                raise CancelledError
+            try:
+                return produce(number)
+            except BaseException:
+                failed.append(number)
+                raise
+
+        def end() -> None:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for thread in running:
+                if thread is not threading.current_thread():
+                    thread.join(JOIN_TIMEOUT_S)
+
+        self._produce, self._following = produce_until_one_fails, start
+        self._pool = pool = ThreadPoolExecutor(threads, "loader-", begin)
         self._results: deque[Future[T]] = deque()
         for _ in range(depth or threads + 1):
             self._submit()
-        self._finalizer = weakref.finalize(self, _end, self._pool, running)
+        self._finalizer = weakref.finalize(self, end)
 
     def _submit(self) -> None:
         self._results.append(self._pool.submit(self._produce, self._following))
@@ -91,27 +90,3 @@ class Prefetcher(Generic[T]):
 
     def close(self) -> None:
         self._finalizer()
-
-
-class _UntilItFails(Generic[T]):
-    """Calls with numbers above one that failed do nothing: a failed reader cannot continue."""
-
-    def __init__(self, produce: Callable[[int], T]):
-        self._produce = produce
-        self._failed: list[int] = []
-
-    def __call__(self, number: int) -> T:
-        if self._failed and number > min(self._failed):
-            raise CancelledError
-        try:
-            return self._produce(number)
-        except BaseException:
-            self._failed.append(number)
-            raise
-
-
-def _end(pool: ThreadPoolExecutor, running: list[threading.Thread]) -> None:
-    pool.shutdown(wait=False, cancel_futures=True)
-    for thread in running:
-        if thread is not threading.current_thread():
-            thread.join(JOIN_TIMEOUT_S)

@@ -44,10 +44,7 @@ exit codes: 0 done (or done before), 1 failed, 2 refused, 130 and 143 stopped by
 
 
 class Stopped(BaseException):
-    """A signal asked for the end. Not an Exception: nothing may hold it up."""
-
-    def __init__(self, number: int):
-        self.number = number
+    """The signal of this number asked for the end. Not an Exception: nothing may hold it up."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,14 +61,11 @@ def main() -> None:
     try:
         run(args, screen)
     except Stopped as stop:
+        (number,) = stop.args
         screen.close()
-        name = signal.Signals(stop.number).name
-        print(
-            f"\nstopped by {name}: the work done is in {args.out}.partial, and the same command resumes from "
-            "there",
-            file=sys.stderr,
-        )
-        raise SystemExit(128 + stop.number) from None
+        left = f"the work done is in {args.out}.partial, and the same command resumes from there"
+        print(f"\nstopped by {signal.Signals(number).name}: {left}", file=sys.stderr)
+        raise SystemExit(128 + number) from None
 
 
 def run(args: argparse.Namespace, screen: Screen) -> None:
@@ -115,11 +109,9 @@ class Screen:
     LINE_EVERY_S = 30.0
 
     def __init__(self, stream: TextIO):
-        self._stream = stream
+        self._stream, self._shown = stream, time.monotonic()
+        self._phase: tuple[str, float | None, str] = ("", None, "")
         self._bar: Any = None
-        self._phase, self._unit = "", ""
-        self._total: float | None = None
-        self._shown = time.monotonic()
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -131,20 +123,14 @@ class Screen:
         from tqdm import tqdm
 
         self.close()
-        self._phase, self._total, self._unit = name, total, unit
+        self._phase = name, total, unit
         if self._stream.isatty():
-            share = (
-                "{desc}: {percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}, {remaining} left {postfix}"
-            )
-            self._bar = tqdm(
-                total=total,
-                desc=name,
-                unit=unit,
-                unit_scale=unit == "B",
-                file=self._stream,
-                dynamic_ncols=True,
-                bar_format=share if total else "{desc}: {n_fmt} {elapsed} {postfix}",
-            )
+            form = "{desc}: {n_fmt} {elapsed} {postfix}"
+            if total:
+                numbers = "{n_fmt}/{total_fmt} {elapsed}, {remaining} left {postfix}"
+                form = "{desc}: {percentage:3.0f}% {bar} " + numbers
+            drawn = dict(desc=name, unit=unit, unit_scale=unit == "B", dynamic_ncols=True, bar_format=form)
+            self._bar = tqdm(total=total, file=self._stream, **drawn)
 
     def at(self, value: float, note: str = "") -> None:
         if self._bar is not None:
@@ -152,8 +138,9 @@ class Screen:
             self._bar.update(value - self._bar.n)
         elif time.monotonic() - self._shown >= self.LINE_EVERY_S:
             self._shown = time.monotonic()
-            done = f"{value / self._total:.1%}" if self._total else f"{value:,.0f} {self._unit}"
-            self.say(" | ".join(part for part in (self._phase, done, note) if part))
+            name, total, unit = self._phase
+            done = f"{value / total:.1%}" if total else f"{value:,.0f} {unit}"
+            self.say(" | ".join(part for part in (name, done, note) if part))
 
     def close(self) -> None:
         if self._bar is not None:

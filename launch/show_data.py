@@ -42,10 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--step", type=int, default=0, metavar="N", help="optimizer step, from 0 (default: %(default)s)")
     add("--samples", type=int, default=2, metavar="N", help="samples to decode (default: %(default)s)")
     add("--split", choices=splits, default="train", help="default: %(default)s")
-    ranks = (
+    hashes = (
         "instead of samples, hashes of N steps from --step on, as 1, 2 and 4 data-parallel ranks read them"
     )
-    add("--hashes", type=int, default=0, metavar="N", help=ranks)
+    add("--hashes", type=int, default=0, metavar="N", help=hashes)
     ahead = "threads per rank that read ahead for --hashes (default: %(default)s)"
     add("--workers", type=int, default=1, metavar="N", help=ahead)
     return parser
@@ -76,14 +76,11 @@ def check(args: argparse.Namespace, recipe: Recipe) -> None:
     if not args.samples and not args.hashes:
         raise ValueError("--samples 0 shows nothing: give 1 or more, or --hashes")
     if args.hashes and args.split != "train":
-        raise ValueError(
-            f"--hashes with --split {args.split}: only training has steps; leave one of the two out"
-        )
+        rule = "only training has steps; leave one of the two out"
+        raise ValueError(f"--hashes with --split {args.split}: {rule}")
     if args.split == "test" and not recipe.data.test_every:
-        raise ValueError(
-            "--split test, but data.test_every is null: the recipe holds no test documents out; --set "
-            "data.test_every=20"
-        )
+        came = "--split test, but data.test_every is null: the recipe holds no test documents out"
+        raise ValueError(f"{came}; --set data.test_every=20")
 
 
 def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:
@@ -107,25 +104,16 @@ def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> in
 def show_hashes(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:
     """Hashes of whole steps, each put together of what the ranks of a layout read on their own."""
     layouts = [layout_of(recipe.batch.global_, dp) for dp in RANKS if recipe.batch.global_ % dp == 0]
-    columns = [
-        step_hashes(recipe, corpus, layout, args.step, args.hashes, args.workers) for layout in layouts
-    ]
+    steps = (args.step, args.hashes, args.workers)
+    columns = [step_hashes(recipe, corpus, layout, *steps) for layout in layouts]
     print(f"{'step':>8}  " + "  ".join(f"{f'{layout.dp} data-parallel':<16}" for layout in layouts))
     different = []
-    for row, hashes in enumerate(zip(*columns, strict=True)):
-        step = args.step + row
-        if len(set(hashes)) > 1:
-            different.append(step)
-        print(
-            f"{step:>8}  "
-            + "  ".join(found[:16] for found in hashes)
-            + ("  DIFFERENT" if step in different else "")
-        )
+    for step, hashes in enumerate(zip(*columns, strict=True), args.step):
+        equal = len(set(hashes)) == 1
+        different += [] if equal else [str(step)]
+        print(f"{step:>8}  {'  '.join(found[:16] for found in hashes)}{'' if equal else '  DIFFERENT'}")
     if different:
-        print(
-            f"the batch depends on the number of ranks in steps {', '.join(map(str, different))}",
-            file=sys.stderr,
-        )
+        print(f"the batch depends on the number of ranks in steps {', '.join(different)}", file=sys.stderr)
     return int(bool(different))
 
 
@@ -141,14 +129,10 @@ def step_hashes(
 ) -> list[str]:
     from data.loader import StepBatches, batch_digest
 
-    ranks = [
-        StepBatches(corpus.train, recipe.seed, layout, rank, first, workers=workers)
-        for rank in range(layout.dp)
-    ]
+    samples, seed = corpus.train, recipe.seed
+    ranks = [StepBatches(samples, seed, layout, r, first, workers=workers) for r in range(layout.dp)]
     try:
-        return [
-            batch_digest([micro_batch for rank in ranks for micro_batch in next(rank)]) for _ in range(steps)
-        ]
+        return [batch_digest([micro for rank in ranks for micro in next(rank)]) for _ in range(steps)]
     finally:
         for rank in ranks:
             rank.close()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from data.samples.fields import HeldOut, Parts, spread
+from data.samples.fields import Parts, spread
 from data.samples.gpt import Stream
 from data.split_rule import Part, documents_of
 from data.stores.cached import OpenedStore
@@ -32,14 +32,14 @@ def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
     Raises:
         ProblemsError: a split is shorter than one sample, or a token lies outside the vocabulary.
     """
-    data, store, name = recipe.data, opened.store, opened.name
+    data, store, name, vocab_size = recipe.data, opened.store, opened.name, recipe.model.vocab_size
     splits: tuple[Part, ...] = ("train", "validation", "test") if data.test_every else ("train", "validation")
     documents = {
         split: documents_of(split, store.documents, data.validation_every, data.test_every)
         for split in splits
     }
     train_stream = Stream(store, documents["train"], end_of_document(family.tokenizer))
-    counts = token_counts(train_stream.read, len(train_stream), recipe.model.vocab_size, name)
+    counts = token_counts(train_stream.read, len(train_stream), vocab_size, name)
     counts[family.never_predicted()] = 0
     with _naming(recipe, name, "train"):
         train = family.training_samples(store, documents["train"])
@@ -47,8 +47,20 @@ def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
     for split in splits[1:]:
         with _naming(recipe, name, split):
             held_out[split] = family.held_out(store, documents[split], wanted)
-    _check_tokens(list(held_out.values()), recipe.model.vocab_size, name)
-    summary = _summary(opened, documents, len(train), counts)
+    largest = max(int(samples.labels.max(initial=0)) for samples in held_out.values())
+    if largest >= vocab_size:
+        raise _outside(name, largest, vocab_size)
+    summary: dict[str, Any] = {
+        "source": name,
+        "documents": store.documents,
+        "train_tokens_crc32": opened.checksum,
+        **({} if opened.text_bytes is None else {"text_bytes": opened.text_bytes}),
+    }
+    for split, chosen in documents.items():
+        prefix = "held_out" if split == "validation" else split
+        first, last = (store.sequence_starts(store.document_index[chosen + i]) for i in (0, 1))
+        summary |= {f"{prefix}_documents": len(chosen), f"{prefix}_tokens": int((last - first).sum())}
+    summary |= {"samples_per_epoch": len(train), "unigram_tokens": int(counts.sum())}
     return Parts(train, held_out["validation"], held_out.get("test"), counts, summary)
 
 
@@ -76,9 +88,8 @@ def token_counts(
         ProblemsError: a token is outside the vocabulary.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
-    pieces = -(-tokens // _COUNTED_AT_ONCE)
-    for piece in spread(pieces, COUNTED_TOKENS // _COUNTED_AT_ONCE).tolist():
-        start = piece * _COUNTED_AT_ONCE
+    blocks = -(-tokens // _COUNTED_AT_ONCE)
+    for start in (spread(blocks, COUNTED_TOKENS // _COUNTED_AT_ONCE) * _COUNTED_AT_ONCE).tolist():
         found = np.bincount(read(start, min(start + _COUNTED_AT_ONCE, tokens)), minlength=vocab_size)
         if found.size > vocab_size:
             raise _outside(name, found.size - 1, vocab_size)
@@ -86,41 +97,9 @@ def token_counts(
     return counts
 
 
-def _check_tokens(held_out: Sequence[HeldOut], vocab_size: int, name: str) -> None:
-    largest = max(int(samples.labels.max(initial=0)) for samples in held_out)
-    if largest >= vocab_size:
-        raise _outside(name, largest, vocab_size)
-
-
 def _outside(name: str, token: int, vocab_size: int) -> ProblemsError:
     size = Setting("model.vocab_size", vocab_size)
     came = (f"{name}: token {token} is outside the vocabulary of ", size)
-    fix = (
-        *("set ", Key("data.tokenizer.kind"), " and ", Key("model.vocab_size")),
-        " to the vocabulary that the store was made with",
-    )
+    vocabulary = ("set ", Key("data.tokenizer.kind"), " and ", Key("model.vocab_size"))
+    fix = (*vocabulary, " to the vocabulary that the store was made with")
     return ProblemsError([Problem("model.vocab_size", came, fix=fix)])
-
-
-def _summary(
-    opened: OpenedStore, documents: Mapping[Part, np.ndarray], epoch: int, counts: np.ndarray
-) -> dict[str, Any]:
-    store, prefix = opened.store, {"train": "train", "validation": "held_out", "test": "test"}
-    found: dict[str, Any] = {
-        "source": opened.name,
-        "documents": store.documents,
-        "train_tokens_crc32": opened.checksum,
-    }
-    if opened.text_bytes is not None:
-        found["text_bytes"] = opened.text_bytes
-    for name, chosen in documents.items():
-        found[f"{prefix[name]}_documents"] = len(chosen)
-        found[f"{prefix[name]}_tokens"] = stored_tokens(opened, chosen)
-    return {**found, "samples_per_epoch": epoch, "unigram_tokens": int(counts.sum())}
-
-
-def stored_tokens(opened: OpenedStore, documents: np.ndarray) -> int:
-    """Tokens of some documents of a store."""
-    store = opened.store
-    first, last = (store.sequence_starts(store.document_index[documents + i]) for i in (0, 1))
-    return int((last - first).sum())

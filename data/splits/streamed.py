@@ -24,9 +24,8 @@ from recipes.schema import Origin, Recipe
 UNIGRAM_TOKENS = 200_000
 _FIRST_HELD_OUT = 1 << 10  # lanes of held-out samples are numbered from here, above all others
 _FILES_AT_ONCE = 8  # that held-out documents are taken from in turn
-_BATCH_CHARACTERS = (
-    1 << 19
-)  # tokenized at once, over all lanes: about 0.1 s, so that the first batch comes soon
+# Tokenized at once, over all lanes: about 0.1 s, so that the first batch comes soon.
+_BATCH_CHARACTERS = 1 << 19
 _LEAST_BATCH = 1 << 15  # of one lane
 _HEAD_BATCH_CHARACTERS = 1 << 16  # little beyond what is wanted: 20 documents pass for one that is held out
 
@@ -46,8 +45,13 @@ class _Held:
     measured: int = 0
 
     @property
+    def found(self) -> int:
+        """Samples that the documents give."""
+        return self.family.samples(self.measured)
+
+    @property
     def full(self) -> bool:
-        return self.family.samples(self.measured) >= self.wanted
+        return self.found >= self.wanted
 
     def add(self, placed: Placed, encoded: Any) -> None:
         if not self.full:
@@ -57,24 +61,10 @@ class _Held:
     def epoch_from(self, place: Place) -> Iterator[tuple[Placed, Any]]:
         return iter(self.documents)
 
-    def finish(self, sequence_length: int) -> HeldOut | None:
-        """None: there is not enough for one sample."""
-        count = min(self.family.samples(self.measured), self.wanted)
-        if not count:
-            return None
+    def finish(self, sequence_length: int) -> HeldOut:
         lane = self.family.lane(self, self.number)
-        return HeldOut(
-            self.family.stack([lane.take(item, HELD_OUT_SEED) for item in range(count)]), sequence_length
-        )
-
-
-@dataclass(frozen=True)
-class StreamHead:
-    """What the first documents of a stream yield before training starts."""
-
-    held_out: dict[str, _Held]
-    train_counts: np.ndarray  # (V,) of the first training tokens
-    documents: int
+        samples = [lane.take(item, HELD_OUT_SEED) for item in range(min(self.found, self.wanted))]
+        return HeldOut(self.family.stack(samples), sequence_length)
 
 
 def read_head(
@@ -82,24 +72,23 @@ def read_head(
     family: Family,
     encode: Encode,
     part: Callable[[int], str],
-    wanted: dict[str, int],
+    held: dict[str, _Held],
     vocabulary: int,
     say: Say,
-) -> StreamHead:
+) -> tuple[np.ndarray, int]:
     """Reads until every split has its samples and enough training tokens are counted.
 
     Less if the stream ends.
 
     Args:
         part: the split of a document by its index within its file.
-        wanted: samples per held-out split.
+        held: the held-out splits, to be filled.
         vocabulary: V.
+
+    Returns:
+        (V,) counts of the first training tokens; the number of documents read.
     """
     counts = np.zeros(vocabulary, dtype=np.int64)
-    held = {
-        name: _Held(source, family.for_held_out(), _FIRST_HELD_OUT + number, samples)
-        for number, (name, samples) in enumerate(wanted.items())
-    }
     counted = documents = 0
     last = time.monotonic()
 
@@ -115,9 +104,7 @@ def read_head(
                 return
             if time.monotonic() - last >= SAY_EVERY_S:
                 last = time.monotonic()
-                found = ", ".join(
-                    f"{family.samples(h.measured):,} of {h.wanted:,} {n} samples" for n, h in held.items()
-                )
+                found = ", ".join(f"{h.found:,} of {h.wanted:,} {n} samples" for n, h in held.items())
                 say(f"{source.name}: {found} after {documents:,} documents")
 
     for placed, encoded in encode(needed()):
@@ -127,7 +114,7 @@ def read_head(
             ids = family.tokens(encoded)[: UNIGRAM_TOKENS - counted]
             counts += np.bincount(ids, minlength=vocabulary)
             counted += ids.size
-    return StreamHead(held, counts, documents)
+    return counts, documents
 
 
 def in_turn(source: Source) -> Iterator[Placed]:
@@ -156,54 +143,47 @@ def stream_parts(
     Raises:
         ValueError: the stream cannot be read, or ends before it has held out one sample.
     """
-    data = recipe.data
+    data, length = recipe.data, recipe.sequence_length
 
     def part(index: int) -> str:
         return part_of(index, data.validation_every, data.test_every)
 
-    splits = {"validation": wanted} | ({"test": wanted} if data.test_every else {})
     every = f"every {data.validation_every}th document"
     say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
+    held = {
+        name: _Held(source, family.for_held_out(), _FIRST_HELD_OUT + number, wanted)
+        for number, name in enumerate(("validation", "test") if data.test_every else ("validation",))
+    }
     encode = family.encoder(origin, _HEAD_BATCH_CHARACTERS)
-    head = read_head(source, family, encode, part, splits, recipe.model.vocab_size, say)
-    held_out = {name: held.finish(recipe.sequence_length) for name, held in head.held_out.items()}
-    for name, samples in held_out.items():
-        if samples is None:
+    counts, documents = read_head(source, family, encode, part, held, recipe.model.vocab_size, say)
+    for name, split in held.items():
+        if not min(split.found, wanted):
             key = f"data.{name}_every"
-            why = pieces(family.too_short(head.held_out[name].measured))
             every_nth = Setting(key, getattr(data, f"{name}_every"))
+            why = pieces(family.too_short(split.measured))
             came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
             fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
             raise ProblemsError([Problem(key, came, fix=fix)])
-    count = 1 if single_lane else lane_count(recipe.batch.global_, source.shards)
-    encode = family.encoder(origin, max(_LEAST_BATCH, _BATCH_CHARACTERS // count))
+    held_out = {name: split.finish(length) for name, split in held.items()}
+    lanes = 1 if single_lane else lane_count(recipe.batch.global_, source.shards)
+    encode = family.encoder(origin, max(_LEAST_BATCH, _BATCH_CHARACTERS // lanes))
 
     def open_lane(number: int) -> Lane:
-        reader = LaneReader(source, number, count, encode, lambda index: part(index) == "train")
+        reader = LaneReader(source, number, lanes, encode, lambda index: part(index) == "train")
         return family.lane(reader, number)
 
-    lanes = Lanes(source, count, open_lane, family.stack)
-    validation = held_out["validation"]
-    assert validation is not None
-    return Parts(
-        StreamedSamples(lanes, recipe.sequence_length, recipe.batch.global_, say),
-        validation,
-        held_out.get("test"),
-        head.train_counts,
-        {
-            "source": source.name,
-            "files": source.shards,
-            "lanes": count,
-            "train_tokens_crc32": _checksum(source.shards, head.train_counts, validation),
-            "documents_read_for_validation": head.documents,
-            "unigram_tokens": int(head.train_counts.sum()),
-        },
-    )
-
-
-def _checksum(files: int, train_counts: np.ndarray, validation: HeldOut) -> str:
-    """A checksum of what was read before training: another stream differs here already."""
-    found = zlib.crc32(train_counts.astype("<i8").tobytes(), files)
-    for name in sorted(validation.fields):
-        found = zlib.crc32(np.ascontiguousarray(validation.fields[name]).tobytes(), found)
-    return f"{found:08x}"
+    # Of what was read before training: another stream differs here already.
+    checksum = zlib.crc32(counts.astype("<i8").tobytes(), source.shards)
+    for _, values in sorted(held_out["validation"].fields.items()):
+        checksum = zlib.crc32(np.ascontiguousarray(values).tobytes(), checksum)
+    summary = {
+        "source": source.name,
+        "files": source.shards,
+        "lanes": lanes,
+        "train_tokens_crc32": f"{checksum:08x}",
+        "documents_read_for_validation": documents,
+        "unigram_tokens": int(counts.sum()),
+    }
+    opened = Lanes(source, lanes, open_lane, family.stack)
+    train = StreamedSamples(opened, length, recipe.batch.global_, say)
+    return Parts(train, held_out["validation"], held_out.get("test"), counts, summary)

@@ -96,10 +96,6 @@ class Tokenized:
     starts: np.ndarray  # (C,) where chunks begin
     lengths: np.ndarray  # (C,)
 
-    @property
-    def identity(self) -> tuple[int, int]:
-        return self.place.turn, self.place.record
-
 
 def text_of(number: int, place: Place, sentences: list[np.ndarray], settings: BertSettings) -> Tokenized:
     """The document that these sentences are.
@@ -110,10 +106,8 @@ def text_of(number: int, place: Place, sentences: list[np.ndarray], settings: Be
     sizes = np.array([len(sentence) for sentence in sentences], dtype=np.int64)
     # Without the epoch: as in a store, a document is always cut into the same chunks.
     document = (number << 48) ^ (place.turn << 32) ^ place.record
-    starts, lengths = chunks_of_document(sizes, document, settings.lengths)
-    return Tokenized(
-        place, np.concatenate(sentences), np.concatenate([[0], np.cumsum(sizes)]), starts, lengths
-    )
+    chunks = chunks_of_document(sizes, document, settings.lengths)
+    return Tokenized(place, np.concatenate(sentences), np.concatenate([[0], np.cumsum(sizes)]), *chunks)
 
 
 class BertLane(Lane):
@@ -134,15 +128,9 @@ class BertLane(Lane):
         text, chunk = self._next_chunk()
         start, length = int(text.starts[chunk]), int(text.lengths[chunk])
         inside = text.edges[(text.edges > start) & (text.edges < start + length)] - start
-        rng = generator(seed, self._number, item)
-        first, second, label = segments(
-            rng,
-            text.tokens[start : start + length],
-            inside,
-            self._settings.sentence_head,
-            self._other(rng, text),
-        )
-        return assemble(rng, first, second, label, self._vocabulary, self._settings)
+        rng, head = generator(seed, self._number, item), self._settings.sentence_head
+        found = segments(rng, text.tokens[start : start + length], inside, head, self._other(rng, text))
+        return assemble(rng, *found, self._vocabulary, self._settings)
 
     def skip(self) -> None:
         self._next_chunk()
@@ -158,45 +146,41 @@ class BertLane(Lane):
 
     def _read(self) -> Tokenized:
         while True:
-            if (found := next(self._encoded, None)) is None:
-                self._open_next_epoch()
-                continue
-            document, sentences = found
-            if sentences:
-                self._fruitful = True
-                return text_of(self._number, document.place, sentences, self._settings)
+            for document, sentences in self._encoded:
+                if sentences:
+                    self._fruitful = True
+                    return text_of(self._number, document.place, sentences, self._settings)
+            self._open_next_epoch()
 
     def _other(self, rng: np.random.Generator, current: Tokenized) -> Callable[[int], np.ndarray | None]:
         """A function that gives sentences of a remembered document, as many tokens as are wanted."""
 
         def text(wanted: int) -> np.ndarray | None:
-            others = [text for text in self._remembered if text.identity != current.identity]
+            # Of another turn or record: the same document comes again in every epoch.
+            others = [text for text in self._remembered if text.place[1:3] != current.place[1:3]]
             if not others:
                 return None
             chosen = others[rng.integers(len(others))]
             first = int(rng.integers(len(chosen.edges) - 1))
             start = chosen.edges[first]
-            end = chosen.edges[min(int(np.searchsorted(chosen.edges, start + wanted)), len(chosen.edges) - 1)]
-            return chosen.tokens[start:end]
+            last = min(int(np.searchsorted(chosen.edges, start + wanted)), len(chosen.edges) - 1)
+            return chosen.tokens[start : chosen.edges[last]]
 
         return text
 
     def state(self) -> dict[str, Any]:
         first = self._remembered[0] if self._remembered else self._current
         place = first.place if first else self._place
-        return {
-            **place._asdict(),
-            "remembered": len(self._remembered),
-            "chunk": self._chunk if self._current else None,
-        }
+        chunk = self._chunk if self._current else None
+        return {**place._asdict(), "remembered": len(self._remembered), "chunk": chunk}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._open(Place(**{key: state[key] for key in Place._fields}))
         self._remembered.clear()
         self._remembered.extend(self._read() for _ in range(state["remembered"]))
-        self._current, self._chunk = (
-            (self._read(), state["chunk"]) if state["chunk"] is not None else (None, 0)
-        )
+        self._current, self._chunk = None, 0
+        if state["chunk"] is not None:
+            self._current, self._chunk = self._read(), state["chunk"]
 
     def too_little(self) -> Text:
         return "the training documents have no text"

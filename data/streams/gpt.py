@@ -87,9 +87,7 @@ def too_short(tokens: int, sequence_length: int) -> tuple[Words, ...]:
 
 
 class GptLane(Lane):
-    """Windows of T + 1 tokens over the lane's documents.
-
-    The next window begins with the last label of this one.
+    """Windows of T + 1 tokens over the lane's documents; the next begins with the last label of this one.
 
     A rest shorter than a window is left out at the end of an epoch, as at the end of stored tokens.
     """
@@ -101,13 +99,10 @@ class GptLane(Lane):
     def take(self, item: int, seed: int) -> np.ndarray:
         """(T + 1,) int64. The seed has no part in it: a stream is read in its own order."""
         self._fill()
-        parts, missing, skip = [], self._length + 1, self._offset
+        parts, start = [], self._offset
         for _, ids in self._pending:
-            parts.append(ids[skip : skip + missing])
-            missing -= parts[-1].size
-            skip = 0
-            if not missing:
-                break
+            parts.append(ids[max(start, 0) : max(start + self._length + 1, 0)])
+            start -= ids.size
         self._use()
         return np.concatenate(parts).astype(np.int64)
 
@@ -120,9 +115,9 @@ class GptLane(Lane):
         return {**place._asdict(), "token_offset": self._offset}
 
     def restore(self, state: dict[str, Any]) -> None:
-        offset = state["token_offset"]
         self._open(Place(**{key: state[key] for key in Place._fields}))
-        self._offset, self._fruitful = offset, offset > 0
+        self._offset = state["token_offset"]
+        self._fruitful = self._offset > 0
 
     def too_little(self) -> Text:
         return "the training documents ", *too_short(self._buffered, self._length)

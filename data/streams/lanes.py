@@ -1,6 +1,4 @@
-"""Lanes of a stream.
-
-Parts that are read side by side, each in its own order, so that ranks can read different files.
+"""Lanes of a stream: parts that are read side by side, each in its own order, so that ranks read other files.
 
 A stream of n files has L lanes, and lane l reads files l, l + L, l + 2 L, ... epoch after epoch. Every rank
 that reads a lane gets the same items from it. A place in a lane is the file and the record in it, so that a
@@ -22,9 +20,8 @@ MOST_LANES = 64  # files that a single rank may have to hold open
 
 def lane_count(global_batch: int, shards: int) -> int:
     """Most lanes, of no more than there are files, that share a global batch evenly."""
-    return max(
-        count for count in range(1, min(shards, MOST_LANES, global_batch) + 1) if global_batch % count == 0
-    )
+    most = min(shards, MOST_LANES, global_batch)
+    return next(count for count in range(most, 0, -1) if global_batch % count == 0)
 
 
 class Place(NamedTuple):
@@ -72,7 +69,6 @@ class LaneReader:
     is_training: Callable[[int], bool]  # of an index within a file
 
     def epoch_from(self, place: Place) -> Iterator[tuple[Placed, Any]]:
-        """(document, what `encode` makes of it) from `place` to the end of its epoch."""
         return self.encode(self._documents(place))
 
     def _documents(self, place: Place) -> Iterator[Placed]:
@@ -85,11 +81,9 @@ class LaneReader:
 
     def files(self, wide: bool) -> list[int]:
         total = self.source.shards
-        return (
-            [(self.lane + i) % total for i in range(total)]
-            if wide
-            else list(range(self.lane, total, self.lanes))
-        )
+        if wide:
+            return [(self.lane + i) % total for i in range(total)]
+        return list(range(self.lane, total, self.lanes))
 
 
 class Lane(ABC):

@@ -53,24 +53,27 @@ class StreamedSamples:
         self._saved_item = 0
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
-        return self._lanes.stack([self._take(*self._address(position), seed) for position in positions])
-
-    def _address(self, position: int) -> tuple[int, int]:
-        """(lane, item)"""
-        if self._lanes.count == 1:
-            return 0, position
-        step, row = divmod(position, self._global)
-        return row // self._rows, step * self._rows + row % self._rows
-
-    def _take(self, number: int, item: int, seed: int) -> Any:
-        lane = self._lane_at(number, item)
-        self._next[number] = item + 1
-        return lane.take(item, seed)
+        taken = []
+        for position in positions:
+            step, row = divmod(position, self._global)
+            number, within = divmod(row, self._rows)
+            item = step * self._rows + within
+            lane = self._lane_at(number, item)
+            self._next[number] = item + 1
+            taken.append(lane.take(item, seed))
+        return self._lanes.stack(taken)
 
     def _lane_at(self, number: int, item: int) -> Lane:
         """The lane, so that `item` comes next."""
         if number not in self._open:
-            self._begin(number)
+            self._open[number], self._next[number] = self._lanes.open(number), 0
+            if number in self._saved:
+                self._open[number].restore(self._saved[number])
+                self._next[number] = self._saved_item
+            elif self._saved_item:
+                missing = f"the checkpoint does not say where lane {number} of {self._lanes.count} stood"
+                reading = "reading its files from the start, which is right and slow"
+                self._say(f"{self._lanes.source.name}: {missing}; {reading}")
         if self._next[number] > item:
             self._open[number], self._next[number] = self._lanes.open(number), 0
         lane = self._open[number]
@@ -79,32 +82,22 @@ class StreamedSamples:
             self._next[number] += 1
         return lane
 
-    def _begin(self, number: int) -> None:
-        lane, at = self._lanes.open(number), 0
-        if number in self._saved:
-            lane.restore(self._saved[number])
-            at = self._saved_item
-        elif self._saved_item:
-            self._say(
-                f"{self._lanes.source.name}: the checkpoint does not say where lane {number} of "
-                f"{self._lanes.count} stood; reading its "
-                "files from the start, which is right and slow"
-            )
-        self._open[number], self._next[number] = lane, at
+    def _item(self, position: int) -> int:
+        """The item of every lane that comes next before a step."""
+        return position if self._lanes.count == 1 else position // self._global * self._rows
 
     def state(self, position: int) -> dict[str, Any]:
         """Of the lanes that are open, before the first row of a step."""
-        item = position if self._lanes.count == 1 else position // self._global * self._rows
+        item = self._item(position)
         assert self._lanes.count == 1 or position % self._global == 0, "states are taken between steps"
         # A part of a blend may not have been read since the restart.
         unread = {number: saved for number, saved in self._saved.items() if item == self._saved_item}
         lanes = unread | {number: self._lane_at(number, item).state() for number in self._open}
-        return {
-            "position": position,
-            "files": self._lanes.source.shards,
-            "lane_count": self._lanes.count,
-            "lanes": {str(number): lanes[number] for number in sorted(lanes)},
-        }
+        lanes_by_name = {str(number): lanes[number] for number in sorted(lanes)}
+        return {"position": position, **self._shape(), "lanes": lanes_by_name}
+
+    def _shape(self) -> dict[str, int]:
+        return {"files": self._lanes.source.shards, "lane_count": self._lanes.count}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
@@ -112,23 +105,18 @@ class StreamedSamples:
         Raises:
             ValueError: the stream had another number of files or lanes then.
         """
-        source, here = (
-            self._lanes.source,
-            {"files": self._lanes.source.shards, "lane_count": self._lanes.count},
-        )
+        here = self._shape()
         then = {key: state.get(key, "none") for key in here}
         if then != here:
-            raise ValueError(
-                f"{source.name}: the checkpoint read {then['files']} files in {then['lane_count']} lanes, "
-                "and now there are "
-                f"{here['files']} in {here['lane_count']}: the samples of a step would be others; resume "
-                "with the same files and "
-                "batch.global"
+            came = (
+                f"the checkpoint read {then['files']} files in {then['lane_count']} lanes, and now there are"
             )
+            rule = f"{here['files']} in {here['lane_count']}: the samples of a step would be others"
+            fix = "resume with the same files and batch.global"
+            raise ValueError(f"{self._lanes.source.name}: {came} {rule}; {fix}")
         self._forget()
-        item = state["position"] if self._lanes.count == 1 else state["position"] // self._global * self._rows
         self._saved = {int(number): saved for number, saved in state["lanes"].items()}
-        self._saved_item = item
+        self._saved_item = self._item(state["position"])
 
     def fresh(self) -> StreamedSamples:
         return StreamedSamples(self._lanes, self.sequence_length, self._global, self._say)

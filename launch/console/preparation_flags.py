@@ -1,14 +1,9 @@
-"""The flags of a data preparation, made of the models that declare its options.
-
-These are `recipes.schema.Origin` (what a recipe's `data` section says of a source),
-`recipes.schema.Tokenizer`, and `data.prepare.settings.Settings`.
-"""
+"""The flags of a data preparation, made of `Origin` and `Tokenizer` of `recipes.schema` and of `Settings`."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -25,14 +20,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is made")
     group.add_argument("--out", required=True, metavar="DIR", help="directory to make")
     group.add_argument("--tokenizer", required=True, metavar="KIND[:PATH]", help=_help(Tokenizer, "kind"))
-    add_options(group, "made")
-    add_options(parser.add_argument_group("what is left out"), "left out")
+    _add_options(group, "made")
+    _add_options(parser.add_argument_group("what is left out"), "left out")
     group = parser.add_argument_group("how it runs (changes no byte of the store)")
-    add_options(group, "run")
-    force = (
-        "give up the unfinished work of another command in OUT.partial, and replace an OUT that another "
-        "command made once the new one is complete"
-    )
+    _add_options(group, "run")
+    force = "give up the unfinished work of another command in OUT.partial, and replace an OUT that another"
+    force += " command made once the new one is complete"
     group.add_argument("--force", action="store_true", help=force)
     parser.set_defaults(workers=len(os.sched_getaffinity(0)))
 
@@ -45,10 +38,10 @@ def add_source(group: argparse._ArgumentGroup) -> None:
             group.add_argument("--name", nargs="+", default=[], metavar="PATH", help=_help(Origin, name))
         elif name != "streaming":  # a preparation reads everything once
             _add(group, name, kinds[name], field.default, _help(Origin, name))
-    add_options(group, "read")
+    _add_options(group, "read")
 
 
-def add_options(group: argparse._ArgumentGroup, chosen: str) -> None:
+def _add_options(group: argparse._ArgumentGroup, chosen: str) -> None:
     """The flags of one group of `Settings`."""
     kinds = get_type_hints(Settings)
     for field in options():
@@ -76,16 +69,14 @@ def _add(
         choices = [choice for choice in get_args(kind) if choice != "store"]  # which holds tokens, not text
         group.add_argument(flag, choices=choices, default=default, help=help)
     else:
-        read = _or_none(kinds[0]) if len(kinds) < len(get_args(kind)) else kinds[0]
+        optional = len(kinds) < len(get_args(kind))
+
+        def read(text: str) -> Any:
+            return None if optional and text == "none" else kinds[0](text)
+
+        # For argparse's message about what is neither.
+        read.__name__ = f"{kinds[0].__name__}{' or none' if optional else ''}"
         group.add_argument(flag, type=read, default=default, metavar=metavar, help=help)
-
-
-def _or_none(kind: type) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        return None if text == "none" else kind(text)
-
-    read.__name__ = f"{kind.__name__} or none"  # argparse's message for what is neither
-    return read
 
 
 def _help(model: type[BaseModel], name: str) -> str:
@@ -113,12 +104,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if problems:
         raise ProblemsError(problems)
     own = {field.name: getattr(args, field.name) for field in options()}
+    own["decontaminate"] = tuple(args.decontaminate)
     shared = {name: getattr(args, name) for name in Origin.model_fields if name not in ("name", "streaming")}
-    return Settings(
-        origins=tuple(Origin(name=name, **shared) for name in args.name or [None]),
-        tokenizer=Tokenizer(kind=kind, path=path or None),
-        **{**own, "decontaminate": tuple(args.decontaminate)},
-    )
+    origins = tuple(Origin(name=name, **shared) for name in args.name or [None])
+    return Settings(origins=origins, tokenizer=Tokenizer(kind=kind, path=path or None), **own)
 
 
 def shown(error: Exception) -> str:
