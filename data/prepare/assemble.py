@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import compress, pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -32,15 +32,6 @@ class Index:
     numbers: np.ndarray  # (n,) int64
     digests: np.ndarray  # (n,) uint64
     marks: np.ndarray  # (n, permutations) uint32
-
-
-@dataclass(frozen=True)
-class StoreFacts:
-    documents: int
-    sequences: int
-    tokens: int
-    text_bytes: int
-    crc32: dict[str, str]  # of .idx and .bin
 
 
 def gather(chunks: Path, count: int, documents: int, permutations: int, directory: Path) -> Index:
@@ -71,12 +62,15 @@ def write(
     out: Path,
     tally: Tally,
     step: Callable[[], None],
-) -> StoreFacts:
+) -> dict[str, Any]:
     """Writes everything but the report into `out`, and counts the last two steps.
 
     Args:
         names: the input files.
         step: called after each chunk.
+
+    Returns:
+        what the store holds, and its checksums.
     """
     with StoreWriter(out / STORE, vocab_size) as writer, _outputs(out) as files:
         for number, (start, end) in enumerate(pairwise(index.starts)):
@@ -110,8 +104,9 @@ def write(
             tally.step("write").leave(*left)
             step()
     assert writer.checksum is not None
-    crc = {"idx": f"{writer.checksum.idx:08x}", "bin": f"{writer.checksum.bin:08x}"}
-    return StoreFacts(writer.documents, writer.sequences, writer.tokens, tally.step("write").bytes_out, crc)
+    counts = {name: getattr(writer, name) for name in ("documents", "sequences", "tokens")}
+    crc32 = {"idx": f"{writer.checksum.idx:08x}", "bin": f"{writer.checksum.bin:08x}"}
+    return {**counts, "text_bytes": tally.step("write").bytes_out, "crc32": crc32}
 
 
 def _place(index: Index, document: int, names: list[str]) -> dict[str, object]:

@@ -36,6 +36,11 @@ class Evaluation:
     too_short: int  # texts of fewer than n words
     filter: np.ndarray  # (2**_FILTER_BITS,) bool, by the upper bits of the hashes
 
+    def facts(self) -> dict[str, int]:
+        """For the report."""
+        texts = {"texts": self.texts, "texts_too_short": self.too_short}
+        return {"ngram": self.n, **texts, "ngrams": len(self.hashes)}
+
     def matches(self, words: Words) -> list[tuple[str, str] | None]:
         """Per text: (evaluation file, the first run of words that is in it), or None."""
         hashes, first, offsets = ngrams(words, self.n, whole_if_short=False)

@@ -11,7 +11,10 @@ FIRST, THEN = 200, 1000
 CERTAIN = 0.8
 
 
-def make_detector() -> Callable[[str], tuple[str, float]]:
+Detect = Callable[[str], tuple[str, float]]
+
+
+def make_detector() -> Detect:
     """A function from a text to (ISO 639 code, score in [0, 1]), by its beginning.
 
     Reads the model from the package itself: the package's own function takes twice the time, and with another

@@ -8,7 +8,8 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -173,7 +174,7 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
 
 def finish(
     plan: Plan, inputs: Inputs, run: Run, space: Workspace, bands: Bands | None, screen: Screen
-) -> tuple[assemble.StoreFacts, dict[str, Any] | None]:
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Deduplicates over all chunks and writes the store; returns facts about both for the report."""
     settings = plan.settings
     documents = next((step.documents_out for step in reversed(run.tally.values())), 0)
@@ -182,10 +183,8 @@ def finish(
     duplicates, dedup = None, None
     if bands is not None and settings.dedup is not None:
         screen.phase("duplicates", bands.count, "bands")
-        started, ticks = time.perf_counter(), count(1)
-        duplicates = find_duplicates(
-            index.digests, index.marks, bands, settings.dedup, lambda: screen.at(next(ticks))
-        )
+        started, tick = time.perf_counter(), partial(next, map(screen.at, count(1)))
+        duplicates = find_duplicates(index.digests, index.marks, bands, settings.dedup, tick)
         run.tally.step("deduplicate").seconds = time.perf_counter() - started
         dedup = {
             "threshold": settings.dedup,
@@ -205,17 +204,10 @@ def finish(
         fix = "give other input, or relax the steps that dropped it"
         raise NothingLeft(f"no document passed all steps:\n{table}\n{fix}")
     screen.phase("store", run.chunks, "chunks")
-    started, ticks = time.perf_counter(), count(1)
+    started, tick = time.perf_counter(), partial(next, map(screen.at, count(1)))
     names = [str(path) for path in inputs.paths]
     store = assemble.write(
-        space.chunks,
-        index,
-        duplicates,
-        names,
-        plan.vocab_size,
-        space.result,
-        run.tally,
-        lambda: screen.at(next(ticks)),
+        space.chunks, index, duplicates, names, plan.vocab_size, space.result, run.tally, tick
     )
     run.tally.step("write").seconds = time.perf_counter() - started
     return store, dedup
@@ -225,7 +217,7 @@ def describe(
     plan: Plan,
     inputs: Inputs,
     run: Run,
-    store: assemble.StoreFacts,
+    store: dict[str, Any],
     dedup: dict[str, Any] | None,
     manifest: dict[str, Any],
     digest: str,
@@ -237,34 +229,27 @@ def describe(
     spent = time.process_time() - run.spent + (run.worker_seconds if settings.workers else 0.0)
     first = f"the first {settings.vocabulary_mb} MB of the input's text"
     trained_on = f"{first}, before any document was dropped for its length"
+    dropped = tally.step("read").dropped
+    files = sum(dropped.get(BROKEN + kind, [0])[0] for kind in ("damaged file", "empty file"))
+    lost = f"{files} input files are damaged or empty, and what they lack is not here"
+    sizes = {"vocab_size": plan.vocab_size, "vocabulary_digest": digest}
     vocabulary = {**settings.tokenizer.model_dump(), "vocab_size": plan.vocab_size, "digest": digest}
-    steps = [(name, step) for name, step in tally.items() if step.seconds and step.bytes_in]
+    timed = [(name, step) for name, step in tally.items() if step.seconds and step.bytes_in]
+    speeds = [(name, step.bytes_in / 1e6 / step.seconds) for name, step in timed]  # of incoming text
+    sets = [{"name": name, "sha256": found} for name, found in manifest["evaluation"].items()]
+    python = platform.python_version()
+    machine = {"system": platform.platform(), "cores": os.cpu_count(), "python": python}
     return {
         "manifest": manifest,
-        "store": {
-            "prefix": assemble.STORE,
-            "samples": settings.samples,
-            "vocab_size": plan.vocab_size,
-            "vocabulary_digest": digest,
-            **asdict(store),
-        },
+        "store": {"prefix": assemble.STORE, "samples": settings.samples, **sizes, **store},
         "tokenizer": {**vocabulary, "trained_on": trained_on if settings.tokenizer.kind in TRAINED else None},
         "steps": tally.json(),
         "broken": report.broken_summary(tally),
-        "warnings": warnings(tally),
+        # A loss without a share: nobody knows how many records the lost end of a file held.
+        "warnings": [f"{lost}: see {assemble.REJECTED}/broken.jsonl"] if files else [],
         "deduplication": dedup,
-        "decontamination": evaluation
-        and {
-            "files": [{"name": name, "sha256": found} for name, found in manifest["evaluation"].items()],
-            "ngram": evaluation.n,
-            "texts": evaluation.texts,
-            "texts_too_short": evaluation.too_short,
-            "ngrams": len(evaluation.hashes),
-        },
-        # MB of incoming text.
-        "mb_per_second_and_core": {
-            name: round(step.bytes_in / 1e6 / step.seconds, 2) for name, step in steps
-        },
+        "decontamination": evaluation and {"files": sets, **evaluation.facts()},
+        "mb_per_second_and_core": {name: round(speed, 2) for name, speed in speeds},
         "inputs": report.describe_inputs(inputs.files, max(1, settings.workers)),
         "outputs": report.describe_outputs(result),
         "run": {
@@ -276,17 +261,5 @@ def describe(
             "processor_seconds": round(spent, 2),
             "peak_mb": round((peak_memory() + settings.workers * run.worker_peak) / 1e6),
         },
-        "machine": {
-            "system": platform.platform(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        },
+        "machine": machine,
     }
-
-
-def warnings(tally: Tally) -> list[str]:
-    """Losses without a share: nobody knows how many records the lost end of a file held."""
-    lost = tally.step("read").dropped
-    files = sum(lost.get(BROKEN + kind, [0])[0] for kind in ("damaged file", "empty file"))
-    what = f"{files} input files are damaged or empty, and what they lack is not here"
-    return [f"{what}: see {assemble.REJECTED}/broken.jsonl"] if files else []

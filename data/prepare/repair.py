@@ -1,7 +1,6 @@
-"""Text repair.
+"""What `ftfy.fix_text` returns, in a twentieth of its time.
 
-What `ftfy.fix_text` returns (mojibake, entities, control characters, curly quotes, NFC), in a twentieth of
-its time.
+It mends mojibake, entities, control characters and curly quotes, and composes characters (NFC).
 
 Megatron-LM cleaned OpenWebText with `ftfy.fix_text`. It takes 70 ns per character of English text, a third of
 what tokenizing takes, and 300 ns in lines with any character outside ASCII. It works line by line, and most
@@ -9,9 +8,8 @@ lines need none of it:
 
 - printable ASCII without '&' is a fixed point;
 - so is a line whose other characters are all `INERT`, if ftfy's own test for mojibake, `is_bad`, finds
-nothing. Each of that
-  test's patterns spans at most `REACH` + 1 characters, one of them outside ASCII, so it is given only the
-  surroundings of such characters;
+  nothing. Each of that test's patterns spans at most `REACH` + 1 characters, one of them outside ASCII, so it
+  is given only the surroundings of such characters;
 - curly quotes become straight ones, which is done first.
 
 All else goes to ftfy. A test compares the two on random text of the characters that matter.
@@ -33,8 +31,8 @@ INERT = (
 REACH = 5
 _ACTIVE = re.compile(rf"[^\n\t\x20-\x25\x27-\x7e{INERT}]")
 _OUTSIDE_ASCII_RUN = re.compile(r"[^\x00-\x7f]+")
-_QUOTES = tuple((c, "'") for c in "\u02bc\u2018\u2019\u201a\u201b") + tuple(
-    (c, '"') for c in "\u201c\u201d\u201e\u201f"
+_QUOTES = dict.fromkeys("\u02bc\u2018\u2019\u201a\u201b", "'") | dict.fromkeys(
+    "\u201c\u201d\u201e\u201f", '"'
 )
 _HARMLESS = bytes({ord("\n"), ord("\t"), *range(0x20, 0x7F)} - {ord("&")})
 _OUTSIDE_ASCII = bytes(range(0x80, 0x100))
@@ -49,7 +47,8 @@ def repair(text: str) -> str:
         return text
     only_outside_ascii = not left.translate(None, _OUTSIDE_ASCII)
     markup = text.find("<")  # ftfy leaves entities alone from the first line with a '<' on
-    lines = _lines(text)
+    *lines, last = text.split("\n")  # a line feed alone ends a line, as for ftfy
+    lines = [*(line + "\n" for line in lines), last]
     end = 0
     for k, line in enumerate(lines):
         end += len(line)
@@ -63,7 +62,7 @@ def repair(text: str) -> str:
 
 def _repair_line(line: str, config: ftfy.TextFixerConfig) -> str:
     straight = line
-    for curly, plain in _QUOTES:
+    for curly, plain in _QUOTES.items():
         straight = straight.replace(curly, plain)
     if not _ACTIVE.search(straight) and not _is_bad(line) and (straight == line or not _is_bad(straight)):
         return straight
@@ -79,9 +78,3 @@ def _is_bad(line: str) -> bool:
 def _suspicious(text: str) -> bytes:
     """The bytes of it that are not printable ASCII, tab or line feed; and '&'."""
     return text.encode("utf-8", "surrogatepass").translate(None, _HARMLESS)
-
-
-def _lines(text: str) -> list[str]:
-    """The lines with their line feeds; a line feed alone ends a line, as for ftfy."""
-    *lines, last = text.split("\n")
-    return [*(line + "\n" for line in lines), last]

@@ -38,6 +38,7 @@ def option(group: str, default: Any, *declared: Any, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(group, *declared, **more)})
 
 
+_ABOVE_0 = math.nextafter(0, 1)
 _made, _left_out, _read, _run = (partial(option, group) for group in ("made", "left out", "read", "run"))
 
 
@@ -80,10 +81,7 @@ class Settings:
     limit: int | None = _read(None, "read N documents", least=1)
     max_record_mb: int = _read(64, "longer records are broken", "MB", 1)
     chunk_mb: float = _run(
-        2.0,
-        "text that a worker takes at a time, and at most loses when it is killed",
-        "MB",
-        math.nextafter(0, 1),
+        2.0, "text that a worker takes at a time, and at most loses when it is killed", "MB", _ABOVE_0
     )
     # What follows changes no byte of the result.
     max_broken: float = _run(0.01, "broken records above which nothing is published", "SHARE", 0, 1)
@@ -97,11 +95,6 @@ class Settings:
     def origin(self) -> Origin:
         """What all origins have in common."""
         return self.origins[0]
-
-    @property
-    def sentences(self) -> bool:
-        """Whether documents are cut into sentences."""
-        return self.samples == "bert" or self.write_sentences
 
     def deciding(self) -> dict[str, Any]:
         """What decides the result, as JSON values."""
@@ -137,7 +130,7 @@ class Settings:
             value, shown = getattr(self, field.name), field.metadata["option"]
             if isinstance(value, int | float) and not shown.least <= value <= shown.most or value == math.inf:
                 most = f" to {shown.most}" if shown.most < math.inf else " on"
-                least = "above 0" if 0 < shown.least < 1e-300 else f"from {shown.least}{most}"
+                least = "above 0" if shown.least == _ABOVE_0 else f"from {shown.least}{most}"
                 flag = f"--{field.name}"
                 found.append(Problem(flag, f"{flag} {value}", fix=f"give a number {least}"))
         return found

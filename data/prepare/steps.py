@@ -17,6 +17,7 @@ from itertools import compress
 import numpy as np
 
 from data.prepare.contamination import Evaluation
+from data.prepare.language import Detect
 from data.prepare.minhash import signatures
 from data.prepare.repair import repair
 from data.prepare.settings import in_flags
@@ -117,12 +118,7 @@ def repair_texts(documents: Documents, step: Step, reject: Reject) -> Documents:
 
 
 def keep_language(
-    documents: Documents,
-    step: Step,
-    reject: Reject,
-    detect: Callable[[str], tuple[str, float]],
-    wanted: str,
-    least: float,
+    documents: Documents, step: Step, reject: Reject, detect: Detect, wanted: str, least: float
 ) -> Documents:
     def judge(language: str, score: float) -> Verdict:
         if language != wanted:

@@ -83,7 +83,7 @@ class Worker:
             run("repair", steps.repair_texts)
         if self._detect:
             run("language", steps.keep_language, self._detect, settings.language, settings.language_score)
-        if settings.sentences:
+        if settings.samples == "bert" or settings.write_sentences:
             run("sentences", steps.split_sentences, settings.origin.sentences)
         run("tokenize", steps.tokenize, plan.encoder, settings.samples, settings.min_tokens)
         if plan.evaluation is not None:

@@ -72,18 +72,14 @@ class LaneReader:
         return self.encode(self._documents(place))
 
     def _documents(self, place: Place) -> Iterator[Placed]:
-        files = self.files(place.wide)
+        total = self.source.shards
+        every = [(self.lane + i) % total for i in range(total)]
+        files = every if place.wide else range(self.lane, total, self.lanes)
         for turn in range(place.turn, len(files)):
             start = place.record if turn == place.turn else 0
             for document in self.source.shard_documents(files[turn], start):
                 if self.is_training(document.index):
                     yield Placed(place._replace(turn=turn, record=document.index), document.text)
-
-    def files(self, wide: bool) -> list[int]:
-        total = self.source.shards
-        if wide:
-            return [(self.lane + i) % total for i in range(total)]
-        return list(range(self.lane, total, self.lanes))
 
 
 class Lane(ABC):
