@@ -40,9 +40,8 @@ class Lengths:
         """(N,) int64: tokens that the chunk with this number shall reach, in each of the documents."""
         bits = random_bits(self.seed, documents, chunk)
         short = (bits >> np.uint64(32)) < np.uint64(round(self.short_probability * 2**32))
-        shorter = SHORTEST_TARGET + (bits & np.uint64(0xFFFFFFFF)) % np.uint64(
-            self.target - SHORTEST_TARGET + 1
-        )
+        choices = np.uint64(self.target - SHORTEST_TARGET + 1)
+        shorter = SHORTEST_TARGET + (bits & np.uint64(0xFFFFFFFF)) % choices
         return np.where(short, shorter.astype(np.int64), self.target)
 
 
@@ -71,11 +70,8 @@ def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunk
         first, last = store.document_index[block], store.document_index[block + 1]
         edges = store.sequence_starts(np.arange(first[0], last[-1] + 1))
         found.append(_cut(edges, first - first[0], last - first[0], block, lengths))
-    counts, starts, sizes = (
-        (np.concatenate(parts) for parts in zip(*found, strict=True))
-        if found
-        else [np.empty(0, np.int64)] * 3
-    )
+    found = found or [(np.empty(0, np.int64),) * 3]
+    counts, starts, sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
     filled = counts > 0
     return Chunks(documents[filled], starts, sizes, np.concatenate([[0], np.cumsum(counts[filled])]))
 
@@ -120,7 +116,7 @@ def _cut(
     places, ends = edges[first], edges[last]  # places: where the next chunk of each document begins
     edges = _with_cuts(edges, lengths.target)
     counts = np.zeros(len(documents), dtype=np.int64)
-    steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    steps = []
     going = np.flatnonzero(places < ends)  # documents that have text left
     while going.size:
         start = places[going]
@@ -143,7 +139,5 @@ def _with_cuts(edges: np.ndarray, longest: int) -> np.ndarray:
     if len(sizes) == 0 or sizes.max() <= longest:
         return edges
     pieces = np.maximum(-(-sizes // longest), 1)
-    piece = np.arange(pieces.sum()) - np.repeat(
-        np.cumsum(pieces) - pieces, pieces
-    )  # number within its sentence
+    piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # within its sentence
     return np.append(np.repeat(edges[:-1], pieces) + piece * longest, edges[-1])

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 SENTENCE_LABELS = {
     "nsp": ("B follows A", "B is of another document"),
     "sop": ("A and B in order", "A and B swapped"),
-    "none": ("", ""),
 }
 
 
@@ -19,8 +18,7 @@ def describe(sample: Mapping[str, np.ndarray], tokenizer: PreTrainedTokenizerFas
     """The facts of a sample in a line, then its text with [was->now] in place of every predicted token."""
     length, predicted = int(sample["lengths"]), int(sample["predicted"])
     tokens, types = sample["tokens"][:length], sample["token_types"][:length]
-    in_b = int(types.sum())
-    padding, most = len(sample["tokens"]) - length, len(sample["positions"])
+    in_b, padding, most = int(types.sum()), len(sample["tokens"]) - length, len(sample["positions"])
     segments = f"{length} tokens ({length - in_b} in A, {in_b} in B), {padding} of padding"
     lines = [f"{segments}; {predicted} predicted of at most {most}"]
     if sentence_head != "none":
@@ -28,11 +26,9 @@ def describe(sample: Mapping[str, np.ndarray], tokenizer: PreTrainedTokenizerFas
         lines.append(f"{sentence_head} label {label}: {SENTENCE_LABELS[sentence_head][label]}")
     positions, labels = (sample[key][:predicted].tolist() for key in ("positions", "labels"))
     was = dict(zip(positions, labels, strict=True))
-    names = list(tokenizer.convert_ids_to_tokens(tokens.tolist()))
-    pieces = [
-        f"[{tokenizer.convert_ids_to_tokens(was[at])}->{name}]" if at in was else name
-        for at, name in enumerate(names)
-    ]
+    pieces = tokenizer.convert_ids_to_tokens(tokens.tolist())
+    for at, label in was.items():
+        pieces[at] = f"[{tokenizer.convert_ids_to_tokens(label)}->{pieces[at]}]"
     for segment, name in enumerate("AB"):
         if shown := [piece for piece, kind in zip(pieces, types.tolist(), strict=True) if kind == segment]:
             lines.append(f"{name}: {_joined(shown)}")

@@ -44,24 +44,16 @@ class BertVocabulary:
             kind = (Key("data.tokenizer.kind"), " to trained_wordpiece, bert_uncased or bert_cased")
             fix = ("set ", *kind, ", or ", Key("data.tokenizer.path"), " to a vocabulary of a BERT")
             raise ProblemsError([Problem("data.tokenizer.kind", came, "a BERT needs them", fix)])
-        size = (
-            max(tokenizer.get_vocab().values()) + 1
-        )  # not len(tokenizer): ids may leave gaps, whose tokens are None
+        # Not len(tokenizer): ids may leave gaps, whose tokens are None.
+        size = max(tokenizer.get_vocab().values()) + 1
         tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
         special = set(tokenizer.all_special_ids)
-        return cls(
-            cls=tokenizer.cls_token_id,
-            sep=tokenizer.sep_token_id,
-            mask=tokenizer.mask_token_id,
-            pad=tokenizer.pad_token_id,
-            continuation=np.array(
-                [token is not None and token.startswith(_CONTINUATION) for token in tokens]
-            ),
-            ordinary=np.array(
-                [i for i, token in enumerate(tokens) if token is not None and i not in special],
-                dtype=np.int64,
-            ),
-        )
+        known = {i: token for i, token in enumerate(tokens) if token is not None}
+        continuation = np.zeros(size, dtype=bool)
+        continuation[[i for i, token in known.items() if token.startswith(_CONTINUATION)]] = True
+        ordinary = np.array([i for i in known if i not in special], dtype=np.int64)
+        ids = (getattr(tokenizer, f"{attribute}_id") for attribute in _NEEDED.values())
+        return cls(*ids, continuation, ordinary)
 
 
 def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
@@ -148,7 +140,10 @@ def mask(
     usable[borders.searchsorted(special)] = False
     budget = min(most, max(1, round(masking.probability * len(tokens))))
     chosen = choose(rng, borders, usable, budget, masking.max_ngram)
-    places = _places(borders, chosen)
+    words = bytearray(len(usable))
+    for word, number in chosen:
+        words[word : word + number] = b"\1" * number
+    places = np.flatnonzero(np.repeat(np.frombuffer(words, dtype=bool), np.diff(borders)))
     if not len(
         places
     ):  # every word of a short sample is longer than may be; without predictions it is wasted
@@ -156,15 +151,6 @@ def mask(
     labels = tokens[places]
     draws = rng.random(len(places))
     others = vocabulary.ordinary[rng.integers(len(vocabulary.ordinary), size=len(places))]
-    tokens[places] = np.where(
-        draws < MASKED, vocabulary.mask, np.where(draws < MASKED + RANDOM, others, labels)
-    )
+    changed = np.where(draws < MASKED + RANDOM, others, labels)
+    tokens[places] = np.where(draws < MASKED, vocabulary.mask, changed)
     return places, labels
-
-
-def _places(borders: np.ndarray, chosen: list[tuple[int, int]]) -> np.ndarray:
-    """(K,) int64, ascending: the tokens of the chosen words."""
-    words = bytearray(len(borders) - 1)
-    for word, number in chosen:
-        words[word : word + number] = b"\1" * number
-    return np.flatnonzero(np.repeat(np.frombuffer(words, dtype=bool), np.diff(borders)))

@@ -38,11 +38,9 @@ class Source(Protocol):
         Raises:
             ValueError: the dataset cannot be opened.
         """
-        ...
 
     def fingerprint(self) -> str:
         """Hexadecimal digest that changes when the documents change."""
-        ...
 
     def documents(self, start: int = 0) -> Iterator[Document]:
         """Documents of all shards in order, from index `start` on, without the empty ones.
@@ -50,7 +48,6 @@ class Source(Protocol):
         Raises:
             ProblemsError: a record is broken.
         """
-        ...
 
     def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
         """Documents of one shard, from index `start` within it on, without the empty ones.
@@ -58,7 +55,6 @@ class Source(Protocol):
         Raises:
             ProblemsError: a record is broken.
         """
-        ...
 
 
 def read_strictly(paths: Sequence[Path], format: RecordFormat, start: int) -> Iterator[Document]:

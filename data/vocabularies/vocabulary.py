@@ -40,17 +40,15 @@ def build_vocabulary(
         ValueError: the vocabulary is unavailable, has not `model.vocab_size` tokens, or lacks what the family
             needs.
     """
-    settings = recipe.data.tokenizer
+    settings, origins = recipe.data.tokenizer, recipe.data.origins
     if settings.kind == "store":
-        tokenizer = store_tokenizer(
-            [origin.name for origin in recipe.data.origins if origin.source == "store" and origin.name]
-        )
+        named = [origin.name for origin in origins if origin.source == "store" and origin.name]
+        tokenizer = store_tokenizer(named)
     elif settings.kind not in TRAINED:
         tokenizer = ready_made(settings)
     else:
-        tokenizer = trained_tokenizer(
-            recipe, source if isinstance(source, Sequence) else (source,), directory, say
-        )
+        sources = source if isinstance(source, Sequence) else (source,)
+        tokenizer = trained_tokenizer(recipe, sources, directory, say)
     _check(tokenizer, recipe)
     tokenizer.model_max_length = recipe.sequence_length
     return tokenizer
@@ -66,9 +64,8 @@ def _check(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     if recipe.model.family == "bert":
         if missing := missing_roles(tokenizer):
             rule = f"it needs tokens for {', '.join(missing)}, which {what} does not have"
-            named = "or name the tokens in a tokenizer_config.json next to the file"
-            kinds = f" to bert_uncased, bert_cased or trained_wordpiece, {named}"
-            fix = ("set ", Key("data.tokenizer.kind"), kinds)
+            kinds = " to bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a "
+            fix = ("set ", Key("data.tokenizer.kind"), f"{kinds}tokenizer_config.json next to the file")
             raise ProblemsError([Problem("data.tokenizer.kind", Setting("model.family", "bert"), rule, fix)])
     else:
         end_of_document(tokenizer)

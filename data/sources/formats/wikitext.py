@@ -1,6 +1,4 @@
-"""Wikitext as plain text.
-
-What a reader of the article sees, without tables, infoboxes, notes, formulas and pictures.
+"""Wikitext as plain text: what a reader sees, without tables, infoboxes, notes, formulas and pictures.
 
 Every step takes time linear in the text, whatever the text is. (mwparserfromhell 0.7.2 needs 7 s for 60 KB of
 "<b>" and 10 s for 60 KB of "{|", growing with the square; one such page would hold up a whole run.) Patterns
@@ -82,18 +80,15 @@ def plain_text(wikitext: str) -> str:
     if _REDIRECT.match(wikitext):
         return ""
     text = _COMMENT.sub("", wikitext)
-    text = _replace_spans(
-        text, _elements(text, _NOWIKI_TAG), lambda inside: _NOWIKI_TAG.sub("", inside).translate(_MARKUP)
-    )
+    literal = _elements(text, _NOWIKI_TAG)
+    text = _replace_spans(text, literal, lambda inside: _NOWIKI_TAG.sub("", inside).translate(_MARKUP))
     text = _replace_spans(text, _elements(text, _DROPPED_TAG))
     text = _INLINE_TEMPLATE.sub(_inline_template, text)
     text = _replace_spans(text, _outermost(_brace_spans(text)))
     text = _resolve_links(text)
     text = _EXTERNAL_LINK.sub(lambda match: "".join(match[1].split(None, 1)[1:]), text)
-    text = _LINE_TAG.sub("\n", text)
-    text = _KEPT_TAG.sub("", text)
-    text = _QUOTES.sub(_apostrophes, text)
-    text = _MAGIC_WORD.sub("", text)
+    text = _KEPT_TAG.sub("", _LINE_TAG.sub("\n", text))
+    text = _MAGIC_WORD.sub("", _QUOTES.sub(_apostrophes, text))
     return _paragraphs(text.split("\n"))
 
 
@@ -109,13 +104,8 @@ def _elements(text: str, tag: re.Pattern[str]) -> Iterator[tuple[int, int]]:
     for match in opened:
         if match.start() < end:
             continue
-        if match[0].endswith("/>"):
-            end = match.end()
-            yield match.span()
-            continue
-        ends = closed[match[2].lower()]
-        following = bisect_left(ends, match.end())
-        if following < len(ends):
+        ends = [match.end()] if match[0].endswith("/>") else closed[match[2].lower()]
+        if (following := bisect_left(ends, match.end())) < len(ends):
             end = ends[following]
             yield match.start(), end
 
@@ -231,8 +221,7 @@ def _namespace(link: str) -> str:
 def _shown(link: str) -> str:
     """What [[link]] shows in running text."""
     target, piped, text = link.partition("|")
-    namespace = _namespace(link)
-    if namespace in _DROPPED_LINKS:
+    if (namespace := _namespace(link)) in _DROPPED_LINKS:
         return ""
     if text.strip():
         return text
@@ -251,10 +240,8 @@ def _paragraphs(lines: list[str]) -> str:
     """The lines without list markers, remains of tables, dropped sections and empty headings."""
     blocks: list[str] = []  # pieces of text and the newlines that follow them
     headings: list[tuple[int, str]] = []  # (level, title), with no text under them so far
-    dropped, after_item = (
-        0,
-        False,
-    )  # level of the section that is left out (0: none); whether the last line was of a list
+    dropped = 0  # level of the section that is left out; 0: none
+    after_item = False  # whether the last line was of a list
     for line in lines:
         line = line.strip()
         if heading := _heading(line):
