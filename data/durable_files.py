@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 
 class Damaged(Exception):
@@ -66,13 +66,12 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[bool]:
     Without locks processes may make the same file twice; the renames make that harmless.
     """
     with open(path.with_name(path.name + ".lock"), "ab") as file:
+        held = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
         except BlockingIOError:
             say(f"{what}: another process is making it; waiting")
             fcntl.flock(file, fcntl.LOCK_EX)
-            held = True
         except OSError:
             held = False
         yield held  # closing the file drops the lock
@@ -80,13 +79,9 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[bool]:
 
 @dataclasses.dataclass
 class Lock:
-    """One process at a time in a directory.
+    """One process at a time in a directory; a record lock, which forked loader workers do not inherit."""
 
-    A record lock: forked loader workers do not inherit it.
-    """
-
-    FILE = ".lock"
-
+    FILE: ClassVar = ".lock"
     descriptor: int | None
 
     @classmethod

@@ -31,9 +31,7 @@ def part_of(index: int, validation_every: int, test_every: int | None = None) ->
 
 def parts(indices: np.ndarray, validation_every: int, test_every: int | None = None) -> np.ndarray:
     """(N,) uint8, positions in `PARTS`, of documents `indices` (N,); see `part_of`."""
-    assert validation_every >= 2 and (test_every is None or test_every >= 2), (
-        "the schema refuses parts that leave no training document"
-    )
+    assert validation_every >= 2 and (test_every is None or test_every >= 2), "the schema refuses 1"
     found = (indices % validation_every == validation_every - 1).astype(np.uint8)
     if test_every is not None:
         # Counting what validation leaves, and not all documents, keeps 1/test_every of it whatever divisors
@@ -47,6 +45,5 @@ def documents_of(
     part: Part, documents: int, validation_every: int, test_every: int | None = None
 ) -> np.ndarray:
     """(N,) int64, ascending: those of `documents` documents that belong to a part."""
-    return np.flatnonzero(
-        parts(np.arange(documents, dtype=np.int64), validation_every, test_every) == PARTS.index(part)
-    )
+    found = parts(np.arange(documents, dtype=np.int64), validation_every, test_every)
+    return np.flatnonzero(found == PARTS.index(part))

@@ -17,6 +17,7 @@ from recipes.schema import Masking
 
 MASKED, RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stays
 _CONTINUATION = "##"  # begins a WordPiece that is not the first of its word
+# In the order of BertVocabulary's fields.
 _NEEDED = {"[CLS]": "cls_token", "[SEP]": "sep_token", "[MASK]": "mask_token", "[PAD]": "pad_token"}
 
 

@@ -52,18 +52,14 @@ def measure_preparation(settings: Settings) -> dict[str, Any]:
         backend = Tokenizer.from_file(str(out / "tokenizer" / "tokenizer.json"))
     use_all_cores()
     tokenize = "backend.encode_batch_fast(texts, add_special_tokens=False)"
-    raw = timing.Timer(tokenize, globals={"backend": backend, "texts": texts}).blocked_autorange(
-        min_run_time=2.0
-    )
-    raw_speed = report["store"]["text_bytes"] / 1e6 / raw.median
-    whole_speed = report["run"]["mb_per_second"]
+    timer = timing.Timer(tokenize, globals={"backend": backend, "texts": texts})
+    text_mb, speed = report["store"]["text_bytes"] / 1e6, report["run"]["mb_per_second"]
+    raw_speed = text_mb / timer.blocked_autorange(min_run_time=2.0).median
     return {
         "documents": report["store"]["documents"],
-        "text_mb": report["store"]["text_bytes"] / 1e6,
+        "text_mb": text_mb,
         "steps": report["mb_per_second_and_core"],
-        "mb_per_second": whole_speed,
-        "raw_mb_per_second": raw_speed,
-        "share": whole_speed / raw_speed,
+        **{"mb_per_second": speed, "raw_mb_per_second": raw_speed, "share": speed / raw_speed},
         "peak_mb": report["run"]["peak_mb"],
     }
 
@@ -91,15 +87,9 @@ def measure_loader(name: str, overrides: list[str], train_steps: int) -> dict[st
         finally:
             batches.close()
         microseconds[threads] = measured.mean * 1e6
-    return {
-        "tokens_per_step": size * recipe.sequence_length,
-        "microseconds": microseconds,
-        **(
-            train(name, overrides, train_steps)
-            if train_steps
-            else {"step_seconds": None, "data_seconds": None}
-        ),
-    }
+    untrained = {"step_seconds": None, "data_seconds": None}
+    trained = train(name, overrides, train_steps) if train_steps else untrained
+    return {"tokens_per_step": size * recipe.sequence_length, "microseconds": microseconds, **trained}
 
 
 def train(name: str, overrides: list[str], steps: int) -> dict[str, float]:
