@@ -1,8 +1,7 @@
 """Files that survive a crash whole, and locks that do not survive their process.
 
 A file is written under a temporary name, flushed to disk and renamed, so that a reader sees all of it or
-nothing. Locks are the kernel's, which drops them when their holder dies: a killed process never leaves one
-behind.
+nothing. Locks are the kernel's, which drops them when their holder dies.
 """
 
 from __future__ import annotations
@@ -86,11 +85,7 @@ class Lock:
 
     @classmethod
     def take(cls, directory: Path) -> Lock:
-        """Take the lock of a directory. A file system without locks does not refuse.
-
-        Raises:
-            BlockingIOError: another process holds it.
-        """
+        """Take a directory's lock, if its file system has any. Raises BlockingIOError: another process has it."""
         descriptor = os.open(directory / cls.FILE, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

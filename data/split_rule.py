@@ -16,15 +16,10 @@ PARTS: tuple[Part, ...] = ("train", "validation", "test")
 
 
 def part_of(index: int, validation_every: int, test_every: int | None = None) -> Part:
-    """The part of one document.
+    """The part of the document at `index`, from 0, in its source.
 
-    Every `validation_every`-th document is for validation. Of those left, counted anew, every `test_every`-th
-    is for the test, beginning with the first.
-
-    Args:
-        index: of the document in its source, from 0.
-        validation_every: 2 or more.
-        test_every: 2 or more; None: no test part.
+    Every `validation_every`-th document (2 or more) is for validation. Of those left, counted anew, every
+    `test_every`-th (2 or more; None: no test part) is for the test, beginning with the first.
     """
     return PARTS[int(parts(np.array([index]), validation_every, test_every)[0])]
 

@@ -210,8 +210,8 @@ def attention_table(rows: list[Row]) -> str:
         cells = [row.status if t is None else f"{1e3 * t:.1f}" for t in times]
         faster = f"{row.dense_s / row.banded_s:.2f}x" if row.dense_s and row.banded_s else "-"
         shown.append((row.dtype, row.positions, row.window, row.kernel, *cells, faster, f"{row.scores:.1%}"))
-    cells = ("dense ms", "banded ms", "masked ms", "faster", "scores")
-    headers = ("dtype", "positions", "window", "kernel", *cells)
+    times_of = ("dense ms", "banded ms", "masked ms", "faster", "scores")
+    headers = ("dtype", "positions", "window", "kernel", *times_of)
     return tabulate(shown, headers=headers, tablefmt="plain", disable_numparse=True, stralign="right")
 
 

@@ -16,6 +16,7 @@ import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,7 +25,6 @@ from transformers import PreTrainedTokenizerFast
 
 from data.keyed_random import generator
 from data.samples.chunks import Lengths, build_chunks
-from data.samples.decoding import describe
 from data.samples.fields import HELD_OUT_SEED, Fields, HeldOut, StoredSamples, spread
 from data.samples.masking import BertVocabulary, check_whole_words, mask
 from data.stores.indexed import Store
@@ -34,6 +34,10 @@ from recipes.schema import Masking, Recipe
 
 HOLD_OUT_MORE = ("set ", Key("data.validation_every"), " or ", Key("data.test_every"), " lower")
 _SPECIAL = {"none": 2, "nsp": 3, "sop": 3}  # [CLS] and one [SEP] per segment
+_SENTENCE_LABELS = {
+    "nsp": ("B follows A", "B is of another document"),
+    "sop": ("A and B in order", "A and B swapped"),
+}
 SentenceHead = Literal["none", "nsp", "sop"]
 Other = Callable[[int], "np.ndarray | None"]
 
@@ -87,7 +91,26 @@ class BertFields(Fields):
 
     def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
         """The text has [was->now] in place of every predicted token."""
-        return describe({key: values[row] for key, values in self.items()}, tokenizer, sentence_head)
+        sample = {key: values[row] for key, values in self.items()}
+        length, predicted = int(sample["lengths"]), int(sample["predicted"])
+        tokens, types = sample["tokens"][:length], sample["token_types"][:length]
+        in_b, padding, most = int(types.sum()), len(sample["tokens"]) - length, len(sample["positions"])
+        places = f"{length} tokens ({length - in_b} in A, {in_b} in B), {padding} of padding"
+        lines = [f"{places}; {predicted} predicted of at most {most}"]
+        if sentence_head != "none":
+            label = int(sample["sentence_labels"])
+            lines.append(f"{sentence_head} label {label}: {_SENTENCE_LABELS[sentence_head][label]}")
+        pieces = list(tokenizer.convert_ids_to_tokens(tokens.tolist()))
+        for at, was in zip(sample["positions"][:predicted], sample["labels"][:predicted], strict=True):
+            pieces[at] = f"[{tokenizer.convert_ids_to_tokens(int(was))}->{pieces[at]}]"
+        for segment, name in enumerate("AB"):
+            shown = [piece for piece, kind in zip(pieces, types, strict=True) if kind == segment]
+            text = "".join(shown[:1])
+            for before, piece in pairwise(shown):  # pieces of words are put together again
+                joined = piece.startswith("##") and not before.endswith("]")
+                text += piece[2:] if joined else f" {piece}"
+            lines += [f"{name}: {text}"] if shown else []
+        return "\n".join(lines)
 
 
 class Sample(NamedTuple):
@@ -159,14 +182,9 @@ def assemble(
     vocabulary: BertVocabulary,
     settings: BertSettings,
 ) -> Sample:
-    """Shortens the two segments to what a sample holds, puts the special tokens around them and masks.
-
-    Args:
-        first, second: tokens of A and B; B is None where there is one segment.
-        label: of the sentence objective.
-    """
+    """Shortens segments A and B (None: only A) to what a sample holds, adds special tokens and masks."""
     first, second = truncate(rng, first, second, settings.room)
-    a, cls, sep = len(first), [vocabulary.cls], [vocabulary.sep]
+    a, cls, sep = len(first), np.array([vocabulary.cls]), np.array([vocabulary.sep])
     texts = [cls, first, sep] if second is None else [cls, first, sep, second, sep]
     tokens = np.concatenate(texts, dtype=np.int64)
     special = [0, a + 1] if second is None else [0, a + 1, len(tokens) - 1]
@@ -262,11 +280,7 @@ class BertSamples(StoredSamples):
 def fixed_samples(
     store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary, count: int
 ) -> HeldOut:
-    """At most `count` samples of a validation or a test, evenly spread, whatever the recipe's seed is.
-
-    Raises:
-        ValueError: as `BertSamples`.
-    """
+    """At most `count` held-out samples, evenly spread, whatever the recipe's seed is; errors of `BertSamples`."""
     samples = BertSamples(store, documents, replace(settings, seed=HELD_OUT_SEED), vocabulary)
     chosen = [samples._sample(HELD_OUT_SEED, 0, chunk) for chunk in spread(len(samples), count).tolist()]
     return HeldOut(stack(chosen, vocabulary, settings), settings.sequence_length)

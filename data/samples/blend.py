@@ -91,11 +91,7 @@ class BlendedSamples:
         return {"position": position, "parts": [part.state(n) for part, n in parts]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            ProblemsError: the blend had other parts then.
-        """
+        """Continue where `state` was taken. Raises ProblemsError: the blend had other parts then."""
         found = state.get("parts", ())
         if len(found) != len(self._parts):
             was = f"the checkpoint read a blend of {len(found)} parts, and "

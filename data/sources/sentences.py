@@ -14,9 +14,7 @@ LONG_SENTENCE = 1000
 def split(text: str, how: Literal["split", "lines"]) -> list[str]:
     """Sentences in order, none of them empty. Joined they give the text back but for whitespace.
 
-    Args:
-        how: split: at the ends of sentences, by sentencex's rules for English; lines: every line is a
-            sentence already.
+    split: at the ends of sentences, by sentencex's rules for English; lines: every line is one already.
     """
     if how == "lines":
         pieces = text.split("\n")

@@ -1,8 +1,7 @@
 """Finite sources: tokenized once into a token store of the cache that all later runs map into memory.
 
-The store has all documents of the source, empty ones too, so that document d of it is document d of the
-source and one store serves every split. Next to it lies a JSON file with what it was made of and its
-checksums.
+Document d of the store is document d of the source, empty ones too, so that one store serves every split.
+Next to it lies a JSON file with what it was made of and its checksums.
 """
 
 from __future__ import annotations
@@ -52,9 +51,6 @@ def cached_store(
 ) -> OpenedStore:
     """The token store of a source, made where the cache lacks it.
 
-    Args:
-        sequences: what one sequence holds.
-
     Raises:
         ValueError: the source or the cache directory cannot be read.
     """
@@ -74,11 +70,16 @@ def cached_store(
     def write() -> None:
         encode = SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
         writer = StoreWriter(prefix, vocabulary_size(tokenizer))
-        _write_facts(facts_path, made_of | _tokenize(encode(source.documents()), writer, what, say))
+        facts = made_of | _tokenize(encode(source.documents()), writer, what, say)
+        content = json.dumps(facts, indent=2)
+        with durable_files.replacing(facts_path) as file:
+            file.write(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode())
 
     def read() -> OpenedStore:
-        facts = _read_facts(facts_path)
-        store = open_store(prefix)
+        content, _, digest = facts_path.read_bytes().rstrip(b"\n").rpartition(b"\n")
+        if hashlib.sha256(content).hexdigest().encode() != digest:
+            raise Damaged(f"{facts_path} does not match its checksum")
+        facts, store = json.loads(content), open_store(prefix)
         if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
             found = f"{store.documents} documents and {store.tokens} tokens"
             raise Damaged(f"{prefix} has {found}, not those of {facts_path.name}")
@@ -114,16 +115,3 @@ def _tokenize(
     assert writer.checksum is not None
     made = {"documents": writer.documents, "tokens": writer.tokens, "text_bytes": text_bytes}
     return made | {"idx_crc32": writer.checksum.idx, "bin_crc32": writer.checksum.bin}
-
-
-def _write_facts(path: Path, facts: dict[str, Any]) -> None:
-    content = json.dumps(facts, indent=2)
-    with durable_files.replacing(path) as file:
-        file.write(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode())
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    content, _, digest = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
-    if hashlib.sha256(content).hexdigest().encode() != digest:
-        raise Damaged(f"{path} does not match its checksum")
-    return json.loads(content)

@@ -124,10 +124,9 @@ class StoreWriter:
     """
 
     def __init__(self, prefix: Path, vocab_size: int):
-        """Open the files of a store to write.
+        """Open the files of a store to write, in a directory that exists.
 
         Args:
-            prefix: path of the two files without .bin and .idx; its directory exists.
             vocab_size: decides the type of the tokens, and every token must be below.
         """
         self.dtype = token_dtype(vocab_size)

@@ -46,8 +46,8 @@ def ready_made_store(
     each = np.diff(store.document_index)
     if sequences == "sentences" and each.size and each.max() <= 1:
         rule = "every document of the store is one sequence, and a BERT's samples are made of sentences"
-        fix = "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)"
-        raise _refused(origin, rule, fix)
+        again = "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)"
+        raise _refused(origin, rule, again)
     if isinstance(reported := facts.get("crc32"), dict) and "bin" in reported:
         checksum = str(reported["bin"])
     elif store.tokens_array.nbytes <= CHECKED_BYTES:
@@ -58,11 +58,7 @@ def ready_made_store(
 
 
 def store_prefix(origin: Origin, sequences: Sequences) -> Path:
-    """The path of the store's two files without .bin and .idx.
-
-    Raises:
-        ValueError: nothing, or no single store, is there.
-    """
+    """Path of the two files without .bin and .idx. Raises ValueError: nothing, or no single store, is there."""
     assert origin.name is not None, "the schema demands a name"
     path = Path(origin.name).expanduser()
     if not path.is_dir():
@@ -89,11 +85,7 @@ def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:
 
 
 def _facts(report: Path, store: Store) -> dict[str, Any]:
-    """What prepare_data reported about the store; empty where the store is another's.
-
-    Raises:
-        ValueError: the report is of another store.
-    """
+    """What prepare_data reported about the store; empty where nothing. Raises ValueError: of another store."""
     try:
         facts = json.loads(report.read_text(encoding="utf-8")).get("store", {})
     except FileNotFoundError:

@@ -57,11 +57,7 @@ def use_all_cores() -> None:
 
 
 def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The token that ends a document: the tokenizer's end-of-sequence token, or its [SEP].
-
-    Raises:
-        ValueError: it has neither.
-    """
+    """The token that ends a document: end-of-sequence, or [SEP]. Raises ProblemsError: there is neither."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token is not None:
             return token

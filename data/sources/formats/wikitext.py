@@ -152,22 +152,18 @@ def _brace_spans(text: str) -> Iterator[tuple[int, int]]:
             count, end = len(token), match.start()
             while count >= 2 and depth["{"]:
                 while stack[-1][0] != "{":
-                    _pop(stack, depth)
+                    depth[stack.pop()[0]] -= 1
                 taken = min(3, count, stack[-1][2])
                 stack[-1][2] -= taken
                 count, end = count - taken, end + taken
                 yield stack[-1][1] + stack[-1][2], end
                 if stack[-1][2] < 2:
-                    _pop(stack, depth)
+                    depth[stack.pop()[0]] -= 1
         elif depth["|"] and stack[-1][0] == "|":
             yield stack[-1][1], match.end()
-            _pop(stack, depth)
+            depth[stack.pop()[0]] -= 1
         else:  # within a template "|}" is an empty argument and the first brace of its end
             at = match.end() - 1
-
-
-def _pop(stack: list[list], depth: dict[str, int]) -> None:
-    depth[stack.pop()[0]] -= 1
 
 
 def _outermost(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -253,26 +249,21 @@ def _paragraphs(lines: list[str]) -> str:
             if not dropped:
                 headings.append(heading)
             continue
-        if not line:
-            _end_paragraph(blocks)
+        if blocks and not line:
+            blocks[-1] = "\n\n"
         if dropped or not line or line.startswith(("|", "!", "{|", "----")):
             continue
         item = line[0] in "*#:;"
         if not (text := _clean(line.lstrip("*#:; "))):
             continue
-        if headings or (after_item and not item):
-            _end_paragraph(blocks)
+        if blocks and (headings or (after_item and not item)):
+            blocks[-1] = "\n\n"
         after_item = item
         for _, title in headings:
             blocks += [title, "\n\n"]
         headings = []
         blocks += [text, "\n"]
     return "".join(blocks).strip()
-
-
-def _end_paragraph(blocks: list[str]) -> None:
-    if blocks:
-        blocks[-1] = "\n\n"
 
 
 def _heading(line: str) -> tuple[int, str] | None:
