@@ -85,7 +85,7 @@ class Lock:
 
     @classmethod
     def take(cls, directory: Path) -> Lock:
-        """Take a directory's lock, if its file system has any. Raises BlockingIOError: another process has it."""
+        """Take a directory's lock, if its file system has any. Raises BlockingIOError: it is held."""
         descriptor = os.open(directory / cls.FILE, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

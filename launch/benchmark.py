@@ -72,12 +72,11 @@ DATA_FLAGS: dict[str, dict[str, Any]] = {
     "set": dict(action="append", default=[], metavar="KEY=VALUE", help="override one field of the recipes"),
     "train_steps": COUNT | dict(default=0, help="also train N steps, for the loader's share of one"),
 }
+COUNTS: dict[str, Any] = dict(nargs="+", type=int)
 LENGTHS = [512, 1024, 2048, 4096, 8192]
 ATTENTION_FLAGS: dict[str, dict[str, Any]] = {
-    "positions": dict(
-        nargs="+", type=int, default=LENGTHS, metavar="S", help="tokens (default: %(default)s)"
-    ),
-    "windows": dict(nargs="+", type=int, default=[64, 256], metavar="W", help="default: 64 256"),
+    "positions": COUNTS | dict(default=LENGTHS, metavar="S", help="tokens (default: %(default)s)"),
+    "windows": COUNTS | dict(default=[64, 256], metavar="W", help="default: 64 256"),
     "dtypes": dict(nargs="+", choices=DTYPES, default=["fp32", "bf16"], help="default: fp32 bf16"),
     "heads": COUNT | dict(default=12, help="default: %(default)s"),
     "head_size": dict(type=int, default=64, metavar="D", help="default: %(default)s"),

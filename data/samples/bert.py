@@ -138,8 +138,7 @@ def segments(
         return tokens, None, 0
     changed = rng.random() < 0.5
     if head == "nsp" and (changed or not len(borders)):
-        # A chunk of one sentence has no second one that follows: as in BERT, its B is always another
-        # document's.
+        # A chunk of one sentence has none that follows: as in BERT, its B is always another document's.
         end = _cut(rng, len(tokens), borders) if len(borders) else len(tokens)
         if (text := other(max(len(tokens) - end, 1))) is not None:
             return tokens[:end], text, 1
@@ -280,7 +279,7 @@ class BertSamples(StoredSamples):
 def fixed_samples(
     store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary, count: int
 ) -> HeldOut:
-    """At most `count` held-out samples, evenly spread, whatever the recipe's seed is; errors of `BertSamples`."""
+    """At most `count` samples, evenly spread, whatever the recipe's seed is. Raises as `BertSamples`."""
     samples = BertSamples(store, documents, replace(settings, seed=HELD_OUT_SEED), vocabulary)
     chosen = [samples._sample(HELD_OUT_SEED, 0, chunk) for chunk in spread(len(samples), count).tolist()]
     return HeldOut(stack(chosen, vocabulary, settings), settings.sequence_length)

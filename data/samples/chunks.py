@@ -98,7 +98,11 @@ def _cut(
         (D,) chunks of each document; (C,) int64 where chunks begin, in tokens; (C,) int32 tokens; in order.
     """
     places, ends = edges[first], edges[last]  # places: where the next chunk of each document begins
-    edges = _with_cuts(edges, lengths.target)
+    longest, sizes = lengths.target, np.diff(edges)
+    if len(sizes) and sizes.max() > longest:  # edges inside long sentences too
+        pieces = np.maximum(-(-sizes // longest), 1)
+        piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # within its sentence
+        edges = np.append(np.repeat(edges[:-1], pieces) + piece * longest, edges[-1])
     counts = np.zeros(len(documents), dtype=np.int64)
     steps: list[tuple[np.ndarray, ...]] = []
     going = np.flatnonzero(places < ends)  # documents that have text left
@@ -115,13 +119,3 @@ def _cut(
         starts[before[going] + step] = start
         sizes[before[going] + step] = size
     return counts, starts, sizes
-
-
-def _with_cuts(edges: np.ndarray, longest: int) -> np.ndarray:
-    """Edges of sentences, and more of them inside sentences that have over `longest` tokens."""
-    sizes = np.diff(edges)
-    if len(sizes) == 0 or sizes.max() <= longest:
-        return edges
-    pieces = np.maximum(-(-sizes // longest), 1)
-    piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # within its sentence
-    return np.append(np.repeat(edges[:-1], pieces) + piece * longest, edges[-1])

@@ -52,7 +52,7 @@ class BertVocabulary:
 
 
 def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
-    """Raises ProblemsError: whole words are to be masked, and the vocabulary does not tell where they begin."""
+    """Raises ProblemsError: whole words are to be masked, the vocabulary does not tell where they begin."""
     if masking.whole_words and not vocabulary.continuation.any():
         rule = f"no token of the vocabulary begins with {_CONTINUATION}, by which words are known"
         fix = ("set ", Key("data.masking.whole_words"), " to false, or use a WordPiece vocabulary")

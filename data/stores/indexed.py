@@ -70,11 +70,6 @@ class Store:
     def tokens(self) -> int:
         return len(self.tokens_array)
 
-    def sequence(self, index: int) -> np.ndarray:
-        """(tokens,) of the store's type, where it lies."""
-        start = int(self.pointers[index]) // self.dtype.itemsize
-        return self.tokens_array[start : start + int(self.sizes[index])]
-
     def document(self, document: int) -> np.ndarray:
         """(tokens,) of all its sequences, where they lie."""
         start, end = self.sequence_starts(self.document_index[document : document + 2]).tolist()

@@ -58,7 +58,7 @@ def ready_made_store(
 
 
 def store_prefix(origin: Origin, sequences: Sequences) -> Path:
-    """Path of the two files without .bin and .idx. Raises ValueError: nothing, or no single store, is there."""
+    """Path of the two files without .bin and .idx. Raises ValueError: there is none, or no single store."""
     assert origin.name is not None, "the schema demands a name"
     path = Path(origin.name).expanduser()
     if not path.is_dir():
@@ -85,7 +85,7 @@ def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:
 
 
 def _facts(report: Path, store: Store) -> dict[str, Any]:
-    """What prepare_data reported about the store; empty where nothing. Raises ValueError: of another store."""
+    """What prepare_data reported about the store, if it did. Raises ValueError: of another store."""
     try:
         facts = json.loads(report.read_text(encoding="utf-8")).get("store", {})
     except FileNotFoundError:

@@ -38,8 +38,7 @@ def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
     if settings.kind == "gpt2":
         return gpt2_tokenizer()
     if settings.kind == "file":
-        assert settings.path is not None, "the schema demands a path"
-        return read_tokenizer(settings.path)
+        return read_tokenizer(str(settings.path))
     return bert_tokenizer(settings.kind, settings.path)
 
 
@@ -49,9 +48,9 @@ def gpt2_tokenizer() -> PreTrainedTokenizerFast:
     # `vocab_file=` and `merges_file=`, the names until transformers 4, are silently ignored by 5.
     tokenizer = GPT2Tokenizer(vocab=str(files / "encoder.json"), merges=str(files / "vocab.bpe"))
     if len(tokenizer) != GPT2_VOCABULARY or tokenizer.encode("Hello world") != [15496, 995]:
-        found = f"loads as {len(tokenizer)} tokens, not as its {GPT2_VOCABULARY}"
+        loads = f"loads as {len(tokenizer)} tokens, not as its {GPT2_VOCABULARY}"
+        came = f"the GPT-2 vocabulary in {files} {loads}"
         fix = "install the pinned versions, pip install -r requirements.txt"
-        came = f"the GPT-2 vocabulary in {files} {found}"
         raise ProblemsError([Problem("data.tokenizer.kind", came, fix=fix)])
     return tokenizer
 
@@ -127,7 +126,11 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
         if path.is_dir() or configured:
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         else:
-            tokenizer = _read_lone_json(path)
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            usual = dict(zip(BERT_ROLES, BERT_SPECIAL_TOKENS, strict=True))
+            usual |= dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
+            known = tokenizer.get_vocab()
+            tokenizer.add_special_tokens({role: token for role, token in usual.items() if token in known})
     except Exception as error:  # what transformers and tokenizers raise for a broken file is of many types
         raise refused(f"cannot be read as a tokenizer ({type(error).__name__}: {error})") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -147,15 +150,6 @@ def _read_vocab_txt(path: Path) -> PreTrainedTokenizerFast:
     said = json.loads(config.read_text(encoding="utf-8")).get("do_lower_case") if config.is_file() else None
     lower = all(t == t.lower() for t in vocabulary if t not in BERT_SPECIAL_TOKENS)
     return wordpiece_tokenizer(vocabulary, lowercase=lower if said is None else bool(said))
-
-
-def _read_lone_json(path: Path) -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-    known = tokenizer.get_vocab()
-    usual = dict(zip(BERT_ROLES, BERT_SPECIAL_TOKENS, strict=True))
-    usual |= dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
-    tokenizer.add_special_tokens({role: token for role, token in usual.items() if token in known})
-    return tokenizer
 
 
 def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -45,13 +45,7 @@ def build_vocabulary(
     else:
         sources = source if isinstance(source, Sequence) else (source,)
         tokenizer = trained_tokenizer(recipe, sources, directory, say)
-    _check(tokenizer, recipe)
-    tokenizer.model_max_length = recipe.sequence_length
-    return tokenizer
-
-
-def _check(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
-    settings, size, stated = recipe.data.tokenizer, vocabulary_size(tokenizer), recipe.model.vocab_size
+    size, stated = vocabulary_size(tokenizer), recipe.model.vocab_size
     what = f"the {settings.kind} vocabulary{f' of {settings.path}' if settings.path else ''}"
     if size != stated:
         came = (Setting("model.vocab_size", stated), f", but {what} has {size} tokens")
@@ -65,6 +59,8 @@ def _check(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
             raise ProblemsError([Problem("data.tokenizer.kind", Setting("model.family", "bert"), rule, fix)])
     else:
         end_of_document(tokenizer)
+    tokenizer.model_max_length = recipe.sequence_length
+    return tokenizer
 
 
 def missing_roles(tokenizer: PreTrainedTokenizerFast) -> list[str]:

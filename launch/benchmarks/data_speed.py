@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +82,9 @@ def measure_loader(name: str, overrides: list[str], train_steps: int) -> dict[st
     size = recipe.batch.global_
     microseconds = {}
     for threads in (0, 1):
-        batches = StepBatches(samples, recipe.seed, Layout(1, 1, 1, size, 1, size), 0, workers=threads)
-        try:
+        layout = Layout(1, 1, 1, size, 1, size)
+        with closing(StepBatches(samples, recipe.seed, layout, 0, workers=threads)) as batches:
             measured = timing.Timer("next(batches)", globals={"batches": batches}).timeit(100)
-        finally:
-            batches.close()
         microseconds[threads] = measured.mean * 1e6
     untrained = {"step_seconds": None, "data_seconds": None}
     trained = train(name, overrides, train_steps) if train_steps else untrained
@@ -93,10 +92,7 @@ def measure_loader(name: str, overrides: list[str], train_steps: int) -> dict[st
 
 
 def train(name: str, overrides: list[str], steps: int) -> dict[str, float]:
-    """Train for some steps.
-
-    Returns:
-        medians of the seconds per step and of those of them that it waited for the batch.
+    """Medians of a training's seconds per step and of those of them that it waited for the batch.
 
     Raises:
         ValueError: training failed.
