@@ -1,14 +1,14 @@
 """Files that are expensive to make and can always be made again.
 
-Every file is written under a temporary name, flushed to disk and renamed, so that a reader sees all of it or
-nothing. Processes that want the same file at once take turns by `flock`, which the kernel drops when its
-holder dies: a killed process never leaves a lock behind.
+They are written, and processes that want the same one at once take turns, by `data.durable_files`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,25 +26,6 @@ def default_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarecipes"
 
 
-def ensure_directory(directory: Path) -> Path:
-    """Creates the directory where needed.
-
-    Raises:
-        ValueError: it cannot be created or written to.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError("not writable")
-    except OSError as error:
-        raise ValueError(
-            f"cache directory {directory}: {error.strerror or error}: vocabularies and tokens are kept "
-            "there; "
-            "set MEGARECIPES_CACHE to a directory you can write to"
-        ) from error
-    return directory
-
-
 def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None], what: str, say: Say) -> T:
     """What `read` returns, after `write` where the files are missing or damaged.
 
@@ -58,11 +39,18 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
     Raises:
         ValueError: the files must be made and their directory cannot be written to.
     """
-    try:
+    with suppress(OSError, Damaged):
         return read()
-    except (OSError, Damaged):
-        pass
-    ensure_directory(paths[0].parent)
+    directory = paths[0].parent
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError("not writable")
+    except OSError as error:
+        rule = (
+            f"cache directory {directory}: {error.strerror or error}: vocabularies and tokens are kept there"
+        )
+        raise ValueError(f"{rule}; set MEGARECIPES_CACHE to a directory you can write to") from error
     with locked(paths[0], what, say) as held:
         try:
             return read()  # made while we waited
@@ -71,8 +59,7 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
         except Damaged as damage:
             say(f"{what}: {damage}; making it again")
         if held:
-            for path in paths:
-                for leftover in path.parent.glob(path.name + ".*.tmp"):
-                    leftover.unlink(missing_ok=True)
+            for leftover in chain.from_iterable(directory.glob(f"{path.name}.*.tmp") for path in paths):
+                leftover.unlink(missing_ok=True)
         write()
         return read()

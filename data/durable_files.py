@@ -1,8 +1,7 @@
 """Files that survive a crash whole, and locks that do not survive their process.
 
 A file is written under a temporary name, flushed to disk and renamed, so that a reader sees all of it or
-nothing. Locks are the kernel's, which drops them when their holder dies: a killed process never leaves one
-behind.
+nothing. Locks are the kernel's, which drops them when their holder dies.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 
 class Damaged(Exception):
@@ -66,13 +65,12 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[bool]:
     Without locks processes may make the same file twice; the renames make that harmless.
     """
     with open(path.with_name(path.name + ".lock"), "ab") as file:
+        held = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
         except BlockingIOError:
             say(f"{what}: another process is making it; waiting")
             fcntl.flock(file, fcntl.LOCK_EX)
-            held = True
         except OSError:
             held = False
         yield held  # closing the file drops the lock
@@ -80,22 +78,14 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[bool]:
 
 @dataclasses.dataclass
 class Lock:
-    """One process at a time in a directory.
+    """One process at a time in a directory; a record lock, which forked loader workers do not inherit."""
 
-    A record lock: forked loader workers do not inherit it.
-    """
-
-    FILE = ".lock"
-
+    FILE: ClassVar = ".lock"
     descriptor: int | None
 
     @classmethod
     def take(cls, directory: Path) -> Lock:
-        """Take the lock of a directory. A file system without locks does not refuse.
-
-        Raises:
-            BlockingIOError: another process holds it.
-        """
+        """Take a directory's lock, if its file system has any. Raises BlockingIOError: it is held."""
         descriptor = os.open(directory / cls.FILE, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,20 +9,13 @@ import numpy as np
 _KEPT = 2  # orders of epochs: a step can straddle two
 
 
-def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """(samples,) int64: the order of an epoch, a permutation that (seed, epoch) decides alone."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
-
-
-def shuffled(values: np.ndarray, seed: int, number: int) -> np.ndarray:
-    """The values in an order that (seed, number) decides alone."""
+def shuffled(values: np.ndarray | int, seed: int, number: int) -> np.ndarray:
+    """The values, or the int64 numbers below `values`, in an order that (seed, number) decides alone."""
     return np.random.Generator(np.random.PCG64([seed, number])).permutation(values)
 
 
 def generator(seed: int, first: int, second: int) -> np.random.Generator:
-    """Random numbers that are a function of the three alone, with no state to keep.
-
-    A counter-based generator.
+    """Random numbers that are a function of the three alone, by a counter: there is no state to keep.
 
     The two numbers, below 2**64, stand in the upper half of the counter; the lower half counts what is drawn.
     """
@@ -31,12 +24,9 @@ def generator(seed: int, first: int, second: int) -> np.random.Generator:
 
 def random_bits(seed: int, numbers: np.ndarray, number: int) -> np.ndarray:
     """(N,) uint64 that look random, a function of seed, each of `numbers` (N,) and number: SplitMix64."""
-    key = _splitmix(np.array([seed % 2**64], dtype=np.uint64))
-    return _splitmix(_splitmix(key ^ numbers.astype(np.uint64)) ^ np.uint64(number))
-
-
-def _splitmix(values: np.ndarray) -> np.ndarray:
-    return mix(values + np.uint64(0x9E3779B97F4A7C15))
+    step = np.uint64(0x9E3779B97F4A7C15)
+    key = mix(np.array([seed % 2**64], dtype=np.uint64) + step)
+    return mix((mix((key ^ numbers.astype(np.uint64)) + step) ^ np.uint64(number)) + step)
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -57,10 +47,9 @@ class EpochOrders:
     """
 
     def __init__(self, samples: int):
-        self._samples = samples
+        self._samples, self._making = samples, threading.Lock()
         # Replaced whole and never changed, so that reading needs no lock.
         self._orders: dict[tuple[int, int], np.ndarray] = {}
-        self._making = threading.Lock()
 
     def locate(self, position: int, seed: int) -> tuple[int, int]:
         """(epoch, index of the sample)."""
@@ -73,6 +62,6 @@ class EpochOrders:
             orders = dict(self._orders)
             if (seed, epoch) not in orders:
                 orders = {key: orders[key] for key in list(orders)[1 - _KEPT :]}
-                orders[seed, epoch] = epoch_order(self._samples, seed, epoch)
+                orders[seed, epoch] = shuffled(self._samples, seed, epoch)
                 self._orders = orders
             return orders[seed, epoch]

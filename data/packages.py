@@ -16,14 +16,7 @@ def find_package(package: str) -> Path | None:
 
 
 def package_directory(package: str, needed_for: Words) -> Path:
-    """Directory of an installed package.
-
-    Args:
-        needed_for: the setting or flag that asks for it.
-
-    Raises:
-        ProblemsError: it is not installed.
-    """
+    """Directory of a package that a setting or flag needs. Raises ProblemsError: it is not installed."""
     if found := find_package(package):
         return found
     came = (needed_for, f" needs the package {package}")

@@ -16,24 +16,17 @@ PARTS: tuple[Part, ...] = ("train", "validation", "test")
 
 
 def part_of(index: int, validation_every: int, test_every: int | None = None) -> Part:
-    """The part of one document.
+    """The part of the document at `index`, from 0, in its source.
 
-    Every `validation_every`-th document is for validation. Of those left, counted anew, every `test_every`-th
-    is for the test, beginning with the first.
-
-    Args:
-        index: of the document in its source, from 0.
-        validation_every: 2 or more.
-        test_every: 2 or more; None: no test part.
+    Every `validation_every`-th document (2 or more) is for validation. Of those left, counted anew, every
+    `test_every`-th (2 or more; None: no test part) is for the test, beginning with the first.
     """
     return PARTS[int(parts(np.array([index]), validation_every, test_every)[0])]
 
 
 def parts(indices: np.ndarray, validation_every: int, test_every: int | None = None) -> np.ndarray:
     """(N,) uint8, positions in `PARTS`, of documents `indices` (N,); see `part_of`."""
-    assert validation_every >= 2 and (test_every is None or test_every >= 2), (
-        "the schema refuses parts that leave no training document"
-    )
+    assert validation_every >= 2 and (test_every is None or test_every >= 2), "the schema refuses 1"
     found = (indices % validation_every == validation_every - 1).astype(np.uint8)
     if test_every is not None:
         # Counting what validation leaves, and not all documents, keeps 1/test_every of it whatever divisors
@@ -47,6 +40,5 @@ def documents_of(
     part: Part, documents: int, validation_every: int, test_every: int | None = None
 ) -> np.ndarray:
     """(N,) int64, ascending: those of `documents` documents that belong to a part."""
-    return np.flatnonzero(
-        parts(np.arange(documents, dtype=np.int64), validation_every, test_every) == PARTS.index(part)
-    )
+    found = parts(np.arange(documents, dtype=np.int64), validation_every, test_every)
+    return np.flatnonzero(found == PARTS.index(part))

@@ -61,43 +61,31 @@ Attention alone (scores, softmax, values) of one layer, forward and backward, wi
   masked    all scores, those outside of the band masked: what a band costs without a kernel for it
   scores    share of the dense triangle that lies in the band: its inverse bounds what can be gained"""
 
-# flag: how argparse reads it, and its help
-DATA_FLAGS: dict[str, tuple[dict[str, Any], str]] = {
-    "samples": (
-        dict(nargs="*", choices=("gpt", "bert"), default=["gpt", "bert"]),
-        "stores to prepare (default: both)",
-    ),
-    "workers": (
-        dict(type=int, default=len(os.sched_getaffinity(0)), metavar="N"),
-        "processes (default: cores)",
-    ),
-    "vocab_size": (
-        dict(type=int, default=30522, metavar="N"),
-        "of the trained WordPiece (default: %(default)s)",
-    ),
-    "recipes": (
-        dict(nargs="*", default=["default/sotu", "bert/sotu"], metavar="TABLE/ROW"),
-        "whose loader is measured",
-    ),
-    "set": (dict(action="append", default=[], metavar="KEY=VALUE"), "override one field of the recipes"),
-    "train_steps": (
-        dict(type=int, default=0, metavar="N"),
-        "also train N steps, for the loader's share of one",
-    ),
+SAMPLES = ["gpt", "bert"]
+COUNT: dict[str, Any] = dict(type=int, metavar="N")
+RECIPES = ["default/sotu", "bert/sotu"]
+DATA_FLAGS: dict[str, dict[str, Any]] = {
+    "samples": dict(nargs="*", choices=SAMPLES, default=SAMPLES, help="stores to prepare (default: both)"),
+    "workers": COUNT | dict(default=len(os.sched_getaffinity(0)), help="processes (default: cores)"),
+    "vocab_size": COUNT | dict(default=30522, help="of the trained WordPiece (default: %(default)s)"),
+    "recipes": dict(nargs="*", default=RECIPES, metavar="TABLE/ROW", help="whose loader is measured"),
+    "set": dict(action="append", default=[], metavar="KEY=VALUE", help="override one field of the recipes"),
+    "train_steps": COUNT | dict(default=0, help="also train N steps, for the loader's share of one"),
 }
+COUNTS: dict[str, Any] = dict(nargs="+", type=int)
 LENGTHS = [512, 1024, 2048, 4096, 8192]
-ATTENTION_FLAGS: dict[str, tuple[dict[str, Any], str]] = {
-    "positions": (dict(nargs="+", type=int, default=LENGTHS, metavar="S"), "tokens (default: %(default)s)"),
-    "windows": (dict(nargs="+", type=int, default=[64, 256], metavar="W"), "default: 64 256"),
-    "dtypes": (dict(nargs="+", choices=DTYPES, default=["fp32", "bf16"]), "default: fp32 bf16"),
-    "heads": (dict(type=int, default=12, metavar="N"), "default: %(default)s"),
-    "head_size": (dict(type=int, default=64, metavar="D"), "default: %(default)s"),
-    "batch": (dict(type=int, default=1, metavar="B"), "samples (default: %(default)s)"),
-    "dropout": (dict(type=float, default=0.0, metavar="P"), "on attention weights (default: %(default)s)"),
-    "rounds": (dict(type=int, default=5, metavar="N"), "passes that are timed (default: %(default)s)"),
-    "threads": (dict(type=int, metavar="N"), "of torch on a CPU (default: cores)"),
-    "seconds": (dict(type=float, default=2.0, metavar="S"), "of a pass: beyond, longer ones are left out"),
-}  # fmt: skip
+ATTENTION_FLAGS: dict[str, dict[str, Any]] = {
+    "positions": COUNTS | dict(default=LENGTHS, metavar="S", help="tokens (default: %(default)s)"),
+    "windows": COUNTS | dict(default=[64, 256], metavar="W", help="default: 64 256"),
+    "dtypes": dict(nargs="+", choices=DTYPES, default=["fp32", "bf16"], help="default: fp32 bf16"),
+    "heads": COUNT | dict(default=12, help="default: %(default)s"),
+    "head_size": dict(type=int, default=64, metavar="D", help="default: %(default)s"),
+    "batch": dict(type=int, default=1, metavar="B", help="samples (default: %(default)s)"),
+    "dropout": dict(type=float, default=0.0, metavar="P", help="on attention weights (default: %(default)s)"),
+    "rounds": COUNT | dict(default=5, help="passes that are timed (default: %(default)s)"),
+    "threads": COUNT | dict(help="of torch on a CPU (default: cores)"),
+    "seconds": dict(type=float, default=2.0, metavar="S", help="of a pass: beyond, longer ones are left out"),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -106,16 +94,12 @@ def build_parser() -> argparse.ArgumentParser:
     shown: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     data = benchmarks.add_parser("data", help="the preparation and the loader", epilog=DATA_EXAMPLES, **shown)
     preparation_flags.add_source(data.add_argument_group("what is read"))
-    attention = benchmarks.add_parser(
-        "attention", help="dense against banded", epilog=ATTENTION_EXAMPLES, **shown
-    )
-    for part, flags, measure in (
-        (data, DATA_FLAGS, measure_data),
-        (attention, ATTENTION_FLAGS, measure_attention),
-    ):
+    band = benchmarks.add_parser("attention", help="dense against banded", epilog=ATTENTION_EXAMPLES, **shown)
+    parts = (data, DATA_FLAGS, measure_data), (band, ATTENTION_FLAGS, measure_attention)
+    for part, flags, measure in parts:
         group = part.add_argument_group("what is measured")
-        for flag, (how, help) in flags.items():
-            group.add_argument(f"--{flag}", help=help, **how)
+        for flag, how in flags.items():
+            group.add_argument(f"--{flag}", **how)
         part.add_argument("--out", metavar="FILE", help="write all numbers as JSON")
         part.set_defaults(measure=measure)
     return parser
@@ -128,12 +112,8 @@ def main() -> None:
         check(args)
         machine, load = description.describe(), os.getloadavg()[0]
         print(f"{description.summary(machine)}; load average at the start {load:.1f}", flush=True)
-        result = {
-            "command": sys.argv,
-            "hardware": machine,
-            "load_average": load,
-            **args.measure(args, machine),
-        }
+        result = {"command": sys.argv, "hardware": machine, "load_average": load}
+        result |= args.measure(args, machine)
     except (ValueError, PreparationFailed) as error:
         ending.refuse(preparation_flags.shown(error), code=2 if isinstance(error, ValueError) else 1)
     if args.out:
@@ -145,20 +125,14 @@ def check(args: argparse.Namespace) -> None:
     positive = ("workers", "vocab_size", "batch", "heads", "head_size", "rounds", "threads", "seconds")
     given = [(flag, getattr(args, flag, None)) for flag in positive]
     given += [(flag, value) for flag in ("positions", "windows") for value in getattr(args, flag, ())]
-    problems = [
-        f"--{flag} {value}: give a number above 0"
-        for flag, value in given
-        if value is not None and value <= 0
-    ]
+    wrong = [(flag, value) for flag, value in given if value is not None and value <= 0]
+    problems = [f"--{flag} {value}: give a number above 0" for flag, value in wrong]
     if not 0 <= getattr(args, "dropout", 0) < 1:
         problems.append(f"--dropout {args.dropout}: give a probability from 0 to below 1")
     if getattr(args, "train_steps", 0) < 0:
         problems.append(f"--train_steps {args.train_steps}: give 0 or more")
-    if (
-        args.measure is measure_attention
-        and min(args.windows) >= (most := max(args.positions))
-        and not problems
-    ):
+    banded = args.measure is measure_attention and not problems
+    if banded and min(args.windows) >= (most := max(args.positions)):
         came = f"--windows {min(args.windows)} and more with --positions up to {most}"
         problems.append(f"{came}: such a band is the whole triangle; give a window below {most}")
     if args.out and not Path(args.out).resolve().parent.is_dir():
@@ -173,10 +147,8 @@ def measure_data(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str,
         preparation[samples] = found = data_speed.measure_preparation(settings_of(args, samples))
         print(f"\n{samples}: {found['documents']:,} documents, {found['text_mb']:.1f} MB of text kept")
         speeds = [(f"{step}, one core", speed) for step, speed in found["steps"].items()]
-        speeds += [
-            ("whole, all workers", found["mb_per_second"]),
-            ("raw tokenizers", found["raw_mb_per_second"]),
-        ]
+        speeds.append(("whole, all workers", found["mb_per_second"]))
+        speeds.append(("raw tokenizers", found["raw_mb_per_second"]))
         print(tabulate(speeds, headers=("", "MB/s"), tablefmt="plain", floatfmt=",.2f"))
         share = f"the whole has {found['share']:.1%} of the speed of raw tokenizers"
         print(f"{share}; peak memory {found['peak_mb']:,} MB", flush=True)
@@ -184,15 +156,11 @@ def measure_data(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str,
         loader[name] = found = data_speed.measure_loader(name, args.set, args.train_steps)
         print(f"\nloader of {name}: {found['tokens_per_step']:,} tokens per step")
         paces = [(n, us, found["tokens_per_step"] / us * 1e6) for n, us in found["microseconds"].items()]
-        print(
-            tabulate(paces, headers=("threads", "us per step", "tokens/s"), tablefmt="plain", floatfmt=",.0f")
-        )
-        wait, whole = found["data_seconds"], found["step_seconds"]
-        waited = (
-            f"{wait * 1e6:,.0f} us of {whole:.3f} s, {wait / whole:.3%}"
-            if whole
-            else "not measured (--train_steps 20)"
-        )
+        headers = ("threads", "us per step", "tokens/s")
+        print(tabulate(paces, headers=headers, tablefmt="plain", floatfmt=",.0f"))
+        waited, wait, whole = "not measured (--train_steps 20)", found["data_seconds"], found["step_seconds"]
+        if whole:
+            waited = f"{wait * 1e6:,.0f} us of {whole:.3f} s, {wait / whole:.3%}"
         print(f"waited for the batch in a training step: {waited}", flush=True)
     return {"workers": args.workers, "preparation": preparation, "loader": loader}
 
@@ -205,17 +173,10 @@ def settings_of(args: argparse.Namespace, samples: str) -> Settings:
     kind = ["gpt2"] if samples == "gpt" else ["trained_wordpiece", "--vocab_size", str(args.vocab_size)]
     parser = argparse.ArgumentParser()
     preparation_flags.add(parser)
-    own = vars(
-        parser.parse_args(
-            ["--out", "OUT", "--samples", samples, "--vocabulary_mb", "16", "--tokenizer", *kind]
-        )
-    )
-    given = {
-        flag: value
-        for flag, value in vars(args).items()
-        if flag in own and flag not in ("samples", "vocab_size")
-    }
-    return preparation_flags.settings_of(argparse.Namespace(**own | given))
+    flags = ["--out", "OUT", "--samples", samples, "--vocabulary_mb", "16", "--tokenizer", *kind]
+    own = vars(parser.parse_args(flags))
+    shared = own.keys() & vars(args).keys() - {"samples", "vocab_size"}
+    return preparation_flags.settings_of(argparse.Namespace(**own | {k: getattr(args, k) for k in shared}))
 
 
 def measure_attention(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
@@ -228,21 +189,16 @@ def measure_attention(args: argparse.Namespace, machine: dict[str, Any]) -> dict
     print(f"{shape}; forward + backward; {torch.get_num_threads()} threads\n", flush=True)
     rows: list[Row] = []
     for dtype in args.dtypes:
-        for row in attention_speed.measure_dtype(
-            shape, dtype, args.positions, args.windows, device, args.seconds
-        ):
+        cases = (args.positions, args.windows, device, args.seconds)
+        for row in attention_speed.measure_dtype(shape, dtype, *cases):
             rows.append(row)
             print(f"{dtype}, {row.positions} positions, window {row.window}: {row.status}", flush=True)
     print("\n" + attention_table(rows))
     left_out = attention_speed.not_measured(args.dtypes, args.positions, args.windows, device, rows)
     print("\n" + "\n".join(f"not measured: {line}" for line in left_out))
-    return {
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "settings": asdict(shape) | {"seconds": args.seconds},
-        "rows": [asdict(row) for row in rows],
-        "not_measured": left_out,
-    }
+    settings = asdict(shape) | {"seconds": args.seconds}
+    found = {"device": device, "threads": torch.get_num_threads(), "settings": settings}
+    return found | {"rows": [asdict(row) for row in rows], "not_measured": left_out}
 
 
 def attention_table(rows: list[Row]) -> str:
@@ -253,17 +209,8 @@ def attention_table(rows: list[Row]) -> str:
         cells = [row.status if t is None else f"{1e3 * t:.1f}" for t in times]
         faster = f"{row.dense_s / row.banded_s:.2f}x" if row.dense_s and row.banded_s else "-"
         shown.append((row.dtype, row.positions, row.window, row.kernel, *cells, faster, f"{row.scores:.1%}"))
-    headers = (
-        "dtype",
-        "positions",
-        "window",
-        "kernel",
-        "dense ms",
-        "banded ms",
-        "masked ms",
-        "faster",
-        "scores",
-    )
+    times_of = ("dense ms", "banded ms", "masked ms", "faster", "scores")
+    headers = ("dtype", "positions", "window", "kernel", *times_of)
     return tabulate(shown, headers=headers, tablefmt="plain", disable_numparse=True, stralign="right")
 
 

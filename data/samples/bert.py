@@ -15,15 +15,17 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 from transformers import PreTrainedTokenizerFast
 
-from data.keyed_random import EpochOrders, generator
+from data.keyed_random import generator
 from data.samples.chunks import Lengths, build_chunks
-from data.samples.decoding import describe
-from data.samples.fields import HELD_OUT_SEED, Fields, HeldOut, spread
+from data.samples.fields import HELD_OUT_SEED, Fields, HeldOut, StoredSamples, spread
 from data.samples.masking import BertVocabulary, check_whole_words, mask
 from data.stores.indexed import Store
 from recipes.micro_batch import FIELDS
@@ -32,6 +34,12 @@ from recipes.schema import Masking, Recipe
 
 HOLD_OUT_MORE = ("set ", Key("data.validation_every"), " or ", Key("data.test_every"), " lower")
 _SPECIAL = {"none": 2, "nsp": 3, "sop": 3}  # [CLS] and one [SEP] per segment
+_SENTENCE_LABELS = {
+    "nsp": ("B follows A", "B is of another document"),
+    "sop": ("A and B in order", "A and B swapped"),
+}
+SentenceHead = Literal["none", "nsp", "sop"]
+Other = Callable[[int], "np.ndarray | None"]
 
 
 @dataclass(frozen=True)
@@ -40,19 +48,14 @@ class BertSettings:
 
     sequence_length: int  # S
     predictions: int  # P, most predictions of a sample
-    sentence_head: Literal["none", "nsp", "sop"]
+    sentence_head: SentenceHead
     masking: Masking
     seed: int
 
     @classmethod
     def of(cls, recipe: Recipe) -> BertSettings:
-        return cls(
-            recipe.sequence_length,
-            recipe.predictions,
-            recipe.model.sentence_head,
-            recipe.data.masking,
-            recipe.seed,
-        )
+        head, masking = recipe.model.sentence_head, recipe.data.masking
+        return cls(recipe.sequence_length, recipe.predictions, head, masking, recipe.seed)
 
     @property
     def room(self) -> int:
@@ -88,7 +91,26 @@ class BertFields(Fields):
 
     def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
         """The text has [was->now] in place of every predicted token."""
-        return describe({key: values[row] for key, values in self.items()}, tokenizer, sentence_head)
+        sample = {key: values[row] for key, values in self.items()}
+        length, predicted = int(sample["lengths"]), int(sample["predicted"])
+        tokens, types = sample["tokens"][:length], sample["token_types"][:length]
+        in_b, padding, most = int(types.sum()), len(sample["tokens"]) - length, len(sample["positions"])
+        places = f"{length} tokens ({length - in_b} in A, {in_b} in B), {padding} of padding"
+        lines = [f"{places}; {predicted} predicted of at most {most}"]
+        if sentence_head != "none":
+            label = int(sample["sentence_labels"])
+            lines.append(f"{sentence_head} label {label}: {_SENTENCE_LABELS[sentence_head][label]}")
+        pieces = list(tokenizer.convert_ids_to_tokens(tokens.tolist()))
+        for at, was in zip(sample["positions"][:predicted], sample["labels"][:predicted], strict=True):
+            pieces[at] = f"[{tokenizer.convert_ids_to_tokens(int(was))}->{pieces[at]}]"
+        for segment, name in enumerate("AB"):
+            shown = [piece for piece, kind in zip(pieces, types, strict=True) if kind == segment]
+            text = "".join(shown[:1])
+            for before, piece in pairwise(shown):  # pieces of words are put together again
+                joined = piece.startswith("##") and not before.endswith("]")
+                text += piece[2:] if joined else f" {piece}"
+            lines += [f"{name}: {text}"] if shown else []
+        return "\n".join(lines)
 
 
 class Sample(NamedTuple):
@@ -102,11 +124,7 @@ class Sample(NamedTuple):
 
 
 def segments(
-    rng: np.random.Generator,
-    tokens: np.ndarray,
-    borders: np.ndarray,
-    head: Literal["none", "nsp", "sop"],
-    other: Callable[[int], np.ndarray | None],
+    rng: Generator, tokens: np.ndarray, borders: np.ndarray, head: SentenceHead, other: Other
 ) -> tuple[np.ndarray, np.ndarray | None, int]:
     """Makes a chunk into two segments: (A, B, sentence label); for `none` (A, None, 0).
 
@@ -120,8 +138,7 @@ def segments(
         return tokens, None, 0
     changed = rng.random() < 0.5
     if head == "nsp" and (changed or not len(borders)):
-        # A chunk of one sentence has no second one that follows: as in BERT, its B is always another
-        # document's.
+        # A chunk of one sentence has none that follows: as in BERT, its B is always another document's.
         end = _cut(rng, len(tokens), borders) if len(borders) else len(tokens)
         if (text := other(max(len(tokens) - end, 1))) is not None:
             return tokens[:end], text, 1
@@ -130,7 +147,7 @@ def segments(
     return (second, first, 1) if head == "sop" and changed and len(second) else (first, second, 0)
 
 
-def _cut(rng: np.random.Generator, length: int, borders: np.ndarray) -> int:
+def _cut(rng: Generator, length: int, borders: np.ndarray) -> int:
     """Where A ends: at a random border of sentences, inside the only sentence, or behind the only token."""
     if len(borders):
         return int(borders[rng.integers(len(borders))])
@@ -138,7 +155,7 @@ def _cut(rng: np.random.Generator, length: int, borders: np.ndarray) -> int:
 
 
 def truncate(
-    rng: np.random.Generator, first: np.ndarray, second: np.ndarray | None, room: int
+    rng: Generator, first: np.ndarray, second: np.ndarray | None, room: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Drop tokens from the longer segment, from its front or its back at random, until both fit."""
     a, b = len(first), 0 if second is None else len(second)
@@ -147,38 +164,29 @@ def truncate(
         return first, second
     level = min(excess, abs(a - b))  # tokens after which both are equally long
     from_a = (level if a > b else 0) + (excess - level) // 2
-    return _shortened(rng, first, from_a), None if second is None else _shortened(
-        rng, second, excess - from_a
-    )
+    first = _shortened(rng, first, from_a)
+    return first, None if second is None else _shortened(rng, second, excess - from_a)
 
 
-def _shortened(rng: np.random.Generator, tokens: np.ndarray, dropped: int) -> np.ndarray:
+def _shortened(rng: Generator, tokens: np.ndarray, dropped: int) -> np.ndarray:
     front = int(rng.binomial(dropped, 0.5)) if dropped else 0
     return tokens[front : len(tokens) - dropped + front]
 
 
 def assemble(
-    rng: np.random.Generator,
+    rng: Generator,
     first: np.ndarray,
     second: np.ndarray | None,
     label: int,
     vocabulary: BertVocabulary,
     settings: BertSettings,
 ) -> Sample:
-    """Shortens the two segments to what a sample holds, puts the special tokens around them and masks.
-
-    Args:
-        first, second: tokens of A and B; B is None where there is one segment.
-        label: of the sentence objective.
-    """
+    """Shortens segments A and B (None: only A) to what a sample holds, adds special tokens and masks."""
     first, second = truncate(rng, first, second, settings.room)
-    a = len(first)
-    tokens = np.empty(a + 2 if second is None else a + len(second) + 3, dtype=np.int64)
-    tokens[0], tokens[1 : a + 1], tokens[a + 1] = vocabulary.cls, first, vocabulary.sep
-    special = [0, a + 1]
-    if second is not None:
-        tokens[a + 2 : -1], tokens[-1] = second, vocabulary.sep
-        special.append(len(tokens) - 1)
+    a, cls, sep = len(first), np.array([vocabulary.cls]), np.array([vocabulary.sep])
+    texts = [cls, first, sep] if second is None else [cls, first, sep, second, sep]
+    tokens = np.concatenate(texts, dtype=np.int64)
+    special = [0, a + 1] if second is None else [0, a + 1, len(tokens) - 1]
     positions, labels = mask(rng, tokens, special, vocabulary, settings.masking, settings.predictions)
     return Sample(tokens, a + 2, positions, labels, label)
 
@@ -203,10 +211,8 @@ def stack(samples: Sequence[Sample], vocabulary: BertVocabulary, settings: BertS
     return fields
 
 
-class BertSamples:
+class BertSamples(StoredSamples):
     """Samples of a store of sentences: one per chunk and epoch, in the epoch's order; for any thread."""
-
-    random_access = True
 
     def __init__(
         self, store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary
@@ -221,7 +227,6 @@ class BertSamples:
                 known.
         """
         check_whole_words(vocabulary, settings.masking)
-        self.sequence_length = settings.sequence_length
         self._store, self._settings, self._vocabulary = store, settings, vocabulary
         self._chunks = build_chunks(store, documents, settings.lengths)
         self.documents = len(self._chunks.documents)
@@ -231,42 +236,23 @@ class BertSamples:
         if self.documents < 2 and settings.sentence_head == "nsp":
             came = (Setting("model.sentence_head", "nsp"), " with text of one document alone")
             rule = "the second segment must come from another one"
-            better = (
-                "give more documents, ",
-                *HOLD_OUT_MORE,
-                ", or set ",
-                Key("model.sentence_head"),
-                " to sop or none",
-            )
+            other = (", or set ", Key("model.sentence_head"), " to sop or none")
+            better = ("give more documents, ", *HOLD_OUT_MORE, *other)
             raise ProblemsError([Problem("model.sentence_head", came, rule, better)])
-        self._orders = EpochOrders(len(self._chunks))
-
-    def __len__(self) -> int:
-        """Samples in an epoch."""
-        return len(self._chunks)
+        super().__init__(len(self._chunks), settings.sequence_length)
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         samples = [self._sample(seed, *self._orders.locate(int(position), seed)) for position in positions]
         return stack(samples, self._vocabulary, self._settings)
-
-    def state(self, position: int) -> dict[str, Any]:
-        return {"position": position}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Nothing to do: every position is reached at once."""
-
-    def fresh(self) -> BertSamples:
-        return self
 
     def _sample(self, seed: int, epoch: int, chunk: int) -> Sample:
         rng = generator(seed, epoch, chunk)
         start, length = int(self._chunks.starts[chunk]), int(self._chunks.lengths[chunk])
         tokens = self._store.tokens_array[start : start + length]
         borders = np.array(self._borders(start, start + length), dtype=np.int64) - start
-        first, second, label = segments(
-            rng, tokens, borders, self._settings.sentence_head, lambda wanted: self._other(rng, chunk, wanted)
-        )
-        return assemble(rng, first, second, label, self._vocabulary, self._settings)
+        other = partial(self._other, rng, chunk)
+        parts = segments(rng, tokens, borders, self._settings.sentence_head, other)
+        return assemble(rng, *parts, self._vocabulary, self._settings)
 
     def _borders(self, start: int, end: int) -> list[int]:
         """Places between `start` and `end` of the store, themselves excepted, where a sentence begins."""
@@ -276,7 +262,7 @@ class BertSamples:
         last = bisect.bisect_left(pointers, end * size, lo=first, hi=min(len(pointers), first + end - start))
         return (pointers[first:last] // size).tolist()
 
-    def _other(self, rng: np.random.Generator, chunk: int, wanted: int) -> np.ndarray:
+    def _other(self, rng: Generator, chunk: int, wanted: int) -> np.ndarray:
         """Sentences of another document from a random chunk on, until they have `wanted` tokens."""
         own_first, own_end = self._chunks.of_same_document(chunk)
         found = int(rng.integers(len(self._chunks) - (own_end - own_first)))
@@ -293,13 +279,7 @@ class BertSamples:
 def fixed_samples(
     store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary, count: int
 ) -> HeldOut:
-    """The samples of a validation or a test.
-
-    At most `count`, evenly spread over `documents`, the same whatever the recipe's seed is.
-
-    Raises:
-        ValueError: as `BertSamples`.
-    """
+    """At most `count` samples, evenly spread, whatever the recipe's seed is. Raises as `BertSamples`."""
     samples = BertSamples(store, documents, replace(settings, seed=HELD_OUT_SEED), vocabulary)
     chosen = [samples._sample(HELD_OUT_SEED, 0, chunk) for chunk in spread(len(samples), count).tolist()]
     return HeldOut(stack(chosen, vocabulary, settings), settings.sequence_length)

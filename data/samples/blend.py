@@ -50,68 +50,53 @@ class BlendedSamples:
         self._counts = largest_remainder(weights, BLOCK)
         if (self._counts == 0).any():
             smallest = int(np.argmin(weights))
-            came = (
-                Key("data.blend"),
-                f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}",
-            )
+            found = f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}"
+            came = (Key("data.blend"), found)
             rule = f"that is less than one sample in {BLOCK}"
             raise ProblemsError([Problem("data.blend", came, rule, "give it more weight or leave it out")])
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
-        asked = np.asarray(positions, dtype=np.int64)
-        part_of, local = self.places(asked)
-        rows, order = [], []
-        for number, part in enumerate(self._parts):
-            mine = np.flatnonzero(part_of == number)
-            if mine.size:
-                # A seed of its own, so that parts of one size are not in one order.
-                rows.append(part.take(local[mine].tolist(), seed + (number << 32)))
-                order.append(mine)
-        back = np.argsort(np.concatenate(order))
-        return type(rows[0]).concatenate(rows).rows(back)
+        part_of, local = self.places(np.asarray(positions, dtype=np.int64))
+        mine = [np.flatnonzero(part_of == number) for number in range(len(self._parts))]
+        # A seed of its own, so that parts of one size are not in one order.
+        rows = [
+            part.take(local[own].tolist(), seed + (number << 32))
+            for number, (part, own) in enumerate(zip(self._parts, mine, strict=True))
+            if own.size
+        ]
+        return type(rows[0]).concatenate(rows).rows(np.argsort(np.concatenate(mine)))
 
     def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(n,) number of the part and (n,) position in it, of positions (n,)."""
         part_of, local = np.empty_like(positions), np.empty_like(positions)
-        blocks = positions // BLOCK
+        blocks, within = np.divmod(positions, BLOCK)
         for block in np.unique(blocks).tolist():
             here = blocks == block
-            within = positions[here] % BLOCK
             order = self._order(block)
-            part_of[here] = order[within]
-            local[here] = block * self._counts[order[within]] + self._ranks(order)[within]
+            # How many samples of the same part the block has before each.
+            ranks = np.empty(BLOCK, dtype=np.int64)
+            ranks[np.argsort(order, kind="stable")] = np.concatenate([np.arange(n) for n in self._counts])
+            part_of[here] = order[within[here]]
+            local[here] = block * self._counts[part_of[here]] + ranks[within[here]]
         return part_of, local
 
     def _order(self, block: int) -> np.ndarray:
         """(BLOCK,) number of the part at each position of the block."""
-        order = np.repeat(np.arange(len(self._parts)), self._counts)
-        return shuffled(order, self._seed, block)
-
-    def _ranks(self, order: np.ndarray) -> np.ndarray:
-        """(BLOCK,) how many samples of the same part the block has before each."""
-        ranks = np.empty(BLOCK, dtype=np.int64)
-        ranks[np.argsort(order, kind="stable")] = np.concatenate([np.arange(count) for count in self._counts])
-        return ranks
+        return shuffled(np.repeat(np.arange(len(self._parts)), self._counts), self._seed, block)
 
     def state(self, position: int) -> dict[str, Any]:
         block, within = divmod(position, BLOCK)
         before = block * self._counts + np.bincount(self._order(block)[:within], minlength=len(self._parts))
-        return {
-            "position": position,
-            "parts": [part.state(n) for part, n in zip(self._parts, before.tolist(), strict=True)],
-        }
+        parts = zip(self._parts, before.tolist(), strict=True)
+        return {"position": position, "parts": [part.state(n) for part, n in parts]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            ProblemsError: the blend had other parts then.
-        """
+        """Continue where `state` was taken. Raises ProblemsError: the blend had other parts then."""
         found = state.get("parts", ())
         if len(found) != len(self._parts):
-            came = f"the checkpoint read a blend of {len(found)} parts, and "
-            here = (came, Key("data.blend"), f" has {len(self._parts)}")
-            raise ProblemsError([Problem("data.blend", here, fix="resume with the same blend")])
+            was = f"the checkpoint read a blend of {len(found)} parts, and "
+            came = (was, Key("data.blend"), f" has {len(self._parts)}")
+            raise ProblemsError([Problem("data.blend", came, fix="resume with the same blend")])
         for part, saved in zip(self._parts, found, strict=True):
             part.restore(saved)
 

@@ -5,15 +5,12 @@ tokens as a sample holds, or, for a share of the chunks, until a random smaller 
 a sample is cut into pieces first, so that all of its text is used. Chunks depend on the seed and not on the
 epoch.
 
-Documents are cut in lock step: step k finds the k-th chunk of every document that has sentences left, with
-one search.
+Documents are cut in lock step: one search finds the k-th chunk of every document that has sentences left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -21,7 +18,6 @@ from data.keyed_random import random_bits
 from data.stores.indexed import Store
 
 SHORTEST_TARGET = 2  # tokens
-# Documents of the store, chosen or not, that are looked at at a time: bounds the memory for their sentences.
 _BLOCK = 1 << 16
 
 
@@ -33,16 +29,12 @@ class Lengths:
     short_probability: float  # share of chunks with a random length in [SHORTEST_TARGET, target]
     seed: int
 
-    def __post_init__(self) -> None:
-        assert self.target >= SHORTEST_TARGET, "the schema refuses shorter samples"
-
     def of(self, documents: np.ndarray, chunk: int) -> np.ndarray:
         """(N,) int64: tokens that the chunk with this number shall reach, in each of the documents."""
         bits = random_bits(self.seed, documents, chunk)
         short = (bits >> np.uint64(32)) < np.uint64(round(self.short_probability * 2**32))
-        shorter = SHORTEST_TARGET + (bits & np.uint64(0xFFFFFFFF)) % np.uint64(
-            self.target - SHORTEST_TARGET + 1
-        )
+        choices = np.uint64(self.target - SHORTEST_TARGET + 1)
+        shorter = SHORTEST_TARGET + (bits & np.uint64(0xFFFFFFFF)) % choices
         return np.where(short, shorter.astype(np.int64), self.target)
 
 
@@ -67,26 +59,16 @@ class Chunks:
 def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunks:
     """The chunks of `documents` (D,) int64, ascending. A document without tokens has none."""
     found = []
-    for block in _blocks(documents):
+    # Documents of the store, chosen or not, that are looked at at a time: bounds the memory for sentences.
+    spans = np.arange(0, documents[-1] + 1 if len(documents) else 0, _BLOCK)
+    for block in filter(len, np.split(documents, documents.searchsorted(spans))):
         first, last = store.document_index[block], store.document_index[block + 1]
         edges = store.sequence_starts(np.arange(first[0], last[-1] + 1))
         found.append(_cut(edges, first - first[0], last - first[0], block, lengths))
-    counts, starts, sizes = (
-        (np.concatenate(parts) for parts in zip(*found, strict=True))
-        if found
-        else [np.empty(0, np.int64)] * 3
-    )
+    found = found or [(np.empty(0, np.int64),) * 3]
+    counts, starts, sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
     filled = counts > 0
     return Chunks(documents[filled], starts, sizes, np.concatenate([[0], np.cumsum(counts[filled])]))
-
-
-def _blocks(documents: np.ndarray) -> Iterator[np.ndarray]:
-    """`documents` in parts, each from a span of _BLOCK documents of the store; none is empty."""
-    spans = np.arange(0, documents[-1] + 1 if len(documents) else 0, _BLOCK)
-    bounds = documents.searchsorted(spans).tolist()
-    for start, end in pairwise([*bounds, len(documents)]):
-        if start < end:
-            yield documents[start:end]
 
 
 def chunks_of_document(sizes: np.ndarray, document: int, lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:
@@ -106,21 +88,23 @@ def chunks_of_document(sizes: np.ndarray, document: int, lengths: Lengths) -> tu
 def _cut(
     edges: np.ndarray, first: np.ndarray, last: np.ndarray, documents: np.ndarray, lengths: Lengths
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents that lie in one run of sentences.
+    """Cut documents (D,) that lie in one run of sentences.
 
     Args:
         edges: (S + 1,) int64 where sentences begin, in tokens, and where the last one ends.
         first, last: (D,) document d is the sentences from first[d] up to, not with, last[d].
-        documents: (D,) numbers that random lengths depend on.
 
     Returns:
-        (D,) chunks of each document; (C,) int64 where chunks begin, in tokens; (C,) int32 tokens; in the
-        order of documents.
+        (D,) chunks of each document; (C,) int64 where chunks begin, in tokens; (C,) int32 tokens; in order.
     """
     places, ends = edges[first], edges[last]  # places: where the next chunk of each document begins
-    edges = _with_cuts(edges, lengths.target)
+    longest, sizes = lengths.target, np.diff(edges)
+    if len(sizes) and sizes.max() > longest:  # edges inside long sentences too
+        pieces = np.maximum(-(-sizes // longest), 1)
+        piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # within its sentence
+        edges = np.append(np.repeat(edges[:-1], pieces) + piece * longest, edges[-1])
     counts = np.zeros(len(documents), dtype=np.int64)
-    steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    steps: list[tuple[np.ndarray, ...]] = []
     going = np.flatnonzero(places < ends)  # documents that have text left
     while going.size:
         start = places[going]
@@ -135,15 +119,3 @@ def _cut(
         starts[before[going] + step] = start
         sizes[before[going] + step] = size
     return counts, starts, sizes
-
-
-def _with_cuts(edges: np.ndarray, longest: int) -> np.ndarray:
-    """Edges of sentences, and more of them inside sentences that have over `longest` tokens."""
-    sizes = np.diff(edges)
-    if len(sizes) == 0 or sizes.max() <= longest:
-        return edges
-    pieces = np.maximum(-(-sizes // longest), 1)
-    piece = np.arange(pieces.sum()) - np.repeat(
-        np.cumsum(pieces) - pieces, pieces
-    )  # number within its sentence
-    return np.append(np.repeat(edges[:-1], pieces) + piece * longest, edges[-1])

@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from data.keyed_random import EpochOrders
+
 HELD_OUT_SEED = 0  # not the recipe's: runs that differ in it are measured on the same held-out samples
-
-
 F = TypeVar("F", bound="Fields")
 
 
@@ -54,27 +54,45 @@ class TrainingSamples(Protocol):
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         """Fields of len(positions) samples; positions ascend. Reading forward is cheap."""
-        ...
 
     def state(self, position: int) -> dict[str, Any]:
         """JSON-able: what `restore` needs to read from `position` on without reading what lies before."""
-        ...
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues where `state` was taken."""
-        ...
 
     def fresh(self) -> TrainingSamples:
         """The same samples read from the beginning, independent of this reader."""
-        ...
 
 
+class StoredSamples(TrainingSamples):
+    """Samples of a store: any position is reached at once, from any thread. Every epoch has its own order."""
+
+    random_access = True
+
+    def __init__(self, samples: int, sequence_length: int):
+        self.sequence_length, self._count, self._orders = sequence_length, samples, EpochOrders(samples)
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return self._count
+
+    def state(self, position: int) -> dict[str, Any]:
+        return {"position": position}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing to do: every position is reached at once."""
+
+    def fresh(self) -> TrainingSamples:
+        return self
+
+
+@dataclass(frozen=True, eq=False)
 class HeldOut:
     """Samples in memory, always the same ones: those of a validation or of a test."""
 
-    def __init__(self, fields: Fields, sequence_length: int):
-        self.fields, self.sequence_length = fields, sequence_length
-        assert len({len(values) for values in fields.values()}) == 1, "one row per sample in every field"
+    fields: Fields
+    sequence_length: int
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))

@@ -9,13 +9,11 @@ Megatron's --append-eod) it is put in while reading.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from data.keyed_random import EpochOrders
-from data.samples.fields import Fields, HeldOut, spread, window_count
+from data.samples.fields import Fields, HeldOut, StoredSamples, spread, window_count
 from data.stores.indexed import Store
 from recipes.problems import Key, Problem, ProblemsError, Setting
 
@@ -38,11 +36,9 @@ class GptFields(Fields):
     def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
         window = self["window"][row]
         ends = int((window[:-1] == tokenizer.eos_token_id).sum())
-        return (
-            f"{len(window) - 1} input tokens, {ends} ends of documents among them; the label of the last one "
-            "is "
-            f"{tokenizer.decode(window[-1:])!r}\n{tokenizer.decode(window[:-1])}"
-        )
+        last = f"the label of the last one is {tokenizer.decode(window[-1:])!r}"
+        facts = f"{len(window) - 1} input tokens, {ends} ends of documents among them; {last}"
+        return f"{facts}\n{tokenizer.decode(window[:-1])}"
 
 
 class Stream:
@@ -63,9 +59,12 @@ class Stream:
         ends = store.sequence_starts(store.document_index[documents + 1])
         starts, ends = starts[ends > starts], ends[ends > starts]
         self.documents = len(starts)
-        self._starts, ends, self._open = _joined(
-            starts, ends, _without_end(store, ends, end_token)
-        )  # (pieces,) places in the store
+        without_end = _without_end(store, ends, end_token)
+        # Pieces of the store: neighbours that need nothing between them are one.
+        breaks = (starts[1:] != ends[:-1]) | without_end[:-1]
+        first, last = np.ones(len(starts), dtype=bool), np.ones(len(starts), dtype=bool)
+        first[1:] = last[:-1] = breaks
+        self._starts, ends, self._open = starts[first], ends[last], without_end[last]
         self._ends = np.cumsum(ends - self._starts + self._open)  # (pieces,) places in the stream
 
     def __len__(self) -> int:
@@ -92,9 +91,7 @@ class Stream:
 
 
 def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
-    """(D,) bool.
-
-    Whether the document that ends at each of these places of the store lacks the end-of-document token.
+    """(D,) bool: whether the document that ends at each of these places lacks the end-of-document token.
 
     Stores are written with such tokens or without. So some documents decide for all where they are of one
     mind, which spares reading a page of the disk per document.
@@ -105,61 +102,27 @@ def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
     return store.tokens_array[ends - 1] != end_token
 
 
-def _joined(
-    starts: np.ndarray, ends: np.ndarray, without_end: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(starts, ends, without_end) of pieces: neighbours that need nothing between them are one."""
-    last = np.ones(len(starts), dtype=bool)  # of its piece
-    last[:-1] = (starts[1:] != ends[:-1]) | without_end[:-1]
-    first = np.ones(len(starts), dtype=bool)
-    first[1:] = last[:-1]
-    return starts[first], ends[last], without_end[last]
-
-
-class GptSamples:
+class GptSamples(StoredSamples):
     """Windows over a stream, every epoch in an order of its own; for any thread."""
 
-    random_access = True
-
     def __init__(self, stream: Stream, sequence_length: int):
-        """Cut a stream into windows.
-
-        Raises:
-            ProblemsError: the stream is shorter than one window.
-        """
-        self.sequence_length = sequence_length
+        """Cut a stream into windows. Raises ProblemsError: the stream is shorter than one window."""
         self.stream = stream
-        self._count = window_count(len(stream), sequence_length)
-        if not self._count:
-            sample = (
-                "one sample of ",
-                Setting("sequence_length", sequence_length),
-                f" needs {sequence_length + 1}",
-            )
-            came = (f"{stream.documents} documents have {len(stream)} tokens, and ", *sample)
+        count = window_count(len(stream), sequence_length)
+        if not count:
+            came = f"{stream.documents} documents have {len(stream)} tokens, and one sample of "
+            length = Setting("sequence_length", sequence_length)
             fix = ("give more text, or set ", Key("sequence_length"), " lower")
-            raise ProblemsError([Problem("sequence_length", came, fix=fix)])
-        self._orders = EpochOrders(self._count)
-
-    def __len__(self) -> int:
-        """Samples in an epoch."""
-        return self._count
+            needed = (came, length, f" needs {sequence_length + 1}")
+            raise ProblemsError([Problem("sequence_length", needed, fix=fix)])
+        super().__init__(count, sequence_length)
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         return self._windows([self._orders.locate(int(position), seed)[1] for position in positions])
 
     def fixed(self, count: int) -> HeldOut:
         """min(count, len) samples, evenly spread over the stream and in its order, without a seed."""
-        return HeldOut(self._windows(spread(self._count, count).tolist()), self.sequence_length)
-
-    def state(self, position: int) -> dict[str, Any]:
-        return {"position": position}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Nothing to do: every position is reached at once."""
-
-    def fresh(self) -> GptSamples:
-        return self
+        return HeldOut(self._windows(spread(len(self), count).tolist()), self.sequence_length)
 
     def _windows(self, indices: Sequence[int]) -> Fields:
         length = self.sequence_length

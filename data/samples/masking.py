@@ -17,7 +17,7 @@ from recipes.schema import Masking
 
 MASKED, RANDOM = 0.8, 0.1  # shares of the chosen tokens; the rest stays
 _CONTINUATION = "##"  # begins a WordPiece that is not the first of its word
-_NEEDED = {"[CLS]": "cls_token", "[SEP]": "sep_token", "[MASK]": "mask_token", "[PAD]": "pad_token"}
+_NEEDED = ("cls", "sep", "mask", "pad")
 
 
 @dataclass(frozen=True)
@@ -33,43 +33,26 @@ class BertVocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> BertVocabulary:
-        """What the tokenizer says.
-
-        Raises:
-            ProblemsError: the vocabulary lacks a special token.
-        """
-        missing = [name for name, attribute in _NEEDED.items() if getattr(tokenizer, attribute) is None]
-        if missing:
+        """What the tokenizer says. Raises ProblemsError: the vocabulary lacks a special token."""
+        ids = {name: getattr(tokenizer, f"{name}_token_id") for name in _NEEDED}
+        if missing := [f"[{name.upper()}]" for name, number in ids.items() if number is None]:
             came = f"the vocabulary has no {', '.join(missing)}"
             kind = (Key("data.tokenizer.kind"), " to trained_wordpiece, bert_uncased or bert_cased")
             fix = ("set ", *kind, ", or ", Key("data.tokenizer.path"), " to a vocabulary of a BERT")
             raise ProblemsError([Problem("data.tokenizer.kind", came, "a BERT needs them", fix)])
-        size = (
-            max(tokenizer.get_vocab().values()) + 1
-        )  # not len(tokenizer): ids may leave gaps, whose tokens are None
+        # Not len(tokenizer): ids may leave gaps, whose tokens are None.
+        size = max(tokenizer.get_vocab().values()) + 1
         tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
         special = set(tokenizer.all_special_ids)
-        return cls(
-            cls=tokenizer.cls_token_id,
-            sep=tokenizer.sep_token_id,
-            mask=tokenizer.mask_token_id,
-            pad=tokenizer.pad_token_id,
-            continuation=np.array(
-                [token is not None and token.startswith(_CONTINUATION) for token in tokens]
-            ),
-            ordinary=np.array(
-                [i for i, token in enumerate(tokens) if token is not None and i not in special],
-                dtype=np.int64,
-            ),
-        )
+        known = {i: token for i, token in enumerate(tokens) if token is not None}
+        continuation = np.zeros(size, dtype=bool)
+        continuation[[i for i, token in known.items() if token.startswith(_CONTINUATION)]] = True
+        ordinary = np.array([i for i in known if i not in special], dtype=np.int64)
+        return cls(**ids, continuation=continuation, ordinary=ordinary)
 
 
 def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
-    """Refuse to mask whole words that are unknown.
-
-    Raises:
-        ProblemsError: whole words are to be masked, and the vocabulary does not tell where words begin.
-    """
+    """Raises ProblemsError: whole words are to be masked, the vocabulary does not tell where they begin."""
     if masking.whole_words and not vocabulary.continuation.any():
         rule = f"no token of the vocabulary begins with {_CONTINUATION}, by which words are known"
         fix = ("set ", Key("data.masking.whole_words"), " to false, or use a WordPiece vocabulary")
@@ -148,7 +131,10 @@ def mask(
     usable[borders.searchsorted(special)] = False
     budget = min(most, max(1, round(masking.probability * len(tokens))))
     chosen = choose(rng, borders, usable, budget, masking.max_ngram)
-    places = _places(borders, chosen)
+    words = bytearray(len(usable))
+    for word, number in chosen:
+        words[word : word + number] = b"\1" * number
+    places = np.flatnonzero(np.repeat(np.frombuffer(words, dtype=bool), np.diff(borders)))
     if not len(
         places
     ):  # every word of a short sample is longer than may be; without predictions it is wasted
@@ -156,15 +142,6 @@ def mask(
     labels = tokens[places]
     draws = rng.random(len(places))
     others = vocabulary.ordinary[rng.integers(len(vocabulary.ordinary), size=len(places))]
-    tokens[places] = np.where(
-        draws < MASKED, vocabulary.mask, np.where(draws < MASKED + RANDOM, others, labels)
-    )
+    changed = np.where(draws < MASKED + RANDOM, others, labels)
+    tokens[places] = np.where(draws < MASKED, vocabulary.mask, changed)
     return places, labels
-
-
-def _places(borders: np.ndarray, chosen: list[tuple[int, int]]) -> np.ndarray:
-    """(K,) int64, ascending: the tokens of the chosen words."""
-    words = bytearray(len(borders) - 1)
-    for word, number in chosen:
-        words[word : word + number] = b"\1" * number
-    return np.flatnonzero(np.repeat(np.frombuffer(words, dtype=bool), np.diff(borders)))

@@ -1,6 +1,4 @@
-"""Documents and what they are read from.
-
-A source yields the same documents in the same order every time it is read.
+"""Documents and what they are read from: the same ones in the same order every time.
 
 Sources are read strictly: a broken record stops the reader with its place, the reason and the fix. Files that
 are known to have such records go through launch/prepare_data.py, which counts them and keeps them aside.
@@ -26,47 +24,31 @@ class Document:
 
 
 class Source(Protocol):
-    """A readable collection of documents."""
+    """A readable collection of documents.
+
+    Raises:
+        ProblemsError: by all but `fingerprint`, the dataset cannot be opened; by readers, a record is broken.
+    """
 
     name: str
     finite: bool  # False: streamed; never tokenized as a whole
 
     @property
     def shards(self) -> int:
-        """Parts that can be read independently of one another, e.g. files.
-
-        Raises:
-            ValueError: the dataset cannot be opened.
-        """
-        ...
+        """Parts that can be read independently of one another, e.g. files."""
 
     def fingerprint(self) -> str:
         """Hexadecimal digest that changes when the documents change."""
-        ...
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """Documents of all shards in order, from index `start` on, without the empty ones.
-
-        Raises:
-            ProblemsError: a record is broken.
-        """
-        ...
+        """Documents of all shards in order, from index `start` on, without the empty ones."""
 
     def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
-        """Documents of one shard, from index `start` within it on, without the empty ones.
-
-        Raises:
-            ProblemsError: a record is broken.
-        """
-        ...
+        """Documents of one shard, from index `start` within it on, without the empty ones."""
 
 
 def read_strictly(paths: Sequence[Path], format: RecordFormat, start: int) -> Iterator[Document]:
-    """Documents of several files, numbered through; records before `start` are framed and not parsed.
-
-    Raises:
-        ProblemsError: a record is broken.
-    """
+    """Documents of several files, numbered through; records before `start` are framed and not parsed."""
     first = 0  # index of the file's first record
     for path in paths:
         begin = start if len(paths) == 1 else 0  # within one file the format may skip faster than by reading

@@ -1,8 +1,7 @@
 """Datasets of the Hugging Face hub, read as a stream that outlives network errors.
 
 The libraries below retry single requests (huggingface_hub: five times in about 20 s). Where they give up, the
-shard is opened again and skipped to the first record that was not read yet, so that every document comes out
-once and in order.
+shard is opened again and skipped to the first record not read yet: every document comes once and in order.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from http.client import HTTPException
 from typing import Any
 
@@ -24,6 +24,8 @@ from data.sources.records import Broken, Raw, broken, field_text
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 
 _NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
+# Two kinds of timeouts until Python 3.11.
+_NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)
 _SCRIPT_HINT: tuple[Words, ...] = (
     *("set ", Setting("data.revision", "refs/convert/parquet")),
     ", the branch that the hub converts datasets to parquet in (it has no configurations: leave ",
@@ -32,17 +34,10 @@ _SCRIPT_HINT: tuple[Words, ...] = (
 _WITHOUT_HUB: tuple[Words, ...] = (
     *("check the name, ", Key("data.config"), ", ", Key("data.revision"), ", ", Key("data.split")),
     " and the network, or do without the hub: with a local copy (download the dataset's parquet files where ",
-    *(
-        "there is a network; ",
-        Setting("data.source", "parquet"),
-        " ",
-        Setting("data.name", "DIRECTORY/*.parquet"),
-    ),
-    *("; JSON lines with ", Setting("data.source", "jsonl"), ") or with the packaged corpus ("),
-    *(Setting("data.source", "packaged"), ")"),
+    *("there is a network; ", Setting("data.source", "parquet"), " "),
+    *(Setting("data.name", "DIRECTORY/*.parquet"), "; JSON lines with ", Setting("data.source", "jsonl")),
+    *(") or with the packaged corpus (", Setting("data.source", "packaged"), ")"),
 )
-# Two kinds of timeouts until Python 3.11.
-_NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)
 
 
 @dataclass(frozen=True)
@@ -59,68 +54,45 @@ class Backoff:
         return min(self.longest_s, self.first_s * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
+@dataclass(eq=False)
 class HubSource:
-    """A dataset of the Hugging Face hub, streamed. Its shards are its files."""
+    """A dataset of the Hugging Face hub, streamed; opened when it is first read. Its shards are its files."""
 
-    finite = False
+    dataset: str
+    config: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    revision: str | None = None  # branch, tag or commit; None: the newest
+    open_stream: Callable[[], Any] | None = None  # the `datasets.IterableDataset` to read; None: the hub's
+    say: Say | None = None  # gets a line per retry; None: standard error does
+    backoff: Backoff = Backoff()
 
-    def __init__(
-        self,
-        name: str,
-        config: str | None = None,
-        split: str = "train",
-        text_column: str = "text",
-        revision: str | None = None,
-        open_stream: Callable[[], Any] | None = None,
-        say: Say | None = None,
-        backoff: Backoff | None = None,
-    ):
-        """Name a dataset, which is opened when it is first read.
+    name: str = field(init=False)
+    finite: bool = field(default=False, init=False)
+    _stream: Any = field(default=None, init=False)  # opened; None after an error
+    _reached: bool = field(default=False, init=False)  # whether the hub has ever answered
 
-        Args:
-            revision: branch, tag or commit; None: the newest.
-            open_stream: returns the `datasets.IterableDataset` to read; by default the hub's.
-            say: gets a line per retry; by default standard error does.
-        """
-        self.name = "/".join(filter(None, (name, config, split)))
-        self._settings = [name, config, split, text_column, revision]
-        self._column = text_column
-        wanted = f", revision={revision!r}" if revision else ""
-        self._tried = f"load_dataset({name!r}, {config!r}, split={split!r}{wanted}, streaming=True)"
-        self._open_stream = open_stream or _hub_stream(name, config, split, revision)
-        self._stream: Any = None  # opened; None after an error
-        self._say = say or _to_standard_error
-        self._backoff = backoff or Backoff()
-        self._reached = False  # whether the hub has ever answered
-        self._shards: int | None = None
+    def __post_init__(self) -> None:
+        self.name = "/".join(filter(None, (self.dataset, self.config, self.split)))
 
-    @property
+    @cached_property
     def shards(self) -> int:
-        if self._shards is None:
-            # One attempt after another, as for records.
-            self._shards = next(self._with_retries(lambda done: iter([self._open().num_shards])))
-        return self._shards
+        # One attempt after another, as for records.
+        return next(self._with_retries(lambda done: iter([self._open().num_shards])))
 
     def fingerprint(self) -> str:
         """Of the settings alone: the hub says nothing of a stream's content before it is read."""
-        return hashlib.sha256(json.dumps(self._settings).encode()).hexdigest()
+        settings = [self.dataset, self.config, self.split, self.text_column, self.revision]
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """Documents in order, from index `start` on.
-
-        Raises:
-            ValueError: the dataset cannot be opened or read; the message says how to do without the hub. Or a
-                record is broken.
-        """
         return _documents(self.records(start))
 
     def records(self, start: int = 0) -> Iterator[Raw | Broken]:
-        """All records in order, after the first `start` ones.
-
-        Their texts, empty ones too, and the broken records.
+        """All records in order after the first `start` ones: texts, empty ones too, and the broken records.
 
         Raises:
-            ValueError: as of `documents`, but not for a broken record.
+            ValueError: the dataset cannot be opened or read; the message says how to do without the hub.
         """
         return self._records(self._open, self.name, start)
 
@@ -145,7 +117,7 @@ class HubSource:
             return iter(stream.skip(skipped) if skipped else stream)
 
         for number, record in enumerate(self._with_retries(read), start + 1):
-            found = field_text(record, self._column, Raw(where, number, ""))
+            found = field_text(record, self.text_column, Raw(where, number, ""))
             if isinstance(found, Broken):
                 payload = json.dumps(record, ensure_ascii=False, default=str)
                 yield broken(where, number, found.kind, found.detail, payload)
@@ -154,18 +126,19 @@ class HubSource:
 
     def _open(self) -> Any:
         """The dataset; asking the hub for its files takes seconds, so that this is done once."""
-        stream = self._stream
-        if stream is None:
-            stream = self._stream = self._open_stream()
+        if self._stream is None:
+            self._stream = (self.open_stream or self._from_hub)()
             self._reached = True
-        return stream
+        return self._stream
+
+    def _from_hub(self) -> Any:
+        from datasets import load_dataset
+
+        where = dict(split=self.split, revision=self.revision)
+        return load_dataset(self.dataset, self.config, **where, streaming=True)
 
     def _with_retries(self, read: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
-        """The items of `read(0)`; after a network error those of `read(n)`, n being the items that came out.
-
-        Raises:
-            ValueError: another error, or too many network errors in a row.
-        """
+        """The items of `read(0)`; after a network error those of `read(n)`, n of them being out already."""
         done = failures = 0
         while True:
             try:
@@ -179,19 +152,20 @@ class HubSource:
                 self._stream = None  # opened anew by the next attempt
                 # Nothing answered at all, and the libraries have retried that already: there is no network.
                 unreachable = not self._reached and _status(error) is None
-                if not is_temporary(error) or unreachable or failures >= self._backoff.attempts:
+                if not is_temporary(error) or unreachable or failures >= self.backoff.attempts:
                     raise self._given_up(error, failures) from error
-                pause = self._backoff.pause_s(failures)
-                self._say(
-                    f"{self.name}: {type(error).__name__}: {_first_line(error)}: attempt {failures + 1} of "
-                    f"{self._backoff.attempts} "
-                    f"in {pause:.1f} s, from record {done} on"
-                )
-                self._backoff.sleep(pause)
+                pause = self.backoff.pause_s(failures)
+                what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+                attempt = f"attempt {failures + 1} of {self.backoff.attempts} in {pause:.1f} s"
+                say = self.say or partial(print, file=sys.stderr, flush=True)
+                say(f"{self.name}: {what}: {attempt}, from record {done} on")
+                self.backoff.sleep(pause)
 
     def _given_up(self, error: Exception, failures: int) -> ProblemsError:
         times = f", {failures} times in a row" if failures > 1 else ""
-        rule = f"tried {self._tried}{times}: {type(error).__name__}: {error}"
+        wanted = f"split={self.split!r}" + (f", revision={self.revision!r}" if self.revision else "")
+        called = f"load_dataset({self.dataset!r}, {self.config!r}, {wanted}, streaming=True)"
+        rule = f"tried {called}{times}: {type(error).__name__}: {error}"
         script = _SCRIPT_HINT if "scripts are no longer supported" in str(error) else ()
         came = Setting("data.name", self.name)
         return ProblemsError([Problem("data.name", came, rule, (*script, *_WITHOUT_HUB))])
@@ -199,8 +173,7 @@ class HubSource:
 
 def is_temporary(error: BaseException) -> bool:
     """Whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx; not 404."""
-    status = _status(error)
-    if status is not None:
+    if (status := _status(error)) is not None:
         return status in (408, 429) or status >= 500
     return any(
         isinstance(cause, _NETWORK_ERRORS)
@@ -226,32 +199,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
-
-
-def _to_standard_error(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _documents(found: Iterator[Raw | Broken]) -> Iterator[Document]:
-    """The documents among the records of a dataset.
-
-    Raises:
-        ProblemsError: a record is broken.
-    """
+    """The documents among the records of a dataset. Raises ProblemsError: a record is broken."""
     for record in found:
         if isinstance(record, Broken):
             raise refusal(f"{record.file}, document {record.number - 1}", record)
         if record.payload:
             assert isinstance(record.payload, str)
             yield Document(record.number - 1, record.payload)
-
-
-def _hub_stream(name: str, config: str | None, split: str, revision: str | None) -> Callable[[], Any]:
-    def open_stream() -> Any:
-        from datasets import load_dataset
-
-        return load_dataset(name, config, split=split, revision=revision, streaming=True)
-
-    return open_stream

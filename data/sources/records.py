@@ -21,6 +21,8 @@ from recipes.problems import Key, Problem, Text, Words, pieces
 MAX_RECORD_BYTES = 64 << 20  # a longer record is broken: no document of a corpus is that long
 EXCERPT_BYTES = 64 << 10
 
+Payload = bytes | bytearray | str
+
 
 @dataclass(frozen=True, slots=True)
 class Raw:
@@ -61,20 +63,13 @@ class RecordFormat(Protocol):
         Raises:
             ValueError: the file cannot be opened.
         """
-        ...
 
     def parse(self, raw: Raw) -> str | Broken | None:
         """The document's text; None where the record is no document (empty, a redirect)."""
-        ...
 
 
 def broken(
-    file: Path | str,
-    number: int,
-    kind: str,
-    detail: Text = "",
-    payload: bytes | bytearray | str = b"",
-    size: int | None = None,
+    file: Path | str, number: int, kind: str, detail: Text = "", payload: Payload = b"", size: int = 0
 ) -> Broken:
     """A `Broken` with the beginning of `payload`.
 
@@ -82,10 +77,9 @@ def broken(
         size: bytes of the record where `payload` is only its beginning.
     """
     if isinstance(payload, str):
-        size = len(payload.encode("utf-8", "replace")) if size is None else size
+        size = size or len(payload.encode("utf-8", "replace"))
         payload = payload[:EXCERPT_BYTES].encode("utf-8", "replace")
-    excerpt = bytes(payload[:EXCERPT_BYTES])
-    return Broken(str(file), number, kind, detail, excerpt, len(payload) if size is None else size)
+    return Broken(str(file), number, kind, detail, bytes(payload[:EXCERPT_BYTES]), size or len(payload))
 
 
 def damaged(path: Path, number: int, error: BaseException | str) -> Broken:
@@ -94,9 +88,7 @@ def damaged(path: Path, number: int, error: BaseException | str) -> Broken:
     return broken(path, number, "damaged file", detail)
 
 
-def too_large(
-    path: Path, number: int, payload: bytes | bytearray, size: int, limit: int, hint: Text = ""
-) -> Broken:
+def too_large(path: Path, number: int, payload: Payload, size: int, limit: int, hint: Text = "") -> Broken:
     """What stands for a record of `size` bytes that begins with `payload`."""
     detail = (f"{size:,} bytes where a record has at most {limit:,}", *pieces(hint))
     return broken(path, number, "too large", detail, payload, size)
@@ -111,8 +103,8 @@ def decoded(raw: Raw) -> str | Broken:
         except UnicodeDecodeError as error:
             return unusable(raw, "invalid UTF-8", f"{error.reason} at byte {error.start} of the record")
     if "\0" in text:
-        detail = f"{text.count(chr(0))}, the first at character {text.index(chr(0))}"
-        return unusable(raw, "NUL bytes", detail)
+        where = f"the first at character {text.index(chr(0))}"
+        return unusable(raw, "NUL bytes", f"{text.count(chr(0))}, {where}")
     return text.removeprefix("\ufeff")
 
 

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain
 from typing import Literal
 
 import sentencex
 
 LANGUAGE = "en"
-LONG_SENTENCE = 1000  # characters; a longer one over several lines is a list or a table
+# Characters; a longer one over several lines is a list or a table, which sentencex takes for a sentence.
+LONG_SENTENCE = 1000
 
 
 def split(text: str, how: Literal["split", "lines"]) -> list[str]:
     """Sentences in order, none of them empty. Joined they give the text back but for whitespace.
 
-    Args:
-        how: split: at the ends of sentences, by sentencex's rules for English; lines: every line is a
-            sentence already.
+    split: at the ends of sentences, by sentencex's rules for English; lines: every line is one already.
     """
     if how == "lines":
-        pieces: Iterable[str] = text.split("\n")
+        pieces = text.split("\n")
     else:
         assert how == "split", how
-        pieces = chain.from_iterable(map(_list_items, sentencex.segment(LANGUAGE, text)))
-    return [sentence for piece in pieces if (sentence := _one_line(piece))]
-
-
-def _list_items(sentence: str) -> list[str]:
-    """Lines of what is too long for a sentence: sentencex takes a list without full stops for one."""
-    return sentence.split("\n") if len(sentence) > LONG_SENTENCE else [sentence]
-
-
-def _one_line(sentence: str) -> str:
-    """The sentence on one line, as the one-sentence-per-line form needs it."""
-    sentence = sentence.strip()
-    return " ".join(sentence.split()) if "\n" in sentence else sentence
+        found = sentencex.segment(LANGUAGE, text)
+        pieces = [line for s in found for line in (s.split("\n") if len(s) > LONG_SENTENCE else [s])]
+    stripped = (
+        piece.strip() for piece in pieces
+    )  # and on one line, as the one-sentence-per-line form needs it
+    return [" ".join(piece.split()) if "\n" in piece else piece for piece in stripped if piece]

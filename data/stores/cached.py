@@ -1,8 +1,7 @@
 """Finite sources: tokenized once into a token store of the cache that all later runs map into memory.
 
-The store has all documents of the source, empty ones too, so that document d of it is document d of the
-source and one store serves every split. Next to it lies a JSON file with what it was made of and its
-checksums.
+Document d of the store is document d of the source, empty ones too, so that one store serves every split.
+Next to it lies a JSON file with what it was made of and its checksums.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,9 +29,6 @@ from recipes.schema import Origin
 FORMAT_VERSION = 2
 # Of a .bin: larger ones are checked by their length alone, since every rank of every run opens them.
 CHECKED_BYTES = 1 << 30
-
-
-Encode = Callable[[Iterable[Document]], Iterator[tuple[Document, Any]]]
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,6 @@ def cached_store(
 ) -> OpenedStore:
     """The token store of a source, made where the cache lacks it.
 
-    Args:
-        sequences: what one sequence holds.
-
     Raises:
         ValueError: the source or the cache directory cannot be read.
     """
@@ -75,74 +68,50 @@ def cached_store(
     what = f"tokens of {source.name}"
 
     def write() -> None:
-        encode: Encode = SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
-        facts = _tokenize(source, encode, vocabulary_size(tokenizer), prefix, _progress(what, say))
-        _write_facts(facts_path, made_of | facts)
+        encode = SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
+        writer = StoreWriter(prefix, vocabulary_size(tokenizer))
+        facts = made_of | _tokenize(encode(source.documents()), writer, what, say)
+        content = json.dumps(facts, indent=2)
+        with durable_files.replacing(facts_path) as file:
+            file.write(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode())
 
     def read() -> OpenedStore:
-        facts = _read_facts(facts_path)
-        store = open_store(prefix)
+        content, _, digest = facts_path.read_bytes().rstrip(b"\n").rpartition(b"\n")
+        if hashlib.sha256(content).hexdigest().encode() != digest:
+            raise Damaged(f"{facts_path} does not match its checksum")
+        facts, store = json.loads(content), open_store(prefix)
         if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
-            raise Damaged(
-                f"{prefix} has {store.documents} documents and {store.tokens} tokens, not those of "
-                f"{facts_path.name}"
-            )
-        if store.tokens_array.nbytes <= CHECKED_BYTES and store.checksum() != Checksum(
-            facts["idx_crc32"], facts["bin_crc32"]
-        ):
+            found = f"{store.documents} documents and {store.tokens} tokens"
+            raise Damaged(f"{prefix} has {found}, not those of {facts_path.name}")
+        stated = Checksum(facts["idx_crc32"], facts["bin_crc32"])
+        if store.tokens_array.nbytes <= CHECKED_BYTES and store.checksum() != stated:
             raise Damaged(f"{prefix} does not match its checksum")
-        return OpenedStore(source.name, store, facts["text_bytes"], f"{facts['bin_crc32']:08x}")
+        return OpenedStore(source.name, store, facts["text_bytes"], f"{stated.bin:08x}")
 
     return cache.fetch((facts_path, bin_path(prefix), idx_path(prefix)), read, write, what, say)
 
 
 def _tokenize(
-    source: Source, encode: Encode, vocab_size: int, prefix: Path, progress: Callable[[int, int, bool], None]
+    encoded: Iterable[tuple[Document, Any]], writer: StoreWriter, what: str, say: Say
 ) -> dict[str, int]:
-    text_bytes = 0
-    with StoreWriter(prefix, vocab_size) as writer:
-        for document, encoded in encode(source.documents()):
+    """Write the documents to a store; `say` how far it is every few seconds and at the end."""
+    text_bytes, started = 0, time.monotonic()
+    said = started
+
+    def progress(since: str) -> None:
+        done = f"{writer.documents:,} documents, {writer.tokens:,} tokens"
+        say(f"{what}: {done} {since} {time.monotonic() - started:.1f} s")
+
+    with writer:
+        for document, tokens in encoded:
             for _ in range(writer.documents, document.index):
                 writer.add_document([])  # an empty document of the source, which it passes over
-            writer.add_document(encoded if isinstance(encoded, list) else [encoded])
+            writer.add_document(tokens if isinstance(tokens, list) else [tokens])
             text_bytes += len(document.text.encode())
-            progress(writer.documents, writer.tokens, False)
-    progress(writer.documents, writer.tokens, True)
+            if time.monotonic() - said >= SAY_EVERY_S:
+                said = time.monotonic()
+                progress("after")
+    progress("in")
     assert writer.checksum is not None
-    return {
-        "documents": writer.documents,
-        "tokens": writer.tokens,
-        "text_bytes": text_bytes,
-        "idx_crc32": writer.checksum.idx,
-        "bin_crc32": writer.checksum.bin,
-    }
-
-
-def _progress(what: str, say: Say) -> Callable[[int, int, bool], None]:
-    """Says how far tokenizing is, every few seconds and at the end."""
-    started = last = time.monotonic()
-
-    def report(documents: int, tokens: int, done: bool) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if done or now - last >= SAY_EVERY_S:
-            last = now
-            say(
-                f"{what}: {documents:,} documents, {tokens:,} tokens {'in' if done else 'after'} "
-                f"{now - started:.1f} s"
-            )
-
-    return report
-
-
-def _write_facts(path: Path, facts: dict[str, Any]) -> None:
-    content = json.dumps(facts, indent=2)
-    with durable_files.replacing(path) as file:
-        file.write(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode())
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    content, _, digest = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
-    if hashlib.sha256(content).hexdigest().encode() != digest:
-        raise Damaged(f"{path} does not match its checksum")
-    return json.loads(content)
+    made = {"documents": writer.documents, "tokens": writer.tokens, "text_bytes": text_bytes}
+    return made | {"idx_crc32": writer.checksum.idx, "bin_crc32": writer.checksum.bin}

@@ -1,6 +1,4 @@
-"""Token stores in the format of Megatron-LM's indexed datasets.
-
-Megatron-DeepSpeed, gpt-neox and others read and write it too.
+"""Megatron-LM's format of indexed datasets, which Megatron-DeepSpeed, gpt-neox and others read and write too.
 
 A store is two files. `PREFIX.bin` holds the tokens of all sequences, one after the other. `PREFIX.idx` holds,
 little endian:
@@ -57,8 +55,25 @@ def read_index(path: Path) -> Index:
         ValueError: it is sound, but its tokens are no integers.
     """
     raw = mapped(path)
-    dtype, sequences, entries = _header(path, raw)
-    sizes, pointers, documents = _arrays(path, raw, sequences, entries)
+    if (head := raw[: len(MAGIC)].tobytes()) != MAGIC:
+        raise Damaged(f"{path} begins with {head!r} and not with {MAGIC!r}: it is no index of a token store")
+    if raw.size < HEADER.size:
+        raise Damaged(f"{path} has {raw.size} bytes, less than its header of {HEADER.size}")
+    _, version, code, sequences, entries = HEADER.unpack(raw[: HEADER.size].tobytes())
+    if version != VERSION:
+        raise Damaged(f"{path} is of version {version}, and only version {VERSION} is known")
+    if code in FLOATS:
+        rule = f"its entries are floating-point numbers (type {code}), not tokens"
+        raise ValueError(f"{path}: {rule}: write the store with integers")
+    if code not in DTYPES:
+        raise Damaged(f"{path}: type {code} of tokens is unknown; known are {', '.join(map(str, DTYPES))}")
+    ends = HEADER.size + np.cumsum([4 * sequences, 8 * sequences, 8 * entries, sequences], dtype=object)
+    if raw.size not in ends[2:]:
+        what = f"{sequences} sequences and {entries} document entries"
+        promised = f"its header promises {ends[2]} (or {ends[3]} with modes): {what}"
+        raise Damaged(f"{path} has {raw.size} bytes where {promised}")
+    sizes, pointers = raw[HEADER.size : ends[0]].view("<i4"), raw[ends[0] : ends[1]].view("<i8")
+    documents, dtype = raw[ends[1] : ends[2]].view("<i8"), np.dtype(DTYPES[code])
     tokens = _check_sequences(path, sizes, pointers, dtype.itemsize)
     _check_documents(path, documents, sequences)
     return Index(dtype, sizes, pointers, documents, tokens)
@@ -67,42 +82,6 @@ def read_index(path: Path) -> Index:
 def mapped(path: Path) -> np.ndarray:
     """(bytes,) uint8: a plain array over the map, since slices of `np.memmap` cost microseconds."""
     return np.asarray(np.memmap(path, np.uint8, "r")) if os.stat(path).st_size else np.empty(0, np.uint8)
-
-
-def _header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
-    """(type of tokens, sequences, entries of the document index)."""
-    if raw[: len(MAGIC)].tobytes() != MAGIC:
-        raise Damaged(
-            f"{path} begins with {raw[: len(MAGIC)].tobytes()!r} and not with {MAGIC!r}: it is no index of a "
-            "token store"
-        )
-    if raw.size < HEADER.size:
-        raise Damaged(f"{path} has {raw.size} bytes, less than its header of {HEADER.size}")
-    _, version, code, sequences, entries = HEADER.unpack(raw[: HEADER.size].tobytes())
-    if version != VERSION:
-        raise Damaged(f"{path} is of version {version}, and only version {VERSION} is known")
-    if code in FLOATS:
-        raise ValueError(
-            f"{path}: its entries are floating-point numbers (type {code}), not tokens: write the store with "
-            "integers"
-        )
-    if code not in DTYPES:
-        raise Damaged(f"{path}: type {code} of tokens is unknown; known are {', '.join(map(str, DTYPES))}")
-    return np.dtype(DTYPES[code]), sequences, entries
-
-
-def _arrays(
-    path: Path, raw: np.ndarray, sequences: int, entries: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    ends = HEADER.size + np.cumsum([4 * sequences, 8 * sequences, 8 * entries, sequences], dtype=object)
-    if raw.size not in ends[2:]:
-        raise Damaged(
-            f"{path} has {raw.size} bytes where its header promises {ends[2]} (or {ends[3]} with modes): "
-            f"{sequences} sequences and "
-            f"{entries} document entries"
-        )
-    sizes, pointers, documents = raw[HEADER.size : ends[0]], raw[ends[0] : ends[1]], raw[ends[1] : ends[2]]
-    return sizes.view("<i4"), pointers.view("<i8"), documents.view("<i8")
 
 
 def _check_sequences(path: Path, sizes: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
@@ -116,11 +95,8 @@ def _check_sequences(path: Path, sizes: np.ndarray, pointers: np.ndarray, itemsi
         found = pointers[start : start + len(part)]
         if (wrong := np.flatnonzero(found != expected)).size:
             first = wrong[0]
-            raise Damaged(
-                f"{path}: sequence {start + first} begins at byte {found[first]}, and the sizes of those "
-                "before it say "
-                f"{expected[first]}"
-            )
+            rule = f"and the sizes of those before it say {expected[first]}"
+            raise Damaged(f"{path}: sequence {start + first} begins at byte {found[first]}, {rule}")
         tokens = int(ends[-1])
     return tokens
 
@@ -128,19 +104,15 @@ def _check_sequences(path: Path, sizes: np.ndarray, pointers: np.ndarray, itemsi
 def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
         ends = f"from {documents[0]} to {documents[-1]}" if len(documents) else "empty"
-        raise Damaged(
-            f"{path}: the document index is {ends}: it must lead from 0 to the number of sequences, "
-            f"{sequences}"
-        )
+        rule = f"it must lead from 0 to the number of sequences, {sequences}"
+        raise Damaged(f"{path}: the document index is {ends}: {rule}")
     last = 0
     for start, part in _blocks(documents):
         before = np.concatenate([[last], part[:-1]])
         if (wrong := np.flatnonzero(part < before)).size:
             first = wrong[0]
-            raise Damaged(
-                f"{path}: entry {start + first} of the document index is {part[first]}, below the "
-                f"{before[first]} before it"
-            )
+            found = f"{part[first]}, below the {before[first]} before it"
+            raise Damaged(f"{path}: entry {start + first} of the document index is {found}")
         last = int(part[-1])
 
 

@@ -1,8 +1,6 @@
 """Token stores that Megatron-LM and its relatives can read, and those that they wrote.
 
 `data/stores/index_format.py` has the format.
-
-A GPT store has one sequence per document, a BERT store one per sentence.
 """
 
 from __future__ import annotations
@@ -14,17 +12,14 @@ import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data.durable_files import Damaged, replacing
 from data.stores.index_format import BLOCK, DTYPES, HEADER, MAGIC, VERSION, Index, mapped, read_index
 
-SIXTEEN_BIT_VOCABULARY = (
-    65500  # Megatron-LM's limit: smaller vocabularies are stored as uint16, others as int32
-)
+SIXTEEN_BIT_VOCABULARY = 65500  # Megatron-LM's limit: smaller ones are stored as uint16, others as int32
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 _READ = 1 << 24  # bytes
 
@@ -57,8 +52,7 @@ class Store:
     """
 
     def __init__(self, prefix: Path, index: Index, tokens: np.ndarray):
-        self.prefix = prefix
-        self.dtype = index.dtype
+        self.prefix, self.dtype = prefix, index.dtype
         self.tokens_array = tokens  # (tokens,) of all sequences, in order
         self.sizes = index.sizes  # (n,) int32 tokens per sequence
         self.pointers = index.pointers  # (n,) int64 bytes
@@ -75,11 +69,6 @@ class Store:
     @property
     def tokens(self) -> int:
         return len(self.tokens_array)
-
-    def sequence(self, index: int) -> np.ndarray:
-        """(tokens,) of the store's type, where it lies."""
-        start = int(self.pointers[index]) // self.dtype.itemsize
-        return self.tokens_array[start : start + int(self.sizes[index])]
 
     def document(self, document: int) -> np.ndarray:
         """(tokens,) of all its sequences, where they lie."""
@@ -108,7 +97,6 @@ def open_store(prefix: Path) -> Store:
         Damaged: one half is missing, truncated, contradicts itself or the other half, or is something else.
         ValueError: the store is sound, but its tokens are no integers.
     """
-    prefix = Path(prefix)
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
     if len(missing) == 2:
         raise FileNotFoundError(f"{prefix}: there is no {missing[0].name} and no {missing[1].name}")
@@ -117,11 +105,9 @@ def open_store(prefix: Path) -> Store:
     index = read_index(idx_path(prefix))
     found, promised = os.stat(bin_path(prefix)).st_size, index.tokens * index.dtype.itemsize
     if found != promised:
-        raise Damaged(
-            f"{bin_path(prefix)} has {found} bytes where {idx_path(prefix).name} promises {promised} "
-            f"({index.tokens} tokens of "
-            f"{index.dtype.itemsize}): one of the two is truncated or belongs to another store"
-        )
+        why = f"{idx_path(prefix).name} promises {promised} ({index.tokens} tokens of {index.dtype.itemsize})"
+        rule = "one of the two is truncated or belongs to another store"
+        raise Damaged(f"{bin_path(prefix)} has {found} bytes where {why}: {rule}")
     return Store(prefix, index, mapped(bin_path(prefix)).view(index.dtype))
 
 
@@ -133,10 +119,9 @@ class StoreWriter:
     """
 
     def __init__(self, prefix: Path, vocab_size: int):
-        """Open the files of a store to write.
+        """Open the files of a store to write, in a directory that exists.
 
         Args:
-            prefix: path of the two files without .bin and .idx; its directory exists.
             vocab_size: decides the type of the tokens, and every token must be below.
         """
         self.dtype = token_dtype(vocab_size)
@@ -147,10 +132,9 @@ class StoreWriter:
         # Files take their names in reverse order: .idx, which a reader looks at first, comes last.
         self._idx = self._files.enter_context(replacing(idx_path(prefix)))
         self._bin = self._files.enter_context(replacing(bin_path(prefix)))
+        # The document index; as an array it would be 8 bytes of memory per document.
         index = tempfile.TemporaryFile(dir=prefix.parent)  # noqa: SIM115 - closed with the others
-        self._index = self._files.enter_context(
-            index
-        )  # the document index; as an array it would be 8 bytes of memory per document
+        self._index = self._files.enter_context(index)
         self._idx.write(bytes(HEADER.size))
         self._index.write(np.int64(0).tobytes())
 
@@ -170,12 +154,9 @@ class StoreWriter:
             sizes: (S,) tokens of each sequence; they add up to N.
             counts: (D,) sequences of each document; they add up to S.
         """
-        assert sizes.sum() == len(tokens) and counts.sum() == len(sizes), (
-            "tokens, sizes and counts do not match"
-        )
-        assert len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < self._vocab_size), (
-            "token outside the vocabulary"
-        )
+        assert sizes.sum() == len(tokens) and counts.sum() == len(sizes), "sizes do not match"
+        known = len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < self._vocab_size)
+        assert known, "token outside the vocabulary"
         filled = sizes > 0
         filled_before = np.concatenate([[0], np.cumsum(filled)])
         ends = self.sequences + filled_before[np.cumsum(counts)]
@@ -190,7 +171,14 @@ class StoreWriter:
 
     def finish(self) -> None:
         """Completes the files, flushes them to disk and gives them their names."""
-        self._write_pointers()
+        start = 0
+        for first in range(0, self.sequences, BLOCK):  # sizes are read back, pointers are written behind them
+            self._idx.seek(HEADER.size + 4 * first)
+            sizes = np.frombuffer(self._idx.read(4 * min(BLOCK, self.sequences - first)), "<i4")
+            ends = start + np.cumsum(sizes, dtype=np.int64)
+            self._idx.seek(HEADER.size + 4 * self.sequences + 8 * first)
+            self._idx.write(((ends - sizes) * self.dtype.itemsize).astype("<i8").tobytes())
+            start = int(ends[-1])
         self._index.seek(0)
         shutil.copyfileobj(self._index, self._idx)
         self._idx.seek(0)
@@ -201,25 +189,12 @@ class StoreWriter:
         idx_path(self._prefix).unlink(missing_ok=True)
         self._files.close()
 
-    def _write_pointers(self) -> None:
-        """Reads the sizes back from .idx and writes where each sequence begins behind them."""
-        start = 0
-        for first in range(0, self.sequences, BLOCK):
-            self._idx.seek(HEADER.size + 4 * first)
-            sizes = np.frombuffer(self._idx.read(4 * min(BLOCK, self.sequences - first)), "<i4")
-            ends = start + np.cumsum(sizes, dtype=np.int64)
-            self._idx.seek(HEADER.size + 4 * self.sequences + 8 * first)
-            self._idx.write(((ends - sizes) * self.dtype.itemsize).astype("<i8").tobytes())
-            start = int(ends[-1])
-
     def __enter__(self) -> StoreWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is not None:
-            self._files.__exit__(kind, error, trace)
+            self._files.__exit__(kind, *error)
         elif self.checksum is None:
             with self._files:  # a full disk leaves nothing either
                 self.finish()

@@ -38,22 +38,27 @@ def ready_made_store(
         store = open_store(prefix)
     except (OSError, Damaged) as error:
         raise _refused(origin, str(error), "prepare or copy the store again") from error
-    facts = _facts(prefix.parent / REPORT, store)
-    if facts.get("vocabulary_digest", vocabulary_digest(tokenizer)) != vocabulary_digest(tokenizer):
+    facts, digest = _facts(prefix.parent / REPORT, store), vocabulary_digest(tokenizer)
+    if facts.get("vocabulary_digest", digest) != digest:
         given = Setting("data.tokenizer.kind", kind)
         fix = ("set ", Setting("data.tokenizer.kind", "store"), ", which takes the one kept with it")
         raise _refused(origin, ("the store was made with another vocabulary than ", given, " gives"), fix)
-    if sequences == "sentences":
-        _check_sentences(origin, store)
-    return OpenedStore(str(origin.name), store, facts.get("text_bytes"), _checksum(store, facts))
+    each = np.diff(store.document_index)
+    if sequences == "sentences" and each.size and each.max() <= 1:
+        rule = "every document of the store is one sequence, and a BERT's samples are made of sentences"
+        again = "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)"
+        raise _refused(origin, rule, again)
+    if isinstance(reported := facts.get("crc32"), dict) and "bin" in reported:
+        checksum = str(reported["bin"])
+    elif store.tokens_array.nbytes <= CHECKED_BYTES:
+        checksum = f"{store.checksum().bin:08x}"
+    else:
+        checksum = f"not read: {store.tokens} tokens"
+    return OpenedStore(str(origin.name), store, facts.get("text_bytes"), checksum)
 
 
 def store_prefix(origin: Origin, sequences: Sequences) -> Path:
-    """The path of the store's two files without .bin and .idx.
-
-    Raises:
-        ValueError: nothing, or no single store, is there.
-    """
+    """Path of the two files without .bin and .idx. Raises ValueError: there is none, or no single store."""
     assert origin.name is not None, "the schema demands a name"
     path = Path(origin.name).expanduser()
     if not path.is_dir():
@@ -80,42 +85,17 @@ def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:
 
 
 def _facts(report: Path, store: Store) -> dict[str, Any]:
-    """What prepare_data reported about the store; empty where the store is another's.
-
-    Raises:
-        ValueError: the report is of another store.
-    """
+    """What prepare_data reported about the store, if it did. Raises ValueError: of another store."""
     try:
         facts = json.loads(report.read_text(encoding="utf-8")).get("store", {})
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ValueError(
-            f"{report}: not the JSON that prepare_data wrote ({error}): prepare the store again"
-        ) from error
+        rule = f"not the JSON that prepare_data wrote ({error})"
+        raise ValueError(f"{report}: {rule}: prepare the store again") from error
     stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
     if stated != {key: getattr(store, key) for key in stated}:
-        raise ValueError(
-            f"{store.prefix} has {store.documents} documents and {store.tokens} tokens, and {report} says "
-            f"{stated}: they do not belong "
-            "together; copy the whole directory again"
-        )
+        found = f"{store.documents} documents and {store.tokens} tokens, and {report} says {stated}"
+        fix = "copy the whole directory again"
+        raise ValueError(f"{store.prefix} has {found}: they do not belong together; {fix}")
     return facts
-
-
-def _checksum(store: Store, facts: dict[str, Any]) -> str:
-    """Of the .bin where that is known or soon read, else of its length."""
-    reported = facts.get("crc32")
-    if isinstance(reported, dict) and "bin" in reported:
-        return str(reported["bin"])
-    if store.tokens_array.nbytes <= CHECKED_BYTES:
-        return f"{store.checksum().bin:08x}"
-    return f"not read: {store.tokens} tokens"
-
-
-def _check_sentences(origin: Origin, store: Store) -> None:
-    sequences = np.diff(store.document_index)
-    if sequences.size and sequences.max() <= 1:
-        rule = "every document of the store is one sequence, and a BERT's samples are made of sentences"
-        fix = "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)"
-        raise _refused(origin, rule, fix)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BATCH_CHARACTERS = 1 << 22  # enough for all cores
-# For one core: the library's objects of a batch, some 100 bytes per token, then stay in the processor's
-# cache.
+# For one core: the library's objects of a batch, some 100 bytes per token, stay in the processor's cache.
 ONE_CORE_BATCH_CHARACTERS = 1 << 16
 _UINT32 = "I"
 assert array(_UINT32).itemsize == 4
@@ -58,18 +57,12 @@ def use_all_cores() -> None:
 
 
 def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The token that ends a document: the tokenizer's end-of-sequence token, or its [SEP].
-
-    Raises:
-        ValueError: it has neither.
-    """
+    """The token that ends a document: end-of-sequence, or [SEP]. Raises ProblemsError: there is neither."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token is not None:
             return token
-    fix = (
-        'give "eos_token" in a tokenizer_config.json next to ',
-        *(Key("data.tokenizer.path"), ", or another ", Key("data.tokenizer.kind")),
-    )
+    give = 'give "eos_token" in a tokenizer_config.json next to '
+    fix = (give, Key("data.tokenizer.path"), ", or another ", Key("data.tokenizer.kind"))
     came = "the vocabulary names no end-of-sequence token and no [SEP]"
     raise ProblemsError([Problem("data.tokenizer.kind", came, "documents cannot be ended", fix)])
 
@@ -84,22 +77,19 @@ class Encoder:
 
     def _load(self, backend: str) -> None:
         self._backend = Tokenizer.from_str(backend)
-        # A document that spells out "<|endoftext|>" must not end itself, nor "[MASK]" stand for a masked
-        # token.
+        # A document that spells out "<|endoftext|>" must not end itself, nor "[MASK]" mask a token.
         self._backend.encode_special_tokens = True
         # Saved tokenizers can carry the lengths of their last use.
         self._backend.no_truncation()
         self._backend.no_padding()
-        # The BPE's memory of 10,000 words stays: with 100,000 one process is 10 % faster, but two on one
-        # cache are 15 % slower.
+        # The BPE remembers 10,000 words: with 100,000 one process is 10 % faster, two on a cache 15 % slower.
 
     def __getstate__(self) -> dict[str, Any]:
-        settings = {"end": self._end, "batch_characters": self._batch_characters}
-        return {**settings, "backend": self._backend.to_str()}
+        return self.__dict__ | {"_backend": self._backend.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._end, self._batch_characters = state["end"], state["batch_characters"]
-        self._load(state["backend"])  # the library's own pickling forgets encode_special_tokens
+        self.__dict__ |= state
+        self._load(state["_backend"])  # the library's own pickling forgets encode_special_tokens
 
     def __call__(self, documents: Iterable[D]) -> Iterator[tuple[D, np.ndarray]]:
         """Yields (document, its tokens as uint32) in order, each ended by the end-of-document token."""
@@ -138,11 +128,11 @@ class SentenceEncoder:
         self,
         tokenizer: PreTrainedTokenizerFast,
         how: Literal["split", "lines"],
-        batch_characters: int = BATCH_CHARACTERS,
+        least: int = BATCH_CHARACTERS,
     ):
-        self._encoder, self._how, self._batch_characters = Encoder(tokenizer), how, batch_characters
+        self._encoder, self._how, self._least = Encoder(tokenizer), how, least
 
     def __call__(self, documents: Iterable[D]) -> Iterator[tuple[D, list[np.ndarray]]]:
-        for batch in grouped(documents, lambda document: len(document.text), self._batch_characters):
+        for batch in grouped(documents, lambda document: len(document.text), self._least):
             texts = [sentences.split(document.text, self._how) for document in batch]
             yield from zip(batch, self._encoder.encode_sentences(texts), strict=True)

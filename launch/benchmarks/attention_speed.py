@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,10 +40,6 @@ class Row:
     masked_s: float | None = None
     status: str = "measured"
 
-    @property
-    def slowest(self) -> float:
-        return max(self.dense_s or 0.0, self.banded_s or 0.0, self.masked_s or 0.0)
-
 
 def measure_dtype(
     shape: Shape, dtype: str, positions: Sequence[int], windows: Sequence[int], device: str, longest_s: float
@@ -51,7 +49,7 @@ def measure_dtype(
         slowest = 0.0
         for window in (w for w in windows if w < length):
             row = measure(shape, dtype, length, window, device)
-            slowest = max(slowest, row.slowest)
+            slowest = max(slowest, row.dense_s or 0.0, row.banded_s or 0.0, row.masked_s or 0.0)
             yield row
         if slowest > longest_s:
             return
@@ -82,17 +80,17 @@ def measure(shape: Shape, dtype: str, positions: int, window: int, device: str) 
         timer = timing.Timer("both()", globals={"both": both}, num_threads=torch.get_num_threads())
         return timer.timeit(shape.rounds).mean  # after a warm-up of its own, and waiting for the GPU
 
+    row = Row(dtype, positions, window, kernel, why, scores)
+    dense = partial(F.scaled_dot_product_attention, dropout_p=dropout, is_causal=True)
     try:
-        return Row(
-            *(dtype, positions, window, kernel, why, scores),
-            seconds(
-                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-            ),
-            seconds(lambda q, k, v: band.banded_attention(q, k, v, window, dropout)),
-            seconds(lambda q, k, v: band.by_dense_mask(q, k, v, window, dropout)),
+        return replace(
+            row,
+            dense_s=seconds(dense),
+            banded_s=seconds(lambda q, k, v: band.banded_attention(q, k, v, window, dropout)),
+            masked_s=seconds(lambda q, k, v: band.by_dense_mask(q, k, v, window, dropout)),
         )
     except torch.OutOfMemoryError:
-        return Row(dtype, positions, window, kernel, why, scores, status="out of memory")
+        return replace(row, status="out of memory")
 
 
 def not_measured(
@@ -105,7 +103,7 @@ def not_measured(
     elif not any(row.kernel == "flex_attention" for row in rows):
         found.append(f"flex_attention: {rows[-1].why}" if rows else "flex_attention: no case ran")
     done = {(row.dtype, row.positions, row.window) for row in rows}
-    for dtype, length in ((dtype, length) for dtype in dtypes for length in sorted(positions)):
+    for dtype, length in product(dtypes, sorted(positions)):
         case = f"{dtype}, {length} positions with windows of "
         if whole := [str(w) for w in windows if w >= length]:
             found.append(f"{case}{', '.join(whole)}: such a band is the whole triangle")

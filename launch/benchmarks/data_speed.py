@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,18 +53,14 @@ def measure_preparation(settings: Settings) -> dict[str, Any]:
         backend = Tokenizer.from_file(str(out / "tokenizer" / "tokenizer.json"))
     use_all_cores()
     tokenize = "backend.encode_batch_fast(texts, add_special_tokens=False)"
-    raw = timing.Timer(tokenize, globals={"backend": backend, "texts": texts}).blocked_autorange(
-        min_run_time=2.0
-    )
-    raw_speed = report["store"]["text_bytes"] / 1e6 / raw.median
-    whole_speed = report["run"]["mb_per_second"]
+    timer = timing.Timer(tokenize, globals={"backend": backend, "texts": texts})
+    text_mb, speed = report["store"]["text_bytes"] / 1e6, report["run"]["mb_per_second"]
+    raw_speed = text_mb / timer.blocked_autorange(min_run_time=2.0).median
     return {
         "documents": report["store"]["documents"],
-        "text_mb": report["store"]["text_bytes"] / 1e6,
+        "text_mb": text_mb,
         "steps": report["mb_per_second_and_core"],
-        "mb_per_second": whole_speed,
-        "raw_mb_per_second": raw_speed,
-        "share": whole_speed / raw_speed,
+        **{"mb_per_second": speed, "raw_mb_per_second": raw_speed, "share": speed / raw_speed},
         "peak_mb": report["run"]["peak_mb"],
     }
 
@@ -85,28 +82,17 @@ def measure_loader(name: str, overrides: list[str], train_steps: int) -> dict[st
     size = recipe.batch.global_
     microseconds = {}
     for threads in (0, 1):
-        batches = StepBatches(samples, recipe.seed, Layout(1, 1, 1, size, 1, size), 0, workers=threads)
-        try:
+        layout = Layout(1, 1, 1, size, 1, size)
+        with closing(StepBatches(samples, recipe.seed, layout, 0, workers=threads)) as batches:
             measured = timing.Timer("next(batches)", globals={"batches": batches}).timeit(100)
-        finally:
-            batches.close()
         microseconds[threads] = measured.mean * 1e6
-    return {
-        "tokens_per_step": size * recipe.sequence_length,
-        "microseconds": microseconds,
-        **(
-            train(name, overrides, train_steps)
-            if train_steps
-            else {"step_seconds": None, "data_seconds": None}
-        ),
-    }
+    untrained = {"step_seconds": None, "data_seconds": None}
+    trained = train(name, overrides, train_steps) if train_steps else untrained
+    return {"tokens_per_step": size * recipe.sequence_length, "microseconds": microseconds, **trained}
 
 
 def train(name: str, overrides: list[str], steps: int) -> dict[str, float]:
-    """Train for some steps.
-
-    Returns:
-        medians of the seconds per step and of those of them that it waited for the batch.
+    """Medians of a training's seconds per step and of those of them that it waited for the batch.
 
     Raises:
         ValueError: training failed.

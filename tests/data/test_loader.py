@@ -19,7 +19,7 @@ from launching import ROOT
 
 from data.batches import batch_digest, micro_batch
 from data.corpus import unigram_cross_entropy
-from data.keyed_random import epoch_order
+from data.keyed_random import shuffled
 from data.loader import StepBatches, merge_states, rank_rows, validation_batches
 from data.prefetch import Prefetcher
 from data.samples.bert import BertFields
@@ -365,7 +365,7 @@ def test_held_out_parts_of_a_blend_stand_one_after_another():
 
 
 def test_epochs_are_different_permutations():
-    orders = [epoch_order(21, 9, epoch).tolist() for epoch in range(3)] + [epoch_order(21, 10, 0).tolist()]
+    orders = [shuffled(21, 9, epoch).tolist() for epoch in range(3)] + [shuffled(21, 10, 0).tolist()]
     assert all(sorted(order) == list(range(21)) for order in orders)
     assert len(set(map(tuple, orders))) == 4
 

@@ -16,18 +16,13 @@ from backports import zstd  # in Python 3.14's standard library: compression.zst
 # What reading a damaged or cut archive raises.
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 _BUFFER = 1 << 20
-_BZIP2_BLOCKS = (
-    b"\x31\x41\x59\x26\x53\x59",
-    b"\x17\x72\x45\x38\x50\x90",
-)  # the first block, or the end of an empty file
+_BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, or the end of an empty file
 _LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}  # as `zstd --long=31` writes
 
 
 @contextmanager
 def decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
-    """The file's content.
-
-    Its first bytes tell the compression, not its name; archives of several parts are read whole.
+    """The file's content. Its first bytes tell the compression, not its name; all parts of it are read.
 
     Raises:
         ValueError: the file cannot be opened.
@@ -49,14 +44,9 @@ def decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 def opened(path: Path) -> io.BufferedReader:
-    """The file as it is.
-
-    Raises:
-        ValueError: it cannot be opened.
-    """
+    """The file as it is. Raises ValueError: it cannot be opened."""
     try:
         return io.BufferedReader(io.FileIO(path), _BUFFER)
     except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be opened ({error.strerror}): check the path and its permissions"
-        ) from error
+        fix = "check the path and its permissions"
+        raise ValueError(f"{path}: cannot be opened ({error.strerror}): {fix}") from error

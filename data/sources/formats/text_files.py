@@ -9,20 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from data.sources import records
 from data.sources.formats.archives import READ_ERRORS, decompressed, opened
-from data.sources.records import (
-    EXCERPT_BYTES,
-    MAX_RECORD_BYTES,
-    Broken,
-    Raw,
-    broken,
-    choose_column,
-    damaged,
-    decoded,
-    field_text,
-    too_large,
-    unusable,
-)
+from data.sources.records import MAX_RECORD_BYTES, Broken, Raw, broken, damaged, too_large
 from recipes.problems import Setting, Text
 
 _PIECE = 1 << 20
@@ -36,23 +25,19 @@ class JsonlFormat:
     max_record_bytes: int = MAX_RECORD_BYTES
 
     def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
-        return islice(_or_empty(path, self._records(path)), start, None)
-
-    def _records(self, path: Path) -> Iterator[Raw | Broken]:
-        for number, line in numbered_lines(path, self.max_record_bytes):
-            if isinstance(line, Broken):
-                yield line
-            elif line.strip():
-                yield Raw(str(path), number, line)
+        lines = numbered_lines(path, self.max_record_bytes)
+        filled = ((n, line) for n, line in lines if isinstance(line, Broken) or line.strip())
+        found = (line if isinstance(line, Broken) else Raw(str(path), n, line) for n, line in filled)
+        return islice(_or_empty(path, found), start, None)
 
     def parse(self, raw: Raw) -> str | Broken | None:
-        if isinstance(text := decoded(raw), Broken):
+        if isinstance(text := records.decoded(raw), Broken):
             return text
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:  # RecursionError: brackets nested by the thousand
-            return unusable(raw, "not a JSON object", f"{error}: every line must be one")
-        return field_text(record, self.text_column, raw)
+            return records.unusable(raw, "not a JSON object", f"{error}: every line must be one")
+        return records.field_text(record, self.text_column, raw)
 
 
 @dataclass(frozen=True)
@@ -63,8 +48,8 @@ class TextFormat:
     max_record_bytes: int = MAX_RECORD_BYTES
 
     def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
-        records = self._whole(path) if self.documents == "file" else self._blocks(path)
-        return islice(_or_empty(path, records), start, None)
+        found = self._whole(path) if self.documents == "file" else self._blocks(path)
+        return islice(_or_empty(path, found), start, None)
 
     def _whole(self, path: Path) -> Iterator[Raw | Broken]:
         limit = self.max_record_bytes
@@ -87,22 +72,19 @@ class TextFormat:
         """Blocks of lines; the number is that of the first line."""
         block, first, size = bytearray(), 0, 0
         for number, line in numbered_lines(path, self.max_record_bytes):
-            blank = not isinstance(line, Broken) and not line.strip()
-            if not blank and not size:
-                first = number
-            if isinstance(line, Broken) and not line.size:  # the file is damaged from here on
-                if size:
-                    yield self._block(path, first, block, size)
-                yield line
-                return
-            if blank and size:
+            # A blank line, or where the file cannot be read on.
+            ends = not line.size if isinstance(line, Broken) else not line.strip()
+            if ends and size:
                 yield self._block(path, first, block, size)
                 block, size = bytearray(), 0
-            elif not blank:
+            if not ends:
+                first = first if size else number
                 size += line.size if isinstance(line, Broken) else len(line)
-                room = EXCERPT_BYTES if size > self.max_record_bytes else self.max_record_bytes
+                room = records.EXCERPT_BYTES if size > self.max_record_bytes else self.max_record_bytes
                 block += line.excerpt if isinstance(line, Broken) else line
                 del block[room:]
+            elif isinstance(line, Broken):
+                yield line
         if size:
             yield self._block(path, first, block, size)
 
@@ -112,8 +94,7 @@ class TextFormat:
         return Raw(str(path), number, bytes(block))
 
     def parse(self, raw: Raw) -> str | Broken | None:
-        text = decoded(raw)
-        if isinstance(text, Broken):
+        if isinstance(text := records.decoded(raw), Broken):
             return text
         text = text.replace("\r\n", "\n")
         return text if text.strip() else None
@@ -162,10 +143,8 @@ class ParquetFormat:
                         row += 1
                         yield self._record(path, row, value)
                 except (pa.ArrowException, OSError) as error:
-                    reason = (
-                        "damaged file",
-                        f"row group {group} cannot be read ({error}): fetch the file again",
-                    )
+                    rule = f"row group {group} cannot be read ({error}): fetch the file again"
+                    reason = ("damaged file", rule)
             # Every row that is lost is counted, so that a report knows the share.
             if reason:
                 yield from (broken(path, number, *reason) for number in range(row + 1, end + 1))
@@ -176,21 +155,20 @@ class ParquetFormat:
 
         schema = file.schema_arrow
         if self.text_column not in schema.names:
-            return f"no field {self.text_column!r}", choose_column(sorted(schema.names))
+            return f"no field {self.text_column!r}", records.choose_column(sorted(schema.names))
         kind = schema.field(self.text_column).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
         if not any(is_text(kind) for is_text in texts):
-            return f"field {self.text_column!r} is {kind}, not a string", choose_column(())
+            return f"field {self.text_column!r} is {kind}, not a string", records.choose_column(())
         return None
 
     def _values(self, file: Any, group: int) -> Iterator[bytes | None]:
         """The column's values as bytes: pyarrow does not check that a string column is UTF-8."""
         import pyarrow as pa
 
-        for batch in file.iter_batches(
-            self.batch_rows, row_groups=[group], columns=[self.text_column], use_threads=False
-        ):
+        which = dict(row_groups=[group], columns=[self.text_column])
+        for batch in file.iter_batches(self.batch_rows, **which, use_threads=False):
             column = batch.column(0)
             if pa.types.is_dictionary(column.type):
                 column = column.dictionary_decode()
@@ -204,13 +182,11 @@ class ParquetFormat:
         return Raw(str(path), row, value)
 
     def parse(self, raw: Raw) -> str | Broken | None:
-        return decoded(raw) or None
+        return records.decoded(raw) or None
 
 
 def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken]]:
-    """The file's lines, numbered from 1, decompressed.
-
-    A line of more than `limit` bytes is passed over in pieces.
+    """The file's lines, decompressed, numbered from 1; those of more than `limit` bytes pass in pieces.
 
     Where the file cannot be read on, the last item is a `Broken` of size 0.
     """
@@ -221,7 +197,7 @@ def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken
                 number += 1
                 if len(line) > limit and not line.endswith(b"\n"):
                     size = len(line)
-                    line = line[:EXCERPT_BYTES]
+                    line = line[: records.EXCERPT_BYTES]
                     while piece := file.readline(_PIECE):
                         size += len(piece)
                         if piece.endswith(b"\n"):
@@ -233,8 +209,7 @@ def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken
         yield number + 1, damaged(path, number + 1, error)
 
 
-def _or_empty(path: Path, records: Iterator[Raw | Broken]) -> Iterator[Raw | Broken]:
+def _or_empty(path: Path, found: Iterator[Raw | Broken]) -> Iterator[Raw | Broken]:
     """The records, or one `Broken` where there are none."""
-    first = next(records, None)
-    yield first or broken(path, 1, "empty file")
-    yield from records
+    yield next(found, None) or broken(path, 1, "empty file")
+    yield from found

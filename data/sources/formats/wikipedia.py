@@ -1,6 +1,4 @@
-"""Wikipedia's pages-articles dumps as records.
-
-The latest text of every article, without redirects, talk pages and templates.
+"""Wikipedia's pages-articles dumps: the latest text of every article, no redirects, talk pages and templates.
 
 A dump is cut at its <page> tags before anything is parsed as XML. So reading stays as fast as decompression,
 worker processes parse the pages, and a damaged page costs that page; an XML parser over the whole file would
@@ -15,20 +13,13 @@ from dataclasses import dataclass
 from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
+from data.sources import records
 from data.sources.formats.archives import READ_ERRORS, decompressed
 from data.sources.formats.wikitext import Pathological, plain_text
-from data.sources.records import (
-    EXCERPT_BYTES,
-    MAX_RECORD_BYTES,
-    Broken,
-    Raw,
-    broken,
-    damaged,
-    too_large,
-    unusable,
-)
+from data.sources.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Broken, Raw, broken, damaged, too_large
 
 _OPEN, _CLOSE, _END = b"<page>", b"</page>", b"</mediawiki>"
 _BLOCK = 1 << 20
@@ -57,12 +48,11 @@ class WikipediaFormat:
                 scanner = _Scanner(file)
                 head = scanner.until(_OPEN, _BLOCK)
                 if not head.found:
-                    why = (
-                        ("no <page>", "not a pages-articles dump in UTF-8")
-                        if head.size
-                        else ("empty file", "")
-                    )
-                    yield broken(path, 1, *why, head.kept, head.size)
+                    if not head.size:
+                        yield broken(path, 1, "empty file")
+                    else:
+                        fix = "not a pages-articles dump in UTF-8"
+                        yield broken(path, 1, "no <page>", fix, head.kept, head.size)
                     return
                 others = frozenset(_NAMESPACE_NAME.findall(head.kept))
                 while True:
@@ -97,17 +87,16 @@ class WikipediaFormat:
         try:
             page = ElementTree.fromstring(raw.payload)
         except ElementTree.ParseError as error:
-            return unusable(raw, "malformed XML", f"{error} of the page")
-        revisions = page.findall("revision")
-        if not revisions:
-            return unusable(raw, "page without a <revision>", "nothing to read")
+            return records.unusable(raw, "malformed XML", f"{error} of the page")
+        if not (revisions := page.findall("revision")):
+            return records.unusable(raw, "page without a <revision>", "nothing to read")
         latest = revisions[-1]
         if latest.findtext("model", "wikitext") != "wikitext":  # scripts, style sheets, JSON
             return None
         try:
             return plain_text(latest.findtext("text") or "") or None
         except Pathological as error:
-            return unusable(raw, "wikitext", str(error))
+            return records.unusable(raw, "wikitext", str(error))
 
 
 def _is_article(page: bytes, others: frozenset[bytes]) -> bool:
@@ -125,8 +114,7 @@ def _is_article(page: bytes, others: frozenset[bytes]) -> bool:
     return title is None or title[1].partition(b":")[0] not in others
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     kept: bytes  # with the marker, where it is found and kept
     size: int  # bytes in all, with the marker
     found: bool
@@ -136,8 +124,7 @@ class _Scanner:
     """Reads a file from marker to marker in blocks."""
 
     def __init__(self, file: BufferedIOBase):
-        self._file = file
-        self._block, self._at = b"", 0
+        self._file, self._block, self._at = file, b"", 0
 
     def until(self, marker: bytes, keep: int) -> _Span:
         """What comes up to the marker and with it, or up to the end; its first `keep` bytes are kept."""
@@ -152,8 +139,7 @@ class _Scanner:
             self._at = end
             if found >= 0:
                 return _Span(bytes(kept), size, True)
-            more = self._file.read1(_BLOCK)
-            if not more:
+            if not (more := self._file.read1(_BLOCK)):
                 rest = self._block[end:]
                 self._block, self._at = b"", 0
                 return _Span(bytes(kept + rest), size + len(rest), False)

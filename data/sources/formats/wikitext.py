@@ -1,6 +1,4 @@
-"""Wikitext as plain text.
-
-What a reader of the article sees, without tables, infoboxes, notes, formulas and pictures.
+"""Wikitext as plain text: what a reader sees, without tables, infoboxes, notes, formulas and pictures.
 
 Every step takes time linear in the text, whatever the text is. (mwparserfromhell 0.7.2 needs 7 s for 60 KB of
 "<b>" and 10 s for 60 KB of "{|", growing with the square; one such page would hold up a whole run.) Patterns
@@ -82,18 +80,15 @@ def plain_text(wikitext: str) -> str:
     if _REDIRECT.match(wikitext):
         return ""
     text = _COMMENT.sub("", wikitext)
-    text = _replace_spans(
-        text, _elements(text, _NOWIKI_TAG), lambda inside: _NOWIKI_TAG.sub("", inside).translate(_MARKUP)
-    )
+    literal = _elements(text, _NOWIKI_TAG)
+    text = _replace_spans(text, literal, lambda inside: _NOWIKI_TAG.sub("", inside).translate(_MARKUP))
     text = _replace_spans(text, _elements(text, _DROPPED_TAG))
     text = _INLINE_TEMPLATE.sub(_inline_template, text)
     text = _replace_spans(text, _outermost(_brace_spans(text)))
     text = _resolve_links(text)
     text = _EXTERNAL_LINK.sub(lambda match: "".join(match[1].split(None, 1)[1:]), text)
-    text = _LINE_TAG.sub("\n", text)
-    text = _KEPT_TAG.sub("", text)
-    text = _QUOTES.sub(_apostrophes, text)
-    text = _MAGIC_WORD.sub("", text)
+    text = _KEPT_TAG.sub("", _LINE_TAG.sub("\n", text))
+    text = _MAGIC_WORD.sub("", _QUOTES.sub(_apostrophes, text))
     return _paragraphs(text.split("\n"))
 
 
@@ -109,13 +104,8 @@ def _elements(text: str, tag: re.Pattern[str]) -> Iterator[tuple[int, int]]:
     for match in opened:
         if match.start() < end:
             continue
-        if match[0].endswith("/>"):
-            end = match.end()
-            yield match.span()
-            continue
-        ends = closed[match[2].lower()]
-        following = bisect_left(ends, match.end())
-        if following < len(ends):
+        ends = [match.end()] if match[0].endswith("/>") else closed[match[2].lower()]
+        if (following := bisect_left(ends, match.end())) < len(ends):
             end = ends[following]
             yield match.start(), end
 
@@ -162,22 +152,18 @@ def _brace_spans(text: str) -> Iterator[tuple[int, int]]:
             count, end = len(token), match.start()
             while count >= 2 and depth["{"]:
                 while stack[-1][0] != "{":
-                    _pop(stack, depth)
+                    depth[stack.pop()[0]] -= 1
                 taken = min(3, count, stack[-1][2])
                 stack[-1][2] -= taken
                 count, end = count - taken, end + taken
                 yield stack[-1][1] + stack[-1][2], end
                 if stack[-1][2] < 2:
-                    _pop(stack, depth)
+                    depth[stack.pop()[0]] -= 1
         elif depth["|"] and stack[-1][0] == "|":
             yield stack[-1][1], match.end()
-            _pop(stack, depth)
+            depth[stack.pop()[0]] -= 1
         else:  # within a template "|}" is an empty argument and the first brace of its end
             at = match.end() - 1
-
-
-def _pop(stack: list[list], depth: dict[str, int]) -> None:
-    depth[stack.pop()[0]] -= 1
 
 
 def _outermost(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -231,8 +217,7 @@ def _namespace(link: str) -> str:
 def _shown(link: str) -> str:
     """What [[link]] shows in running text."""
     target, piped, text = link.partition("|")
-    namespace = _namespace(link)
-    if namespace in _DROPPED_LINKS:
+    if (namespace := _namespace(link)) in _DROPPED_LINKS:
         return ""
     if text.strip():
         return text
@@ -251,10 +236,8 @@ def _paragraphs(lines: list[str]) -> str:
     """The lines without list markers, remains of tables, dropped sections and empty headings."""
     blocks: list[str] = []  # pieces of text and the newlines that follow them
     headings: list[tuple[int, str]] = []  # (level, title), with no text under them so far
-    dropped, after_item = (
-        0,
-        False,
-    )  # level of the section that is left out (0: none); whether the last line was of a list
+    dropped = 0  # level of the section that is left out; 0: none
+    after_item = False  # whether the last line was of a list
     for line in lines:
         line = line.strip()
         if heading := _heading(line):
@@ -266,26 +249,21 @@ def _paragraphs(lines: list[str]) -> str:
             if not dropped:
                 headings.append(heading)
             continue
-        if not line:
-            _end_paragraph(blocks)
+        if blocks and not line:
+            blocks[-1] = "\n\n"
         if dropped or not line or line.startswith(("|", "!", "{|", "----")):
             continue
         item = line[0] in "*#:;"
         if not (text := _clean(line.lstrip("*#:; "))):
             continue
-        if headings or (after_item and not item):
-            _end_paragraph(blocks)
+        if blocks and (headings or (after_item and not item)):
+            blocks[-1] = "\n\n"
         after_item = item
         for _, title in headings:
             blocks += [title, "\n\n"]
         headings = []
         blocks += [text, "\n"]
     return "".join(blocks).strip()
-
-
-def _end_paragraph(blocks: list[str]) -> None:
-    if blocks:
-        blocks[-1] = "\n\n"
 
 
 def _heading(line: str) -> tuple[int, str] | None:
