@@ -28,18 +28,12 @@ def band_kernel(plan: Plan) -> str | None:
     recipe, window = plan.recipe, plan.recipe.model.attention_window
     if window is None:
         return None
-    device, head_size = get_accelerator().device_name(), recipe.model.hidden // recipe.model.heads
-    kernel, why = choose(
-        device,
-        DTYPES[plan.precision],
-        recipe.dropout.attention,
-        recipe.sequence_length,
-        window,
-        head_size,
-        compiler=device == "cuda" and has_gpu_compiler(),
-    )
+    device, dtype, dropout = get_accelerator().device_name(), DTYPES[plan.precision], recipe.dropout.attention
+    length, head_size = recipe.sequence_length, recipe.model.hidden // recipe.model.heads
+    compiler = device == "cuda" and has_gpu_compiler()
+    kernel, why = choose(device, dtype, dropout, length, window, head_size, compiler=compiler)
     said = [f"{kernel} ({why})"]
-    if not computes_fewer_scores(kernel, recipe.sequence_length, window):
+    if not computes_fewer_scores(kernel, length, window):
         said.append("counted, not timed: no fewer scores than in dense layers")
     if device == "cuda":
         said.append("not measured on CUDA")

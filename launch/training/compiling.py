@@ -39,9 +39,8 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     """torch.compile `module` in place before DeepSpeed takes it; return a line with the measured gains.
 
     Collective. The whole model is compiled, or its transformer layers and its loss where something has to
-    happen between them: in the pipeline, which runs its layers itself, under recomputation, and under ZeRO-3,
-    which gathers parameters in hooks of each layer; there `forward` alone is compiled, so that the hooks stay
-    outside of it.
+    happen between them: in the pipeline, under recomputation, and under ZeRO-3, which gathers parameters in
+    hooks of each layer; there `forward` alone is compiled, so that the hooks stay outside.
     """
     seed_step(plan.recipe.seed, 0, grid.at)
     started = time.perf_counter()
@@ -51,9 +50,8 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     else:
         gains = _compile_layers(module, plan, grid)
     took = time.perf_counter() - started
-    said = ", ".join(map(str, gains))
-    measured = f"compiled: forward and backward of {said}; medians of {TIMED}"
-    return f"{measured}; compiling and measuring took {took:.0f} s"
+    measured = f"forward and backward of {', '.join(map(str, gains))}; medians of {TIMED}"
+    return f"compiled: {measured}; compiling and measuring took {took:.0f} s"
 
 
 def prepare(module: torch.nn.Module, plan: Plan) -> None:
@@ -68,15 +66,9 @@ def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
     """Compile the model; seconds eager and compiled of the model itself, whose gradients are dropped."""
     device = torch.device(get_accelerator().current_device_name())
     module.to(device=device, dtype=DTYPES[plan.precision]).train()
-    recipe = plan.recipe
-    batch = random_batch(
-        family_of(recipe.model).fields,
-        samples=plan.layout.micro,
-        length=recipe.sequence_length,
-        predictions=recipe.predictions,
-        vocabulary=recipe.model.vocab_size,
-        device=device,
-    )
+    recipe, model = plan.recipe, plan.recipe.model
+    sizes = plan.layout.micro, recipe.sequence_length, recipe.predictions, model.vocab_size
+    batch = random_batch(family_of(model).fields, *sizes, device)
 
     def loss() -> torch.Tensor:
         outcome = module(*batch)
