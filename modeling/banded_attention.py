@@ -20,14 +20,11 @@ import functools
 import os
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 Kernel = Literal["flex_attention", "blocks", "dense mask", "causal"]
 
@@ -124,7 +121,7 @@ def _blocks_back(window: int, size: int) -> int:
 
 
 def banded_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0, *, mask: BlockMask | None = None
+    q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0, *, mask: Any = None
 ) -> Tensor:
     """softmax(q k' / sqrt(D)) v over the band, by the kernel that `choose` names; all are (B, N, S, D).
 
@@ -179,7 +176,7 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0
     return out.view(B, N, n * T, D)[:, :, :S]
 
 
-def by_flex(q: Tensor, k: Tensor, v: Tensor, window: int, mask: BlockMask | None = None) -> Tensor:
+def by_flex(q: Tensor, k: Tensor, v: Tensor, window: int, mask: Any = None) -> Tensor:
     """One fused kernel, part of a compiled region around it; a `mask` for another length is left alone."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -201,7 +198,7 @@ def compiled_flex() -> Callable[..., Any]:
 
 def prepared_mask(
     device: torch.device, dtype: torch.dtype, positions: int, window: int, head_size: int
-) -> BlockMask | None:
+) -> Any:
     """flex_attention's mask, for a layer to keep before torch.compile traces it; None: for another kernel.
 
     The case is that without dropout, as evaluation is. Traced without it, a layer is cut in two, since
@@ -215,7 +212,7 @@ def prepared_mask(
 # Dynamo looks past lru_cache: the comparisons would be in the graph, made in every call.
 @torch.compiler.disable
 @functools.lru_cache(maxsize=16)
-def block_mask(positions: int, window: int, device: torch.device) -> BlockMask:
+def block_mask(positions: int, window: int, device: torch.device) -> Any:
     """Which blocks of keys each block of queries has to visit; made once, as it compares S x S positions."""
     from torch.nn.attention.flex_attention import create_block_mask
 

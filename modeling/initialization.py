@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from modeling.parallel.process_grid import Group
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the names of recipes
 Size = tuple[int, ...]
 
 

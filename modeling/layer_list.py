@@ -8,6 +8,7 @@ module (ZeRO 0-3, with or without tensor parallelism); `Pipeline` hands them to 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -72,8 +73,7 @@ class ModelShape:
 
     def layer_kinds(self) -> dict[LayerShape, int]:
         """How many layers there are of each shape, in the order in which the shapes first occur."""
-        layers = [self.layer_at(i) for i in range(self.layers)]
-        return {kind: layers.count(kind) for kind in dict.fromkeys(layers)}
+        return Counter(self.layer_at(i) for i in range(self.layers))
 
 
 def word_embedding(shape: ModelShape, group: Group, init: Init) -> dict[str, Any]:
@@ -148,8 +148,7 @@ class PipelineLoss:
 class Pipeline(PipelineModule):
     """DeepSpeed's stage, with recomputed chunks that begin at a transformer layer.
 
-    DeepSpeed cuts chunks from the first layer of the stage, whatever it is, and recomputes none that holds an
-    embedding.
+    DeepSpeed cuts chunks from the stage's first layer, whatever it is, and recomputes none with an embedding.
     """
 
     def __init__(self, definitions: Definitions, loss: PipelineLoss, grid: ProcessGrid, interval: int):

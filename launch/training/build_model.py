@@ -12,9 +12,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_configs.plan import Plan
 from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
-from modeling.dtypes import DTYPES
 from modeling.families import family_of, model_shape
-from modeling.initialization import Init
+from modeling.initialization import DTYPES, Init
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.layout import padded_vocab
 from recipes.schema import Recipe

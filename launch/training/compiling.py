@@ -5,16 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_configs.plan import Plan
 from launch.training.micro_batches import random_batch
-from modeling.dtypes import DTYPES
 from modeling.families import family_of, model_shape
-from modeling.initialization import Init
+from modeling.initialization import DTYPES, Init
 from modeling.layer_list import Stack
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
@@ -23,16 +22,9 @@ from modeling.transformer import Attention, LayerShape, TransformerLayer
 WARM_UP, TIMED = 2, 5  # passes
 
 
-class Gain(NamedTuple):
-    """Seconds of a forward and backward pass of `what`."""
-
-    what: str
-    eager: float
-    compiled: float
-
-    def __str__(self) -> str:
-        eager, compiled = 1e3 * self.eager, 1e3 * self.compiled
-        return f"{self.what} {compiled:.1f} ms instead of {eager:.1f} ms ({self.eager / self.compiled:.2f}x)"
+def _gain(what: str, eager: float, compiled: float) -> str:
+    """Of a forward and backward pass of `what`, in seconds."""
+    return f"{what} {1e3 * compiled:.1f} ms instead of {1e3 * eager:.1f} ms ({eager / compiled:.2f}x)"
 
 
 def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> str:
@@ -46,11 +38,11 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     started = time.perf_counter()
     prepare(module, plan)
     if isinstance(module, Stack) and plan.zero_stage < 3 and not plan.recipe.checkpoint_interval:
-        gains = [Gain("a micro-batch", *_compile_whole(module, plan))]
+        gains = [_gain("a micro-batch", *_compile_whole(module, plan))]
     else:
         gains = _compile_layers(module, plan, grid)
     took = time.perf_counter() - started
-    measured = f"forward and backward of {', '.join(map(str, gains))}; medians of {TIMED}"
+    measured = f"forward and backward of {', '.join(gains)}; medians of {TIMED}"
     return f"compiled: {measured}; compiling and measuring took {took:.0f} s"
 
 
@@ -81,7 +73,7 @@ def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
     return eager, compiled
 
 
-def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> list[Gain]:
+def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> list[str]:
     """Compile every transformer layer and the loss; the gain of every kind of layer.
 
     Measured on a layer made for it: those of the model may be partitioned, or lie on another stage.
@@ -99,7 +91,7 @@ def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> l
     for shape, count in kinds.items():
         kind = "dense" if shape.window is None else "banded"
         what = f"one {kind} layer ({count} of {layers})" if len(kinds) > 1 else "one transformer layer"
-        gains.append(Gain(what, *_time_layer(shape, plan, grid)))
+        gains.append(_gain(what, *_time_layer(shape, plan, grid)))
     return gains
 
 

@@ -1,7 +1,4 @@
-"""A micro-batch from the loader's form to what the plain engine and the pipeline engine take.
-
-Names and shapes of its tensors: `recipes.micro_batch.FIELDS`.
-"""
+"""A micro-batch (`recipes.micro_batch`) from the loader's form to what plain and pipeline engines take."""
 
 from __future__ import annotations
 

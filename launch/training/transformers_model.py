@@ -36,11 +36,6 @@ class Converted:
         """The canonical tensor of the one whole tensor in `slices`."""
         return self.form.to_ours(slices, self.heads).contiguous()
 
-    def of(self, canonical: Tensor) -> Tensor:
-        """The tensor of transformers."""
-        (whole,) = self.form.to_theirs(canonical, self.heads)
-        return whole
-
 
 def build(
     recipe: Recipe, initial_weights: str | None = None, say: Callable[[str], None] = lambda text: None
@@ -83,12 +78,13 @@ def _fill(
     total, done, started = cost.parameters(recipe.model, recipe.sequence_length), 0, time.perf_counter()
     for name, canonical, source in _canonical_weights(recipe, initial_weights, sources):
         _, (theirs,), form = places.pop(name)
-        parameter, converted = model.get_parameter(theirs), Converted(form, recipe.model.heads)
-        label(parameter, name, converted)
+        parameter, heads = model.get_parameter(theirs), recipe.model.heads
+        label(parameter, name, Converted(form, heads))
         # Every rank takes the weights of the source; gathers nothing where nothing is partitioned.
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=source):
             if not canonical.is_meta:
-                parameter.copy_(converted.of(canonical))
+                (whole,) = form.to_theirs(canonical, heads)
+                parameter.copy_(whole)
         tenths, done = 10 * done // total, done + canonical.numel()
         if total >= LARGE and 10 * done // total > tenths:
             reached, rate = 10 * (10 * done // total), done / (time.perf_counter() - started)
@@ -102,8 +98,7 @@ def _canonical_weights(
 ) -> Iterator[tuple[str, Tensor, int]]:
     """(canonical name, full tensor, source) of every parameter; on the meta device on ranks but the source.
 
-    The first `sources` ranks draw at the same time, each the whole of every `sources`-th layer: memory holds
-    one layer per rank.
+    The first `sources` ranks draw at the same time, each every `sources`-th layer; memory holds one per rank.
     """
     mine = processes.rank()
     given = CONVERSION.read(directory, recipe.model) if directory and mine < sources else None

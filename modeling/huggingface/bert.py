@@ -112,20 +112,15 @@ def from_transformers(
         unused = tuple(f"{name}." for name in SENTENCE_HEAD.values())
         found = {name: tensor for name, tensor in found.items() if not name.startswith(unused)}
     entries = list(name_map(model))
-    missing_heads = [
-        entry
-        for entry in entries
-        if entry.ours.startswith(("head.", "decoder_bias.")) and found.keys().isdisjoint(entry.theirs)
-    ]
+    heads = [entry for entry in entries if entry.ours.startswith(("head.", "decoder_bias."))]
+    missing_heads = [entry for entry in heads if found.keys().isdisjoint(entry.theirs)]
     if allow_missing_heads:
         entries = [entry for entry in entries if entry not in missing_heads]
     elif missing_heads and not any(name.startswith("cls.") for name in found):
         missing = ", ".join(entry.ours for entry in missing_heads[:4])
-        raise ValueError(
-            f"transformers weights without heads ({missing}, ... are missing): pretraining starts from a "
-            f"{class_name(model)}; a bare {PLACEMENTS[model.layer_norm].prefix}Model has no head to "
-            "predict tokens with"
-        )
+        came = f"transformers weights without heads ({missing}, ... are missing)"
+        bare = f"a bare {PLACEMENTS[model.layer_norm].prefix}Model has no head to predict tokens with"
+        raise ValueError(f"{came}: pretraining starts from a {class_name(model)}; {bare}")
     keys = "model.layers, model.family, model.layer_norm and model.sentence_head"
     return conversion.to_canonical(found, entries, model.heads, keys)
 
@@ -133,8 +128,7 @@ def from_transformers(
 def _under_one_name(theirs: Tensors) -> dict[str, Tensor]:
     """Their tensors under the names of `BertForPreTraining`, each once.
 
-    Handles a bare `BertModel` (no prefix), LayerNorm's gamma and beta of checkpoints made from TensorFlow's,
-    and tied copies.
+    Handles a bare `BertModel` (no prefix), LayerNorm's gamma and beta of TensorFlow, and tied copies.
     """
     found = {}
     for name, tensor in theirs.items():
@@ -177,19 +171,12 @@ def logits(model: Any, tokens: Tensor, token_types: Tensor, mask: Tensor) -> Log
     return (outcome.logits[mask],)
 
 
-CONVERSION = Conversion(
-    class_name=class_name,
-    config=config,
-    name_map=name_map,
-    from_transformers=from_transformers,
-    copies=frozenset(TIED),
-    logits=logits,
-    usage="""\
+USAGE = """\
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 model = AutoModelForMaskedLM.from_pretrained("{directory}")
 tokenizer = AutoTokenizer.from_pretrained("{directory}")
 masked = tokenizer({prompt}, return_tensors="pt")
 guesses = model(**masked).logits.argmax(-1)
 filled = guesses.where(masked.input_ids == tokenizer.mask_token_id, masked.input_ids)
-print(tokenizer.decode(filled[0], skip_special_tokens=True))""",
-)
+print(tokenizer.decode(filled[0], skip_special_tokens=True))"""
+CONVERSION = Conversion(class_name, config, name_map, from_transformers, frozenset(TIED), logits, USAGE)

@@ -1,7 +1,4 @@
-"""How `transformers`' config.json states what our models have.
-
-Needs no torch: initial weights are refused before anything starts.
-"""
+"""How `transformers`' config.json states what our models have; needs no torch, to refuse before a start."""
 
 from __future__ import annotations
 

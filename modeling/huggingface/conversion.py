@@ -1,7 +1,6 @@
 """Conversion between canonical weights and those of `transformers`, by one name map for each family.
 
-A family's map (`gpt2.py`, `bert.py`) lists every parameter: our name, theirs (several where ours is fused),
-and the change of form.
+A family's map (`gpt2.py`, `bert.py`) lists every parameter: our name, theirs (several if fused), the form.
 """
 
 from __future__ import annotations
@@ -48,14 +47,12 @@ class Conversion:
 
     Attributes:
         class_name: of the class that holds the model with its heads.
-        config: (model, positions, dropout, end=, pad=) -> its configuration. `end` is the token that ends
-            a document of GPT-2, `pad` BERT's padding.
+        config: (model, positions, dropout, end= a document of GPT-2, pad= a BERT's sample) -> configuration.
         name_map: every parameter of the model.
         from_transformers: a state dict -> canonical float32 weights; raises ValueError naming missing and
             unexpected tensors.
         copies: names of tied tensors, which no export holds.
-        logits: (a `transformers` model, tokens (B, S), token types (B, S) or None, mask (B, S), True where
-            there is no padding).
+        logits: (a `transformers` model, tokens (B, S), token types (B, S) or None, mask (B, S): no padding).
         usage: lines of Python that use an exported `{directory}` on a `{prompt}`.
     """
 
@@ -114,10 +111,7 @@ def check_convertible(model: Model) -> None:
 
 
 def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
-    """All tensors that `save_pretrained` wrote to `directory` (safetensors, one file or several; or .bin).
-
-    Raises ValueError where there are none.
-    """
+    """All tensors that `save_pretrained` wrote (safetensors, else .bin). Raises ValueError where none."""
     directory, tensors = Path(directory), {}
     for file in sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin")):
         if file.suffix == ".bin":

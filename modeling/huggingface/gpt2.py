@@ -91,17 +91,11 @@ def logits(model: Any, tokens: Tensor, token_types: None, mask: Tensor) -> conve
     return (model(tokens).logits[mask],)
 
 
-CONVERSION = Conversion(
-    class_name=lambda model: "GPT2LMHeadModel",
-    config=config,
-    name_map=name_map,
-    from_transformers=from_transformers,
-    copies=frozenset({"lm_head.weight"}),
-    logits=logits,
-    usage="""\
+USAGE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{directory}")
 tokenizer = AutoTokenizer.from_pretrained("{directory}")
 text = tokenizer({prompt}, return_tensors="pt")
-print(tokenizer.decode(model.generate(**text, max_new_tokens=40, do_sample=True)[0]))""",
-)
+print(tokenizer.decode(model.generate(**text, max_new_tokens=40, do_sample=True)[0]))"""
+_CLASS, _COPIES = "GPT2LMHeadModel", frozenset({"lm_head.weight"})
+CONVERSION = Conversion(lambda _: _CLASS, config, name_map, from_transformers, _COPIES, logits, USAGE)
