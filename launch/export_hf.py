@@ -35,27 +35,16 @@ are compared with those of our own model before it appears under its name; `pret
 starts another run from it.
 exit codes: 0 exported and checked, 1 the logits differ, 2 refused."""
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 def build_parser() -> ArgumentParser:
     parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES)
-    parser.add_argument("run", metavar="RUN", help="run directory, as pretrain.py printed it")
-    parser.add_argument(
-        "--out", metavar="DIR", required=True, help="directory to make; refused if there is something in it"
-    )
-    parser.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="the checkpoint after N optimizer steps (default: the newest complete one)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="of the exported weights (default: %(default)s, as the run keeps them whatever it computes in)",
-    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="run directory, as pretrain.py printed it")
+    add("--out", metavar="DIR", required=True, help="directory to make; refused if there is something in it")
+    step = "the checkpoint after N optimizer steps (default: the newest complete one)"
+    add("--step", type=int, metavar="N", help=step)
+    dtype = "of the exported weights (default: %(default)s, as the run keeps them whatever it computes in)"
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help=dtype)
     return parser
 
 
@@ -92,8 +81,7 @@ def export(
     run = Path(run)
     recipe = exporting.recipe_of(run)
     checkpoint = exporting.choose_checkpoint(run, recipe, step)
-    done = exporting.export(checkpoint, recipe, vocabulary.load(run), Path(out), dtype, run=run)
-    return done, recipe
+    return exporting.export(checkpoint, recipe, vocabulary.load(run), Path(out), dtype, run=run), recipe
 
 
 def describe(done: Export, recipe: Recipe) -> str:
@@ -101,10 +89,8 @@ def describe(done: Export, recipe: Recipe) -> str:
     from modeling.families import family_of
 
     rounding = f"; rounding to {done.dtype} changed them by {done.rounding:.1e}" if done.rounding else ""
-    usage, prompt = (
-        family_of(recipe.model).conversion.usage,
-        recipe.run.prompt or WORDS[recipe.model.family].prompt,
-    )
+    usage = family_of(recipe.model).conversion.usage
+    prompt = recipe.run.prompt or WORDS[recipe.model.family].prompt
     lines = "\n  ".join(usage.format(directory=done.directory, prompt=repr(prompt)).splitlines())
     return f"""{done.checkpoint} -> {done.directory}: {done.dtype}, step {done.step}
 logits of transformers and of our model differ by at most {done.difference:.1e}{rounding}

@@ -1,21 +1,17 @@
 """Locally banded causal attention: the sparse layers of GPT-3 (Brown et al., arXiv 2005.14165, section 2.1).
 
-Position i sees the `window` positions max(0, i - window + 1) .. i. The work grows with S x window instead of
-S^2.
+Position i sees the `window` positions max(0, i - window + 1) .. i: the work grows with S x window, not S^2.
 
 Four kernels compute it; `choose` says which one is taken, as a function of the case alone:
 
-    flex_attention  CUDA: one fused kernel, compiled at first use, that skips blocks outside of the band and
-                    has no dropout
-    blocks          anywhere: each block of queries gets a copy of the keys and values that it can see, and
-                    SDPA a mask
+    flex_attention  CUDA: one fused kernel, compiled at first use; skips blocks off the band, has no dropout
+    blocks          anywhere: each block of queries gets a copy of the keys and values it can see, SDPA a mask
     dense mask      SDPA over all S x S scores: where the sequence is short or the window covers most of it
     causal          SDPA without a mask: where the window covers all of the sequence
 
 `choose` rests on what a kernel can compute and on what was measured on a CPU; nothing was measured on CUDA.
 
-Shapes: B samples, N heads, S positions, D head size; T positions per block, n blocks, R blocks that a query
-reaches back.
+Shapes: B samples, N heads, S positions, D head size; n blocks of T positions, R that a query reaches back.
 """
 
 from __future__ import annotations
@@ -24,13 +20,11 @@ import functools
 import os
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+from torch import Tensor
 
 Kernel = Literal["flex_attention", "blocks", "dense mask", "causal"]
 
@@ -75,10 +69,7 @@ def choose(
 
 
 def computes_fewer_scores(kernel: Kernel, positions: int, window: int) -> bool:
-    """Whether the kernel computes fewer scores than a dense causal one, which skips those above the diagonal.
-
-    A count, not a time.
-    """
+    """Whether it computes fewer scores (a count, not a time) than a dense kernel without its upper half."""
     if kernel == "flex_attention":
         return (_blocks_back(window, FLEX_BLOCK) + 1) * FLEX_BLOCK < positions
     return kernel == "blocks" and 2 * keys_per_block(window) < positions
@@ -89,9 +80,8 @@ def _obstacle_to_flex(
 ) -> str | None:
     """Why flex_attention cannot compute it; None: it can. What holds on every machine comes first."""
     if dropout:
-        return (
-            f"flex_attention has no dropout, and attention weights are dropped with probability {dropout:g}"
-        )
+        dropped = f"attention weights are dropped with probability {dropout:g}"
+        return f"flex_attention has no dropout, and {dropped}"
     if device != "cuda":
         return f"flex_attention has no backward pass on a {device.upper()}"
     if dtype not in FLEX_DTYPES:
@@ -101,32 +91,21 @@ def _obstacle_to_flex(
     least, most = FLEX_HEAD_SIZES
     if not least <= head_size <= most:
         return f"flex_attention takes heads of {least} to {most} dimensions"
-    return (
-        None
-        if compiler
-        else "flex_attention needs Triton, a GPU of compute capability 7 or more and a C compiler"
-    )
+    needed = "flex_attention needs Triton, a GPU of compute capability 7 or more and a C compiler"
+    return None if compiler else needed
 
 
 @functools.cache
 def has_gpu_compiler() -> bool:
-    """Whether torch.compile can make code for this machine's GPU.
-
-    It takes Triton, a GPU that Triton supports, and a C compiler for its launcher.
-    """
+    """Whether torch.compile can make code for this GPU: takes Triton that supports it and a C compiler."""
     from torch.utils._triton import has_triton
 
-    compilers = (os.environ.get("CC"), "gcc", "clang")
-    return (
-        torch.cuda.is_available() and has_triton() and any(name and shutil.which(name) for name in compilers)
-    )
+    compilers = filter(None, (os.environ.get("CC"), "gcc", "clang"))
+    return torch.cuda.is_available() and has_triton() and any(map(shutil.which, compilers))
 
 
 def block_size(window: int) -> int:
-    """T: a power of two of about half the window.
-
-    Larger ones compute more outside of the band, smaller ones copy more.
-    """
+    """T: a power of two near half the window. Larger ones compute more off the band, smaller copy more."""
     return min(128, max(32, 1 << (max(1, window // 2) - 1).bit_length()))
 
 
@@ -142,14 +121,8 @@ def _blocks_back(window: int, size: int) -> int:
 
 
 def banded_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    window: int,
-    dropout_p: float = 0.0,
-    *,
-    mask: BlockMask | None = None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0, *, mask: Any = None
+) -> Tensor:
     """softmax(q k' / sqrt(D)) v over the band, by the kernel that `choose` names; all are (B, N, S, D).
 
     Args:
@@ -168,23 +141,19 @@ def banded_attention(
     return {"blocks": by_blocks, "dense mask": by_dense_mask}[kernel](q, k, v, window, dropout_p)
 
 
-def in_band(query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor:
+def in_band(query: Tensor, key: Tensor, window: int) -> Tensor:
     """Positions, broadcast against each other -> whether the query sees the key."""
     return (key <= query) & (key > query - window)
 
 
-def by_dense_mask(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0
-) -> torch.Tensor:
+def by_dense_mask(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0) -> Tensor:
     """All S x S scores, those outside of the band masked: the reference."""
     position = torch.arange(q.shape[-2], device=q.device)
     mask = in_band(position[:, None], position, window)  # (S, S)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
 
 
-def by_blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, dropout_p: float = 0.0
-) -> torch.Tensor:
+def by_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float = 0.0) -> Tensor:
     """Blocks of T queries, each against the keys of its own block and of the R before it: S (R + 1) T scores.
 
     Blocks stand where SDPA expects heads, so that one mask serves all samples and heads.
@@ -194,7 +163,7 @@ def by_blocks(
     n, R = -(-S // T), _blocks_back(window, T)
     after = n * T - S  # padding, which no query before it sees
 
-    def reaching_back(x: torch.Tensor) -> torch.Tensor:  # (B, N, S, D) -> (B N, n, (R + 1) T, D)
+    def reaching_back(x: Tensor) -> Tensor:  # (B, N, S, D) -> (B N, n, (R + 1) T, D)
         x = F.pad(x, (0, 0, R * T, after)).reshape(B * N, R + n, T, D)
         return torch.cat([x[:, i : i + n] for i in range(R + 1)], 2)
 
@@ -202,19 +171,13 @@ def by_blocks(
     query = torch.arange(n * T, device=q.device).view(n, T, 1)
     key = query[:, :1] + torch.arange(-R * T, T, device=q.device)  # (n, 1, (R + 1) T)
     mask = in_band(query, key, window) & (key >= 0)  # before the first position there is padding only
-    out = F.scaled_dot_product_attention(
-        queries, reaching_back(k), reaching_back(v), attn_mask=mask[None], dropout_p=dropout_p
-    )
+    keys, values = reaching_back(k), reaching_back(v)
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask[None], dropout_p=dropout_p)
     return out.view(B, N, n * T, D)[:, :, :S]
 
 
-def by_flex(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, mask: BlockMask | None = None
-) -> torch.Tensor:
-    """One fused kernel; inside of a compiled region it becomes part of it.
-
-    A `mask` for another length is left alone.
-    """
+def by_flex(q: Tensor, k: Tensor, v: Tensor, window: int, mask: Any = None) -> Tensor:
+    """One fused kernel, part of a compiled region around it; a `mask` for another length is left alone."""
     from torch.nn.attention.flex_attention import flex_attention
 
     S = q.shape[-2]
@@ -235,34 +198,25 @@ def compiled_flex() -> Callable[..., Any]:
 
 def prepared_mask(
     device: torch.device, dtype: torch.dtype, positions: int, window: int, head_size: int
-) -> BlockMask | None:
+) -> Any:
     """flex_attention's mask, for a layer to keep before torch.compile traces it; None: for another kernel.
 
     The case is that without dropout, as evaluation is. Traced without it, a layer is cut in two, since
     `block_mask` is not traced.
     """
-    chosen = choose(
-        device.type,
-        dtype,
-        0.0,
-        positions,
-        window,
-        head_size,
-        compiler=device.type == "cuda" and has_gpu_compiler(),
-    )
+    compiler = device.type == "cuda" and has_gpu_compiler()
+    chosen = choose(device.type, dtype, 0.0, positions, window, head_size, compiler=compiler)
     return block_mask(positions, window, device) if chosen.kernel == "flex_attention" else None
 
 
 # Dynamo looks past lru_cache: the comparisons would be in the graph, made in every call.
 @torch.compiler.disable
 @functools.lru_cache(maxsize=16)
-def block_mask(positions: int, window: int, device: torch.device) -> BlockMask:
+def block_mask(positions: int, window: int, device: torch.device) -> Any:
     """Which blocks of keys each block of queries has to visit; made once, as it compares S x S positions."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def visible(
-        sample: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
+    def visible(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return in_band(query, key, window)
 
     return create_block_mask(visible, None, None, positions, positions, device=device, BLOCK_SIZE=FLEX_BLOCK)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -21,7 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 
 from modeling.huggingface import gpt2
 from modeling.initialization import Init, canonical_name, full_shape
-from modeling.layer_list import LayerDefinition, LayerList, ModelShape
+from modeling.layer_list import LayerDefinition, LayerList, ModelShape, build
+from modeling.parallel.process_grid import Group
 from modeling.transformer import TransformerLayer
 from recipes.schema import Model
 
@@ -59,26 +61,20 @@ def count(layer_list: LayerList, shape: ModelShape, tp: int, pp: int) -> RankCou
         AssertionError: a dimension that the ranks cannot share (the recipe's layout is wrong), or parameters
             that do not make up the same tensor on every rank (our bug).
     """
-    ranks = [_stages_of_rank(layer_list, shape, rank, tp, pp) for rank in range(tp)]
-    whole: dict[str, int] = {}
-    for stage in (stage for stages in ranks for stage in stages):
-        for name, size in stage.whole.items():
-            assert whole.setdefault(name, size) == size, f"{name} has another size on another rank"
-    held = tuple(tuple(stage.held for stage in stages) for stages in zip(*ranks, strict=True))
-    return RankCounts(held, sum(whole.values()), tuple(stage.layers for stage in ranks[0]))
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """One rank's part of one stage: parameters held, the full size of each by name, transformer layers."""
-
-    held: int
-    whole: dict[str, int]
-    layers: int
+    once: dict[str, int] = {}
+    ranks = []  # [tensor rank][stage]: parameters
+    for rank in range(tp):
+        with tensor_rank(rank, tp) as group:
+            init = Init(seed=0, std=1.0, layers=shape.layers, meta=True)
+            definitions = layer_list(shape, group=group, init=init)
+            stages = [definitions[a:b] for a, b in pairwise(bounds(definitions, pp))]
+            ranks.append([_held(stage, once) for stage in stages])
+    layers = tuple(sum(d.kind is TransformerLayer for d in stage) for stage in stages)
+    return RankCounts(tuple(zip(*ranks, strict=True)), sum(once.values()), layers)
 
 
 def bounds(definitions: Sequence[LayerDefinition], pp: int) -> list[int]:
-    """First layer of every stage, and the end: what DeepSpeed chooses for `pipeline_module`."""
+    """First layer of every stage, and the end: what DeepSpeed chooses for `Pipeline`."""
     if pp == 1:
         return [0, len(definitions)]
     return list(_partition(tuple(int(d.kind is TransformerLayer) for d in definitions), pp))
@@ -86,35 +82,23 @@ def bounds(definitions: Sequence[LayerDefinition], pp: int) -> list[int]:
 
 @cache
 def _partition(weights: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    return tuple(int(bound) for bound in partition_balanced(list(weights), parts))
+    return tuple(map(int, partition_balanced(list(weights), parts)))
 
 
-def _stages_of_rank(layer_list: LayerList, shape: ModelShape, rank: int, tp: int, pp: int) -> list[_Stage]:
-    """Every stage on one tensor-parallel rank."""
-    init = Init(seed=0, std=1.0, layers=shape.layers, meta=True)
-    with tensor_rank(rank, tp) as group:
-        definitions = layer_list(shape, group=group, init=init)
-        cuts = bounds(definitions, pp)
-        return [_stage(definitions[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)]
-
-
-def _stage(definitions: Sequence[LayerDefinition]) -> _Stage:
-    """Entries of one name share a module within a stage, as `Stack` and `PipelineModule` have it."""
-    held, layers, whole = 0, 0, {}
-    for d in {d.name: d for d in reversed(definitions)}.values():
-        module = d.kind(**d.arguments)
-        layers += isinstance(module, TransformerLayer)
+def _held(stage: Sequence[LayerDefinition], once: dict[str, int]) -> int:
+    """Parameters of a stage on one rank; notes the full size of each by name."""
+    held = 0
+    for layer, module in build(stage).items():
         for p in module.parameters():
-            assert p.device == torch.device("meta"), (
-                f"{d.name}: a parameter has memory: it was not made by Init"
-            )
+            assert p.is_meta, f"{layer}: a parameter has memory: it was not made by Init"
             held += p.numel()
-            whole[canonical_name(p)] = prod(full_shape(p))
-    return _Stage(held, whole, layers)
+            name, size = canonical_name(p), prod(full_shape(p))
+            assert once.setdefault(name, size) == size, f"{name} has another size on another rank"
+    return held
 
 
 @contextmanager
-def tensor_rank(rank: int, size: int) -> Iterator[dist.ProcessGroup | None]:
+def tensor_rank(rank: int, size: int) -> Iterator[Group]:
     """A tensor-parallel group whose `rank` this process is, though the others do not exist; None for size 1.
 
     Raises:
@@ -124,9 +108,8 @@ def tensor_rank(rank: int, size: int) -> Iterator[dist.ProcessGroup | None]:
         yield None
         return
     if dist.is_initialized():
-        raise RuntimeError(
-            "the ranks of a layout cannot be counted inside a process group: count before it is started"
-        )
+        came = "the ranks of a layout cannot be counted inside a process group"
+        raise RuntimeError(f"{came}: count before it is started")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield dist.group.WORLD

@@ -1,9 +1,7 @@
 """What the other rooms ask a family of models.
 
-A third family is one file like `gpt2.py`, and its line in `families.py`. Its conversion stands in
-`huggingface/`. What is needed without torch stands in tables by family: the tensors of a micro-batch
-(`recipes.micro_batch`), words (`recipes.family_words`), counts (`modeling.cost.families`) and the form of
-config.json (`modeling.huggingface.config_forms`).
+A third family is one file like `gpt2.py`, and its line in `families.py`; CONTRIBUTING.md lists its conversion
+and the tables that hold what is needed without torch.
 """
 
 from __future__ import annotations
@@ -12,13 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from modeling.generation import Answer
 from modeling.huggingface.conversion import Conversion
 from modeling.initialization import Init
-from modeling.layer_list import LayerList, Loss, Pipeline, PipelineLoss, pipeline_module
-from modeling.parallel.process_grid import ProcessGrid
+from modeling.layer_list import LayerList, Loss, Pipeline, PipelineLoss
+from modeling.parallel.process_grid import Group, ProcessGrid
 from recipes.micro_batch import FIELDS, MicroBatchFields
 from recipes.schema import Recipe
 
@@ -31,8 +27,7 @@ class Family:
         name: `model.family` of its recipes.
         shape: (recipe, rows of the embedding) -> the shape of its model, a `ModelShape`.
         layer_list: (shape, group=, init=) -> the layers in order, of which both forms are made.
-        plain: (shape, group=, init=) -> the `Stack` of all layers, for ZeRO 0-3 with or without tensor
-            parallelism.
+        plain: (shape, group=, init=) -> the `Stack` of all layers.
         loss: (what the last layer gives, targets, group) -> the loss, or (the loss, its parts).
         loss_parts: shape -> names of these parts.
         conversion: to and from `transformers`.
@@ -53,13 +48,10 @@ class Family:
         """Inputs and targets."""
         return FIELDS[self.name]
 
-    def pipeline(
-        self, shape: Any, *, grid: ProcessGrid, group: dist.ProcessGroup | None, init: Init
-    ) -> Pipeline:
+    def pipeline(self, shape: Any, *, grid: ProcessGrid, group: Group, init: Init) -> Pipeline:
         """The pipeline form: the first stage takes `fields.inputs`, the last one `fields.targets`."""
         loss = PipelineLoss(self.loss, group, self.loss_parts(shape))
-        definitions = self.layer_list(shape, group=group, init=init)
-        return pipeline_module(definitions, loss, grid=grid, checkpoint_interval=shape.checkpoint_interval)
+        return Pipeline(self.layer_list(shape, group=group, init=init), loss, grid, shape.checkpoint_interval)
 
 
 def common_shape(recipe: Recipe, padded_vocab: int) -> dict[str, Any]:

@@ -30,20 +30,12 @@ def fill_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: str, s
 
 @torch.no_grad()
 def continue_tokens(
-    model: Stack,
-    prompt: Sequence[int],
-    length: int,
-    *,
-    seed: int,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    end: int | None = None,
-) -> list[int]:
-    """`length` tokens sampled after `prompt` from the `top_k` most likely.
+    model: Stack, prompt: Sequence[int], length: int, *, seed: int, end: int | None = None,
+    temperature: float = 0.8, top_k: int = 40,
+) -> list[int]:  # fmt: skip
+    """`length` tokens sampled after `prompt` from the `top_k` most likely; ends early at token `end`.
 
-    The context slides when it exceeds the positions.
-
-    Stops early at token `end`. The model must hold the whole vocabulary (no tensor parallelism).
+    The context slides when it exceeds the positions. The model must hold the whole vocabulary.
     """
     assert model.group is None, "generation needs the whole vocabulary on one rank"
     generator = torch.Generator().manual_seed(seed)
@@ -66,8 +58,7 @@ def fill_masks(model: Stack, tokens: Sequence[int], *, mask: int) -> list[int]:
     """`tokens` ([CLS] ... [SEP]) with each `mask` replaced by its most likely token, the surest first."""
     assert model.group is None, "filling masks needs the whole vocabulary on one rank"
     model.eval()
-    device = next(model.parameters()).device
-    filled = torch.tensor([list(tokens)], device=device)
+    filled = torch.tensor([list(tokens)], device=next(model.parameters()).device)
     while bool((filled == mask).any()):
         logits, _ = model(filled, torch.zeros_like(filled), None)
         logits[..., mask] = float("-inf")

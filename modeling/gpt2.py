@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from modeling.family import Family, common_shape
 from modeling.generation import continue_prompt
@@ -15,6 +13,7 @@ from modeling.initialization import Init
 from modeling.layer_list import LayerDefinition, ModelShape, Stack, transformer_layers, word_embedding
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import VocabParallelEmbedding
+from modeling.parallel.process_grid import Group
 from modeling.parallel.random_state import dropout
 from modeling.transformer import LayerNorm, LayerShape
 from recipes.schema import Recipe
@@ -24,8 +23,7 @@ from recipes.schema import Recipe
 class GPT2Shape(ModelShape):
     """A GPT-2, whose layers differ in their attention alone."""
 
-    # Of banded attention, by layer; None: a dense layer; (): all are dense.
-    windows: tuple[int | None, ...] = ()
+    windows: tuple[int | None, ...] = ()  # of banded attention, by layer; None: a dense one; (): all are
 
     def layer_at(self, index: int) -> LayerShape:
         assert len(self.windows) in (0, self.layers), f"{len(self.windows)} windows for {self.layers} layers"
@@ -41,32 +39,25 @@ def shape_of(recipe: Recipe, padded_vocab: int) -> GPT2Shape:
 class PositionEmbedding(nn.Module):
     """Adds learned positions to the word embeddings, then dropout."""
 
-    def __init__(self, positions: int, hidden: int, probability: float, *, init: Init, std: float):
+    def __init__(self, shape: GPT2Shape, *, init: Init):
         super().__init__()
-        self.dropout = probability
-        self.weight = init.normal("weight", (positions, hidden), std)
+        self.dropout = shape.hidden_dropout
+        self.weight = init.normal("weight", (shape.positions, shape.hidden), init.std)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, H), S <= positions
+    def forward(self, x: Tensor) -> Tensor:  # (B, S, H), S <= positions
         return dropout(x + self.weight[: x.shape[1]], self.dropout, self.training)
 
 
-def _project(word: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _project(word: nn.Module, x: Tensor) -> Tensor:
     return word(x, project=True)
 
 
-def layer_list(shape: GPT2Shape, *, group: dist.ProcessGroup | None, init: Init) -> list[LayerDefinition]:
-    """tokens (B, S) -> logits (B, S, V/t).
-
-    Each layer takes one tensor and returns one; the first and the last share a module.
-    """
+def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefinition]:
+    """tokens (B, S) -> logits (B, S, V/t); the first layer and the last share a module."""
     word = word_embedding(shape, group, init)
-    position = dict(
-        positions=shape.positions, hidden=shape.hidden, probability=shape.hidden_dropout,
-        init=init.child("position"), std=init.std,
-    )  # fmt: skip
     return [
         LayerDefinition("word", VocabParallelEmbedding, word, tied=True),
-        LayerDefinition("position", PositionEmbedding, position),
+        LayerDefinition("position", PositionEmbedding, dict(shape=shape, init=init.child("position"))),
         *transformer_layers(shape, group, init),
         LayerDefinition("final_norm", LayerNorm, dict(hidden=shape.hidden, init=init.child("final_norm"))),
         LayerDefinition("word", VocabParallelEmbedding, word, _project, tied=True),
@@ -76,23 +67,13 @@ def layer_list(shape: GPT2Shape, *, group: dist.ProcessGroup | None, init: Init)
 class GPT2(Stack):
     """The plain form: forward(tokens, labels, weights) -> loss, or logits when labels are None."""
 
-    def __init__(self, shape: GPT2Shape, *, group: dist.ProcessGroup | None, init: Init):
+    def __init__(self, shape: GPT2Shape, *, group: Group, init: Init):
         super().__init__(layer_list(shape, group=group, init=init), shape, group=group, loss=weighted_loss)
 
-    def forward(
-        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """tokens, labels, weights (B, S) -> scalar loss; without labels -> logits (B, S, V/t)."""
         logits = self.run(tokens)
         return logits if labels is None else self.loss(logits, labels, weights, self.group)
 
 
-FAMILY = Family(
-    name="gpt2",
-    shape=shape_of,
-    layer_list=layer_list,
-    plain=GPT2,
-    loss=weighted_loss,
-    conversion=gpt2.CONVERSION,
-    answer=continue_prompt,
-)
+FAMILY = Family("gpt2", shape_of, layer_list, GPT2, weighted_loss, gpt2.CONVERSION, continue_prompt)

@@ -16,6 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from modeling.parallel.process_grid import Group
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the names of recipes
+Size = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,7 @@ class Init:
     name: str = ""
     dtype: torch.dtype = torch.float32  # of the parameters; drawn in float32 whatever it is
     meta: bool = False  # shapes only, on the meta device
-    # Full tensors to start from instead of draws.
-    given: Mapping[str, torch.Tensor] | None = field(default=None, repr=False)
+    given: Mapping[str, Tensor] | None = field(default=None, repr=False)  # full tensors, instead of draws
 
     def child(self, name: str) -> Init:
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
@@ -39,42 +45,40 @@ class Init:
         """Standard deviation of projections onto the residual stream (GPT-2 report, section 2.3)."""
         return self.std / (2 * self.layers) ** 0.5
 
-    def _normal(self, name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:
+    def _normal(self, name: str, shape: Size, std: float) -> Tensor:
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
         values = generator.standard_normal(size=shape, dtype=np.float32)
         values *= np.float32(std)
         return torch.from_numpy(values)
 
-    def normal(
-        self, leaf: str, shape: tuple[int, ...], std: float, *, shard: Shard | None = None
-    ) -> torch.nn.Parameter:
+    def normal(self, leaf: str, shape: Size, std: float, *, shard: Shard | None = None) -> Parameter:
         """N(0, std^2) of the full `shape`, of which this rank keeps its slice."""
         return self._parameter(leaf, shape, shard, lambda name: self._normal(name, shape, std))
 
-    def zeros(self, leaf: str, shape: tuple[int, ...], *, shard: Shard | None = None) -> torch.nn.Parameter:
+    def zeros(self, leaf: str, shape: Size, *, shard: Shard | None = None) -> Parameter:
         return self._parameter(leaf, shape, shard, lambda name: torch.from_numpy(np.zeros(shape, np.float32)))
 
-    def ones(self, leaf: str, shape: tuple[int, ...]) -> torch.nn.Parameter:
+    def ones(self, leaf: str, shape: Size) -> Parameter:
         return self._parameter(leaf, shape, None, lambda name: torch.from_numpy(np.ones(shape, np.float32)))
 
     def _parameter(
-        self, leaf: str, shape: tuple[int, ...], shard: Shard | None, draw: Callable[[str], torch.Tensor]
-    ) -> torch.nn.Parameter:
+        self, leaf: str, shape: Size, shard: Shard | None, draw: Callable[[str], Tensor]
+    ) -> Parameter:
         name = self.child(leaf).name
         if self.meta:
             local = torch.empty(shard.local_shape(shape) if shard else shape, dtype=self.dtype, device="meta")
         else:
             full = draw(name) if self.given is None else self._given(name, shape)
             local = (shard.of(full) if shard else full).to(self.dtype)
-        parameter = torch.nn.Parameter(local)
+        parameter = Parameter(local)
         label(parameter, name, None if shard is None else replace(shard, entries=shape[shard.dim]))
         if shard is not None and shard.size > 1:
             # DeepSpeed counts parameters without this mark once per tensor group in the gradient norm.
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         return parameter
 
-    def _given(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _given(self, name: str, shape: Size) -> Tensor:
         """Raises ValueError where the given weights lack the parameter or have it in another shape."""
         assert self.given is not None
         full = self.given.get(name)
@@ -95,50 +99,43 @@ class Shard:
     entries: int = 0  # of the full, unpadded tensor; set on the shard that a parameter carries
 
     @staticmethod
-    def over(group: dist.ProcessGroup | None, dim: int, padded: int | None = None) -> Shard:
+    def over(group: Group, dim: int, padded: int | None = None) -> Shard:
         if group is None:
             return Shard(dim, 0, 1, padded)
         return Shard(dim, dist.get_rank(group), dist.get_world_size(group), padded)
 
-    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def local_shape(self, shape: Size) -> Size:
         entries = self.padded or shape[self.dim]
         assert entries % self.size == 0, f"{entries} entries cannot be cut over {self.size} ranks"
         return (*shape[: self.dim], entries // self.size, *shape[self.dim + 1 :])
 
-    def of(self, full: torch.Tensor) -> torch.Tensor:
+    def of(self, full: Tensor) -> Tensor:
         """This rank's slice of a full, unpadded tensor (a copy)."""
-        local = self.local_shape(tuple(full.shape))
-        start, length = self.rank * local[self.dim], local[self.dim]
-        kept = full.narrow(
-            self.dim, min(start, full.shape[self.dim]), max(0, min(length, full.shape[self.dim] - start))
-        )
-        missing = length - kept.shape[self.dim]
-        if not missing:
-            return kept.clone(memory_format=torch.contiguous_format)
-        padding = kept.new_zeros((*local[: self.dim], missing, *local[self.dim + 1 :]))
-        return torch.cat([kept, padding], self.dim)
+        length = self.local_shape(tuple(full.shape))[self.dim]
+        start = min(self.rank * length, full.shape[self.dim])
+        kept = full.narrow(self.dim, start, min(length, full.shape[self.dim] - start))
+        missing = list(kept.shape)
+        missing[self.dim] = length - kept.shape[self.dim]
+        return torch.cat([kept, kept.new_zeros(missing)], self.dim)
 
-    def join(self, slices: list[torch.Tensor]) -> torch.Tensor:
+    def join(self, slices: list[Tensor]) -> Tensor:
         """The full, unpadded tensor from the slices of all ranks in rank order."""
         full = torch.cat(slices, self.dim).narrow(self.dim, 0, self.entries)
         return full.clone(memory_format=torch.contiguous_format)
 
 
-def label(parameter: torch.nn.Parameter, name: str, shard: Any) -> None:
-    """Attach what checkpoints need: the canonical name, and how the full tensor is cut.
-
-    `shard`: a `Shard`, None for a tensor that is not cut, or what has `size` and `join` as a Shard has.
-    """
+def label(parameter: Parameter, name: str, shard: Any) -> None:
+    """Attach what checkpoints need: the canonical name, and a `Shard`, or what has its `size` and `join`."""
     parameter.canonical_name = name  # type: ignore[attr-defined]
     parameter.shard = shard  # type: ignore[attr-defined]
 
 
-def canonical_name(parameter: torch.nn.Parameter) -> str:
+def canonical_name(parameter: Parameter) -> str:
     """The name that `label` attached."""
     return parameter.canonical_name  # type: ignore[attr-defined]
 
 
-def full_shape(parameter: torch.nn.Parameter) -> list[int]:
+def full_shape(parameter: Parameter) -> list[int]:
     """Shape of the full, unpadded tensor that this rank's `parameter` is a slice of."""
     shape, shard = list(parameter.shape), parameter.shard  # type: ignore[attr-defined]
     if shard is not None:

@@ -3,12 +3,12 @@
 A family (`gpt2.py`, `bert.py`) defines its layers once, each with how it acts on the *stream*: what one layer
 hands to the next. That is one tensor, or a tuple whose first entry is the residual stream x (B, S, H) and
 whose others ride along: integers that later layers need, such as lengths. `Stack` holds all layers as one
-module (ZeRO 0-3, with or without tensor parallelism); `pipeline_module` hands them to DeepSpeed's
-`PipelineModule` (pipeline and 3D parallelism).
+module (ZeRO 0-3, with or without tensor parallelism); `Pipeline` hands them to DeepSpeed (pipeline and 3D).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,19 +16,22 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import nn
+from torch import Tensor, nn
 
 from modeling.initialization import Init
-from modeling.parallel.process_grid import ProcessGrid
+from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.transformer import LayerShape, TransformerLayer
 
 Stream = Any  # a tensor, or a tuple of tensors and None
 Apply = Callable[[nn.Module, Any], Any]  # (layer, stream) -> stream
 # (what the last layer gives, targets, group) -> the loss, or (the loss, its parts without gradient)
 Loss = Callable[..., Any]
+Parts = tuple[str, ...]  # names of parts of the loss
+Definitions = Sequence["LayerDefinition"]
+LayerList = Callable[..., list["LayerDefinition"]]  # (shape, group=, init=) -> the layers in order
+Layers = Sequence[tuple[Apply, nn.Module]]
 
 
 def call(module: nn.Module, stream: Stream) -> Stream:
@@ -40,7 +43,7 @@ def call(module: nn.Module, stream: Stream) -> Stream:
 class LayerDefinition:
     """One entry of the model: how its module is made and what it does with the stream.
 
-    Entries of one name share one module; later ones are the tied uses of it (`tied` says so for both).
+    Entries of one name share the module of the first; `tied` says so for all of them.
     """
 
     name: str
@@ -70,31 +73,31 @@ class ModelShape:
 
     def layer_kinds(self) -> dict[LayerShape, int]:
         """How many layers there are of each shape, in the order in which the shapes first occur."""
-        layers = [self.layer_at(i) for i in range(self.layers)]
-        return {kind: layers.count(kind) for kind in dict.fromkeys(layers)}
+        return Counter(self.layer_at(i) for i in range(self.layers))
 
 
-LayerList = Callable[..., list[LayerDefinition]]  # (shape, group=, init=) -> the layers in order
-
-
-def word_embedding(shape: ModelShape, group: dist.ProcessGroup | None, init: Init) -> dict[str, Any]:
+def word_embedding(shape: ModelShape, group: Group, init: Init) -> dict[str, Any]:
     """Arguments of the tied word embedding, called "word"."""
-    return dict(
-        vocab=shape.vocab, padded=shape.padded_vocab, hidden=shape.hidden,
-        group=group, init=init.child("word"), std=init.std,
-    )  # fmt: skip
+    sizes = dict(vocab=shape.vocab, padded=shape.padded_vocab, hidden=shape.hidden)
+    return dict(**sizes, group=group, init=init.child("word"))
 
 
 def transformer_layers(
-    shape: ModelShape, group: dist.ProcessGroup | None, init: Init, apply: Apply = call
+    shape: ModelShape, group: Group, init: Init, apply: Apply = call
 ) -> list[LayerDefinition]:
     """The layers between the embeddings and the final norm or the heads, called "layers.N"."""
+    names = [f"layers.{i}" for i in range(shape.layers)]
+    arguments = [dict(shape=shape.layer_at(i), group=group, init=init.child(n)) for i, n in enumerate(names)]
+    return [LayerDefinition(n, TransformerLayer, a, apply) for n, a in zip(names, arguments, strict=True)]
 
-    def layer(i: int) -> LayerDefinition:
-        arguments = dict(shape=shape.layer_at(i), group=group, init=init.child(f"layers.{i}"))
-        return LayerDefinition(f"layers.{i}", TransformerLayer, arguments, apply)
 
-    return [layer(i) for i in range(shape.layers)]
+def build(definitions: Definitions) -> dict[str, nn.Module]:
+    """The modules by name, each made once."""
+    modules: dict[str, nn.Module] = {}
+    for d in definitions:
+        if d.name not in modules:
+            modules[d.name] = d.kind(**d.arguments)
+    return modules
 
 
 class Stack(nn.Module):
@@ -104,25 +107,15 @@ class Stack(nn.Module):
     """
 
     def __init__(
-        self,
-        definitions: Sequence[LayerDefinition],
-        shape: ModelShape,
-        *,
-        group: dist.ProcessGroup | None,
-        loss: Loss,
-        loss_parts: tuple[str, ...] = (),
+        self, definitions: Definitions, shape: ModelShape, *, group: Group, loss: Loss, loss_parts: Parts = ()
     ):
         super().__init__()
         self.shape, self.group, self.loss, self.loss_parts = shape, group, loss, loss_parts
-        built: dict[str, nn.Module] = {}
-        for d in definitions:
-            if d.name not in built:
-                built[d.name] = d.kind(**d.arguments)
-        transformer = [module for name, module in built.items() if name.startswith("layers.")]
+        built = build(definitions)
         for name, module in built.items():
-            if not name.startswith("layers."):
+            if not isinstance(module, TransformerLayer):
                 self.add_module(name, module)
-        self.layers = nn.ModuleList(transformer)
+        self.layers = nn.ModuleList(m for m in built.values() if isinstance(m, TransformerLayer))
         self._in_order = [(d.apply, built[d.name]) for d in definitions]
 
     def run(self, stream: Stream) -> Stream:
@@ -135,18 +128,18 @@ class Stack(nn.Module):
 class PipelineLoss:
     """The loss of the last stage, on the stream and on its targets; keeps its parts for `take_parts`."""
 
-    def __init__(self, function: Loss, group: dist.ProcessGroup | None, part_names: tuple[str, ...]):
+    def __init__(self, function: Loss, group: Group, part_names: Parts):
         self.function, self.group, self.part_names = function, group, part_names
-        self.parts: list[torch.Tensor] = []  # of the micro-batches since `take_parts`
+        self.parts: list[Tensor] = []  # of the micro-batches since `take_parts`
 
-    def __call__(self, stream: Stream, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def __call__(self, stream: Stream, targets: tuple[Tensor, ...]) -> Tensor:
         outputs = stream if isinstance(stream, tuple) else (stream,)
         outcome = self.function(*outputs, *targets, self.group)
         loss, *parts = outcome if isinstance(outcome, tuple) else (outcome,)
         self.parts += parts
         return loss
 
-    def take_parts(self) -> torch.Tensor | None:
+    def take_parts(self) -> Tensor | None:
         """(micro-batches, parts) since the last call; None on the other stages."""
         taken, self.parts = self.parts, []
         return torch.stack(taken) if taken else None
@@ -155,12 +148,21 @@ class PipelineLoss:
 class Pipeline(PipelineModule):
     """DeepSpeed's stage, with recomputed chunks that begin at a transformer layer.
 
-    DeepSpeed cuts chunks from the first layer of the stage, whatever it is, and recomputes none that holds an
-    embedding.
+    DeepSpeed cuts chunks from the stage's first layer, whatever it is, and recomputes none with an embedding.
     """
 
-    def __init__(self, definitions: Sequence[LayerDefinition], loss: PipelineLoss, **options: Any):
-        super().__init__([_specification(d) for d in definitions], loss_fn=loss, **options)
+    def __init__(self, definitions: Definitions, loss: PipelineLoss, grid: ProcessGrid, interval: int):
+        super().__init__(
+            [
+                TiedLayerSpec(d.name, d.kind, **d.arguments) if d.tied else LayerSpec(d.kind, **d.arguments)
+                for d in definitions
+            ],
+            loss_fn=loss,
+            topology=PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp),
+            partition_method=f"type:^{TransformerLayer.__name__}$",  # equally many in every stage
+            activation_checkpoint_interval=interval,
+            checkpointable_layers=[TransformerLayer.__name__],
+        )
         self.loss_parts = loss.part_names
         self._applies = [d.apply for d in definitions[self._local_start : self._local_stop]]
 
@@ -170,54 +172,27 @@ class Pipeline(PipelineModule):
         return run_layers(layers, stream, interval, self.activation_checkpoint_func)
 
 
-def _specification(d: LayerDefinition) -> LayerSpec:
-    return TiedLayerSpec(d.name, d.kind, **d.arguments) if d.tied else LayerSpec(d.kind, **d.arguments)
-
-
-def pipeline_module(
-    definitions: Sequence[LayerDefinition], loss: PipelineLoss, *, grid: ProcessGrid, checkpoint_interval: int
-) -> Pipeline:
-    """The layers as DeepSpeed pipeline stages with equally many transformer layers."""
-    return Pipeline(
-        definitions,
-        loss,
-        topology=PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp),
-        partition_method=f"type:^{TransformerLayer.__name__}$",
-        activation_checkpoint_interval=checkpoint_interval,
-        checkpointable_layers=[TransformerLayer.__name__],
-    )
-
-
-def run_layers(
-    layers: Sequence[tuple[Apply, nn.Module]], stream: Stream, interval: int, checkpoint: Callable
-) -> Stream:
+def run_layers(layers: Layers, stream: Stream, interval: int, checkpoint: Callable) -> Stream:
     """Every layer in turn; `checkpoint` recomputes transformer layers in chunks of `interval` (0: none)."""
     for chunk, recomputed in recomputed_chunks(layers, interval):
         if not recomputed:
             stream = _in_turn(chunk, stream)
-        elif isinstance(stream, torch.Tensor):
+        elif isinstance(stream, Tensor):
             stream = checkpoint(partial(_in_turn, chunk), stream)
         else:  # only x changes in a transformer layer; what rides along is no output of the recomputation
             x, *others = stream
-            stream = (checkpoint(partial(_first_in_turn, chunk), x, *others), *others)
+            stream = (checkpoint(lambda *x, chunk=chunk: _in_turn(chunk, x)[0], x, *others), *others)
     return stream
 
 
-def _in_turn(layers: Sequence[tuple[Apply, nn.Module]], stream: Stream) -> Stream:
+def _in_turn(layers: Layers, stream: Stream) -> Stream:
     for apply, layer in layers:
         stream = apply(layer, stream)
     return stream
 
 
-def _first_in_turn(layers: Sequence[tuple[Apply, nn.Module]], *stream: torch.Tensor | None) -> torch.Tensor:
-    return _in_turn(layers, stream)[0]
-
-
-def recomputed_chunks(layers: Sequence[tuple[Apply, nn.Module]], interval: int) -> list[tuple[list, bool]]:
-    """(consecutive layers, whether to keep only their input) in order.
-
-    Transformer layers by `interval`, others as they are.
-    """
+def recomputed_chunks(layers: Layers, interval: int) -> list[tuple[list, bool]]:
+    """(consecutive layers, whether to keep only their input), transformer layers by `interval`."""
     chunks: list[tuple[list, bool]] = []
     for apply, layer in layers:
         recomputed = interval > 0 and isinstance(layer, TransformerLayer)

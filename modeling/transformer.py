@@ -1,26 +1,22 @@
 """The transformer layer of GPT-2 and BERT, cut over a tensor-parallel group by heads and by MLP features.
 
-Shapes: B samples, S positions, H hidden size, t tensor-parallel ranks, N = heads/t heads of this rank, D =
-H/heads.
+Shapes: B samples, S positions, H hidden size, t tensor ranks, N = heads/t heads of this rank, D = H/heads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from modeling.banded_attention import banded_attention, prepared_mask
 from modeling.initialization import Init
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
+from modeling.parallel.process_grid import Group
 from modeling.parallel.random_state import dropout, tensor_parallel_random
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 GPT2_NORM_EPS, BERT_NORM_EPS = 1e-5, 1e-12  # of the original implementations
 
@@ -37,9 +33,7 @@ class LayerShape:
     post_norm: bool = False  # LayerNorm after each residual sum (original BERT) instead of before each branch
     tanh_gelu: bool = True  # the tanh form of GELU that GPT-2 was trained with; else the exact one
     norm_eps: float = GPT2_NORM_EPS
-    window: int | None = (
-        None  # causal: positions that each one sees, itself and those before it; None: all of them
-    )
+    window: int | None = None  # causal: positions that each one sees, itself and those before; None: all
 
 
 class LayerNorm(nn.Module):
@@ -51,11 +45,11 @@ class LayerNorm(nn.Module):
         self.weight = init.ones("weight", (hidden,))
         self.bias = init.zeros("bias", (hidden,))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
-def padding_mask(lengths: torch.Tensor, positions: int) -> torch.Tensor:
+def padding_mask(lengths: Tensor, positions: int) -> Tensor:
     """lengths (B,) -> (B, 1, 1, S), True for the keys that may be attended to: a sample's first `lengths`."""
     return (torch.arange(positions, device=lengths.device) < lengths[:, None])[:, None, None, :]
 
@@ -66,75 +60,64 @@ class Attention(nn.Module):
     Rows of the QKV weight are ordered (head, q/k/v, D), so that a block of rows is a block of heads.
     """
 
-    def __init__(self, shape: LayerShape, *, group: dist.ProcessGroup | None, init: Init):
+    def __init__(self, shape: LayerShape, *, group: Group, init: Init):
         super().__init__()
         self.local_heads = shape.heads // group_size(group)
         self.causal, self.window, self.head_size = shape.causal, shape.window, shape.hidden // shape.heads
-        self.block_mask: BlockMask | None = None  # of banded attention; see prepare
+        self.block_mask: Any = None  # flex_attention's; see prepare
         assert self.causal or self.window is None, "the band looks back only"
         self.dropout = shape.attention_dropout
         self.own_stream = group is not None and shape.attention_dropout > 0
-        self.qkv = ColumnParallelLinear(
-            shape.hidden, 3 * shape.hidden, group=group, init=init.child("qkv"), std=init.std
-        )
-        self.projection = RowParallelLinear(
-            shape.hidden, shape.hidden, group=group, init=init.child("projection"), std=init.residual_std
-        )
+        self.qkv = ColumnParallelLinear(shape.hidden, 3 * shape.hidden, group=group, init=init.child("qkv"))
+        projection = init.child("projection")
+        self.projection = RowParallelLinear(shape.hidden, shape.hidden, group=group, init=projection)
 
     def prepare(self, positions: int, device: torch.device, dtype: torch.dtype) -> None:
         """Make a banded layer's block mask, which depends on the length alone, before `forward` is traced."""
         if self.window is not None:
             self.block_mask = prepared_mask(device, dtype, positions, self.window, self.head_size)
 
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """x (B, S, H), lengths (B,) or None where nothing is padded -> (B, S, H).
 
         Without lengths no mask is built, which lets the fastest attention kernels run.
         """
         B, S, _ = x.shape
         qkv_BSN3D = self.qkv(x).view(B, S, self.local_heads, 3, -1)
-        q_BNSD, k_BNSD, v_BNSD = qkv_BSN3D.permute(3, 0, 2, 1, 4).unbind(0)
-        probability = self.dropout if self.training else 0.0
+        q, k, v = qkv_BSN3D.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
+        p = self.dropout if self.training else 0.0
         mask = None if lengths is None else padding_mask(lengths, S)
         assert mask is None or not self.causal, "causal samples are packed and have no padding"
         with tensor_parallel_random(self.own_stream and self.training):
             if self.window is None:
-                out_BNSD = F.scaled_dot_product_attention(
-                    q_BNSD, k_BNSD, v_BNSD, attn_mask=mask, dropout_p=probability, is_causal=self.causal
-                )
+                out_BNSD = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=p, is_causal=self.causal)
             else:
-                out_BNSD = banded_attention(
-                    q_BNSD, k_BNSD, v_BNSD, self.window, probability, mask=self.block_mask
-                )
+                out_BNSD = banded_attention(q, k, v, self.window, p, mask=self.block_mask)
         return self.projection(out_BNSD.transpose(1, 2).reshape(B, S, -1))
 
 
 class MLP(nn.Module):
     """H -> 4H -> H with a GELU between."""
 
-    def __init__(self, shape: LayerShape, *, group: dist.ProcessGroup | None, init: Init):
+    def __init__(self, shape: LayerShape, *, group: Group, init: Init):
         super().__init__()
-        wide = 4 * shape.hidden
+        hidden, wide = shape.hidden, 4 * shape.hidden
         self.gelu = "tanh" if shape.tanh_gelu else "none"
-        self.expand = ColumnParallelLinear(
-            shape.hidden, wide, group=group, init=init.child("expand"), std=init.std
-        )
-        self.contract = RowParallelLinear(
-            wide, shape.hidden, group=group, init=init.child("contract"), std=init.residual_std
-        )
+        self.expand = ColumnParallelLinear(hidden, wide, group=group, init=init.child("expand"))
+        self.contract = RowParallelLinear(wide, hidden, group=group, init=init.child("contract"))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.contract(F.gelu(self.expand(x), approximate=self.gelu))
 
 
 class TransformerLayer(nn.Module):
     """Attention, then MLP, each with dropout and a residual sum.
 
-    Pre-LN: x + branch(LN(x)), as in GPT-2 and Megatron-BERT (arXiv 1909.08053, figure 1b). Post-LN: LN(x +
-    branch(x)), as in the original BERT. Both have the same parameters.
+    Pre-LN: x + branch(LN(x)), as in GPT-2 and Megatron-BERT (arXiv 1909.08053, figure 1b).
+    Post-LN: LN(x + branch(x)), as in the original BERT. Both have the same parameters.
     """
 
-    def __init__(self, shape: LayerShape, *, group: dist.ProcessGroup | None, init: Init):
+    def __init__(self, shape: LayerShape, *, group: Group, init: Init):
         super().__init__()
         self.dropout, self.post_norm = shape.hidden_dropout, shape.post_norm
         self.attention_norm = LayerNorm(shape.hidden, init=init.child("attention_norm"), eps=shape.norm_eps)
@@ -142,7 +125,7 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = LayerNorm(shape.hidden, init=init.child("mlp_norm"), eps=shape.norm_eps)
         self.mlp = MLP(shape, group=group, init=init.child("mlp"))
 
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """x (B, S, H), lengths (B,) of what is not padding, or None -> (B, S, H)."""
         if self.post_norm:
             x = self.attention_norm(x + dropout(self.attention(x, lengths), self.dropout, self.training))

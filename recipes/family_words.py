@@ -1,7 +1,4 @@
-"""What people call a family of models, and what it predicts.
-
-Its modules are in `modeling/`, its tensors in `recipes.micro_batch`.
-"""
+"""What people call a family of models (its modules are in `modeling/`), and what it predicts."""
 
 from __future__ import annotations
 

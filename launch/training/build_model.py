@@ -12,9 +12,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_configs.plan import Plan
 from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
-from modeling.dtypes import DTYPES
 from modeling.families import family_of, model_shape
-from modeling.initialization import Init
+from modeling.initialization import DTYPES, Init
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.layout import padded_vocab
 from recipes.schema import Recipe
@@ -28,18 +27,12 @@ def band_kernel(plan: Plan) -> str | None:
     recipe, window = plan.recipe, plan.recipe.model.attention_window
     if window is None:
         return None
-    device, head_size = get_accelerator().device_name(), recipe.model.hidden // recipe.model.heads
-    kernel, why = choose(
-        device,
-        DTYPES[plan.precision],
-        recipe.dropout.attention,
-        recipe.sequence_length,
-        window,
-        head_size,
-        compiler=device == "cuda" and has_gpu_compiler(),
-    )
+    device, dtype, dropout = get_accelerator().device_name(), DTYPES[plan.precision], recipe.dropout.attention
+    length, head_size = recipe.sequence_length, recipe.model.hidden // recipe.model.heads
+    compiler = device == "cuda" and has_gpu_compiler()
+    kernel, why = choose(device, dtype, dropout, length, window, head_size, compiler=compiler)
     said = [f"{kernel} ({why})"]
-    if not computes_fewer_scores(kernel, recipe.sequence_length, window):
+    if not computes_fewer_scores(kernel, length, window):
         said.append("counted, not timed: no fewer scores than in dense layers")
     if device == "cuda":
         said.append("not measured on CUDA")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_configs.plan import Plan
 from launch.training.micro_batches import random_batch
-from modeling.dtypes import DTYPES
 from modeling.families import family_of, model_shape
-from modeling.initialization import Init
+from modeling.initialization import DTYPES, Init
 from modeling.layer_list import Stack
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
@@ -23,37 +22,28 @@ from modeling.transformer import Attention, LayerShape, TransformerLayer
 WARM_UP, TIMED = 2, 5  # passes
 
 
-class Gain(NamedTuple):
-    """Seconds of a forward and backward pass of `what`."""
-
-    what: str
-    eager: float
-    compiled: float
-
-    def __str__(self) -> str:
-        eager, compiled = 1e3 * self.eager, 1e3 * self.compiled
-        return f"{self.what} {compiled:.1f} ms instead of {eager:.1f} ms ({self.eager / self.compiled:.2f}x)"
+def _gain(what: str, eager: float, compiled: float) -> str:
+    """Of a forward and backward pass of `what`, in seconds."""
+    return f"{what} {1e3 * compiled:.1f} ms instead of {1e3 * eager:.1f} ms ({eager / compiled:.2f}x)"
 
 
 def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> str:
     """torch.compile `module` in place before DeepSpeed takes it; return a line with the measured gains.
 
     Collective. The whole model is compiled, or its transformer layers and its loss where something has to
-    happen between them: in the pipeline, which runs its layers itself, under recomputation, and under ZeRO-3,
-    which gathers parameters in hooks of each layer; there `forward` alone is compiled, so that the hooks stay
-    outside of it.
+    happen between them: in the pipeline, under recomputation, and under ZeRO-3, which gathers parameters in
+    hooks of each layer; there `forward` alone is compiled, so that the hooks stay outside.
     """
     seed_step(plan.recipe.seed, 0, grid.at)
     started = time.perf_counter()
     prepare(module, plan)
     if isinstance(module, Stack) and plan.zero_stage < 3 and not plan.recipe.checkpoint_interval:
-        gains = [Gain("a micro-batch", *_compile_whole(module, plan))]
+        gains = [_gain("a micro-batch", *_compile_whole(module, plan))]
     else:
         gains = _compile_layers(module, plan, grid)
     took = time.perf_counter() - started
-    said = ", ".join(map(str, gains))
-    measured = f"compiled: forward and backward of {said}; medians of {TIMED}"
-    return f"{measured}; compiling and measuring took {took:.0f} s"
+    measured = f"forward and backward of {', '.join(gains)}; medians of {TIMED}"
+    return f"compiled: {measured}; compiling and measuring took {took:.0f} s"
 
 
 def prepare(module: torch.nn.Module, plan: Plan) -> None:
@@ -68,15 +58,9 @@ def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
     """Compile the model; seconds eager and compiled of the model itself, whose gradients are dropped."""
     device = torch.device(get_accelerator().current_device_name())
     module.to(device=device, dtype=DTYPES[plan.precision]).train()
-    recipe = plan.recipe
-    batch = random_batch(
-        family_of(recipe.model).fields,
-        samples=plan.layout.micro,
-        length=recipe.sequence_length,
-        predictions=recipe.predictions,
-        vocabulary=recipe.model.vocab_size,
-        device=device,
-    )
+    recipe, model = plan.recipe, plan.recipe.model
+    sizes = plan.layout.micro, recipe.sequence_length, recipe.predictions, model.vocab_size
+    batch = random_batch(family_of(model).fields, *sizes, device)
 
     def loss() -> torch.Tensor:
         outcome = module(*batch)
@@ -89,7 +73,7 @@ def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
     return eager, compiled
 
 
-def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> list[Gain]:
+def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> list[str]:
     """Compile every transformer layer and the loss; the gain of every kind of layer.
 
     Measured on a layer made for it: those of the model may be partitioned, or lie on another stage.
@@ -107,7 +91,7 @@ def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> l
     for shape, count in kinds.items():
         kind = "dense" if shape.window is None else "banded"
         what = f"one {kind} layer ({count} of {layers})" if len(kinds) > 1 else "one transformer layer"
-        gains.append(Gain(what, *_time_layer(shape, plan, grid)))
+        gains.append(_gain(what, *_time_layer(shape, plan, grid)))
     return gains
 
 

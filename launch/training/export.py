@@ -7,9 +7,11 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from launch.checkpoints.checkpoint import Checkpoint, complete_checkpoints
 from launch.checkpoints.weights import load_tensors
@@ -21,10 +23,7 @@ from recipes.micro_batch import FIELDS
 from recipes.schema import Recipe
 
 TOLERANCE = 1e-4  # largest difference of a logit, relative to the largest logit where that is above 1
-SAMPLES, POSITIONS = (
-    2,
-    128,
-)  # random tokens that the comparison runs on; the second sample is padded where samples may be
+SAMPLES, POSITIONS = 2, 128  # random tokens to compare on; the second sample is padded where samples may be
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,7 @@ class ExportMismatch(RuntimeError):
 
 
 def recipe_of(run: Path) -> Recipe:
-    """The recipe of a run.
-
-    Raises ValueError where `run` is none, or where `transformers` has no such model.
-    """
+    """The recipe of a run. Raises ValueError where `run` is none, or `transformers` has no such model."""
     if not (run / "recipe.yaml").is_file():
         what = "is no run of this project (it holds no recipe.yaml)" if run.exists() else "does not exist"
         raise ValueError(f"{run} {what}: give a run directory, as pretrain.py printed it")
@@ -57,17 +53,13 @@ def recipe_of(run: Path) -> Recipe:
 
 
 def choose_checkpoint(run: Path, recipe: Recipe, step: int | None) -> Checkpoint:
-    """The complete checkpoint after `step` optimizer steps, or the newest.
-
-    Raises ValueError naming those that are there.
-    """
+    """The complete checkpoint after `step` steps, or the newest. Raises ValueError naming those there are."""
     found = {c.step: c for c in complete_checkpoints(run / "checkpoints")}
     if not found:
         raise ValueError(f"{run} holds no complete checkpoint: {_why_no_checkpoint(recipe)}")
     if step is not None and step not in found:
-        steps = ", ".join(map(str, found))
         came = f"--step {step}: {run} holds no complete checkpoint of that step"
-        raise ValueError(f"{came}, only of {steps}: give one of these")
+        raise ValueError(f"{came}, only of {', '.join(map(str, found))}: give one of these")
     return found[max(found) if step is None else step]
 
 
@@ -80,13 +72,7 @@ def _why_no_checkpoint(recipe: Recipe) -> str:
 
 
 def export(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerFast,
-    out: Path,
-    dtype: str,
-    *,
-    run: Path,
+    checkpoint: Checkpoint, recipe: Recipe, tokenizer: Tokenizer, out: Path, dtype: str, *, run: Path
 ) -> Export:
     """Export to the new directory `out`, which appears whole and checked or not at all.
 
@@ -94,7 +80,10 @@ def export(
         ValueError: `out` is not empty.
         ExportMismatch: `transformers` computes other logits than our model from the same weights.
     """
-    _refuse_occupied(out)
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"--out {out} is not empty, and nothing is overwritten: name a new directory")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: name a new directory")
     master = load_tensors(checkpoint.directory)
     rounded = {name: tensor.to(getattr(torch, dtype)) for name, tensor in master.items()}
 
@@ -106,13 +95,8 @@ def export(
         temporary.mkdir(parents=True)
         write_model(recipe, rounded, tokenizer, temporary)
         tokenizer.save_pretrained(temporary)
-        facts = dict(
-            run=str(run),
-            step=checkpoint.step,
-            dtype=dtype,
-            recipe_digest=catalog.digest(recipe),
-            title=recipe.title,
-        )
+        facts = dict(run=str(run), step=checkpoint.step, dtype=dtype)
+        facts |= dict(recipe_digest=catalog.digest(recipe), title=recipe.title)
         (temporary / "export.json").write_text(json.dumps(facts, indent=2) + "\n")
         difference = compare(ours, their_logits(recipe, temporary, batch), checkpoint.directory)
         os.replace(temporary, out)  # onto nothing, or onto an empty directory
@@ -121,20 +105,12 @@ def export(
     return Export(out, checkpoint.directory, checkpoint.step, dtype, difference, rounding)
 
 
-def _refuse_occupied(out: Path) -> None:
-    if out.is_dir() and any(out.iterdir()):
-        raise ValueError(f"--out {out} is not empty, and nothing is overwritten: name a new directory")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: name a new directory")
-
-
-@dataclass(frozen=True)
-class RandomBatch:
+class RandomBatch(NamedTuple):
     """Random inputs: tokens (B, S), token types (B, S) and lengths (B,) where the family has them."""
 
-    tokens: torch.Tensor
-    token_types: torch.Tensor | None
-    lengths: torch.Tensor | None
+    tokens: Tensor
+    token_types: Tensor | None
+    lengths: Tensor | None
 
     @staticmethod
     def of(recipe: Recipe) -> RandomBatch:
@@ -148,12 +124,7 @@ class RandomBatch:
         )
 
     @property
-    def arguments(self) -> tuple[torch.Tensor, ...]:
-        """What our plain model takes."""
-        return tuple(x for x in (self.tokens, self.token_types, self.lengths) if x is not None)
-
-    @property
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> Tensor:
         """(B, S), True for tokens that are not padding."""
         if self.lengths is None:
             return torch.ones_like(self.tokens, dtype=torch.bool)
@@ -163,22 +134,17 @@ class RandomBatch:
 def our_logits(recipe: Recipe, weights: Tensors, batch: RandomBatch) -> Logits:
     """From our own model in one process."""
     with torch.no_grad():
-        outcome = whole_model(recipe, weights)(*batch.arguments)
+        outcome = whole_model(recipe, weights)(*(x for x in batch if x is not None))
     logits, *sentence = outcome if isinstance(outcome, tuple) else (outcome,)
     tokens = logits[..., : recipe.model.vocab_size][batch.mask]
     return (tokens, *(x for x in sentence if x is not None))
 
 
-def write_model(
-    recipe: Recipe, weights: Tensors, tokenizer: PreTrainedTokenizerFast, directory: Path
-) -> None:
+def write_model(recipe: Recipe, weights: Tensors, tokenizer: Tokenizer, directory: Path) -> None:
     """Write config.json, model.safetensors and, of a GPT-2, generation_config.json."""
     conversion = family_of(recipe.model).conversion
-    config = conversion.config(
-        recipe.model, positions=recipe.sequence_length, hidden_dropout=recipe.dropout.hidden,
-        attention_dropout=recipe.dropout.attention, end_token=tokenizer.eos_token_id,
-        pad_token=tokenizer.pad_token_id or 0,
-    )  # fmt: skip
+    special = dict(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id or 0)
+    config = conversion.config(recipe.model, recipe.sequence_length, recipe.dropout, **special)
     with torch.device("meta"):
         model = conversion.model_class(recipe.model)(config)
     state = conversion.to_transformers(weights, recipe.model)
@@ -204,10 +170,8 @@ def compare(ours: Logits, theirs: Logits, source: Path) -> float:
         allowed = TOLERANCE * max(1.0, float(mine.abs().max()))
         if not difference <= allowed:  # NaN differs
             came = f"the logits of transformers differ from ours by {difference:.3g}, more than {allowed:.3g}"
-            raise ExportMismatch(
-                f"{came}: nothing was exported from {source}; with the pinned version of transformers "
-                "(requirements.txt) this is a bug of the conversion"
-            )
+            fix = "with the pinned version of transformers (requirements.txt) this is a bug of the conversion"
+            raise ExportMismatch(f"{came}: nothing was exported from {source}; {fix}")
     return _largest(ours, theirs)
 
 

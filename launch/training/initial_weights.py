@@ -13,24 +13,19 @@ from recipes.schema import Recipe
 from recipes.vocabularies import PUBLISHED_VOCABULARIES
 
 SAVED = "give a directory that save_pretrained wrote"
-TOKENIZERS = {
-    size: kind for kind, size in PUBLISHED_VOCABULARIES.items()
-}  # published vocabularies by their size
+TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}
 
 
 def check(path: str | Path, recipe: Recipe) -> None:
-    """Refuse initial weights that are not a `transformers` model of the recipe's kind and shape.
-
-    Says what else differs.
+    """Refuse initial weights that are not a `transformers` model of the recipe's kind; say what else differs.
 
     Reads no weights. Raises ValueError with every mismatch, and what to put on the command line instead.
     """
     directory = Path(path)
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
-        raise ValueError(
-            f"--init_from {path} {what}: give a directory that save_pretrained or launch/export_hf.py wrote"
-        )
+        fix = "give a directory that save_pretrained or launch/export_hf.py wrote"
+        raise ValueError(f"--init_from {path} {what}: {fix}")
     problems = []
     if not any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin")):
         problems.append(f"holds no weights, *.safetensors or pytorch_model*.bin: {SAVED}")
@@ -85,9 +80,9 @@ def _problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
     hidden, default = form.shape["model.hidden"]
     wide = 4 * config.get(hidden, default)
     width, standard = form.width
-    inner = (width, standard, (wide,) if standard else (wide, None))
-    for theirs, standard, allowed in (*form.fixed, inner):
-        value = config.get(theirs, standard)
+    inner = {width: (wide,) if standard else (wide, None)}
+    for theirs, allowed in {**form.fixed, **inner}.items():
+        value = config.get(theirs, standard if theirs == width else allowed[0])
         if value not in allowed:
             ours = f"our {form.model_type} has {allowed[0]}, and no switch"
             found.append(f"{theirs}={value}: {ours}; give other weights")

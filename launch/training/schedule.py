@@ -30,10 +30,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 class Schedule:
-    """Sets the learning rate of every parameter group.
-
-    DeepSpeed calls `step` after each optimizer step it did not skip.
-    """
+    """Sets the learning rate of every parameter group after each step that DeepSpeed did not skip."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe):
         self.optimizer, self.recipe, self.completed = optimizer, recipe, 0

@@ -47,11 +47,7 @@ class BertCounts(FamilyCounts):
         return vocab + dense + 2 * model.hidden + sentence
 
     def head_operations(self, model: Model, length: int, vocab: int, predictions: int | None) -> int:
-        """What the heads compute.
-
-        At P positions (None: all S) the dense layer and the decoder, 2 P h^2 + 2 P h V; the sentence head
-        sees the first position only, 2 h^2 + 4 h.
-        """
+        """At P (None: S) positions dense and decoder, 2 P h^2 + 2 P h V; sentence head once, 2 h^2 + 4 h."""
         masked = 2 * (length if predictions is None else predictions) * model.hidden * (model.hidden + vocab)
         sentence = 2 * model.hidden * (model.hidden + SENTENCE_CLASSES)
         return masked + (sentence if model.sentence_head != "none" else 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from modeling.cost.families import COUNTS
 from modeling.cost.parameter_count import parameters
 from recipes.schema import Model
@@ -54,13 +56,7 @@ def exact_tflops(flops_per_step: float, seconds: float, gpus: int) -> float:
 
 
 def published_tflops(
-    parameters: float,
-    sequence_length: int,
-    global_batch: int,
-    seconds: float,
-    gpus: int,
-    *,
-    checkpointing: bool,
+    parameters: float, length: int, batch: int, seconds: float, gpus: int, *, checkpointing: bool
 ) -> float:
     """TFLOPS per GPU by the formula of the published tables ("GPT2 Experiments", Jean Zay HPC):
 
@@ -71,31 +67,17 @@ def published_tflops(
     in the source.
     """
     passes = 4 if checkpointing else 3
-    return parameters / 1e9 * passes * 2 * sequence_length * global_batch / (seconds * gpus * 1000)
+    return parameters / 1e9 * passes * 2 * length * batch / (seconds * gpus * 1000)
 
 
 def tflops(
-    model: Model,
-    sequence_length: int,
-    global_batch: int,
-    seconds: float,
-    gpus: int,
-    *,
-    padded_vocab: int,
-    checkpointing: bool,
-    predictions: int | None = None,
+    model: Model, length: int, batch: int, seconds: float, gpus: int, *, checkpointing: bool, **more: Any
 ) -> tuple[float, float]:
-    """TFLOPS per GPU of a step: by the published formula with the model's own size, and by exact count."""
-    size = parameters(model, sequence_length)
-    flops = exact_flops_per_step(
-        model,
-        sequence_length,
-        global_batch,
-        padded_vocab=padded_vocab,
-        checkpointing=checkpointing,
-        predictions=predictions,
-    )
-    by_formula = published_tflops(
-        size, sequence_length, global_batch, seconds, gpus, checkpointing=checkpointing
-    )
+    """TFLOPS per GPU of a step: by the published formula with the model's own size, and by exact count.
+
+    `more`: `padded_vocab` and `predictions` as `exact_flops_per_step` takes them.
+    """
+    size = parameters(model, length)
+    flops = exact_flops_per_step(model, length, batch, checkpointing=checkpointing, **more)
+    by_formula = published_tflops(size, length, batch, seconds, gpus, checkpointing=checkpointing)
     return by_formula, exact_tflops(flops, seconds, gpus)

@@ -40,18 +40,17 @@ def placed_state_bytes(
     """The same where it lies at the fullest moment of a step, which is when Adam gets its gradients in fp32.
 
     Nothing offloaded: ZeRO-0 in half precision holds all gradients in fp32 until the step is done
-    (launch/deepspeed_fixes/zero0.py), in
-    place of those in half precision: 18 bytes per parameter. Stages 1 and 2 replace those of the rank's
-    partition: w + max(g, 4 / N_d) + 12 / N_d. Stage 3 adds them for one sub-group of `sub_group` elements
-    after the other.
+    (launch/deepspeed_fixes/zero0.py), in place of those in half precision: 18 bytes per parameter. Stages 1
+    and 2 replace those of the rank's partition: w + max(g, 4 / N_d) + 12 / N_d. Stage 3 adds them for one
+    sub-group of `sub_group` elements after the other.
 
     Optimizer offloaded (ZeRO-Offload, arXiv 2101.06840, section 4; DeepSpeed 0.19.8): the host holds the
     partition's 12 bytes of optimizer states and 4 of fp32 gradients, 16, which is what deepspeed's
-    estimate_zero2_model_states_mem_needs counts. The code holds one more
-    copy of the partition in the precision of training, which makes 18: stages 1 and 2 (stage_1_and_2.py) of
-    the weights on their way to the GPU, and with gradient accumulation of the gradients as well; stage 3
-    (stage3.py) of the gradients. On the GPU stay the weights. On NVMe lie the 16 bytes, that copy stays on
-    the host. Staging buffers of a bucket or of a parameter come on top.
+    estimate_zero2_model_states_mem_needs counts. The code holds one more copy of the partition in the
+    precision of training, which makes 18: stages 1 and 2 (stage_1_and_2.py) of the weights on their way to
+    the GPU, and with gradient accumulation of the gradients as well; stage 3 (stage3.py) of the gradients. On
+    the GPU stay the weights. On NVMe lie the 16 bytes, that copy stays on the host. Staging buffers of a
+    bucket or of a parameter come on top.
 
     Args:
         optimizer, weights: where the optimizer states with the step, and the weights of stage 3, lie: gpu,

@@ -9,23 +9,16 @@ slice holds whole heads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import Tensor
 
-from modeling.huggingface.conversion import (
-    Conversion,
-    Entry,
-    Form,
-    Logits,
-    Tensors,
-    check_names,
-    to_canonical,
-)
+from modeling.huggingface import conversion
+from modeling.huggingface.conversion import NO_DROPOUT, Conversion, Entry, Form, Logits, Tensors
 from modeling.transformer import BERT_NORM_EPS
-from recipes.schema import Model
+from recipes.schema import Dropout, Model
 
 PARAMETERS = {
     "word.weight": "bert.embeddings.word_embeddings.weight",
@@ -48,8 +41,7 @@ SENTENCE_HEAD = {"head.pooler": "bert.pooler.dense", "head.sentence": "cls.seq_r
 DECODER_BIAS = Entry("decoder_bias.bias", ("cls.predictions.bias",))
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a placement of LayerNorm has its norms, and what `transformers` calls the model."""
 
     top: Mapping[str, str]
@@ -57,17 +49,11 @@ class Placement:
     prefix: str  # of the names of their classes
 
 
+_POST_NORMS = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
+_PRE_NORMS = {"attention_norm": "attention.ln", "mlp_norm": "ln"}
 PLACEMENTS = {
-    "post": Placement(
-        {"embedding.norm": "bert.embeddings.LayerNorm"},
-        {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"},
-        "Bert",
-    ),
-    "pre": Placement(
-        {"final_norm": "bert.encoder.ln"},
-        {"attention_norm": "attention.ln", "mlp_norm": "ln"},
-        "MegatronBert",
-    ),
+    "post": Placement({"embedding.norm": "bert.embeddings.LayerNorm"}, _POST_NORMS, "Bert"),
+    "pre": Placement({"final_norm": "bert.encoder.ln"}, _PRE_NORMS, "MegatronBert"),
 }
 
 # Copies of tied tensors, and a buffer that old checkpoints stored.
@@ -78,13 +64,13 @@ TIED = {
 BUFFERS = frozenset({"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"})
 
 
-def _fused(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
+def _fused(parts: Sequence[Tensor], heads: int) -> Tensor:
     """Query, key and value, each (heads x D, ...), -> (heads x 3 x D, ...)."""
     by_head = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
     return torch.stack(by_head, dim=1).reshape(-1, *parts[0].shape[1:])
 
 
-def _apart(fused: torch.Tensor, heads: int) -> Sequence[torch.Tensor]:
+def _apart(fused: Tensor, heads: int) -> Sequence[Tensor]:
     """(heads x 3 x D, ...) -> query, key and value, each (heads x D, ...)."""
     by_part = fused.view(heads, 3, -1, *fused.shape[1:]).unbind(1)
     return [part.reshape(-1, *fused.shape[1:]) for part in by_part]
@@ -96,19 +82,15 @@ QKV = Form(to_theirs=_apart, to_ours=_fused)
 def name_map(model: Model) -> Iterator[Entry]:
     """Every parameter of the model; three of theirs where ours is fused."""
     placement = PLACEMENTS[model.layer_norm]
-    sentence_head = SENTENCE_HEAD if model.sentence_head != "none" else {}
     yield from (Entry(ours, (theirs,)) for ours, theirs in PARAMETERS.items())
     modules = [Entry(ours, (theirs,)) for ours, theirs in placement.top.items()]
     for i in range(model.layers):
-        theirs_here = f"bert.encoder.layer.{i}."
-        modules.append(
-            Entry(f"layers.{i}.attention.qkv", tuple(theirs_here + name for name in QKV_NAMES), QKV)
-        )
-        modules += [
-            Entry(f"layers.{i}.{ours}", (theirs_here + theirs,))
-            for ours, theirs in {**PER_LAYER, **placement.per_layer}.items()
-        ]
-    modules += [Entry(ours, (theirs,)) for ours, theirs in {**MASKED_HEAD, **sentence_head}.items()]
+        here, there = f"layers.{i}.", f"bert.encoder.layer.{i}."
+        modules.append(Entry(f"{here}attention.qkv", tuple(there + name for name in QKV_NAMES), QKV))
+        one_to_one = {**PER_LAYER, **placement.per_layer}.items()
+        modules += [Entry(here + ours, (there + theirs,)) for ours, theirs in one_to_one]
+    heads = MASKED_HEAD | (SENTENCE_HEAD if model.sentence_head != "none" else {})
+    modules += [Entry(ours, (theirs,)) for ours, theirs in heads.items()]
     for ours, theirs, form in modules:
         for leaf in ("weight", "bias"):
             yield Entry(f"{ours}.{leaf}", tuple(f"{name}.{leaf}" for name in theirs), form)
@@ -117,47 +99,36 @@ def name_map(model: Model) -> Iterator[Entry]:
 
 def from_transformers(
     theirs: Tensors, model: Model, *, allow_missing_heads: bool = False
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """The state dict of a `transformers` BERT of this placement -> canonical float32 weights.
 
     A pooler and a sentence head are left out where the model has none. `allow_missing_heads`: parameters of
-    heads that the weights lack (those of a `BertModel`) are missing in the result as well, for the caller to
-    fill in.
+    heads that the weights lack (as a `BertModel`'s do) are missing in the result too, for the caller to fill.
 
-    Raises ValueError naming missing and unexpected tensors, or where the decoder is not tied to the
-    embedding.
+    Raises ValueError naming missing and unexpected tensors, or where decoder and embedding are not tied.
     """
     found = _under_one_name(theirs)
     if model.sentence_head == "none":
         unused = tuple(f"{name}." for name in SENTENCE_HEAD.values())
         found = {name: tensor for name, tensor in found.items() if not name.startswith(unused)}
     entries = list(name_map(model))
-    missing_heads = [e for e in entries if _of_heads(e.ours) and not any(name in found for name in e.theirs)]
+    heads = [entry for entry in entries if entry.ours.startswith(("head.", "decoder_bias."))]
+    missing_heads = [entry for entry in heads if found.keys().isdisjoint(entry.theirs)]
     if allow_missing_heads:
         entries = [entry for entry in entries if entry not in missing_heads]
     elif missing_heads and not any(name.startswith("cls.") for name in found):
         missing = ", ".join(entry.ours for entry in missing_heads[:4])
-        raise ValueError(
-            f"transformers weights without heads ({missing}, ... are missing): pretraining starts from a "
-            f"{class_name(model)}; a bare {PLACEMENTS[model.layer_norm].prefix}Model has no head to "
-            "predict tokens with"
-        )
+        came = f"transformers weights without heads ({missing}, ... are missing)"
+        bare = f"a bare {PLACEMENTS[model.layer_norm].prefix}Model has no head to predict tokens with"
+        raise ValueError(f"{came}: pretraining starts from a {class_name(model)}; {bare}")
     keys = "model.layers, model.family, model.layer_norm and model.sentence_head"
-    check_names(
-        set(found), {name for entry in entries for name in entry.theirs}, "transformers weights", keys
-    )
-    return to_canonical(found, entries, model.heads)
+    return conversion.to_canonical(found, entries, model.heads, keys)
 
 
-def _of_heads(ours: str) -> bool:
-    return ours.startswith(("head.", "decoder_bias."))
-
-
-def _under_one_name(theirs: Tensors) -> dict[str, torch.Tensor]:
+def _under_one_name(theirs: Tensors) -> dict[str, Tensor]:
     """Their tensors under the names of `BertForPreTraining`, each once.
 
-    Handles a bare `BertModel` (no prefix), LayerNorm's gamma and beta of checkpoints made from TensorFlow's,
-    and tied copies.
+    Handles a bare `BertModel` (no prefix), LayerNorm's gamma and beta of TensorFlow, and tied copies.
     """
     found = {}
     for name, tensor in theirs.items():
@@ -166,13 +137,10 @@ def _under_one_name(theirs: Tensors) -> dict[str, torch.Tensor]:
         if name not in BUFFERS:
             found[name] = tensor
     for copy, original in TIED.items():
-        if (tied := found.pop(copy, None)) is None:
-            continue
-        if not torch.equal(found.setdefault(original, tied), tied):
-            raise ValueError(
-                f"transformers weights have a {copy} of its own: in our BERT it is the same tensor as "
-                f"{original}"
-            )
+        tied = found.pop(copy, None)
+        if tied is not None and not torch.equal(found.setdefault(original, tied), tied):
+            came = f"transformers weights have a {copy} of its own"
+            raise ValueError(f"{came}: in our BERT it is the same tensor as {original}")
     return found
 
 
@@ -183,27 +151,19 @@ def class_name(model: Model) -> str:
 
 
 def config(
-    model: Model,
-    *,
-    positions: int,
-    hidden_dropout: float = 0.0,
-    attention_dropout: float = 0.0,
-    end_token: int | None = None,
-    pad_token: int = 0,
+    model: Model, positions: int, dropout: Dropout = NO_DROPOUT, end: int | None = None, pad: int = 0
 ) -> transformers.PretrainedConfig:
-    """The `BertConfig` or `MegatronBertConfig` of the same model; `end_token` is GPT-2's."""
-    kind = getattr(transformers, PLACEMENTS[model.layer_norm].prefix + "Config")
-    return kind(
+    """The `BertConfig` or `MegatronBertConfig` of the same model; `end` is GPT-2's."""
+    return getattr(transformers, PLACEMENTS[model.layer_norm].prefix + "Config")(
         vocab_size=model.vocab_size, max_position_embeddings=positions, hidden_size=model.hidden,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads, intermediate_size=4 * model.hidden, hidden_act="gelu",
-        layer_norm_eps=BERT_NORM_EPS,
-        type_vocab_size=2, hidden_dropout_prob=hidden_dropout, attention_probs_dropout_prob=attention_dropout,
-        pad_token_id=pad_token, tie_word_embeddings=True,
+        num_hidden_layers=model.layers, num_attention_heads=model.heads, intermediate_size=4 * model.hidden,
+        hidden_act="gelu", layer_norm_eps=BERT_NORM_EPS, type_vocab_size=2, pad_token_id=pad,
+        hidden_dropout_prob=dropout.hidden, attention_probs_dropout_prob=dropout.attention,
+        tie_word_embeddings=True,
     )  # fmt: skip
 
 
-def logits(model: Any, tokens: torch.Tensor, token_types: torch.Tensor, mask: torch.Tensor) -> Logits:
+def logits(model: Any, tokens: Tensor, token_types: Tensor, mask: Tensor) -> Logits:
     """Of every token that is not padding, and of the sentence head where the model has one."""
     outcome = model(tokens, attention_mask=mask.long(), token_type_ids=token_types)
     if "prediction_logits" in outcome:
@@ -211,19 +171,12 @@ def logits(model: Any, tokens: torch.Tensor, token_types: torch.Tensor, mask: to
     return (outcome.logits[mask],)
 
 
-CONVERSION = Conversion(
-    class_name=class_name,
-    config=config,
-    name_map=name_map,
-    from_transformers=from_transformers,
-    copies=frozenset(TIED),
-    logits=logits,
-    usage="""\
+USAGE = """\
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 model = AutoModelForMaskedLM.from_pretrained("{directory}")
 tokenizer = AutoTokenizer.from_pretrained("{directory}")
 masked = tokenizer({prompt}, return_tensors="pt")
 guesses = model(**masked).logits.argmax(-1)
 filled = guesses.where(masked.input_ids == tokenizer.mask_token_id, masked.input_ids)
-print(tokenizer.decode(filled[0], skip_special_tokens=True))""",
-)
+print(tokenizer.decode(filled[0], skip_special_tokens=True))"""
+CONVERSION = Conversion(class_name, config, name_map, from_transformers, frozenset(TIED), logits, USAGE)

@@ -1,7 +1,6 @@
 """Conversion between canonical weights and those of `transformers`, by one name map for each family.
 
-A family's map (`gpt2.py`, `bert.py`) lists every parameter: our name, theirs (several where ours is fused),
-and the change of form.
+A family's map (`gpt2.py`, `bert.py`) lists every parameter: our name, theirs (several if fused), the form.
 """
 
 from __future__ import annotations
@@ -14,21 +13,20 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor
 
-from recipes.schema import Model
+from recipes.schema import Dropout, Model
 
-Tensors = Mapping[str, torch.Tensor]
-Logits = tuple[torch.Tensor, ...]  # of tokens that are not padding (tokens, V); of a sentence head (B, 2)
+NO_DROPOUT = Dropout()
+Tensors = Mapping[str, Tensor]
+Logits = tuple[Tensor, ...]  # of tokens that are not padding (tokens, V); of a sentence head (B, 2)
 
 
 class Form(NamedTuple):
-    """How a canonical tensor and those of `transformers` become each other.
+    """How a canonical tensor and those of `transformers` become each other, by the number of heads."""
 
-    The number is that of attention heads.
-    """
-
-    to_theirs: Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
-    to_ours: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
+    to_theirs: Callable[[Tensor, int], Sequence[Tensor]]
+    to_ours: Callable[[Sequence[Tensor], int], Tensor]
 
 
 SAME = Form(lambda ours, heads: (ours,), lambda theirs, heads: theirs[0])
@@ -49,21 +47,19 @@ class Conversion:
 
     Attributes:
         class_name: of the class that holds the model with its heads.
-        config: (model, positions=, hidden_dropout=, attention_dropout=, end_token=, pad_token=) -> its
-            configuration. `end_token` ends a document of GPT-2, `pad_token` is BERT's padding.
+        config: (model, positions, dropout, end= a document of GPT-2, pad= a BERT's sample) -> configuration.
         name_map: every parameter of the model.
         from_transformers: a state dict -> canonical float32 weights; raises ValueError naming missing and
             unexpected tensors.
         copies: names of tied tensors, which no export holds.
-        logits: (a `transformers` model, tokens (B, S), token types (B, S) or None, mask (B, S), True where
-            there is no padding).
+        logits: (a `transformers` model, tokens (B, S), token types (B, S) or None, mask (B, S): no padding).
         usage: lines of Python that use an exported `{directory}` on a `{prompt}`.
     """
 
     class_name: Callable[[Model], str]
     config: Callable[..., transformers.PretrainedConfig]
     name_map: Callable[[Model], Iterable[Entry]]
-    from_transformers: Callable[[Tensors, Model], dict[str, torch.Tensor]]
+    from_transformers: Callable[[Tensors, Model], dict[str, Tensor]]
     copies: frozenset[str]
     logits: Callable[..., Logits]
     usage: str
@@ -72,7 +68,7 @@ class Conversion:
         """The class that `class_name` names."""
         return getattr(transformers, self.class_name(model))
 
-    def to_transformers(self, ours: Tensors, model: Model) -> dict[str, torch.Tensor]:
+    def to_transformers(self, ours: Tensors, model: Model) -> dict[str, Tensor]:
         """Canonical weights -> the state dict of `model_class`, tied copies left out.
 
         Raises ValueError as `check_convertible` does, or naming missing and unexpected tensors.
@@ -82,25 +78,24 @@ class Conversion:
         check_names(set(ours), {entry.ours for entry in entries}, "canonical weights")
         return {
             name: part.contiguous()
-            for entry in entries
-            for name, part in zip(
-                entry.theirs, entry.form.to_theirs(ours[entry.ours], model.heads), strict=True
-            )
+            for mine, theirs, form in entries
+            for name, part in zip(theirs, form.to_theirs(ours[mine], model.heads), strict=True)
         }
 
-    def read(self, directory: str | Path, model: Model) -> dict[str, torch.Tensor]:
-        """Canonical weights of the model saved in `directory`.
-
-        Raises ValueError where it holds no such model.
-        """
+    def read(self, directory: str | Path, model: Model) -> dict[str, Tensor]:
+        """Canonical weights of the model saved in `directory`. Raises ValueError where it holds none."""
         return self.from_transformers(read_state_dict(directory), model)
 
 
-def to_canonical(found: Tensors, entries: Iterable[Entry], heads: int) -> dict[str, torch.Tensor]:
-    """The float32 tensors of `entries` from the state dict that has them."""
+def to_canonical(
+    found: Tensors, entries: Iterable[Entry], heads: int, keys: str = "model.layers and model.family"
+) -> dict[str, Tensor]:
+    """The float32 tensors of `entries` from the state dict that has them; raises as `check_names` does."""
+    entries = list(entries)
+    check_names(set(found), {n for entry in entries for n in entry.theirs}, "transformers weights", keys)
     return {
-        entry.ours: entry.form.to_ours([found[name].float() for name in entry.theirs], heads).contiguous()
-        for entry in entries
+        ours: form.to_ours([found[name].float() for name in theirs], heads).contiguous()
+        for ours, theirs, form in entries
     }
 
 
@@ -115,23 +110,17 @@ def check_convertible(model: Model) -> None:
         )
 
 
-def read_state_dict(directory: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors that `save_pretrained` wrote to `directory` (safetensors, one file or several; or .bin).
-
-    Raises ValueError where there are none.
-    """
-    files = sorted(Path(directory).glob("*.safetensors"))
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        tensors.update(load_file(file))
-    if not files:
-        for file in sorted(Path(directory).glob("pytorch_model*.bin")):
+def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
+    """All tensors that `save_pretrained` wrote (safetensors, else .bin). Raises ValueError where none."""
+    directory, tensors = Path(directory), {}
+    for file in sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin")):
+        if file.suffix == ".bin":
             tensors.update(torch.load(file, map_location="cpu", weights_only=True))
+        else:
+            tensors.update(load_file(file))
     if not tensors:
-        raise ValueError(
-            f"{directory} holds neither *.safetensors nor pytorch_model*.bin: give a directory that "
-            "save_pretrained wrote"
-        )
+        came = f"{directory} holds neither *.safetensors nor pytorch_model*.bin"
+        raise ValueError(f"{came}: give a directory that save_pretrained wrote")
     return tensors
 
 
@@ -140,7 +129,6 @@ def check_names(
 ) -> None:
     """Raises ValueError naming missing and unexpected tensors, and the recipe's `keys` that decide."""
     if found != expected:
-        raise ValueError(
-            f"{what} are not those of this model: missing {sorted(expected - found)[:5] or 'nothing'}, "
-            f"unexpected {sorted(found - expected)[:5] or 'nothing'}; check {keys}"
-        )
+        missing, more = (sorted(names)[:5] or "nothing" for names in (expected - found, found - expected))
+        came = f"{what} are not those of this model: missing {missing}, unexpected {more}"
+        raise ValueError(f"{came}; check {keys}")

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+
+from modeling.parallel.process_grid import Group
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -17,8 +20,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup
-    ) -> torch.Tensor:  # (B, S, V/t) float32, (B, S)
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:  # (B, S, V/t) float32, (B, S)
         columns = logits.shape[-1]
         largest = logits.amax(-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -38,30 +41,20 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return total.log() - target_logit
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # (B, S)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # (B, S)
         softmax, local, foreign = ctx.saved_tensors
         own = (~foreign).to(softmax.dtype).unsqueeze(-1)
         return softmax.scatter_add(-1, local.unsqueeze(-1), -own) * gradient.unsqueeze(-1), None, None
 
 
-def token_losses(
-    logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Cross-entropy of every token in nats, float32.
-
-    Logits (B, S, V/t) of any precision, targets (B, S) -> (B, S).
-    """
+def token_losses(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
+    """Logits (B, S, V/t) of any precision, targets (B, S) -> cross-entropy (B, S) in nats, float32."""
     logits = logits.float()
     if group is None:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     return _VocabParallelCrossEntropy.apply(logits, targets, group)
 
 
-def weighted_loss(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Sum of token losses times `weights` (B, S).
-
-    The loader sets weights so that micro-batches average to the step's mean.
-    """
+def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor, group: Group) -> Tensor:
+    """Sum of token losses times `weights` (B, S), by which micro-batches average to the step's mean."""
     return (token_losses(logits, targets, group) * weights).sum()

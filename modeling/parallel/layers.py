@@ -10,47 +10,47 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from modeling.initialization import Init, Shard
 from modeling.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
+from modeling.parallel.process_grid import Group
 
 
-def group_size(group: dist.ProcessGroup | None) -> int:
+def group_size(group: Group) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
 class ColumnParallelLinear(nn.Module):
     """Y_i = X A_i + b_i: the output features are cut; the input is whole on every rank. Begins with f."""
 
-    def __init__(self, inputs: int, outputs: int, *, group: dist.ProcessGroup | None, init: Init, std: float):
+    def __init__(self, inputs: int, outputs: int, *, group: Group, init: Init):
         super().__init__()
         self.group = group
         shard = Shard.over(group, 0)
-        self.weight = init.normal(
-            "weight", (outputs, inputs), std, shard=shard
-        )  # (outputs/t, inputs) on this rank
+        self.weight = init.normal("weight", (outputs, inputs), init.std, shard=shard)  # (outputs/t, inputs)
         self.bias = init.zeros("bias", (outputs,), shard=shard)  # (outputs/t,)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, inputs) -> (B, S, outputs/t)
+    def forward(self, x: Tensor) -> Tensor:  # (B, S, inputs) -> (B, S, outputs/t)
         return F.linear(copy_to_tensor_parallel(x, self.group), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
     """Y = sum_i X_i A_i + b: the input features are cut; the output is whole on every rank. Ends with g.
 
-    The bias is added once, after the sum, and is a duplicated parameter.
+    The bias is added once, after the sum, and is duplicated. Initial weights are those of a branch's end.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, group: dist.ProcessGroup | None, init: Init, std: float):
+    def __init__(self, inputs: int, outputs: int, *, group: Group, init: Init):
         super().__init__()
         self.group = group
+        shard = Shard.over(group, 1)
         self.weight = init.normal(
-            "weight", (outputs, inputs), std, shard=Shard.over(group, 1)
-        )  # (outputs, inputs/t)
+            "weight", (outputs, inputs), init.residual_std, shard=shard
+        )  # cut by columns
         self.bias = init.zeros("bias", (outputs,))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, inputs/t) -> (B, S, outputs)
+    def forward(self, x: Tensor) -> Tensor:  # (B, S, inputs/t) -> (B, S, outputs)
         if self.group is None:
             return F.linear(x, self.weight, self.bias)
         return reduce_from_tensor_parallel(F.linear(x, self.weight), self.group) + self.bias
@@ -63,22 +63,19 @@ class VocabParallelEmbedding(nn.Module):
     Rows of padding are zero, get no gradient and no logit, so that the loss does not depend on the padding.
     """
 
-    def __init__(
-        self, vocab: int, padded: int, hidden: int, *, group: dist.ProcessGroup | None, init: Init, std: float
-    ):
+    def __init__(self, vocab: int, padded: int, hidden: int, *, group: Group, init: Init):
         super().__init__()
         self.group = group
         shard = Shard.over(group, 0, padded)
-        self.weight = init.normal("weight", (vocab, hidden), std, shard=shard)  # (V/t, H) on this rank
-        rows = padded // shard.size
-        self.first = shard.rank * rows  # first token of this rank
-        self.valid = max(0, min(rows, vocab - self.first))  # rows that are tokens, not padding
-        self.rows = rows
+        self.weight = init.normal("weight", (vocab, hidden), init.std, shard=shard)  # (V/t, H) on this rank
+        self.rows = padded // shard.size
+        self.first = shard.rank * self.rows  # first token of this rank
+        self.valid = max(0, min(self.rows, vocab - self.first))  # rows that are tokens, not padding
 
-    def forward(self, x: torch.Tensor, project: bool = False) -> torch.Tensor:
+    def forward(self, x: Tensor, project: bool = False) -> Tensor:
         return self._logits(x) if project else self._embed(x)
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, S) -> (B, S, H)
+    def _embed(self, tokens: Tensor) -> Tensor:  # (B, S) -> (B, S, H)
         if self.group is None:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first
@@ -86,9 +83,7 @@ class VocabParallelEmbedding(nn.Module):
         embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
         return reduce_from_tensor_parallel(embedded.masked_fill(foreign.unsqueeze(-1), 0.0), self.group)
 
-    def _logits(
-        self, x: torch.Tensor
-    ) -> torch.Tensor:  # (B, S, H) -> (B, S, V/t); without padding when t = 1
+    def _logits(self, x: Tensor) -> Tensor:  # (B, S, H) -> (B, S, V/t); t = 1: without padding
         if self.group is None:
             return F.linear(x, self.weight[: self.valid])
         logits = F.linear(copy_to_tensor_parallel(x, self.group), self.weight)

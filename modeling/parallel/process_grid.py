@@ -11,19 +11,20 @@ pp=2:
     tensor groups    [0 1] [2 3] [4 5] [6 7]    share every layer
     data groups      [0 2] [1 3] [4 6] [5 7]    hold the same slice, see other samples
     pipeline groups  [0 4] [1 5] [2 6] [3 7]    hold consecutive layers
-
-Pure functions first, process groups last.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+Group = dist.ProcessGroup | None  # of tensor parallelism; None: one rank
 
-@dataclass(frozen=True)
-class Coordinates:
+
+class Coordinates(NamedTuple):
     """Place of one rank in the grid."""
 
     tp: int
@@ -52,20 +53,19 @@ def pipeline_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
 
 def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
     """Create every group of the list, in the same order on every rank as NCCL and gloo demand; one's own."""
-    own = None
-    for ranks in groups:
-        group = dist.new_group(ranks)
-        if rank in ranks:
-            own = group
-    assert own is not None, f"rank {rank} is in none of {groups}"
-    return own
+    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    return next(group for ranks, group in made if rank in ranks)
+
+
+def _getter(path: str) -> Callable[[ProcessGrid], Any]:
+    """A method that returns the attribute at `path`."""
+    return lambda grid: attrgetter(path)(grid)
 
 
 class ProcessGrid:
-    """Process groups of one layout. Serves DeepSpeed as its `mpu` object.
+    """Process groups of one layout, DeepSpeed's `mpu` object.
 
-    It deliberately lacks `initialize_sequence_parallel`: DeepSpeed switches the tensor-parallel norm off when
-    `mpu` has it.
+    It lacks `initialize_sequence_parallel`: with it, DeepSpeed switches the tensor-parallel norm off.
     """
 
     def __init__(self, tp: int, pp: int, dp: int):
@@ -77,35 +77,15 @@ class ProcessGrid:
         self.tensor_group = _own_group(tensor_groups(tp, pp, dp), self.rank)
         self.data_group = _own_group(data_groups(tp, pp, dp), self.rank)
         self.pipeline_group = _own_group(pipeline_groups(tp, pp, dp), self.rank)
-        # Small messages between hosts' CPUs (stop requests, barriers): no accelerator stream has to wait for
-        # them.
+        # Small messages between hosts' CPUs (stop requests, barriers), on no accelerator's stream.
         self.control_group = dist.new_group(backend="gloo")
 
     # What DeepSpeed calls on an `mpu`.
-    def get_model_parallel_rank(self) -> int:
-        return self.at.tp
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.tp
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.tensor_group
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return self.at.pp
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self.pp
-
-    def get_data_parallel_rank(self) -> int:
-        return self.at.dp
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.dp
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.data_group
+    get_model_parallel_rank = get_tensor_model_parallel_rank = _getter("at.tp")
+    get_model_parallel_world_size = get_tensor_model_parallel_world_size = _getter("tp")
+    get_model_parallel_group = get_tensor_model_parallel_group = _getter("tensor_group")
+    get_pipeline_model_parallel_rank = _getter("at.pp")
+    get_pipeline_model_parallel_world_size = _getter("pp")
+    get_data_parallel_rank = _getter("at.dp")
+    get_data_parallel_world_size = _getter("dp")
+    get_data_parallel_group = _getter("data_group")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -36,17 +36,9 @@ def seed_step(seed: int, step: int, at: Coordinates) -> None:
     tracker.add(TENSOR_PARALLEL_STREAM, _seed(seed, step, "inside", at.pp, at.dp, at.tp))
 
 
-@contextlib.contextmanager
-def tensor_parallel_random(active: bool) -> Iterator[None]:
-    """Draw from this tensor rank's own stream.
-
-    `active` is False where nothing is drawn or there is one tensor rank.
-    """
-    if not active:
-        yield
-        return
-    with get_cuda_rng_tracker().fork(TENSOR_PARALLEL_STREAM):
-        yield
+def tensor_parallel_random(active: bool) -> contextlib.AbstractContextManager[Any]:
+    """Draw from this tensor rank's own stream; not `active` where nothing is drawn, or by one tensor rank."""
+    return get_cuda_rng_tracker().fork(TENSOR_PARALLEL_STREAM) if active else contextlib.nullcontext()
 
 
 def dropout(x: torch.Tensor, probability: float, training: bool) -> torch.Tensor:

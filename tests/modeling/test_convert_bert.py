@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from launch.training.build_model import whole_model
 from modeling.huggingface import bert
 from modeling.huggingface.bert import CONVERSION, from_transformers
-from recipes.schema import Recipe
+from recipes.schema import Dropout, Recipe
 
 FORMS = list(itertools.product(("post", "pre"), ("nsp", "sop", "none")))
 LENGTHS = torch.tensor([16, 9, 1])
@@ -106,9 +106,7 @@ def test_what_we_write_transformers_loads_and_we_read_again(layer_norm, sentence
 
 def test_settings_are_those_our_model_computes_with():
     for layer_norm, model_type in (("post", "bert"), ("pre", "megatron-bert")):
-        config = bert.config(
-            recipe(layer_norm, "nsp").model, positions=16, hidden_dropout=0.1, attention_dropout=0.2
-        )
+        config = bert.config(recipe(layer_norm, "nsp").model, 16, Dropout(hidden=0.1, attention=0.2))
         assert (config.model_type, config.hidden_act, config.layer_norm_eps, config.intermediate_size) == (
             model_type,
             "gelu",

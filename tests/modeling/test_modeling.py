@@ -44,7 +44,7 @@ PINNED_DRAW = [
 def theirs() -> GPT2LMHeadModel:
     """A `transformers` GPT-2 of which no parameter is zero or one and attention is far from uniform."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(config(MODEL, positions=SHAPE.positions, end_token=7)).eval()
+    model = GPT2LMHeadModel(config(MODEL, positions=SHAPE.positions, end=7)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3)

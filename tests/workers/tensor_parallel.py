@@ -67,7 +67,7 @@ def f_and_g(group: Group) -> None:
 
 def column_parallel_linear(group: Group) -> None:
     def build(group: Group, init: Init) -> ColumnParallelLinear:
-        return ColumnParallelLinear(H, 3 * H, group=group, init=init, std=init.std)
+        return ColumnParallelLinear(H, 3 * H, group=group, init=init)
 
     init, x, cotangent = given_weights(build), randn(B, S, H), randn(B, S, 3 * H, seed=1)
     own = cotangent.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)]
@@ -83,7 +83,7 @@ def column_parallel_linear(group: Group) -> None:
 
 def row_parallel_linear(group: Group) -> None:
     def build(group: Group, init: Init) -> RowParallelLinear:
-        return RowParallelLinear(4 * H, H, group=group, init=init, std=init.std)
+        return RowParallelLinear(4 * H, H, group=group, init=init)
 
     init, x, cotangent = given_weights(build), randn(B, S, 4 * H), randn(B, S, H, seed=1)
     own = x.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)]
@@ -103,7 +103,7 @@ def embedding(group: Group) -> VocabParallelEmbedding:
 
 
 def build_embedding(group: Group, init: Init) -> VocabParallelEmbedding:
-    return VocabParallelEmbedding(VOCAB, PADDED, H, group=group, init=init, std=init.std)
+    return VocabParallelEmbedding(VOCAB, PADDED, H, group=group, init=init)
 
 
 def vocabulary_rows(group: Group) -> None:
