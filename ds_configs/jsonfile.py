@@ -55,7 +55,12 @@ def read(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise _malformed(path, text, error) from None
     except _DuplicateKeyError as error:
-        raise _duplicate(path, text, error.key) from None
+        written = json.dumps(error.args[0])
+        lines = [number for number, line in enumerate(text.splitlines(), 1) if written in line]
+        came = f"key {written} stands twice in one object (lines {', '.join(map(str, lines))})"
+        where = f"{path}:{lines[-1]}" if lines else path
+        rule, fix = "JSON readers keep one of them silently", "remove the other"
+        raise _refusal(where, came, rule, fix) from None
     if not isinstance(value, dict):
         raise _refusal(path, f"holds {type(value).__name__}", "a DeepSpeed config is an object, {...}")
     return value
@@ -66,8 +71,7 @@ def _refusal(where: str | Path, came: str, rule: str = "", fix: str = "") -> Con
 
 
 class _DuplicateKeyError(Exception):
-    def __init__(self, key: str) -> None:
-        self.key = key
+    """A key that stands twice in one object."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -89,11 +93,3 @@ def _malformed(path: Path, text: str, error: json.JSONDecodeError) -> ConfigErro
     elif "property name" in reason or "expecting value" in reason:
         hint = "is there a comma too many?"
     return _refusal(f"{path}:{error.lineno}:{error.colno}", "not JSON", f"{reason}: {shown!r}", hint)
-
-
-def _duplicate(path: Path, text: str, key: str) -> ConfigError:
-    written = json.dumps(key)
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if written in line]
-    came = f"key {written} stands twice in one object (lines {', '.join(map(str, lines))})"
-    where = f"{path}:{lines[-1]}" if lines else path
-    return _refusal(where, came, "JSON readers keep one of them silently", "remove the other")

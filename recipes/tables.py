@@ -80,9 +80,8 @@ def _frame_problems(document: Document) -> Iterator[Problem]:
         return Problem(path[-1], came, rule, fix, where=document.at(*path))
 
     if not isinstance(value, dict):
-        yield Problem(
-            where, f"holds {type(value).__name__}", "a table is a mapping with title and rows", where=where
-        )
+        came = f"holds {type(value).__name__}"
+        yield Problem(where, came, "a table is a mapping with title and rows", where=where)
         return
     for key in value:
         if key not in _KEYS:

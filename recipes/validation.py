@@ -93,18 +93,16 @@ def _field_problems(details: Sequence[ErrorDetails]) -> dict[ErrorPath, Problem]
 
 
 def _describe(detail: ErrorDetails) -> tuple[ErrorPath, Problem]:
-    loc = detail["loc"]
-    path, kind = known_prefix(loc), detail["type"]
-    key = shown(loc)
+    loc, kind, whole = detail["loc"], detail["type"], shown(detail["loc"])
     if kind == "extra_forbidden":
-        return loc, Problem(key, key, "unknown key", suggestion(loc))
+        return loc, Problem(whole, whole, "unknown key", suggestion(loc))
     if kind == "missing":
-        return loc, Problem(key, key, "is missing", "the recipe must state it")
-    key = shown(path)
+        return loc, Problem(whole, whole, "is missing", "the recipe must state it")
+    path = known_prefix(loc)
     rule = (detail["msg"][0].lower() + detail["msg"][1:]).replace("input should", "should")
     if kind == "tuple_type":
         rule = f"should be {list_rule(path) or 'a list'}"
-    return path, Problem(key, Setting(key, repr(detail["input"])), rule)
+    return path, Problem(shown(path), Setting(shown(path), repr(detail["input"])), rule)
 
 
 def _outside_lists(path: ErrorPath) -> KeyPath:

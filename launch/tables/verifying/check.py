@@ -33,9 +33,9 @@ class Check:
     @property
     def difference(self) -> str:
         """What differs, without the row."""
-        return f"{self.quantity}: printed {self.printed}, computed {self.computed}"
+        return difference(self.quantity, self.printed, self.computed)
 
-    @property
-    def line(self) -> str:
-        """A disagreement as it is listed."""
-        return f"{self.subject} {self.difference}"
+
+def difference(quantity: str, printed: str, computed: str) -> str:
+    """What differs, in one phrase."""
+    return f"{quantity}: printed {printed}, computed {computed}"

@@ -19,8 +19,9 @@ def checks(row: Row) -> Iterator[Check]:
     if row.published.printed:
         factors = (batch.micro, batch.accumulation or 1, row.recipe.parallel.dp)
         yield _product(row, "global batch of the run", batch.global_, *factors)
-    yield _divides(row, "layers per stage", model.layers, own_pp)
-    yield _divides(row, "heads per rank", model.heads, own_tp)
+    shares = ("layers per stage", model.layers, own_pp), ("heads per rank", model.heads, own_tp)
+    for quantity, whole, by in shares:
+        yield row.compare(quantity, f"{whole} over {by}", f"{whole / by:g}", whole % by == 0)
 
 
 def _product(row: Row, quantity: str, printed: int | None, *factors: int | None) -> Check:
@@ -28,9 +29,5 @@ def _product(row: Row, quantity: str, printed: int | None, *factors: int | None)
     computed = f"{' x '.join(map(str, known))} = {math.prod(known)}"
     if printed is None or len(known) < len(factors):
         why = "the row has no such number" if printed is None else "the recipe leaves a factor open"
-        return row.say("not checkable", quantity, "" if printed else computed, why, str(printed or ""))
-    return row.compare(quantity, str(printed), computed, "exact" if math.prod(known) == printed else None)
-
-
-def _divides(row: Row, quantity: str, number: int, by: int) -> Check:
-    return row.compare(quantity, f"{number} over {by}", f"{number / by:g}", None if number % by else "exact")
+        return row.unchecked(quantity, why, printed or "", "" if printed else computed)
+    return row.compare(quantity, printed, computed, math.prod(known) == printed)

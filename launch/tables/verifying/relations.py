@@ -26,17 +26,17 @@ def _weak_scaling(row: Row, rows: Sequence[Row]) -> Check:
     assert printed
     if tflops is None or base is None:
         why = "needs the TFLOPS of the row and of a baseline"
-        return row.say("not checkable", "weak scaling", how=why, printed=printed.text)
+        return row.unchecked("weak scaling", why, printed.text)
     computed, how = derived(printed, "the printed TFLOPS", lambda t, b: 100 * t / b, tflops, base)
-    if row.published.weak_scaling_percent == 100:
-        return row.compare("weak scaling", printed.text, f"{computed:g} %", how)
-    return row.compare("weak scaling", printed.text, f"{tflops.text} / {base.text} = {computed:.1f} %", how)
+    ratio = f"{tflops.text} / {base.text} = {computed:.1f} %"
+    said = f"{computed:g} %" if row.published.weak_scaling_percent == 100 else ratio
+    return row.compare("weak scaling", printed.text, said, how)
 
 
 def _slower_with_less(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
     """Nothing but the micro-batch differs, it is smaller, and still the iteration took longer."""
-    own, micro = row.published.time_per_iteration_s, row.recipe.batch.micro or 0
-    larger = [other for other in alike(row, rows) if (other.recipe.batch.micro or 0) > micro]
+    own = row.published.time_per_iteration_s
+    larger = [other for other in alike(row, rows) if other.micro > row.micro]
     timed = [(other.published.time_per_iteration_s, other) for other in larger]
     quicker = [(seconds, other) for seconds, other in timed if own and seconds and seconds < own]
     if quicker:

@@ -119,7 +119,7 @@ def _remarks(heading: str, remarks: Sequence[str]) -> str:
 def _unexplained(report: Report) -> str:
     blocks = []
     if report.unexplained:
-        lines = "\n".join(f"  {check.line}" for check in report.unexplained)
+        lines = "\n".join(f"  {check.subject} {check.difference}" for check in report.unexplained)
         fix = (
             "Correct the recipe or this project's arithmetic, or explain it in the table's evidence: errata."
         )

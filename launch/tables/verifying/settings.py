@@ -21,7 +21,7 @@ def checks(row: Row, evidence: Evidence) -> Iterator[Check]:
     for heading, cell in row.cells:
         key = row.key_of(heading)
         if cell and key and key.name not in said and (reason := _unchecked(row, key.name)):
-            yield row.say("not checkable", f"printed {key.name}", how=reason, printed=cell)
+            yield row.unchecked(f"printed {key.name}", reason, cell)
 
 
 def _setting(row: Row, said: Statement) -> Check:
@@ -56,9 +56,8 @@ def _unchecked(row: Row, key: str) -> str:
     if key == "published.date":
         return "nothing follows from a date"
     if key == "published.cached_gb":
-        return (
-            "bounded by the model states and the GPU's memory; activations and the allocator decide the rest"
-        )
+        bounds = "bounded by the model states and the GPU's memory"
+        return f"{bounds}; activations and the allocator decide the rest"
     if key == "model.heads":
         return "no size depends on the number of heads, beyond that tp divides it"
     if published.oom:
