@@ -21,11 +21,7 @@ def available() -> list[str]:
 
 
 def find(ds_path: str | Path) -> Path:
-    """The file meant by a path, or by the bare name of a file of ds_configs/.
-
-    Raises:
-        ConfigError: no such file, with near matches.
-    """
+    """The file meant by a path, or by the bare name of a file of ds_configs/; else ConfigError: near ones."""
     path = Path(ds_path).expanduser()
     tried = [path, FOLDER.parent / path]
     if path.name == str(path):
@@ -40,11 +36,7 @@ def find(ds_path: str | Path) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
-
-    Raises:
-        ConfigError: malformed (file:line:column and the line), a key twice in one object, or no object.
-    """
+    """The JSON object in `path`; ConfigError with line and column: malformed, a key twice, no object."""
     try:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text, object_pairs_hook=_without_duplicates)

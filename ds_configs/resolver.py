@@ -42,8 +42,7 @@ def resolve(
         machine: what the accelerator and the system offer.
         environ: for MEGARECIPES_NVME; by default the process's environment.
 
-    Raises:
-        ConfigError: all problems, one line each: what came, the rule, the fix.
+    Raises ConfigError: all problems, one line each: what came, the rule, the fix.
     """
     assert world >= 1, world
     config = read(path := find(ds_path))

@@ -41,11 +41,7 @@ class Entry(NamedTuple):
 
 
 def names(folder: Path = FOLDER) -> list[Entry]:
-    """Every recipe of the folder, the default one first.
-
-    Raises:
-        RecipeError: a table that cannot be read; all broken tables in one error.
-    """
+    """Every recipe of the folder, the default one first; one RecipeError for all tables that are broken."""
     entries = [
         Entry(f"{table.name}/{row}", str(table.row(row).get("title", "")), table.title)
         for table in tables(folder)
@@ -65,8 +61,7 @@ def load(
     `steps` ends the run earlier or later and leaves the schedule as the recipe has it, so that a short run is
     the beginning of the long one; to stretch the schedule as well, override `steps=`.
 
-    Raises:
-        RecipeError: no such recipe, or every problem of it, one line each.
+    Raises RecipeError: no such recipe, or every problem of it, one line each.
     """
     table, row = find(name)
     values, where = table.row(row), f"{table.name}/{row}"
@@ -96,11 +91,7 @@ def dump(recipe: Recipe) -> str:
 
 
 def load_resolved(path: str | Path) -> Recipe:
-    """Read a recipe that `dump` wrote (a run's recipe.yaml).
-
-    Raises:
-        RecipeError: missing, malformed or not a recipe.
-    """
+    """Read a recipe that `dump` wrote (a run's recipe.yaml); RecipeError: missing, malformed or no recipe."""
     where = str(path)
     if not Path(path).is_file():
         rule, fix = "a run keeps its recipe in recipe.yaml", "give the run's directory"

@@ -57,11 +57,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> Table:
-    """Read and check the frame of a table; its rows are validated when they are loaded.
-
-    Raises:
-        RecipeError: malformed YAML (file:line:column), or a frame that is no table's.
-    """
+    """Read a table and check its frame, not yet its rows; RecipeError for malformed YAML or another frame."""
     where = f"{path.parent.name}/{path.name}" if path.parent == FOLDER else str(path)
     document = read(path, where)
     if problems := list(_frame_problems(document)):

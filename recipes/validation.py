@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from operator import eq
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -36,8 +37,7 @@ def validate(
         roots: the paths in it under which a key of the recipe may stand.
         overridden: where the values come from `--set`: its problems are reported with those found here.
 
-    Raises:
-        RecipeError: all problems.
+    Raises RecipeError: all problems.
     """
     # Of a run's recipe.yaml, which has no rows, only what training needs is asked.
     columns = document.value.get("columns") or () if "rows" in document.value else None
@@ -54,7 +54,8 @@ def validate(
     problems = list(overridden.problems) if overridden else []
     for problem, paths in found:
         keys = [_outside_lists(path) for path in paths]
-        was_set = overridden and any(_overlap(key, other) for key in keys for other in overridden.keys)
+        # Set where one key is the other or a part of it: `map` ends with the shorter.
+        was_set = overridden and any(all(map(eq, key, other)) for key in keys for other in overridden.keys)
         place = "--set" if was_set else _place(keys, document, roots)
         problems.append(replace(problem, where=name, place=place))
     if problems:
@@ -84,8 +85,7 @@ def _partial(
 def _field_problems(details: Sequence[ErrorDetails]) -> dict[ErrorPath, Problem]:
     """What is wrong with each key; pydantic tells a value that fits no member of a union once per member."""
     found: dict[ErrorPath, Problem] = {}
-    for detail in details:
-        path, problem = _describe(detail)
+    for path, problem in map(_describe, details):
         known = found.setdefault(path, problem)
         if problem.rule != known.rule:
             found[path] = replace(known, rule=f"{known.rule}, or {problem.rule}")
@@ -108,11 +108,6 @@ def _describe(detail: ErrorDetails) -> tuple[ErrorPath, Problem]:
 def _outside_lists(path: ErrorPath) -> KeyPath:
     """The path up to its first list: what is in a list has no line and no --set of its own."""
     return tuple(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), path))
-
-
-def _overlap(key: KeyPath, other: KeyPath) -> bool:
-    """Whether one of them is the other or a part of it."""
-    return all(mine == its for mine, its in zip(key, other, strict=False))
 
 
 def _place(keys: Sequence[KeyPath], document: Document, roots: Sequence[KeyPath]) -> str:

@@ -54,11 +54,7 @@ class Document:
 
 
 def parse(text: str, where: str) -> Document:
-    """Parse `text`; `where` names it in errors.
-
-    Raises:
-        YamlError: malformed YAML, or a key twice in one mapping.
-    """
+    """Parse `text`, called `where` in a YamlError: malformed YAML, or a key twice in one mapping."""
     try:
         return _parse(text, where, _FastLoader)
     except yaml.YAMLError:

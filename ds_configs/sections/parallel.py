@@ -49,10 +49,9 @@ def layout(
     shares = share_batch(*_stated_shares(recipe, config), recipe.batch.global_, dp, pp.value)
     if isinstance(shares, Problem):
         findings.problems.append(shares)
-        return None
-    if len(findings.problems) > before:
-        return None
-    return Layout(tp.value, pp.value, dp, *shares, recipe.batch.global_)
+    elif len(findings.problems) == before:
+        return Layout(tp.value, pp.value, dp, *shares, recipe.batch.global_)
+    return None
 
 
 def _degree(name: str, recipe: Recipe, config: Config, findings: Findings) -> _Degree | None:

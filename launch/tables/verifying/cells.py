@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from launch.tables.verifying.check import Check
 from launch.tables.verifying.printed_values import Printed
-from launch.tables.verifying.rows import Key, Row, related
+from launch.tables.verifying.rows import Check, Key, Row, related
 
 NUMBERS = (
     "size_label", "parameters", "parameters_per_rank", "time_per_iteration_s", "samples_per_s", "tflops",

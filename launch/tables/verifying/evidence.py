@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from launch.tables.verifying.check import difference
+from launch.tables.verifying.rows import difference
 from recipes import key_paths
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Strict
@@ -131,11 +131,7 @@ class Evidence(Strict):
 
 
 def read(table: Table) -> Evidence:
-    """The table's evidence, empty where it has none.
-
-    Raises:
-        ProblemsError: everything wrong with it: unknown keys, rows and patterns, and what is said twice.
-    """
+    """The table's evidence; ProblemsError for unknown keys, rows and patterns, and for what is said twice."""
     try:
         evidence = Evidence.model_validate(table.evidence)
     except ValidationError as error:

@@ -6,17 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from ds_configs.jsonfile import ConfigError
 from launch.planning import memory_fit
-from launch.tables.verifying.check import Check
 from launch.tables.verifying.relations import alike
-from launch.tables.verifying.rows import Row
+from launch.tables.verifying.rows import Check, Row
 
 
 def checks(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
     """`rows`: all of the table."""
     memory = row.own("hardware.gpu_memory_gb")
-    quantity, ran = "model states", f"ran on {memory or 0:g} GB"
-    if row.published.oom:
-        quantity, ran = "out of memory", "OOM"
+    quantity = "out of memory" if row.published.oom else "model states"
+    ran = "OOM" if row.published.oom else f"ran on {memory or 0:g} GB"
     try:
         states = states_gb(row)
     except ConfigError as error:
@@ -42,8 +40,7 @@ def _out_of_memory(row: Row, rows: Sequence[Row], states: float, memory: float |
     """Contradicted by a larger batch that ran; confirmed where the model states alone exceed the memory."""
     ran = [r for r in alike(row, rows) if not r.published.oom and r.micro >= row.micro]
     if ran:
-        computed = f"micro-batch {ran[0].recipe.batch.micro} of the same model ran"
-        return row.compare("out of memory", "OOM", computed, None)
+        return row.compare("out of memory", "OOM", f"micro-batch {ran[0].micro} of the same model ran", None)
     if memory and states > memory:
         computed = f"{states:.1f} GB of model states on {memory:g} GB"
         return row.compare("out of memory", "OOM", computed, "they do not fit")

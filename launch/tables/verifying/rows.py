@@ -1,17 +1,51 @@
-"""A published row: its recipe, and the cells of the source with the recipe's key that each one prints."""
+"""A published row: its recipe, the cells of the source with the key that each one prints, and its checks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from launch.tables.verifying.check import Check, Status
 from launch.tables.verifying.printed_values import Printed
 from recipes.problems import Problem, RecipeError
 from recipes.schema import Published, Recipe
 from recipes.tables import Table
 from recipes.validation import validate
+
+Status = Literal["agrees", "disagrees", "not checkable", "computed"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A quantity of a row, as printed and as recomputed.
+
+    Attributes:
+        subject: the row, as "table/row".
+        status: "computed" is for information: nothing printed stands against it.
+        how: how the two agree; why they cannot be compared; of a computed value, what it is.
+        transcribed: compares the recipe with its row's cells and its declarations; recomputes nothing.
+        stated: compares the recipe with what a text or a public script says of its row; recomputes nothing.
+    """
+
+    table: str
+    subject: str
+    quantity: str
+    status: Status
+    printed: str = ""
+    computed: str = ""
+    how: str = ""
+    transcribed: bool = False
+    stated: bool = False
+
+    @property
+    def difference(self) -> str:
+        """What differs, without the row."""
+        return difference(self.quantity, self.printed, self.computed)
+
+
+def difference(quantity: str, printed: str, computed: str) -> str:
+    """What differs, in one phrase."""
+    return f"{quantity}: printed {printed}, computed {computed}"
 
 
 class Key(NamedTuple):
@@ -132,11 +166,7 @@ def related(key: str, name: str) -> bool:
 
 
 def published_rows(tables: Sequence[Table]) -> list[Row]:
-    """Every row of the tables.
-
-    Raises:
-        RecipeError: rows that are no recipes, all of them in one error.
-    """
+    """Every published row of the tables; one RecipeError for all rows that are no recipes."""
     rows, problems = list[Row](), list[Problem]()
     for table in tables:
         for name in table.rows:

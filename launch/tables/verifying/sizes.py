@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ds_configs.sections.transformers_modules import embedding_rows
-from launch.tables.verifying.check import Check
 from launch.tables.verifying.counts import arithmetic
 from launch.tables.verifying.evidence import Evidence, Part
 from launch.tables.verifying.printed_values import Printed, agreement, label_unit
-from launch.tables.verifying.rows import Row
+from launch.tables.verifying.rows import Check, Row
 from modeling import cost
 from modeling.counting import RankCounts
 

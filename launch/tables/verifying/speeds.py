@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ds_configs.sections.transformers_modules import embedding_rows
-from launch.tables.verifying.check import Check
 from launch.tables.verifying.evidence import Evidence, OtherRun
 from launch.tables.verifying.printed_values import Printed, derived, label_unit
-from launch.tables.verifying.rows import SAMPLES, TIME, Row
+from launch.tables.verifying.rows import SAMPLES, TIME, Check, Row
 from modeling import cost
 
 PEAKS = {"V100": 125.0}  # TFLOPS in half precision where a document states none: as Jean Zay's has it
@@ -31,11 +30,8 @@ def checks(row: Row, once: int, evidence: Evidence) -> Iterator[Check]:
         yield from _computed(row, once, seconds)
     else:
         implied = row.recipe.batch.global_ / rate if rate else None
-        computed, why = (
-            f"{implied:.3f} s would give it" if implied else "",
-            "no time of an iteration is printed",
-        )
-        yield row.unchecked("time", why, rate or tflops or "", computed)
+        why, computed = "no time of an iteration is printed", implied and f"{implied:.3f} s would give it"
+        yield row.unchecked("time", why, rate or tflops or "", computed or "")
         if implied:
             yield from _plausible(row, implied)
     if published.peak_percent is not None:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.tables.verifying import cells, layouts, memory, relations, settings, sizes, speeds
-from launch.tables.verifying.check import Check
+from launch.tables.verifying import cells, memory, relations, settings, sizes, speeds
 from launch.tables.verifying.counts import counts
 from launch.tables.verifying.evidence import Erratum, Evidence, read
-from launch.tables.verifying.rows import Row, published_rows
+from launch.tables.verifying.rows import Check, Row, published_rows
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.tables import FOLDER
@@ -60,8 +59,7 @@ class Report:
 def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progress = iter) -> Report:
     """Check the published tables of `folder`, or those of `only`; `progress` wraps the rows.
 
-    Raises:
-        ProblemsError: an unknown name in `only`, or a file that cannot be read; every broken recipe at once.
+    Raises ProblemsError: an unknown name in `only`, a file that cannot be read; all broken recipes at once.
     """
     published = {table.name: table for table in catalog.tables(folder) if table.published}
     if problems := [
@@ -86,7 +84,7 @@ def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progres
 def _checks(row: Row, table: Sequence[Row], evidence: Evidence) -> Iterator[Check]:
     """Everything about one row; `table`: all rows of its table."""
     yield from cells.checks(row)
-    yield from layouts.checks(row)
+    yield from relations.layout(row)
     if row.recipe.model.heads % row.tp:
         why = "no module of this layout can be built: tp does not divide the heads"
         yield row.unchecked("parameters", why)
