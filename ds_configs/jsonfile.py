@@ -21,11 +21,7 @@ def available() -> list[str]:
 
 
 def find(ds_path: str | Path) -> Path:
-    """The file meant by a path, or by the bare name of a file of ds_configs/.
-
-    Raises:
-        ConfigError: no such file, with near matches.
-    """
+    """The file meant by a path, or by the bare name of a file of ds_configs/; else ConfigError: near ones."""
     path = Path(ds_path).expanduser()
     tried = [path, FOLDER.parent / path]
     if path.name == str(path):
@@ -40,11 +36,7 @@ def find(ds_path: str | Path) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
-
-    Raises:
-        ConfigError: malformed (file:line:column and the line), a key twice in one object, or no object.
-    """
+    """The JSON object in `path`; ConfigError with line and column: malformed, a key twice, no object."""
     try:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text, object_pairs_hook=_without_duplicates)
@@ -55,7 +47,12 @@ def read(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise _malformed(path, text, error) from None
     except _DuplicateKeyError as error:
-        raise _duplicate(path, text, error.key) from None
+        written = json.dumps(error.args[0])
+        lines = [number for number, line in enumerate(text.splitlines(), 1) if written in line]
+        came = f"key {written} stands twice in one object (lines {', '.join(map(str, lines))})"
+        where = f"{path}:{lines[-1]}" if lines else path
+        rule, fix = "JSON readers keep one of them silently", "remove the other"
+        raise _refusal(where, came, rule, fix) from None
     if not isinstance(value, dict):
         raise _refusal(path, f"holds {type(value).__name__}", "a DeepSpeed config is an object, {...}")
     return value
@@ -66,8 +63,7 @@ def _refusal(where: str | Path, came: str, rule: str = "", fix: str = "") -> Con
 
 
 class _DuplicateKeyError(Exception):
-    def __init__(self, key: str) -> None:
-        self.key = key
+    """A key that stands twice in one object."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -89,11 +85,3 @@ def _malformed(path: Path, text: str, error: json.JSONDecodeError) -> ConfigErro
     elif "property name" in reason or "expecting value" in reason:
         hint = "is there a comma too many?"
     return _refusal(f"{path}:{error.lineno}:{error.colno}", "not JSON", f"{reason}: {shown!r}", hint)
-
-
-def _duplicate(path: Path, text: str, key: str) -> ConfigError:
-    written = json.dumps(key)
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if written in line]
-    came = f"key {written} stands twice in one object (lines {', '.join(map(str, lines))})"
-    where = f"{path}:{lines[-1]}" if lines else path
-    return _refusal(where, came, "JSON readers keep one of them silently", "remove the other")

@@ -18,41 +18,38 @@ def _words(text: str) -> frozenset[str]:
 
 
 TOP = _words("""
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
-    managed_gradient_accumulation optimizer scheduler fp16 bf16 torch_autocast data_types
-    gradient_clipping zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    communication_data_type seq_parallel_communication_data_type prescale_gradients
-    gradient_predivide_factor gradient_allreduce_op disable_allgather steps_per_print dump_state
-    disable_python_gc vocabulary_size wall_clock_breakdown memory_breakdown dataloader_drop_last
-    log_level activation_checkpointing pipeline tensor_parallel expert_parallel
-    use_data_before_expert_parallelism sequence_parallel_size checkpoint aio comms_logger tensorboard
-    wandb csv_monitor comet flops_profiler autotuning hybrid_engine data_efficiency datastates_ckpt
-    compile timers weight_quantization
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
+    optimizer scheduler fp16 bf16 torch_autocast data_types gradient_clipping zero_optimization
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type
+    seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor gradient_allreduce_op
+    disable_allgather steps_per_print dump_state disable_python_gc vocabulary_size wall_clock_breakdown
+    memory_breakdown dataloader_drop_last log_level activation_checkpointing pipeline tensor_parallel
+    expert_parallel use_data_before_expert_parallelism sequence_parallel_size checkpoint aio comms_logger
+    tensorboard wandb csv_monitor comet flops_profiler autotuning hybrid_engine data_efficiency
+    datastates_ckpt compile timers weight_quantization
     """)
 
 REMOVED = {
     "amp": "use fp16 or bf16",
-    "compression_training": "remove the section",
-    "curriculum_learning": "remove the section",
-    "eigenvalue": "remove the section",
     "elasticity": "remove the section; the batch is the recipe's",
-    "graph_harvesting": "remove the key",
-    "nebula": "remove the section",
-    "progressive_layer_drop": "remove the section",
-    "quantize_training": "remove the section",
-    "sparse_attention": "remove the section",
-    "sparse_gradients": "remove the key",
+    **dict.fromkeys(("graph_harvesting", "sparse_gradients"), "remove the key"),
+    **dict.fromkeys(
+        _words("""
+            compression_training curriculum_learning eigenvalue nebula progressive_layer_drop
+            quantize_training sparse_attention
+            """),
+        "remove the section",
+    ),
 }
 
 ZERO = _words("""
     stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
     allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
-    elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size
-    stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
-    stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
-    stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params
-    stage3_allgather_sequential ignore_unused_parameters legacy_stage1 round_robin_gradients
-    parameter_alignment zero_hpz_partition_size zero_quantized_weights
+    elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size stage3_prefetch_bucket_size
+    stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters
+    stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold
+    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters legacy_stage1
+    round_robin_gradients parameter_alignment zero_hpz_partition_size zero_quantized_weights
     zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear
     pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks
     save_muon_momentum_buffer_in_memory leaf_module
@@ -63,9 +60,9 @@ ZERO_REMOVED = {
     "cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
     "cpu_offload_use_pin_memory": 'write "pin_memory" within offload_optimizer or offload_param',
     "stage3_gather_fp16_weights_on_model_save": "write stage3_gather_16bit_weights_on_model_save",
-    "mics_shard_size": "remove the key",
-    "mics_hierarchical_params_gather": "remove the key",
-    "zeropp_loco_param": "remove the key",
+    **dict.fromkeys(
+        ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"), "remove the key"
+    ),
 }
 
 SECTIONS: dict[str, frozenset[str]] = {
@@ -82,8 +79,7 @@ SECTIONS: dict[str, frozenset[str]] = {
         min_loss_scale fp16_master_weights_and_grads
         """),
     "bf16": _words("""
-        enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads
-        bf16_optimizer_states
+        enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states
         """),
     "optimizer": _words("type params legacy_fusion"),
     "optimizer.params": _words("""
@@ -135,9 +131,8 @@ def check(config: dict[str, Any], findings: Findings) -> None:
         for key in section or ():
             dotted = f"{name}.{key}"
             if name == "zero_optimization" and key in ZERO_REMOVED:
-                findings.refuse(
-                    dotted, dotted, "was removed from DeepSpeed or is deprecated", ZERO_REMOVED[key]
-                )
+                rule = "was removed from DeepSpeed or is deprecated"
+                findings.refuse(dotted, dotted, rule, ZERO_REMOVED[key])
             elif key not in known:
                 findings.refuse(dotted, dotted, "unknown key", did_you_mean(key, known))
 

@@ -13,9 +13,8 @@ from recipes.layout import Layout
 from recipes.schema import Recipe
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Offload = Literal[
-    "none", "optimizer", "parameters", "optimizer+parameters", "nvme"
-]  # nvme: whatever goes there
+# nvme: whatever goes there
+Offload = Literal["none", "optimizer", "parameters", "optimizer+parameters", "nvme"]
 ZeroStage = Literal[0, 1, 2, 3]
 
 
@@ -75,9 +74,5 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(values: Mapping[str, Any]) -> Plan:
-    """The plan that `plan_to_json` gave.
-
-    Raises:
-        pydantic.ValidationError (a ValueError): something else, or a plan with a field missing.
-    """
+    """The plan that `plan_to_json` gave; raises pydantic.ValidationError (a ValueError) for anything else."""
     return TypeAdapter(Plan).validate_python(values)

@@ -31,11 +31,7 @@ _OWN_AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
 
 def resolve(
-    recipe: Recipe,
-    ds_path: str | Path,
-    world: int,
-    machine: Machine,
-    environ: Mapping[str, str] | None = None,
+    recipe: Recipe, ds_path: str | Path, world: int, machine: Machine, environ: Mapping[str, str] = os.environ
 ) -> Plan:
     """Fill the "auto" values of a ds_config from the recipe and check that it can run.
 
@@ -46,13 +42,12 @@ def resolve(
         machine: what the accelerator and the system offer.
         environ: for MEGARECIPES_NVME; by default the process's environment.
 
-    Raises:
-        ConfigError: all problems, one line each: what came, the rule, the fix.
+    Raises ConfigError: all problems, one line each: what came, the rule, the fix.
     """
     assert world >= 1, world
-    path = find(ds_path)
-    config = read(path)
-    findings = Findings(_display(path))
+    config = read(path := find(ds_path))
+    ours = path.resolve().parent == FOLDER
+    findings = Findings(f"ds_configs/{path.name}" if ours else str(path))
     known_keys.check(config, findings)
     stage = zero.stage(config, findings)
     config = _without_broken_sections(config)
@@ -66,25 +61,26 @@ def resolve(
         rule = "a step's gradient is the mean over its global batch, whatever dp is"
         findings.refuse(key, f"{key}={op}", rule, "remove the key")
     values = optimizer.fills(recipe, config, offload != "none", machine, findings)
-    values |= zero.nvme_paths(config, os.environ if environ is None else environ, findings)
+    values |= zero.nvme_paths(config, environ, findings)
     # Where the layout is refused, another stands in, so that none of the "auto" that it fills is left over.
     shared = layout or Layout(tp=1, pp=1, dp=1, micro=1, accumulation=1, global_batch=1)
-    values |= _batch(shared)
+    values |= {
+        "train_batch_size": shared.global_batch,
+        "train_micro_batch_size_per_gpu": shared.micro,
+        "gradient_accumulation_steps": shared.accumulation,
+    }
     ds = _filled(config, values, sizes=_sizes(recipe, shared.tp, machine))
     ds.pop("parallel", None)
     for half in ("fp16", "bf16"):
         ds.setdefault(half, {})["enabled"] = chosen == half
-    _refuse_leftovers(ds, findings)
+    for key in _autos(ds):
+        if key not in _OWN_AUTO and not key.endswith("nvme_path"):
+            findings.refuse(key, f'{key}="auto"', "nothing fills it here", "write a value, or remove the key")
     if findings.problems:
         raise ConfigError(findings.problems)
     assert layout is not None and chosen is not None and stage is not None
     vocab = transformers_modules.embedding_rows(recipe, layout.tp)
     return Plan(recipe, layout, ds, stage, offload, chosen, vocab, tuple(findings.notices), path.stem)
-
-
-def _display(path: Path) -> str:
-    """A short name for messages: ds_configs/zero3.json for ours, the path as given for the user's."""
-    return f"ds_configs/{path.name}" if path.resolve().parent == FOLDER else str(path)
 
 
 def _without_broken_sections(config: dict[str, Any]) -> dict[str, Any]:
@@ -96,14 +92,6 @@ def _without_broken_sections(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(parent, dict) and not isinstance(parent.get(last, {}), dict):
             del parent[last]
     return config
-
-
-def _batch(layout: Layout) -> dict[str, Any]:
-    return {
-        "train_batch_size": layout.global_batch,
-        "train_micro_batch_size_per_gpu": layout.micro,
-        "gradient_accumulation_steps": layout.accumulation,
-    }
 
 
 def _sizes(recipe: Recipe, tp: int, machine: Machine) -> dict[str, Any]:
@@ -137,13 +125,6 @@ def _filled(config: dict[str, Any], values: Mapping[str, Any], sizes: Mapping[st
                 section = section.setdefault(name, {})
             section[last] = value
     return filled
-
-
-def _refuse_leftovers(ds: dict[str, Any], findings: Findings) -> None:
-    """Refuse "auto" where nothing fills it."""
-    for key in _autos(ds):
-        if key not in _OWN_AUTO and not key.endswith("nvme_path"):
-            findings.refuse(key, f'{key}="auto"', "nothing fills it here", "write a value, or remove the key")
 
 
 def _autos(value: Any, prefix: str = "") -> Iterator[str]:

@@ -57,16 +57,12 @@ def main() -> int:
         print(f"\n{error}\n", file=sys.stderr)
         return 2
     except OSError as error:
-        _drop_output()
+        # Drop what is still buffered: Python would try to write it again when it ends, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader, e.g. head, has seen enough
             return 0
         print(f"cannot write the output: {error.strerror or error}", file=sys.stderr)
         return 1
-
-
-def _drop_output() -> None:
-    """Drop what is still buffered: Python would try to write it again when it ends, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

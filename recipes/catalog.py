@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -32,8 +32,7 @@ NOT_IN_DIGEST = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A line of `--list`."""
 
     name: str
@@ -42,11 +41,7 @@ class Entry:
 
 
 def names(folder: Path = FOLDER) -> list[Entry]:
-    """Every recipe of the folder, the default one first.
-
-    Raises:
-        RecipeError: a table that cannot be read; all broken tables in one error.
-    """
+    """Every recipe of the folder, the default one first; one RecipeError for all tables that are broken."""
     entries = [
         Entry(f"{table.name}/{row}", str(table.row(row).get("title", "")), table.title)
         for table in tables(folder)
@@ -66,8 +61,7 @@ def load(
     `steps` ends the run earlier or later and leaves the schedule as the recipe has it, so that a short run is
     the beginning of the long one; to stretch the schedule as well, override `steps=`.
 
-    Raises:
-        RecipeError: no such recipe, or every problem of it, one line each.
+    Raises RecipeError: no such recipe, or every problem of it, one line each.
     """
     table, row = find(name)
     values, where = table.row(row), f"{table.name}/{row}"
@@ -75,7 +69,13 @@ def load(
         values = shrink(validate(values, where, table.document, table.paths(row))).model_dump(by_alias=True)
     changed = overriding.apply(values, overrides)
     recipe = validate(changed.values, where, table.document, table.paths(row), changed)
-    return recipe if steps is None else _with_steps(recipe, steps)
+    if steps is None:
+        return recipe
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        rule, fix = "a run has at least one optimizer step", "give --steps a whole number from 1"
+        raise RecipeError([Problem("--steps", f"steps={steps!r}", rule, fix)])
+    schedule = recipe.schedule.model_copy(update={"decay_steps": recipe.decay_steps})
+    return recipe.model_copy(update={"steps": steps, "schedule": schedule})
 
 
 def full_name(name: str) -> str:
@@ -91,11 +91,7 @@ def dump(recipe: Recipe) -> str:
 
 
 def load_resolved(path: str | Path) -> Recipe:
-    """Read a recipe that `dump` wrote (a run's recipe.yaml).
-
-    Raises:
-        RecipeError: missing, malformed or not a recipe.
-    """
+    """Read a recipe that `dump` wrote (a run's recipe.yaml); RecipeError: missing, malformed or no recipe."""
     where = str(path)
     if not Path(path).is_file():
         rule, fix = "a run keeps its recipe in recipe.yaml", "give the run's directory"
@@ -121,20 +117,8 @@ def digest(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _with_steps(recipe: Recipe, steps: int) -> Recipe:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        rule, fix = "a run has at least one optimizer step", "give --steps a whole number from 1"
-        raise RecipeError([Problem("--steps", f"steps={steps!r}", rule, fix)])
-    schedule = recipe.schedule.model_copy(update={"decay_steps": recipe.decay_steps})
-    return recipe.model_copy(update={"steps": steps, "schedule": schedule})
-
-
 def tables(folder: Path = FOLDER) -> list[Table]:
-    """Every table of the folder, in the order of their names.
-
-    Raises:
-        RecipeError: as `names`.
-    """
+    """Every table of the folder, in the order of their names. Raises RecipeError as `names` does."""
     found, problems = _tables(folder)
     if problems:
         raise RecipeError(problems)
@@ -142,8 +126,7 @@ def tables(folder: Path = FOLDER) -> list[Table]:
 
 
 def _tables(folder: Path) -> tuple[list[Table], list[Problem]]:
-    found: list[Table] = []
-    problems: list[Problem] = []
+    found, problems = list[Table](), list[Problem]()
     for path in sorted(folder.glob("*.yaml")):
         try:
             found.append(read_table(path))
@@ -154,8 +137,7 @@ def _tables(folder: Path) -> tuple[list[Table], list[Problem]]:
 
 def find(name: str) -> tuple[Table, str]:
     """The table and the row that `name` means to `load`. Raises RecipeError where there is none."""
-    outside = _outside(name)
-    if outside:
+    if outside := _outside(name):
         path, row = outside
         if not path.is_file():
             fix = f"give the path of a table and a row, as in {path}/row"
@@ -193,9 +175,7 @@ def _row_of(
     `written`: table/row as the user has to write it.
     """
     every = {f"{table.name}/{row}": (table, row) for table in tables for row in table.rows}
-    matching = [key for key in every if name in (key, *key.split("/", 1))]
-    if name in every:
-        return every[name]
+    matching = [name] if name in every else [key for key in every if name in key.split("/", 1)]
     if len(matching) == 1:
         return every[matching[0]]
     if matching:
@@ -217,7 +197,6 @@ def _suggestion(name: str, every: Mapping[str, tuple[Table, str]], written: Call
     if len(tables) == 1:
         return f"there is: {some([written(key) for key in every])}"
     if near := nearest(name.partition("/")[0], tables):
-        return (
-            f"did you mean a row of {' or '.join(near)}? (launch/recipe.py list --table {near[0]} shows them)"
-        )
+        rows_of = f"a row of {' or '.join(near)}"
+        return f"did you mean {rows_of}? (launch/recipe.py list --table {near[0]} shows them)"
     return f"there are tables {some(tables)} (launch/recipe.py list shows all rows)"

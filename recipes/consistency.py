@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 
 from recipes.key_paths import paths
 from recipes.layout import share_batch
-from recipes.problems import Key, Problem, Setting, Text, Words, nearest, some
+from recipes.problems import Key, Problem, Setting, Text, Words, did_you_mean
 from recipes.schema import Origin, Recipe
 from recipes.vocabularies import PUBLISHED_BY_FAMILY, PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
 
@@ -161,10 +161,9 @@ def _tokenizer(recipe: Recipe) -> Found:
         yield Problem(key, came, "a vocab.txt, a tokenizer.json or a directory with one", "set it")
     if stored and tokenizer.kind in TRAINED:
         came = Setting(key, tokenizer.kind), " with ", Setting("data.source", "store")
-        kinds = (
-            "store (the vocabulary that prepare_data kept with it), gpt2, bert_uncased, bert_cased or file"
-        )
-        yield Problem(key, came, "its tokens are numbered already", f"set {key} to {kinds}")
+        own = "store (the vocabulary that prepare_data kept with it)"
+        fix = f"set {key} to {own}, gpt2, bert_uncased, bert_cased or file"
+        yield Problem(key, came, "its tokens are numbered already", fix)
     if tokenizer.kind == "store" and not stored:
         came = Setting(key, "store"), " without ", Setting("data.source", "store")
         yield Problem(key, came, "there is no store to take it from", "name another kind")
@@ -192,11 +191,9 @@ def _origins(recipe: Recipe) -> Found:
             yield Problem(key, streaming, rule, left_out)
         if origin.streaming and (origin.source, origin.documents) == ("text", "file"):
             came = *streaming, " and ", Setting(f"{part}.documents", "file")
-            rule = (
-                "a stream holds documents out by their place in their file, and none of a file that is one "
-                "document"
-            )
-            yield Problem(key, came, rule, f"set {key} to false, or {part}.documents to blank_line")
+            rule = "a stream holds documents out by their place in their file, and none of a file that is one"
+            fix = f"set {key} to false, or {part}.documents to blank_line"
+            yield Problem(key, came, f"{rule} document", fix)
 
 
 def _held_out(recipe: Recipe) -> Found:
@@ -210,9 +207,8 @@ def _held_out(recipe: Recipe) -> Found:
 
 
 def _checkpointing(recipe: Recipe) -> Found:
-    chunk, layers = recipe.activation_checkpointing, recipe.model.layers
+    key, chunk, layers = "activation_checkpointing", recipe.activation_checkpointing, recipe.model.layers
     if isinstance(chunk, int) and chunk > layers:
-        key = "activation_checkpointing"
         fix = f'set it to {layers} or less, to "full" or to "none"'
         came = _together(recipe, key, "model.layers", " is above ")
         yield Problem(key, came, "it is the number of layers recomputed together", fix)
@@ -224,13 +220,12 @@ def _provenance(recipe: Recipe) -> Found:
         rule = "is in inferred as well, and a value has a source or none"
         yield Problem("unknown", f"unknown: {key}", rule, "keep one of the two")
     printed = recipe.published.printed if recipe.published else {}
-    named = [
-        (section, key) for section in ("inferred", "differs", "unknown") for key in getattr(recipe, section)
-    ]
-    known = set(paths())
-    for section, key in (*named, *(("published.printed", key) for key in printed)):
-        if key not in known:
-            fix = "name the key whose value it explains, e.g. batch.global"
+    own: dict[str, Collection[str]] = {
+        key: getattr(recipe, key) for key in ("inferred", "differs", "unknown")
+    }
+    known, fix = set(paths()), "name the key whose value it explains, e.g. batch.global"
+    for section, keys in {**own, "published.printed": printed}.items():
+        for key in (key for key in keys if key not in known):
             yield Problem(section, f"{section}: {key}", "no such key of a recipe", fix)
 
 
@@ -242,19 +237,16 @@ _RULES: tuple[Callable[[Recipe], Found], ...] = (
 
 def _ds_config(recipe: Recipe) -> Found:
     """A bare name is a file of ds_configs/; a path may be another machine's, and is looked up when used."""
-    name = recipe.ds_config
-    known = sorted(path.stem for path in _DS_CONFIGS.glob("*.json"))
+    name, known = recipe.ds_config, [path.stem for path in _DS_CONFIGS.glob("*.json")]
     if Path(name).name == name and not Path(name).is_file() and name.removesuffix(".json") not in known:
-        near = nearest(name, known)
-        fix = f"did you mean {' or '.join(near)}?" if near else f"there is: {some(known)}"
-        yield Problem("ds_config", Setting("ds_config", name), "no such file in ds_configs/", fix)
+        came, rule = Setting("ds_config", name), "no such file in ds_configs/"
+        yield Problem("ds_config", came, rule, did_you_mean(name, known))
 
 
 def _batch(recipe: Recipe) -> Found:
     """The shares of the batch for the dp that the row states."""
-    batch, parallel = recipe.batch, recipe.parallel
-    if parallel.dp:
-        dp, pp = parallel.dp, parallel.pp or 1
+    batch, dp, (_, pp) = recipe.batch, recipe.parallel.dp, recipe.parallel.model_parallel
+    if dp:
         shares = share_batch(batch.micro, batch.accumulation, batch.global_, dp, pp, dp_is_stated=True)
         if isinstance(shares, Problem):
             yield shares

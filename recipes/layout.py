@@ -43,10 +43,7 @@ class Layout:
 
 
 def padded_vocab(vocab: int, tp: int, divisible_by: int = 128) -> int:
-    """The smallest multiple of `divisible_by` x tp that holds `vocab` tokens.
-
-    It is Megatron-LM's make_vocab_size_divisible_by.
-    """
+    """The smallest multiple of `divisible_by` x tp that holds `vocab` tokens, as Megatron-LM pads them."""
     multiple = divisible_by * tp
     return -(-vocab // multiple) * multiple
 
@@ -57,15 +54,9 @@ def divisors(number: int) -> list[int]:
 
 
 def share_batch(
-    micro: int | None,
-    accumulation: int | None,
-    global_batch: int,
-    dp: int,
-    pp: int,
-    *,
-    dp_is_stated: bool = False,
+    micro: int | None, accumulation: int | None, total: int, dp: int, pp: int, *, dp_is_stated: bool = False
 ) -> tuple[int, int] | Problem:
-    """(micro, accumulation) with micro x accumulation x dp = global_batch, or why there are none.
+    """(micro, accumulation) with micro x accumulation x dp = total, or why there are none.
 
     What is None is derived. With neither given, the micro-batch is the largest that leaves a pipeline of `pp`
     stages at least `pp` micro-batches, since with fewer some stage never works while another does.
@@ -73,16 +64,14 @@ def share_batch(
     Args:
         dp_is_stated: by the recipe, where it can be changed; else it follows from the number of processes.
     """
-    per_rank, over = divmod(global_batch, dp)
-    whole = Setting("batch.global", global_batch)
+    per_rank, over = divmod(total, dp)
+    whole = Setting("batch.global", total)
     ranks: Words = Setting("parallel.dp", dp) if dp_is_stated else f"dp={dp}"
     if over:
-        fixes = _set({"batch.global": _multiples_near(global_batch, dp)})
-        rank_options = _nearest(dp, divisors(global_batch))
-        if dp_is_stated:
-            fixes += (", or ", *_set({"parallel.dp": rank_options}))
-        else:
-            fixes += (f", or start a number of processes that gives a dp of {_or(rank_options)}",)
+        near = _nearest(dp, divisors(total))
+        start = (f"start a number of processes that gives a dp of {_or(near)}",)
+        fixes = *_set({"batch.global": _multiples_near(total, dp)}), ", or "
+        fixes += _set({"parallel.dp": near}) if dp_is_stated else start
         rule = "every data-parallel rank takes the same number of samples"
         return Problem("batch.global", (whole, " is not divisible by ", ranks), rule, fixes)
     if micro is None and accumulation is None:
@@ -97,26 +86,18 @@ def share_batch(
         for key, dividend, divisor in (
             ("batch.accumulation", per_rank, micro),
             ("batch.micro", per_rank, accumulation),
-            ("parallel.dp", global_batch if dp_is_stated else 1, taken),
+            ("parallel.dp", total if dp_is_stated else 1, taken),
         ):
             if dividend % divisor == 0:
                 options[key] = [dividend // divisor]
-        given = (
-            Setting("batch.micro", micro),
-            " x ",
-            Setting("batch.accumulation", accumulation),
-            " x ",
-            ranks,
-        )
-        return Problem("batch", (*given, f" = {taken * dp} is not ", whole), rule, _set(options))
+        shares = Setting("batch.micro", micro), " x ", Setting("batch.accumulation", accumulation), " x "
+        return Problem("batch", (*shares, ranks, f" = {taken * dp} is not ", whole), rule, _set(options))
     key, number = ("batch.micro", micro) if accumulation is None else ("batch.accumulation", accumulation)
     assert number is not None
     other, over = divmod(per_rank, number)
     if over:
-        options = {
-            key: _nearest(number, divisors(per_rank)),
-            "batch.global": _multiples_near(global_batch, number * dp),
-        }
+        options = {key: _nearest(number, divisors(per_rank))}
+        options["batch.global"] = _multiples_near(total, number * dp)
         came = Setting(key, number), " with ", ranks, " does not divide ", whole
         return Problem(key, came, rule, _set(options))
     return (number, other) if accumulation is None else (other, number)

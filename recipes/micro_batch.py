@@ -43,8 +43,5 @@ FIELDS: Mapping[str, MicroBatchFields] = {
 
 
 def fields_of(names: Collection[str]) -> MicroBatchFields:
-    """The fields of the micro-batch that holds tensors of these names.
-
-    Families of equal names have equal fields.
-    """
+    """The fields of the micro-batch that holds tensors of these names; families of equal names share them."""
     return next(fields for fields in FIELDS.values() if set(fields.names) == set(names))

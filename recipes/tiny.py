@@ -8,12 +8,9 @@ are accumulated.
 from __future__ import annotations
 
 from itertools import chain, groupby
-from typing import Literal
 
-from recipes.schema import Batch, Data, Model, Parallel, Recipe, Run, Schedule, Tokenizer
+from recipes.schema import AttentionKind, Batch, Data, Model, Parallel, Recipe, Schedule, Tokenizer
 from recipes.vocabularies import TRAINED_BY_FAMILY
-
-Kind = Literal["dense", "banded"]
 
 LAYERS = 4
 HIDDEN = 64
@@ -33,21 +30,22 @@ def tiny(recipe: Recipe) -> Recipe:
     length = SEQUENCE if recipe.model.attention_window is None else BANDED_SEQUENCE
     tokenizer = Tokenizer.model_validate({"kind": TRAINED_BY_FAMILY[recipe.model.family]})
     parallel = {key: degree and min(2, degree) for key, degree in recipe.parallel}
-    return recipe.model_copy(
-        update={
-            "title": recipe.title if recipe.title.endswith(suffix) else recipe.title + suffix,
-            "model": _model(recipe),
-            "sequence_length": min(length, recipe.sequence_length),
-            "parallel": Parallel(**parallel),
-            "batch": Batch.model_validate(_batch(recipe, parallel["dp"])),
-            "steps": min(STEPS, recipe.steps),
-            "schedule": _schedule(recipe),
-            "optimizer": recipe.optimizer.model_copy(update={"lr": max(LEAST_LR, recipe.optimizer.lr)}),
-            "activation_checkpointing": min(2, chunk) if isinstance(chunk, int) else chunk,
-            "data": Data(tokenizer=tokenizer, masking=recipe.data.masking),
-            "run": _run(recipe.run),
-        }
-    )
+    most = {"validation_samples": 8, "validate_every": 10, "save_every": 10}
+    run = {key: min(number, getattr(recipe.run, key)) for key, number in most.items()}
+    shrunk = {
+        "title": recipe.title.removesuffix(suffix) + suffix,
+        "model": _model(recipe),
+        "sequence_length": min(length, recipe.sequence_length),
+        "parallel": Parallel(**parallel),
+        "batch": Batch.model_validate(_batch(recipe.batch, recipe.parallel.dp)),
+        "steps": min(STEPS, recipe.steps),
+        "schedule": _schedule(recipe),
+        "optimizer": recipe.optimizer.model_copy(update={"lr": max(LEAST_LR, recipe.optimizer.lr)}),
+        "activation_checkpointing": min(2, chunk) if isinstance(chunk, int) else chunk,
+        "data": Data(tokenizer=tokenizer, masking=recipe.data.masking),
+        "run": recipe.run.model_copy(update=run),
+    }
+    return recipe.model_copy(update=shrunk)
 
 
 def _model(recipe: Recipe) -> Model:
@@ -59,7 +57,7 @@ def _model(recipe: Recipe) -> Model:
     )  # fmt: skip
 
 
-def _pattern(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
+def _pattern(kinds: tuple[AttentionKind, ...]) -> tuple[AttentionKind, ...]:
     """At most LAYERS kinds of layers in the same order, both if there are two.
 
     The longest run of one kind gets shorter first.
@@ -81,18 +79,14 @@ def _window(window: int | None, positions: int) -> int | None:
     return min(shrunk - 1, -(-window * shrunk // positions))
 
 
-def _batch(recipe: Recipe, dp: int | None) -> dict[str, int]:
+def _batch(batch: Batch, dp: int | None) -> dict[str, int]:
     """Micro-batch at most 2; accumulated (twice) if the recipe accumulates, or may once dp is known."""
-    batch = recipe.batch
     if dp is None:
-        known = {} if batch.micro is None else {"micro": min(2, batch.micro)}
-        return known | {"global": GLOBAL}
-    published_dp = recipe.parallel.dp
-    assert published_dp is not None
-    accumulates = batch.accumulation or (batch.global_ // (batch.micro * published_dp) if batch.micro else 1)
-    micro = min(2, batch.micro or batch.global_ // (published_dp * (batch.accumulation or 1)))
+        return {"global": GLOBAL} | ({} if batch.micro is None else {"micro": min(2, batch.micro)})
+    accumulates = batch.accumulation or (batch.global_ // (batch.micro * dp) if batch.micro else 1)
+    micro = min(2, batch.micro or batch.global_ // (dp * (batch.accumulation or 1)))
     accumulation = 2 if accumulates > 1 else 1
-    return {"micro": micro, "accumulation": accumulation, "global": micro * accumulation * dp}
+    return {"micro": micro, "accumulation": accumulation, "global": micro * accumulation * min(2, dp)}
 
 
 def _schedule(recipe: Recipe) -> Schedule:
@@ -101,10 +95,5 @@ def _schedule(recipe: Recipe) -> Schedule:
     shrunk = steps / recipe.steps
     decay = max(2, round(recipe.decay_steps * shrunk))
     warmup = min(max(1, round(schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1)
-    warmup = schedule.warmup_steps and warmup
-    return schedule.model_copy(update={"decay_steps": schedule.decay_steps and decay, "warmup_steps": warmup})
-
-
-def _run(run: Run) -> Run:
-    most = {"validation_samples": 8, "validate_every": 10, "save_every": 10}
-    return run.model_copy(update={key: min(number, getattr(run, key)) for key, number in most.items()})
+    values = {"decay_steps": schedule.decay_steps and decay, "warmup_steps": schedule.warmup_steps and warmup}
+    return schedule.model_copy(update=values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from operator import eq
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -36,8 +37,7 @@ def validate(
         roots: the paths in it under which a key of the recipe may stand.
         overridden: where the values come from `--set`: its problems are reported with those found here.
 
-    Raises:
-        RecipeError: all problems.
+    Raises RecipeError: all problems.
     """
     # Of a run's recipe.yaml, which has no rows, only what training needs is asked.
     columns = document.value.get("columns") or () if "rows" in document.value else None
@@ -54,7 +54,8 @@ def validate(
     problems = list(overridden.problems) if overridden else []
     for problem, paths in found:
         keys = [_outside_lists(path) for path in paths]
-        was_set = overridden and any(_overlap(key, other) for key in keys for other in overridden.keys)
+        # Set where one key is the other or a part of it: `map` ends with the shorter.
+        was_set = overridden and any(all(map(eq, key, other)) for key in keys for other in overridden.keys)
         place = "--set" if was_set else _place(keys, document, roots)
         problems.append(replace(problem, where=name, place=place))
     if problems:
@@ -84,8 +85,7 @@ def _partial(
 def _field_problems(details: Sequence[ErrorDetails]) -> dict[ErrorPath, Problem]:
     """What is wrong with each key; pydantic tells a value that fits no member of a union once per member."""
     found: dict[ErrorPath, Problem] = {}
-    for detail in details:
-        path, problem = _describe(detail)
+    for path, problem in map(_describe, details):
         known = found.setdefault(path, problem)
         if problem.rule != known.rule:
             found[path] = replace(known, rule=f"{known.rule}, or {problem.rule}")
@@ -93,28 +93,21 @@ def _field_problems(details: Sequence[ErrorDetails]) -> dict[ErrorPath, Problem]
 
 
 def _describe(detail: ErrorDetails) -> tuple[ErrorPath, Problem]:
-    loc = detail["loc"]
-    path, kind = known_prefix(loc), detail["type"]
-    key = shown(loc)
+    loc, kind, whole = detail["loc"], detail["type"], shown(detail["loc"])
     if kind == "extra_forbidden":
-        return loc, Problem(key, key, "unknown key", suggestion(loc))
+        return loc, Problem(whole, whole, "unknown key", suggestion(loc))
     if kind == "missing":
-        return loc, Problem(key, key, "is missing", "the recipe must state it")
-    key = shown(path)
+        return loc, Problem(whole, whole, "is missing", "the recipe must state it")
+    path = known_prefix(loc)
     rule = (detail["msg"][0].lower() + detail["msg"][1:]).replace("input should", "should")
     if kind == "tuple_type":
         rule = f"should be {list_rule(path) or 'a list'}"
-    return path, Problem(key, Setting(key, repr(detail["input"])), rule)
+    return path, Problem(shown(path), Setting(shown(path), repr(detail["input"])), rule)
 
 
 def _outside_lists(path: ErrorPath) -> KeyPath:
     """The path up to its first list: what is in a list has no line and no --set of its own."""
     return tuple(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), path))
-
-
-def _overlap(key: KeyPath, other: KeyPath) -> bool:
-    """Whether one of them is the other or a part of it."""
-    return all(mine == its for mine, its in zip(key, other, strict=False))
 
 
 def _place(keys: Sequence[KeyPath], document: Document, roots: Sequence[KeyPath]) -> str:

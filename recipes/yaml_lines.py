@@ -54,11 +54,7 @@ class Document:
 
 
 def parse(text: str, where: str) -> Document:
-    """Parse `text`; `where` names it in errors.
-
-    Raises:
-        YamlError: malformed YAML, or a key twice in one mapping.
-    """
+    """Parse `text`, called `where` in a YamlError: malformed YAML, or a key twice in one mapping."""
     try:
         return _parse(text, where, _FastLoader)
     except yaml.YAMLError:
@@ -68,22 +64,20 @@ def parse(text: str, where: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        raise YamlError(place, "not YAML", f"{error.problem or error.context}{_shown(text, mark)}") from None
+        offending = text.splitlines()[mark.line : mark.line + 1] if mark else ()
+        rule = ": ".join([f"{error.problem or error.context}", *(repr(line.strip()) for line in offending)])
+        raise YamlError(place, "not YAML", rule) from None
     except yaml.YAMLError as error:
         raise YamlError(where, "not YAML", str(error)) from None
 
 
 def _parse(text: str, where: str, kind: Any) -> Document:
-    loader = kind(text)
-    try:
-        node = loader.get_single_node()
-        lines: dict[KeyPath, int] = {}
-        if node is not None:
-            _walk(node, (), lines, where)
-        value = loader.construct_document(node) if node is not None else None
-    finally:
-        loader.dispose()
-    return Document(where, value, lines)
+    loader, lines = kind(text), dict[KeyPath, int]()
+    node = loader.get_single_node()
+    if node is None:
+        return Document(where, None)
+    _walk(node, (), lines, where)
+    return Document(where, loader.construct_document(node), lines)
 
 
 def read(path: Path, where: str) -> Document:
@@ -94,32 +88,19 @@ def read(path: Path, where: str) -> Document:
         raise YamlError(where, f"not UTF-8 at byte {error.start}", fix="save the file as UTF-8") from None
 
 
-def _shown(text: str, mark: yaml.Mark | None) -> str:
-    """The offending line, to be put behind the message."""
-    lines = text.splitlines()
-    if mark is None or mark.line >= len(lines):
-        return ""
-    return f": {lines[mark.line].strip()!r}"
-
-
 def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], where: str) -> None:
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
             _walk(child, path, {}, where)  # keys inside lists have no path of their own, but may be double
     if not isinstance(node, yaml.MappingNode):
         return
-    seen: dict[str, int] = {}
     for key, child in node.value:
         if not isinstance(key, yaml.ScalarNode):
             continue
-        line = key.start_mark.line + 1
-        if key.value in seen:
-            place, came = (
-                f"{where}:{line}:{key.start_mark.column + 1}",
-                f"key {key.value!r} is already in line {seen[key.value]}",
-            )
+        here, line = (*path, key.value), key.start_mark.line + 1
+        if here in lines:
+            place = f"{where}:{line}:{key.start_mark.column + 1}"
+            came = f"key {key.value!r} is already in line {lines[here]}"
             raise YamlError(place, came, "a key stands once in its mapping", "remove one of the two")
-        seen[key.value] = line
-        here = (*path, key.value)
         lines[here] = line
         _walk(child, here, lines, where)

@@ -38,9 +38,7 @@ def fills(
     values: dict[str, Any] = {key: stated.value for key, stated in _numbers(recipe).items()}
     values["optimizer.type"] = "AdamW"
     key = "optimizer.params.torch_adam"
-    torch_adam = lookup(config, key)
-    if torch_adam == "auto":
-        torch_adam = None
+    torch_adam = None if (written := lookup(config, key)) == "auto" else written
     if torch_adam is None and machine.accelerator == "cpu" and not offloads:
         # DeepSpeed's fused Adam is a GPU kernel. Its CPU form compiles for half a minute and accumulates its
         # bias correction in a way that a resumed run cannot repeat (launch/checkpoints/checkpoint.py).
@@ -61,23 +59,18 @@ def fills(
     if torch_adam is True and offloads:
         key = "zero_force_ds_cpu_optimizer"
         if config.get(key) is True:
+            came, rule = f"{key}=true with torch's AdamW", "demands DeepSpeed's compiled CPU Adam"
             fix = "remove the key, or install g++ and ninja and remove torch_adam"
-            rule = "demands DeepSpeed's compiled CPU Adam"
-            findings.refuse(key, f"{key}=true with torch's AdamW", rule, fix)
+            findings.refuse(key, came, rule, fix)
         values[key] = False
     return values
 
 
 def _numbers(recipe: Recipe) -> dict[str, Setting]:
     """Key of the JSON -> what the recipe has for it."""
-    optimizer = recipe.optimizer
-    return {
-        "optimizer.params.lr": Setting("optimizer.lr", optimizer.lr),
-        "optimizer.params.betas": Setting("optimizer.betas", list(optimizer.betas)),
-        "optimizer.params.eps": Setting("optimizer.eps", optimizer.eps),
-        "optimizer.params.weight_decay": Setting("optimizer.weight_decay", optimizer.weight_decay),
-        "gradient_clipping": Setting("optimizer.clip", optimizer.clip),
-    }
+    numbers = recipe.optimizer.model_dump(mode="json", exclude={"name", "clip"})
+    stated = {f"optimizer.params.{key}": Setting(f"optimizer.{key}", numbers[key]) for key in numbers}
+    return stated | {"gradient_clipping": Setting("optimizer.clip", recipe.optimizer.clip)}
 
 
 def _equal(written: Any, value: Any) -> bool:

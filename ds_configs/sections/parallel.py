@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from ds_configs.findings import Findings
 from ds_configs.known_keys import lookup
@@ -12,6 +11,7 @@ from recipes.layout import Layout, divisors, share_batch
 from recipes.problems import Problem, Setting, Text, Words, either
 from recipes.schema import Recipe
 
+Config = dict[str, Any]
 _RECIPE_KEY = {"tensor": "tp", "pipeline": "pp"}
 _BATCH_KEYS = {  # of the JSON -> of the recipe
     "train_micro_batch_size_per_gpu": "batch.micro",
@@ -20,8 +20,7 @@ _BATCH_KEYS = {  # of the JSON -> of the recipe
 }
 
 
-@dataclass(frozen=True)
-class _Degree:
+class _Degree(NamedTuple):
     """A degree of tensor or pipeline parallelism, and what to say of its origin where that is the JSON."""
 
     key: str
@@ -29,16 +28,12 @@ class _Degree:
     origin: str = ""
 
     @property
-    def setting(self) -> Setting:
-        return Setting(self.key, self.value)
-
-    @property
     def words(self) -> tuple[Words, ...]:
-        return self.setting, self.origin
+        return Setting(self.key, self.value), self.origin
 
 
 def layout(
-    recipe: Recipe, config: dict[str, Any], world: int, stage: int | None, findings: Findings
+    recipe: Recipe, config: Config, world: int, stage: int | None, findings: Findings
 ) -> Layout | None:
     """The layout of `world` processes, or None with its problems reported."""
     before = len(findings.problems)
@@ -54,13 +49,12 @@ def layout(
     shares = share_batch(*_stated_shares(recipe, config), recipe.batch.global_, dp, pp.value)
     if isinstance(shares, Problem):
         findings.problems.append(shares)
-        return None
-    if len(findings.problems) > before:
-        return None
-    return Layout(tp.value, pp.value, dp, *shares, recipe.batch.global_)
+    elif len(findings.problems) == before:
+        return Layout(tp.value, pp.value, dp, *shares, recipe.batch.global_)
+    return None
 
 
-def _degree(name: str, recipe: Recipe, config: dict[str, Any], findings: Findings) -> _Degree | None:
+def _degree(name: str, recipe: Recipe, config: Config, findings: Findings) -> _Degree | None:
     """A degree: the recipe's where it states one, else the JSON's.
 
     "auto" takes the recipe's; `default_tensor` and `default_pipeline` stand in where the recipe states none,
@@ -72,9 +66,8 @@ def _degree(name: str, recipe: Recipe, config: dict[str, Any], findings: Finding
     value, default = lookup(config, written_key), lookup(config, default_key)
     for written, field, rule in ((value, written_key, ', or "auto"'), (default, default_key, "")):
         if not (written is None or _is_degree(written) or (written == "auto" and rule)):
-            findings.refuse(
-                field, f"{field}={written!r}", f"must be a whole number from 1{rule}", "write one"
-            )
+            rule = f"must be a whole number from 1{rule}"
+            findings.refuse(field, f"{field}={written!r}", rule, "write one")
             return None
     if value in (None, "auto"):
         if stated is None and default is not None:
@@ -94,10 +87,9 @@ def _is_degree(value: object) -> TypeGuard[int]:
 
 
 def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, findings: Findings) -> None:
-    heads, layers = recipe.model.heads, recipe.model.layers
-    problems = findings.problems
+    heads, layers, problems = recipe.model.heads, recipe.model.layers, findings.problems
     for degree in (tp, pp):
-        transformers_modules.check_degree(recipe, degree.setting, degree.origin, findings)
+        transformers_modules.check_degree(recipe, Setting(degree.key, degree.value), degree.origin, findings)
     if heads % tp.value:
         rule = "each tensor-parallel rank takes heads/tp heads"
         fix = f"set parallel.tp to {either(divisors(heads))}"
@@ -118,24 +110,17 @@ def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, fi
 
 
 def _data_parallel(
-    recipe: Recipe,
-    config: dict[str, Any],
-    tp: _Degree,
-    pp: _Degree,
-    world: int,
-    agreed: bool,
-    findings: Findings,
+    recipe: Recipe, config: Config, tp: _Degree, pp: _Degree, world: int, agreed: bool, findings: Findings
 ) -> int | None:
     """dp, or None with the problem reported. `agreed`: JSON and recipe have the same batch."""
     dp, shared = recipe.parallel.dp, tp.value * pp.value
     started, degrees = f"{world} process{'' if world == 1 else 'es'} started", (*tp.words, " x ", *pp.words)
     if dp is not None and shared * dp != world:
-        fix = f"start {shared * dp} (deepspeed --num_gpus {shared * dp} …)"
-        fitting = world // shared
+        fix, fitting = f"start {shared * dp} (deepspeed --num_gpus {shared * dp} …)", world // shared
         batch = _batch_for(recipe, config, fitting, pp.value) if agreed and world % shared == 0 else None
         if batch is not None:
-            fix += f", or --set parallel.dp={fitting}{batch}"
-            fix += f", or --set parallel.dp=null{batch} to take what is started"
+            taking = f"--set parallel.dp=null{batch} to take what is started"
+            fix = f"{fix}, or --set parallel.dp={fitting}{batch}, or {taking}"
         came = *degrees, " x ", Setting("parallel.dp", dp), f" = {shared * dp}, but {started}"
         findings.problems.append(Problem("parallel.dp", came, "tp x pp x dp = processes", fix))
         return None
@@ -149,7 +134,7 @@ def _data_parallel(
     return world // shared
 
 
-def _batch_for(recipe: Recipe, config: dict[str, Any], dp: int, pp: int) -> str | None:
+def _batch_for(recipe: Recipe, config: Config, dp: int, pp: int) -> str | None:
     """What to set of the batch for another dp: the same samples per step where dp divides them.
 
     None where the JSON states what is in the way.
@@ -169,13 +154,11 @@ def _batch_for(recipe: Recipe, config: dict[str, Any], dp: int, pp: int) -> str 
     return f"{opened} --set batch.global={max(1, round(recipe.batch.global_ / step)) * step}"
 
 
-def _check_batch(recipe: Recipe, config: dict[str, Any], findings: Findings) -> bool:
+def _check_batch(recipe: Recipe, config: Config, findings: Findings) -> bool:
     """Whether the JSON says nothing of the batch that the recipe says otherwise."""
-    before = len(findings.problems)
-    batch = recipe.batch
-    for (key, recipe_key), stated in zip(
-        _BATCH_KEYS.items(), (batch.micro, batch.accumulation, batch.global_), strict=True
-    ):
+    before, batch = len(findings.problems), recipe.batch
+    own = (batch.micro, batch.accumulation, batch.global_)
+    for (key, recipe_key), stated in zip(_BATCH_KEYS.items(), own, strict=True):
         value = config.get(key)
         if value in (None, "auto"):
             continue
@@ -186,10 +169,7 @@ def _check_batch(recipe: Recipe, config: dict[str, Any], findings: Findings) -> 
     return len(findings.problems) == before
 
 
-def _stated_shares(recipe: Recipe, config: dict[str, Any]) -> tuple[int | None, int | None]:
+def _stated_shares(recipe: Recipe, config: Config) -> tuple[int | None, int | None]:
     """(micro, accumulation) as recipe or JSON state them, None where neither does."""
-    micro, accumulation = (
-        None if (value := config.get(key)) == "auto" else value
-        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
+    micro, accumulation, _ = (None if (value := config.get(key)) == "auto" else value for key in _BATCH_KEYS)
     return recipe.batch.micro or micro, recipe.batch.accumulation or accumulation

@@ -27,10 +27,8 @@ def precision(
         return None
     demanded = [half for half in _HALVES if switches[half] is True]
     if len(demanded) == 2:
-        rule = "a run has one precision"
-        findings.refuse(
-            "fp16.enabled", "fp16.enabled and bf16.enabled are both true", rule, "set one to false"
-        )
+        came, rule = "fp16.enabled and bf16.enabled are both true", "a run has one precision"
+        findings.refuse("fp16.enabled", came, rule, "set one to false")
         return None
     if demanded:
         chosen = _demanded(demanded[0], recipe, machine, findings)
@@ -47,12 +45,8 @@ def precision(
 def _switch(half: str, config: dict[str, Any], findings: Findings) -> _Switch:
     key = f"{half}.enabled"
     value = lookup(config, key)
-    if value is None:
-        return False
-    if isinstance(value, bool):
-        return value
-    if value == "auto":
-        return "auto"
+    if value is None or value == "auto" or isinstance(value, bool):
+        return value or False
     findings.refuse(key, f"{key}={value!r}", 'must be true, false or "auto"', "write one of them")
     return None
 
@@ -69,9 +63,8 @@ def _demanded(half: Precision, recipe: Recipe, machine: Machine, findings: Findi
         findings.refuse(key, f"{key}=true", f"{lacks}, and what is demanded is not changed silently", fix)
         return None
     if recipe.precision != half:
-        findings.notice(
-            "precision", f"{half}, as {findings.where} says; the recipe asks for {recipe.precision}"
-        )
+        asks = f"the recipe asks for {recipe.precision}"
+        findings.notice("precision", f"{half}, as {findings.where} says; {asks}")
     return half
 
 
@@ -86,9 +79,8 @@ def _asked(
         return "fp32"
     if _has(machine, wanted):
         return wanted
-    fallback: Precision = "fp32"
-    if wanted == "fp16" and machine.bf16 and switches["bf16"] == "auto":
-        fallback = "bf16"
+    falls_to_bf16 = wanted == "fp16" and machine.bf16 and switches["bf16"] == "auto"
+    fallback: Precision = "bf16" if falls_to_bf16 else "fp32"
     lacks = f"which the {machine.accelerator} accelerator of this machine lacks"
     findings.notice("precision", f"{fallback} INSTEAD OF {wanted}: {asks}, {lacks}")
     return fallback

@@ -19,16 +19,12 @@ _QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "
 
 def stage(config: dict[str, Any], findings: Findings) -> ZeroStage | None:
     """ZeRO stage 0 to 3; an absent section is 0, as in DeepSpeed; None for a broken one."""
-    section = config.get("zero_optimization")
-    if section is not None and not isinstance(section, dict):
+    if not isinstance(config.get("zero_optimization"), dict | None):
         return None  # reported with the keys
     key = "zero_optimization.stage"
     value = lookup(config, key)
-    for known in get_args(ZeroStage):
-        if value == known and not isinstance(value, bool):
-            return known  # type: ignore[no-any-return]
-    if value is None:
-        return 0
+    if value is None or (value in get_args(ZeroStage) and not isinstance(value, bool)):
+        return int(value or 0)  # type: ignore[return-value]
     findings.refuse(key, f"{key}={value!r}", "ZeRO has the stages 0, 1, 2 and 3", "write one of them")
     return None
 
@@ -38,7 +34,10 @@ def offload(config: dict[str, Any], stage: int | None, machine: Machine, finding
     optimizer, parameters = _device("optimizer", config, findings), _device("param", config, findings)
     if stage is not None:
         _check_stage(config, optimizer, parameters, stage, findings)
-    _check_quantised(config, machine, findings)
+    for name in _QUANTISED:
+        key = f"zero_optimization.{name}"
+        if machine.accelerator == "cpu" and lookup(config, key):
+            findings.refuse(key, f"{key}=true", "ZeRO++ quantisation has no CPU kernel", "set it to false")
     if "nvme" in (optimizer, parameters):
         _check_nvme_op(machine, findings)
         return "nvme"
@@ -73,9 +72,8 @@ def nvme_paths(config: dict[str, Any], environ: Mapping[str, str], findings: Fin
 def _device(kind: str, config: dict[str, Any], findings: Findings) -> _Device:
     key = f"zero_optimization.offload_{kind}.device"
     value = lookup(config, key)
-    for known in get_args(_Device):
-        if value == known:
-            return known  # type: ignore[no-any-return]
+    if value in get_args(_Device):
+        return value
     if value is not None:
         findings.refuse(key, f"{key}={value!r}", "can be none, cpu or nvme", "write one of them")
     return "none"
@@ -84,16 +82,12 @@ def _device(kind: str, config: dict[str, Any], findings: Findings) -> _Device:
 def _check_stage(
     config: dict[str, Any], optimizer: _Device, parameters: _Device, stage: int, findings: Findings
 ) -> None:
-    def refuse(
-        came: str, rule: str, fix: str, at_stage: str = f" with zero_optimization.stage={stage}"
-    ) -> None:
-        findings.refuse("zero_optimization.stage", came + at_stage, rule, fix)
+    def refuse(came: str, rule: str, fix: str) -> None:
+        findings.refuse("zero_optimization.stage", f"{came} with zero_optimization.stage={stage}", rule, fix)
 
     if optimizer != "none" and stage == 0:
-        rule = "only sharded optimizer states are offloaded (stages 1 to 3)"
-        refuse(
-            "offload_optimizer", rule, "use stage 2 (--ds_config zero2_offload), or remove offload_optimizer"
-        )
+        fix = "use stage 2 (--ds_config zero2_offload), or remove offload_optimizer"
+        refuse("offload_optimizer", "only sharded optimizer states are offloaded (stages 1 to 3)", fix)
     if optimizer == "nvme" and stage in (1, 2):
         fix = "use stage 3 (--ds_config zero_infinity), or device cpu"
         refuse("offload_optimizer.device=nvme", "DeepSpeed swaps to NVMe in stage 3 only", fix)
@@ -108,14 +102,7 @@ def _check_stage(
     if parameters == "nvme" and prefetch != 0:
         came = f"stage3_prefetch_bucket_size={prefetch!r} with offload_param.device=nvme"
         rule = "DeepSpeed 0.19 runs out of buffers when it prefetches parameters from NVMe"
-        refuse(came, rule, "set it to 0", at_stage="")
-
-
-def _check_quantised(config: dict[str, Any], machine: Machine, findings: Findings) -> None:
-    for name in _QUANTISED:
-        key = f"zero_optimization.{name}"
-        if machine.accelerator == "cpu" and lookup(config, key):
-            findings.refuse(key, f"{key}=true", "ZeRO++ quantisation has no CPU kernel", "set it to false")
+        findings.refuse("zero_optimization.stage", came, rule, "set it to 0")
 
 
 def _check_nvme_op(machine: Machine, findings: Findings) -> None:
@@ -130,10 +117,6 @@ def _check_nvme_op(machine: Machine, findings: Findings) -> None:
 
 
 def _unusable(path: Path) -> str | None:
-    if not path.exists():
-        return "does not exist"
     if not path.is_dir():
-        return "is not a directory"
-    if not os.access(path, os.W_OK | os.X_OK):
-        return "is not writable"
-    return None
+        return "is not a directory" if path.exists() else "does not exist"
+    return None if os.access(path, os.W_OK | os.X_OK) else "is not writable"

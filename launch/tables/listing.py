@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,6 @@ class Row:
     recipe: Recipe
     asked: str  # its table as `catalog.load` takes it: the table's name, or the path of a file
     fits: str | None = None  # how, or why not; None where nobody asked
-
-    @property
-    def full_name(self) -> str:
-        return f"{self.asked}/{self.name}"
 
     @property
     def gpus(self) -> int | None:
@@ -72,10 +68,8 @@ def add_parser(commands: Any) -> None:
     add("--hardware", metavar="TEXT", help=hardware)
     add("--published", action="store_true", help="only rows of published tables")
     add("--oom", action="store_true", help="only rows that ran out of memory")
-    fits = (
-        "only rows whose weights, gradients and optimizer states fit this machine, as published or with "
-        "fewer data-parallel ranks (activations come on top)"
-    )
+    states = "only rows whose weights, gradients and optimizer states fit this machine"
+    fits = f"{states}, as published or with fewer data-parallel ranks (activations come on top)"
     add("--fits", action="store_true", help=fits)
     add("--json", action="store_true", help="as JSON, one object per row")
     parser.set_defaults(run=run)
@@ -92,26 +86,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def catalog_rows(tables: Sequence[str] = ()) -> list[Row]:
-    """Every row of the named tables, or of all of recipes/; a name may be the path of a YAML file.
+    """Every row of the named tables or YAML files, or of all of recipes/.
 
-    Raises:
-        RecipeError: tables that are not there, with near matches; broken tables and rows, all of them.
+    Raises RecipeError: tables that are not there, with near matches; broken tables and rows, all of them.
     """
     known = {table.name: table for table in catalog.tables()}
     chosen: dict[str, Table] = {}
-    rows: list[Row] = []
-    problems: list[Problem] = []
+    rows, problems = list[Row](), list[Problem]()
     for name in dict.fromkeys(tables) or known:
         own_file = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else None
         if name in known:
             chosen[name] = known[name]
         elif own_file and own_file.is_file():
             chosen[name] = read_table(own_file)
-        elif own_file:
-            fix = "give the path of a table, or the name of one of recipes/"
-            problems.append(Problem("--table", f"--table {name}", "there is no such file", fix))
         else:
-            problems.append(Problem("--table", f"--table {name}", "no such table", did_you_mean(name, known)))
+            rule = "there is no such file" if own_file else "no such table"
+            path = "give the path of a table, or the name of one of recipes/"
+            fix = path if own_file else did_you_mean(name, known)
+            problems.append(Problem("--table", f"--table {name}", rule, fix))
     for name, table in chosen.items():
         for row in table.rows:
             try:
@@ -125,20 +117,17 @@ def catalog_rows(tables: Sequence[str] = ()) -> list[Row]:
 
 def select(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
     """The rows that every filter lets through."""
+    least, most = args.gpus or (0, 0)
 
-    def passes(row: Row) -> bool:
-        recipe, (least, most) = row.recipe, args.gpus or (0, 0)
-        return all(
-            (
-                not args.family or recipe.model.family == args.family,
-                not args.gpus or any(least <= count <= most for count in (row.gpus, row.processes) if count),
-                not args.hardware or _has(recipe.hardware, args.hardware),
-                not args.published or row.table.published,
-                not args.oom or (recipe.published is not None and recipe.published.oom),
-            )
-        )
+    def passes(row: Row) -> Iterator[bool]:
+        recipe = row.recipe
+        yield not args.family or recipe.model.family == args.family
+        yield not args.gpus or any(least <= count <= most for count in (row.gpus, row.processes) if count)
+        yield not args.hardware or _has(recipe.hardware, args.hardware)
+        yield not args.published or row.table.published
+        yield not args.oom or (recipe.published is not None and recipe.published.oom)
 
-    return [row for row in rows if passes(row)]
+    return [row for row in rows if all(passes(row))]
 
 
 def _has(hardware: Hardware | None, text: str) -> bool:
@@ -149,7 +138,7 @@ def _has(hardware: Hardware | None, text: str) -> bool:
 def as_json(row: Row) -> dict[str, Any]:
     recipe = row.recipe
     return {
-        "recipe": row.full_name, "title": recipe.title, "family": recipe.model.family,
+        "recipe": f"{row.asked}/{row.name}", "title": recipe.title, "family": recipe.model.family,
         "parameters": cost.parameters(recipe.model, recipe.sequence_length), "gpus": row.gpus,
         "processes": row.processes, "ds_config": recipe.ds_config,
         "hardware": str(recipe.hardware) if recipe.hardware else None,
@@ -183,16 +172,11 @@ def cells(row: Row) -> list[str]:
     """The row under `COLUMNS`."""
     recipe, model, (tp, pp) = row.recipe, row.recipe.model, row.recipe.parallel.model_parallel
     other = f"({row.processes})" if row.processes and row.processes != row.gpus else ""
-    return [
-        row.name + ("?" if row.stands_in else ""),
-        short_count(cost.parameters(model, recipe.sequence_length)),
-        f"{'BERT ' if model.family == 'bert' else ''}{model.layers}x{model.hidden}",
-        f"{tp} x {pp} x {recipe.parallel.dp or 'any'}",
-        f"{row.gpus or ''} {other}".strip(),
-        f"{recipe.batch.global_}",
-        recipe.ds_config,
-        published_text(recipe.published),
-    ]
+    size = short_count(cost.parameters(model, recipe.sequence_length))
+    shape = f"{'BERT ' if model.family == 'bert' else ''}{model.layers}x{model.hidden}"
+    layout, gpus = f"{tp} x {pp} x {recipe.parallel.dp or 'any'}", f"{row.gpus or ''} {other}".strip()
+    name, batch = row.name + ("?" if row.stands_in else ""), f"{recipe.batch.global_}"
+    return [name, size, shape, layout, gpus, batch, recipe.ds_config, published_text(recipe.published)]
 
 
 def published_text(published: Published | None) -> str:
@@ -220,13 +204,11 @@ def short_count(number: int) -> str:
 
 
 def _range(text: str) -> tuple[int, float]:
-    match = re.fullmatch(r"(\d+)(-(\d*))?", text)
-    if not match:
-        rule = "give a number of processes or a range, e.g. 16, 1-8 or 64-"
-        raise argparse.ArgumentTypeError(f"{text!r}: {rule}")
-    first = int(match[1])
-    last = first if not match[2] else float(match[3] or "inf")
-    if last < max(first, 1):
+    rule = "give a number of processes or a range, e.g. 16, 1-8 or 64-"
+    if match := re.fullmatch(r"(\d+)(-(\d*))?", text):
+        first = int(match[1])
+        last = first if not match[2] else float(match[3] or "inf")
+        if last >= max(first, 1):
+            return first, last
         rule = "no number lies in it: give the smaller one first, from 1, e.g. 8-16"
-        raise argparse.ArgumentTypeError(f"{text!r}: {rule}")
-    return first, last
+    raise argparse.ArgumentTypeError(f"{text!r}: {rule}")

@@ -181,24 +181,19 @@ def _published(published: Published | None, table: Table) -> list[str]:
     cells = zip(table.columns, (cell.strip() for cell in (published.row or "").split("|")), strict=False)
     printed = [(name, cell or "(blank)") for name, cell in cells]
     printed += [("cannot have been", f"{key} = {value}") for key, value in published.printed.items()]
-    more = {
-        "ran": published.framework,
-        "held-out loss": published.validation_loss,
-        "date": published.date,
-        "source": published.source,
-    }
-    return _aligned([*printed, *((name, str(value)) for name, value in more.items() if value)])
+    more = [("ran", published.framework), ("held-out loss", published.validation_loss)]
+    more += [("date", published.date), ("source", published.source)]
+    return _aligned([*printed, *((name, str(value)) for name, value in more if value)])
 
 
 def _reasons(recipe: Recipe, original: Recipe | None, reasons: Mapping[str, str]) -> list[str]:
     """The reasons of the keys whose value is still the row's."""
+    wrapper = textwrap.TextWrapper(WIDTH, initial_indent="  ", subsequent_indent="      ")
     lines: list[str] = []
-    for key, reason in reasons.items():
-        if _is_own(recipe, original, key):
-            value = _value(recipe, key)
-            head = key if isinstance(value, dict | list | None) else f"{key} = {value}"
-            text = f"{head}: {reason}"
-            lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ")
+    for key in (key for key in reasons if _is_own(recipe, original, key)):
+        value = _value(recipe, key)
+        head = key if isinstance(value, dict | list | None) else f"{key} = {value}"
+        lines += wrapper.wrap(f"{head}: {reasons[key]}")
     return lines
 
 

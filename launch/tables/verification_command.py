@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.durable_files import write_atomically
 from launch.console import quiet
-from launch.tables.verifying.check import Check
+from launch.tables.verifying.rows import Check, Row
 
 if TYPE_CHECKING:
-    from launch.tables.verifying.rows import Row
     from launch.tables.verifying.verification import Report
 
 ABOUT = """\
@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
     report = verification.verify(args.table, progress=_progress)
     print(report_text.describe(report, verbose=args.verbose))
-    for flag, form in FORMS.items():
+    for flag, (text, _) in FORMS.items():
         if path := getattr(args, flag):
-            write_atomically(path, form.text(report))
+            write_atomically(path, text(report))
             print(f"wrote {path}")
     return 0 if report.passed else 1
 
@@ -75,26 +75,23 @@ def _check_outputs(args: argparse.Namespace) -> None:
     """Before minutes are spent: somewhere to write to, where nothing is but what this command wrote."""
     if args.json and args.csv and args.json.resolve() == args.csv.resolve():
         raise ValueError(f"--json and --csv are both {args.json}: name two files")
-    for flag, form in FORMS.items():
+    for flag, (_, beginning) in FORMS.items():
         path = getattr(args, flag)
         if path and (path.is_dir() or not path.parent.is_dir()):
             problem = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
             raise ValueError(f"--{flag} {path}: {problem}: name a file in a directory that exists")
-        if path and path.exists() and not _begins_with(path, form.beginning.encode()):
-            raise ValueError(
-                f"--{flag} {path} is a file that this command did not write as {flag.upper()}, and it "
-                f"replaces only its own: name another file with --{flag}, or move this one"
-            )
+        if path and path.exists() and not _begins_with(path, beginning.encode()):
+            rule = f"this command did not write as {flag.upper()}, and it replaces only its own"
+            fix = f"name another file with --{flag}, or move this one"
+            raise ValueError(f"--{flag} {path} is a file that {rule}: {fix}")
 
 
 def _begins_with(path: Path, beginning: bytes) -> bool:
-    if not path.is_file():
-        return False
-    try:
-        with path.open("rb") as file:
-            return file.read(len(beginning)) == beginning
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(len(beginning)) == beginning
+    return False
 
 
 def _progress(rows: Sequence[Row]) -> Iterator[Row]:
@@ -108,20 +105,18 @@ def _progress(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _as_json(report: Report) -> str:
-    errata = [
-        {
-            "explanation": erratum.explanation,
-            "later": erratum.later,
-            "disagreements": [asdict(check) for check in checks],
-        }
-        for erratum, checks in report.errata
-    ]
+    def plain(checks: Sequence[Check]) -> list[dict[str, Any]]:
+        return [asdict(check) for check in checks]
+
     values = {
         "written_by": WRITTEN_BY,
         "passed": report.passed,
-        "checks": [asdict(check) for check in report.checks],
-        "errata": errata,
-        "unexplained": [asdict(check) for check in report.unexplained],
+        "checks": plain(report.checks),
+        "errata": [
+            {"explanation": each.explanation, "later": each.later, "disagreements": plain(checks)}
+            for each, checks in report.errata
+        ],
+        "unexplained": plain(report.unexplained),
         "stale_explanations": report.stale,
         "remarks": report.repeated,
         "texts": report.texts,
@@ -131,24 +126,15 @@ def _as_json(report: Report) -> str:
 
 def _as_csv(report: Report) -> str:
     """RFC 4180 with a heading."""
-    explained, buffer = report.explanations, io.StringIO()
+    texts, buffer = {check: erratum.text for check, erratum in report.explanations.items()}, io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS)
     writer.writeheader()
-    for check in report.checks:
-        explanation = explained[check].text if check in explained else ""
-        writer.writerow({**asdict(check), "explanation": explanation})
+    writer.writerows({**asdict(check), "explanation": texts.get(check, "")} for check in report.checks)
     return buffer.getvalue()
 
 
-@dataclass(frozen=True)
-class Form:
-    """`beginning`: the first characters of every file of this form, by which one is known."""
-
-    text: Callable[[Report], str]
-    beginning: str
-
-
-FORMS = {  # by their flags
-    "json": Form(_as_json, f'{{\n "written_by": "{WRITTEN_BY}"'),
-    "csv": Form(_as_csv, ",".join(COLUMNS) + "\r\n"),
+# By their flags: the text, and the first characters of every such file, by which one is known.
+FORMS: dict[str, tuple[Callable[[Report], str], str]] = {
+    "json": (_as_json, f'{{\n "written_by": "{WRITTEN_BY}"'),
+    "csv": (_as_csv, ",".join(COLUMNS) + "\r\n"),
 }

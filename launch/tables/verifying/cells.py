@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from launch.tables.verifying.check import Check
 from launch.tables.verifying.printed_values import Printed
-from launch.tables.verifying.rows import Key, Row, related
+from launch.tables.verifying.rows import Check, Key, Row, related
 
 NUMBERS = (
     "size_label", "parameters", "parameters_per_rank", "time_per_iteration_s", "samples_per_s", "tflops",
@@ -29,26 +28,23 @@ def checks(row: Row) -> Iterator[Check]:
 
 def _cells(row: Row) -> Iterator[Check]:
     count, columns = len((row.published.row or "").split("|")), len(row.table.columns)
-    yield row.compare("cells", str(columns), str(count), "exact" if count == columns else None)
+    yield row.compare("cells", columns, count, count == columns)
     for heading, cell in row.cells:
         if key := row.key_of(heading):
             yield _cell(row, f'cell "{heading}"', cell, key)
         else:
             why = "free text, or of another run: no key of the recipe"
-            yield row.say("not checkable", "cell", how=why, printed=f"{heading}: {cell}")
+            yield row.unchecked("cell", why, f"{heading}: {cell}")
 
 
 def _cell(row: Row, quantity: str, cell: str, key: Key) -> Check:
     own, declared = row.own(key.name), row.published.printed.get(key.name)
     if cell == "OOM":
-        oom = row.published.oom
-        return row.compare(quantity, cell, f"published.oom={oom}", "exact" if oom else None)
+        return row.compare(quantity, cell, f"published.oom={row.published.oom}", row.published.oom)
     if not cell:
         blank = own is None or not key.name.startswith("published.")
-        return row.compare(
-            quantity, "blank", "blank" if blank else f"{key.name}={own}", "exact" if blank else None
-        )
-    how = "exact" if _prints(cell, key, own) else None
+        return row.compare(quantity, "blank", "blank" if blank else f"{key.name}={own}", blank)
+    how: bool | str = _prints(cell, key, own)
     if not how and _prints(cell, key, declared):
         how = f"declared: the run has {own}"
     return row.compare(quantity, cell, f"{key.name}={own}", how)
@@ -73,27 +69,23 @@ def _published_numbers(row: Row) -> Iterator[Check]:
     """Every number under `published` stands in its column or in a cell of free text; so does an OOM."""
     if row.published.oom:
         found = "OOM" in (cell for _, cell in row.cells)
-        yield row.compare(
-            "published.oom", "OOM" if found else "no OOM", "published.oom=True", "exact" if found else None
-        )
+        yield row.compare("published.oom", "OOM" if found else "no OOM", "published.oom=True", found)
     free = (cell for heading, cell in row.cells if not row.key_of(heading))
     words = {word for cell in free for word in re.split(r"[\s,;()]+", cell)}
     for name in NUMBERS:
         value = getattr(row.published, name)
         if value is not None and row.cell_of(f"published.{name}") is None:
-            how = "exact" if str(value) in words else None
-            yield row.compare(f"published.{name}", row.published.row or "", str(value), how)
+            yield row.compare(f"published.{name}", row.published.row or "", value, str(value) in words)
 
 
 def _declarations(row: Row) -> Iterator[Check]:
     """`published.printed` names what differs; `inferred` names nothing that is printed."""
     for name, value in row.published.printed.items():
         cell, own, quantity = row.cell_of(name), row.own(name), f"published.printed {name}"
-        yield row.compare(
-            quantity, str(value), f"{name}={own}", None if value == own else "declared: it differs"
-        )
+        how = None if value == own else "declared: it differs"
+        yield row.compare(quantity, value, f"{name}={own}", how)
         if cell is not None and not _prints(cell, Key(name), value):
-            yield row.compare(f"{quantity} cell", cell, str(value), None)
+            yield row.compare(f"{quantity} cell", cell, value, None)
     for name in row.recipe.inferred:
         if cell := row.cell_of(name):
             yield row.compare(f"inferred {name}", cell, "declared as not printed", None)

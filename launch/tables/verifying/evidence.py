@@ -23,12 +23,12 @@ An erratum holds both numbers: a digit changed on either side makes a disagreeme
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
+from launch.tables.verifying.rows import difference
 from recipes import key_paths
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Strict
@@ -97,19 +97,11 @@ class Erratum(Strict):
         return self.explanation + (f" Later: {self.later}" if self.later else "")
 
 
-@dataclass(frozen=True)
-class RowErratum:
-    """A disagreement of one row with its source, explained."""
+class RowErratum(NamedTuple):
+    """A disagreement of one row with its source, explained; `difference` as a check says it."""
 
-    quantity: str
-    printed: str
-    computed: str
+    difference: str
     erratum: Erratum
-
-    @property
-    def difference(self) -> str:
-        """What differs, as a check says it."""
-        return f"{self.quantity}: printed {self.printed}, computed {self.computed}"
 
     def __str__(self) -> str:
         return f"{self.difference}. {self.erratum.text}"
@@ -134,17 +126,12 @@ class Evidence(Strict):
 
     def errata_of(self, row: str) -> Iterator[RowErratum]:
         for erratum in self.errata:
-            for found in erratum.disagreements:
-                if row in found.rows:
-                    yield RowErratum(found.quantity, found.printed, found.computed, erratum)
+            for one in (one for one in erratum.disagreements if row in one.rows):
+                yield RowErratum(difference(one.quantity, one.printed, one.computed), erratum)
 
 
 def read(table: Table) -> Evidence:
-    """The table's evidence, empty where it has none.
-
-    Raises:
-        ProblemsError: everything wrong with it: unknown keys, rows and patterns, and what is said twice.
-    """
+    """The table's evidence; ProblemsError for unknown keys, rows and patterns, and for what is said twice."""
     try:
         evidence = Evidence.model_validate(table.evidence)
     except ValidationError as error:
@@ -175,8 +162,7 @@ def _problems(table: Table, evidence: Evidence) -> Iterator[Problem]:
                 yield wrong("settings", f"{quotation!r}: {key}", "no recipe has it", did_you_mean(key, known))
     named = [("sizes", row) for sizes in evidence.sizes for row in sizes.rows]
     named += [("speeds", row) for speeds in evidence.speeds for row in speeds.rows]
-    found = [disagreement for erratum in evidence.errata for disagreement in erratum.disagreements]
-    named += [("errata", row) for disagreement in found for row in disagreement.rows]
+    named += [("errata", row) for each in evidence.errata for one in each.disagreements for row in one.rows]
     for name, row in named:
         if row not in table.rows:
             yield wrong(name, row, "no row of the table", did_you_mean(row, table.rows))

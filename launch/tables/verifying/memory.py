@@ -6,26 +6,24 @@ from collections.abc import Iterator, Sequence
 
 from ds_configs.jsonfile import ConfigError
 from launch.planning import memory_fit
-from launch.tables.verifying.check import Check
 from launch.tables.verifying.relations import alike
-from launch.tables.verifying.rows import Row
+from launch.tables.verifying.rows import Check, Row
 
 
 def checks(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
     """`rows`: all of the table."""
     memory = row.own("hardware.gpu_memory_gb")
-    quantity, ran = (
-        ("out of memory", "OOM") if row.published.oom else ("model states", f"ran on {memory or 0:g} GB")
-    )
+    quantity = "out of memory" if row.published.oom else "model states"
+    ran = "OOM" if row.published.oom else f"ran on {memory or 0:g} GB"
     try:
         states = states_gb(row)
     except ConfigError as error:
-        yield row.say("not checkable", quantity, how=f"its layout cannot be run here: {error}", printed=ran)
+        yield row.unchecked(quantity, f"its layout cannot be run here: {error}", ran)
         return
     if row.published.oom:
         yield _out_of_memory(row, rows, states, memory)
     elif memory is None:
-        yield row.say("not checkable", quantity, f"{states:.1f} GB", "no memory of its GPUs is known")
+        yield row.unchecked(quantity, "no memory of its GPUs is known", computed=f"{states:.1f} GB")
     else:
         yield row.compare(quantity, ran, f"{states:.1f} GB", "they fit" if states <= memory else None)
     if row.published.cached_gb is not None:
@@ -40,16 +38,14 @@ def states_gb(row: Row) -> float:
 
 def _out_of_memory(row: Row, rows: Sequence[Row], states: float, memory: float | None) -> Check:
     """Contradicted by a larger batch that ran; confirmed where the model states alone exceed the memory."""
-    micro = row.recipe.batch.micro or 0
-    ran = [r for r in alike(row, rows) if not r.published.oom and (r.recipe.batch.micro or 0) >= micro]
+    ran = [r for r in alike(row, rows) if not r.published.oom and r.micro >= row.micro]
     if ran:
-        computed = f"micro-batch {ran[0].recipe.batch.micro} of the same model ran"
-        return row.compare("out of memory", "OOM", computed, None)
+        return row.compare("out of memory", "OOM", f"micro-batch {ran[0].micro} of the same model ran", None)
     if memory and states > memory:
         computed = f"{states:.1f} GB of model states on {memory:g} GB"
         return row.compare("out of memory", "OOM", computed, "they do not fit")
     why = "the model states fit: activations decide, which nothing printed gives"
-    return row.say("not checkable", "out of memory", how=why, printed="OOM")
+    return row.unchecked("out of memory", why, "OOM")
 
 
 def _cached(row: Row, cached: float, states: float, memory: float | None) -> Check:
@@ -62,7 +58,7 @@ def _cached(row: Row, cached: float, states: float, memory: float | None) -> Che
 
 def _less_with_more(row: Row, own: float, rows: Sequence[Row]) -> Iterator[Check]:
     """Nothing but the micro-batch differs, it is smaller, and still more memory was cached."""
-    larger = [r for r in alike(row, rows) if (r.recipe.batch.micro or 0) > (row.recipe.batch.micro or 0)]
+    larger = [other for other in alike(row, rows) if other.micro > row.micro]
     if known := [(r.published.cached_gb, r) for r in larger if r.published.cached_gb]:
         least, other = min(known, key=lambda pair: pair[0])
         computed = f"at most {least:g} GB, as {other.name} had for micro-batch {other.recipe.batch.micro}"

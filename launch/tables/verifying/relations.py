@@ -1,14 +1,38 @@
-"""What rows of one table owe each other: weak scaling, times, repeated measurements."""
+"""What a row owes itself, layout and batch, and rows of a table each other: scaling, times, repetitions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from launch.tables.verifying.check import Check
 from launch.tables.verifying.printed_values import derived
-from launch.tables.verifying.rows import TIME, Row
+from launch.tables.verifying.rows import TIME, Check, Row
+
+
+def layout(row: Row) -> Iterator[Check]:
+    """tp x pp x dp = GPUs; micro x accumulation x dp = global; pp divides the layers, tp the heads."""
+    tp, pp, dp = (row.as_printed(f"parallel.{degree}") for degree in ("tp", "pp", "dp"))
+    yield _product(row, "GPUs", row.as_printed("hardware.gpus"), tp, pp, dp)
+    micro, accumulation = row.as_printed("batch.micro"), row.as_printed("batch.accumulation") or 1
+    yield _product(row, "global batch", row.as_printed("batch.global"), micro, accumulation, dp)
+    batch, model, (own_tp, own_pp) = row.recipe.batch, row.recipe.model, row.recipe.parallel.model_parallel
+    if row.published.printed:
+        factors = (batch.micro, batch.accumulation or 1, row.recipe.parallel.dp)
+        yield _product(row, "global batch of the run", batch.global_, *factors)
+    shares = ("layers per stage", model.layers, own_pp), ("heads per rank", model.heads, own_tp)
+    for quantity, whole, by in shares:
+        yield row.compare(quantity, f"{whole} over {by}", f"{whole / by:g}", whole % by == 0)
+
+
+def _product(row: Row, quantity: str, printed: int | None, *factors: int | None) -> Check:
+    known = [factor for factor in factors if factor is not None]
+    computed = f"{' x '.join(map(str, known))} = {math.prod(known)}"
+    if printed is None or len(known) < len(factors):
+        why = "the row has no such number" if printed is None else "the recipe leaves a factor open"
+        return row.unchecked(quantity, why, printed or "", "" if printed else computed)
+    return row.compare(quantity, printed, computed, math.prod(known) == printed)
 
 
 def checks(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
@@ -26,17 +50,17 @@ def _weak_scaling(row: Row, rows: Sequence[Row]) -> Check:
     assert printed
     if tflops is None or base is None:
         why = "needs the TFLOPS of the row and of a baseline"
-        return row.say("not checkable", "weak scaling", how=why, printed=printed.text)
+        return row.unchecked("weak scaling", why, printed.text)
     computed, how = derived(printed, "the printed TFLOPS", lambda t, b: 100 * t / b, tflops, base)
-    if row.published.weak_scaling_percent == 100:
-        return row.compare("weak scaling", printed.text, f"{computed:g} %", how)
-    return row.compare("weak scaling", printed.text, f"{tflops.text} / {base.text} = {computed:.1f} %", how)
+    ratio = f"{tflops.text} / {base.text} = {computed:.1f} %"
+    said = f"{computed:g} %" if row.published.weak_scaling_percent == 100 else ratio
+    return row.compare("weak scaling", printed.text, said, how)
 
 
 def _slower_with_less(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
     """Nothing but the micro-batch differs, it is smaller, and still the iteration took longer."""
-    own, micro = row.published.time_per_iteration_s, row.recipe.batch.micro or 0
-    larger = [other for other in alike(row, rows) if (other.recipe.batch.micro or 0) > micro]
+    own = row.published.time_per_iteration_s
+    larger = [other for other in alike(row, rows) if other.micro > row.micro]
     timed = [(other.published.time_per_iteration_s, other) for other in larger]
     quicker = [(seconds, other) for seconds, other in timed if own and seconds and seconds < own]
     if quicker:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from launch.tables.verifying.check import Check
+from launch.tables.verifying.rows import Check
 from launch.tables.verifying.verification import Report
 
 WIDTH = 118
@@ -45,8 +45,7 @@ def _summary(report: Report) -> str:
     align = ("left", *["right"] * (len(HEADINGS) - 1))
     table = tabulate([HEADINGS, *shown], tablefmt="plain", disable_numparse=True, colalign=align)
     heading, *body, last = table.splitlines()
-    rule = "-" * len(heading)
-    return "\n".join([heading, rule, *body, rule, last])
+    return "\n".join([heading, rule := "-" * len(heading), *body, rule, last])
 
 
 def _numbers(report: Report, checks: Sequence[Check]) -> list[int]:
@@ -54,8 +53,7 @@ def _numbers(report: Report, checks: Sequence[Check]) -> list[int]:
     number = Counter(check.status for check in checks)
     agree = [check for check in checks if check.status == "agrees"]
     cells, settings = sum(check.transcribed for check in agree), sum(check.stated for check in agree)
-    explained = report.explanations
-    errata = sum(check in explained for check in checks)
+    errata = len(report.explanations.keys() & set(checks))
     recomputed = Counter(check.status for check in checks if not (check.transcribed or check.stated))
     return [
         cells, settings, recomputed["agrees"] + recomputed["disagrees"], recomputed["agrees"], errata,
@@ -78,23 +76,18 @@ def _every_check(report: Report) -> str:
 
 
 def _errata(report: Report) -> str:
-    blocks = [
-        _wrapped(f"{number}. {erratum.text}", "") + "\n" + _disagreements(checks)
-        for number, (erratum, checks) in enumerate(report.errata, 1)
-    ]
+    """Each with what differs, and below that the rows that differ so, table by table."""
+    blocks = []
+    for number, (erratum, checks) in enumerate(report.errata, 1):
+        alike: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for check in checks:
+            alike[check.difference][check.table].append(check.subject.removeprefix(f"{check.table}/"))
+        lines = [_wrapped(f"{number}. {erratum.text}", "")]
+        for difference, tables in alike.items():
+            lines.append(_wrapped(difference, "   "))
+            lines += [_wrapped(f"{table}/ {', '.join(rows)}", "      ") for table, rows in tables.items()]
+        blocks.append("\n".join(lines))
     return _section("Errata: disagreements with the sources, each explained", "\n\n".join(blocks))
-
-
-def _disagreements(checks: Sequence[Check]) -> str:
-    """What differs, and below it the rows that differ so, table by table."""
-    alike: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for check in checks:
-        alike[check.difference][check.table].append(check.subject.removeprefix(f"{check.table}/"))
-    lines = []
-    for difference, tables in alike.items():
-        lines.append(_wrapped(difference, "   "))
-        lines += [_wrapped(f"{table}/ {', '.join(rows)}", "      ") for table, rows in tables.items()]
-    return "\n".join(lines)
 
 
 def _not_checkable(report: Report) -> str:
@@ -105,8 +98,7 @@ def _not_checkable(report: Report) -> str:
             reasons[check.quantity, check.how].append(check)
     lines = []
     for (quantity, reason), checks in reasons.items():
-        subjects = list(dict.fromkeys(check.subject for check in checks))
-        tables = list(dict.fromkeys(check.table for check in checks))
+        subjects, tables = ({getattr(each, key): 0 for each in checks} for key in ("subject", "table"))
         where = ", ".join(subjects) if len(subjects) <= 3 else f"{len(subjects)} rows of {', '.join(tables)}"
         lines.append(_wrapped(f"{quantity}: {reason} ({where})", "  "))
     return _section("Not checkable: and why", "\n".join(lines))
@@ -117,18 +109,14 @@ def _remarks(heading: str, remarks: Sequence[str]) -> str:
 
 
 def _unexplained(report: Report) -> str:
-    blocks = []
-    if report.unexplained:
-        lines = "\n".join(f"  {check.line}" for check in report.unexplained)
-        fix = (
-            "Correct the recipe or this project's arithmetic, or explain it in the table's evidence: errata."
-        )
-        blocks.append(f"!!! UNEXPLAINED: {len(report.unexplained)}\n{lines}\n{_wrapped(fix, '  ')}")
-    if report.stale:
-        lines = "\n".join(f"  {line}" for line in report.stale)
-        what = f"!!! STALE: {len(report.stale)} disagreements under evidence: errata are none any more"
-        blocks.append(f"{what}\n{lines}\n  Remove each, or write what is printed and computed now.")
-    return "\n\n".join(blocks)
+    wrong = [f"  {check.subject} {check.difference}" for check in report.unexplained]
+    stale = [f"  {line}" for line in report.stale]
+    mend = "Correct the recipe or this project's arithmetic, or explain it in the table's evidence: errata."
+    none = "disagreements under evidence: errata are none any more"
+    remove = "  Remove each, or write what is printed and computed now."
+    blocks = [[f"!!! UNEXPLAINED: {len(wrong)}", *wrong, _wrapped(mend, "  ")]] if wrong else []
+    blocks += [[f"!!! STALE: {len(stale)} {none}", *stale, remove]] if stale else []
+    return "\n\n".join("\n".join(block) for block in blocks)
 
 
 def _verdict(report: Report) -> str:
@@ -150,7 +138,5 @@ def _section(heading: str, text: str) -> str:
 
 def _wrapped(text: str, indent: str) -> str:
     # A row's name is one word: breaking it at its hyphens would hide it from a search.
-    folded, below = " ".join(text.split()), indent + "  "
-    return textwrap.fill(
-        folded, WIDTH, initial_indent=indent, subsequent_indent=below, break_on_hyphens=False
-    )
+    wrapper = textwrap.TextWrapper(WIDTH, indent, indent + "  ", break_on_hyphens=False)
+    return wrapper.fill(" ".join(text.split()))

@@ -1,17 +1,51 @@
-"""A published row: its recipe, and the cells of the source with the recipe's key that each one prints."""
+"""A published row: its recipe, the cells of the source with the key that each one prints, and its checks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from launch.tables.verifying.check import Check, Status
 from launch.tables.verifying.printed_values import Printed
 from recipes.problems import Problem, RecipeError
 from recipes.schema import Published, Recipe
 from recipes.tables import Table
 from recipes.validation import validate
+
+Status = Literal["agrees", "disagrees", "not checkable", "computed"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A quantity of a row, as printed and as recomputed.
+
+    Attributes:
+        subject: the row, as "table/row".
+        status: "computed" is for information: nothing printed stands against it.
+        how: how the two agree; why they cannot be compared; of a computed value, what it is.
+        transcribed: compares the recipe with its row's cells and its declarations; recomputes nothing.
+        stated: compares the recipe with what a text or a public script says of its row; recomputes nothing.
+    """
+
+    table: str
+    subject: str
+    quantity: str
+    status: Status
+    printed: str = ""
+    computed: str = ""
+    how: str = ""
+    transcribed: bool = False
+    stated: bool = False
+
+    @property
+    def difference(self) -> str:
+        """What differs, without the row."""
+        return difference(self.quantity, self.printed, self.computed)
+
+
+def difference(quantity: str, printed: str, computed: str) -> str:
+    """What differs, in one phrase."""
+    return f"{quantity}: printed {printed}, computed {computed}"
 
 
 class Key(NamedTuple):
@@ -66,6 +100,11 @@ class Row:
         return self.recipe.parallel.model_parallel[0]
 
     @property
+    def micro(self) -> int:
+        """Micro-batch; 0 where it is left open."""
+        return self.recipe.batch.micro or 0
+
+    @property
     def cells(self) -> list[tuple[str, str]]:
         """(heading, cell as printed)."""
         cells = [cell.strip() for cell in (self.published.row or "").split("|")]
@@ -98,8 +137,7 @@ class Row:
 
     def printed(self, name: str) -> Printed | None:
         """A key's number with the digits of its cell, or the recipe's where no cell prints it."""
-        for heading, cell in self.cells:
-            key = self.key_of(heading)
+        for key, cell in ((self.key_of(heading), cell) for heading, cell in self.cells):
             if key and key.name == name and (number := Printed.read(cell, key.factor)):
                 return number
         value = self.as_printed(name)
@@ -109,15 +147,17 @@ class Row:
         """Why no source gives a key, where the recipe says so of it or of a related key."""
         return next((why for name, why in self.recipe.unknown.items() if related(key, name)), None)
 
-    def compare(self, quantity: str, printed: str, computed: str, how: str | None) -> Check:
-        """Agrees where `how` says in which way."""
-        status: Status = "agrees" if how else "disagrees"
-        return Check(self.table.name, self.full_name, quantity, status, printed, computed, how or "")
+    def compare(self, quantity: str, printed: object, computed: object, how: str | bool | None) -> Check:
+        """Agrees where `how` says in which way; true: exactly."""
+        how = "exact" if how is True else how or ""
+        return self.say("agrees" if how else "disagrees", quantity, printed, computed, how)
 
-    def say(
-        self, status: Status, quantity: str, computed: str = "", how: str = "", printed: str = ""
-    ) -> Check:
-        return Check(self.table.name, self.full_name, quantity, status, printed, computed, how)
+    def unchecked(self, quantity: str, why: str, printed: object = "", computed: object = "") -> Check:
+        """What cannot be compared."""
+        return self.say("not checkable", quantity, printed, computed, why)
+
+    def say(self, status: Status, quantity: str, printed: object, computed: object, how: str) -> Check:
+        return Check(self.table.name, self.full_name, quantity, status, str(printed), str(computed), how)
 
 
 def related(key: str, name: str) -> bool:
@@ -126,22 +166,15 @@ def related(key: str, name: str) -> bool:
 
 
 def published_rows(tables: Sequence[Table]) -> list[Row]:
-    """Every row of the tables.
-
-    Raises:
-        RecipeError: rows that are no recipes, all of them in one error.
-    """
-    rows: list[Row] = []
-    problems: list[Problem] = []
+    """Every published row of the tables; one RecipeError for all rows that are no recipes."""
+    rows, problems = list[Row](), list[Problem]()
     for table in tables:
         for name in table.rows:
             try:
                 recipe = validate(table.row(name), f"{table.name}/{name}", table.document, table.paths(name))
+                rows.append(Row(table, name, recipe))
             except RecipeError as error:
                 problems += error.problems
-                continue
-            if recipe.published is not None:
-                rows.append(Row(table, name, recipe))
     if problems:
         raise RecipeError(problems)
-    return rows
+    return [row for row in rows if row.recipe.published is not None]

@@ -6,10 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from launch.tables.verifying.check import Check
 from launch.tables.verifying.evidence import Evidence, Statement
 from launch.tables.verifying.printed_values import Printed, agreement
-from launch.tables.verifying.rows import SAMPLES, TIME, Row
+from launch.tables.verifying.rows import SAMPLES, TIME, Check, Row
+
+NEVER_CHECKED = {
+    "published.date": "nothing follows from a date",
+    "published.cached_gb": "bounded by the model states and the GPU's memory; activations and the allocator "
+    "decide the rest",
+    "model.heads": "no size depends on the number of heads, beyond that tp divides it",
+}
 
 
 def checks(row: Row, evidence: Evidence) -> Iterator[Check]:
@@ -21,7 +27,7 @@ def checks(row: Row, evidence: Evidence) -> Iterator[Check]:
     for heading, cell in row.cells:
         key = row.key_of(heading)
         if cell and key and key.name not in said and (reason := _unchecked(row, key.name)):
-            yield row.say("not checkable", f"printed {key.name}", how=reason, printed=cell)
+            yield row.unchecked(f"printed {key.name}", reason, cell)
 
 
 def _setting(row: Row, said: Statement) -> Check:
@@ -53,14 +59,8 @@ def _shown(value: Any) -> str:
 def _unchecked(row: Row, key: str) -> str:
     """Why nothing recomputes a printed number; empty where something does."""
     published = row.published
-    if key == "published.date":
-        return "nothing follows from a date"
-    if key == "published.cached_gb":
-        return (
-            "bounded by the model states and the GPU's memory; activations and the allocator decide the rest"
-        )
-    if key == "model.heads":
-        return "no size depends on the number of heads, beyond that tp divides it"
+    if key in NEVER_CHECKED:
+        return NEVER_CHECKED[key]
     if published.oom:
         return "it ran out of memory: no rate follows from the batch" if key == "batch.micro" else ""
     rate, bounded = published.samples_per_s, "only its share of the GPU's peak is bounded"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ds_configs.sections.transformers_modules import embedding_rows
-from launch.tables.verifying.check import Check
 from launch.tables.verifying.counts import arithmetic
 from launch.tables.verifying.evidence import Evidence, Part
 from launch.tables.verifying.printed_values import Printed, agreement, label_unit
-from launch.tables.verifying.rows import Row
+from launch.tables.verifying.rows import Check, Row
 from modeling import cost
 from modeling.counting import RankCounts
 
@@ -34,7 +33,7 @@ def checks(row: Row, counts: RankCounts, evidence: Evidence) -> Iterator[Check]:
     if published.size_label is not None:
         yield _label(row, counts, published.size_label)
     if (published.parameters, published.size_label) == (None, None):
-        yield row.say("not checkable", "parameters", f"{total}", "the row prints no model size")
+        yield row.unchecked("parameters", "the row prints no model size", computed=total)
     for sizes in evidence.sizes:
         for part, size in sizes.rows.get(row.name, {}).items():
             yield _elsewhere(row, part, str(size), PARTS[part](counts), sizes.source)
@@ -42,27 +41,27 @@ def checks(row: Row, counts: RankCounts, evidence: Evidence) -> Iterator[Check]:
 
 def _modules(row: Row, counts: RankCounts) -> Check:
     """Rank by rank; a disagreement is a mistake of this project, never of a source."""
-    expected, how = arithmetic(row.recipe), None
+    expected = arithmetic(row.recipe)
     pairs = enumerate(zip(counts.held, expected.held, strict=True))
     wrong = [f"stage {stage}: {got} for {want}" for stage, (got, want) in pairs if got != want]
     found = "; ".join(wrong[:2]) or f"once {counts.once}, layers {set(counts.layers)}"
     if counts == expected:
-        found, how = f"{counts.once} on {sum(map(len, counts.held))} ranks", "exact"
-    return row.compare("modules against cost.py", str(expected.once), found, how)
+        found = f"{counts.once} on {sum(map(len, counts.held))} ranks"
+    return row.compare("modules against cost.py", expected.once, found, counts == expected)
 
 
 def _to_the_unit(row: Row, quantity: str, printed: int, computed: int, share: int) -> Check:
     if reason := row.unknown("model"):
-        return row.say("not checkable", quantity, str(computed), reason, str(printed))
+        return row.unchecked(quantity, reason, printed, computed)
     if printed == computed:
-        return row.compare(quantity, str(printed), str(computed), "exact")
+        return row.compare(quantity, printed, computed, how=True)
     hint, divided = "", f" / {share}" if share > 1 else ""
     for tp in DEGREES:
         padded = embedding_rows(row.recipe, tp)
         per_rank = cost.parameters_per_rank(row.recipe.model, row.recipe.sequence_length, padded, tp)
         if tp * per_rank == printed * share:
             hint = hint or f" (the printed one is the count at tp {tp}{divided})"
-    return row.compare(quantity, str(printed), f"{computed}{hint}", None)
+    return row.compare(quantity, printed, f"{computed}{hint}", None)
 
 
 def _label(row: Row, counts: RankCounts, label: str) -> Check:
@@ -71,7 +70,7 @@ def _label(row: Row, counts: RankCounts, label: str) -> Check:
     assert printed is not None, f"{row.full_name}: size label {label!r} has no number"
     plain = f"{counts.once / unit:.4g}{label[-1:]}"
     if reason := row.unknown("model"):
-        return row.say("not checkable", "size label", plain, f"the model stands in: {reason}", label)
+        return row.unchecked("size label", f"the model stands in: {reason}", label, plain)
     how = agreement(printed, counts.once / unit)
     if how in ("exact", "rounded"):
         return row.compare("size label", label, plain, how)
@@ -86,4 +85,4 @@ def _elsewhere(row: Row, part: Part, size: str, computed: int, source: str) -> C
     """A size that a log or another table prints of the row's model."""
     printed = Printed.read(size, label_unit(size))
     how = agreement(printed, computed) if printed else None
-    return row.compare(f"parameters, {part}", size, str(computed), f"{how}: {source}" if how else None)
+    return row.compare(f"parameters, {part}", size, computed, f"{how}: {source}" if how else None)

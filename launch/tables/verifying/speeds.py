@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ds_configs.sections.transformers_modules import embedding_rows
-from launch.tables.verifying.check import Check
 from launch.tables.verifying.evidence import Evidence, OtherRun
 from launch.tables.verifying.printed_values import Printed, derived, label_unit
-from launch.tables.verifying.rows import SAMPLES, TIME, Row
+from launch.tables.verifying.rows import SAMPLES, TIME, Check, Row
 from modeling import cost
 
 PEAKS = {"V100": 125.0}  # TFLOPS in half precision where a document states none: as Jean Zay's has it
@@ -21,8 +20,7 @@ def checks(row: Row, once: int, evidence: Evidence) -> Iterator[Check]:
     published = row.published
     seconds, rate, tflops = published.time_per_iteration_s, published.samples_per_s, published.tflops
     if published.oom:
-        why = "out of memory: no time, no samples/s, no TFLOPS"
-        yield row.say("not checkable", "time", how=why, printed="OOM")
+        yield row.unchecked("time", "out of memory: no time, no samples/s, no TFLOPS", "OOM")
         return
     if seconds is not None:
         if rate is not None:
@@ -32,8 +30,8 @@ def checks(row: Row, once: int, evidence: Evidence) -> Iterator[Check]:
         yield from _computed(row, once, seconds)
     else:
         implied = row.recipe.batch.global_ / rate if rate else None
-        printed, computed = str(rate or tflops or ""), f"{implied:.3f} s would give it" if implied else ""
-        yield row.say("not checkable", "time", computed, "no time of an iteration is printed", printed)
+        why, computed = "no time of an iteration is printed", implied and f"{implied:.3f} s would give it"
+        yield row.unchecked("time", why, rate or tflops or "", computed or "")
         if implied:
             yield from _plausible(row, implied)
     if published.peak_percent is not None:
@@ -70,8 +68,7 @@ def _tflops(row: Row) -> Check:
         exact, how = derived(printed, "the printed time", lambda s: cost.exact_tflops(work, s, gpus), seconds)
         return row.compare("TFLOPS", printed.text, f"{exact:.4g}, every product", how)
     if label is None:
-        why = "the row prints no model size for the formula"
-        return row.say("not checkable", "TFLOPS", how=why, printed=printed.text)
+        return row.unchecked("TFLOPS", "the row prints no model size for the formula", printed.text)
     size = _size(row, label)
     computed, how = derived(printed, "the printed time", lambda s: formula(row, size, s), seconds)
     ratio = printed.value / computed
@@ -95,7 +92,7 @@ def _computed(row: Row, once: int, seconds: float) -> Iterator[Check]:
     share = batch / row.as_printed("batch.global")
 
     def say(name: str, value: float, how: str) -> Check:
-        return row.say("computed", f"TFLOPS, {name}", f"{value:.4g}", how)
+        return row.say("computed", f"TFLOPS, {name}", "", f"{value:.4g}", how)
 
     if row.published.tflops is None and label:
         by_label = formula(row, _size(row, label), seconds)
@@ -138,7 +135,7 @@ def _peak(row: Row) -> Check:
     peak = row.own("hardware.peak_tflops")
     assert printed
     if tflops is None or peak is None:
-        return row.say("not checkable", "share of peak", how="needs TFLOPS and a peak", printed=printed.text)
+        return row.unchecked("share of peak", "needs TFLOPS and a peak", printed.text)
     computed, how = derived(printed, "the printed TFLOPS", lambda t: 100 * t / peak, tflops)
     return row.compare("share of peak", printed.text, f"{tflops.text} / {peak:g} = {computed:.2f} %", how)
 

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.tables.verifying import cells, layouts, memory, relations, settings, sizes, speeds
-from launch.tables.verifying.check import Check
+from launch.tables.verifying import cells, memory, relations, settings, sizes, speeds
 from launch.tables.verifying.counts import counts
 from launch.tables.verifying.evidence import Erratum, Evidence, read
-from launch.tables.verifying.rows import Row, published_rows
+from launch.tables.verifying.rows import Check, Row, published_rows
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.tables import FOLDER
 
 Lines = tuple[str, ...]
+Progress = Callable[[Sequence[Row]], Iterator[Row]]
 Explained = tuple[tuple[Erratum, tuple[Check, ...]], ...]
 
 
@@ -56,29 +56,23 @@ class Report:
         return not (self.unexplained or self.stale)
 
 
-def verify(
-    only: Sequence[str] = (),
-    *,
-    folder: Path = FOLDER,
-    progress: Callable[[Sequence[Row]], Iterator[Row]] | None = None,
-) -> Report:
+def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progress = iter) -> Report:
     """Check the published tables of `folder`, or those of `only`; `progress` wraps the rows.
 
-    Raises:
-        ProblemsError: an unknown name in `only`, or a file that cannot be read; every broken recipe at once.
+    Raises ProblemsError: an unknown name in `only`, a file that cannot be read; all broken recipes at once.
     """
     published = {table.name: table for table in catalog.tables(folder) if table.published}
-    unknown = [name for name in only if name not in published]
-    if unknown:
-        rule = "no such published table"
-        raise ProblemsError(
-            Problem("--table", f"--table {name}", rule, did_you_mean(name, published)) for name in unknown
-        )
+    if problems := [
+        Problem("--table", f"--table {name}", "no such published table", did_you_mean(name, published))
+        for name in only
+        if name not in published
+    ]:
+        raise ProblemsError(problems)
     tables = [table for name, table in published.items() if not only or name in only]
     evidence = {table.name: read(table) for table in tables}
     rows = published_rows(tables)
     checks: list[Check] = []
-    for row in progress(rows) if progress else rows:
+    for row in progress(rows):
         table = [other for other in rows if other.table is row.table]
         checks += _checks(row, table, evidence[row.table.name])
     number = Counter(row.table.name for row in rows)
@@ -90,10 +84,10 @@ def verify(
 def _checks(row: Row, table: Sequence[Row], evidence: Evidence) -> Iterator[Check]:
     """Everything about one row; `table`: all rows of its table."""
     yield from cells.checks(row)
-    yield from layouts.checks(row)
+    yield from relations.layout(row)
     if row.recipe.model.heads % row.tp:
         why = "no module of this layout can be built: tp does not divide the heads"
-        yield row.say("not checkable", "parameters", how=why)
+        yield row.unchecked("parameters", why)
     else:
         counted = counts(row.recipe)
         yield from sizes.checks(row, counted, evidence)

@@ -13,7 +13,7 @@ def report():
 
 def lines(report) -> str:
     stale = [f"stale: {line}" for line in report.stale]
-    return "\n".join([*(check.line for check in report.unexplained), *stale])
+    return "\n".join([*(f"{check.subject} {check.difference}" for check in report.unexplained), *stale])
 
 
 def test_every_disagreement_is_explained_and_no_explanation_is_stale(report):

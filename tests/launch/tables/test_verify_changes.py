@@ -12,7 +12,7 @@ from recipes.tables import FOLDER
 
 def lines(report) -> str:
     stale = [f"stale: {line}" for line in report.stale]
-    return "\n".join([*(check.line for check in report.unexplained), *stale])
+    return "\n".join([*(f"{check.subject} {check.difference}" for check in report.unexplained), *stale])
 
 
 CHANGED = [
