@@ -90,7 +90,7 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     former = writing.check(directory)
     runs = [read_run(path, label, tables.recipe) for path, label in zip(paths, run_labels, strict=True)]
     only_named = bool(args.table) and not args.all
-    made = document.assemble(tables, [*names, *every], runs, only_named=only_named, problems=problems)
+    made = document.assemble(tables, [*names, *every], runs, problems, only_named=only_named)
     files = writing.write(made, directory)
     _say(made, directory, files, former)
     return 1 if made.problems else 0
@@ -100,18 +100,15 @@ def _asked(args: argparse.Namespace, tables: Tables) -> tuple[list[str], list[Pa
     """Names of tables and run directories; all that is wrong with both in one error."""
     from launch.reports.search import find
 
-    problems = []
     try:
         names = tables.named(args.table)
     except ValueError as error:
-        problems.append(str(error))
-    try:
-        paths = find(args.runs)
-    except ValueError as error:
-        problems.append(str(error))
-    if problems:
-        raise ValueError("\n".join(problems))
-    return names, paths
+        try:
+            find(args.runs)
+        except ValueError as other:
+            raise ValueError(f"{error}\n{other}") from None
+        raise
+    return names, find(args.runs)
 
 
 def _say(made: Document, directory: Path, files: Sequence[Path], former: Sequence[str]) -> None:

@@ -26,15 +26,9 @@ class Bar(Silent):
 
     def __init__(self, stream: TextIO, start_step: int, total_steps: int) -> None:
         self._numbers = tqdm(file=stream, bar_format="{desc}", dynamic_ncols=True, position=0)
-        self._bar = tqdm(
-            total=total_steps,
-            initial=start_step,
-            file=stream,
-            unit="step",
-            dynamic_ncols=True,
-            position=1,
-            bar_format="step {n_fmt}/{total_fmt} {bar} {elapsed} done, {remaining} left",
-        )
+        form = "step {n_fmt}/{total_fmt} {bar} {elapsed} done, {remaining} left"
+        how = {"file": stream, "bar_format": form, "dynamic_ncols": True, "position": 1}
+        self._bar = tqdm(total=total_steps, initial=start_step, unit="step", **how)
 
     def step(self, step: int, fields: Sequence[str]) -> None:
         self._numbers.set_description_str(" ".join(fields), refresh=False)
@@ -58,9 +52,8 @@ class Lines(Silent):
         self._stream, self._start_step, self._total_steps = stream, start_step, total_steps
         self._every = max(1, (total_steps - start_step) // LINES_PER_RUN)
         self._shown = time.monotonic()
-        self._first: float | None = (
-            None  # end of the first step, which compiles and allocates: the rate is that of later ones
-        )
+        # End of the first step, which compiles and allocates: the rate is that of later ones.
+        self._first: float | None = None
 
     def step(self, step: int, fields: Sequence[str]) -> None:
         now = time.monotonic()

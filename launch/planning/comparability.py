@@ -19,6 +19,11 @@ from recipes.schema import Recipe
 # What changes the speed by more than the machine does: a ratio would compare two things.
 SAME_WORK = ("model", "sequence_length", "batch.global", "activation_checkpointing")
 DEGREES = {"tp": "tensor", "pp": "pipeline"}  # of the layout -> of a JSON's `parallel` section
+REASONS = {
+    "tiny": "tiny, another model",
+    "unreadable": "the recipe cannot be read",
+    "emulated": "fp16 emulated on a CPU",
+}
 _ANY = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)  # a machine that refuses nothing
 
 
@@ -39,12 +44,8 @@ class Incomparable:
     sharding: tuple[str, str] | None = None
 
     def __str__(self) -> str:
-        if self.reason != "other":
-            return {
-                "tiny": "tiny, another model",
-                "unreadable": "the recipe cannot be read",
-                "emulated": "fp16 emulated on a CPU",
-            }[self.reason]
+        if self.reason in REASONS:
+            return REASONS[self.reason]
         used = f" ({self.sharding[0]}; the row's is {self.sharding[1]})" if self.sharding else ""
         return f"other {', '.join(key + used if key == 'ds_config' else key for key in self.keys)}"
 
@@ -63,19 +64,16 @@ def not_comparable(
     if row is None or plan is None:
         return Incomparable("unreadable")
     sharded = changed_sharding(row, plan)
-    keys = [
-        *changed_work(row, plan.recipe),
-        *changed_degrees(row, plan.layout),
-        *(["ds_config"] if sharded else []),
-    ]
-    if keys:
-        return Incomparable("other", tuple(keys), sharded)
+    keys = [*changed_work(row, plan.recipe), *changed_degrees(row, plan.layout)]
+    if keys or sharded:
+        return Incomparable("other", (*keys, *(["ds_config"] if sharded else [])), sharded)
     return Incomparable("emulated") if emulated_fp16 and plan.precision == "fp16" else None
 
 
 def changed_work(row: Recipe, run: Recipe) -> list[str]:
     """Keys of the recipe that differ and decide how much there is to compute."""
-    keys = [key for key, _, _ in differences(_plain(row), _plain(run))]
+    both = (recipe.model_dump(mode="json", by_alias=True) for recipe in (row, run))
+    keys = [key for key, _, _ in differences(*both)]
     return [key for key in keys if any(key == part or key.startswith(f"{part}.") for part in SAME_WORK)]
 
 
@@ -85,8 +83,7 @@ def changed_degrees(row: Recipe, layout: Layout) -> list[str]:
     tp and pp that the row does not state are those of its ds_config; dp that it does not state is whatever
     was started.
     """
-    config = _config(row.ds_config)
-    own = {"tp": row.parallel.tp, "pp": row.parallel.pp, "dp": row.parallel.dp}
+    config, own = _config(row.ds_config), dict(row.parallel)
     for key, name in DEGREES.items():
         written = (lookup(config, f"parallel.{part}{name}") for part in ("", "default_"))
         own[key] = own[key] or next((degree for degree in written if isinstance(degree, int)), 1)
@@ -122,7 +119,3 @@ def _config(name: str) -> dict[str, Any]:
         return read(find(name))
     except ConfigError:
         return {}
-
-
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    return recipe.model_dump(mode="json", by_alias=True)

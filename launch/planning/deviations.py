@@ -76,10 +76,8 @@ def deviations(
 
     `original`: the recipe before --tiny, --set and --steps; None: as the plan has it.
     """
-    found: list[Deviation] = []
-    for each in _found(plan, original, tiny, emulated_fp16, hardware, steps):
-        found += [each] if each not in found else []
-    return found
+    every = list(_found(plan, original, tiny, emulated_fp16, hardware, steps))
+    return [each for number, each in enumerate(every) if each not in every[:number]]
 
 
 def _found(
@@ -127,9 +125,7 @@ def _changed_fields(original: Recipe, recipe: Recipe, tiny: bool) -> Iterator[De
 def _fields(recipe: Recipe) -> dict[str, Any]:
     """Dotted key -> value of every leaf."""
     fields = recipe.model_dump(mode="json", by_alias=True)
-    fields["schedule"]["decay_steps"] = (
-        recipe.decay_steps
-    )  # null and the number it stands for are one schedule
+    fields["schedule"]["decay_steps"] = recipe.decay_steps  # one schedule with the null it stands for
     return dict(flatten(fields))
 
 

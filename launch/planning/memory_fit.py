@@ -20,9 +20,8 @@ from modeling import cost
 from recipes.layout import divisors
 from recipes.schema import Recipe
 
-ANY_GPU = Machine(
-    "cuda", fp16=True, bf16=True, compiler=True, libaio=True
-)  # for resolving a row that is meant for another machine
+# For resolving a row that is meant for another machine: it refuses nothing.
+ANY_GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
 PLACES = {"none": "gpu", "cpu": "host", "nvme": "nvme"}  # of DeepSpeed's offload devices
 
 
@@ -58,49 +57,30 @@ def stage_parameters(plan: Plan) -> int:
     recipe, layout = plan.recipe, plan.layout
     layers = -(-recipe.model.layers // layout.pp)
     ends = [(True, True)] if layout.pp == 1 else [(True, False), (False, True)]
+    sizes = (recipe.model, recipe.sequence_length, plan.padded_vocab, layout.tp)
     return max(
-        cost.parameters_per_rank(
-            recipe.model,
-            recipe.sequence_length,
-            plan.padded_vocab,
-            layout.tp,
-            layers=layers,
-            first=first,
-            last=last,
-        )
-        for first, last in ends
+        cost.parameters_per_rank(*sizes, layers=layers, first=first, last=last) for first, last in ends
     )
 
 
 def state_bytes(plan: Plan) -> cost.StateBytes:
     """Bytes of model states of a process of the fullest pipeline stage, while it steps."""
     optimizer, weights = (PLACES[section.get("device") or "none"] for section in _offloads(plan))
-    return cost.placed_state_bytes(
-        stage_parameters(plan),
-        plan.zero_stage,
-        plan.layout.dp,
-        mixed_precision=plan.precision != "fp32",
-        optimizer=optimizer,
-        weights=weights,
-        accumulates=plan.layout.accumulation > 1,
-        sub_group=(plan.ds.get("zero_optimization") or {}).get("sub_group_size", 1e9),
-    )
+    zero, layout = plan.ds.get("zero_optimization") or {}, plan.layout
+    how = {"optimizer": optimizer, "weights": weights, "sub_group": zero.get("sub_group_size", 1e9)}
+    how |= {"mixed_precision": plan.precision != "fp32", "accumulates": layout.accumulation > 1}
+    return cost.placed_state_bytes(stage_parameters(plan), plan.zero_stage, layout.dp, **how)
 
 
 def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
     """(whether the row can be run on one such machine, how or why not)."""
     shared = math.prod(recipe.parallel.model_parallel)
-    most = (
-        memory.gpus
-        if recipe.parallel.dp is None or 0 < memory.gpus < processes(recipe)
-        else processes(recipe)
-    )
+    fewer = recipe.parallel.dp is None or 0 < memory.gpus < processes(recipe)
+    most = max(memory.gpus if fewer else processes(recipe), shared)
     if memory.gpus and shared > memory.gpus:
         return False, f"tp x pp = {shared} processes, {memory.gpus} GPU{'s' if memory.gpus > 1 else ''} here"
     refused, too_large = "", []
-    for dp in sorted(
-        (d for d in divisors(recipe.batch.global_) if d * shared <= max(most, shared)), reverse=True
-    ):
+    for dp in sorted((dp for dp in divisors(recipe.batch.global_) if dp * shared <= most), reverse=True):
         try:
             plan = published_plan(_with_dp(recipe, dp))
         except ConfigError as error:
@@ -127,34 +107,30 @@ def _with_dp(recipe: Recipe, dp: int) -> Recipe:
     """What `_how` tells the user to set."""
     if dp == recipe.parallel.dp:
         return recipe
-    batch = (
-        recipe.batch if recipe.parallel.dp is None else recipe.batch.model_copy(update={"accumulation": None})
-    )
+    parallel = recipe.parallel.model_copy(update={"dp": dp})
+    left_open = {} if recipe.parallel.dp is None else {"accumulation": None}
     return recipe.model_copy(
-        update={"parallel": recipe.parallel.model_copy(update={"dp": dp}), "batch": batch}
+        update={"parallel": parallel, "batch": recipe.batch.model_copy(update=left_open)}
     )
 
 
 def _fits(plan: Plan, memory: Memory) -> bool:
+    room = (memory.gpu_bytes, memory.host_bytes) if memory.gpus else (memory.host_bytes,)
+    return all(needed <= there for needed, there in zip(_needed(plan, memory), room, strict=True))
+
+
+def _needed(plan: Plan, memory: Memory) -> tuple[float, ...]:
+    """Bytes on a GPU and in the host's memory; without GPUs all in the host's."""
     states, world = state_bytes(plan), plan.layout.world
-    if memory.gpus:
-        return states.gpu <= memory.gpu_bytes and states.host * world <= memory.host_bytes
-    return (states.gpu + states.host) * world <= memory.host_bytes
+    return (states.gpu, states.host * world) if memory.gpus else ((states.gpu + states.host) * world,)
 
 
 def _least(plans: Sequence[Plan], memory: Memory) -> str:
     """What a process of the plan that needs the least on a GPU (in all, where there is none) would hold."""
-
-    def needed(plan: Plan) -> tuple[float, ...]:
-        states, world = state_bytes(plan), plan.layout.world
-        return (states.gpu, states.host * world) if memory.gpus else ((states.gpu + states.host) * world,)
-
-    plan = min(plans, key=needed)
+    plan = min(plans, key=lambda plan: _needed(plan, memory))
     states, world = state_bytes(plan), plan.layout.world
-    sizes = (
-        [(states.gpu, " on the GPU"), (states.host, " in host memory")]
-        if memory.gpus
-        else [(states.gpu + states.host, "")]
-    )
+    sizes = [(states.gpu + states.host, "")]
+    if memory.gpus:
+        sizes = [(states.gpu, " on the GPU"), (states.host, " in host memory")]
     held = " and ".join(f"{size / 1e9:,.3g} GB{place}" for size, place in sizes if size)
     return f"model states of {held} per process, {world} process{'es' if world > 1 else ''}"

@@ -36,36 +36,28 @@ def describe_plan(
     before = ", before offloading" if plan.offload != "none" else ""
     degrees = f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data parallel"
     chunks = f"chunks of {recipe.checkpoint_interval} layers"
+    shape = (
+        f"{WORDS[model.family].describe(model)}, {model.layers} layers, hidden size {model.hidden}, "
+        f"{model.heads} heads, sequence length {length}, vocabulary {model.vocab_size} (padded to "
+        f"{plan.padded_vocab})"
+    )
+    held = f"{states / 1e9:.3g} GB per process (weights, gradients, optimizer"
+    betas = f"betas {o.betas[0]:g} {o.betas[1]:g}"
+    decay = f"{s.kind}, {s.warmup_steps} warm-up steps, to {s.min_lr:g} at step {recipe.decay_steps}"
+    tokens = f"{recipe.steps} steps = {recipe.steps * layout.global_batch * length:,} tokens"
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
-        (
-            "model",
-            f"{WORDS[model.family].describe(model)}, {model.layers} layers, hidden size {model.hidden}, "
-            f"{model.heads} heads, sequence length {length}, vocabulary {model.vocab_size} "
-            f"(padded to {plan.padded_vocab})",
-        ),
+        ("model", shape),
         *describe_attention(model, band_kernel),
         ("parameters", f"{parameters:,}"),
         ("layout", f"{degrees} = {layout.world} process{'es' if layout.world > 1 else ''}"),
         ("batch", layout.identity()),
         ("precision", plan.precision),
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
-        (
-            "model states",
-            f"{states / 1e9:.3g} GB per process (weights, gradients, optimizer; formula of the ZeRO "
-            f"paper{before}), activations on top",
-        ),
+        ("model states", f"{held}; formula of the ZeRO paper{before}), activations on top"),
         ("recomputed", {0: "nothing", 1: "every layer"}.get(recipe.checkpoint_interval, chunks)),
-        (
-            "optimizer",
-            f"AdamW, lr {o.lr:g}, betas {o.betas[0]:g} {o.betas[1]:g}, weight decay {o.weight_decay:g}, "
-            f"clip {o.clip:g}",
-        ),
-        (
-            "schedule",
-            f"{s.kind}, {s.warmup_steps} warm-up steps, to {s.min_lr:g} at step {recipe.decay_steps}; "
-            f"{recipe.steps} steps = {recipe.steps * layout.global_batch * length:,} tokens",
-        ),
+        ("optimizer", f"AdamW, lr {o.lr:g}, {betas}, weight decay {o.weight_decay:g}, clip {o.clip:g}"),
+        ("schedule", f"{decay}; {tokens}"),
         *([("data", describe_data(plan, data))] if data else []),
         ("hardware", hardware),
         *([("run directory", run_directory)] if run_directory else []),

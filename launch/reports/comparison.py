@@ -2,56 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
 from launch.console import numbers
-from launch.reports import curves
+from launch.reports.curves import differences
 from launch.reports.entries import validation_loss
 from launch.reports.runs import Run
 from launch.runs.result import Result
-from recipes.nested import flatten
-from recipes.schema import Recipe
+from recipes import nested
 
 MOST_COMPARED = 6  # more columns than that are no table any more
 ABSENT = "absent"
 
 # Parts of a recipe that are said elsewhere or change nothing.
-LEFT_OUT = {
-    *("title", "published", "inferred", "differs", "unknown", "note", "hardware", "parallel", "ds_config")
-}
+UNSAID = {"title", "published", "inferred", "differs", "unknown", "note", "hardware", "parallel", "ds_config"}
 MACHINE = (
-    *("cpu", "cores", "memory_gb", "accelerator", "accelerators", "accelerator_memory_gb", "cuda", "host"),
+    "cpu",
+    "cores",
+    "memory_gb",
+    "accelerator",
+    "accelerators",
+    "accelerator_memory_gb",
+    "cuda",
+    "host",
 )
 # What decides on which text the loss is measured, and in which tokens.
 SAME_TEXT = ("data", "model.vocab_size", "model.family", "model.sentence_head")
 SAME_TEXT_BUT = ("data.streaming",)
 OF_BERT = "data.masking."
 
+# Relative difference of two losses that the precision explains. fp32: `compare_layouts` measures 1.5e-7
+# between layouts after 20 steps, which training amplifies; fp16 and bf16: one unit in the last place of the
+# activations (11 and 8 significant bits).
+ROUNDING = {"fp32": 2e-6, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
-@dataclass(frozen=True)
-class Outcome:
-    """A number that came out. `change`: whether a difference or a ratio says more."""
+
+class Outcome(NamedTuple):
+    """A number that came out. `kind`: whether a difference or a ratio says more; a loss's is a difference."""
 
     name: str
     of: Callable[[Result], Any]
-    change: Literal["difference", "ratio"]
-    is_loss: bool = False
-
-
-def _test_loss(result: Result) -> float | None:
-    return result.losses.test.loss if result.losses.test else None
+    kind: Literal["difference", "ratio", "loss"]
 
 
 OUTCOMES = (
     Outcome("steps", lambda r: r.steps, "difference"),
     Outcome("skipped steps", lambda r: r.skipped_steps, "difference"),
-    Outcome(
-        "training loss (nats per token, last 10 steps)", lambda r: r.losses.training.loss, "difference", True
-    ),
-    Outcome("validation loss (nats per token)", validation_loss, "difference", True),
-    Outcome("test loss (nats per token)", _test_loss, "difference", True),
+    Outcome("training loss (nats per token, last 10 steps)", lambda r: r.losses.training.loss, "loss"),
+    Outcome("validation loss (nats per token)", validation_loss, "loss"),
+    Outcome("test loss (nats per token)", lambda r: r.losses.test and r.losses.test.loss, "loss"),
     Outcome("time per step (s)", lambda r: r.speed.seconds_per_step, "ratio"),
     Outcome("waiting for data (share of the time)", lambda r: r.speed.data_wait_share, "difference"),
     Outcome("samples/s", lambda r: r.speed.samples_per_s, "ratio"),
@@ -64,8 +67,7 @@ OUTCOMES = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A line of a table: what, a value per run, and how each run after the first differs from it."""
 
     name: str
@@ -77,58 +79,57 @@ class Row:
 class Comparison:
     """`remarks`: what a reader has to know before comparing; `findings`: on the curves."""
 
-    runs: tuple[Run, ...]
-    configuration: tuple[Row, ...]  # only what differs
-    results: tuple[Row, ...]
-    remarks: tuple[str, ...]
-    findings: tuple[str, ...]
+    runs: list[Run]
+    configuration: list[Row]  # only what differs
+    results: list[Row]
+    remarks: list[str]
+    findings: list[str]
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
     """The first of the runs that can be read with each of the others."""
-    assert len(runs) >= 2, "a comparison of one run"
-    first, asked = next((run for run in runs if run.readable), runs[0]), runs[0]
+    first = next((run for run in runs if run.readable), runs[0])
     others = [run for run in runs if run is not first]
-    why_not = {run.label: incomparable(first, run) for run in others}
-    remarks = []
-    if first is not asked:
-        remarks.append(f"{asked.label} cannot be read: the runs are compared with {first.label}")
-    for run in others:
-        why = why_not[run.label]
+    why_not = [incomparable(first, run) for run in others]
+    remarks: list[str] = []
+    findings: list[str] = []
+    if first is not runs[0]:
+        remarks.append(f"{runs[0].label} cannot be read: the runs are compared with {first.label}")
+    for run, why in zip(others, why_not, strict=True):
         remarks += [*([why] if why else []), *cautions(first, run)]
-    findings = [line for run in others if not why_not[run.label] for line in curve_findings(first, run)]
+        findings += [] if why else curve_findings(first, run)
     runs = [first, *others]
-    results = tuple(outcomes(runs, why_not))
-    unique = tuple(dict.fromkeys(remarks))
-    return Comparison(tuple(runs), tuple(configuration(runs)), results, unique, tuple(findings))
+    results = list(outcomes(runs, why_not))
+    return Comparison(runs, list(configuration(runs)), results, list(dict.fromkeys(remarks)), findings)
 
 
 def configuration(runs: Sequence[Run]) -> Iterator[Row]:
     """Dotted keys in which runs differ: recipe, layout, DeepSpeed JSON, versions, machine, commit."""
-    facts = [dict(flatten(_facts(run))) for run in runs]
+    facts = [dict(nested.flatten(_facts(run))) for run in runs]
     for key in dict.fromkeys(key for each in facts for key in each):
         values = [each.get(key, ABSENT) for each in facts]
         if any(value != values[0] for value in values):
-            yield Row(key, tuple(_shown(value) for value in values))
+            yield Row(key, tuple(map(_shown, values)))
 
 
-def outcomes(runs: Sequence[Run], why_not: Mapping[str, str | None]) -> Iterator[Row]:
+def outcomes(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[Row]:
     """Every result that at least one run has; no difference of losses that are not comparable."""
     statuses = [run.status + (" (tiny)" if run.tiny else "") for run in runs]
     differs = tuple("" if status == statuses[0] else "differs" for status in statuses[1:])
     yield Row("status", tuple(statuses), differs)
-    for outcome in (*OUTCOMES, *_parts(runs)):
-        values = [outcome.of(run.result) for run in runs]
+    parts = (each and each.parts for each in (run.result.losses.validation for run in runs))
+    names = dict.fromkeys(name for each in parts for name in each or {})
+    of_parts = (Outcome(f"of validation: {name}", partial(_part, name=name), "loss") for name in names)
+    for name, of, kind in (*OUTCOMES, *of_parts):
+        values = [of(run.result) for run in runs]
         if all(value is None for value in values):
             continue
         changes = (
-            "not comparable"
-            if outcome.is_loss and why_not[run.label]
-            else _change(values[0], value, outcome.change)
-            for run, value in zip(runs[1:], values[1:], strict=True)
+            "not comparable" if kind == "loss" and why else _change(values[0], value, kind)
+            for value, why in zip(values[1:], why_not, strict=True)
         )
-        show = numbers.loss if outcome.is_loss else numbers.number
-        yield Row(outcome.name, tuple(show(value) for value in values), tuple(changes))
+        show = numbers.loss if kind == "loss" else numbers.number
+        yield Row(name, tuple(map(show, values)), tuple(changes))
 
 
 def incomparable(a: Run, b: Run) -> str | None:
@@ -137,14 +138,13 @@ def incomparable(a: Run, b: Run) -> str | None:
     if a.recipe is None or b.recipe is None:
         unread = a if a.recipe is None else b
         return f"{beginning}: the recipe of {unread.label} cannot be read"
-    first, second = _flat(a.recipe), _flat(b.recipe)
-    both_gpt = first["model.family"] == second["model.family"] == "gpt2"
+    both_gpt = a.recipe.model.family == b.recipe.model.family == "gpt2"
+    same = (*SAME_TEXT_BUT, *([OF_BERT] if both_gpt else []))
+    both = (recipe.model_dump(mode="json", by_alias=True) for recipe in (a.recipe, b.recipe))
     changed = [
-        f"{key}: {_shown(first.get(key, ABSENT))} / {_shown(second.get(key, ABSENT))}"
-        for key in {**first, **second}
-        if first.get(key, ABSENT) != second.get(key, ABSENT)
-        and _decides_text(key)
-        and not (both_gpt and key.startswith(OF_BERT))
+        f"{key}: {_shown(one)} / {_shown(other)}"
+        for key, one, other in nested.differences(*both)
+        if f"{key}.".startswith(tuple(f"{part}." for part in SAME_TEXT)) and not key.startswith(same)
     ]
     if changed:
         return f"{beginning}, other data, vocabulary or objective ({', '.join(changed)})"
@@ -165,18 +165,17 @@ def cautions(a: Run, b: Run) -> Iterator[str]:
     if a.recipe is None or b.recipe is None:
         return
     pair, one, two = f"{a.label} and {b.label}", a.recipe, b.recipe
-    if one.batch.global_ != two.batch.global_:
-        sizes = f"{pair} have different global batches ({one.batch.global_} / {two.batch.global_})"
-        yield f"{sizes}: after the same step they have read different amounts of text"
-    if one.sequence_length != two.sequence_length:
-        lengths = f"{pair} have different sequence lengths ({one.sequence_length} / {two.sequence_length})"
-        yield f"{lengths}: a token with more before it is easier to predict"
-    if one.seed != two.seed:
-        seeds = f"{pair} have different seeds ({one.seed} / {two.seed})"
-        yield f"{seeds}: other initial weights and other batches"
-    if one.run.validation_samples != two.run.validation_samples:
-        counts = f"{one.run.validation_samples} / {two.run.validation_samples}"
-        yield f"{pair} validate on different numbers of samples ({counts}): compare their training losses"
+    text = "after the same step they have read different amounts of text"
+    easier = "a token with more before it is easier to predict"
+    samples = (one.run.validation_samples, two.run.validation_samples)
+    for what, own, other, so in (
+        ("have different global batches", one.batch.global_, two.batch.global_, text),
+        ("have different sequence lengths", one.sequence_length, two.sequence_length, easier),
+        ("have different seeds", one.seed, two.seed, "other initial weights and other batches"),
+        ("validate on different numbers of samples", *samples, "compare their training losses"),
+    ):
+        if own != other:
+            yield f"{pair} {what} ({own} / {other}): {so}"
     if a.tiny != b.tiny:
         small = a.label if a.tiny else b.label
         yield f"{small} is tiny, the other is not: its speed and its loss say nothing about the other's"
@@ -187,25 +186,28 @@ def cautions(a: Run, b: Run) -> Iterator[str]:
 
 def curve_findings(a: Run, b: Run) -> Iterator[str]:
     """Where the losses of two comparable runs part, and by how much."""
+    tolerance = max(map(_rounding, (a, b)))
     for name, what in (("training", "steps"), ("validation", "validations")):
-        parts = curves.parting(a, b, getattr(a, name), getattr(b, name))
-        beginning = f"{name} loss of {a.label} and {b.label}, {parts.steps:,} common {what}"
-        if parts.largest is None:
+        first, second = dict(getattr(a, name)), dict(getattr(b, name))
+        apart = differences(first, second)
+        beginning = f"{name} loss of {a.label} and {b.label}, {len(apart):,} common {what}"
+        if not apart:
             yield f"{beginning}: nothing to compare"
             continue
-        largest = f"largest difference {parts.largest[1]:.2e} at step {parts.largest[0]:,.0f}"
-        rounding = f"rounding ({parts.tolerance:.1e} of the loss)"
-        if parts.first is None:
-            yield f"{beginning}: equal to {rounding}; {largest}"
-        else:
-            step, by = parts.first
-            parted = f"first differ by more than {rounding} at step {step:,.0f}, by {by:.2e}"
-            yield f"{beginning}: {parted}; {largest}"
+        step, by = max(apart, key=itemgetter(1))
+        largest = f"largest difference {by:.2e} at step {step:,.0f}"
+        parted = f"equal to rounding ({tolerance:.1e} of the loss)"
+        for step, by in apart:
+            if by > tolerance * max(abs(first[step]), abs(second[step])):
+                differ = f"first differ by more than {parted.removeprefix('equal to ')}"
+                parted = f"{differ} at step {step:,.0f}, by {by:.2e}"
+                break
+        yield f"{beginning}: {parted}; {largest}"
 
 
 def _facts(run: Run) -> dict[str, Any]:
     plan, result, git = run.plan, run.result, run.machine.get("git") or {}
-    recipe = plan.recipe.model_dump(mode="json", by_alias=True, exclude=LEFT_OUT) if plan else {}
+    recipe = plan.recipe.model_dump(mode="json", by_alias=True, exclude=UNSAID) if plan else {}
     return {
         "recipe": run.name + (" (tiny)" if run.tiny else ""),
         "ds_config": plan.ds_name if plan else result.ds_config,
@@ -221,13 +223,9 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _parts(runs: Sequence[Run]) -> list[Outcome]:
-    def of(name: str) -> Callable[[Result], Any]:
-        return lambda r: (r.losses.validation.parts or {}).get(name) if r.losses.validation else None
-
-    validations = [run.result.losses.validation for run in runs]
-    names = dict.fromkeys(name for each in validations if each for name in each.parts or {})
-    return [Outcome(f"of validation: {name}", of(name), "difference", True) for name in names]
+def _part(result: Result, name: str) -> float | None:
+    validation = result.losses.validation
+    return (validation.parts or {}).get(name) if validation else None
 
 
 def _change(first: float | None, value: float | None, kind: str) -> str:
@@ -238,12 +236,10 @@ def _change(first: float | None, value: float | None, kind: str) -> str:
     return f"{value - first:+,}" if isinstance(value - first, int) else f"{value - first:+.4g}"
 
 
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    return dict(flatten(recipe.model_dump(mode="json", by_alias=True)))
-
-
-def _decides_text(key: str) -> bool:
-    return key not in SAME_TEXT_BUT and any(key == part or key.startswith(f"{part}.") for part in SAME_TEXT)
+def _rounding(run: Run) -> float:
+    """The relative difference that the run's precision explains."""
+    precision = run.result.precision or (run.recipe.precision if run.recipe else "fp32")
+    return ROUNDING.get(precision, ROUNDING["fp32"])
 
 
 def _shown(value: Any) -> str:

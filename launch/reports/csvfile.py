@@ -8,7 +8,6 @@ from typing import Any
 
 from launch.reports.document import Document
 from launch.reports.entries import MEASURED, RATIO_NAMES, Entry
-from launch.reports.runs import Run
 
 PUBLISHED = (
     *("size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb"),
@@ -32,30 +31,28 @@ def write(document: Document) -> str:
     writer.writeheader()
     for section in document.sections:
         table = {"table": section.table.name, "published_columns": " | ".join(section.table.columns)}
-        for entry in section.entries:
-            measured = _measured(entry, entry.run) if entry.run else {}
-            writer.writerow({**table, **_published(entry), **measured})
+        writer.writerows({**table, **_cells(entry)} for entry in section.entries)
     return buffer.getvalue()
 
 
-def _published(entry: Entry) -> dict[str, Any]:
-    row = entry.row
-    return {
+def _cells(entry: Entry) -> dict[str, Any]:
+    row, run = entry.row, entry.run
+    published = {
         "recipe": row.full_name,
         "published_row": " | ".join(row.cells),
         **{f"published_{key}": getattr(row.published, key) for key in PUBLISHED if row.published},
         "errata": "; ".join(map(str, row.errata)),
         "status": entry.status,
     }
-
-
-def _measured(entry: Entry, run: Run) -> dict[str, Any]:
+    if run is None:
+        return published
     result = run.result
     return {
-        "run": str(run.path),
+        **published,
+        "run": run.path,
         "started": run.launch.started if run.launch else None,
         "tiny": run.tiny,
-        **{column.key: column.value(run) for column in MEASURED},
+        **{column.key: column.of(result) for column in MEASURED},
         "parameters_summed_over_tp_ranks": result.parameters_summed_over_tp_ranks,
         "train_loss": result.losses.training.loss,
         **{f"ratio_{key}": value for key, value in entry.ratios.items()},
@@ -63,5 +60,5 @@ def _measured(entry: Entry, run: Run) -> dict[str, Any]:
         "hardware": result.hardware,
         "precision": result.precision_text,
         "ds_config": result.ds_config,
-        "deviations": "; ".join(str(each) for each in entry.deviations),
+        "deviations": "; ".join(map(str, entry.deviations)),
     }

@@ -30,11 +30,11 @@ class Section:
     """
 
     table: Published
-    entries: tuple[Entry, ...]
-    columns: tuple[Column, ...]
+    entries: list[Entry]
+    columns: list[Column]
     common: Remarks
-    remarks: tuple[Remarks, ...]
-    figures: tuple[Figure, ...]
+    remarks: list[tuple[Row, Remarks]]
+    figures: list[Figure]
 
     @property
     def anchor(self) -> str:
@@ -44,10 +44,8 @@ class Section:
     @property
     def with_errata(self) -> dict[str, str]:
         """Full name of each row that has errata -> id of the place where they are."""
-        found = enumerate(self.remarks)
-        return {
-            each.row.full_name: f"errata-{self.anchor}-{n}" for n, each in found if each.row and each.errata
-        }
+        marked = ((row, n) for n, (row, remarks) in enumerate(self.remarks) if remarks.errata)
+        return {row.full_name: f"errata-{self.anchor}-{n}" for row, n in marked}
 
     @property
     def runs(self) -> list[Run]:
@@ -61,10 +59,10 @@ class Section:
     @property
     def summary(self) -> str:
         """How many rows there are, and how many have been run at full size and tiny."""
-        full = len({entry.row.name for entry in self.entries if entry.run and not entry.run.tiny})
-        tiny = len({entry.row.name for entry in self.entries if entry.run and entry.run.tiny})
+        ran = {(entry.row.name, entry.run.tiny) for entry in self.entries if entry.run}
+        full, small = ([row for row, tiny in ran if tiny is kind] for kind in (False, True))
+        counts = [f"{len(run)} run {how}" for run, how in ((full, "at full size"), (small, "tiny")) if run]
         rows = len(self.table.rows)
-        counts = [f"{count} run {how}" for count, how in ((full, "at full size"), (tiny, "tiny")) if count]
         return f"{rows} row{'s' if rows != 1 else ''}, {', '.join(counts) or 'nothing run'}"
 
 
@@ -74,25 +72,20 @@ class Document:
 
     title: str
     made: str
-    sections: tuple[Section, ...]
+    sections: list[Section]
     comparison: Comparison | None
-    comparison_figures: tuple[Figure, ...]
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
+    comparison_figures: list[Figure]
+    problems: list[str]
+    notes: list[str]
 
 
 def assemble(
-    tables: Tables,
-    names: Sequence[str],
-    runs: Sequence[Run],
-    *,
-    only_named: bool,
-    problems: Sequence[str] = (),
+    tables: Tables, names: Sequence[str], runs: Sequence[Run], problems: Sequence[str], *, only_named: bool
 ) -> Document:
     """The report of `runs` and of the tables `names`.
 
-    With `only_named`, runs of other tables are left out; otherwise their tables are reported too, and runs
-    whose recipe is in no table of `recipes/` come in one of their own.
+    `problems`: of tables, so far. With `only_named`, runs of other tables are left out; otherwise their
+    tables are reported too, and runs whose recipe is in no table of `recipes/` come in one of their own.
     """
     problems, notes = list(problems), []
     names = list(dict.fromkeys((*names, *(() if only_named else sorted({run.table for run in runs})))))
@@ -100,10 +93,17 @@ def assemble(
     if left_out := len(runs) - len(shown):
         notes.append(f"{left_out} run{'s' if left_out > 1 else ''} of other tables left out (--table)")
     if len(shown) > MOST_COMPARED:
-        notes.append(
-            f"{len(shown)} runs are too many to compare side by side: name 2 to {MOST_COMPARED} of them"
-        )
+        many = f"{len(shown)} runs are too many to compare side by side"
+        notes.append(f"{many}: name 2 to {MOST_COMPARED} of them")
     comparison = compare(shown) if 2 <= len(shown) <= MOST_COMPARED else None
+
+    def section(table: Published, runs: Sequence[Run]) -> Section:
+        entries = entries_of(table, runs)
+        ran = [entry.run for entry in entries if entry.run]
+        drawn = figures.throughput(entries)
+        drawn += figures.losses(ran) if comparison is None else []  # the comparison draws them, too
+        return Section(table, entries, measured_columns(table, ran), *split_remarks(table.rows), drawn)
+
     sections, strangers = [], []
     for name in names:
         try:
@@ -113,32 +113,18 @@ def assemble(
             found = None
         own = [run for run in shown if run.table == name]
         if found:
-            sections.append(section(found, own, draw_losses=comparison is None))
+            sections.append(section(found, own))
         strangers += [run for run in own if not (found and found.row(run.name.rpartition("/")[2]))]
     if strangers:
-        sections.append(section(_elsewhere(strangers), strangers, draw_losses=comparison is None))
+        sections.append(section(_elsewhere(strangers), strangers))
     problems += [problem for each in sections for problem in each.table.problems]
     problems += [problem for run in runs for problem in run.problems]
-    return Document(
-        title=_title(sections, comparison),
-        made=time.strftime("%Y-%m-%d %H:%M %Z"),
-        sections=tuple(sections),
-        comparison=comparison,
-        comparison_figures=_comparison_figures(comparison) if comparison else (),
-        problems=tuple(dict.fromkeys(problems)),
-        notes=tuple(notes),
-    )
-
-
-def section(table: Published, runs: Sequence[Run], *, draw_losses: bool) -> Section:
-    """`draw_losses`: not where the comparison draws them already."""
-    entries = tuple(entries_of(table, runs))
-    shown = [entry.run for entry in entries if entry.run]
-    columns = (
-        column for column in measured_columns(table) if any(column.value(run) is not None for run in shown)
-    )
-    drawn = (*figures.throughput(entries), *(figures.losses(shown) if draw_losses else []))
-    return Section(table, entries, tuple(columns), *split_remarks(table.rows), drawn)
+    if comparison and len(shown) == 2:
+        title = " and ".join(run.label for run in comparison.runs)
+    else:
+        title = "Published and measured" + (f": {sections[0].table.title}" if len(sections) == 1 else "")
+    made, plots = time.strftime("%Y-%m-%d %H:%M %Z"), _comparison_figures(comparison) if comparison else []
+    return Document(title, made, sections, comparison, plots, list(dict.fromkeys(problems)), notes)
 
 
 def _elsewhere(runs: Sequence[Run]) -> Published:
@@ -147,23 +133,13 @@ def _elsewhere(runs: Sequence[Run]) -> Published:
     for name, run in {run.name: run for run in runs}.items():
         table, _, row = name.rpartition("/")
         title = (run.recipe.title if run.recipe else run.result.title) or name
-        rows.append(Row(table, row, title, (title,), run.recipe))
+        rows.append(Row(table, row, (title,), run.recipe))
     note = "Rows of the user's own files; their titles are those of the runs."
-    return Published(
-        ELSEWHERE, "Recipes that are in no table of recipes/", None, note, ("Recipe",), tuple(rows)
-    )
+    title = "Recipes that are in no table of recipes/"
+    return Published(ELSEWHERE, title, None, note, ("Recipe",), rows)
 
 
-def _comparison_figures(comparison: Comparison) -> tuple[Figure, ...]:
-    first, *others = comparison.runs
-    return (
-        *figures.losses(comparison.runs, "Losses"),
-        *figures.loss_differences(first, others),
-        *figures.step_times(comparison.runs),
-    )
-
-
-def _title(sections: Sequence[Section], comparison: Comparison | None) -> str:
-    if comparison and len(comparison.runs) == 2:
-        return " and ".join(run.label for run in comparison.runs)
-    return "Published and measured" + (f": {sections[0].table.title}" if len(sections) == 1 else "")
+def _comparison_figures(comparison: Comparison) -> list[Figure]:
+    runs = comparison.runs
+    drawn = (figures.losses(runs, "Losses"), figures.loss_differences(*runs), figures.step_times(runs))
+    return [figure for each in drawn for figure in each]

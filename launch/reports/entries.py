@@ -9,10 +9,9 @@ from typing import Any
 from launch.console import numbers
 from launch.planning.comparability import Incomparable, not_comparable
 from launch.planning.deviations import Deviation
-from launch.reports.runs import OOM, Run, newest_first
+from launch.reports.runs import OOM, Run
 from launch.reports.tables import Published, Row
-from launch.runs import result
-from launch.runs.result import Compared, Result
+from launch.runs.result import TFLOPS_BY, Compared, Result, compare_with
 
 NOT_RUN = "not run"
 RATIO_NAMES = {
@@ -33,11 +32,8 @@ class Column:
     of: Callable[[Result], Any]
     show: Callable[[Any], str] = numbers.number
 
-    def value(self, run: Run) -> Any:
-        return self.of(run.result)
-
     def text(self, run: Run) -> str:
-        return self.show(self.value(run))
+        return self.show(self.of(run.result))
 
 
 def validation_loss(result: Result) -> float | None:
@@ -65,7 +61,6 @@ class Entry:
         compared: what the run's numbers are next to the published ones; empty where nothing was published.
         incomparable: why there are no ratios.
         memory: what came of running out of memory, published or measured, which has no ratios either.
-        loss: the validation loss next to a published one.
     """
 
     row: Row
@@ -73,7 +68,6 @@ class Entry:
     compared: tuple[Compared, ...] = ()
     incomparable: Incomparable | None = None
     memory: str | None = None
-    loss: str | None = None
 
     @property
     def status(self) -> str:
@@ -92,60 +86,56 @@ class Entry:
     @property
     def outcome(self) -> str:
         """The ratios as text, or why there are none; empty where nothing was published to compare with."""
-        ratios = [f"{RATIO_NAMES[key]} {numbers.ratio(value)}" for key, value in self.ratios.items()]
-        return self.no_ratio or ", ".join([*ratios, *([self.loss] if self.loss else [])])
+        said = [f"{RATIO_NAMES[key]} {numbers.ratio(value)}" for key, value in self.ratios.items()]
+        published, run = self.row.published, self.run
+        validation = run.result.losses.validation if run else None
+        # No ratio: the held-out text is another, and so may be the vocabulary.
+        if published and published.validation_loss is not None and validation:
+            measured = numbers.loss((validation.parts or {}).get("mlm_loss", validation.loss))
+            here = f"validation loss {measured} here, {published.validation_loss:g} published"
+            said.append(f"{here} (each on its own held-out text)")
+        return self.no_ratio or ", ".join(said)
 
     @property
     def deviations(self) -> list[Deviation]:
         """What the run itself stated, and what has changed in the table since."""
         stated = list(self.run.result.deviations) if self.run else []
-        recipes = (self.row.recipe, self.run.recipe if self.run else None)
-        if recipes[0] and recipes[1] and recipes[0].published != recipes[1].published:
+        row, run = self.row.recipe, self.run and self.run.recipe
+        if row and run and row.published != run.published:
             stated.append(Deviation("republished"))
         return stated
 
 
-def measured_columns(table: Published) -> tuple[Column, ...]:
-    """MEASURED, with the count of TFLOPS named that stands next to the published ones."""
-    published = [row.recipe.published for row in table.rows if row.recipe and row.recipe.published]
-    counted = {result.TFLOPS_BY[each.tflops_by][1] for each in published if each.tflops}
-    return tuple(
+def measured_columns(table: Published, runs: Sequence[Run]) -> list[Column]:
+    """MEASURED of any of the runs, with the count of TFLOPS named that stands next to the published ones."""
+    published = [row.published for row in table.rows if row.published]
+    counted = {TFLOPS_BY[each.tflops_by][1] for each in published if each.tflops}
+    return [
         replace(column, heading=f"{column.heading} (as published)") if column.key in counted else column
         for column in MEASURED
-    )
+        if any(column.of(run.result) is not None for run in runs)
+    ]
 
 
 def entries_of(table: Published, runs: Sequence[Run]) -> list[Entry]:
     """Every row in the order of the table, each with its runs, newest first."""
     found = []
+    newest_first = sorted(runs, key=lambda run: run.started.timestamp() if run.started else 0.0, reverse=True)
     for row in table.rows:
-        own = newest_first([run for run in runs if run.name == row.full_name])
-        found += [entry_of(row, run) for run in own] or [Entry(row)]
+        found += [entry_of(row, run) for run in newest_first if run.name == row.full_name] or [Entry(row)]
     return found
 
 
 def entry_of(row: Row, run: Run) -> Entry:
     """The run compared with what its row published."""
-    published = row.recipe.published if row.recipe else None
-    if published is None:
+    if row.published is None:
         return Entry(row, run)
-    why = not_comparable(row.recipe, run.plan, tiny=run.tiny, emulated_fp16=run.result.emulated_fp16)
-    if why:
+    if why := not_comparable(row.recipe, run.plan, tiny=run.tiny, emulated_fp16=run.result.emulated_fp16):
         return Entry(row, run, incomparable=why)
-    if published.oom or run.status == OOM:
-        as_published = (
-            "OOM, as published" if run.status == OOM else f"published as OOM; this run: {run.status}"
+    if run.status == OOM:
+        return Entry(
+            row, run, memory=f"OOM, {'as published' if row.published.oom else 'published as running'}"
         )
-        return Entry(row, run, memory=as_published if published.oom else "OOM, published as running")
-    compared = result.compare_with(published, run.result, comparable=True)
-    return Entry(row, run, compared, loss=_next_to_published_loss(published.validation_loss, run))
-
-
-def _next_to_published_loss(published: float | None, run: Run) -> str | None:
-    """No ratio: the held-out text is another, and so may be the vocabulary."""
-    validation = run.result.losses.validation
-    if published is None or validation is None:
-        return None
-    measured = (validation.parts or {}).get("mlm_loss", validation.loss)
-    here = f"validation loss {numbers.loss(measured)} here"
-    return f"{here}, {published:g} published (each on its own held-out text)"
+    if row.published.oom:
+        return Entry(row, run, memory=f"published as OOM; this run: {run.status}")
+    return Entry(row, run, compare_with(row.published, run.result, comparable=True))

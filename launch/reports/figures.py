@@ -33,6 +33,7 @@ DIAMONDS: dict[str, Any] = {
     **{"markeredgecolor": INK, "markeredgewidth": 0.8},
 }
 NOISY_POINTS = 300  # of a curve that is not smoothed: more would be a band
+COLUMNS = {column.key: column for column in MEASURED}
 # Quantity -> axis; the first two are drawn where they were published, the time only where neither was.
 THROUGHPUT = {
     "tflops": "TFLOPS per GPU, counted as each row's source does",
@@ -43,10 +44,8 @@ THROUGHPUT = {
 
 def throughput(entries: Sequence[Entry]) -> list[Figure]:
     """A bar for each published number with the measured ones as points on it; one figure per quantity."""
-    asked = [key for key in ("tflops", "samples_per_s") if _published(entries, key)] or [
-        "time_per_iteration_s"
-    ]
-    return [_throughput(entries, key) for key in asked if _published(entries, key)]
+    found = [key for key in THROUGHPUT if _published(entries, key)]
+    return [_throughput(entries, key) for key in found if key != "time_per_iteration_s" or len(found) == 1]
 
 
 def losses(runs: Sequence[Run], title: str = "Loss") -> list[Figure]:
@@ -56,45 +55,58 @@ def losses(runs: Sequence[Run], title: str = "Loss") -> list[Figure]:
         drawn = [run for run in runs if run.part == part and (run.training or run.validation)]
         for start in range(0, len(drawn), RUNS_PER_FIGURE):
             some = drawn[start : start + RUNS_PER_FIGURE]
-            which = (
-                f", runs {start + 1} to {start + len(some)} of {len(drawn)}" if len(drawn) > len(some) else ""
-            )
-            found.append(_losses(some, UNITS[part], title + which, curves.points_per_curve(2 * len(drawn))))
+            which = f", runs {start + 1} to {start + len(some)} of {len(drawn)}"
+            whole = title + which if len(drawn) > len(some) else title
+            found.append(_losses(some, UNITS[part], whole, curves.points_per_curve(2 * len(drawn))))
     return found
 
 
 def step_times(runs: Sequence[Run]) -> list[Figure]:
-    canvas = drawing.new_drawing(8, 4.2)
-    axes = drawing.step_axes(canvas, "Time per step", "seconds")
-    entries = _draw(axes, runs, lambda run: run.seconds, NOISY_POINTS)
-    if not entries:
-        return []
-    if _wide([value for run in runs for _, value in run.seconds]):
-        log_axis(axes, "y")
-    drawing.legend_below(canvas, entries)
-    caption = f"Wall time of every step.{_thinned(runs, NOISY_POINTS)}"
-    return [drawing.render(canvas, "Time per step", caption)]
+    """Wall time of every step."""
+    wide = _wide([value for run in runs for _, value in run.seconds])
+    label = "Time per step"
+    return _steps(
+        runs, lambda run: run.seconds, label, "seconds", label, "Wall time of every step.", log=wide
+    )
 
 
-def loss_differences(first: Run, others: Sequence[Run]) -> list[Figure]:
+def loss_differences(first: Run, *others: Run) -> list[Figure]:
     """How far the training loss of each other run is from the first's, step by step."""
 
     def difference(run: Run) -> Points:
-        return [(step, by) for step, by in curves.differences(first.training, run.training) if by]
+        apart = curves.differences(dict(first.training), dict(run.training))
+        return [(step, by) for step, by in apart if by]
 
-    canvas = drawing.new_drawing(8, 4.2)
-    title = f"Training loss next to {first.label}"
-    axes = drawing.step_axes(canvas, title, "absolute difference (nats)")
-    entries = _draw(axes, others, difference, NOISY_POINTS, first_colour=1)
-    if not entries:
-        return []
-    log_axis(axes, "y")
-    drawing.legend_below(canvas, entries)
+    title, y = f"Training loss next to {first.label}", "absolute difference (nats)"
+    label = "Difference of the training losses"
     caption = (
         f"Absolute difference of the loss of every step from that of {first.label}; steps without any "
-        f"difference are not drawn.{_thinned(others, NOISY_POINTS)}"
+        "difference are not drawn."
     )
-    return [drawing.render(canvas, "Difference of the training losses", caption)]
+    return _steps(others, difference, title, y, label, caption, log=True, first_colour=1)
+
+
+def _steps(
+    runs: Sequence[Run],
+    points_of: Callable[[Run], Points],
+    title: str,
+    y: str,
+    label: str,
+    caption: str,
+    *,
+    log: bool,
+    first_colour: int = 0,
+) -> list[Figure]:
+    """A curve for each run, not smoothed; no figure where no run has points."""
+    canvas = drawing.new_drawing(8, 4.2)
+    axes = drawing.step_axes(canvas, title, y)
+    entries = _draw(axes, runs, points_of, NOISY_POINTS, first_colour)
+    if not entries:
+        return []
+    if log:
+        log_axis(axes, "y")
+    drawing.legend_below(canvas, entries)
+    return [drawing.render(canvas, label, caption + _thinned(runs, NOISY_POINTS))]
 
 
 def _throughput(entries: Sequence[Entry], key: str) -> Figure:
@@ -118,10 +130,10 @@ def _throughput(entries: Sequence[Entry], key: str) -> Figure:
         axes.set_xlim(min(values) / 2, max(values) * 1.5)
     for y, name in enumerate(rows):
         if name not in published:
+            row = by_row[name].row.published
+            why = "published as out of memory" if row and row.oom else "not published"
             frame = ("axes fraction", "data")
-            axes.annotate(
-                _missing(by_row[name]), (0.01, y), xycoords=frame, va="center", fontsize=8, color=INK
-            )
+            axes.annotate(why, (0.01, y), xycoords=frame, va="center", fontsize=8, color=INK)
     axes.set_yticks(range(len(rows)), [by_row[name].row.name for name in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
@@ -129,35 +141,33 @@ def _throughput(entries: Sequence[Entry], key: str) -> Figure:
     legend += [(Patch(**HATCHED), "published, wrong by its erratum (†)")] if wrong else []
     legend += [(Line2D([], [], **DIAMONDS), "measured")] if points else []
     drawing.legend_below(canvas, legend)
-    caption = _throughput_caption(entries, key, measured=bool(points), wide=wide)
-    return drawing.render(canvas, f"Published and measured: {_axis(entries, key)}", caption)
-
-
-def _throughput_caption(entries: Sequence[Entry], key: str, *, measured: bool, wide: bool) -> str:
-    logarithmic = ", logarithmic axis" if wide else ""
-    parts = [f"{_axis(entries, key)}{logarithmic}: bars as published, points as measured."]
+    axis = _axis(entries, key)
+    parts = [f"{axis}{', logarithmic axis' if wide else ''}: bars as published, points as measured."]
     if key == "tflops" and _counted_as(entries) == "exact_tflops":
         parts.append(f"{EXACT[0].upper()}{EXACT[1:]}.")
     if left_out := sum(entry.incomparable is not None for entry in entries):
         count = f"{left_out} run{'s' if left_out > 1 else ''}"
         parts.append(f"{count} left out, whose numbers are not those of the row (see the table).")
-    elif not measured:
+    elif not points:
         parts.append("Nothing of this table has been measured here.")
-    return " ".join(parts)
+    return drawing.render(canvas, f"Published and measured: {axis}", " ".join(parts))
 
 
 def _losses(runs: Sequence[Run], unit: str, title: str, most: int) -> Figure:
     canvas = drawing.new_drawing(8, 4.6 + 0.2 * ((len(runs) + 1) // 2))
     axes = drawing.step_axes(canvas, title, unit)
-    entries = _draw(axes, runs, _smooth, most)
-    validated = False
+
+    def smooth(run: Run) -> Points:
+        averages = moving_average([loss for _, loss in run.training])
+        return [(step, average) for (step, _), average in zip(run.training, averages, strict=True)]
+
+    entries = _draw(axes, runs, smooth, most)
     for index, run in enumerate(runs):
         if points := curves.thin(run.validation, most):
-            validated = True
             axes.plot(*zip(*points, strict=True), color=PALETTE[index], marker=MARKS[index], **VALIDATION)
             if not run.training:
                 entries.append((Line2D([], [], color=PALETTE[index]), _label(run)))
-    if validated:
+    if any(run.validation for run in runs):
         entries.append((Line2D([], [], color=INK, marker=MARKS[0], **VALIDATION), "validation"))
     outside = drawing.draw_references(axes, _entropies(runs), len(runs))
     drawing.legend_below(canvas, entries)
@@ -167,11 +177,6 @@ def _losses(runs: Sequence[Run], unit: str, title: str, most: int) -> Figure:
         f"uniform and of a unigram model{arrow}{_thinned(runs, most)}"
     )
     return drawing.render(canvas, f"{title}, {unit}", caption)
-
-
-def _smooth(run: Run) -> Points:
-    values = moving_average([loss for _, loss in run.training])
-    return list(zip([step for step, _ in run.training], values, strict=True))
 
 
 def _draw(
@@ -190,17 +195,13 @@ def _draw(
 
 def _thinned(runs: Sequence[Run], most: int) -> str:
     longest = max((len(run.seconds) for run in runs), default=0)
-    return (
-        f" Curves of more than {most} steps are drawn as means of neighbouring steps."
-        if longest > most
-        else ""
-    )
+    said = f" Curves of more than {most} steps are drawn as means of neighbouring steps."
+    return said if longest > most else ""
 
 
 def _published(entries: Sequence[Entry], key: str) -> dict[str, float]:
     """Row -> published number, of the rows that have one."""
-    published = {entry.row.full_name: entry.row.published for entry in entries}
-    numbers = {name: getattr(each, key) for name, each in published.items() if each is not None}
+    numbers = {entry.row.full_name: getattr(entry.row.published, key, None) for entry in entries}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
@@ -214,20 +215,14 @@ def _counted_as(entries: Sequence[Entry]) -> str | None:
 def _axis(entries: Sequence[Entry], key: str) -> str:
     """With the count of TFLOPS that the source made, and we next to it."""
     counted = _counted_as(entries) if key == "tflops" else None
-    return next((column.heading for column in MEASURED if column.key == counted), THROUGHPUT[key])
+    return COLUMNS[counted].heading if counted else THROUGHPUT[key]
 
 
 def _measured(entry: Entry, key: str) -> float | None:
     """None also where the run's numbers are not those of the row."""
     counted = _counted_as([entry]) if key == "tflops" else key
-    column = next(column for column in MEASURED if column.key == counted)
-    value: float | None = column.value(entry.run) if entry.run and not entry.no_ratio else None
+    value = COLUMNS[counted or key].of(entry.run.result) if entry.run and not entry.no_ratio else None
     return value if value and value > 0 else None
-
-
-def _missing(entry: Entry) -> str:
-    published = entry.row.published
-    return "published as out of memory" if published and published.oom else "not published"
 
 
 def _entropies(runs: Sequence[Run]) -> dict[tuple[str, float], list[str]]:

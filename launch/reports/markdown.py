@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from launch.reports.comparison import Comparison
-from launch.reports.comparison import Row as Difference
 from launch.reports.document import Document, Section
 from launch.reports.entries import Entry
-from launch.reports.remarks import Remarks
+from launch.reports.remarks import Remark
 
 MARKER = "<!-- written by megarecipes: launch/report.py -->"
 DAGGER = "†"  # of a row that has errata
@@ -22,10 +21,8 @@ def write(document: Document) -> str:
     if document.problems:
         blocks += ["**Could not be read**", bullets(document.problems)]
     blocks.append(bullets(document.notes))
-    if document.comparison:
-        blocks += _comparison(document.comparison)
-    for section in document.sections:
-        blocks += _section(section)
+    blocks += _comparison(document.comparison) if document.comparison else []
+    blocks += [block for section in document.sections for block in _section(section)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -49,19 +46,14 @@ def _section(section: Section) -> list[str]:
     ours = ["recipe", "status", *(column.heading for column in section.columns)]
     ours += ["measured / published", "hardware", "run"] if section.runs else []
     source = f"Source: {text(published.source)}. Table `{published.name}`, " if published.source else ""
-    footnotes = {
-        each.row.full_name: f"[^{published.name}-{number}]"
-        for number, each in enumerate(section.remarks, start=1)
-        if each.row
-    }
+    numbered = enumerate(section.remarks, start=1)
+    footnotes = {row.full_name: f"[^{published.name}-{number}]" for number, (row, _) in numbered}
+    rows = (_cells(section, entry, footnotes) for entry in section.entries)
     blocks = [
         f"## {text(published.title)}",
         f"{source}{section.summary}.",
         text(published.note or ""),
-        table(
-            [text(name) for name in (*published.columns, *ours)],
-            (_cells(section, entry, footnotes) for entry in section.entries),
-        ),
+        table([*map(text, published.columns), *map(text, ours)], rows),
     ]
     if section.with_errata:
         marked = "The source contradicts itself or what it names: see the row's footnote (*erratum*)."
@@ -71,17 +63,17 @@ def _section(section: Section) -> list[str]:
     for entry in section.entries:
         if run := entry.run:
             tiny = " (TINY)" if run.tiny else ""
-            blocks += [f"{text(run.label)}{tiny}, {text(run.name)}:", bullets(entry.deviations or ("none",))]
-    if common := section.common.remarks:
+            blocks += [f"{text(run.label)}{tiny}, {text(run.name)}:", bullets(entry.deviations or ["none"])]
+    if section.common:
         blocks.append("**Of all rows**")
-        blocks.append("\n".join(f"- *{text(each.what)}*: {text(each.text)}" for each in common))
-    return [
-        *blocks,
-        *(_footnote(footnotes[each.row.full_name], each) for each in section.remarks if each.row),
-    ]
+        blocks.append("\n".join(f"- {_said(each)}" for each in section.common))
+    for row, remarks in section.remarks:
+        said = " ".join(_said(each) + ("" if each.text.endswith(".") else ".") for each in remarks)
+        blocks.append(f"{footnotes[row.full_name]}: {text(row.name)}. {said}")
+    return blocks
 
 
-def _cells(section: Section, entry: Entry, footnotes: dict[str, str]) -> list[str]:
+def _cells(section: Section, entry: Entry, footnotes: Mapping[str, str]) -> list[str]:
     row, run = entry.row, entry.run
     marks = [DAGGER] if row.full_name in section.with_errata else []
     marks += [footnotes[row.full_name]] if row.full_name in footnotes else []
@@ -93,29 +85,23 @@ def _cells(section: Section, entry: Entry, footnotes: dict[str, str]) -> list[st
     return [*cells, *[""] * (len(section.columns) + (3 if section.runs else 0))]
 
 
-def _footnote(mark: str, remarks: Remarks) -> str:
-    assert remarks.row
-    said = (
-        f"*{text(each.what)}*: {text(each.text)}{'' if each.text.endswith('.') else '.'}"
-        for each in remarks.remarks
-    )
-    return f"{mark}: {text(remarks.row.name)}. {' '.join(said)}"
+def _said(remark: Remark) -> str:
+    return f"*{text(remark.what)}*: {text(remark.text)}"
 
 
 def _comparison(comparison: Comparison) -> list[str]:
     runs = [text(run.label) for run in comparison.runs]
     changed = [f"{name}, next to {runs[0]}" for name in runs[1:]]
-    made = table(["", *runs], map(_difference, comparison.configuration))
+    results, configuration = (
+        [[*map(text, (row.name, *row.values, *row.changes))] for row in rows]
+        for rows in (comparison.results, comparison.configuration)
+    )
     return [
         "## Runs compared",
         bullets(comparison.remarks),
         bullets(comparison.findings),
         "**Results**",
-        table(["", *runs, *changed], map(_difference, comparison.results)),
+        table(["", *runs, *changed], results),
         "**What differs in how they were made**",
-        made if comparison.configuration else "Nothing.",
+        table(["", *runs], configuration) if configuration else "Nothing.",
     ]
-
-
-def _difference(row: Difference) -> list[str]:
-    return [text(cell) for cell in (row.name, *row.values, *row.changes)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from launch.reports.tables import Row
 from launch.runs.result_text import EXACT
 
 
-@dataclass(frozen=True)
-class Remark:
+class Remark(NamedTuple):
     """A sentence. `kind`: "erratum", "note", ...; `key`: of the recipe, where it is about one."""
 
     kind: str
@@ -25,26 +24,22 @@ class Remark:
         return f"{self.kind}: {self.key}" if self.key else self.kind
 
 
-@dataclass(frozen=True)
-class Remarks:
-    """The remarks of a row, or those that all rows of a table share (`row` None)."""
-
-    row: Row | None
-    remarks: tuple[Remark, ...]
+class Remarks(tuple[Remark, ...]):
+    """The remarks of a row, or those that all rows of a table share."""
 
     @property
     def errata(self) -> int:
-        return sum(remark.kind == "erratum" for remark in self.remarks)
+        return sum(remark.kind == "erratum" for remark in self)
 
     @property
     def kinds(self) -> str:
         """What the remarks are about: "note; unknown: steps; inferred: optimizer, schedule"."""
-        keys: dict[str, dict[str, None]] = {}
-        for remark in self.remarks:
-            kind = remark.what if remark.kind == "printed" else remark.kind
-            found = keys.setdefault(kind, {})
-            if remark.key and remark.kind != "printed":
-                found[remark.key] = None
+        keys: dict[str, list[str]] = {}
+        for remark in self:
+            printed = remark.kind == "printed"
+            found = keys.setdefault(remark.what if printed else remark.kind, [])
+            if remark.key and not printed and remark.key not in found:
+                found.append(remark.key)
         return "; ".join(f"{kind}: {', '.join(found)}" if found else kind for kind, found in keys.items())
 
 
@@ -53,28 +48,22 @@ def remarks_of(row: Row) -> list[Remark]:
     found = [Remark("erratum", str(known)) for known in row.errata]
     if row.recipe is None:
         return found
-    recipe, published = row.recipe, row.recipe.published
-    if published and published.tflops and published.tflops_by == "exact":
+    if (published := row.published) and published.tflops and published.tflops_by == "exact":
         found.append(Remark("TFLOPS counted", EXACT))
-    if recipe.note:
-        found.append(Remark("note", " ".join(recipe.note.split())))
+    if row.recipe.note:
+        found.append(Remark("note", " ".join(row.recipe.note.split())))
     printed = published.printed if published else {}
     found += [Remark("printed", str(value), key) for key, value in printed.items()]
     for kind in ("differs", "unknown", "inferred"):
-        found += [Remark(kind, text, key) for key, text in getattr(recipe, kind).items()]
+        found += [Remark(kind, text, key) for key, text in getattr(row.recipe, kind).items()]
     return found
 
 
-def split_remarks(rows: Sequence[Row]) -> tuple[Remarks, tuple[Remarks, ...]]:
+def split_remarks(rows: Sequence[Row]) -> tuple[Remarks, list[tuple[Row, Remarks]]]:
     """(what all of several rows say, what each says besides that): a table's defaults are read once."""
-    every = [Remarks(row, tuple(remarks_of(row))) for row in rows]
-    shared = every[0].remarks if len(every) > 1 else ()
+    every = [remarks_of(row) for row in rows]
+    shared = every[0] if len(every) > 1 else []
     # Each row's mark leads to its own errata.
-    common = tuple(
-        each for each in shared if each.kind != "erratum" and all(each in other.remarks for other in every)
-    )
-    own = (
-        replace(each, remarks=tuple(remark for remark in each.remarks if remark not in common))
-        for each in every
-    )
-    return Remarks(None, common), tuple(each for each in own if each.remarks)
+    common = [each for each in shared if each.kind != "erratum" and all(each in own for own in every)]
+    besides = (Remarks(each for each in own if each not in common) for own in every)
+    return Remarks(common), [(row, own) for row, own in zip(rows, besides, strict=True) if own]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +19,6 @@ from recipes.schema import Recipe
 Points = list[tuple[float, float]]
 T = TypeVar("T")
 
-SHOWN_AS = {"ok": "measured"}  # status of a result -> as shown; the others are shown as they are
 UNFINISHED, UNREADABLE, OOM = "unfinished", "unreadable", "OOM"
 
 
@@ -53,7 +52,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        return SHOWN_AS.get(self.result.status, self.result.status)
+        return "measured" if self.result.status == "ok" else self.result.status
 
     @property
     def readable(self) -> bool:
@@ -77,10 +76,6 @@ class Run:
         return self.launch.started_at if self.launch else None
 
 
-def newest_first(runs: Sequence[Run]) -> list[Run]:
-    return sorted(runs, key=lambda run: run.started.timestamp() if run.started else 0.0, reverse=True)
-
-
 def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]) -> Run:
     """Read everything of a run that can be read; what cannot is named in `problems`.
 
@@ -100,11 +95,9 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     if written is None or _continued(records, written):
         # A resumed run keeps its old result.json until it ends again, and may resume from an earlier step.
         status = OOM if oom else UNFINISHED if written or not at.result_json.exists() else UNREADABLE
-        empty = Result(name, status if oom else UNREADABLE, tiny=tiny, reason=oom)
-        result = (
-            _so_far(plan, launch, records, original_of(name), problems, replace(empty, status=status))
-            or empty
-        )
+        known = Result(name, status if oom else UNREADABLE, tiny=tiny, reason=oom)
+        made = _so_far(plan, launch, records, original_of(name), problems, replace(known, status=status))
+        result = made or known
     else:
         # A result of version 1 does not say whether it was tiny or emulated.
         emulated = written.emulated_fp16 or (launch is not None and launch.emulated_fp16)
@@ -112,12 +105,12 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
         if oom and result.status not in ("ok", OOM):  # of a launch that wrote no result
             stated = (Deviation("status", OOM, is_=oom), *result.deviations)
             result = replace(result, status=OOM, reason=oom, deviations=stated)
-    curves = (curve(each, records.part) for each in (records.steps, records.validations))
+    part = records.part
+    curves = (curve(each, part) for each in (records.steps, records.validations))
     training, validation = ([(float(step), value) for step, value in each] for each in curves)
     seconds = [(float(step.step), step.seconds) for step in records.steps if step.seconds > 0]
-    return Run(
-        path, label, name, result, plan, launch, records.part, training, validation, seconds, tuple(problems)
-    )
+    points = (training, validation, seconds)
+    return Run(path, label, name, result, plan, launch, part, *points, tuple(problems))
 
 
 def _continued(records: Records, result: Result) -> bool:
@@ -145,9 +138,8 @@ def _so_far(
             emulated_fp16=launch.emulated_fp16, status=known.status, reason=known.reason,
         )  # fmt: skip
     except KeyError as error:
-        problems.append(
-            f"environment.json of {known.recipe} does not describe the machine, {error!r}: restore it"
-        )
+        what = f"environment.json of {known.recipe} does not describe the machine"
+        problems.append(f"{what}, {error!r}: restore it")
         return None
     if known.status != UNFINISHED:
         return made

@@ -44,9 +44,8 @@ def _meant(argument: str) -> list[Path]:
         names = sorted(child.name for child in path.iterdir())
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         held = f"it holds {', '.join(names[:3])}{more}" if names else "it is empty"
-        raise ValueError(
-            f"{argument}: neither it nor a directory below it is a run ({held}): {WHAT_A_RUN_HOLDS}"
-        )
+        neither = f"{argument}: neither it nor a directory below it is a run"
+        raise ValueError(f"{neither} ({held}): {WHAT_A_RUN_HOLDS}")
     if path.exists():
         raise ValueError(f"{argument} is a file: give the directory of a run; {WHAT_A_RUN_HOLDS}")
     if glob.has_magic(argument):
@@ -55,11 +54,10 @@ def _meant(argument: str) -> list[Path]:
             return runs
         raise ValueError(f"{argument}: no run directory matches; {WHAT_A_RUN_HOLDS}")
     if not path.parent.is_dir():
-        raise ValueError(
-            f"{argument}: no such directory: {path.parent} does not exist either; {WHAT_A_RUN_HOLDS}"
-        )
-    siblings = [child.name for child in _subdirectories(path.parent)]
-    raise ValueError(f"{argument}: no such directory: {did_you_mean(path.name, siblings[:50])}")
+        missing = f"{path.parent} does not exist either; {WHAT_A_RUN_HOLDS}"
+    else:
+        missing = did_you_mean(path.name, [child.name for child in _subdirectories(path.parent)][:50])
+    raise ValueError(f"{argument}: no such directory: {missing}")
 
 
 def _below(path: Path, seen: set[Path]) -> Iterator[Path]:

@@ -35,7 +35,6 @@ class Row:
 
     table: str
     name: str
-    title: str
     cells: tuple[str, ...]
     recipe: Recipe | None
     errata: tuple[RowErratum, ...] = ()
@@ -62,8 +61,8 @@ class Published:
     source: str | None
     note: str | None
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
-    problems: tuple[str, ...] = ()
+    rows: list[Row]
+    problems: Sequence[str] = ()
 
     def row(self, name: str) -> Row | None:
         return next((row for row in self.rows if row.name == name), None)
@@ -88,33 +87,29 @@ class Tables:
             self._read[name] = load(read_table(path)) if path.is_file() else None
         return self._read[name]
 
-    def add(self, path: Path) -> str:
-        """Take a table of the user's own; its name. Raises ProblemsError."""
-        self._read[path.stem] = load(read_table(path))
-        return path.stem
-
     def named(self, asked: Sequence[str]) -> list[str]:
         """Names of the tables asked for, by name or as a YAML file, each once.
 
         Raises:
             ProblemsError: every table that is not there or cannot be read, with near matches.
         """
-        found: list[str] = []
+        found: dict[str, None] = {}
         problems: list[Problem] = []
         for name in asked:
+            path = Path(name)
             try:
-                if Path(name).suffix in (".yaml", ".yml") and Path(name).is_file():
-                    found.append(self.add(Path(name)))
+                if path.suffix in (".yaml", ".yml") and path.is_file():
+                    name = path.stem
+                    self._read[name] = load(read_table(path))
                 elif self.get(name) is None:
                     hint = did_you_mean(name, self.names)
                     problems.append(Problem("--table", f"--table {name}", "no such table", hint))
-                else:
-                    found.append(name)
+                found[name] = None
             except ProblemsError as error:
                 problems += error.problems
         if problems:
             raise ProblemsError(problems)
-        return list(dict.fromkeys(found))
+        return list(found)
 
     def published(self) -> tuple[list[str], list[str]]:
         """(names of all tables that reproduce a document's, problems of those that cannot be read)."""
@@ -126,7 +121,7 @@ class Tables:
             except ProblemsError as error:
                 problems += [str(problem) for problem in error.problems]
                 continue
-            if table and table.source and any(row.recipe and row.recipe.published for row in table.rows):
+            if table and table.source and any(row.published for row in table.rows):
                 found.append(name)
         return found, problems
 
@@ -137,8 +132,7 @@ class Tables:
             found = self.get(table)
         except ProblemsError:
             return None
-        known = found.row(row) if found else None
-        return known.recipe if known else None
+        return known.recipe if found and (known := found.row(row)) else None
 
 
 def load(table: Table) -> Published:
@@ -153,15 +147,13 @@ def load(table: Table) -> Published:
             recipe = validate(values, full_name, table.document, table.paths(name))
         except RecipeError as error:
             problems += [str(problem) for problem in error.problems]
-        title = str(values.get("title", ""))
-        cells: tuple[str, ...] = (title,)
+        cells: tuple[str, ...] = (str(values.get("title", "")),)
         if table.columns:
             cells, problem = source_cells(values.get("published"), table.columns)
             problems += [f"{full_name}: {problem}"] if problem else []
-        rows.append(Row(table.name, name, title, cells, recipe, tuple(known.errata_of(name))))
-    columns = table.columns or ("Recipe",)
-    unique = tuple(dict.fromkeys(problems))
-    return Published(table.name, table.title, table.source, table.note, columns, tuple(rows), unique)
+        rows.append(Row(table.name, name, cells, recipe, tuple(known.errata_of(name))))
+    columns, unique = table.columns or ("Recipe",), list(dict.fromkeys(problems))
+    return Published(table.name, table.title, table.source, table.note, columns, rows, unique)
 
 
 def source_cells(published: Any, columns: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
@@ -169,12 +161,12 @@ def source_cells(published: Any, columns: Sequence[str]) -> tuple[tuple[str, ...
     printed = published.get("row") if isinstance(published, Mapping) else None
     width = len(columns)
     if not printed:
-        fix = "give the cells as the source prints them, separated by |"
-        return ("",) * width, f"published.row is missing: {fix}"
+        missing = "published.row is missing: give the cells as the source prints them, separated by |"
+        return ("",) * width, missing
     cells = tuple(cell.strip() for cell in str(printed).split("|"))
     if len(cells) == width:
         return cells, None
-    fix = "separate the cells by |, empty ones too"
-    problem = f"published.row has {len(cells)} cells, the table {width} columns: {fix}"
+    problem = f"published.row has {len(cells)} cells, the table {width} columns"
     filled = (*cells, *[""] * width)[: width - 1]
-    return (*filled, " | ".join(cells[width - 1 :])), problem
+    last = " | ".join(cells[width - 1 :])
+    return (*filled, last), f"{problem}: separate the cells by |, empty ones too"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -22,13 +23,8 @@ STATUS_CLASSES = {
 
 def write(document: Document) -> str:
     # Everything is escaped but what this project wrote itself: the marker and the style sheet.
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    options: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, **options)
     environment.filters["number"] = number
     style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
     page = environment.get_template("page.html")

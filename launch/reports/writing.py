@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from data.durable_files import write_atomically
@@ -14,21 +13,12 @@ from launch.reports.comparison import MOST_COMPARED
 from launch.reports.document import Document
 from launch.reports.search import is_run
 
-
-@dataclass(frozen=True)
-class Form:
-    """`marker` stands near the beginning of every file of this form, by which a former report is known."""
-
-    name: str
-    write: Callable[[Document], str]
-    marker: str
-
-
-FORMS = (
-    Form("report.md", markdown.write, markdown.MARKER),
-    Form("report.csv", csvfile.write, ",".join(csvfile.COLUMNS[:4])),
-    Form("report.html", webpage.write, webpage.MARKER),
-)
+# Name -> (what writes it, what stands near the beginning of every such file: by it a former report is known).
+FORMS: dict[str, tuple[Callable[[Document], str], str]] = {
+    "report.md": (markdown.write, markdown.MARKER),
+    "report.csv": (csvfile.write, ",".join(csvfile.COLUMNS[:4])),
+    "report.html": (webpage.write, webpage.MARKER),
+}
 MARKER_WITHIN = 1000  # characters
 
 
@@ -52,36 +42,33 @@ def check(directory: Path) -> list[str]:
         ValueError: the directory cannot be made or written, is a run, or holds other files of our names.
     """
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    problem, fix = None, "name a directory you may write"
     if not there.is_dir():
-        raise ValueError(
-            f"--out {directory} cannot be made ({there} is a file): name a directory you may write"
-        )
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"--out {directory} cannot be written ({there} is not yours to write): name a directory that is"
-        )
-    if is_run(directory):
-        raise ValueError(
-            f"--out {directory} is a run directory, which holds nothing but the run's own files: name "
-            "another directory"
-        )
-    former = [form for form in FORMS if (directory / form.name).exists()]
-    strangers = [form.name for form in former if not _is_former(directory / form.name, form.marker)]
+        problem = f"cannot be made ({there} is a file)"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem, fix = f"cannot be written ({there} is not yours to write)", "name a directory that is"
+    elif is_run(directory):
+        problem = "is a run directory, which holds nothing but the run's own files"
+        fix = "name another directory"
+    if problem:
+        raise ValueError(f"--out {directory} {problem}: {fix}")
+    former = [name for name in FORMS if (directory / name).exists()]
+    strangers = [name for name in former if not _is_former(directory / name, FORMS[name][1])]
     if strangers:
         raise ValueError(
             f"{directory} holds {', '.join(strangers)} that this command did not write, and it replaces only "
             "its own reports: name another directory with --out, or move the file"
         )
-    return [form.name for form in former]
+    return former
 
 
 def write(document: Document, directory: Path) -> list[Path]:
     """Write the three files; their paths."""
-    texts = [(directory / form.name, form.write(document)) for form in FORMS]  # all, before one is replaced
+    texts = {directory / name: form(document) for name, (form, _) in FORMS.items()}  # before one is replaced
     directory.mkdir(parents=True, exist_ok=True)
-    for path, text in texts:
+    for path, text in texts.items():
         write_atomically(path, text)
-    return [path for path, _ in texts]
+    return list(texts)
 
 
 def _is_former(path: Path, marker: str) -> bool:

@@ -87,7 +87,7 @@ def _admit(directory: RunDirectory, plan: Plan, resume: bool) -> tuple[bool, tup
 
 
 def _saved(directory: RunDirectory) -> bool:
-    return directory.checkpoints.is_dir() and any(directory.checkpoints.iterdir())
+    return any(directory.checkpoints.glob("*"))
 
 
 def _refuse_finished(directory: RunDirectory) -> None:
@@ -121,9 +121,8 @@ def _refuse_other_recipe(directory: RunDirectory, saved: Recipe, recipe: Recipe)
     if catalog.digest(saved) == catalog.digest(recipe):
         return
     both = (each.model_dump(mode="json", by_alias=True) for each in (saved, recipe))
-    changed = [
-        change for change in differences(*both) if change[0].split(".")[0] not in catalog.NOT_IN_DIGEST
-    ]
+    found = differences(*both)
+    changed = [change for change in found if change[0].split(".")[0] not in catalog.NOT_IN_DIGEST]
     raise RunDirectoryError(
         f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
         f"directory with --out, or run the recipe that is there. {_differ(changed)}"
@@ -159,18 +158,16 @@ def _lock(path: Path) -> Lock:
 
 
 def _make(path: Path) -> None:
+    fix = "name a directory you may write with --out"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise RunDirectoryError(
-            f"{path} is a file, a run needs a directory: name another with --out"
-        ) from None
+        used = f"{path} is a file, a run needs a directory"
+        raise RunDirectoryError(f"{used}: name another with --out") from None
     except OSError as error:
-        raise RunDirectoryError(
-            f"{path} cannot be made ({error.strerror}): name a directory you may write with --out"
-        ) from None
+        raise RunDirectoryError(f"{path} cannot be made ({error.strerror}): {fix}") from None
     if not os.access(path, os.W_OK):
-        raise RunDirectoryError(f"{path} is not writable for you: name a directory you may write with --out")
+        raise RunDirectoryError(f"{path} is not writable for you: {fix}")
 
 
 def _differ(changes: Sequence[tuple[str, Any, Any]]) -> str:

@@ -74,19 +74,14 @@ class Launch:
     def read(cls, entry: Mapping[str, Any]) -> Launch:
         """From environment.json; earlier versions tell tiny and emulated runs by their command only."""
         command = tuple(entry.get("command") or ())
-        own = {key: entry.get(key, "") for key in ("started", "working_directory", "recipe")}
-        tiny = entry.get("tiny", "--tiny" in command)
-        emulated = entry.get("emulated_fp16", "--emulate_fp16" in command)
-        known = {*own, "command", "tiny", "emulated_fp16", "plan"}
-        machine = {key: value for key, value in entry.items() if key not in known}
-        return cls(
-            command=command,
-            tiny=tiny,
-            emulated_fp16=emulated,
-            plan=entry.get("plan") or {},
-            machine=machine,
-            **own,
-        )
+        own = {
+            **{key: entry.get(key, "") for key in ("started", "working_directory", "recipe")},
+            "command": command,
+            "tiny": entry.get("tiny", "--tiny" in command),
+            "emulated_fp16": entry.get("emulated_fp16", "--emulate_fp16" in command),
+            "plan": entry.get("plan") or {},
+        }
+        return cls(**own, machine={key: value for key, value in entry.items() if key not in own})
 
     def entry(self) -> dict[str, Any]:
         """As environment.json has it: the machine's facts next to the others."""
@@ -101,6 +96,16 @@ class Launch:
             return None
 
 
+class _File:
+    """A name in the directory of a run; its path, where a run asks for it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The paths of one run. `resumed`: it already held steps; `notices`: lines worth showing to the user."""
@@ -110,41 +115,15 @@ class RunDirectory:
     notices: tuple[str, ...] = ()
     lock: Lock | None = field(default=None, repr=False, compare=False)
 
-    @property
-    def plan_json(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def recipe_yaml(self) -> Path:
-        return self.path / "recipe.yaml"
-
-    @property
-    def ds_config_json(self) -> Path:
-        return self.path / "ds_config.json"
-
-    @property
-    def environment_json(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def metrics_jsonl(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def loss_png(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def result_json(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    plan_json = _File("plan.json")
+    recipe_yaml = _File("recipe.yaml")
+    ds_config_json = _File("ds_config.json")
+    environment_json = _File("environment.json")
+    metrics_jsonl = _File("metrics.jsonl")
+    tensorboard = _File("tensorboard")
+    loss_png = _File("loss.png")
+    result_json = _File("result.json")
+    checkpoints = _File("checkpoints")
 
     def write_description(self, plan: Plan, launches: Sequence[Launch]) -> None:
         """Write the files that say what is run."""
@@ -181,9 +160,8 @@ class RunDirectory:
             facts["notices"] = tuple(Notice("", text) for text in facts["notices"])
             return Plan(recipe=recipe, ds=read_json(self.ds_config_json), **facts)
         except (KeyError, TypeError, IndexError) as error:
-            raise _unreadable(
-                self.environment_json, f"does not say how the run was made, {error!r}"
-            ) from None
+            what = f"does not say how the run was made, {error!r}"
+            raise _unreadable(self.environment_json, what) from None
 
     def close(self) -> None:
         """Let another process resume this run."""

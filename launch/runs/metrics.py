@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,11 +18,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from data.durable_files import write_atomically
 
-PART_NAMES = {
-    "mlm_loss": "masked tokens",
-    "sentence_loss": "sentence objective",
-    "sentence_accuracy": "sentence accuracy",
-}
+PART_NAMES = dict(
+    mlm_loss="masked tokens", sentence_loss="sentence objective", sentence_accuracy="sentence accuracy"
+)
 MOST_NAMED = 5  # broken lines of one file
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -114,9 +112,7 @@ class Records:
         return "mlm_loss" if any("mlm_loss" in parts for parts in every) else "loss"
 
 
-def curve(
-    records: tuple[StepRecord, ...] | tuple[ValidationRecord, ...], part: str = "loss"
-) -> list[tuple[int, float]]:
+def curve(records: Sequence[StepRecord | ValidationRecord], part: str = "loss") -> list[tuple[int, float]]:
     """(step, nats) of the records whose loss, or part of it, is finite."""
     found = ((record.step, record.loss if part == "loss" else record.parts.get(part)) for record in records)
     return [(step, value) for step, value in found if value is not None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from torch.utils.tensorboard import SummaryWriter
@@ -66,9 +65,7 @@ class Silence:
     def __enter__(self) -> Silence:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
     def say(self, text: str) -> None: ...
 
@@ -128,14 +125,11 @@ class Recorder(Silence):
         self._file = open(directory.metrics_jsonl, "a", encoding="utf-8")  # noqa: SIM115 (closed by _close)
         purged = start_step + 1 if start_step else 0
         self._events = SummaryWriter(str(directory.tensorboard), purge_step=purged, flush_secs=10)
-        steps = plan.recipe.steps
-        self._screen = screen(self._stream, start_step, steps) if self._stream else Silent()
+        self._screen = screen(self._stream, start_step, plan.recipe.steps) if self._stream else Silent()
         for notice in directory.notices:
             self.say(notice)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._close()
         self.directory.close()
 
@@ -175,9 +169,8 @@ class Recorder(Silence):
     def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None:
         """Record the loss on held-out text after `step` completed steps; `kind` "test": on the test split."""
         parts = finite_parts(outcome.parts)
-        record = ValidationRecord(
-            step, finite(outcome.loss), parts, time.time(), "test" if kind == "test" else "validation"
-        )
+        loss, now = finite(outcome.loss), time.time()
+        record = ValidationRecord(step, loss, parts, now, "test" if kind == "test" else "validation")
         self._write(record)
         self._event(kind, record, ("loss", *parts))
         names = metrics.PART_NAMES
@@ -271,10 +264,9 @@ class Recorder(Silence):
 def _fields(record: StepRecord, *, show_scale: bool) -> list[str]:
     """The numbers of a step for the screen, short enough that all stand in 80 columns."""
     loss, masked, norm = record.loss, record.parts.get("mlm_loss"), record.grad_norm
-    fields = [
-        *(
-            ["SKIPPED (overflow)"] if record.skipped else []
-        ),  # first, since a narrow terminal cuts the end off
+    skipped = ["SKIPPED (overflow)"] if record.skipped else []  # first: a narrow terminal cuts the end off
+    return [
+        *skipped,
         f"loss {'not finite' if loss is None else f'{loss:.4f}'}",
         *([] if masked is None else [f"mlm {masked:.4f}"]),
         f"lr {record.lr:.1e}",
@@ -284,4 +276,3 @@ def _fields(record: StepRecord, *, show_scale: bool) -> list[str]:
         f"{short(record.tokens_per_s)} tokens/s",
         f"{record.exact_tflops:.3g} TFLOPS",
     ]
-    return fields

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -330,47 +330,19 @@ def _from_version_1(row: Mapping[str, Any]) -> dict[str, Any]:
         return None if loss is None else {"loss": loss, "parts": row.get(f"{name}_parts"), "step": step}
 
     speed = ("seconds_per_step", "data_wait_share", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
-    kept = (
-        *(
-            "recipe",
-            "status",
-            "title",
-            "implementation",
-            "ds_config",
-            "layout",
-            "zero_stage",
-            "offload",
-            "hardware",
-        ),
-        *(
-            "activation_checkpointing",
-            "parameters",
-            "parameters_summed_over_tp_ranks",
-            "steps",
-            "skipped_steps",
-        ),
-        *("published_source", "banded_attention_kernel", "sample"),
-    )
-    steps = row.get("steps") or 0
+    # What version 1 wrote otherwise, or computed from what is here.
+    other = {"precision", "deviations", "comparison", "not_comparable"}
+    kept = {each.name for each in fields(Result)} & row.keys() - other
+    last = min(LAST_STEPS, row.get("steps") or 0)
+    training = {"loss": row.get("train_loss"), "parts": row.get("train_parts"), "steps": last}
+    memory = {"peak_bytes": "peak_memory_bytes", "kind": "memory_kind", "cached_bytes": "cached_bytes"}
     return {
-        **{key: row[key] for key in kept if key in row},
+        **{key: row[key] for key in kept},
         "reason": row.get("status_is"),
         "precision": str(row.get("precision")).split(" ")[0],  # it may be "fp16 (emulated)"
-        "losses": {
-            "training": {
-                "loss": row.get("train_loss"),
-                "parts": row.get("train_parts"),
-                "steps": min(LAST_STEPS, steps),
-            },
-            "validation": held_out("validation"),
-            "test": held_out("test"),
-        },
+        "losses": {"training": training, "validation": held_out("validation"), "test": held_out("test")},
         "entropies": {kind: row.get(f"{kind}_entropy") for kind in ("uniform", "unigram")},
         "speed": {key: row.get(key) for key in speed},
-        "memory": {
-            "peak_bytes": row.get("peak_memory_bytes"),
-            "kind": row.get("memory_kind"),
-            "cached_bytes": row.get("cached_bytes"),
-        },
+        "memory": {name: row.get(key) for name, key in memory.items()},
         "deviations": [{"kind": "said", "is": str(text)} for text in row.get("deviations") or ()],
     }

@@ -35,9 +35,8 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 def load(run: Path) -> PreTrainedTokenizerFast:
     """Raises ValueError where the run has no tokenizer."""
     if not (run / FOLDER).is_dir():
-        raise ValueError(
-            f"{run} holds no {FOLDER}/: it is no run of this project, or its files were not copied whole"
-        )
+        why = "it is no run of this project, or its files were not copied whole"
+        raise ValueError(f"{run} holds no {FOLDER}/: {why}")
     tokenizer = AutoTokenizer.from_pretrained(run / FOLDER, local_files_only=True)
     assert isinstance(tokenizer, PreTrainedTokenizerFast), type(tokenizer)
     return tokenizer
