@@ -23,12 +23,11 @@ def postpone_growth(engine: DeepSpeedEngine) -> None:
         if has_overflow:
             update(True)
         else:
-            postponed.append(True)
+            postponed.append(False)
 
     def settle() -> None:
         while postponed:
-            postponed.pop()
-            update(False)
+            update(postponed.pop())
 
     engine.optimizer._update_scale = update_on_overflow
     engine.settle_loss_scale = settle

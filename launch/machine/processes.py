@@ -17,30 +17,26 @@ def world_size() -> int:
 
 
 def start_processes(timeout_minutes: float = 30) -> None:
-    """Join the process group that the launcher's environment describes.
-
-    A plain `python` makes a group of one.
-    """
+    """Join the process group that the launcher's environment describes; a plain `python` makes one of one."""
     if "RANK" not in os.environ:
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
-        )
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    on_cpu = get_accelerator().device_name() == "cpu"
-    if on_cpu:
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
         _share_cores()
         switch_shared_memory_op_off()
+        backend = "gloo"
     else:
-        _take_device(get_accelerator())
-    deepspeed.init_distributed(
-        dist_backend="gloo" if on_cpu else get_accelerator().communication_backend_name(),
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
-    )
+        _take_device(accelerator)
+        backend = accelerator.communication_backend_name()
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def switch_shared_memory_op_off() -> None:
@@ -63,12 +59,6 @@ def device_limit() -> int | None:
     from deepspeed.accelerator import get_accelerator
 
     return None if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
-
-
-def _free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 def _take_device(accelerator: Any) -> None:

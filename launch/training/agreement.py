@@ -14,7 +14,6 @@ from ds_configs.plan import Plan
 from launch.machine import description, memory
 from recipes import catalog
 
-ABSENT = "absent"
 T = TypeVar("T")
 
 
@@ -27,9 +26,9 @@ def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup) -> None:
     ds = json.dumps(plan.ds, sort_keys=True).encode()
     own = {
         "host": socket.gethostname(),
-        "vocabulary": corpus.summary.get("vocabulary_digest", ABSENT),
+        "vocabulary": corpus.summary.get("vocabulary_digest", "absent"),
         "recipe": catalog.digest(plan.recipe)[:12],
-        "training tokens (crc32)": corpus.summary.get("train_tokens_crc32", ABSENT),
+        "training tokens (crc32)": corpus.summary.get("train_tokens_crc32", "absent"),
         "resolved DeepSpeed configuration": hashlib.sha256(ds).hexdigest()[:12],
         **{f"version of {name}": version for name, version in description.versions().items()},
     }

@@ -51,11 +51,8 @@ def plan_job(
 ) -> Plan:
     """The plan of `recipe` on this launch's processes, where it can be trained here.
 
-    `ds_config` None: the recipe's own.
-
-    Raises:
-        ValueError: with every problem of recipe and configuration, or with what is missing of the given
-            weights or the data.
+    `ds_config` None: the recipe's own. Raises ValueError with every problem of recipe and configuration, or
+    with what is missing of the given weights or the data.
     """
     from data.corpus import check_origin  # takes transformers along, which no --help should wait for
 

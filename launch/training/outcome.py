@@ -15,10 +15,7 @@ DIVERGED_ADVICE = """Nothing more can be learned from here.
 
 
 class Diverged(RuntimeError):
-    """Further steps would be noise: the loss is not finite, or the loss scale is stuck.
-
-    The message says what to do.
-    """
+    """Further steps would be noise: the loss is not finite, or the scale is stuck. Says what to do."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}. {DIVERGED_ADVICE}")
@@ -62,9 +59,7 @@ class SkippedInARow:
     """
 
     def __init__(self, precision: str) -> None:
-        self.precision = precision
-        self.count = 0
-        self.scale = math.nan
+        self.precision, self.count, self.scale = precision, 0, math.nan
 
     def see(self, outcome: StepOutcome) -> None:
         """Raises Diverged after STUCK_STEPS skipped steps in a row at one loss scale."""
@@ -73,12 +68,10 @@ class SkippedInARow:
         self.scale = outcome.loss_scale
         if self.count < STUCK_STEPS:
             return
+        in_a_row = f"{self.count} steps in a row"
         if self.precision != "fp16":
-            raise Diverged(
-                f"the gradients of {self.count} steps in a row were not finite in {self.precision}"
-            )
+            raise Diverged(f"the gradients of {in_a_row} were not finite in {self.precision}")
         raise Diverged(
-            f"{self.count} steps in a row overflowed and were skipped at loss scale {self.scale:g}: "
-            "the scale does not come down to what fp16 can represent (fp16.loss_scale fixes it; 0 makes it "
-            "dynamic)"
+            f"{in_a_row} overflowed and were skipped at loss scale {self.scale:g}: the scale does not come "
+            "down to what fp16 can represent (fp16.loss_scale fixes it; 0 makes it dynamic)"
         )
