@@ -193,22 +193,14 @@ def open_recorder(
     from launch.runs.recorder import Recorder, Silence
     from launch.training import initial_weights
     from launch.training.build_model import band_kernel
+    from launch.training.run import first_step
 
     if directory is None:
         return Silence()
     vocabulary.keep(directory.path, corpus.tokenizer)
-    recorder = Recorder(
-        directory,
-        job.plan,
-        name=job.name,
-        corpus_facts=corpus,
-        start_step=checkpoint.step if checkpoint else 0,
-        described=description.describe(),
-        original=facts.original,
-        tiny=facts.tiny,
-        emulated=facts.emulated_fp16,
-        band_kernel=band_kernel(job.plan),
-    )
+    how = {"described": description.describe(), "band_kernel": band_kernel(job.plan), "name": job.name}
+    how |= {"original": facts.original, "tiny": facts.tiny, "emulated": facts.emulated_fp16}
+    recorder = Recorder(directory, job.plan, corpus_facts=corpus, start_step=first_step(checkpoint), **how)
     if job.initial_weights:
         if warning := vocabulary.foreign_tokens(Path(job.initial_weights), corpus.tokenizer):
             recorder.say(warning)

@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -16,22 +15,17 @@ from data.loader import merge_states
 from ds_configs.plan import Plan
 from launch.checkpoints.checkpoint import MARKER, Checkpoint, complete_checkpoints
 from launch.checkpoints.weights import save_weights
+from launch.machine.processes import gathered
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.catalog import digest
 
 
 def save(
-    engine: DeepSpeedEngine,
-    plan: Plan,
-    grid: ProcessGrid,
-    root: Path,
-    step: int,
-    data_state: dict[str, Any],
-    corpus: str | None,
+    engine: DeepSpeedEngine, plan: Plan, grid: ProcessGrid, root: Path, step: int, data: dict, crc: str | None
 ) -> None:
     """Save the state after `step` optimizer steps below `root` and prune old checkpoints. Collective.
 
-    `data_state`: of this rank. `corpus`: checksum of the training tokens.
+    `data`: this rank's position. `crc`: checksum of the training tokens.
     """
     directory = root / f"step-{step:06d}"
     if grid.rank == 0:
@@ -42,8 +36,7 @@ def save(
     engine.save_checkpoint(str(root), directory.name, client_state={"step": step}, save_latest=False)
     save_weights(engine, grid, directory)
     # Every data-parallel rank knows its place in the files that it reads; gathering also waits for all ranks.
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, data_state, group=grid.control_group)
+    states = gathered(data, grid.control_group)
     if grid.rank == 0:
         files = [p for p in sorted(directory.rglob("*")) if p.is_file() and p.name != MARKER]
         marker = {
@@ -51,7 +44,7 @@ def save(
             "recipe": digest(plan.recipe),
             "layout": asdict(plan.layout),
             "data": merge_states(states),
-            "corpus": corpus,
+            "corpus": crc,
             "files": {str(p.relative_to(directory)): p.stat().st_size for p in files},
         }
         write_atomically(directory / MARKER, json.dumps(marker, indent=2) + "\n")

@@ -36,6 +36,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import clip_grad_norm_, is_model_parallel_parameter
 from deepspeed.runtime.zero.utils import get_norm_dtype
+from torch.optim import Optimizer
 
 from modeling.parallel.process_grid import ProcessGrid
 
@@ -54,15 +55,11 @@ class DataParallelEngine(DeepSpeedEngine):
     """DeepSpeed's plain engine at stage 0. In fp16 and bf16 its optimizer is `MasterWeights`."""
 
     def _configure_fp16_optimizer(
-        self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype
+        self, optimizer: Optimizer, low_precision_dtype: torch.dtype
     ) -> MasterWeights:
         """Called by DeepSpeed for both half precisions."""
-        scaler = CreateLossScaler(
-            dtype=low_precision_dtype,
-            static_loss_scale=self.loss_scale(),
-            dynamic_scaling=self.dynamic_loss_scale(),
-            dynamic_loss_args=self.dynamic_loss_scale_args(),
-        )
+        dynamic, rules = self.dynamic_loss_scale(), self.dynamic_loss_scale_args()
+        scaler = CreateLossScaler(low_precision_dtype, self.loss_scale(), dynamic, rules)
         skips = low_precision_dtype == torch.float16 or self._config.bfloat16_config.check_grad_overflow
         clip = self.gradient_clipping()
         return MasterWeights(optimizer, self.mpu, clip=clip, scaler=scaler, skips_overflow=skips)
@@ -80,19 +77,13 @@ class MasterWeights(DeepSpeedOptimizer):
     """Steps fp32 copies of all fp16 or bf16 parameters and rounds them back.
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3. Gradients come averaged over the
-    data-parallel ranks, in the parameters' precision. Per parameter 16 bytes between backward and
-    step: 2 of weight, 2 of gradient, 12 of fp32 weight and moments. In a step 18: all gradients are in fp32
-        at once, each in the place of its half-precision one, until the optimizer has stepped.
+    data-parallel ranks, in the parameters' precision. Per parameter 16 bytes between backward and step: 2 of
+    weight, 2 of gradient, 12 of fp32 weight and moments. In a step 18: all gradients are in fp32 at once,
+    each in the place of its half-precision one, until the optimizer has stepped.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        mpu: ProcessGrid,
-        *,
-        clip: float,
-        scaler: Any,
-        skips_overflow: bool,
+        self, optimizer: Optimizer, mpu: ProcessGrid, *, clip: float, scaler: Any, skips_overflow: bool
     ):
         """`optimizer`: not stepped yet; `clip`: largest norm, 0: none; `scaler`: DeepSpeed's loss scaler."""
         self.optimizer, self.clip, self.scaler, self.skips_overflow = optimizer, clip, scaler, skips_overflow

@@ -39,8 +39,7 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    device = accelerator.device_name()
-    bf16, cuda_compiler = accelerator.is_bf16_supported(), True
+    device, bf16, cuda_compiler = accelerator.device_name(), accelerator.is_bf16_supported(), True
     if device == "cuda":
         import torch
         from torch.utils.cpp_extension import CUDA_HOME

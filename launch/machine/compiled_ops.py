@@ -86,9 +86,7 @@ def prepare(ds: dict[str, Any], group: dist.ProcessGroup, say: Say = print) -> N
                     build(op, say)
             except CompileError as e:
                 failure = str(e)
-        failures: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(failures, failure, group=group)
-        for text in filter(None, failures):
+        for text in filter(None, processes.gathered(failure, group)):
             ending.refuse(text, code=1)
 
 

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from launch.machine.memory import physical_memory
 
@@ -18,23 +18,12 @@ PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "accelerate", "tok
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-class Description(TypedDict):
-    """What a run ran on. Accelerators: visible to this process on this node; memory in units of 1e9 bytes."""
+def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
+    """Machine, versions and commit; memory in units of 1e9 bytes, of one accelerator.
 
-    host: str
-    cpu: str
-    cores: int  # that this process may use: containers and taskset give fewer than the machine has
-    memory_gb: float
-    accelerator: str
-    accelerators: int
-    accelerator_memory_gb: float | None  # of one
-    cuda: str | None
-    versions: dict[str, str | None]
-    git: dict[str, Any] | None
-
-
-def describe(repository: Path = REPOSITORY) -> Description:
-    """Machine, versions and commit."""
+    Cores are those that this process may use (containers and taskset give fewer than the machine has), and
+    accelerators those that it sees on this node.
+    """
     import torch
 
     gpu = torch.cuda.is_available()

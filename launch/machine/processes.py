@@ -5,7 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 
 def rank() -> int:
@@ -14,6 +19,15 @@ def rank() -> int:
 
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def gathered(own: T, group: ProcessGroup) -> list[T]:
+    """Every rank's `own`, in rank order. Collective."""
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
 
 
 def start_processes(timeout_minutes: float = 30) -> None:
@@ -43,11 +57,9 @@ def switch_shared_memory_op_off() -> None:
     """Have DeepSpeed's collectives on a CPU go through gloo alone.
 
     DeepSpeed 0.19.8, `comm/torch.py`: `init_distributed` compiles an op for collectives through shared
-    memory, for 20 s, which only inference uses, and which leaves 66 MiB per rank in /dev/shm when the process
-    ends.
-    Upstream: no issue found on either; https://github.com/deepspeedai/DeepSpeed/issues/7625 asks for a
-        switch. No longer needed when `test_processes.py::test_deepspeed_alone_leaves_shared_memory_behind`
-        fails.
+    memory, for 20 s, which only inference uses, and which leaves 66 MiB per rank in /dev/shm in the end.
+    Upstream: no issue found on either; https://github.com/deepspeedai/DeepSpeed/issues/7625 asks for one.
+    No longer needed when `test_processes.py::test_deepspeed_alone_leaves_shared_memory_behind` fails.
     """
     import deepspeed
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from launch.checkpoints.checkpoint import newest
@@ -134,8 +135,7 @@ def _compile_gains(runs: list[Outcome]) -> list[str]:
 
 def _largest(values: Iterable[float]) -> float:
     """Like max, but not blind to NaN."""
-    values = list(values)
-    return math.nan if any(math.isnan(v) for v in values) else max(values)
+    return float(np.max([*values]))
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -8,14 +8,9 @@ from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
 from recipes.schema import Recipe
 
+NO_DROPOUT = ("dropout.hidden=0", "dropout.attention=0")
 # What a recipe is trained with in every layout.
-FORCED = (
-    "precision=fp32",
-    "dropout.hidden=0",
-    "dropout.attention=0",
-    "optimizer.eps=1e-6",
-    "run.save_last=true",
-)
+FORCED = ("precision=fp32", *NO_DROPOUT, "optimizer.eps=1e-6", "run.save_last=true")
 
 
 @dataclass(frozen=True)

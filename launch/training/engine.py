@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import set_z3_leaf_modules
 
 from launch.deepspeed_fixes import zero0
-from launch.deepspeed_fixes.loss_scale_floor import LossScaleAtFloor, named_floor
+from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
 from launch.machine import compiled_ops
 from launch.training import compiling, micro_batches
@@ -191,9 +191,10 @@ def data_parallel_mean(x: torch.Tensor, grid: ProcessGrid) -> torch.Tensor:
 def explained_floor(engine: DeepSpeedEngine) -> Iterator[None]:
     """Raise Diverged where an overflow meets the smallest loss scale: every further step would be skipped."""
     try:
-        with named_floor():
-            yield
-    except LossScaleAtFloor:
+        yield
+    except Exception as e:
+        if not is_at_floor(e):
+            raise
         raise Diverged(
             f"gradients overflow at the smallest allowed loss scale, {loss_scale(engine):g} "
             "(fp16.min_loss_scale): fp16 cannot represent them, and every further step would be skipped"

@@ -25,22 +25,16 @@ class Diverged(RuntimeError):
 class StepOutcome:
     """What one optimizer step came to.
 
-    Attributes:
-        loss: mean over the global batch, in nats per token (per predicted token of a BERT, plus its sentence
-            loss per sample).
-        lr: learning rate of the step.
-        grad_norm: L2 norm of the whole model's gradient before clipping; None where DeepSpeed computes none.
-        loss_scale: fp16 loss scale of the step; 1 in other precisions.
-        skipped: gradients were not finite, and nothing was updated.
-        parts: parts of the loss, as `modeling.bert.LOSS_PARTS` names them.
+    `loss`: mean over the global batch, in nats per token (per predicted token of a BERT, plus its sentence
+    loss per sample). `grad_norm`: L2 norm of the whole model's gradient before clipping.
     """
 
     loss: float
     lr: float
-    grad_norm: float | None
-    loss_scale: float
-    skipped: bool
-    parts: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None  # None where DeepSpeed computes none
+    loss_scale: float  # in fp16; 1 in other precisions
+    skipped: bool  # gradients were not finite, and nothing was updated
+    parts: dict[str, float] = field(default_factory=dict)  # of the loss, named by `modeling.bert.LOSS_PARTS`
 
 
 @dataclass(frozen=True)

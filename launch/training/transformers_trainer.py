@@ -152,13 +152,7 @@ class FollowRun(TrainerCallback):
 
 
 class RecipeTrainer(Trainer):
-    """Trainer on the recipe's batches, loss, groups of parameters and schedule.
-
-    Attributes:
-        losses: of the micro-batches of the current step.
-        started, waited: wall time at which the current step began; seconds that it waited for its batch.
-        stopped: how the run was stopped early; None: it was not.
-    """
+    """Trainer on the recipe's batches, loss, groups of parameters and schedule."""
 
     # Accelerate puts stand-ins and DeepSpeed's engine where Trainer's annotations promise torch's classes.
     model_wrapped: Any
@@ -168,9 +162,9 @@ class RecipeTrainer(Trainer):
     def __init__(self, recipe: Recipe, batches: StepBatches, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.recipe, self.batches = recipe, batches
-        self.losses: list[torch.Tensor] = []
-        self.started = self.waited = 0.0
-        self.stopped: EarlyStop | None = None
+        self.losses: list[torch.Tensor] = []  # of the micro-batches of the current step
+        self.started = self.waited = 0.0  # wall time when the step began; seconds it waited for its batch
+        self.stopped: EarlyStop | None = None  # how the run was stopped early
 
     def get_train_dataloader(self) -> Any:
         """An iterator over micro-batches."""
