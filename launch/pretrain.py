@@ -9,7 +9,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -198,8 +198,8 @@ def open_recorder(
     if directory is None:
         return Silence()
     vocabulary.keep(directory.path, corpus.tokenizer)
-    how = {"described": description.describe(), "band_kernel": band_kernel(job.plan), "name": job.name}
-    how |= {"original": facts.original, "tiny": facts.tiny, "emulated": facts.emulated_fp16}
+    how: dict[str, Any] = {"original": facts.original, "tiny": facts.tiny, "emulated": facts.emulated_fp16}
+    how |= {"described": description.describe(), "band_kernel": band_kernel(job.plan), "name": job.name}
     recorder = Recorder(directory, job.plan, corpus_facts=corpus, start_step=first_step(checkpoint), **how)
     if job.initial_weights:
         if warning := vocabulary.foreign_tokens(Path(job.initial_weights), corpus.tokenizer):

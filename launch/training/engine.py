@@ -37,7 +37,10 @@ Forward = Callable[..., tuple[torch.Tensor, ...]]  # (engine, micro-batch) -> (l
 
 def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: matrices and embeddings, which are decayed, and biases and LayerNorms, which are not."""
-    groups = ({"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0})
+    groups: tuple[dict[str, Any], ...] = (
+        {"params": [], "weight_decay": weight_decay},
+        {"params": [], "weight_decay": 0.0},
+    )
     for parameter in module.parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor behind
         groups[len(shape) <= 1]["params"].append(parameter)

@@ -85,6 +85,8 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
     """Trainer's settings. Those that the DeepSpeed JSON has as well it compares, and refuses a difference."""
     recipe, layout, optimizer = plan.recipe, plan.layout, plan.recipe.optimizer
     threads = torch.get_num_threads()
+    silent: dict[str, Any] = dict.fromkeys(("logging_strategy", "save_strategy", "eval_strategy"), "no")
+    silent |= dict.fromkeys(("log_level", "log_level_replica"), "error")
     arguments = TrainingArguments(
         output_dir=directory,
         # accelerate wants the section, even at stage 0
@@ -101,8 +103,7 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
         max_grad_norm=optimizer.clip,
         fp16=plan.precision == "fp16",
         bf16=plan.precision == "bf16",
-        **dict.fromkeys(("logging_strategy", "save_strategy", "eval_strategy"), "no"),
-        **dict.fromkeys(("log_level", "log_level_replica"), "error"),
+        **silent,
         report_to=[],
         disable_tqdm=True,
         logging_nan_inf_filter=False,  # it would wait for the device after every micro-batch
