@@ -44,9 +44,8 @@ def main() -> None:
         return
     quiet.quiet_libraries()
     if args.out and Path(args.out).exists() and any(Path(args.out).iterdir()):
-        ending.refuse(
-            f"--out {args.out} is not empty, and runs are never overwritten or mixed: name a new directory"
-        )
+        never = "runs are never overwritten or mixed"
+        ending.refuse(f"--out {args.out} is not empty, and {never}: name a new directory")
     try:
         recipe = catalog.load(args.recipe, [*FORCED, *args.set], tiny=args.tiny)
         recipe = recipe.model_copy(update={"steps": args.steps or 20})
@@ -63,33 +62,25 @@ def main() -> None:
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     arguments.add_recipe_arguments(parser)
-    parser.add_argument(
-        "--processes", type=int, default=8, metavar="N", help="largest number of processes (default: 8)"
-    )
-    parser.add_argument("--only", nargs="+", metavar="LAYOUT", help="these layouts alone, by name")
-    parser.add_argument("--list", action="store_true", help="list the layouts and exit")
-    parser.add_argument("--compile", action="store_true", help="also run every layout with compiled layers")
-    parser.add_argument(
-        "--out", metavar="DIR", help="keep the run directories there (default: removed at the end)"
-    )
+    add = parser.add_argument
+    add("--processes", type=int, default=8, metavar="N", help="largest number of processes (default: 8)")
+    add("--only", nargs="+", metavar="LAYOUT", help="these layouts alone, by name")
+    add("--list", action="store_true", help="list the layouts and exit")
+    add("--compile", action="store_true", help="also run every layout with compiled layers")
+    add("--out", metavar="DIR", help="keep the run directories there (default: removed at the end)")
     return parser
 
 
 def chosen_cases(args: argparse.Namespace) -> list[LayoutCase]:
     names = [c.name for c in CASES]
-    unknown = [name for name in args.only or [] if name not in names]
-    if unknown:
+    if unknown := [name for name in args.only or [] if name not in names]:
         ending.refuse(f"--only {', '.join(unknown)}: no such layout; there are: {', '.join(names)}")
     processes = min(args.processes, device_limit() or args.processes)
     cases = [c for c in CASES if (not args.only or c.name in args.only) and c.processes <= processes]
     if processes < args.processes:
-        print(
-            f"this machine has {processes} devices: layouts of more processes are left out "
-            f"(--processes {args.processes})"
-        )
-    if args.compile:
-        cases = [*cases, *(c.with_compiled_layers() for c in [REFERENCE, *cases])]
-    return cases
+        left_out = f"layouts of more processes are left out (--processes {args.processes})"
+        print(f"this machine has {processes} devices: {left_out}")
+    return [*cases, *(c.with_compiled_layers() for c in [REFERENCE, *cases] if args.compile)]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ python launch/figure1.py --out runs/figure1
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -46,17 +47,13 @@ def main() -> None:
     try:
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
         if recipe.model.family != "bert":
-            raise ValueError(
-                f"--recipe {args.recipe} is a {recipe.model.family}: only a BERT has both placements; "
-                "give bert/figure1 or another"
-            )
+            came = f"--recipe {args.recipe} is a {recipe.model.family}"
+            raise ValueError(f"{came}: only a BERT has both placements; give bert/figure1 or another")
     except ValueError as e:
         ending.refuse(e)
     if not args.resume and out.exists() and any(out.iterdir()):
-        ending.refuse(
-            f"--out {out} is not empty, and runs are never overwritten or mixed: "
-            "name a new directory, or add --resume"
-        )
+        never = "runs are never overwritten or mixed"
+        ending.refuse(f"--out {out} is not empty, and {never}: name a new directory, or add --resume")
     codes = {}
     for placement in PLACEMENTS:
         codes[placement] = run(args, placement, out / placement)
@@ -96,10 +93,8 @@ def run(args: argparse.Namespace, placement: str, directory: Path) -> int:
     print(f"\n=== {PLACEMENTS[placement]}\n", flush=True)
     process = subprocess.Popen(command)
     while True:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):  # the training gets it too: it saves and ends
             return process.wait()
-        except KeyboardInterrupt:  # the training gets it too: it finishes its step, saves and ends
-            continue
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":  # replace launch/, which would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -51,22 +51,16 @@ def build_parser() -> argparse.ArgumentParser:
     arguments.add_recipe_arguments(parser)
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     how = parser.add_argument_group("how to run it")
-    how.add_argument(
-        "--ds_config",
-        metavar="FILE",
-        help="DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)",
-    )
+    config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
+    how.add_argument("--ds_config", metavar="FILE", help=config)
     how.add_argument("--compile", action="store_true", help="use torch.compile and print the measured gain")
     emulated = "let a CPU run fp16, to exercise the loss scaler: slow, and said in the results"
     how.add_argument("--emulate_fp16", action="store_true", help=emulated)
     how.add_argument("--plan", action="store_true", help="check everything, show the resolved plan and exit")
     keep = parser.add_argument_group("where it is kept")
     keep.add_argument("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
-    keep.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the newest complete checkpoint of the run directory",
-    )
+    resume = "continue from the newest complete checkpoint of the run directory"
+    keep.add_argument("--resume", action="store_true", help=resume)
     given = "start from the weights of a transformers GPT-2 or BERT in DIR instead of random ones"
     keep.add_argument("--init_from", metavar="DIR", help=given)
     return parser
@@ -98,16 +92,12 @@ class Facts:
 
 
 def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
-    """The job that the flags ask for.
-
-    Every problem of recipe and configuration is printed at once, with exit code 2.
-    """
+    """The job that the flags ask for; or every problem of recipe and configuration, and exit code 2."""
     from launch.runs.directory import default_path
 
     try:
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
-        machine = abilities.detect_machine(args.emulate_fp16)
-        weights = args.init_from
+        machine, weights = abilities.detect_machine(args.emulate_fp16), args.init_from
         plan = plan_job(recipe, args.ds_config, machine, compiled=args.compile, initial_weights=weights)
         facts = Facts(catalog.load(args.recipe), args.tiny, machine.emulated_fp16)
     except ValueError as e:
@@ -175,11 +165,11 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
             torch.distributed.barrier(group=grid.control_group)  # rank 0 is not done before it has said why
             raise SystemExit(DIVERGED) from None
         except (RuntimeError, MemoryError) as e:
+            said = out_of_memory.said_by(e)
             # Another rank's: it leaves its traceback before it ends, and over its end this one stumbles.
-            if said := out_of_memory.said_by(e):
-                recorder.finish("OOM", because=f"rank {processes.rank()}: {said}")
-            elif said := out_of_memory.reason(job.directory):
-                recorder.finish("OOM", because=said)
+            because = f"rank {processes.rank()}: {said}" if said else out_of_memory.reason(job.directory)
+            if because:
+                recorder.finish("OOM", because=because)
             raise
         memory = agreement.peak_memory(grid.control_group)
         if stopped:
@@ -203,22 +193,14 @@ def open_recorder(
     from launch.runs.recorder import Recorder, Silence
     from launch.training import initial_weights
     from launch.training.build_model import band_kernel
+    from launch.training.run import first_step
 
     if directory is None:
         return Silence()
     vocabulary.keep(directory.path, corpus.tokenizer)
-    recorder = Recorder(
-        directory,
-        job.plan,
-        name=job.name,
-        corpus_facts=corpus,
-        start_step=checkpoint.step if checkpoint else 0,
-        described=description.describe(),
-        original=facts.original,
-        tiny=facts.tiny,
-        emulated=facts.emulated_fp16,
-        band_kernel=band_kernel(job.plan),
-    )
+    how: dict[str, Any] = {"original": facts.original, "tiny": facts.tiny, "emulated": facts.emulated_fp16}
+    how |= {"described": description.describe(), "band_kernel": band_kernel(job.plan), "name": job.name}
+    recorder = Recorder(directory, job.plan, corpus_facts=corpus, start_step=first_step(checkpoint), **how)
     if job.initial_weights:
         if warning := vocabulary.foreign_tokens(Path(job.initial_weights), corpus.tokenizer):
             recorder.say(warning)

@@ -2,48 +2,26 @@
 
     checkpoints/
       step-000100/            DeepSpeed's shards, weights-stage-NN-part-NNN.safetensors
-        complete.json         written last, atomically: step, layout, data position, every file with its size
+        complete.json         written last, atomically:
+                                step     completed optimizer steps
+                                recipe   digest of the recipe
+                                layout   degrees and batch identity it was saved under
+                                data     position in the data, of all ranks (`data.loader.merge_states`)
+                                corpus   checksum of the training tokens; null for a stream
+                                files    size in bytes of every other file, by its path below the directory
 
 A run killed at any moment, also while saving, leaves a directory without marker, which resuming ignores. What
-is not
-saved needs no saving: dropout and data order are functions of (seed, step).
+is not saved needs no saving: dropout and data order are functions of (seed, step).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.durable_files import write_atomically
-
 MARKER = "complete.json"
-
-
-@dataclass(frozen=True)
-class Marker:
-    """The content of `MARKER`.
-
-    Attributes:
-        step: completed optimizer steps.
-        recipe: digest of the recipe.
-        layout: degrees and batch identity it was saved under.
-        data: position in the data, of all ranks (`data.loader.merge_states`).
-        corpus: checksum of the training tokens; None for a stream.
-        files: size in bytes of every other file, by its path below the checkpoint's directory.
-    """
-
-    step: int
-    recipe: str
-    layout: dict[str, int]
-    data: dict[str, Any]
-    corpus: str | None
-    files: dict[str, int]
-
-    def write(self, directory: Path) -> None:
-        """Make the checkpoint in `directory` complete."""
-        write_atomically(directory / MARKER, json.dumps(asdict(self), indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -69,8 +47,7 @@ class Checkpoint:
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:
     """Complete checkpoints below `root`, oldest first."""
-    found = [Checkpoint.read(d) for d in root.glob("step-*") if d.is_dir()]
-    return sorted((c for c in found if c), key=lambda c: c.step)
+    return sorted(filter(None, map(Checkpoint.read, root.glob("step-*"))), key=lambda c: c.step)
 
 
 def newest(root: Path) -> Checkpoint | None:

@@ -9,6 +9,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from launch.checkpoints.checkpoint import Checkpoint, newest
 from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
+from launch.machine.processes import gathered
 from modeling.parallel.process_grid import ProcessGrid
 
 
@@ -23,8 +24,7 @@ def choose(root: Path, grid: ProcessGrid, corpus: str | None) -> Checkpoint | No
     (checkpoint,) = choice
     if checkpoint is None:
         return None
-    seen = [False] * dist.get_world_size()
-    dist.all_gather_object(seen, Checkpoint.read(checkpoint.directory) is not None, group=grid.control_group)
+    seen = gathered(Checkpoint.read(checkpoint.directory) is not None, grid.control_group)
     if blind := [rank for rank, sees in enumerate(seen) if not sees]:
         raise ValueError(
             f"ranks {blind} do not see {checkpoint.directory} whole: the run directory (--out) must be on a "

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from data.durable_files import write_atomically
 from data.loader import merge_states
 from ds_configs.plan import Plan
-from launch.checkpoints.checkpoint import MARKER, Checkpoint, Marker, complete_checkpoints
+from launch.checkpoints.checkpoint import MARKER, Checkpoint, complete_checkpoints
 from launch.checkpoints.weights import save_weights
+from launch.machine.processes import gathered
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.catalog import digest
 
 
 def save(
-    engine: DeepSpeedEngine,
-    plan: Plan,
-    grid: ProcessGrid,
-    root: Path,
-    step: int,
-    data_state: dict[str, Any],
-    corpus: str | None,
-) -> Path:
+    engine: DeepSpeedEngine, plan: Plan, grid: ProcessGrid, root: Path, step: int, data: dict, crc: str | None
+) -> None:
     """Save the state after `step` optimizer steps below `root` and prune old checkpoints. Collective.
 
-    `data_state`: of this rank. `corpus`: checksum of the training tokens.
+    `data`: this rank's position. `crc`: checksum of the training tokens.
     """
     directory = root / f"step-{step:06d}"
     if grid.rank == 0:
@@ -40,19 +36,20 @@ def save(
     engine.save_checkpoint(str(root), directory.name, client_state={"step": step}, save_latest=False)
     save_weights(engine, grid, directory)
     # Every data-parallel rank knows its place in the files that it reads; gathering also waits for all ranks.
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, data_state, group=grid.control_group)
+    states = gathered(data, grid.control_group)
     if grid.rank == 0:
         files = [p for p in sorted(directory.rglob("*")) if p.is_file() and p.name != MARKER]
-        sizes = {str(p.relative_to(directory)): p.stat().st_size for p in files}
-        data = merge_states(states)
-        Marker(step, digest(plan.recipe), asdict(plan.layout), data, corpus, sizes).write(directory)
-        _prune(root, plan.recipe.run.keep_checkpoints)
+        marker = {
+            "step": step,
+            "recipe": digest(plan.recipe),
+            "layout": asdict(plan.layout),
+            "data": merge_states(states),
+            "corpus": crc,
+            "files": {str(p.relative_to(directory)): p.stat().st_size for p in files},
+        }
+        write_atomically(directory / MARKER, json.dumps(marker, indent=2) + "\n")
+        keep = plan.recipe.run.keep_checkpoints
+        for old in complete_checkpoints(root)[:-keep] if keep else []:
+            (old.directory / MARKER).unlink()  # first: a killed removal leaves nothing that looks complete
+            shutil.rmtree(old.directory)
     dist.barrier(group=grid.control_group)
-    return directory
-
-
-def _prune(root: Path, keep: int | None) -> None:
-    for old in complete_checkpoints(root)[:-keep] if keep else []:
-        (old.directory / MARKER).unlink()  # first: a killed removal leaves nothing that looks complete
-        shutil.rmtree(old.directory)

@@ -4,8 +4,7 @@ Every checkpoint carries them next to DeepSpeed's own files, so that a run of an
 sampled from and compared. Each pipeline stage writes parts of at most `PART_BYTES`, in the order of its
 parameters:
 
-    weights-stage-00-part-000.safetensors ...     the last part of a stage says in its metadata how many there
-    are
+    weights-stage-00-part-000.safetensors ...     the metadata of a stage's last part says how many
 
 so that saving never holds a whole stage in host memory (392 GB for 98 billion parameters). A parameter is
 assembled from its ZeRO partitions by DeepSpeed and from its tensor slices here, one parameter at a time.
@@ -14,8 +13,9 @@ Checkpoints of earlier versions have one file per stage, weights-stage-00.safete
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from modeling.initialization import Shard
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.schema import Optimizer
 
+Read = Callable[[torch.nn.Parameter], torch.Tensor]
 PATTERN = "weights-stage-*.safetensors"
 PART_BYTES = 4 * 1024**3  # of a file's tensors; a single larger tensor has a part of its own
 
@@ -57,29 +58,24 @@ def save_first_gradients(
 def write_parts(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, stem: str) -> None:
     """Write named host tensors to `directory`/`stem`-part-NNN.safetensors, replacing what is there of `stem`.
 
-    Takes one tensor at a time and lets go of a part once it is written: `PART_BYTES` and one tensor are the
-        most it holds.
+    Takes one tensor at a time and lets go of a written part: it holds `PART_BYTES` and one tensor at most.
     """
     for old in (*directory.glob(f"{stem}.safetensors"), *directory.glob(f"{stem}-part-*.safetensors")):
         old.unlink()
     part: dict[str, torch.Tensor] = {}
-    written = 0
+    files = (directory / f"{stem}-part-{number:03d}.safetensors" for number in itertools.count())
+    written = 1
     for name, tensor in tensors:
         if part and sum(t.nbytes for t in part.values()) + tensor.nbytes > PART_BYTES:
-            save_file(part, directory / f"{stem}-part-{written:03d}.safetensors")
+            save_file(part, next(files))
             part.clear()
             written += 1
         part[name] = tensor
-    save_file(
-        part, directory / f"{stem}-part-{written:03d}.safetensors", metadata={"parts": str(written + 1)}
-    )
+    save_file(part, next(files), metadata={"parts": str(written)})
 
 
 def load_tensors(directory: Path, pattern: str = PATTERN) -> dict[str, torch.Tensor]:
-    """All stages' tensors by canonical name.
-
-    Raises FileNotFoundError if there are none, or not all parts of a stage.
-    """
+    """All stages' tensors by canonical name. Raises FileNotFoundError if one or all are missing."""
     files = sorted(Path(directory).glob(pattern))
     if not files:
         raise FileNotFoundError(f"{directory} holds no {pattern}")
@@ -87,18 +83,8 @@ def load_tensors(directory: Path, pattern: str = PATTERN) -> dict[str, torch.Ten
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def named_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This stage's parameters by canonical name; a tied copy on a later stage is left out."""
-    for parameter in engine.module.parameters():
-        if not getattr(parameter, "ds_pipe_replicated", False):
-            yield parameter.canonical_name, parameter
-
-
 def _check_parts(files: list[Path]) -> None:
-    """Raises FileNotFoundError where a part of a stage is not among `files`.
-
-    A file that is no part is whole by itself.
-    """
+    """Raises FileNotFoundError where a part of a stage is not among `files`; other files are whole."""
     stages: dict[str, dict[int, Path]] = {}
     for file in files:
         if part := re.fullmatch(r"(.+)-part-(\d+)\.safetensors", file.name):
@@ -113,50 +99,31 @@ def _check_parts(files: list[Path]) -> None:
             )
 
 
-def _save(
-    engine: DeepSpeedEngine,
-    grid: ProcessGrid,
-    directory: Path,
-    what: str,
-    read: Callable[[torch.nn.Parameter], torch.Tensor],
-) -> None:
-    tensors = _full_tensors(engine, grid, read)
+def _save(engine: DeepSpeedEngine, grid: ProcessGrid, directory: Path, stem: str, read: Read) -> None:
+    # A copy that is tied on a later stage is left out.
+    own = (p for p in engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
+    tensors = ((p.canonical_name, _full(read(p), p, grid)) for p in own)
     if grid.at.tp == 0 and grid.at.dp == 0:
-        write_parts(
-            ((name, full.cpu().contiguous()) for name, full in tensors),
-            directory,
-            f"{what}-stage-{grid.at.pp:02d}",
-        )
+        host = ((name, full.cpu().contiguous()) for name, full in tensors)
+        write_parts(host, directory, f"{stem}-stage-{grid.at.pp:02d}")
     else:
         for _ in tensors:  # joining is collective
             pass
 
 
-def _full_tensors(
-    engine: DeepSpeedEngine, grid: ProcessGrid, read: Callable[[torch.nn.Parameter], torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in named_parameters(engine):
-        yield name, _join(read(parameter).detach().float(), parameter, grid)
-
-
 def _master_weight(parameter: torch.nn.Parameter) -> torch.Tensor:
     master = safe_get_full_fp32_param(parameter)
-    return (parameter.data if master is None else master).view(_local_shape(parameter))
+    return parameter.data if master is None else master
 
 
 def _first_moment(engine: DeepSpeedEngine, parameter: torch.nn.Parameter) -> torch.Tensor:
     moment = safe_get_full_optimizer_state(parameter, "exp_avg")
-    if moment is None:
-        moment = engine.optimizer.state[parameter]["exp_avg"]
-    return moment.view(_local_shape(parameter))
+    return engine.optimizer.state[parameter]["exp_avg"] if moment is None else moment
 
 
-def _local_shape(parameter: torch.nn.Parameter) -> torch.Size:
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
-def _join(local: torch.Tensor, parameter: torch.nn.Parameter, grid: ProcessGrid) -> torch.Tensor:
-    """The full, unpadded tensor on every rank of the tensor group."""
+def _full(local: torch.Tensor, parameter: torch.nn.Parameter, grid: ProcessGrid) -> torch.Tensor:
+    """The full, unpadded float32 tensor on every rank of the tensor group; `local`: flat or in its shape."""
+    local = local.view(getattr(parameter, "ds_shape", parameter.shape)).detach().float()
     shard: Shard | None = parameter.shard  # type: ignore[attr-defined]
     if shard is None:
         return local

@@ -15,10 +15,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 
 def replay_bias_correction(optimizer: torch.optim.Optimizer) -> None:
-    """Bring DeepSpeed's CPU Adam to the bias correction of the uninterrupted run, by updates of one element.
-
-    Does nothing for other optimizers.
-    """
+    """Bring DeepSpeed's CPU Adam to the uninterrupted run's bias correction, by updates of one element."""
     if not isinstance(optimizer, DeepSpeedCPUAdam):
         return
     steps = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)

@@ -8,24 +8,7 @@ Upstream: https://github.com/deepspeedai/DeepSpeed/issues/5426, closed without a
 No longer needed when `test_upstream_symptoms.py::test_the_floor_of_the_loss_scale_is_a_bare_exception` fails.
 """
 
-from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
-THEIR_WORDS = "loss scale already at minimum"
-
-
-class LossScaleAtFloor(RuntimeError):
-    """Gradients overflow at the smallest loss scale that the JSON allows."""
-
-
-@contextlib.contextmanager
-def named_floor() -> Iterator[None]:
-    """Raise LossScaleAtFloor where DeepSpeed raises its bare Exception."""
-    try:
-        yield
-    except Exception as e:
-        if THEIR_WORDS not in str(e):
-            raise
-        raise LossScaleAtFloor(str(e)) from None
+def is_at_floor(error: Exception) -> bool:
+    """Whether the error means that gradients overflow at the smallest loss scale that the JSON allows."""
+    return "loss scale already at minimum" in str(error)

@@ -4,9 +4,8 @@ DeepSpeed 0.19.8, `step` of `runtime/zero/stage_1_and_2.py` and `stage3.py`: at 
 fp16.loss_scale_window `_update_scale` doubles the scale, and the gradients of that step, scaled by the old
 one, are then divided by the new one. They are half as large as they should be, unless clipping bites; under
 ZeRO-3 the reported norm is halved, too.
-Upstream: described in https://github.com/deepspeedai/DeepSpeed/pull/8588 (open); no issue of its own found.
-    No longer needed when `test_upstream_symptoms.py::test_a_growing_loss_scale_halves_the_norm_of_its_step`
-    fails.
+Upstream: described in https://github.com/deepspeedai/DeepSpeed/pull/8588 (open); no issue. No longer needed
+when `test_upstream_symptoms.py::test_a_growing_loss_scale_halves_the_norm_of_its_step` fails.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ def postpone_growth(engine: DeepSpeedEngine) -> None:
         if has_overflow:
             update(True)
         else:
-            postponed.append(True)
+            postponed.append(False)
 
     def settle() -> None:
         while postponed:
-            postponed.pop()
-            update(False)
+            update(postponed.pop())
 
     engine.optimizer._update_scale = update_on_overflow
     engine.settle_loss_scale = settle

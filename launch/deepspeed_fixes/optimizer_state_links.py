@@ -15,10 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 def link_optimizer_states(engine: DeepSpeedEngine) -> None:
-    """Link the states of all parameter groups, after a step.
-
-    Does nothing where the engine's optimizer is not that of ZeRO 1 or 2.
-    """
+    """Link the states of all parameter groups, after a step of ZeRO 1 or 2; else does nothing."""
     if getattr(engine.optimizer, "_hp_optimizer_states_linked", False):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()

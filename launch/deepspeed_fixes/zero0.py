@@ -36,6 +36,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import clip_grad_norm_, is_model_parallel_parameter
 from deepspeed.runtime.zero.utils import get_norm_dtype
+from torch.optim import Optimizer
 
 from modeling.parallel.process_grid import ProcessGrid
 
@@ -44,72 +45,50 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 def initialize(*, config: dict[str, Any], mpu: ProcessGrid, **arguments: Any) -> DataParallelEngine:
     """What `deepspeed.initialize` does for a module that is no pipeline, with the engine below."""
-    classed = DeepSpeedConfig(config, mpu)
-    engine = DataParallelEngine(
-        args=None, optimizer=None, mpu=mpu, config=config, config_class=classed, **arguments
-    )
+    arguments |= {"config": config, "config_class": DeepSpeedConfig(config, mpu)}
+    engine = DataParallelEngine(args=None, optimizer=None, mpu=mpu, **arguments)
     engine._configure_python_gc()
     return engine
 
 
 class DataParallelEngine(DeepSpeedEngine):
-    """DeepSpeed's plain engine at stage 0.
-
-    In fp16 and bf16 its optimizer is `MasterWeights`, in fp32 the basic one.
-    """
+    """DeepSpeed's plain engine at stage 0. In fp16 and bf16 its optimizer is `MasterWeights`."""
 
     def _configure_fp16_optimizer(
-        self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype
+        self, optimizer: Optimizer, low_precision_dtype: torch.dtype
     ) -> MasterWeights:
         """Called by DeepSpeed for both half precisions."""
-        fp16 = low_precision_dtype == torch.float16
-        scaler = CreateLossScaler(
-            dtype=low_precision_dtype,
-            static_loss_scale=self.loss_scale(),
-            dynamic_scaling=self.dynamic_loss_scale(),
-            dynamic_loss_args=self.dynamic_loss_scale_args(),
-        )
-        skips = fp16 or self._config.bfloat16_config.check_grad_overflow
-        return MasterWeights(
-            optimizer, self.mpu, clip=self.gradient_clipping(), scaler=scaler, skips_overflow=skips
-        )
+        dynamic, rules = self.dynamic_loss_scale(), self.dynamic_loss_scale_args()
+        scaler = CreateLossScaler(low_precision_dtype, self.loss_scale(), dynamic, rules)
+        skips = low_precision_dtype == torch.float16 or self._config.bfloat16_config.check_grad_overflow
+        clip = self.gradient_clipping()
+        return MasterWeights(optimizer, self.mpu, clip=clip, scaler=scaler, skips_overflow=skips)
 
     def backward(self, loss: torch.Tensor, **how: Any) -> Any:
         return super().backward(loss * self.optimizer.cur_scale if self.fp16_enabled() else loss, **how)
 
     def clip_fp32_gradients(self) -> None:
         """Remembers the norm, which DeepSpeed computes here and drops."""
-        self._global_grad_norm = clip_grad_norm_(
-            self.module.parameters(), self.gradient_clipping(), mpu=self.mpu
-        )
+        clip = self.gradient_clipping()
+        self._global_grad_norm = clip_grad_norm_(self.module.parameters(), clip, mpu=self.mpu)
 
 
 class MasterWeights(DeepSpeedOptimizer):
     """Steps fp32 copies of all fp16 or bf16 parameters and rounds them back.
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3. Gradients come averaged over the
-    data-parallel ranks, in the parameters' precision. Per parameter 16 bytes between backward and
-    step: 2 of weight, 2 of gradient, 12 of fp32 weight and moments. In a step 18: all gradients are in fp32
-        at once, each in the place of its half-precision one, until the optimizer has stepped.
+    data-parallel ranks, in the parameters' precision. Per parameter 16 bytes between backward and step: 2 of
+    weight, 2 of gradient, 12 of fp32 weight and moments. In a step 18: all gradients are in fp32 at once,
+    each in the place of its half-precision one, until the optimizer has stepped.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        mpu: ProcessGrid,
-        *,
-        clip: float,
-        scaler: Any,
-        skips_overflow: bool,
+        self, optimizer: Optimizer, mpu: ProcessGrid, *, clip: float, scaler: Any, skips_overflow: bool
     ):
-        """`optimizer`: on the parameters, not stepped yet; `clip`: largest norm, 0 for none.
-
-        `scaler`: DeepSpeed's loss scaler.
-        """
+        """`optimizer`: not stepped yet; `clip`: largest norm, 0: none; `scaler`: DeepSpeed's loss scaler."""
         self.optimizer, self.clip, self.scaler, self.skips_overflow = optimizer, clip, scaler, skips_overflow
-        self.tensor_group = (
-            mpu.get_model_parallel_group() if mpu.get_model_parallel_world_size() > 1 else None
-        )
+        parallel = mpu.get_model_parallel_world_size() > 1
+        self.tensor_group = mpu.get_model_parallel_group() if parallel else None
         self.overflow = False
         self._global_grad_norm: float | torch.Tensor = 0.0
         self._pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
@@ -120,10 +99,8 @@ class MasterWeights(DeepSpeedOptimizer):
         # Duplicated parameters have the same gradient on every tensor-parallel rank: it counts once.
         first = mpu.get_model_parallel_rank() == 0
         self._counted = [p for p, _ in self._pairs if first or is_model_parallel_parameter(p)]
-        for (
-            parameter,
-            master,
-        ) in self._pairs:  # what deepspeed.utils.safe_get_full_fp32_param and its like ask for
+        # What deepspeed.utils.safe_get_full_fp32_param and its like ask for.
+        for parameter, master in self._pairs:
             vars(parameter).update(_hp_mapping=self, get_full_hp_param=functools.partial(self._full, master))
 
     def _full(self, master: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor:

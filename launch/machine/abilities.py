@@ -8,15 +8,12 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 from ds_configs.plan import Machine
 
 
 def emulate_fp16() -> None:
-    """Let any CPU run fp16, so that the loss scaler can be exercised without a GPU.
-
-    Has to precede `import deepspeed`.
+    """Let any CPU run fp16, to exercise the loss scaler without a GPU. Has to precede `import deepspeed`.
 
     DeepSpeed refuses fp16 on CPUs without instructions for it
     (https://github.com/deepspeedai/DeepSpeed/pull/7207), though torch computes in it on all. Slow (a 1024^3
@@ -36,56 +33,36 @@ def emulate_fp16() -> None:
 
 
 def detect_machine(emulated_fp16: bool = False) -> Machine:
-    """What this process's accelerator and operating system offer.
-
-    Imports deepspeed's accelerator, starts nothing.
-    """
+    """What this process's accelerator and system offer. Imports deepspeed's accelerator, starts nothing."""
     if emulated_fp16:
         emulate_fp16()
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    emulated = emulated_fp16 and accelerator.device_name() == "cpu"
+    device, bf16, cuda_compiler = accelerator.device_name(), accelerator.is_bf16_supported(), True
+    if device == "cuda":
+        import torch
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        # In hardware: DeepSpeed also counts the slow emulation of cards before Ampere.
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        cuda_compiler = CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
     return Machine(
-        accelerator=accelerator.device_name(),
+        accelerator=device,
         fp16=bool(accelerator.is_fp16_supported()),
-        bf16=_has_bf16(accelerator),
+        bf16=bool(bf16),
         compiler=_can_compile(),
-        cuda_compiler=accelerator.device_name() != "cuda" or _has_nvcc(),
+        cuda_compiler=cuda_compiler,
         libaio=ctypes.util.find_library("aio") is not None,
-        emulated_fp16=emulated,
+        emulated_fp16=emulated_fp16 and device == "cpu",
     )
-
-
-def _has_bf16(accelerator: Any) -> bool:
-    """Whether bf16 is in hardware: DeepSpeed also counts the slow emulation of cards before Ampere."""
-    if accelerator.device_name() != "cuda":
-        return bool(accelerator.is_bf16_supported())
-    import torch
-
-    return torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def _has_nvcc() -> bool:
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    return CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
 
 
 def _can_compile() -> bool:
     """Whether DeepSpeed's ops can be built: there are torch's C++ compiler, ninja, and Python's headers."""
-    headers = Path(sysconfig.get_path("include")) / "Python.h"
-    return bool(
-        shutil.which(os.environ.get("CXX", "c++"))
-        and (shutil.which("ninja") or _ninja_module())
-        and headers.exists()
-    )
-
-
-def _ninja_module() -> bool:
-    """The ninja wheel puts its program next to the interpreter, which need not be on PATH: add it."""
     folder = os.path.dirname(sys.executable)
-    if not os.path.exists(os.path.join(folder, "ninja")):
-        return False
-    os.environ["PATH"] = folder + os.pathsep + os.environ.get("PATH", "")
-    return True
+    if not shutil.which("ninja") and os.path.exists(os.path.join(folder, "ninja")):
+        # The ninja wheel puts its program next to the interpreter, which need not be on PATH.
+        os.environ["PATH"] = folder + os.pathsep + os.environ.get("PATH", "")
+    programs = (os.environ.get("CXX", "c++"), "ninja")
+    return all(map(shutil.which, programs)) and Path(sysconfig.get_path("include"), "Python.h").exists()

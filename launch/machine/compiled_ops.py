@@ -21,9 +21,8 @@ import platform
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -42,7 +41,7 @@ BUILT = "built"  # in an op's directory, once it was compiled whole
 LAST_LINES, LINE_WIDTH = 15, 300  # of the compiler's, that an explanation shows
 
 TORCH_ADAM = (
-    'set "torch_adam": true in optimizer.params of the DeepSpeed JSON: torch\'s AdamW, same rule, slower'
+    """set "torch_adam": true in optimizer.params of the DeepSpeed JSON: torch's AdamW, same rule, slower"""
 )
 NO_NVME = "offload to memory instead of NVMe: --ds_config zero3_offload"
 
@@ -51,28 +50,20 @@ class CompileError(RuntimeError):
     """An op cannot be compiled or loaded. The message has the compiler's last lines and the fix."""
 
 
-@dataclass(frozen=True)
-class Op:
-    """An op of DeepSpeed's.
+class Op(NamedTuple):
+    """An op of DeepSpeed's."""
 
-    `builder`: the name of its builder class; `way_round`: how to do without the op.
-    """
-
-    builder: str
-    way_round: str
+    builder: str  # name of its builder class
+    way_round: str  # how to do without the op
 
 
 def needed(ds: dict[str, Any]) -> tuple[Op, ...]:
     """Ops that a run with the resolved DeepSpeed JSON `ds` uses, as DeepSpeed's engine chooses them."""
     offloaded = [lookup(ds, f"zero_optimization.offload_{kind}.device") for kind in ("optimizer", "param")]
-    ops = []
-    if lookup(ds, "optimizer.params.torch_adam") is not True:
-        ops.append(
-            Op("CPUAdamBuilder" if offloaded[0] in ("cpu", "nvme") else "FusedAdamBuilder", TORCH_ADAM)
-        )
-    if "nvme" in offloaded:
-        ops += [Op("PinMemoryBuilder", NO_NVME), Op("AsyncIOBuilder", NO_NVME)]
-    return tuple(ops)
+    adam = "CPUAdamBuilder" if offloaded[0] in ("cpu", "nvme") else "FusedAdamBuilder"
+    ops = () if lookup(ds, "optimizer.params.torch_adam") is True else (Op(adam, TORCH_ADAM),)
+    nvme = (Op("PinMemoryBuilder", NO_NVME), Op("AsyncIOBuilder", NO_NVME))
+    return (*ops, *nvme) if "nvme" in offloaded else ops
 
 
 def prepare(ds: dict[str, Any], group: dist.ProcessGroup, say: Say = print) -> None:
@@ -86,24 +77,17 @@ def prepare(ds: dict[str, Any], group: dist.ProcessGroup, say: Say = print) -> N
     if not ops:
         return
     use_own_directory()
+    own_turn = 0 if processes.rank() == 0 else 1 if int(os.environ.get("LOCAL_RANK", "0")) == 0 else 2
     for turn in range(3):
         failure = None
-        if turn == _turn():
+        if turn == own_turn:
             try:
                 for op in ops:
                     build(op, say)
             except CompileError as e:
                 failure = str(e)
-        failures: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(failures, failure, group=group)
-        for text in failures:
-            if text:
-                ending.refuse(text, code=1)
-
-
-def _turn() -> int:
-    """When this rank builds: 0 is rank 0, 1 the first rank of every other machine, 2 all others."""
-    return 0 if processes.rank() == 0 else 1 if int(os.environ.get("LOCAL_RANK", "0")) == 0 else 2
+        for text in filter(None, processes.gathered(failure, group)):
+            ending.refuse(text, code=1)
 
 
 def use_own_directory() -> Path:
@@ -111,34 +95,29 @@ def use_own_directory() -> Path:
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     root = Path(chosen) if chosen else default_directory() / "compiled_ops"
     key = environment_key()
-    directory = root if key in root.name else root / key  # a second run in this process
+    if key in root.name:  # a second run in this process
+        return root
+    directory = root / key
     directory.mkdir(parents=True, exist_ok=True)
-    if key not in root.name and not _has_locks(directory):  # other machines may see it
-        directory = directory.with_name(f"{key}-{socket.gethostname()}")
+    with open(directory / ".locks", "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:  # a file system without locks, which other machines may see
+            directory = directory.with_name(f"{key}-{socket.gethostname()}")
     os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
     return directory
 
 
 def environment_key() -> str:
     """Name of what a compiled op depends on: interpreter, packages, compiler, processors."""
-    accelerator = get_accelerator()
-    device = accelerator.device_name() if accelerator.device_name() == "cpu" else torch.cuda.get_device_name()
+    device = get_accelerator().device_name()
+    device = device if device == "cpu" else torch.cuda.get_device_name()
     installed = [os.stat(str(package.__file__)).st_mtime_ns for package in (torch, deepspeed)]
     compiler = [os.environ.get(name) for name in ("CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")]
     facts = [sys.prefix, *installed, *compiler, torch.version.cuda, description.cpu_model(), device]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
     python = "".join(platform.python_version_tuple()[:2])
     return f"py{python}-torch{torch.__version__}-deepspeed{deepspeed.__version__}-{digest}"
-
-
-def _has_locks(directory: Path) -> bool:
-    """Whether the file system of `directory` locks files for the processes that share it."""
-    with open(directory / ".locks", "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True
 
 
 def build(op: Op, say: Say = print) -> None:
@@ -155,23 +134,17 @@ def build(op: Op, say: Say = print) -> None:
                 say(f"compiling DeepSpeed's {builder.name}, once per environment (about 40 s) …")
                 builder.load(verbose=False)
                 (directory / BUILT).touch()
-    except (
-        Exception
-    ) as e:  # torch, ninja, the compiler, the file system, the dynamic linker: each has its own
+    except Exception as e:  # torch, ninja, compiler, file system, dynamic linker: each has its own
         raise CompileError(_explanation(builder.name, e, op.way_round)) from e
 
 
 def _load_built(builder: Any, directory: Path) -> bool:
-    """Load an op that was compiled whole, as its builder would after 2 s of looking at its sources.
-
-    False where there is none.
-    """
-    if builder.name not in builder._loaded_ops and (directory / BUILT).exists():
+    """Load an op that was compiled whole, without its builder's 2 s look at the sources; False: none was."""
+    name, loaded = builder.name, builder._loaded_ops
+    if name not in loaded and (directory / BUILT).exists():
         with contextlib.suppress(ImportError, OSError):  # damaged: it is compiled again
-            builder._loaded_ops[builder.name] = _import_module_from_library(
-                builder.name, str(directory), True
-            )
-    return builder.name in builder._loaded_ops
+            loaded[name] = _import_module_from_library(name, str(directory), True)
+    return name in loaded
 
 
 def _installed(name: str) -> bool:
@@ -185,9 +158,8 @@ def _explanation(name: str, error: Exception, way_round: str) -> str:
     # ninja repeats each command, a thousand characters wide, before the compiler's words.
     words = [w for w in str(error).splitlines() if w.strip() and "-DTORCH_EXTENSION_NAME=" not in w]
     told = "\n".join(f"  | {w[:LINE_WIDTH]}" for w in words[-LAST_LINES:]) or f"  | {type(error).__name__}"
-    writable = (
-        ", or TORCH_EXTENSIONS_DIR to a directory that can be written" if isinstance(error, OSError) else ""
-    )
+    place = ", or TORCH_EXTENSIONS_DIR to a directory that can be written"
+    writable = place if isinstance(error, OSError) else ""
     return (
         f"DeepSpeed's {name} could not be compiled:\n{told}\n"
         "it needs a C++ compiler, ninja and Python's headers (Debian and Ubuntu: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
@@ -9,32 +10,20 @@ import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from launch.machine.memory import physical_memory
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "accelerate", "tokenizers", "numpy")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-class Description(TypedDict):
-    """What a run ran on.
+def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
+    """Machine, versions and commit; memory in units of 1e9 bytes, of one accelerator.
 
-    Accelerators are those visible to this process on this node; memory in units of 1e9 bytes.
+    Cores are those that this process may use (containers and taskset give fewer than the machine has), and
+    accelerators those that it sees on this node.
     """
-
-    host: str
-    cpu: str
-    cores: int  # that this process may use
-    memory_gb: float
-    accelerator: str
-    accelerators: int
-    accelerator_memory_gb: float | None  # of one
-    cuda: str | None
-    versions: dict[str, str | None]
-    git: dict[str, Any] | None
-
-
-def describe(repository: Path = REPOSITORY) -> Description:
-    """Machine, versions and commit."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -42,8 +31,8 @@ def describe(repository: Path = REPOSITORY) -> Description:
     return {
         "host": socket.gethostname(),
         "cpu": cpu_model(),
-        "cores": _cores(),
-        "memory_gb": round(_memory_bytes() / 1e9, 1),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_gb": round(physical_memory() / 1e9, 1),
         "accelerator": torch.cuda.get_device_name(0) if gpu else "cpu",
         "accelerators": torch.cuda.device_count() if gpu else 0,
         "accelerator_memory_gb": None if memory is None else round(memory / 1e9, 1),
@@ -62,22 +51,17 @@ def summary(described: Mapping[str, Any]) -> str:
 
 def versions() -> dict[str, str | None]:
     """Python and the packages that decide the numbers; None where one is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(PACKAGES)}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
     return found
 
 
 def git_state(repository: Path) -> dict[str, Any] | None:
-    """Commit of the checkout and whether files differ from it.
+    """Commit of the checkout and whether files differ from it; None where `repository` is not its top.
 
-    None where `repository` is not the top of a checkout.
-
-    A package installed inside somebody else's checkout (a virtual environment there) must not report that
-    commit.
+    A package installed inside somebody else's checkout (a virtual environment there) must not report that.
     """
     top = _git(repository, "rev-parse", "--show-toplevel")
     commit = _git(repository, "rev-parse", "HEAD")
@@ -89,30 +73,18 @@ def git_state(repository: Path) -> dict[str, Any] | None:
 
 def cpu_model() -> str:
     """The processor's marketing name where the system tells it."""
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """Cores this process may use: a container or taskset gives fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
     """Output of git, or None where it fails, hangs or is not installed: a run never depends on it."""
+    command = ["git", "-C", str(directory), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -16,17 +17,8 @@ from typing import NoReturn
 from launch.machine import out_of_memory
 from launch.machine.processes import rank, world_size
 
-GLOO_ERRORS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "NCCL",
-    "gloo",
-)
-AFTER_STOP_REQUEST = (
-    "after_stop_request"  # attribute of an exception that a rank meets once it was asked to stop
-)
+LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|Timed out waiting|NCCL|gloo")
+AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception that a rank meets once asked to stop
 
 
 def refuse(problem: object, code: int = 2) -> NoReturn:
@@ -38,11 +30,8 @@ def refuse(problem: object, code: int = 2) -> NoReturn:
 def explain(problem: object) -> None:
     """Print on the first rank of every machine; those other than rank 0 say which machine they are."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        print(
-            f"\n{problem}\n" if rank() == 0 else f"\non {socket.gethostname()}:\n{problem}\n",
-            file=sys.stderr,
-            flush=True,
-        )
+        where = "" if rank() == 0 else f"on {socket.gethostname()}:\n"
+        print(f"\n{where}{problem}\n", file=sys.stderr, flush=True)
 
 
 def keep_error(directory: Path, text: str) -> None:
@@ -97,5 +86,5 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
 
 
 def _lost_peers(error: BaseException) -> bool:
-    lost = isinstance(error, RuntimeError) and any(word in str(error) for word in GLOO_ERRORS)
+    lost = isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
     return lost and out_of_memory.said_by(error) is None  # NCCL may be what found no memory

@@ -31,10 +31,7 @@ def peak_memory() -> PeakMemory:
 
 
 def peak_cached_bytes() -> int | None:
-    """Peak of what torch's caching allocator reserved on the GPU (the tables' "cached").
-
-    None without a GPU.
-    """
+    """Peak of what torch's caching allocator reserved on the GPU (the tables' "cached"); None without one."""
     import torch
 
     return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
@@ -49,32 +46,26 @@ class Memory:
     host_bytes: float
 
     def __str__(self) -> str:
-        gpus = (
-            f"{self.gpus} GPU{'s' if self.gpus > 1 else ''} of {self.gpu_bytes / 1e9:.3g} GB"
-            if self.gpus
-            else "no GPU"
-        )
-        return f"{gpus}, {self.host_bytes / 1e9:.3g} GB of host memory"
+        gpus = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''} of {self.gpu_bytes / 1e9:.3g} GB"
+        return f"{gpus if self.gpus else 'no GPU'}, {self.host_bytes / 1e9:.3g} GB of host memory"
 
 
 def this_machine() -> Memory:
-    """The smallest visible GPU stands for all; the host's memory is what this process may use.
-
-    Imports torch.
-    """
+    """The smallest visible GPU stands for all; the host's memory is what this process may use."""
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    smallest = min(
-        (float(torch.cuda.get_device_properties(i).total_memory) for i in range(gpus)), default=0.0
-    )
-    return Memory(gpus, smallest, host_memory())
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [float(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
+    return Memory(count, min(gpus, default=0.0), host_memory())
 
 
 def host_memory(root: Path = Path("/")) -> float:
     """Bytes: the machine's memory, or the lowest limit of this process's control groups, as in containers."""
-    physical = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min([physical, *_cgroup_limits(root)])
+    return min([float(physical_memory()), *_cgroup_limits(root)])
+
+
+def physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cgroup_limits(root: Path) -> Iterator[float]:
@@ -90,9 +81,8 @@ def _cgroup_limits(root: Path) -> Iterator[float]:
         top, name = version_1 if controllers else ("sys/fs/cgroup", "memory.max")
         group = root / top / path.strip("/")
         for folder in (group, *group.parents):
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # invisible from inside a container; "max": no limit
+            # Invisible from inside a container; "max": no limit.
+            with contextlib.suppress(OSError, ValueError):
                 yield float((folder / name).read_text())
             if folder == root / top:
                 break

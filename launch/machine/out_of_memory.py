@@ -7,6 +7,7 @@ those of the last.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -19,10 +20,7 @@ FILES = "error-rank-*.txt"
 
 
 def line(text: str) -> str | None:
-    """The line of a traceback or message that tells of it, or None.
-
-    Lines of source code, which are indented, do not count.
-    """
+    """The line of a traceback or message that tells of it, or None; indented source code does not count."""
     return next((each.strip() for each in text.splitlines() if each[:1].strip() and SAID.search(each)), None)
 
 
@@ -32,19 +30,14 @@ def said_by(error: BaseException) -> str | None:
 
 
 def reason(directory: Path) -> str | None:
-    """The lowest rank that left such a traceback, its line, and how many others did; None where no rank did.
-
-    For example "rank 1: torch.OutOfMemoryError: ...".
-    """
+    """The lowest rank that left such a traceback, its line, and how many others did; None where none did."""
     found = []
     for path in directory.glob(FILES):
         number = path.stem.rpartition("-")[2]
-        try:
+        with contextlib.suppress(OSError):
             said = line(path.read_text(encoding="utf-8", errors="replace"))
-        except OSError:
-            continue
-        if said and number.isdecimal():
-            found.append((int(number), said))
+            if said and number.isdecimal():
+                found.append((int(number), said))
     if not found:
         return None
     rank, said = min(found)

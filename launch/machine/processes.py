@@ -5,7 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 
 def rank() -> int:
@@ -16,42 +21,45 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start_processes(timeout_minutes: float = 30) -> None:
-    """Join the process group that the launcher's environment describes.
+def gathered(own: T, group: ProcessGroup) -> list[T]:
+    """Every rank's `own`, in rank order. Collective."""
+    import torch.distributed as dist
 
-    A plain `python` makes a group of one.
-    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
+def start_processes(timeout_minutes: float = 30) -> None:
+    """Join the process group that the launcher's environment describes; a plain `python` makes one of one."""
     if "RANK" not in os.environ:
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
-        )
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    on_cpu = get_accelerator().device_name() == "cpu"
-    if on_cpu:
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
         _share_cores()
         switch_shared_memory_op_off()
+        backend = "gloo"
     else:
-        _take_device(get_accelerator())
-    deepspeed.init_distributed(
-        dist_backend="gloo" if on_cpu else get_accelerator().communication_backend_name(),
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
-    )
+        _take_device(accelerator)
+        backend = accelerator.communication_backend_name()
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def switch_shared_memory_op_off() -> None:
     """Have DeepSpeed's collectives on a CPU go through gloo alone.
 
     DeepSpeed 0.19.8, `comm/torch.py`: `init_distributed` compiles an op for collectives through shared
-    memory, for 20 s, which only inference uses, and which leaves 66 MiB per rank in /dev/shm when the process
-    ends.
-    Upstream: no issue found on either; https://github.com/deepspeedai/DeepSpeed/issues/7625 asks for a
-        switch. No longer needed when `test_processes.py::test_deepspeed_alone_leaves_shared_memory_behind`
-        fails.
+    memory, for 20 s, which only inference uses, and which leaves 66 MiB per rank in /dev/shm in the end.
+    Upstream: no issue found on either; https://github.com/deepspeedai/DeepSpeed/issues/7625 asks for one.
+    No longer needed when `test_processes.py::test_deepspeed_alone_leaves_shared_memory_behind` fails.
     """
     import deepspeed
 
@@ -63,12 +71,6 @@ def device_limit() -> int | None:
     from deepspeed.accelerator import get_accelerator
 
     return None if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
-
-
-def _free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 def _take_device(accelerator: Any) -> None:

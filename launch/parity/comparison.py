@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from launch.checkpoints.checkpoint import newest
@@ -30,49 +31,34 @@ INNER = ("position", "token_type", "attention_norm", "attention", "mlp_norm", "m
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left.
-
-    Attributes:
-        losses, norms: of every step.
-        gradients, weights: of the first step, and after the last one, by canonical name.
-        seconds: median per step, the first five left out.
-        failure: why there is nothing to compare.
-        compiled_from: the name of the same layout without compiled layers.
-    """
+    """What a run left."""
 
     name: str
     processes: int
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
-    seconds: float = math.nan
-    failure: str | None = None
-    compiled_from: str | None = None
+    losses: Sequence[float] = ()  # of every step
+    norms: Sequence[float] = ()
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first step, by canonical name
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last one
+    seconds: float = math.nan  # median per step, the first five left out
+    failure: str | None = None  # why there is nothing to compare
+    compiled_from: str | None = None  # the name of the same layout without compiled layers
 
 
 @dataclass(frozen=True)
 class Difference:
     """How far a run is from the reference.
 
-    Attributes:
-        loss: largest absolute difference over the steps.
-        norm: largest relative difference over the steps.
-        gradient: largest relative difference over the tensors, first step.
-        weight: largest absolute difference of an element of the final weights.
-        diverging: first tensor that differs by more than the tolerance: gradients in backward, weights in
-            forward order.
-        failure: why nothing was compared.
+    `diverging`: the first tensor beyond the tolerance, of gradients in backward, of weights in forward order.
     """
 
     run: Outcome
-    loss: float = math.nan
-    norm: float = math.nan
-    gradient: float = math.nan
-    weight: float = math.nan
+    loss: float = math.nan  # largest absolute difference over the steps
+    norm: float = math.nan  # largest relative difference over the steps
+    gradient: float = math.nan  # largest relative difference over the tensors, first step
+    weight: float = math.nan  # largest absolute difference of an element of the final weights
     diverging: str | None = None
     agrees: bool = False
-    failure: str | None = None
+    failure: str | None = None  # why nothing was compared
 
 
 def read_outcome(
@@ -81,7 +67,7 @@ def read_outcome(
     """The outcome of the run in `directory`, whose launch wrote `log`."""
     refused = directory / REFUSED
     if refused.exists():
-        return _failed(name, processes, refused.read_text())
+        return Outcome(name, processes, failure=refused.read_text().strip())
     try:
         steps = list(read_metrics(directory / "metrics.jsonl").steps)
         gradients = load_tensors(directory, "gradients-stage-*.safetensors")
@@ -89,7 +75,7 @@ def read_outcome(
         steps = []
     last = newest(directory / "checkpoints")
     if last is None or not steps:
-        return _failed(name, processes, f"did not finish: {_last_error(log)}")
+        return Outcome(name, processes, failure=f"did not finish: {_last_error(log)}".strip())
     losses = [math.nan if r.loss is None else r.loss for r in steps]
     norms = [math.nan if r.grad_norm is None else r.grad_norm for r in steps]
     seconds = statistics.median(r.seconds for r in steps[5:] or steps)
@@ -105,14 +91,11 @@ def compare(reference: Outcome, other: Outcome) -> Difference:
         return Difference(other, failure=failure)
     loss = _largest(abs(a - b) for a, b in zip(reference.losses, other.losses, strict=True))
     norm = _largest(abs(a - b) / max(a, 1e-30) for a, b in zip(reference.norms, other.norms, strict=True))
-    gradients = {
-        name: _relative(tensor, other.gradients[name]) for name, tensor in reference.gradients.items()
-    }
-    weights = {name: _relative(tensor, other.weights[name]) for name, tensor in reference.weights.items()}
+    gradients = {name: _relative(t, other.gradients[name]) for name, t in reference.gradients.items()}
+    weights = {name: _relative(t, other.weights[name]) for name, t in reference.weights.items()}
     weight = _largest(float((t - other.weights[name]).abs().max()) for name, t in reference.weights.items())
-    diverging = _first(gradients, GRADIENT_TOLERANCE, "gradient of step 1", backward=True) or _first(
-        weights, WEIGHT_TOLERANCE, "final weight"
-    )
+    diverging = _first(gradients, GRADIENT_TOLERANCE, "gradient of step 1", backward=True)
+    diverging = diverging or _first(weights, WEIGHT_TOLERANCE, "final weight")
     agrees = loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE and diverging is None
     return Difference(other, loss, norm, _largest(gradients.values()), weight, diverging, agrees)
 
@@ -150,14 +133,9 @@ def _compile_gains(runs: list[Outcome]) -> list[str]:
     return [f"\ncompiling makes a step faster by: {gains}"] if gains else []
 
 
-def _failed(name: str, processes: int, why: str) -> Outcome:
-    return Outcome(name, processes, [], [], {}, {}, failure=why.strip())
-
-
 def _largest(values: Iterable[float]) -> float:
     """Like max, but not blind to NaN."""
-    values = list(values)
-    return math.nan if any(math.isnan(v) for v in values) else max(values)
+    return float(np.max([*values]))
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -8,36 +8,23 @@ from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
 from recipes.schema import Recipe
 
+NO_DROPOUT = ("dropout.hidden=0", "dropout.attention=0")
 # What a recipe is trained with in every layout.
-FORCED = (
-    "precision=fp32",
-    "dropout.hidden=0",
-    "dropout.attention=0",
-    "optimizer.eps=1e-6",
-    "run.save_last=true",
-)
+FORCED = ("precision=fp32", *NO_DROPOUT, "optimizer.eps=1e-6", "run.save_last=true")
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """One way to run the recipe, which must not change its numbers.
-
-    Attributes:
-        tp, pp, dp: degrees of tensor, pipeline and data parallelism.
-        ds_config: bare name of a file in ds_configs/.
-        accumulation: micro-batches per optimizer step; the global batch is the recipe's.
-        checkpointing: activation_checkpointing of the recipe.
-        compiled_from: with compiled layers; the name of the same case without.
-    """
+    """One way to run the recipe, which must not change its numbers."""
 
     name: str
-    tp: int
+    tp: int  # degrees of tensor, pipeline and data parallelism
     pp: int
     dp: int
-    ds_config: str
-    accumulation: int = 1
-    checkpointing: str = "none"
-    compiled_from: str | None = None
+    ds_config: str  # bare name of a file in ds_configs/
+    accumulation: int = 1  # micro-batches per optimizer step; the global batch is the recipe's
+    checkpointing: str = "none"  # activation_checkpointing of the recipe
+    compiled_from: str | None = None  # with compiled layers; the name of the same case without
 
     @property
     def processes(self) -> int:
@@ -82,10 +69,7 @@ CASES = (
 
 
 def case_plan(recipe: Recipe, case: LayoutCase, machine: Machine) -> Plan:
-    """The plan of the recipe under the case's layout, with the same global batch.
-
-    Raises ConfigError where there is none.
-    """
+    """The plan of the recipe under the case's layout, its global batch kept. Raises ConfigError."""
     micro = recipe.batch.global_ // (case.dp * case.accumulation)
     recomputed = case.checkpointing
     settings = {

@@ -25,8 +25,6 @@ from recipes import catalog
 from recipes.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 Start = Callable[[int, Path, Path], None]  # (processes, CASES.json, log to write)
 
 
@@ -73,10 +71,7 @@ def work(jobs: Path) -> None:
 
 
 def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine) -> None:
-    """Train one case.
-
-    A refused one leaves its reason; a failing one ends the launch with its traceback in the log.
-    """
+    """Train one case: a refused one leaves its reason, a failing one ends the launch with its traceback."""
     from data.corpus import build
     from launch.machine import description
     from launch.runs import vocabulary

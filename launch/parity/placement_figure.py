@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from launch.runs.loss_plot import moving_average
@@ -25,8 +22,8 @@ COLUMNS = (
 def summarise(directory: Path) -> dict[str, Any]:
     """What the table shows of one run."""
     result = read_result(directory / "result.json")
-    losses, validation = result.losses, result.losses.validation
-    trained, held_out = losses.training.parts or {}, (validation.parts if validation else None) or {}
+    trained, validation = result.losses.training.parts or {}, result.losses.validation
+    held_out = (validation.parts if validation else None) or {}
     return {
         "status": result.status,
         "steps": result.steps,
@@ -50,9 +47,7 @@ def table(summary: dict[str, dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return "not measured"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    return "not measured" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def plot(runs: dict[str, Path], unigram_entropy: float, out_png: Path, title: str) -> None:
@@ -60,32 +55,19 @@ def plot(runs: dict[str, Path], unigram_entropy: float, out_png: Path, title: st
 
     `runs`: metrics.jsonl by label.
     """
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(8, 5), layout="constrained")  # draws by Agg, as any without pyplot
     axes = figure.add_subplot()
     for (label, path), color in zip(runs.items(), COLORS, strict=True):
         records = read_metrics(path)
-        held_out = curve(records.validations, "mlm_loss")
-        _draw(axes, curve(records.steps, "mlm_loss"), held_out, label, color)
+        train = curve(records.steps, "mlm_loss")
+        steps, losses = zip(*train, strict=True) if train else ((), ())  # a run can diverge in its first step
+        label = label if train else f"{label}: diverged at once"
+        axes.plot(steps, losses, linewidth=0.5, alpha=0.35, color=color)
+        axes.plot(steps, moving_average(losses), linewidth=1.8, color=color, label=label)
+        if held_out := curve(records.validations, "mlm_loss"):
+            axes.plot(*zip(*held_out, strict=True), "o", markersize=4, color=color)
     axes.axhline(unigram_entropy, linestyle=":", color="gray", linewidth=1, label="unigram entropy")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per masked token)")
-    axes.set_title(title)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per masked token)", title=title)
     axes.grid(alpha=0.2)
     axes.legend()
     figure.savefig(out_png, dpi=120)
-
-
-def _draw(
-    axes: Axes,
-    train: Sequence[tuple[int, float]],
-    held_out: Sequence[tuple[int, float]],
-    label: str,
-    color: str,
-) -> None:
-    steps, losses = zip(*train, strict=True) if train else ((), ())  # a run can diverge in its first step
-    label = label if train else f"{label}: diverged at once"
-    axes.plot(steps, losses, linewidth=0.5, alpha=0.35, color=color)
-    axes.plot(steps, moving_average(losses), linewidth=1.8, color=color, label=label)
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), "o", markersize=4, color=color)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from data.corpus import Corpus
 from ds_configs.plan import Plan
 from launch.machine import description, memory
+from launch.machine.processes import gathered
 from recipes import catalog
-
-ABSENT = "absent"
-T = TypeVar("T")
 
 
 def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup) -> None:
@@ -27,13 +24,13 @@ def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup) -> None:
     ds = json.dumps(plan.ds, sort_keys=True).encode()
     own = {
         "host": socket.gethostname(),
-        "vocabulary": corpus.summary.get("vocabulary_digest", ABSENT),
+        "vocabulary": corpus.summary.get("vocabulary_digest", "absent"),
         "recipe": catalog.digest(plan.recipe)[:12],
-        "training tokens (crc32)": corpus.summary.get("train_tokens_crc32", ABSENT),
+        "training tokens (crc32)": corpus.summary.get("train_tokens_crc32", "absent"),
         "resolved DeepSpeed configuration": hashlib.sha256(ds).hexdigest()[:12],
         **{f"version of {name}": version for name, version in description.versions().items()},
     }
-    facts = _gathered(own, group)
+    facts = gathered(own, group)
     differing = [key for key in own if key != "host" and len({str(f[key]) for f in facts}) > 1]
     if differing:
         lines = [f"  {k}: " + ", ".join(sorted({f"{f[k]} on {f['host']}" for f in facts})) for k in differing]
@@ -43,13 +40,6 @@ def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup) -> None:
 
 def peak_memory(group: dist.ProcessGroup) -> dict[str, int | None]:
     """The largest peak and cached memory of any rank, in bytes. Collective."""
-    ranks = _gathered((memory.peak_memory().bytes, memory.peak_cached_bytes()), group)
+    ranks = gathered((memory.peak_memory().bytes, memory.peak_cached_bytes()), group)
     cached = [c for _, c in ranks if c is not None]
     return {"peak_memory_bytes": max(peak for peak, _ in ranks), "cached_bytes": max(cached, default=None)}
-
-
-def _gathered(own: T, group: dist.ProcessGroup) -> list[T]:
-    """Every rank's `own`, in rank order. Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    return everyone

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -20,13 +19,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import set_z3_leaf_modules
 
-from ds_configs.plan import Plan
 from launch.deepspeed_fixes import zero0
-from launch.deepspeed_fixes.loss_scale_floor import LossScaleAtFloor, named_floor
+from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
 from launch.machine import compiled_ops
 from launch.training import compiling, micro_batches
 from launch.training.build_model import build_module
+from launch.training.job import Job
 from launch.training.micro_batches import MicroBatch
 from launch.training.outcome import Diverged, StepOutcome, Validation
 from launch.training.schedule import Schedule
@@ -38,30 +37,27 @@ Forward = Callable[..., tuple[torch.Tensor, ...]]  # (engine, micro-batch) -> (l
 
 def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: matrices and embeddings, which are decayed, and biases and LayerNorms, which are not."""
-    decayed: list[torch.nn.Parameter] = []
-    plain: list[torch.nn.Parameter] = []
+    groups: tuple[dict[str, Any], ...] = (
+        {"params": [], "weight_decay": weight_decay},
+        {"params": [], "weight_decay": 0.0},
+    )
     for parameter in module.parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor behind
-        (decayed if len(shape) > 1 else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups[len(shape) <= 1]["params"].append(parameter)
     return [g for g in groups if g["params"]]
 
 
-def build_engine(
-    plan: Plan, grid: ProcessGrid, *, compiled: bool, initial_weights: str | None, say: compiled_ops.Say
-) -> DeepSpeedEngine:
-    """A DeepSpeed engine for `plan` on the processes of `grid`. Collective.
-
-    `say` is told when an op has to be compiled first.
-    """
+def build_engine(job: Job, grid: ProcessGrid, say: compiled_ops.Say) -> DeepSpeedEngine:
+    """A DeepSpeed engine for the job; `say` is told when an op has to be compiled first. Collective."""
+    plan = job.plan
     compiled_ops.prepare(plan.ds, grid.control_group, say)
     # Not left to DeepSpeed: the tracker of dropout states has to know the tensor group before a draw.
     deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
-    module = build_module(plan, grid, initial_weights)
+    module = build_module(plan, grid, job.initial_weights)
     if plan.zero_stage == 3:
         # Gather a layer's parameters at once: one set of hooks for a layer, not one for each of its leaves.
         set_z3_leaf_modules(module, [TransformerLayer])
-    if compiled:
+    if job.compiled:
         say(compiling.compile_module(module, plan, grid))
     how: dict[str, Any] = {
         "model": module,
@@ -88,22 +84,20 @@ def released(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def train_step(engine: DeepSpeedEngine, batches: Sequence[MicroBatch], grid: ProcessGrid) -> StepOutcome:
-    """One optimizer step over the micro-batches of this data-parallel rank.
-
-    Raises Diverged where the loss is lost.
+    """One optimizer step over this data-parallel rank's micro-batches. Raises Diverged.
 
     DeepSpeed divides each loss by the accumulation steps, averages gradients over data-parallel ranks, clips,
     scales and unscales, and steps the optimizer and the schedule at the last micro-batch.
     """
-    before = StateBefore.step(engine)
+    before = state_before_step(engine)
     batches = micro_batches.normalised(batches, grid, engine.device)
     with explained_floor(engine):
         if isinstance(engine, PipelineEngine):
             loss = engine.train_batch(iter([micro_batches.for_pipeline(b) for b in batches]))
             parts = _pipeline_parts(engine, grid)
         else:
-            engine.train()
             losses = []
+            engine.train()
             for batch in batches:
                 loss, *parts = forward(engine, batch)
                 engine.backward(loss)
@@ -113,35 +107,28 @@ def train_step(engine: DeepSpeedEngine, batches: Sequence[MicroBatch], grid: Pro
     return outcome_of_step(engine, before, loss, parts)
 
 
-@dataclass(frozen=True)
-class StateBefore:
-    """The engine's state before an optimizer step."""
+State = tuple[float, float, int]  # before an optimizer step: learning rate, loss scale, steps skipped so far
 
-    lr: float
-    loss_scale: float
-    skipped_steps: int
 
-    @staticmethod
-    def step(engine: DeepSpeedEngine) -> StateBefore:
-        return StateBefore(engine.get_lr()[0], loss_scale(engine), engine.skipped_steps)
+def state_before_step(engine: DeepSpeedEngine) -> State:
+    return engine.get_lr()[0], loss_scale(engine), engine.skipped_steps
 
 
 def outcome_of_step(
-    engine: DeepSpeedEngine, before: StateBefore, loss: torch.Tensor, parts: Sequence[torch.Tensor] = ()
+    engine: DeepSpeedEngine, before: State, loss: torch.Tensor, parts: Sequence[torch.Tensor] = ()
 ) -> StepOutcome:
-    """The outcome of the step that began at `before`, with its mean `loss`.
-
-    Raises Diverged where the loss is lost.
-    """
+    """The outcome of the step that began at `before`, with its mean `loss`. Raises Diverged."""
+    lr, scale, skipped_steps = before
     if engine.fp16_enabled():
         engine.settle_loss_scale()
     norm = engine.get_global_grad_norm()
-    skipped = engine.skipped_steps > before.skipped_steps
+    skipped = engine.skipped_steps > skipped_steps
     overflowed = skipped and engine.fp16_enabled()  # DeepSpeed skips in bf16 and fp32 too
     if not math.isfinite(float(loss)) and not overflowed:
-        raise Diverged(f"the loss is {float(loss)} in {_precision(engine)}")
+        precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+        raise Diverged(f"the loss is {float(loss)} in {precision}")
     norm = None if norm is None else float(norm)
-    return StepOutcome(float(loss), before.lr, norm, before.loss_scale, skipped, _named(engine, parts))
+    return StepOutcome(float(loss), lr, norm, scale, skipped, _named(engine, parts))
 
 
 def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
@@ -152,15 +139,9 @@ def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor, .
 
 @torch.no_grad()
 def validate(
-    engine: DeepSpeedEngine,
-    steps: Sequence[Sequence[MicroBatch]],
-    grid: ProcessGrid,
-    forward: Forward = forward,
+    engine: DeepSpeedEngine, steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid, forward: Forward
 ) -> Validation:
-    """Mean losses over the held-out samples; weights of the batches make the mean over micro-batches exact.
-
-    Collective.
-    """
+    """Mean losses over held-out samples; weights of the batches make the mean exact. Collective."""
     totals = []
     for batches in micro_batches.normalised_steps(steps, grid, engine.device):
         if isinstance(engine, PipelineEngine):
@@ -178,19 +159,15 @@ def validate(
 
 
 def _pipeline_parts(engine: PipelineEngine, grid: ProcessGrid) -> list[torch.Tensor]:
-    """Means of the parts of the loss over the micro-batches since the last call, on every stage.
-
-    Collective; [] for GPT-2.
-    """
+    """Means of the parts of the loss since the last call, on every stage; [] for GPT-2. Collective."""
     loss_fn = engine.module.loss_fn
     if not loss_fn.part_names:
         return []
     taken = loss_fn.take_parts()
-    parts = (
-        torch.zeros(len(loss_fn.part_names), device=engine.device) if taken is None else taken.mean(0).float()
-    )
-    if taken is not None:
-        parts = data_parallel_mean(parts, grid)
+    if taken is None:
+        parts = torch.zeros(len(loss_fn.part_names), device=engine.device)
+    else:
+        parts = data_parallel_mean(taken.mean(0).float(), grid)
     # From the last stage, which alone has them, to the others: the sum over the stages.
     dist.all_reduce(parts, group=grid.pipeline_group)
     return list(parts)
@@ -217,14 +194,11 @@ def data_parallel_mean(x: torch.Tensor, grid: ProcessGrid) -> torch.Tensor:
 def explained_floor(engine: DeepSpeedEngine) -> Iterator[None]:
     """Raise Diverged where an overflow meets the smallest loss scale: every further step would be skipped."""
     try:
-        with named_floor():
-            yield
-    except LossScaleAtFloor:
+        yield
+    except Exception as e:
+        if not is_at_floor(e):
+            raise
         raise Diverged(
             f"gradients overflow at the smallest allowed loss scale, {loss_scale(engine):g} "
             "(fp16.min_loss_scale): fp16 cannot represent them, and every further step would be skipped"
         ) from None
-
-
-def _precision(engine: DeepSpeedEngine) -> str:
-    return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"

@@ -14,26 +14,16 @@ from recipes.schema import Recipe
 
 @dataclass(frozen=True)
 class Job:
-    """One run: what, how, where.
-
-    Attributes:
-        name: the recipe's, as the user names it, for results.
-        directory: the run directory.
-        resume: start from the newest complete checkpoint of `directory`, if there is one.
-        compiled: torch.compile the model.
-        record_gradients: write the gradients of the first step, to compare layouts.
-        initial_weights: directory of a `transformers` model to start from instead of random weights.
-        cache: directory of vocabularies and tokens; None: `data.cache.default_directory()`.
-    """
+    """One run: what, how, where."""
 
     plan: Plan
-    name: str
-    directory: Path
-    resume: bool = False
-    compiled: bool = False
-    record_gradients: bool = False
-    initial_weights: str | None = None
-    cache: Path | None = None
+    name: str  # the recipe's, as the user names it, for results
+    directory: Path  # the run directory
+    resume: bool = False  # start from the newest complete checkpoint of `directory`, if there is one
+    compiled: bool = False  # torch.compile the model
+    record_gradients: bool = False  # write the gradients of the first step, to compare layouts
+    initial_weights: str | None = None  # directory of a `transformers` model; None: random weights
+    cache: Path | None = None  # of vocabularies and tokens; None: `data.cache.default_directory()`
 
     @property
     def checkpoints(self) -> Path:
@@ -51,11 +41,8 @@ def plan_job(
 ) -> Plan:
     """The plan of `recipe` on this launch's processes, where it can be trained here.
 
-    `ds_config` None: the recipe's own.
-
-    Raises:
-        ValueError: with every problem of recipe and configuration, or with what is missing of the given
-            weights or the data.
+    `ds_config` None: the recipe's own. Raises ValueError with every problem of recipe and configuration, or
+    with what is missing of the given weights or the data.
     """
     from data.corpus import check_origin  # takes transformers along, which no --help should wait for
 

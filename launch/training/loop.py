@@ -20,18 +20,16 @@ def train(
 ) -> EarlyStop | None:
     """Train on this rank, from `checkpoint` on, which all ranks have agreed upon.
 
-    Returns how the run was stopped early, or None.
-
-    Raises Diverged where the loss is lost.
+    Returns how the run was stopped early, or None. Raises Diverged where the loss is lost.
     """
     plan, recipe = job.plan, job.plan.recipe
     if recipe.model.implementation == "transformers":
-        # Not above: it takes Trainer and accelerate along, which no other run needs.
-        from launch.training import transformers_trainer
+        from launch.training import (
+            transformers_trainer,
+        )  # with Trainer and accelerate: no other run needs them
 
         return transformers_trainer.train(job, recorder, corpus, grid, checkpoint)
-    weights = job.initial_weights
-    engine = build_engine(plan, grid, compiled=job.compiled, initial_weights=weights, say=recorder.say)
+    engine = build_engine(job, grid, recorder.say)
     batches = training_batches(plan, corpus, grid, checkpoint)
     with released(engine), contextlib.closing(batches), StopRequest(job.stop_file) as stop:
         run = TrainingRun(job, recorder, corpus, grid, engine, batches, checkpoint)

@@ -15,10 +15,7 @@ DIVERGED_ADVICE = """Nothing more can be learned from here.
 
 
 class Diverged(RuntimeError):
-    """Further steps would be noise: the loss is not finite, or the loss scale is stuck.
-
-    The message says what to do.
-    """
+    """Further steps would be noise: the loss is not finite, or the scale is stuck. Says what to do."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}. {DIVERGED_ADVICE}")
@@ -28,22 +25,16 @@ class Diverged(RuntimeError):
 class StepOutcome:
     """What one optimizer step came to.
 
-    Attributes:
-        loss: mean over the global batch, in nats per token (per predicted token of a BERT, plus its sentence
-            loss per sample).
-        lr: learning rate of the step.
-        grad_norm: L2 norm of the whole model's gradient before clipping; None where DeepSpeed computes none.
-        loss_scale: fp16 loss scale of the step; 1 in other precisions.
-        skipped: gradients were not finite, and nothing was updated.
-        parts: parts of the loss, as `modeling.bert.LOSS_PARTS` names them.
+    `loss`: mean over the global batch, in nats per token (per predicted token of a BERT, plus its sentence
+    loss per sample). `grad_norm`: L2 norm of the whole model's gradient before clipping.
     """
 
     loss: float
     lr: float
-    grad_norm: float | None
-    loss_scale: float
-    skipped: bool
-    parts: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None  # None where DeepSpeed computes none
+    loss_scale: float  # in fp16; 1 in other precisions
+    skipped: bool  # gradients were not finite, and nothing was updated
+    parts: dict[str, float] = field(default_factory=dict)  # of the loss, named by `modeling.bert.LOSS_PARTS`
 
 
 @dataclass(frozen=True)
@@ -62,9 +53,7 @@ class SkippedInARow:
     """
 
     def __init__(self, precision: str) -> None:
-        self.precision = precision
-        self.count = 0
-        self.scale = math.nan
+        self.precision, self.count, self.scale = precision, 0, math.nan
 
     def see(self, outcome: StepOutcome) -> None:
         """Raises Diverged after STUCK_STEPS skipped steps in a row at one loss scale."""
@@ -73,12 +62,10 @@ class SkippedInARow:
         self.scale = outcome.loss_scale
         if self.count < STUCK_STEPS:
             return
+        in_a_row = f"{self.count} steps in a row"
         if self.precision != "fp16":
-            raise Diverged(
-                f"the gradients of {self.count} steps in a row were not finite in {self.precision}"
-            )
+            raise Diverged(f"the gradients of {in_a_row} were not finite in {self.precision}")
         raise Diverged(
-            f"{self.count} steps in a row overflowed and were skipped at loss scale {self.scale:g}: "
-            "the scale does not come down to what fp16 can represent (fp16.loss_scale fixes it; 0 makes it "
-            "dynamic)"
+            f"{in_a_row} overflowed and were skipped at loss scale {self.scale:g}: the scale does not come "
+            "down to what fp16 can represent (fp16.loss_scale fixes it; 0 makes it dynamic)"
         )

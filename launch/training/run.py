@@ -65,8 +65,7 @@ class TrainingRun:
         `batches`: of this rank, from the checkpoint's step on; `forward`: how the engine computes the loss.
         """
         self.job, self.recorder, self.grid, self.engine, self.batches = job, recorder, grid, engine, batches
-        self.recipe, self.forward = job.plan.recipe, forward
-        self.corpus = corpus
+        self.recipe, self.corpus, self.forward = job.plan.recipe, corpus, forward
         self.held_out = held_out_batches(corpus.validation, job.plan, grid)
         self.skipped = SkippedInARow(job.plan.precision)
         self.start_step = first_step(checkpoint)
@@ -83,8 +82,8 @@ class TrainingRun:
         self.recorder.step(step, outcome, seconds, waited)
         self.skipped.see(outcome)
         if self.job.record_gradients and step == 1:
-            optimizer = self.recipe.optimizer
-            save_first_gradients(self.engine, self.grid, self.job.directory, optimizer, outcome.grad_norm)
+            adam, norm = self.recipe.optimizer, outcome.grad_norm
+            save_first_gradients(self.engine, self.grid, self.job.directory, adam, norm)
 
     def validate_if_due(self, step: int) -> None:
         """Validate every run.validate_every steps and after the last one, when the test split follows."""
@@ -113,9 +112,8 @@ def training_batches(
     plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
 ) -> StepBatches:
     """This rank's micro-batches of the training text, a step's at each `next`, from the checkpoint on."""
-    state = checkpoint.data_state if checkpoint else None
+    start, state = first_step(checkpoint), checkpoint.data_state if checkpoint else None
     workers = plan.recipe.run.loader_workers
-    start = first_step(checkpoint)
     return StepBatches(corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state, workers=workers)
 
 

@@ -15,6 +15,7 @@ are theirs. Ours are the inputs and what is kept, so that such a run is comparab
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -37,15 +38,9 @@ from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
 from launch.machine import compiled_ops
 from launch.machine.stop_request import StopRequest
+from launch.training import engine as steps
 from launch.training import micro_batches, transformers_model
-from launch.training.engine import (
-    StateBefore,
-    data_parallel_mean,
-    explained_floor,
-    outcome_of_step,
-    parameter_groups,
-    released,
-)  # fmt: skip
+from launch.training.engine import parameter_groups
 from launch.training.job import Job
 from launch.training.micro_batches import MicroBatch
 from launch.training.run import EarlyStop, Recorder, TrainingRun, first_step, training_batches
@@ -69,12 +64,13 @@ def train(
         arguments = training_arguments(plan, str(job.directory))
         model = transformers_model.build(plan.recipe, job.initial_weights, recorder.say)
         if plan.zero_stage == 0:
-            stack.enter_context(_plain_data_parallel(grid))
+            stack.callback(setattr, deepspeed, "initialize", deepspeed.initialize)
+            deepspeed.initialize = functools.partial(_plain_data_parallel, grid)
         batches = stack.enter_context(contextlib.closing(training_batches(plan, corpus, grid, checkpoint)))
         stop = stack.enter_context(StopRequest(job.stop_file))
 
         def follow(engine: DeepSpeedEngine) -> FollowRun:
-            stack.enter_context(released(engine))
+            stack.enter_context(steps.released(engine))
             run = TrainingRun(job, recorder, corpus, grid, engine, batches, checkpoint, forward)
             return FollowRun(run, stop, trainer)
 
@@ -86,18 +82,15 @@ def train(
 
 
 def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
-    """Trainer's settings.
-
-    It compares those that the DeepSpeed JSON has as well, and refuses the run where they differ.
-    """
+    """Trainer's settings. Those that the DeepSpeed JSON has as well it compares, and refuses a difference."""
     recipe, layout, optimizer = plan.recipe, plan.layout, plan.recipe.optimizer
     threads = torch.get_num_threads()
+    silent: dict[str, Any] = dict.fromkeys(("logging_strategy", "save_strategy", "eval_strategy"), "no")
+    silent |= dict.fromkeys(("log_level", "log_level_replica"), "error")
     arguments = TrainingArguments(
         output_dir=directory,
-        deepspeed={
-            "zero_optimization": {"stage": plan.zero_stage},
-            **plan.ds,
-        },  # accelerate wants the section, even at stage 0
+        # accelerate wants the section, even at stage 0
+        deepspeed={"zero_optimization": {"stage": plan.zero_stage}, **plan.ds},
         use_cpu=get_accelerator().device_name() == "cpu",
         max_steps=recipe.steps,
         per_device_train_batch_size=layout.micro,
@@ -110,13 +103,9 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
         max_grad_norm=optimizer.clip,
         fp16=plan.precision == "fp16",
         bf16=plan.precision == "bf16",
-        logging_strategy="no",
-        save_strategy="no",
-        eval_strategy="no",
+        **silent,
         report_to=[],
         disable_tqdm=True,
-        log_level="error",
-        log_level_replica="error",
         logging_nan_inf_filter=False,  # it would wait for the device after every micro-batch
     )
     torch.set_num_threads(threads)  # accelerate gives a rank all cores of the machine
@@ -143,17 +132,17 @@ class FollowRun(TrainerCallback):
 
     def __init__(self, run: TrainingRun, stop: StopRequest, trainer: RecipeTrainer) -> None:
         self.run, self.stop, self.trainer = run, stop, trainer
-        self.before = StateBefore.step(run.engine)
+        self.before = steps.state_before_step(run.engine)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.before = StateBefore.step(self.run.engine)
+        self.before = steps.state_before_step(self.run.engine)
         self.trainer.losses.clear()
         seed_step(self.run.recipe.seed, state.global_step, self.run.grid.at)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run, step = self.run, state.global_step
-        loss = data_parallel_mean(torch.stack(self.trainer.losses).mean(0), run.grid)
-        outcome = outcome_of_step(run.engine, self.before, loss)
+        loss = steps.data_parallel_mean(torch.stack(self.trainer.losses).mean(0), run.grid)
+        outcome = steps.outcome_of_step(run.engine, self.before, loss)
         run.record(step, outcome, time.perf_counter() - self.trainer.started, self.trainer.waited)
         stopped = self.stop.agreed(run.grid.control_group)
         run.validate_if_due(step)
@@ -164,13 +153,7 @@ class FollowRun(TrainerCallback):
 
 
 class RecipeTrainer(Trainer):
-    """Trainer on the recipe's batches, loss, groups of parameters and schedule.
-
-    Attributes:
-        losses: of the micro-batches of the current step.
-        started, waited: wall time at which the current step began; seconds that it waited for its batch.
-        stopped: how the run was stopped early; None: it was not.
-    """
+    """Trainer on the recipe's batches, loss, groups of parameters and schedule."""
 
     # Accelerate puts stand-ins and DeepSpeed's engine where Trainer's annotations promise torch's classes.
     model_wrapped: Any
@@ -180,9 +163,9 @@ class RecipeTrainer(Trainer):
     def __init__(self, recipe: Recipe, batches: StepBatches, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.recipe, self.batches = recipe, batches
-        self.losses: list[torch.Tensor] = []
-        self.started = self.waited = 0.0
-        self.stopped: EarlyStop | None = None
+        self.losses: list[torch.Tensor] = []  # of the micro-batches of the current step
+        self.started = self.waited = 0.0  # wall time when the step began; seconds it waited for its batch
+        self.stopped: EarlyStop | None = None  # how the run was stopped early
 
     def get_train_dataloader(self) -> Any:
         """An iterator over micro-batches."""
@@ -191,10 +174,7 @@ class RecipeTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[MicroBatch], num_batches: int, device: torch.device
     ) -> tuple[list[MicroBatch], None]:
-        """The micro-batches of one optimizer step.
-
-        Tokens are not counted: the weights of the batches make the loss a mean.
-        """
+        """The micro-batches of one step. Tokens are not counted: their weights make the loss a mean."""
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.waited = time.perf_counter() - self.started
@@ -213,7 +193,7 @@ class RecipeTrainer(Trainer):
         return self.lr_scheduler
 
     def training_step(self, model: DeepSpeedEngine, *inputs: Any, **how: Any) -> torch.Tensor:
-        with explained_floor(model):
+        with steps.explained_floor(model):
             return super().training_step(model, *inputs, **how)
 
     def compute_loss(self, model: DeepSpeedEngine, inputs: MicroBatch, *_: Any, **__: Any) -> torch.Tensor:
@@ -240,44 +220,29 @@ def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor]:
 
 
 def one_by_one(batches: StepBatches) -> Iterator[MicroBatch]:
-    """Micro-batch after micro-batch.
-
-    Trainer asks for those of one step at once, so that the loader stands at a step's end.
-    """
+    """Trainer asks for the micro-batches of one step at once, so that the loader stands at a step's end."""
     for step in batches:
         yield from step
 
 
-@contextlib.contextmanager
-def _plain_data_parallel(grid: ProcessGrid) -> Iterator[None]:
+def _plain_data_parallel(grid: ProcessGrid, config_params: dict[str, Any], **how: Any) -> tuple[Any, ...]:
     """Our engine for ZeRO stage 0, where accelerate calls DeepSpeed's."""
-    original = deepspeed.initialize
-
-    def initialize(*, config_params: dict[str, Any], **arguments: Any) -> tuple[Any, ...]:
-        engine = zero0.initialize(config=config_params, mpu=grid, **arguments)
-        return engine, engine.optimizer, None, engine.lr_scheduler
-
-    deepspeed.initialize = initialize
-    try:
-        yield
-    finally:
-        deepspeed.initialize = original
+    engine = zero0.initialize(config=config_params, mpu=grid, **how)
+    return engine, engine.optimizer, None, engine.lr_scheduler
 
 
 @contextlib.contextmanager
 def _own_accelerate_state() -> Iterator[None]:
-    """Undo what accelerate and transformers keep per process, so that another run can follow in this one.
-
-    Keep them quiet.
-    """
+    """Undo in the end what accelerate and transformers keep per process, for another run; keep them quiet."""
     if os.environ.get("MEGARECIPES_VERBOSE") != "1":
         logging.getLogger("accelerate").setLevel(logging.ERROR)
-    before = {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
+    before = {*os.environ}
     try:
         yield
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         unset_hf_deepspeed_config()
-        for key in [key for key in os.environ if key.startswith("ACCELERATE_") and key not in before]:
-            del os.environ[key]
+        for key in {*os.environ} - before:
+            if key.startswith("ACCELERATE_"):
+                del os.environ[key]

@@ -7,7 +7,7 @@ import torch
 from deepspeed.runtime.fp16 import loss_scaler
 from launching import WORKERS, run_ranks
 
-from launch.deepspeed_fixes.loss_scale_floor import LossScaleAtFloor, named_floor
+from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,4 @@ def test_the_floor_of_the_loss_scale_is_a_bare_exception():
     with pytest.raises(Exception, match="already at minimum") as error:
         overflow_at_the_floor()
     assert type(error.value) is Exception, "loss_scale_floor can go"
-    with pytest.raises(LossScaleAtFloor), named_floor():
-        overflow_at_the_floor()
-    with pytest.raises(ZeroDivisionError), named_floor():
-        raise ZeroDivisionError("any other error stays what it is")
+    assert is_at_floor(error.value) and not is_at_floor(ZeroDivisionError("any other error"))
