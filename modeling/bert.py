@@ -87,7 +87,7 @@ class Head(nn.Module):
         self.sentence = linear(SENTENCE_CLASSES, init=init.child("sentence")) if sentences else None
 
     def forward(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Of x (B, S, H), positions (B, P) or None: decoder input (B, P, H), sentence logits (B, 2) or None."""
+        """x (B, S, H), positions (B, P) or None: decoder input (B, P, H), sentence logits (B, 2) or None."""
         chosen = x if positions is None else x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         decoded = self.norm(F.gelu(self.transform(chosen)))
         if self.pooler is None or self.sentence is None:

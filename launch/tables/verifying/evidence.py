@@ -100,6 +100,7 @@ class Erratum(Strict):
 class RowErratum(NamedTuple):
     """A disagreement of one row with its source, explained; `difference` as a check says it."""
 
+    quantity: str
     difference: str
     erratum: Erratum
 
@@ -127,7 +128,8 @@ class Evidence(Strict):
     def errata_of(self, row: str) -> Iterator[RowErratum]:
         for erratum in self.errata:
             for one in (one for one in erratum.disagreements if row in one.rows):
-                yield RowErratum(difference(one.quantity, one.printed, one.computed), erratum)
+                said = difference(one.quantity, one.printed, one.computed)
+                yield RowErratum(one.quantity, said, erratum)
 
 
 def read(table: Table) -> Evidence:
