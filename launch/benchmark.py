@@ -18,9 +18,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-if __name__ == "__main__":  # replace launch/, which would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 from data.prepare.settings import PreparationFailed, Settings
 from launch.benchmarks import attention_speed, data_speed
 from launch.benchmarks.attention_speed import DTYPES, Row, Shape

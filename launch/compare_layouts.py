@@ -6,17 +6,14 @@ python launch/compare_layouts.py --tiny
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
-
-if __name__ == "__main__":  # replace launch/, which would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launch.console import arguments, quiet
 from launch.machine import ending
 from launch.machine.processes import device_limit
 from launch.parity.comparison import compare, table
+from launch.parity.curves import PICTURES, draw_curves
 from launch.parity.layout_cases import CASES, FORCED, REFERENCE, LayoutCase
 from launch.parity.layout_runs import run_cases
 from recipes import catalog
@@ -46,6 +43,10 @@ def main() -> None:
     if args.out and Path(args.out).exists() and any(Path(args.out).iterdir()):
         never = "runs are never overwritten or mixed"
         ending.refuse(f"--out {args.out} is not empty, and {never}: name a new directory")
+    if args.plot and not (Path(args.plot).parent.is_dir() and Path(args.plot).suffix in PICTURES):
+        ending.refuse(
+            f"--plot {args.plot}: name a file that ends in {', '.join(PICTURES)}, in a directory that exists"
+        )
     try:
         recipe = catalog.load(args.recipe, [*FORCED, *args.set], tiny=args.tiny)
         recipe = recipe.model_copy(update={"steps": args.steps or 20})
@@ -56,6 +57,8 @@ def main() -> None:
         reference, *others = run_cases(recipe, [REFERENCE, *cases], out)
     rows = [compare(reference, other) for other in others]
     print("\n" + table(reference, rows))
+    if args.plot:
+        draw_curves(reference, others, Path(args.plot), recipe.title)
     raise SystemExit(0 if all(row.agrees for row in rows) else 1)
 
 
@@ -67,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", metavar="LAYOUT", help="these layouts alone, by name")
     add("--list", action="store_true", help="list the layouts and exit")
     add("--compile", action="store_true", help="also run every layout with compiled layers")
+    add("--plot", metavar="FILE", help="draw the loss curves, and their differences, as .png or .svg")
     add("--out", metavar="DIR", help="keep the run directories there (default: removed at the end)")
     return parser
 

@@ -5,13 +5,9 @@ python launch/export_hf.py runs/default-sotu-zero3_offload --out exported
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-if __name__ == "__main__":  # replace launch/, which would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launch.console import arguments, quiet
 from launch.machine import ending

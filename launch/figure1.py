@@ -12,9 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # replace launch/, which would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 from data.durable_files import write_atomically
 from launch.console import arguments
 from launch.machine import ending

@@ -14,9 +14,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, TextIO
 
-if __name__ == "__main__":  # replace launch/, which would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 from data.prepare.settings import PreparationFailed
 from launch.console import arguments, preparation_flags, quiet
 from launch.machine import ending

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__":  # replace launch/, which would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 from launch.console import arguments, quiet
 from launch.machine import abilities, ending, out_of_memory, processes
 from launch.training.job import Job, plan_job

@@ -10,10 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
-
-if __name__ == "__main__":  # replace launch/, which would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launch.console import arguments
 from launch.tables import listing, showing, verification_command

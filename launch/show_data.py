@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-if __name__ == "__main__":  # replace launch/, which would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launch.console import arguments
 from recipes import catalog

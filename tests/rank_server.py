@@ -42,7 +42,7 @@ class RankServer:
         Raises TimeoutError once all ranks are killed.
         """
         self._send(launch)
-        group = self._receive(timeout=60)
+        group = self._receive(timeout=300)  # the first launch waits for the imports
         try:
             return self._receive(timeout)
         except TimeoutError:

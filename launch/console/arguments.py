@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 from launch.console.text_table import aligned
 from recipes import catalog
@@ -10,6 +12,7 @@ from recipes import catalog
 
 def command(description: str, examples: str) -> argparse.ArgumentParser:
     """A parser whose --help teaches: what the command does, then examples."""
+    _refuse_another_checkout()
     parser = argparse.ArgumentParser(
         description=description,
         epilog=examples,
@@ -19,6 +22,19 @@ def command(description: str, examples: str) -> argparse.ArgumentParser:
     # The deepspeed launcher passes --local_rank=N; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser
+
+
+def _refuse_another_checkout() -> None:
+    """End with code 2 where the file that was started is not of the checkout that Python has installed."""
+    started, installed = Path(sys.argv[0]).resolve().parent, Path(__file__).resolve().parents[1]
+    if started.name == "launch" and started != installed:
+        print(
+            f"\n{sys.argv[0]} is of the checkout {started.parent}, and this Python has {installed.parent} "
+            "installed: a command and what it imports are of one checkout; "
+            f"pip install -e {started.parent}, or use its own .venv\n",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:

@@ -58,7 +58,9 @@ def exact_tflops(flops_per_step: float, seconds: float, gpus: int) -> float:
 def published_tflops(
     parameters: float, length: int, batch: int, seconds: float, gpus: int, *, checkpointing: bool
 ) -> float:
-    """TFLOPS per GPU by the formula of the published tables ("GPT2 Experiments", Jean Zay HPC):
+    """TFLOPS per GPU by the formula of the published tables.
+
+    "GPT2 Experiments" (Jean Zay HPC) has it:
 
         parameters / 1e9 * 4 * 2 * S * B / (seconds * gpus * 1000)
 
