@@ -34,6 +34,8 @@ def draw_curves(reference: Outcome, others: Sequence[Outcome], path: Path, title
     above.set(ylabel="loss, nats per token", title=title)
     above.legend([f"one process, and on top of it {len(compared)} layouts"], frameon=False)
     below.set(ylabel="difference", xlabel="optimizer step", yscale="log", ylim=(LEAST, 1e-3))
+    below.yaxis.set_major_formatter("{x:.0e}")
+    below.xaxis.get_major_locator().set_params(integer=True)
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
