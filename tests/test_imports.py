@@ -137,6 +137,15 @@ def test_commands_explain_themselves_from_any_directory(file, tmp_path):
     assert done.returncode == 0 and "examples:" in done.stdout, done.stdout
 
 
+def test_a_command_of_another_checkout_is_refused(tmp_path):
+    """It would run with the packages of the one that is installed."""
+    other = tmp_path / "launch" / "recipe.py"
+    other.parent.mkdir()
+    other.write_text((ROOT / "launch" / "recipe.py").read_text())
+    done = run([sys.executable, str(other), "list"])
+    assert done.returncode == 2 and f"pip install -e {tmp_path}" in done.stdout
+
+
 @pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_no_module_shadows_the_standard_library(package):
     """A module next to a command stands on its path, and readers stumble everywhere."""

@@ -64,10 +64,14 @@ def test_layout_agrees(compared, reference, name):
 
 
 def test_the_command_compares_what_is_asked_for(tmp_path):
-    done = run([*COMMAND, "--steps", "2", "--out", str(tmp_path / "out"), "--only", "pp2"])
+    flags = ["--out", str(tmp_path / "out"), "--plot", str(tmp_path / "curves.svg")]
+    done = run([*COMMAND, "--steps", "2", "--only", "pp2", *flags])
     assert done.returncode == 0, done.stdout[-6000:]
     assert rows_of(done.stdout) == {"pp2": "yes"}
     assert (tmp_path / "out" / "pp2" / "result.json").is_file()
+    assert "on top of it 1 layouts" in (tmp_path / "curves.svg").read_text()
+    done = run([*COMMAND, "--plot", str(tmp_path / "curves.txt")])
+    assert done.returncode == 2 and "name a file that ends in .png, .svg, .pdf" in done.stdout
 
 
 def test_cases_keep_to_what_they_are_named():
