@@ -22,8 +22,12 @@ setup: .venv/installed
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements.txt
 	touch $@
 
+# Where no GPU can be, DeepSpeed's launcher is told so, or each of its processes says that it found none.
+ifeq ($(wildcard /dev/nvidiactl /dev/kfd /dev/dxg /dev/dri /dev/accel /dev/davinci*),)
+pretrain: export DS_ACCELERATOR ?= cpu
+endif
 pretrain: setup
-	$(BIN)/deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json --resume $(ARGS)
+	$(BIN)/deepspeed --quiet launch/pretrain.py --ds_config ds_configs/zero3_offload.json --resume $(ARGS)
 
 test: setup
 	$(BIN)/pytest $(ON_TWO_CORES) -m "not long" $(ARGS)

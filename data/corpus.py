@@ -20,7 +20,7 @@ from data.sources.opening import open_source
 from data.splits.stored import store_parts
 from data.splits.streamed import stream_parts
 from data.stores.cached import cached_store
-from data.stores.ready_made import ready_made_store, store_prefix
+from data.stores.ready_made import check_ready_made, ready_made_store, store_prefix
 from data.streams.families import FAMILIES, Family, family_of
 from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.schema import BlendPart, Origin, Recipe
@@ -84,6 +84,23 @@ def build(
             **({"test_samples": len(parts.test)} if parts.test else {}),
         },
     )
+
+
+def check_sources(recipe: Recipe) -> None:
+    """Look whether a recipe's sources and vocabulary are there and fit it, without reading all of them.
+
+    Raises:
+        ValueError: files or packages are missing, or a store is damaged or of another vocabulary.
+    """
+    data, family = recipe.data, recipe.model.family
+    for origin in data.origins:
+        check_origin(origin, family)
+    known = data.tokenizer.kind in ("file", "store")  # others are published ones, or trained on the way
+    tokenizer = build_vocabulary(recipe, (), Path(), lambda line: None) if known else None
+    for origin in data.origins:
+        if origin.source == "store":
+            sequences, size = FAMILIES[family].sequences, recipe.model.vocab_size
+            check_ready_made(data.tokenizer.kind, sequences, origin, size, tokenizer)
 
 
 def check_origin(origin: Origin, family: str = "gpt2") -> None:

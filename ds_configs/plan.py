@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ class Machine:
         compiler: DeepSpeed can compile its ops (g++ and ninja).
         cuda_compiler: it can compile CUDA ops as well (nvcc); true where there is no CUDA.
         libaio: library and headers for DeepSpeed's NVMe op.
+        lacks: optional packages that are missing.
         emulated_fp16: fp16 on an accelerator that refuses it, as the user asks, to test the loss scaler.
     """
 
@@ -38,6 +38,7 @@ class Machine:
     libaio: bool
     emulated_fp16: bool = False
     cuda_compiler: bool = True
+    lacks: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,10 @@ class Plan:
     ds_name: str
 
 
+FORM = TypeAdapter(Plan)  # of plan.json: makes an equal plan of what `plan_to_json` gave
+
+
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data, which `plan_from_json` makes an equal plan of."""
-    values: dict[str, Any] = TypeAdapter(Plan).dump_python(plan, mode="json", by_alias=True)
+    """The plan as plain data."""
+    values: dict[str, Any] = FORM.dump_python(plan, mode="json", by_alias=True)
     return values
-
-
-def plan_from_json(values: Mapping[str, Any]) -> Plan:
-    """The plan that `plan_to_json` gave; raises pydantic.ValidationError (a ValueError) for anything else."""
-    return TypeAdapter(Plan).validate_python(values)

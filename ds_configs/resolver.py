@@ -19,7 +19,15 @@ from ds_configs import known_keys
 from ds_configs.findings import Findings
 from ds_configs.jsonfile import FOLDER, ConfigError, find, read
 from ds_configs.plan import Machine, Plan
-from ds_configs.sections import optimizer, parallel, transformers_modules, zero
+from ds_configs.sections import (
+    gradients,
+    monitors,
+    optimizer,
+    parallel,
+    recomputation,
+    transformers_modules,
+    zero,
+)
 from ds_configs.sections.precision import precision
 from recipes.layout import Layout
 from recipes.schema import Recipe
@@ -31,35 +39,38 @@ _OWN_AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
 
 def resolve(
-    recipe: Recipe, ds_path: str | Path, world: int, machine: Machine, environ: Mapping[str, str] = os.environ
+    recipe: Recipe,
+    ds_path: str | Path,
+    world: int | None,
+    machine: Machine,
+    environ: Mapping[str, str] = os.environ,
 ) -> Plan:
     """Fill the "auto" values of a ds_config from the recipe and check that it can run.
 
     Args:
         recipe: valid in itself.
         ds_path: a JSON file, or the bare name of one of ds_configs/.
-        world: processes, over all machines.
+        world: processes, over all machines; None: as many as the layout asks for.
         machine: what the accelerator and the system offer.
         environ: for MEGARECIPES_NVME; by default the process's environment.
 
     Raises ConfigError: all problems, one line each: what came, the rule, the fix.
     """
-    assert world >= 1, world
+    assert world is None or world >= 1, world
     config = read(path := find(ds_path))
     ours = path.resolve().parent == FOLDER
     findings = Findings(f"ds_configs/{path.name}" if ours else str(path))
-    known_keys.check(config, findings)
+    config = known_keys.check(config, findings)
     stage = zero.stage(config, findings)
-    config = _without_broken_sections(config)
     chosen = precision(recipe, config, stage, machine, findings)
     layout = parallel.layout(recipe, config, world, stage, findings)
     offload = zero.offload(config, stage, machine, findings)
+    zero.check_rest(config, stage, layout, findings)
     optimizer.check(recipe, config, findings)
     transformers_modules.check(recipe, config, findings)
-    key = "gradient_allreduce_op"
-    if (op := config.get(key, "mean")) != "mean":
-        rule = "a step's gradient is the mean over its global batch, whatever dp is"
-        findings.refuse(key, f"{key}={op}", rule, "remove the key")
+    gradients.check(config, stage, findings)
+    recomputation.check(recipe, config, findings)
+    monitors.check(config, layout, machine, findings)
     values = optimizer.fills(recipe, config, offload != "none", machine, findings)
     values |= zero.nvme_paths(config, environ, findings)
     # Where the layout is refused, another stands in, so that none of the "auto" that it fills is left over.
@@ -81,17 +92,6 @@ def resolve(
     assert layout is not None and chosen is not None and stage is not None
     vocab = transformers_modules.embedding_rows(recipe, layout.tp)
     return Plan(recipe, layout, ds, stage, offload, chosen, vocab, tuple(findings.notices), path.stem)
-
-
-def _without_broken_sections(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which what should be a section and is not (already reported) is absent."""
-    config = copy.deepcopy(config)
-    for name in known_keys.SECTIONS:
-        *above, last = name.split(".")
-        parent = known_keys.lookup(config, above[0]) if above else config
-        if isinstance(parent, dict) and not isinstance(parent.get(last, {}), dict):
-            del parent[last]
-    return config
 
 
 def _sizes(recipe: Recipe, tp: int, machine: Machine) -> dict[str, Any]:

@@ -21,8 +21,10 @@ from tabulate import tabulate
 from data.prepare.settings import PreparationFailed, Settings
 from launch.benchmarks import attention_speed, data_speed
 from launch.benchmarks.attention_speed import DTYPES, Row, Shape
-from launch.console import arguments, preparation_flags, quiet
+from launch.benchmarks.data_speed import LEAST_MB
+from launch.console import arguments, ends, output, preparation_flags, quiet
 from launch.machine import description, ending
+from recipes.plural import counted
 
 EXAMPLES = """\
 examples:
@@ -58,6 +60,7 @@ Attention alone (scores, softmax, values) of one layer, forward and backward, wi
   masked    all scores, those outside of the band masked: what a band costs without a kernel for it
   scores    share of the dense triangle that lies in the band: its inverse bounds what can be gained"""
 
+TOO_SMALL = f"starting worker processes takes longer than {LEAST_MB} MB of text; give more"
 SAMPLES = ["gpt", "bert"]
 COUNT: dict[str, Any] = dict(type=int, metavar="N")
 RECIPES = ["default/sotu", "bert/sotu"]
@@ -69,6 +72,7 @@ DATA_FLAGS: dict[str, dict[str, Any]] = {
     "set": dict(action="append", default=[], metavar="KEY=VALUE", help="override one field of the recipes"),
     "train_steps": COUNT | dict(default=0, help="also train N steps, for the loader's share of one"),
 }
+MOST_WORKERS = 1024  # as of prepare_data.py
 COUNTS: dict[str, Any] = dict(nargs="+", type=int)
 LENGTHS = [512, 1024, 2048, 4096, 8192]
 ATTENTION_FLAGS: dict[str, dict[str, Any]] = {
@@ -88,7 +92,7 @@ ATTENTION_FLAGS: dict[str, dict[str, Any]] = {
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    shown: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    shown: dict[str, Any] = {"formatter_class": arguments.Help, "allow_abbrev": False}
     data = benchmarks.add_parser("data", help="the preparation and the loader", epilog=DATA_EXAMPLES, **shown)
     preparation_flags.add_source(data.add_argument_group("what is read"))
     band = benchmarks.add_parser("attention", help="dense against banded", epilog=ATTENTION_EXAMPLES, **shown)
@@ -112,8 +116,9 @@ def main() -> None:
         result = {"command": sys.argv, "hardware": machine, "load_average": load}
         result |= args.measure(args, machine)
     except (ValueError, PreparationFailed) as error:
-        ending.refuse(preparation_flags.shown(error), code=2 if isinstance(error, ValueError) else 1)
-    if args.out:
+        code = error.exit_code if isinstance(error, PreparationFailed) else 2
+        ending.refuse(preparation_flags.shown(error), code)
+    if args.out is not None:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
@@ -132,8 +137,13 @@ def check(args: argparse.Namespace) -> None:
     if banded and min(args.windows) >= (most := max(args.positions)):
         came = f"--windows {min(args.windows)} and more with --positions up to {most}"
         problems.append(f"{came}: such a band is the whole triangle; give a window below {most}")
-    if args.out and not Path(args.out).resolve().parent.is_dir():
-        problems.append(f"--out {args.out}: the directory is not there")
+    if getattr(args, "workers", 0) > MOST_WORKERS:
+        problems.append(f"--workers {args.workers}: give at most {MOST_WORKERS} processes")
+    if args.out is not None:
+        try:
+            output.new_file("--out", args.out)
+        except ValueError as error:
+            problems.append(str(error))
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -142,13 +152,21 @@ def measure_data(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str,
     preparation, loader = {}, {}
     for samples in args.samples:
         preparation[samples] = found = data_speed.measure_preparation(settings_of(args, samples))
-        print(f"\n{samples}: {found['documents']:,} documents, {found['text_mb']:.1f} MB of text kept")
-        speeds = [(f"{step}, one core", speed) for step, speed in found["steps"].items()]
+        print(
+            f"\n{samples}: {counted(found['documents'], 'document')}, {found['text_mb']:.1f} MB of text kept"
+        )
+        speeds: list[tuple[str, float]] = [
+            (f"{step}, one core", speed) for step, speed in found["steps"].items()
+        ]
         speeds.append(("whole, all workers", found["mb_per_second"]))
         speeds.append(("raw tokenizers", found["raw_mb_per_second"]))
         print(tabulate(speeds, headers=("", "MB/s"), tablefmt="plain", floatfmt=",.2f"))
-        share = f"the whole has {found['share']:.1%} of the speed of raw tokenizers"
-        print(f"{share}; peak memory {found['peak_mb']:,} MB", flush=True)
+        if found["share"] is None:
+            print(f"too small to compare: {TOO_SMALL}; peak memory {found['peak_mb']:,} MB", flush=True)
+            continue
+        share = f"the whole has {found['share']:.1%} of the speed of raw tokenizers by wall time"
+        print(f"{share}, {found['processor_share']:.1%} by processor time")
+        print(f"peak memory {found['peak_mb']:,} MB", flush=True)
     for name in args.recipes:
         loader[name] = found = data_speed.measure_loader(name, args.set, args.train_steps)
         print(f"\nloader of {name}: {found['tokens_per_step']:,} tokens per step")
@@ -212,4 +230,4 @@ def attention_table(rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    ends.run(main)

@@ -6,86 +6,154 @@ python launch/compare_layouts.py --tiny
 from __future__ import annotations
 
 import argparse
+import signal
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch.console import arguments, quiet
-from launch.machine import ending
+from launch.console import arguments, ends, output, quiet, terminal
+from launch.machine import abilities, ending
 from launch.machine.processes import device_limit
-from launch.parity.comparison import compare, table
-from launch.parity.curves import PICTURES, draw_curves
-from launch.parity.layout_cases import CASES, FORCED, REFERENCE, LayoutCase
+from launch.parity.comparison import compare, reasons, table
+from launch.parity.layout_cases import CASES, DECIDED, FORCED, REFERENCE, LayoutCase, why_impossible
 from launch.parity.layout_runs import run_cases
 from recipes import catalog
+from recipes.plural import counted
+from recipes.problems import Problem, ProblemsError, Setting
+from recipes.schema import Recipe
 
 EXAMPLES = """\
 examples:
   python launch/compare_layouts.py --tiny
       the default recipe, shrunk, under every layout of up to 8 processes (several share one CPU core)
-  python launch/compare_layouts.py --tiny --processes 2 --only tp2 pp2
-      two layouts
+  python launch/compare_layouts.py --recipe bert/sotu --steps 5 --only tp2 pp2 "dp2 zero3"
+      another recipe at its full size, three layouts
+  python launch/compare_layouts.py --tiny --set model.heads=6 --set model.hidden=96 --only tp2 tp3 tp4
+      other shapes; a layout that the recipe cannot have is left out, here tp4, and before anything is trained
   python launch/compare_layouts.py --tiny --compile
       adds each layout with compiled layers, and what compiling gains
 
-Every run is in fp32 without dropout, and with optimizer.eps=1e-6, since with 1e-8 Adam turns the rounding
-noise of gradients that are zero in exact arithmetic (the key biases) into full steps. A layout agrees when
-every step's loss is within 1e-4 of the one-process run and every gradient norm within 1e-4 of it, relatively.
-exit codes: 0 all agree, 1 some do not or failed, 2 refused."""
+Every run takes the first 20 steps of the recipe's schedule, unless --steps or --set steps= say otherwise. A
+layout decides the degrees of parallelism, recomputation, the DeepSpeed JSON and, but for "own accumulation"
+and pp3, how the recipe's global batch is accumulated. Every run is in fp32 without dropout, and with
+optimizer.eps=1e-6, since with 1e-8 Adam turns the rounding noise of gradients that are zero in exact
+arithmetic (the key biases) into full steps; --set has the last word. dropout.hidden drops the same under
+every layout and can be compared; dropout.attention is drawn inside the kernel and follows the layout, as does
+all dropout of `transformers` rows; in bf16 losses differ by 1e-3, so that no layout agrees by the rule below.
+A layout agrees when the loss of every step and validation is within 1e-4 of the one-process run, and every
+gradient norm within 1e-4 of it, relatively.
+exit codes: 0 all that were run agree, 1 some do not or failed, 2 refused before anything was started."""
+
+STEPS = 20  # where nothing else is asked for
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def main() -> None:
     args = build_parser().parse_args()
+    quiet.quiet_libraries()
     cases = chosen_cases(args)
     if args.list:
-        print("\n".join(f"{c.name:<36} {c.processes} processes, {c.ds_config}" for c in cases))
+        print("\n".join(f"{c.name:<36} {counted(c.processes, 'process')}, {c.ds_config}" for c in cases))
         return
-    quiet.quiet_libraries()
-    if args.out and Path(args.out).exists() and any(Path(args.out).iterdir()):
-        never = "runs are never overwritten or mixed"
-        ending.refuse(f"--out {args.out} is not empty, and {never}: name a new directory")
-    if args.plot and not (Path(args.plot).parent.is_dir() and Path(args.plot).suffix in PICTURES):
-        ending.refuse(
-            f"--plot {args.plot}: name a file that ends in {', '.join(PICTURES)}, in a directory that exists"
-        )
     try:
-        recipe = catalog.load(args.recipe, [*FORCED, *args.set], tiny=args.tiny)
-        recipe = recipe.model_copy(update={"steps": args.steps or 20})
+        out = output.new_directory("--out", args.out) if args.out else None
+        picture = output.new_file("--plot", args.plot, PICTURES) if args.plot else None
+        recipe = chosen_recipe(args)
+        left_out = impossible_cases(recipe, cases, most_processes(args.processes))
+        check_data(recipe)
     except ValueError as e:
         ending.refuse(e)
+    for reason in reasons(left_out):
+        terminal.say(reason)
+    cases = [case for case in cases if case.name not in left_out]
+    cases += [case.with_compiled_layers() for case in (REFERENCE, *cases) if args.compile]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, it ends the ranks, too
     with tempfile.TemporaryDirectory() as temporary:
-        out = Path(args.out or temporary)
-        reference, *others = run_cases(recipe, [REFERENCE, *cases], out)
-    rows = [compare(reference, other) for other in others]
-    print("\n" + table(reference, rows))
-    if args.plot:
-        draw_curves(reference, others, Path(args.plot), recipe.title)
-    raise SystemExit(0 if all(row.agrees for row in rows) else 1)
+        outcomes = run_cases(recipe, [REFERENCE, *cases], out or Path(temporary), keep=bool(out))
+        reference = next(outcomes)
+        rows = [compare(reference, other) for other in outcomes] if not reference.failure else []
+    print("\n" + table(reference, rows, left_out, terminal.columns()))
+    if picture and rows:
+        from launch.parity.curves import draw_curves  # with matplotlib, which nothing else here needs
+
+        draw_curves(reference, [row.run for row in rows], picture, recipe.title)
+    raise SystemExit(0 if rows and all(row.agrees for row in rows) else 1)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument
-    add("--processes", type=int, default=8, metavar="N", help="largest number of processes (default: 8)")
+    processes = "largest number of processes (default: 8)"
+    add("--processes", type=arguments.whole(), default=8, metavar="N", help=processes)
     add("--only", nargs="+", metavar="LAYOUT", help="these layouts alone, by name")
     add("--list", action="store_true", help="list the layouts and exit")
     add("--compile", action="store_true", help="also run every layout with compiled layers")
-    add("--plot", metavar="FILE", help="draw the loss curves, and their differences, as .png or .svg")
+    add("--plot", metavar="FILE", help="draw the loss curves, and their differences, as .png, .svg or .pdf")
     add("--out", metavar="DIR", help="keep the run directories there (default: removed at the end)")
     return parser
 
 
 def chosen_cases(args: argparse.Namespace) -> list[LayoutCase]:
+    """The layouts that are asked for; of those asked for by name also the ones of too many processes."""
     names = [c.name for c in CASES]
     if unknown := [name for name in args.only or [] if name not in names]:
         ending.refuse(f"--only {', '.join(unknown)}: no such layout; there are: {', '.join(names)}")
-    processes = min(args.processes, device_limit() or args.processes)
-    cases = [c for c in CASES if (not args.only or c.name in args.only) and c.processes <= processes]
+    if args.only:
+        return [c for c in CASES if c.name in args.only]
+    processes = most_processes(args.processes)
     if processes < args.processes:
         left_out = f"layouts of more processes are left out (--processes {args.processes})"
-        print(f"this machine has {processes} devices: {left_out}")
-    return [*cases, *(c.with_compiled_layers() for c in [REFERENCE, *cases] if args.compile)]
+        print(f"this machine has {counted(processes, 'device')}: {left_out}")
+    return [c for c in CASES if c.processes <= processes]
+
+
+def most_processes(asked_for: int) -> int:
+    """How many processes a layout may have on this machine."""
+    return min(asked_for, device_limit() or asked_for)
+
+
+def chosen_recipe(args: argparse.Namespace) -> Recipe:
+    """The recipe as every layout trains it. Raises ProblemsError."""
+    keys = {setting: setting.partition("=")[0].strip() for setting in args.set}
+    decided = tuple(f"{key}." for key in DECIDED)
+    rule, fix = "every layout decides it", "leave it out, and name layouts with --only (--list shows them)"
+    given = [(key, f"--set {setting}") for setting, key in keys.items() if f"{key}.".startswith(decided)]
+    if given:
+        raise ProblemsError(Problem(key, came, rule, fix) for key, came in given)
+    steps = STEPS if args.steps is None and "steps" not in keys.values() else args.steps
+    recipe = catalog.load(args.recipe, [*FORCED, *args.set], tiny=args.tiny, steps=steps)
+    if args.compile and recipe.model.implementation == "transformers":
+        came = Setting("model.implementation", "transformers"), " with --compile"
+        rule, fix = (
+            "these rows run transformers' modules uncompiled, as their source did",
+            "leave --compile out",
+        )
+        raise ProblemsError([Problem("--compile", came, rule, fix)])
+    return recipe
+
+
+def impossible_cases(
+    recipe: Recipe, cases: Sequence[LayoutCase], most: int
+) -> Mapping[str, Sequence[Problem]]:
+    """Why layouts cannot be run with this recipe, this machine and `most` processes, by name.
+
+    Raises ValueError where no layout is left, or where one process, which they are compared with, cannot.
+    """
+    machine = abilities.detect_machine()
+    found = {case.name: why_impossible(recipe, case, machine, most) for case in (REFERENCE, *cases)}
+    left_out = {name: problems for name, problems in found.items() if problems}
+    if REFERENCE.name in left_out or len(left_out) == len(cases):
+        raise ValueError("\n".join(reasons(left_out)))
+    return left_out
+
+
+def check_data(recipe: Recipe) -> None:
+    """Prepare vocabulary and tokens, which every rank reads. Raises ValueError where they cannot be had."""
+    from data.corpus import build  # takes transformers along, which no --help should wait for
+
+    build(recipe, say=print)
 
 
 if __name__ == "__main__":
-    main()
+    ends.run(main)

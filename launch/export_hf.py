@@ -9,7 +9,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.console import arguments, quiet
+from launch.console import arguments, ends, output, quiet
 from launch.machine import ending
 from recipes.family_words import WORDS
 from recipes.schema import Recipe
@@ -38,7 +38,7 @@ def build_parser() -> ArgumentParser:
     add("run", metavar="RUN", help="run directory, as pretrain.py printed it")
     add("--out", metavar="DIR", required=True, help="directory to make; refused if there is something in it")
     step = "the checkpoint after N optimizer steps (default: the newest complete one)"
-    add("--step", type=int, metavar="N", help=step)
+    add("--step", type=arguments.whole(0), metavar="N", help=step)
     dtype = "of the exported weights (default: %(default)s, as the run keeps them whatever it computes in)"
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help=dtype)
     return parser
@@ -67,8 +67,8 @@ def export(
     """Export one checkpoint of `run` to the new directory `out`; what was written, and the run's recipe.
 
     Raises:
-        ValueError: no run, no such complete checkpoint, a model that `transformers` does not have, or `out`
-            is not empty.
+        ValueError: no run, no such complete checkpoint, a model that `transformers` does not have, files
+            that are damaged, or `out` is not empty.
         ExportMismatch: `transformers` computes other logits than our model from the same weights.
     """
     from launch.runs import vocabulary
@@ -77,7 +77,9 @@ def export(
     run = Path(run)
     recipe = exporting.recipe_of(run)
     checkpoint = exporting.choose_checkpoint(run, recipe, step)
-    return exporting.export(checkpoint, recipe, vocabulary.load(run), Path(out), dtype, run=run), recipe
+    place = output.new_directory("--out", out)
+    place = place.resolve() if place.is_symlink() else place  # an export takes its place whole
+    return exporting.export(checkpoint, recipe, vocabulary.load(run), place, dtype, run=run), recipe
 
 
 def describe(done: Export, recipe: Recipe) -> str:
@@ -96,4 +98,4 @@ use it
 
 
 if __name__ == "__main__":
-    main()
+    ends.run(main)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from data.durable_files import write_atomically
-from launch.console import arguments
+from launch.console import arguments, ends, output
 from launch.machine import ending
 from launch.parity.placement_figure import PLACEMENTS, plot, summarise, table
 from recipes import catalog
@@ -48,9 +48,10 @@ def main() -> None:
             raise ValueError(f"{came}: only a BERT has both placements; give bert/figure1 or another")
     except ValueError as e:
         ending.refuse(e)
-    if not args.resume and out.exists() and any(out.iterdir()):
-        never = "runs are never overwritten or mixed"
-        ending.refuse(f"--out {out} is not empty, and {never}: name a new directory, or add --resume")
+    if args.resume:
+        output.directory("--out", args.out)
+    else:
+        output.new_directory("--out", args.out, resumed=", or add --resume")
     codes = {}
     for placement in PLACEMENTS:
         codes[placement] = run(args, placement, out / placement)
@@ -95,4 +96,4 @@ def run(args: argparse.Namespace, placement: str, directory: Path) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    ends.run(main)

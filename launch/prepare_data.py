@@ -6,16 +6,15 @@ python launch/prepare_data.py --source jsonl --name 'corpus/*.jsonl.zst' --token
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import signal
 import sys
 import time
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, TextIO
 
+from data.prepare import fork_server
 from data.prepare.settings import PreparationFailed
-from launch.console import arguments, preparation_flags, quiet
+from launch.console import arguments, ends, preparation_flags, quiet
 from launch.machine import ending
 
 EXAMPLES = """\
@@ -37,7 +36,8 @@ OUT appears when it is complete: store.bin and store.idx (Megatron's format), to
 report.txt, rejected/*.jsonl with file and line of everything that was left out, and why. Until then the work
 is in OUT.partial; killed at any moment, the same command resumes. The result does not depend on --workers,
 nor on how often the work was cut off.
-exit codes: 0 done (or done before), 1 failed, 2 refused, 130 and 143 stopped by a signal."""
+exit codes: 0 done (or done before), 1 failed (a killed worker, a full disk), 2 refused (flags, or input of
+which too much is broken or nothing is left), 130 and 143 stopped by a signal."""
 
 
 class Stopped(BaseException):
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
     Ends the process with code 2 where it refuses and 1 where the preparation failed.
     """
     quiet.quiet_libraries()
-    start_imports()
+    fork_server.start("launch.prepare_data")
     try:
         settings = preparation_flags.settings_of(args)
         from data.prepare import pipeline
@@ -80,19 +80,17 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
         report = pipeline.prepare(settings, Path(args.out), screen, args.force)
     except (ValueError, PreparationFailed) as error:
         screen.close()
-        ending.refuse(preparation_flags.shown(error), code=2 if isinstance(error, ValueError) else 1)
+        code = error.exit_code if isinstance(error, PreparationFailed) else 2
+        ending.refuse(preparation_flags.shown(error), code)
+    except OSError as error:  # the disk is full, a file went away
+        screen.close()
+        ending.refuse(f"{error}: once that is mended, the same command resumes from {args.out}.partial", 1)
     screen.close()
     if report is None:
         print(f"{args.out}: already complete, made by the same command")
     else:
         print(as_text(report).split("\n\ninput")[0])
         print(f"\n{Path(args.out) / 'report.txt'} has the checksums and arguments too")
-
-
-def start_imports() -> None:
-    """Has the server that workers are forked from import what they need while this process does the same."""
-    multiprocessing.set_forkserver_preload(["data.prepare.work"])
-    forkserver.ensure_running()
 
 
 def _stop(number: int, frame: object) -> None:
@@ -146,4 +144,4 @@ class Screen:
 
 
 if __name__ == "__main__":
-    main()
+    ends.run(main)

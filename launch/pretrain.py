@@ -9,9 +9,9 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from launch.console import arguments, quiet
+from launch.console import arguments, ends, output, quiet, terminal
 from launch.machine import abilities, ending, out_of_memory, processes
 from launch.training.job import Job, plan_job
 from recipes import catalog
@@ -53,7 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--compile", action="store_true", help="use torch.compile and print the measured gain")
     emulated = "let a CPU run fp16, to exercise the loss scaler: slow, and said in the results"
     how.add_argument("--emulate_fp16", action="store_true", help=emulated)
-    how.add_argument("--plan", action="store_true", help="check everything, show the resolved plan and exit")
+    plan = (
+        "check everything, show the resolved plan (without a launcher: of as many processes as it asks for)"
+    )
+    how.add_argument("--plan", action="store_true", help=f"{plan} and exit")
     keep = parser.add_argument_group("where it is kept")
     keep.add_argument("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
     resume = "continue from the newest complete checkpoint of the run directory"
@@ -69,6 +72,10 @@ def main() -> None:
         print(arguments.list_recipes())
         return
     quiet.quiet_libraries()
+    try:
+        processes.check_launch(start=not args.plan)
+    except ValueError as e:
+        ending.refuse(e)
     job, facts = checked_job(args)
     if args.plan:
         show_plan(job)
@@ -95,8 +102,13 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
     try:
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
         machine, weights = abilities.detect_machine(args.emulate_fp16), args.init_from
-        plan = plan_job(recipe, args.ds_config, machine, compiled=args.compile, initial_weights=weights)
+        plan = plan_job(
+            recipe, args.ds_config, machine, compiled=args.compile, initial_weights=weights,
+            elsewhere=args.plan and not processes.launched(),
+        )  # fmt: skip
         facts = Facts(catalog.load(args.recipe), args.tiny, machine.emulated_fp16)
+        if args.out and processes.rank() == 0:
+            output.directory("--out", args.out)
     except ValueError as e:
         ending.refuse(e)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
@@ -105,14 +117,18 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
 
 
 def open_run_directory(job: Job, facts: Facts) -> RunDirectory:
+    from launch.checkpoints.checkpoint import newest
     from launch.runs.admission import RunDirectoryError, admit
+    from recipes.files import FileError
 
     try:
+        if job.resume:
+            newest(job.checkpoints)  # a damaged one is refused before anything is touched
         directory = admit(
             job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume, tiny=facts.tiny,
             emulated_fp16=facts.emulated_fp16,
         )  # fmt: skip
-    except RunDirectoryError as e:
+    except (RunDirectoryError, FileError) as e:
         ending.refuse(e)
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     return directory
@@ -126,8 +142,9 @@ def show_plan(job: Job) -> None:
     if processes.rank() == 0:
         hardware, kernel = description.summary(description.describe()), band_kernel(job.plan)
         how = describe_plan(
-            job.plan, name=job.name, hardware=hardware, run_directory=job.directory, band_kernel=kernel
-        )
+            job.plan, name=job.name, hardware=hardware, run_directory=job.directory, band_kernel=kernel,
+            started=processes.world_size(), width=terminal.columns(),
+        )  # fmt: skip
         print(how)
 
 
@@ -178,7 +195,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
 
 def say_on_rank_0(text: str) -> None:
     if processes.rank() == 0:
-        print(text, flush=True)
+        terminal.say(text)
 
 
 def open_recorder(
@@ -188,27 +205,28 @@ def open_recorder(
     from launch.machine import description
     from launch.runs import vocabulary
     from launch.runs.recorder import Recorder, Silence
-    from launch.training import initial_weights
     from launch.training.build_model import band_kernel
     from launch.training.run import first_step
 
     if directory is None:
         return Silence()
     vocabulary.keep(directory.path, corpus.tokenizer)
-    how: dict[str, Any] = {"original": facts.original, "tiny": facts.tiny, "emulated": facts.emulated_fp16}
-    how |= {"described": description.describe(), "band_kernel": band_kernel(job.plan), "name": job.name}
-    recorder = Recorder(directory, job.plan, corpus_facts=corpus, start_step=first_step(checkpoint), **how)
-    if job.initial_weights:
-        if warning := vocabulary.foreign_tokens(Path(job.initial_weights), corpus.tokenizer):
-            recorder.say(warning)
-        for remark in [] if checkpoint else initial_weights.remarks(job.plan.recipe):
-            recorder.say(remark)
+    recorder = Recorder(
+        directory, job.plan, name=job.name, corpus_facts=corpus, start_step=first_step(checkpoint),
+        described=description.describe(), original=facts.original, tiny=facts.tiny,
+        emulated=facts.emulated_fp16, band_kernel=band_kernel(job.plan),
+    )  # fmt: skip
+    given = job.initial_weights
+    if given and (warning := vocabulary.foreign_tokens(Path(given), corpus.tokenizer)):
+        recorder.say(warning)
     if checkpoint:
         recorder.say(f"resumed from {checkpoint.directory}")
+    elif directory.resumed:
+        recorder.say(f"none of the checkpoints in {directory.path} is complete: it starts again at step 0")
     elif job.resume:
-        recorder.say("--resume: no complete checkpoint yet, starting at step 0")
+        recorder.say(f"a first start: {directory.path} holds nothing to resume yet")
     return recorder
 
 
 if __name__ == "__main__":
-    main()
+    ends.run(main)

@@ -8,10 +8,8 @@ python launch/recipe.py verify
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 
-from launch.console import arguments
+from launch.console import arguments, ends
 from launch.tables import listing, showing, verification_command
 
 EXAMPLES = """\
@@ -45,21 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the subcommand; the exit code."""
     args = build_parser().parse_args()
-    try:
-        code = args.run(args)
-        sys.stdout.flush()  # or a full disk is found out when nothing can say so any more
-        return code
-    except ValueError as error:
-        print(f"\n{error}\n", file=sys.stderr)
-        return 2
-    except OSError as error:
-        # Drop what is still buffered: Python would try to write it again when it ends, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):  # the reader, e.g. head, has seen enough
-            return 0
-        print(f"cannot write the output: {error.strerror or error}", file=sys.stderr)
-        return 1
+    return args.run(args)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    ends.run(main)

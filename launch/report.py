@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.console import ends
+from launch.console.terminal import say
+from recipes.files import path_of
 from recipes.tables import FOLDER
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
     try:
         return report(args, folder)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        say(f"\n{error}\n", sys.stderr)
         return 2
 
 
@@ -83,7 +86,8 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     names, paths = _asked(args, tables)
     every, problems = tables.published() if args.all else ([], [])
     run_labels = labels(paths)
-    directory = Path(args.out) if args.out else writing.default_directory(names, run_labels, args.all)
+    chosen = writing.default_directory(names, run_labels, args.all)
+    directory = path_of(args.out, "--out") if args.out else chosen
     former = writing.check(directory)
     runs = [read_run(path, label, tables.recipe) for path, label in zip(paths, run_labels, strict=True)]
     only_named = bool(args.table) and not args.all
@@ -110,18 +114,18 @@ def _asked(args: argparse.Namespace, tables: Tables) -> tuple[list[str], list[Pa
 
 def _say(made: Document, directory: Path, files: Sequence[Path], former: Sequence[str]) -> None:
     for section in made.sections:
-        print(f"{section.table.name}: {section.summary}")
+        say(f"{section.table.name}: {section.summary}")
     if made.comparison:
-        print(f"compared: {', '.join(run.label for run in made.comparison.runs)}")
+        say(f"compared: {', '.join(run.label for run in made.comparison.runs)}")
         for line in (*made.comparison.remarks, *made.comparison.findings):
-            print(f"  {line}")
+            say(f"  {line}")
     for note in made.notes:
-        print(note)
+        say(note)
     sizes = ", ".join(f"{path.name} ({path.stat().st_size / 1e3:,.0f} kB)" for path in files)
-    print(f"{directory}: {sizes}" + ("; a former report was replaced" if former else ""))
+    say(f"{directory}: {sizes}" + ("; a former report was replaced" if former else ""))
     if made.problems:
-        print("\ncould not be read:", *made.problems, sep="\n  ", file=sys.stderr)
+        say("\n  ".join(["\ncould not be read:", *made.problems]), sys.stderr)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    ends.run(main)

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from launch.console import arguments
+from launch.console import arguments, ends
 from recipes import catalog
 from recipes.layout import Layout
-from recipes.schema import Recipe
+from recipes.schema import MOST_LOADER_WORKERS, Recipe
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
 
 RANKS = (1, 2, 4)
+# Of each flag the largest number that it takes.
+MOST = {"step": 10**12, "samples": 10_000, "hashes": 10_000, "workers": MOST_LOADER_WORKERS}
 EXAMPLES = """\
 examples:
   python launch/show_data.py --recipe bert/sotu --step 0 --samples 2
@@ -66,9 +69,9 @@ def main() -> int:
 
 def check(args: argparse.Namespace, recipe: Recipe) -> None:
     """Raises ValueError with what the flags ask for and cannot have."""
-    for flag in ("step", "samples", "hashes", "workers"):
-        if getattr(args, flag) < 0:
-            raise ValueError(f"--{flag} {getattr(args, flag)} is below 0: give a number of {flag}, from 0 on")
+    for flag, most in MOST.items():
+        if not 0 <= (given := getattr(args, flag)) <= most:
+            raise ValueError(f"--{flag} {given}: out of range; give a number from 0 to {most:,}")
     if not args.samples and not args.hashes:
         raise ValueError("--samples 0 shows nothing: give 1 or more, or --hashes")
     if args.hashes and args.split != "train":
@@ -102,12 +105,14 @@ def show_hashes(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int
     layouts = [layout_of(recipe.batch.global_, dp) for dp in RANKS if recipe.batch.global_ % dp == 0]
     steps = (args.step, args.hashes, args.workers)
     columns = [step_hashes(recipe, corpus, layout, *steps) for layout in layouts]
-    print(f"{'step':>8}  " + "  ".join(f"{f'{layout.dp} data-parallel':<16}" for layout in layouts))
+    headings = (f"{f'{layout.dp} data-parallel':<16}" for layout in layouts)
+    print(f"{'step':>8}  " + "  ".join(headings), flush=True)
     different = []
     for step, hashes in enumerate(zip(*columns, strict=True), args.step):
         equal = len(set(hashes)) == 1
         different += [] if equal else [str(step)]
-        print(f"{step:>8}  {'  '.join(found[:16] for found in hashes)}{'' if equal else '  DIFFERENT'}")
+        shown = "  ".join(found[:16] for found in hashes)
+        print(f"{step:>8}  {shown}{'' if equal else '  DIFFERENT'}", flush=True)
     if different:
         print(f"the batch depends on the number of ranks in steps {', '.join(different)}", file=sys.stderr)
     return int(bool(different))
@@ -122,17 +127,19 @@ def layout_of(global_batch: int, dp: int) -> Layout:
 
 def step_hashes(
     recipe: Recipe, corpus: Corpus, layout: Layout, first: int, steps: int, workers: int
-) -> list[str]:
+) -> Iterator[str]:
+    """The hash of each step, one after the other."""
     from data.loader import StepBatches, batch_digest
 
     samples, seed = corpus.train, recipe.seed
     ranks = [StepBatches(samples, seed, layout, r, first, workers=workers) for r in range(layout.dp)]
     try:
-        return [batch_digest([micro for rank in ranks for micro in next(rank)]) for _ in range(steps)]
+        for _ in range(steps):
+            yield batch_digest([micro for rank in ranks for micro in next(rank)])
     finally:
         for rank in ranks:
             rank.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ends.run(main)

@@ -9,7 +9,6 @@ Shapes: B samples, S positions, P predicted positions, H hidden size, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -21,13 +20,13 @@ from torch import Tensor, nn
 from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
 from modeling.family import Family, common_shape
 from modeling.generation import fill_prompt
+from modeling.hidden_dropout import HiddenDropout
 from modeling.huggingface import bert
 from modeling.initialization import Init, Shard
-from modeling.layer_list import LayerDefinition, ModelShape, Stack, transformer_layers, word_embedding
+from modeling.layer_list import LayerDefinition, ModelShape, Stack, first, transformer_layers, word_embedding
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from modeling.parallel.process_grid import Group
-from modeling.parallel.random_state import dropout
 from modeling.transformer import BERT_NORM_EPS, LayerNorm, LayerShape
 from recipes.schema import Recipe
 
@@ -59,15 +58,16 @@ class Embedding(nn.Module):
 
     def __init__(self, shape: BertShape, *, init: Init):
         super().__init__()
-        self.dropout = shape.hidden_dropout
         self.position = init.normal("position", (shape.positions, shape.hidden), init.std)
         self.token_type = init.normal("token_type", (TOKEN_TYPES, shape.hidden), init.std)
         norm = init.child("norm")
         self.norm = LayerNorm(shape.hidden, init=norm, eps=BERT_NORM_EPS) if shape.post_norm else None
+        self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
 
-    def forward(self, x: Tensor, token_types: Tensor) -> Tensor:  # (B, S, H), (B, S) of 0 and 1 -> (B, S, H)
+    def forward(self, x: Tensor, token_types: Tensor, salts: Tensor | None = None) -> Tensor:
+        """x (B, S, H), token_types (B, S) of 0 and 1; salts (B, S, 2) of hidden dropout in training."""
         x = x + self.position[: x.shape[1]] + F.embedding(token_types, self.token_type)
-        return dropout(x if self.norm is None else self.norm(x), self.dropout, self.training)
+        return self.dropout(x if self.norm is None else self.norm(x), salts)
 
 
 class Head(nn.Module):
@@ -107,30 +107,26 @@ class DecoderBias(nn.Module):
 
 
 # Streams: (tokens, token types, lengths, positions) -> (x, lengths, positions) -> (logits, sentence logits)
-
-
-def _first(module: Callable[[Tensor], Tensor], stream: tuple) -> tuple:
-    first, *others = stream
-    return (module(first), *others)
+# The first two end with the salts of hidden dropout where there are any.
 
 
 def _embed(embedding: nn.Module, stream: tuple) -> tuple:
-    x, token_types, lengths, positions = stream
-    return embedding(x, token_types), lengths, positions
+    x, token_types, lengths, positions, *salts = stream
+    return embedding(x, token_types, *salts), lengths, positions, *salts
 
 
 def _attend(layer: nn.Module, stream: tuple) -> tuple:
-    x, lengths, positions = stream
-    return layer(x, lengths), lengths, positions
+    x, lengths, positions, *salts = stream
+    return layer(x, lengths, *salts), lengths, positions, *salts
 
 
 def _head(head: nn.Module, stream: tuple) -> tuple:
-    x, _, positions = stream
+    x, _, positions, *_ = stream
     return head(x, positions)
 
 
 def _decode(word: nn.Module, stream: tuple) -> tuple:
-    return _first(partial(word, project=True), stream)
+    return first(partial(word, project=True), stream)
 
 
 def layer_list(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefinition]:
@@ -140,13 +136,13 @@ def layer_list(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefin
     final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=BERT_NORM_EPS)
     bias = dict(vocab=shape.vocab, padded=shape.padded_vocab, group=group, init=init.child("decoder_bias"))
     return [
-        LayerDefinition("word", VocabParallelEmbedding, word, _first, tied=True),
+        LayerDefinition("word", VocabParallelEmbedding, word, tied=True),
         LayerDefinition("embedding", Embedding, embedding, _embed),
         *transformer_layers(shape, group, init, _attend),
-        *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm, _first)]),
+        *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm)]),
         LayerDefinition("head", Head, head, _head),
         LayerDefinition("word", VocabParallelEmbedding, word, _decode, tied=True),
-        LayerDefinition("decoder_bias", DecoderBias, bias, _first),
+        LayerDefinition("decoder_bias", DecoderBias, bias),
     ]
 
 
@@ -197,14 +193,17 @@ class Bert(Stack):
         positions: Tensor | None = None,
         labels: Tensor | None = None,
         *targets: Tensor,
+        salts: Tensor | None = None,
     ) -> Any:
         """The losses of a micro-batch as `pretraining_loss` returns them, or its logits.
 
         tokens, token_types (B, S); lengths (B,) or None where nothing is padded; positions, labels (B, P);
         targets: weights (B, P), sentence labels and weights (B,). Without labels returns (logits (B, P, V/t),
-        sentence logits (B, 2) or None), where positions None stands for all S.
+        sentence logits (B, 2) or None), where positions None stands for all S. salts (B, S, 2): of hidden
+        dropout in training.
         """
-        logits, sentence_logits = self.run((tokens, token_types, lengths, positions))
+        salted = () if salts is None else (salts,)
+        logits, sentence_logits = self.run((tokens, token_types, lengths, positions, *salted))
         if labels is None:
             return logits, sentence_logits
         return self.loss(logits, sentence_logits, labels, *targets, self.group)

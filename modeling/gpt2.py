@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from modeling.family import Family, common_shape
 from modeling.generation import continue_prompt
+from modeling.hidden_dropout import HiddenDropout
 from modeling.huggingface import gpt2
 from modeling.initialization import Init
-from modeling.layer_list import LayerDefinition, ModelShape, Stack, transformer_layers, word_embedding
+from modeling.layer_list import LayerDefinition, ModelShape, Stack, Stream, transformer_layers, word_embedding
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import VocabParallelEmbedding
 from modeling.parallel.process_grid import Group
-from modeling.parallel.random_state import dropout
 from modeling.transformer import LayerNorm, LayerShape
 from recipes.schema import Recipe
 
@@ -41,11 +41,27 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, shape: GPT2Shape, *, init: Init):
         super().__init__()
-        self.dropout = shape.hidden_dropout
         self.weight = init.normal("weight", (shape.positions, shape.hidden), init.std)
+        self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, S, H), S <= positions
-        return dropout(x + self.weight[: x.shape[1]], self.dropout, self.training)
+    def forward(self, x: Tensor, salts: Tensor | None = None) -> Tensor:
+        """x (B, S, H), S <= positions; salts (B, S, 2) of hidden dropout in training."""
+        return self.dropout(x + self.weight[: x.shape[1]], salts)
+
+
+# Streams: tokens -> x -> logits; with salts of hidden dropout (tokens, salts) -> (x, salts) -> logits
+
+
+def _drop(layer: nn.Module, stream: Stream) -> Stream:
+    """A layer with dropout."""
+    if isinstance(stream, Tensor):
+        return layer(stream)
+    x, salts = stream
+    return layer(x, salts=salts), salts
+
+
+def _finish(norm: nn.Module, stream: Stream) -> Tensor:
+    return norm(stream if isinstance(stream, Tensor) else stream[0])
 
 
 def _project(word: nn.Module, x: Tensor) -> Tensor:
@@ -55,11 +71,13 @@ def _project(word: nn.Module, x: Tensor) -> Tensor:
 def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefinition]:
     """tokens (B, S) -> logits (B, S, V/t); the first layer and the last share a module."""
     word = word_embedding(shape, group, init)
+    position = dict(shape=shape, init=init.child("position"))
+    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"))
     return [
         LayerDefinition("word", VocabParallelEmbedding, word, tied=True),
-        LayerDefinition("position", PositionEmbedding, dict(shape=shape, init=init.child("position"))),
-        *transformer_layers(shape, group, init),
-        LayerDefinition("final_norm", LayerNorm, dict(hidden=shape.hidden, init=init.child("final_norm"))),
+        LayerDefinition("position", PositionEmbedding, position, _drop),
+        *transformer_layers(shape, group, init, _drop),
+        LayerDefinition("final_norm", LayerNorm, final_norm, _finish),
         LayerDefinition("word", VocabParallelEmbedding, word, _project, tied=True),
     ]
 
@@ -70,9 +88,19 @@ class GPT2(Stack):
     def __init__(self, shape: GPT2Shape, *, group: Group, init: Init):
         super().__init__(layer_list(shape, group=group, init=init), shape, group=group, loss=weighted_loss)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """tokens, labels, weights (B, S) -> scalar loss; without labels -> logits (B, S, V/t)."""
-        logits = self.run(tokens)
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        salts: Tensor | None = None,
+    ) -> Tensor:
+        """tokens, labels, weights (B, S) -> scalar loss; without labels -> logits (B, S, V/t).
+
+        salts (B, S, 2): of hidden dropout in training.
+        """
+        logits = self.run(tokens if salts is None else (tokens, salts))
         return logits if labels is None else self.loss(logits, labels, weights, self.group)
 
 

@@ -45,12 +45,21 @@ class Init:
         """Standard deviation of projections onto the residual stream (GPT-2 report, section 2.3)."""
         return self.std / (2 * self.layers) ** 0.5
 
-    def _normal(self, name: str, shape: Size, std: float) -> Tensor:
+    def _generator(self, name: str) -> np.random.Generator:
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
-        values = generator.standard_normal(size=shape, dtype=np.float32)
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+
+    def _normal(self, name: str, shape: Size, std: float) -> Tensor:
+        values = self._generator(name).standard_normal(size=shape, dtype=np.float32)
         values *= np.float32(std)
         return torch.from_numpy(values)
+
+    def words(self, leaf: str, count: int) -> Tensor:
+        """(count,) int64 of random bits, the same on every rank: no parameter, and never given."""
+        if self.meta:
+            return torch.empty(count, dtype=torch.int64, device="meta")
+        bits = self._generator(self.child(leaf).name).integers(0, 2**64, count, np.uint64)
+        return torch.from_numpy(bits.view(np.int64))
 
     def normal(self, leaf: str, shape: Size, std: float, *, shard: Shard | None = None) -> Parameter:
         """N(0, std^2) of the full `shape`, of which this rank keeps its slice."""

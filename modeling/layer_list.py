@@ -2,8 +2,9 @@
 
 A family (`gpt2.py`, `bert.py`) defines its layers once, each with how it acts on the *stream*: what one layer
 hands to the next. That is one tensor, or a tuple whose first entry is the residual stream x (B, S, H) and
-whose others ride along: integers that later layers need, such as lengths. `Stack` holds all layers as one
-module (ZeRO 0-3, with or without tensor parallelism); `Pipeline` hands them to DeepSpeed (pipeline and 3D).
+whose others ride along: integers that later layers need, such as lengths and the salts of hidden dropout.
+`Stack` holds all layers as one module (ZeRO 0-3, with or without tensor parallelism); `Pipeline` hands them
+to DeepSpeed (pipeline and 3D).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
 from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.transformer import LayerShape, TransformerLayer
@@ -34,9 +36,12 @@ LayerList = Callable[..., list["LayerDefinition"]]  # (shape, group=, init=) -> 
 Layers = Sequence[tuple[Apply, nn.Module]]
 
 
-def call(module: nn.Module, stream: Stream) -> Stream:
-    """The layer takes the stream as it is."""
-    return module(stream)
+def first(module: Callable[[Tensor], Tensor], stream: Stream) -> Stream:
+    """The layer takes the first tensor; the others ride along."""
+    if isinstance(stream, Tensor):
+        return module(stream)
+    changed, *others = stream
+    return (module(changed), *others)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class LayerDefinition:
     name: str
     kind: type[nn.Module]
     arguments: dict[str, Any]
-    apply: Apply = call
+    apply: Apply = first
     tied: bool = False
 
 
@@ -83,7 +88,7 @@ def word_embedding(shape: ModelShape, group: Group, init: Init) -> dict[str, Any
 
 
 def transformer_layers(
-    shape: ModelShape, group: Group, init: Init, apply: Apply = call
+    shape: ModelShape, group: Group, init: Init, apply: Apply = first
 ) -> list[LayerDefinition]:
     """The layers between the embeddings and the final norm or the heads, called "layers.N"."""
     names = [f"layers.{i}" for i in range(shape.layers)]
@@ -121,7 +126,7 @@ class Stack(nn.Module):
     def run(self, stream: Stream) -> Stream:
         """Every layer in turn."""
         interval = self.shape.checkpoint_interval if self.training else 0
-        # DeepSpeed's checkpointing restores both streams of dropout.
+        # DeepSpeed's checkpointing restores both streams of attention dropout.
         return run_layers(self._in_order, stream, interval, deepspeed.checkpointing.checkpoint)
 
 
@@ -164,6 +169,7 @@ class Pipeline(PipelineModule):
             checkpointable_layers=[TransformerLayer.__name__],
         )
         self.loss_parts = loss.part_names
+        self.salted = any(isinstance(m, HiddenDropout) and m.probability > 0 for m in self.modules())
         self._applies = [d.apply for d in definitions[self._local_start : self._local_stop]]
 
     def forward(self, stream: Stream) -> Stream:

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.banded_attention import banded_attention, prepared_mask
+from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
 from modeling.parallel.process_grid import Group
-from modeling.parallel.random_state import dropout, tensor_parallel_random
+from modeling.parallel.random_state import tensor_parallel_random
 
 GPT2_NORM_EPS, BERT_NORM_EPS = 1e-5, 1e-12  # of the original implementations
 
@@ -119,16 +120,23 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, shape: LayerShape, *, group: Group, init: Init):
         super().__init__()
-        self.dropout, self.post_norm = shape.hidden_dropout, shape.post_norm
+        self.post_norm = shape.post_norm
         self.attention_norm = LayerNorm(shape.hidden, init=init.child("attention_norm"), eps=shape.norm_eps)
         self.attention = Attention(shape, group=group, init=init.child("attention"))
         self.mlp_norm = LayerNorm(shape.hidden, init=init.child("mlp_norm"), eps=shape.norm_eps)
         self.mlp = MLP(shape, group=group, init=init.child("mlp"))
+        self.attention_dropout, self.mlp_dropout = (
+            HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child(name))
+            for name in ("attention_dropout", "mlp_dropout")
+        )
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """x (B, S, H), lengths (B,) of what is not padding, or None -> (B, S, H)."""
+    def forward(self, x: Tensor, lengths: Tensor | None = None, salts: Tensor | None = None) -> Tensor:
+        """x (B, S, H), lengths (B,) of what is not padding, or None -> (B, S, H).
+
+        salts (B, S, 2): of hidden dropout in training.
+        """
         if self.post_norm:
-            x = self.attention_norm(x + dropout(self.attention(x, lengths), self.dropout, self.training))
-            return self.mlp_norm(x + dropout(self.mlp(x), self.dropout, self.training))
-        x = x + dropout(self.attention(self.attention_norm(x), lengths), self.dropout, self.training)
-        return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+            x = self.attention_norm(x + self.attention_dropout(self.attention(x, lengths), salts))
+            return self.mlp_norm(x + self.mlp_dropout(self.mlp(x), salts))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), lengths), salts)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), salts)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import yaml
 
+from recipes import files
 from recipes import overrides as overriding
 from recipes.problems import Problem, ProblemsError, RecipeError, nearest, some
 from recipes.schema import Recipe
@@ -93,7 +94,7 @@ def dump(recipe: Recipe) -> str:
 def load_resolved(path: str | Path) -> Recipe:
     """Read a recipe that `dump` wrote (a run's recipe.yaml); RecipeError: missing, malformed or no recipe."""
     where = str(path)
-    if not Path(path).is_file():
+    if not files.is_file(Path(path)):
         rule, fix = "a run keeps its recipe in recipe.yaml", "give the run's directory"
         raise RecipeError([Problem(where, "no such file", rule, fix, where=where)])
     document = read(Path(path), where)
@@ -139,15 +140,15 @@ def find(name: str) -> tuple[Table, str]:
     """The table and the row that `name` means to `load`. Raises RecipeError where there is none."""
     if outside := _outside(name):
         path, row = outside
-        if not path.is_file():
+        if not files.is_file(path):
             fix = f"give the path of a table and a row, as in {path}/row"
             raise _unfound(name, f"there is no file {path}", fix)
         own = read_table(path)
         key = f"{own.name}/{row}" if row else own.name
         return _row_of([own], name, key, [], lambda key: f"{path}/{key.removeprefix(own.name + '/')}")
     table, _, row = name.partition("/")
-    if (FOLDER / f"{table}.yaml").is_file():  # a full name needs no other table
-        only = read_table(FOLDER / f"{table}.yaml")
+    if (path := FOLDER / f"{table}.yaml") in FOLDER.glob("*.yaml"):  # a full name needs no other table
+        only = read_table(path)
         if row in only.rows:
             return only, row
     found, problems = _tables(FOLDER)
@@ -163,7 +164,7 @@ def _outside(name: str) -> tuple[Path, str] | None:
     for suffix in (".yaml", ".yml"):
         before, found, after = name.rpartition(suffix)
         if found and after[:1] in ("", "/", ":"):
-            return Path(before + suffix).expanduser(), after[1:]
+            return files.path_of(before + suffix, "--recipe"), after[1:]
     return None
 
 

@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 
+from recipes import files
 from recipes.key_paths import paths
 from recipes.layout import share_batch
+from recipes.plural import counted
 from recipes.problems import Key, Problem, Setting, Text, Words, did_you_mean
 from recipes.schema import Origin, Recipe
 from recipes.vocabularies import PUBLISHED_BY_FAMILY, PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
@@ -238,7 +240,7 @@ _RULES: tuple[Callable[[Recipe], Found], ...] = (
 def _ds_config(recipe: Recipe) -> Found:
     """A bare name is a file of ds_configs/; a path may be another machine's, and is looked up when used."""
     name, known = recipe.ds_config, [path.stem for path in _DS_CONFIGS.glob("*.json")]
-    if Path(name).name == name and not Path(name).is_file() and name.removesuffix(".json") not in known:
+    if Path(name).name == name and not files.is_file(Path(name)) and name.removesuffix(".json") not in known:
         came, rule = Setting("ds_config", name), "no such file in ds_configs/"
         yield Problem("ds_config", came, rule, did_you_mean(name, known))
 
@@ -258,6 +260,9 @@ def _cells(recipe: Recipe, columns: Sequence[str]) -> Found:
         return
     cells = itertools.zip_longest(columns, (cell.strip() for cell in row.split("|")), fillvalue="?")
     shown = ", ".join(f"{name}: {cell}" for name, cell in cells)
-    came = Key("published.row"), f" has {count} cells for {len(columns)} columns ({shown})"
+    came = (
+        Key("published.row"),
+        f" has {counted(count, 'cell')} for {counted(len(columns), 'column')} ({shown})",
+    )
     rule = "one cell for each heading, separated by |, blank where the source prints none"
     yield Problem("published.row", came, rule, "add the missing or join the surplus ones")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -50,7 +51,8 @@ def padded_vocab(vocab: int, tp: int, divisible_by: int = 128) -> int:
 
 def divisors(number: int) -> list[int]:
     """Divisors in ascending order."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def share_batch(

@@ -9,6 +9,7 @@ from typing import Any
 
 from recipes.key_paths import paths, suggestion
 from recipes.problems import Problem
+from recipes.schema import Origin
 from recipes.yaml_lines import KeyPath, YamlError, parse
 
 _HOW = "write --set key=value, as in --set batch.micro=4"
@@ -43,7 +44,17 @@ def apply(values: Mapping[str, Any], texts: Sequence[str]) -> Overridden:
             except YamlError as error:
                 fix = "put the value in quotes if it is text"
                 problems += [replace(each, fix=fix) for each in error.problems]
+    _blend_instead(changed, keys)
     return Overridden(changed, frozenset(keys), tuple(problems))
+
+
+def _blend_instead(values: dict[str, Any], keys: set[KeyPath]) -> None:
+    """A blend that is set takes the place of the recipe's own source; what is set next to it stays."""
+    data = values.get("data")
+    if ("data", "blend") in keys and isinstance(data, dict) and data.get("blend"):
+        for field in Origin.model_fields:
+            if ("data", field) not in keys:
+                data.pop(field, None)
 
 
 def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -101,10 +101,10 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     return f"there is: {some(options)}" if options else "there is none"
 
 
-def some(options: Sequence[str]) -> str:
-    """The first `MOST` of them, and how many more there are."""
-    more = len(options) - MOST
-    return ", ".join(options[:MOST]) + (f" and {more} more" if more > 0 else "")
+def some(options: Sequence[str], most: int = MOST) -> str:
+    """The first `most` of them, and how many more there are."""
+    more = len(options) - most
+    return ", ".join(options[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def either(words: Iterable[object]) -> str:

@@ -12,9 +12,21 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.types import NonNegativeFloat, PositiveFloat
 
 AttentionKind = Literal["dense", "banded"]
+MOST_LOADER_WORKERS = 256  # threads
+
+
+# Whole numbers, bounded where larger ones would be slips, and take a planner's time or a machine's memory.
+Count = Annotated[int, Field(ge=1, le=10**9)]
+CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
+Parameters = Annotated[int, Field(ge=1, le=10**15)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+Width = Annotated[int, Field(ge=1, le=10**6)]  # hidden size, heads, degrees of parallelism
+Vocabulary = Annotated[int, Field(ge=1, le=10**8)]
+Tokens = Annotated[int, Field(ge=1, le=10**7)]  # of a sample
+Samples = Annotated[int, Field(ge=1, le=10**7)]  # of a step, or of a validation
 
 
 class Strict(BaseModel):
@@ -34,11 +46,11 @@ class Model(Strict):
     """Shape of the transformer."""
 
     family: Literal["gpt2", "bert"] = "gpt2"
-    layers: PositiveInt = Field(description="transformer layers")
-    hidden: PositiveInt = Field(description="hidden size: width of the residual stream")
-    heads: PositiveInt = Field(description="attention heads per layer; divides hidden")
-    vocab_size: PositiveInt = Field(description="tokens of the vocabulary, before padding")
-    vocab_divisible_by: PositiveInt = 128
+    layers: Layers = Field(description="transformer layers")
+    hidden: Width = Field(description="hidden size: width of the residual stream")
+    heads: Width = Field(description="attention heads per layer; divides hidden")
+    vocab_size: Vocabulary = Field(description="tokens of the vocabulary, before padding")
+    vocab_divisible_by: Width = 128
     """the vocabulary is padded to a multiple of this x tp (Megatron-LM's make_vocab_size_divisible_by)"""
     implementation: Literal["megarecipes", "transformers"] = "megarecipes"
     """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel, trained by
@@ -46,7 +58,7 @@ class Model(Strict):
     attention: Annotated[tuple[AttentionKind, ...], Field(strict=False, min_length=1)] = ("dense",)
     """kind of each layer, repeated over the layers; [dense, banded] alternates as GPT-3 (Brown et al. 2020,
     section 2.1)"""
-    attention_window: PositiveInt | None = None
+    attention_window: Tokens | None = None
     """banded: positions that each position sees, itself and those before it"""
     layer_norm: Literal["pre", "post"] = "pre"
     """pre: before attention and MLP, and once after the last layer (GPT-2; Megatron-BERT, arXiv 1909.08053
@@ -65,11 +77,11 @@ class Model(Strict):
 class Parallel(Strict):
     """Degrees of parallelism: tp x pp x dp processes. What is null is not the recipe's to decide."""
 
-    tp: PositiveInt | None = None
+    tp: Width | None = None
     """tensor-parallel degree: ranks that share each layer; null: the DeepSpeed JSON's, or 1"""
-    pp: PositiveInt | None = None
+    pp: Width | None = None
     """pipeline-parallel degree: stages of consecutive layers; null: the DeepSpeed JSON's, or 1"""
-    dp: PositiveInt | None = None
+    dp: Width | None = None
     """data-parallel degree; null: processes / (tp x pp)"""
 
     @property
@@ -81,12 +93,12 @@ class Parallel(Strict):
 class Batch(Strict):
     """micro x accumulation x dp = global."""
 
-    micro: PositiveInt | None = None
+    micro: Samples | None = None
     """samples per forward pass and data-parallel rank; null: global / (accumulation x dp), so that any number
     of ranks that divides global will do"""
-    global_: PositiveInt = Field(alias="global")
+    global_: Samples = Field(alias="global")
     """samples per optimizer step, over all data-parallel ranks"""
-    accumulation: PositiveInt | None = None
+    accumulation: Samples | None = None
     """micro-batches per optimizer step and data-parallel rank; null: global / (micro x dp), and where micro
     is null as well the smallest number that is no less than pp"""
 
@@ -111,16 +123,17 @@ class Schedule(Strict):
     """Megatron-LM's schedules: linear warm-up from 0, then decay to min_lr, then constant."""
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: NonNegativeInt = Field(default=0, description="optimizer steps of linear warm-up")
-    decay_steps: PositiveInt | None = None
+    warmup_steps: CountOrZero = Field(default=0, description="optimizer steps of linear warm-up")
+    decay_steps: Count | None = None
     """step at which min_lr is reached; null: the recipe's steps"""
     min_lr: NonNegativeFloat = 0.0
 
 
 class Dropout(Strict):
     hidden: float = Field(default=0.0, ge=0, lt=1)
-    """after the embedding, the attention output and the MLP"""
-    attention: float = Field(default=0.0, ge=0, lt=1, description="on attention probabilities")
+    """after the embedding, the attention output and the MLP; our models drop the same under every layout"""
+    attention: float = Field(default=0.0, ge=0, lt=1)
+    """on attention probabilities; each rank draws in the kernel, so that masks follow the layout"""
 
 
 class Tokenizer(Strict):
@@ -141,7 +154,7 @@ class Masking(Strict):
     """
 
     probability: float = Field(default=0.15, gt=0, lt=1, description="share of tokens that are predicted")
-    max_ngram: PositiveInt = 3
+    max_ngram: Annotated[int, Field(ge=1, le=100)] = 3
     """longest run of words masked together; a run of n has probability proportional to 1/n (ALBERT)"""
     whole_words: bool = Field(default=True, description="mask all pieces of a word, not single ones")
     short_probability: float = Field(default=0.1, ge=0, lt=1)
@@ -185,9 +198,9 @@ class Data(Origin):
 
     blend: Annotated[tuple[BlendPart, ...], Field(strict=False)] = ()
     """several sources, by weight; replaces data.source, data.name and what belongs to them"""
-    validation_every: PositiveInt = 20
+    validation_every: Count = 20
     """every n-th document of a source (of a file, where streamed) is held out, whole, for validation"""
-    test_every: PositiveInt | None = None
+    test_every: Count | None = None
     """every n-th document that validation leaves is held out, whole, for a test after training; null: none"""
     tokenizer: Tokenizer = Tokenizer()
     masking: Masking = Masking()
@@ -201,19 +214,19 @@ class Data(Origin):
 class Run(Strict):
     """What the run prints and keeps; changes no number of the training."""
 
-    validate_every: NonNegativeInt = 0
+    validate_every: CountOrZero = 0
     """optimizer steps between validations; 0: only before and after"""
-    validation_samples: PositiveInt = 64
+    validation_samples: Samples = 64
     """sequences per validation (fewer if the held-out text has fewer)"""
-    save_every: NonNegativeInt = 0
+    save_every: CountOrZero = 0
     """optimizer steps between checkpoints; 0: none of these"""
     save_last: bool = True
     """a checkpoint after the last step; false for runs that only time iterations"""
-    keep_checkpoints: PositiveInt | None = None
+    keep_checkpoints: Count | None = None
     """newest complete checkpoints that are kept; null: all"""
     prompt: str | None = None
     """text that the trained model continues at the end (bert: whose [MASK]s it fills in); null: none"""
-    loader_workers: NonNegativeInt = 1
+    loader_workers: Annotated[int, Field(ge=0, le=MOST_LOADER_WORKERS)] = 1
     """threads per rank that make batches ahead of training; 0: made between steps"""
 
 
@@ -221,8 +234,8 @@ class Hardware(Strict):
     """What the row was measured on, or is meant for; a text alone is its name."""
 
     name: str
-    gpus: PositiveInt | None = Field(default=None, description="of the whole run, as printed")
-    gpus_per_node: PositiveInt | None = None
+    gpus: Count | None = Field(default=None, description="of the whole run, as printed")
+    gpus_per_node: Count | None = None
     gpu_memory_gb: PositiveFloat | None = Field(default=None, description="GB of each GPU")
     peak_tflops: PositiveFloat | None = None
     """per GPU in half precision, as the source states it"""
@@ -233,7 +246,7 @@ class Hardware(Strict):
         return {"name": value} if isinstance(value, str) else value
 
     def __str__(self) -> str:
-        return self.name if self.gpus is None else f"{self.gpus} GPUs ({self.name})"
+        return self.name if self.gpus is None else f"{self.gpus} GPU{'s' * (self.gpus != 1)} ({self.name})"
 
 
 class Published(Strict):
@@ -245,8 +258,8 @@ class Published(Strict):
     framework: str | None = Field(default=None, description="what the source ran")
     date: str | None = None
     size_label: str | None = Field(default=None, description="model size as printed, e.g. 48B")
-    parameters: PositiveInt | None = Field(default=None, description="model size where printed to the unit")
-    parameters_per_rank: PositiveInt | None = None
+    parameters: Parameters | None = Field(default=None, description="model size where printed to the unit")
+    parameters_per_rank: Parameters | None = None
     time_per_iteration_s: PositiveFloat | None = None
     samples_per_s: PositiveFloat | None = None
     tflops: PositiveFloat | None = Field(default=None, description="per GPU, as printed")
@@ -266,19 +279,19 @@ class Published(Strict):
 class Recipe(Strict):
     title: str = Field(description="one line for lists")
     model: Model
-    sequence_length: PositiveInt = Field(description="tokens per sample")
+    sequence_length: Tokens = Field(description="tokens per sample")
     parallel: Parallel = Parallel()
     batch: Batch
-    steps: PositiveInt = Field(description="optimizer steps of the whole run")
+    steps: Count = Field(description="optimizer steps of the whole run")
     optimizer: Optimizer
     schedule: Schedule = Schedule()
     dropout: Dropout = Dropout()
     init_std: PositiveFloat = 0.02
     """standard deviation of initial weights; residual projections: / sqrt(2 x layers)"""
-    activation_checkpointing: Literal["none", "full"] | PositiveInt = "none"
+    activation_checkpointing: Literal["none", "full"] | Layers = "none"
     """none; full: every layer is recomputed; N: recomputed in chunks of N layers"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    seed: NonNegativeInt = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     data: Data = Data()
     run: Run = Run()
     ds_config: str = "zero1"

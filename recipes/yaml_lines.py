@@ -1,17 +1,22 @@
-"""YAML with the line of every key: no key stands twice, 1e-4 is a number, errors say file:line:column."""
+"""YAML with the line of every key: no key stands twice, 1e-4 is a number, errors say file:line:column.
+
+Aliases (`*name`) are followed, within bounds: a few bytes of them can stand for gigabytes, or for themselves.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
+from recipes import files
 from recipes.problems import Problem, RecipeError
 
 KeyPath = tuple[str, ...]
+MOST_VALUES = 100_000  # of one document, aliases followed; the largest table here has 3000
 
 
 class YamlError(RecipeError):
@@ -54,8 +59,12 @@ class Document:
 
 
 def parse(text: str, where: str) -> Document:
-    """Parse `text`, called `where` in a YamlError: malformed YAML, or a key twice in one mapping."""
+    """Parse `text`, called `where` in a YamlError.
+
+    Refused are malformed YAML, a key twice in one mapping, and what is too deep or too large.
+    """
     try:
+        _check_size(text, where)
         return _parse(text, where, _FastLoader)
     except yaml.YAMLError:
         pass  # for its message
@@ -68,7 +77,46 @@ def parse(text: str, where: str) -> Document:
         rule = ": ".join([f"{error.problem or error.context}", *(repr(line.strip()) for line in offending)])
         raise YamlError(place, "not YAML", rule) from None
     except yaml.YAMLError as error:
-        raise YamlError(where, "not YAML", str(error)) from None
+        raise YamlError(where, "not YAML", " ".join(str(error).split())) from None
+
+
+def _check_size(text: str, where: str) -> None:
+    """Refuse what is too deep or too large once aliases are followed. Raises yaml.YAMLError: malformed."""
+    sizes: dict[str, tuple[int, int]] = {}  # of what has an anchor: values, depth
+    within: list[tuple[str | None, list[int]]] = [(None, [0, 0])]  # open: anchor, [values, depth]
+    for event in yaml.parse(text, Loader=_FastLoader):
+        line = event.start_mark.line + 1 if event.start_mark else 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            within.append((event.anchor, [1, 1]))
+            if len(within) > files.MOST_DEPTH:
+                _refuse_size(f"{where}:{line}", "is nested too deeply")
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, (values, depth) = within.pop()
+            if anchor is not None:
+                sizes[anchor] = values, depth
+        elif isinstance(event, yaml.ScalarEvent):
+            values, depth = 1, 1
+            if "\0" in event.value:
+                raise YamlError(f"{where}:{line}", "holds a NUL", "no name or text has one", "remove it")
+            if event.anchor is not None:
+                sizes[event.anchor] = 1, 1
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:  # of an open collection, or of none
+                rule, fix = "an alias repeats what stands before it, whole", "write the value out"
+                raise YamlError(f"{where}:{line}", f"*{event.anchor} repeats what is not complete", rule, fix)
+            values, depth = sizes[event.anchor]
+        else:
+            continue
+        parent = within[-1][1]
+        parent[0], parent[1] = parent[0] + values, max(parent[1], depth + 1)
+        if parent[0] > MOST_VALUES or len(within) + depth > files.MOST_DEPTH:
+            _refuse_size(f"{where}:{line}", f"holds more than {MOST_VALUES} values, or is nested too deeply")
+
+
+def _refuse_size(place: str, came: str) -> NoReturn:
+    rule = f"at most {MOST_VALUES} values within {files.MOST_DEPTH} others, aliases followed"
+    raise YamlError(place, came, rule, "is it the right file?")
 
 
 def _parse(text: str, where: str, kind: Any) -> Document:
@@ -77,15 +125,22 @@ def _parse(text: str, where: str, kind: Any) -> Document:
     if node is None:
         return Document(where, None)
     _walk(node, (), lines, where)
-    return Document(where, loader.construct_document(node), lines)
+    try:
+        value = loader.construct_document(node)
+        files.check_value(value, where)
+    except files.FileError as error:
+        raise RecipeError(error.problems) from None
+    except (ValueError, OverflowError) as error:  # a date or a number that is none, by its form
+        raise YamlError(where, "not YAML", str(error)) from None
+    return Document(where, value, lines)
 
 
 def read(path: Path, where: str) -> Document:
-    """Parse the file; raises YamlError as `parse` does, and for a file that is not UTF-8."""
+    """Parse the file; raises YamlError as `parse` does, and for a file that cannot be read."""
     try:
-        return parse(path.read_text(encoding="utf-8"), where)
-    except UnicodeDecodeError as error:
-        raise YamlError(where, f"not UTF-8 at byte {error.start}", fix="save the file as UTF-8") from None
+        return parse(files.read_text(path), where)
+    except files.FileError as error:
+        raise RecipeError(error.problems) from None
 
 
 def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], where: str) -> None:

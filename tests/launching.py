@@ -12,10 +12,16 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from rank_server import RankServer
+from rank_server import RankServer, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = Path(__file__).resolve().parent / "workers"
+
+
+def deepspeed(processes: int, port: int | None = None) -> list[str]:
+    """The deepspeed launcher on a port that no other launch has, unless `port` says which."""
+    launcher = str(Path(sys.executable).parent / "deepspeed")
+    return [launcher, "--num_gpus", str(processes), "--master_port", str(port or free_port())]
 
 
 def run(

@@ -29,6 +29,13 @@ PRELOADED = (
 KILL_AFTER_S = 10  # seconds that the other ranks get once one has failed, as a launcher gives them
 
 
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class RankServer:
     """The client's side; one launch at a time."""
 
@@ -99,9 +106,7 @@ def _launch(processes: int, command: list[str], env: dict[str, str], cwd: str, o
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = {}
     for rank in range(processes):
         pid = os.fork()

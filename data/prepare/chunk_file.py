@@ -92,7 +92,8 @@ def _opened(directory: Path, number: int) -> Any:
     try:
         return np.load(path)
     except (BadZipFile, ValueError, EOFError) as error:
-        raise Damaged(f"{path} is not a chunk of prepared documents ({error})") from error
+        why = f"{path} is not a chunk of prepared documents ({error})"
+        raise Damaged(f"{why}; the same command with --force begins again") from error
 
 
 def _head(file: Any) -> tuple[Cursor, Tally]:

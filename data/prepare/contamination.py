@@ -17,11 +17,13 @@ from data.prepare.words import Words, ngrams, words_of
 from data.sources.opening import format_of
 from data.sources.records import Broken
 from data.vocabularies.encoder import grouped
+from recipes import files
 from recipes.schema import Origin
 
 _FILTER_BITS = 24  # the table that almost every n-gram is dismissed by: 16 MiB, one byte an entry
 _TEXTS_AT_ONCE = 4096
-_LARGEST_FILE = 1 << 30  # bytes of one evaluation file, which is held in memory
+_LARGEST_FILE = 1 << 28  # bytes of one evaluation file, which is held in memory
+_LARGEST_TEXT = 1 << 23  # characters; the words of a text take 25 times its size
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
     for number, path in enumerate(paths):
         before = len(hashes)
         for some in grouped(_strings(Path(path)), lambda text: 1, _TEXTS_AT_ONCE):
+            if (longest := max(map(len, some))) > _LARGEST_TEXT:
+                rule = f"a text of {longest:,} characters; an evaluation's have at most {_LARGEST_TEXT:,}"
+                raise ValueError(f"--decontaminate {path}: {rule}: is it the right file?")
             words = words_of(some)
             found = ngrams(words, n, whole_if_short=False)[0]
             texts += len(some)
@@ -89,8 +94,8 @@ def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
 
 
 def _strings(path: Path) -> Iterator[str]:
-    if not path.is_file():
-        raise ValueError(f"--decontaminate {path}: no such file")
+    if not files.is_file(path):
+        raise ValueError(f"--decontaminate {path}: no such file, or no ordinary one")
     lines = format_of(Origin(source="text", name=str(path), documents="file"), _LARGEST_FILE)
     is_json = any(suffix in (".json", ".jsonl", ".ndjson") for suffix in path.suffixes)
     for raw in lines.frame(path):
@@ -103,11 +108,11 @@ def _strings(path: Path) -> Iterator[str]:
 def _json_strings(path: Path, text: str) -> Iterator[str]:
     try:
         yield from _leaves(json.loads(text))  # one object or list
-    except ValueError:
+    except (ValueError, RecursionError):
         for number, line in enumerate(text.split("\n"), 1):
             try:
                 yield from _leaves(json.loads(line) if line.strip() else None)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"--decontaminate {path}:{number}: not JSON ({error})") from error
 
 

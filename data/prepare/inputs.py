@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.prepare.settings import Settings
-from data.sources.opening import files_of, format_of, hub_source
-from data.sources.records import Broken, Raw, RecordFormat
+from data.sources.opening import files_of, format_of, hub_source, looks_like
+from data.sources.records import Broken, Raw, RecordFormat, Untitled
+from recipes.problems import Problem, ProblemsError, Setting, Text
 
+FILES_LOOKED_AT, RECORDS_LOOKED_AT = 8, 100  # before any work is done
 CHUNK_RECORDS = 4096  # at most; the bytes of a chunk are given by `Settings.chunk_mb`
 # Text per byte of file, for the progress bar only.
 _EXPANSION = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.5, ".zst": 3.3, ".parquet": 1.8}
@@ -45,7 +47,7 @@ class InputFile(NamedTuple):
     modified_ns: int | None
 
 
-class HubFormat:
+class HubFormat(Untitled):
     """Records of the hub, in the place of a file format. They hold text, and need no parsing."""
 
     def __init__(self, settings: Settings):
@@ -79,6 +81,55 @@ class Inputs:
         if repeated and len(origins) > 1:
             raise ValueError(f"--name matches {', '.join(repeated)} more than once: give each file one time")
         self.files = self.look()
+
+    def check_beginning(self) -> list[str]:
+        """Read the first records of some files; returns what a reader should be warned of.
+
+        Raises:
+            ProblemsError: in none of these files a text is found.
+        """
+        if self._hub:
+            return []
+        warnings = []
+        refused: list[Problem] = []
+        for path in self.paths[:FILES_LOOKED_AT]:
+            kind, source = looks_like(path) or ("", None)
+            problem = self._first_problem(path)
+            if not problem:
+                if kind and source and self._settings.origin.source == "text":
+                    warnings.append(f"{path} looks like {kind} (--source {source}) and is read as plain text")
+                refused = []
+                break
+            came, rule = problem
+            own = source == self._settings.origin.source
+            fix: Text = ""
+            if kind and not own:
+                rule = f"it is {kind}"
+                fix = ("give ", Setting("data.source", source)) if source else ""
+            refused.append(Problem("data.name", came, rule, fix))
+        if refused:
+            raise ProblemsError(refused)
+        return warnings
+
+    def _first_problem(self, path: Path) -> tuple[str, Text] | None:
+        """Where and why the first record of a file is no text, if none of those at its beginning is."""
+        first: Broken | None = None
+        broken = empty = 0
+        for item in self.format.frame(path):
+            text = item if isinstance(item, Broken) else self.format.parse(item)
+            if isinstance(text, str) and text:
+                return None
+            if isinstance(text, Broken):
+                first, broken = first or text, broken + 1
+                if broken >= RECORDS_LOOKED_AT:
+                    break
+            else:
+                empty += 1
+        if first:
+            more = f" (and so {broken - 1} more records)" if broken > 1 else ""
+            return f"{path}:{first.number}: {first.kind}{more}", first.detail
+        rule = "all its records are empty" if empty else "it has no records"
+        return str(path), f"no text in it: {rule}"
 
     def look(self) -> list[InputFile]:
         """The files as they are now."""

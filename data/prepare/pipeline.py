@@ -18,6 +18,7 @@ from data.prepare import assemble, chunk_file, pool, report, tokenizer
 from data.prepare.contamination import read_evaluation
 from data.prepare.duplicates import find_duplicates
 from data.prepare.inputs import Chunk, Cursor, Inputs
+from data.prepare.language import check_code
 from data.prepare.minhash import Bands, choose_bands
 from data.prepare.settings import FORMAT_VERSION, PreparationFailed, Settings
 from data.prepare.tally import BROKEN, Tally
@@ -61,6 +62,7 @@ class Run:
     found: int = 0  # chunks that an earlier run had committed
     new_bytes: int = 0  # of text that this run has parsed
     worker_peak: int = 0
+    warnings: tuple[str, ...] = ()
     worker_seconds: float = 0.0  # of processor time
     started: float = field(default_factory=time.perf_counter)
     spent: float = field(default_factory=time.process_time)  # by this process when it started
@@ -76,6 +78,8 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         TooManyBroken, NothingLeft, pool.WorkerDied: it failed; the work is kept.
     """
     space = Workspace(out)
+    if settings.language is not None:
+        check_code(settings.language)
     inputs = Inputs(settings)
     bands = choose_bands(settings.permutations, settings.dedup) if settings.dedup is not None else None
     evaluation = read_evaluation(settings.decontaminate, settings.ngram) if settings.decontaminate else None
@@ -90,12 +94,16 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         if space.already_complete(manifest, force, screen.say):
             space.clear_if(manifest)
             return None
+        warnings = inputs.check_beginning()
+        for warning in warnings:
+            screen.say(f"WARNING: {warning}")
         if space.begin(manifest, force, screen.say):
             screen.say(f"{space.partial}: resuming the unfinished work of the same command")
         vocabulary = tokenizer.obtain(settings, inputs, space.partial, screen.say)
         encoder = Encoder(vocabulary, ONE_CORE_BATCH_CHARACTERS)
         plan = Plan(settings, inputs.format, encoder, vocabulary_size(vocabulary), evaluation, space.chunks)
         run = process_chunks(plan, inputs, screen)
+        run.warnings = tuple(warnings)
         check_broken(run.tally, settings.max_broken, space.chunks, run.chunks)
         if inputs.look() != inputs.files:
             raise ValueError("input files changed while they were read: begin again with --force")
@@ -246,7 +254,7 @@ def describe(
         "steps": tally.json(),
         "broken": report.broken_summary(tally),
         # A loss without a share: nobody knows how many records the lost end of a file held.
-        "warnings": [f"{lost}: see {assemble.REJECTED}/broken.jsonl"] if files else [],
+        "warnings": [*run.warnings, *([f"{lost}: see {assemble.REJECTED}/broken.jsonl"] if files else [])],
         "deduplication": dedup,
         "decontamination": evaluation and {"files": sets, **evaluation.facts()},
         "mb_per_second_and_core": {name: round(speed, 2) for name, speed in speeds},

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
 
+from data.prepare import fork_server
 from data.prepare.inputs import Chunk
 from data.prepare.settings import PreparationFailed
 from data.prepare.work import Done, Plan, Worker, answer, begin
 
-PRELOADED = ["data.prepare.work"]  # seconds of imports, once for all workers
-
 
 class WorkerDied(PreparationFailed):
     """A worker process ended without an answer."""
+
+    exit_code = 1
 
 
 def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Done], None]) -> None:
@@ -35,10 +37,13 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Do
         for chunk in chunks:
             on_done(worker.answer(chunk))
         return
+    # Workers read the plan, megabytes, from a file: by a pipe each would be given it after the one before.
+    path = plan.directory / "plan.pickle"
+    path.write_bytes(pickle.dumps(plan))
+    fork_server.start()
     # Threads of tokenizers and torch do not survive a fork.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(plan,))
+    pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(path,))
     team: list[BaseProcess] = []
     running: set[Future[Done]] = set()
     try:

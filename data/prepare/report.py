@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from data.prepare.inputs import InputFile
 from data.prepare.tally import BROKEN, Tally
+from recipes.plural import counted
 
 HASHED_UP_TO = 1 << 30  # bytes; larger input files are known by size and time of change
 _TITLES = {"sentences": "sentence split", "tokenize": "tokenize, length", "signatures": "MinHash signatures"}
@@ -73,11 +74,11 @@ def as_text(report: dict[str, Any]) -> str:
 
 def _head(report: dict[str, Any]) -> list[str]:
     run, store = report["run"], report["store"]
-    wall = f"{run['wall_seconds']:,.1f} s with {run['workers']} workers, {run['mb_per_second']:.2f} MB/s"
-    wall += f", peak memory {run['peak_mb']:,} MB"
+    wall = f"{run['wall_seconds']:,.1f} s with {counted(run['workers'], 'worker')}, "
+    wall += f"{run['mb_per_second']:.2f} MB/s, peak memory {run['peak_mb']:,} MB"
     if run["chunks_found"]:
-        wall += f" (continued: {run['chunks_found']} of {run['chunks']} chunks were there)"
-    prepared = f"prepared {store['documents']:,} documents, {store['tokens']:,} tokens"
+        wall += f" (continued: {run['chunks_found']} of {counted(run['chunks'], 'chunk')} were there)"
+    prepared = f"prepared {counted(store['documents'], 'document')}, {counted(store['tokens'], 'token')}"
     return [prepared, wall, *(f"WARNING: {warning}" for warning in report["warnings"])]
 
 

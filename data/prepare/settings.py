@@ -11,6 +11,7 @@ import shlex
 from functools import partial
 from typing import Any, Literal
 
+from data.sources.formats import wikitext
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 from recipes.schema import Origin, Tokenizer
 from recipes.vocabularies import SMALLEST_BPE, TRAINED
@@ -20,6 +21,8 @@ FORMAT_VERSION = 1  # of chunk files and of the manifest
 
 class PreparationFailed(RuntimeError):
     """A preparation cannot be completed with what it was given; the work done is kept."""
+
+    exit_code = 2  # refused: what has to change is the input or a flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,6 @@ def option(group: str, default: Any, *declared: Any, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(group, *declared, **more)})
 
 
-_ABOVE_0 = math.nextafter(0, 1)
 _made, _left_out, _read, _run = (partial(option, group) for group in ("made", "left out", "read", "run"))
 
 
@@ -51,41 +53,44 @@ class Settings:
         "gpt", "gpt: one sequence per document, ended by the end-of-document token; bert: one per sentence"
     )
     tokenizer: Tokenizer = Tokenizer()
-    vocab_size: int | None = _made(None, "tokens of a trained vocabulary")
+    vocab_size: int | None = _made(None, "tokens of a trained vocabulary", least=1, most=10_000_000)
     vocabulary_mb: int = _made(
         256,
         "text that a vocabulary is trained on: the input's beginning, repaired and in the wanted language",
         "MB",
         1,
+        100_000,
     )
     repair: bool = _left_out(True, "mend mojibake, entities, control characters (ftfy)")
     language: str | None = _left_out("en", "ISO 639 code of documents to keep; none: all", "CODE")
     language_score: float = _left_out(0.5, "least certainty of it", "SCORE", 0, 1)
-    min_tokens: int = _left_out(128, "drop documents of fewer tokens", least=0)
+    min_tokens: int = _left_out(128, "drop documents of fewer tokens", least=0, most=2**31 - 1)
     decontaminate: tuple[str, ...] = _left_out(
         (),
         "evaluation files, JSON lines or text: drop documents that share --ngram words in a row with them",
         "FILE",
     )
-    ngram: int = _left_out(13, "words of such a run", least=1)
+    ngram: int = _left_out(13, "words of such a run", least=1, most=1000)
     dedup: float | None = _left_out(
         0.7, "drop documents that are this similar to an earlier one; none: keep all", "JACCARD", 0.05, 1
     )
-    permutations: int = _left_out(128, "entries of a MinHash signature", least=1)
-    shingle: int = _left_out(5, "words of a shingle", least=1)
+    permutations: int = _left_out(128, "entries of a MinHash signature", least=1, most=4096)
+    shingle: int = _left_out(5, "words of a shingle", least=1, most=1000)
     seed: int = _left_out(1234, "of the permutations", least=0, most=2**64 - 1)
-    write_articles: bool = _made(False, "also write articles.jsonl: one JSON object per article kept")
+    write_articles: bool = _made(
+        False, "also write articles.jsonl: one JSON object per article kept, of Wikipedia with its title"
+    )
     write_sentences: bool = _made(
         False, "also write sentences.jsonl: the same with a line feed after each sentence"
     )
-    limit: int | None = _read(None, "read N documents", least=1)
-    max_record_mb: int = _read(64, "longer records are broken", "MB", 1)
+    limit: int | None = _read(None, "read N documents", least=1, most=10**15)
+    max_record_mb: int = _read(64, "longer records are broken", "MB", 1, 1024)
     chunk_mb: float = _run(
-        2.0, "text that a worker takes at a time, and at most loses when it is killed", "MB", _ABOVE_0
+        2.0, "text that a worker takes at a time, and at most loses when it is killed", "MB", 0.001, 1024
     )
     # What follows changes no byte of the result.
     max_broken: float = _run(0.01, "broken records above which nothing is published", "SHARE", 0, 1)
-    workers: int = _run(1, "worker processes (default: cores; 0: none, for a debugger)", least=0)
+    workers: int = _run(1, "worker processes (default: cores; 0: none, for a debugger)", least=0, most=1024)
 
     def __post_init__(self) -> None:
         if problems := self._problems():
@@ -104,6 +109,7 @@ class Settings:
             "name": [origin.name for origin in self.origins],
             **{name: value for name, value in vars(self).items() if name not in elsewhere},
             "tokenizer": self.tokenizer.model_dump(),
+            **({"wikitext": wikitext.VERSION} if self.origin.source == "wikipedia" else {}),
             "decontaminate": list(self.decontaminate),
         }
 
@@ -128,11 +134,10 @@ class Settings:
             found.append(Problem("--tokenizer", came, rule, "give bert_uncased or trained_wordpiece"))
         for field in options():
             value, shown = getattr(self, field.name), field.metadata["option"]
-            if isinstance(value, int | float) and not shown.least <= value <= shown.most or value == math.inf:
-                most = f" to {shown.most}" if shown.most < math.inf else " on"
-                least = "above 0" if shown.least == _ABOVE_0 else f"from {shown.least}{most}"
+            if isinstance(value, int | float) and not shown.least <= value <= shown.most:
                 flag = f"--{field.name}"
-                found.append(Problem(flag, f"{flag} {value}", fix=f"give a number {least}"))
+                fix = f"give a number from {shown.least} to {shown.most}"
+                found.append(Problem(flag, f"{flag} {value}", fix=fix))
         return found
 
 

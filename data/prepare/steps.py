@@ -46,6 +46,7 @@ class Documents:
     files: list[int] = field(default_factory=list)  # number of the input file
     names: list[str] = field(default_factory=list)  # the file, as records name it
     numbers: list[int] = field(default_factory=list)  # record in it
+    titles: list[str] = field(default_factory=list)  # "" where the source has none
     texts: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes of the text in UTF-8
     sentences: list[list[str]] = field(default_factory=list)
@@ -104,6 +105,7 @@ def parse(
             documents.files.append(file)
             documents.names.append(item.file)
             documents.numbers.append(item.number)
+            documents.titles.append("" if isinstance(item, Broken) else form.title(item))
             documents.texts.append(text)
             documents.sizes.append(utf8_size(text))
     return documents
@@ -174,9 +176,12 @@ def digests(texts: list[str]) -> np.ndarray:
 
 
 def article_lines(documents: Documents, texts: Iterable[str]) -> bytes:
-    """Each article as a line of JSON."""
-    columns = zip(documents.names, documents.numbers, texts, strict=True)
-    lines = (_line(text=text, file=file, number=number) for file, number, text in columns)
+    """Each article as a line of JSON, with its title where it has one."""
+    columns = zip(documents.titles, documents.names, documents.numbers, texts, strict=True)
+    titled = (
+        ({"title": title} if title else {}, file, number, text) for title, file, number, text in columns
+    )
+    lines = (_line(**title, text=text, file=file, number=number) for title, file, number, text in titled)
     return "".join(lines).encode("utf-8", "replace")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from data.vocabularies.encoder import end_of_document
 from data.vocabularies.published import read_tokenizer, ready_made
 from data.vocabularies.trained import around, train_bpe, train_wordpiece
 from data.vocabularies.vocabulary import missing_roles
+from recipes.problems import Problem, ProblemsError
 from recipes.vocabularies import TRAINED
 
 FOLDER = "tokenizer"
@@ -52,8 +54,10 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
 
     They are not filtered by length, deduplicated or decontaminated: all of that needs tokens or comes later.
     """
-    detect = make_detector() if settings.language else None
+    detect = make_detector() if settings.language is not None else None
     left = settings.vocabulary_mb * 1e6
+    others: Counter[str] = Counter()  # languages of what is passed over
+    given = 0
     for _, item in inputs.records(Cursor()):
         text = inputs.format.parse(item) if isinstance(item, Raw) else None
         if not isinstance(text, str) or not text:
@@ -61,11 +65,19 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
         text = repair(text) if settings.repair else text
         language, score = detect(text) if detect else (settings.language, 1.0)
         if language != settings.language or score < settings.language_score:
+            others[str(language)] += 1
             continue
         yield text
+        given += 1
         left -= len(text)
         if left <= 0:
             return
+    if not given:
+        seen = ", ".join(f"{count:,} {language}" for language, count in others.most_common(3))
+        found = f"of {others.total():,} documents none is in it with certainty: {seen}" if seen else "no text"
+        came = f"--language {settings.language} with --tokenizer {settings.tokenizer.kind}"
+        fix = "give the language of the text, or none to keep all"
+        raise ProblemsError([Problem("--language", came, f"nothing to train on: {found}", fix)])
 
 
 def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFast:

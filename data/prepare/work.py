@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Worker:
 
     def __init__(self, plan: Plan):
         self._plan = plan
-        self._detect = make_detector() if plan.settings.language else None
+        self._detect = make_detector() if plan.settings.language is not None else None
         self._spent = time.process_time()
 
     def answer(self, chunk: Chunk) -> Done:
@@ -116,22 +117,29 @@ class Worker:
 _worker: Worker  # of a worker process
 
 
-def begin(plan: Plan) -> None:
-    """Make this process a worker of a pool."""
+def begin(plan: Path) -> None:
+    """Make this process a worker of a pool, with the plan that is pickled in a file."""
     global _worker
     # The cores are shared by processes.
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the main process ends the workers
-    threading.Thread(target=_end_with_the_main_process, daemon=True).start()
-    _worker = Worker(plan)
+    _end_with_the_main_process()
+    _worker = Worker(pickle.loads(plan.read_bytes()))
 
 
 def _end_with_the_main_process() -> None:
-    """A pool's workers hold its queue open, so a killed main process does not end them."""
+    """Have the kernel end this process once the main one is gone: a pool's workers hold its queue open.
+
+    By a signal, since a thread that waits costs: the C library locks each allocation of a process that has
+    ever had a second thread, and tokenizing, which is allocations, takes 9 % longer.
+    """
     main = multiprocessing.parent_process()
     assert main is not None
-    main.join()
-    os._exit(1)
+    pipe = main.sentinel  # at its end the kernel sends SIGIO, which ends a process that does not handle it
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if not main.is_alive():
+        os._exit(1)
 
 
 def answer(chunk: Chunk) -> Done:

@@ -20,14 +20,18 @@ from typing import Any
 from data import durable_files
 from data.cache import Say
 from data.prepare import tokenizer
+from recipes import files
 
 REPORT = "report.json"
+MOST_MANIFEST = 1 << 30  # bytes; it names every input file
 
 
 class Workspace:
     """The paths of a preparation that makes `out`."""
 
     def __init__(self, out: Path):
+        if not out.name or "\0" in out.name:
+            raise ValueError(f"--out {str(out)!r}: no name of a directory that can be made: name one")
         self.out, self.partial = out, out.with_name(out.name + ".partial")
         self.manifest, self.tokenizer = self.partial / "manifest.json", self.partial / tokenizer.FOLDER
         self.chunks, self.index, self.result = (self.partial / name for name in ("chunks", "index", "result"))
@@ -69,7 +73,7 @@ class Workspace:
         if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
             return False
         try:
-            before = json.loads((self.out / REPORT).read_text(encoding="utf-8"))["manifest"]
+            before = files.read_json_object(self.out / REPORT, MOST_MANIFEST)["manifest"]
         except (OSError, ValueError, KeyError):
             came = f"--out {self.out} exists and was not made by prepare_data"
             raise ValueError(f"{came}: name another directory") from None
@@ -115,9 +119,10 @@ class Workspace:
         if not self.tokenizer.is_dir() and next(self.chunks.rglob("*.chunk"), None) is None:
             return None
         try:
-            return _differences(json.loads(self.manifest.read_text(encoding="utf-8")), manifest)
-        except FileNotFoundError:
-            return None
+            before = files.read_json_object(self.manifest, MOST_MANIFEST) if self.manifest.exists() else None
+        except files.FileError as error:
+            return f"  {error}"
+        return None if before is None else _differences(before, manifest)
 
     def new_result(self) -> Path:
         """An empty directory for what will be OUT."""
@@ -127,8 +132,8 @@ class Workspace:
 
     def publish(self) -> None:
         """The result becomes OUT, and the work is removed."""
-        for directory, _, files in os.walk(self.result):
-            for name in files:
+        for directory, _, names in os.walk(self.result):
+            for name in names:
                 durable_files.sync(Path(directory) / name)
             durable_files.sync(Path(directory))
         old = self.out.with_name(f"{self.out.name}.replaced")

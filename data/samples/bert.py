@@ -29,6 +29,7 @@ from data.samples.fields import HELD_OUT_SEED, Fields, HeldOut, StoredSamples, s
 from data.samples.masking import BertVocabulary, check_whole_words, mask
 from data.stores.indexed import Store
 from recipes.micro_batch import FIELDS
+from recipes.plural import counted
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Masking, Recipe
 
@@ -95,7 +96,7 @@ class BertFields(Fields):
         length, predicted = int(sample["lengths"]), int(sample["predicted"])
         tokens, types = sample["tokens"][:length], sample["token_types"][:length]
         in_b, padding, most = int(types.sum()), len(sample["tokens"]) - length, len(sample["positions"])
-        places = f"{length} tokens ({length - in_b} in A, {in_b} in B), {padding} of padding"
+        places = f"{counted(length, 'token')} ({length - in_b} in A, {in_b} in B), {padding} of padding"
         lines = [f"{places}; {predicted} predicted of at most {most}"]
         if sentence_head != "none":
             label = int(sample["sentence_labels"])
@@ -232,7 +233,8 @@ class BertSamples(StoredSamples):
         self.documents = len(self._chunks.documents)
         if not self.documents:
             fix = ("give more, or ", *HOLD_OUT_MORE)
-            raise ProblemsError([Problem("data.name", f"{len(documents)} documents have no text", fix=fix)])
+            none = f"{counted(len(documents), 'document')} {'has' if len(documents) == 1 else 'have'} no text"
+            raise ProblemsError([Problem("data.name", none, fix=fix)])
         if self.documents < 2 and settings.sentence_head == "nsp":
             came = (Setting("model.sentence_head", "nsp"), " with text of one document alone")
             rule = "the second segment must come from another one"

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.samples.fields import Fields, HeldOut, StoredSamples, spread, window_count
 from data.stores.indexed import Store
+from recipes.plural import counted
 from recipes.problems import Key, Problem, ProblemsError, Setting
 
 _LOOKED_AT = 256  # documents whose last token tells how the store ends documents, before all are looked at
@@ -110,7 +111,8 @@ class GptSamples(StoredSamples):
         self.stream = stream
         count = window_count(len(stream), sequence_length)
         if not count:
-            came = f"{stream.documents} documents have {len(stream)} tokens, and one sample of "
+            there = counted(stream.documents, "document")
+            came = f"{there} with {counted(len(stream), 'token')}, and one sample of "
             length = Setting("sequence_length", sequence_length)
             fix = ("give more text, or set ", Key("sequence_length"), " lower")
             needed = (came, length, f" needs {sequence_length + 1}")

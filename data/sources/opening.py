@@ -11,14 +11,30 @@ from pathlib import Path
 from data.cache import Say
 from data.packages import package_directory
 from data.sources.documents import Document, Source, read_strictly
+from data.sources.formats import wikitext
+from data.sources.formats.archives import READ_ERRORS, decompressed
 from data.sources.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
 from data.sources.formats.wikipedia import WikipediaFormat
 from data.sources.hub import HubSource
 from data.sources.records import MAX_RECORD_BYTES, RecordFormat
-from recipes.problems import Problem, ProblemsError, Setting
+from recipes import files
+from recipes.problems import Problem, ProblemsError, Setting, some
 from recipes.schema import Origin
 
 _USUAL = dict(jsonl="*.jsonl", parquet="*.parquet", text="*.txt", wikipedia="*pages-articles*.xml*.bz2")
+
+
+_LOOKED_AT = 4096  # bytes
+_MARKS: tuple[tuple[bytes, tuple[str, str | None]], ...] = (
+    (b"PAR1", ("a parquet file", "parquet")),
+    (b"PK\x03\x04", ("a zip archive", None)),
+    (b"SQLite format 3", ("an SQLite database", None)),
+    (b"%PDF", ("a PDF", None)),
+    (b"MMIDIDX", ("the index of a token store", "store")),
+    (b"\xff\xfe", ("UTF-16", None)),
+    (b"\xfe\xff", ("UTF-16", None)),
+    (b"\x7fELF", ("a program", None)),
+)
 
 
 def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> RecordFormat:
@@ -43,12 +59,20 @@ def files_of(origin: Origin) -> list[Path]:
         return packaged_files()
     assert origin.name is not None, "the schema demands a name"
     named = Setting("data.name", origin.name)
-    literal = Path(origin.name).expanduser()
+    literal = files.path_of(origin.name, "data.name")
+    try:
+        found = literal.exists()
+    except (OSError, ValueError) as error:  # a name too long, a link to itself
+        raise ProblemsError([Problem("data.name", named, str(error), "give another path")]) from error
     if literal.is_dir():
         fix = f"name the files in it, e.g. {literal / _USUAL[origin.source]}"
         raise ProblemsError([Problem("data.name", (named, " is a directory"), fix=fix)])
-    names = [str(literal)] if literal.exists() else glob.glob(str(literal), recursive=True)
+    names = [str(literal)] if found else glob.glob(str(literal), recursive=True)
     paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
+    if strange := [str(path) for path in paths if not path.is_file()]:
+        came = f"{some(strange)}: no ordinary file (a pipe, a device, or a link to nothing)"
+        rule = "sources are read several times"
+        raise ProblemsError([Problem("data.name", came, rule, "save it as a file, or leave it out")])
     if not paths:
         fix = f"give the path or a glob of {origin.source} files"
         raise ProblemsError([Problem("data.name", named, f"no such file (seen from {Path.cwd()})", fix)])
@@ -65,6 +89,31 @@ def packaged_files() -> list[Path]:
     return paths
 
 
+def looks_like(path: Path) -> tuple[str, str | None] | None:
+    """What a file's beginning shows it to be, and the source that reads it; None where it shows nothing.
+
+    Only what cannot be mistaken: marks of file types, JSON lines and XML dumps.
+    """
+    try:
+        with decompressed(path) as file:
+            head = file.read(_LOOKED_AT)
+    except (*READ_ERRORS, ValueError):
+        return None
+    for mark, found in _MARKS:
+        if head.startswith(mark):
+            return found
+    if head[257:262] == b"ustar":
+        return "a tar archive", None
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"<mediawiki"):
+        return "a Wikipedia dump", "wikipedia"
+    if text.startswith(b"["):
+        return "one JSON list and not an object per line", None
+    if text.startswith(b"{") and (text[1:].lstrip().startswith(b'"') or text.startswith(b"{}")):
+        return "JSON lines", "jsonl"
+    return None
+
+
 class FileSource:
     """Local files of one kind in the order of their sorted paths; every file is a shard."""
 
@@ -72,6 +121,8 @@ class FileSource:
         assert origin.name is not None, "the schema demands a name"
         self.name, self.finite = origin.name, not origin.streamed
         self._settings = [origin.source, origin.text_column, origin.documents]
+        if origin.source == "wikipedia":
+            self._settings.append(f"wikitext {wikitext.VERSION}")
         self._format = format_of(origin, max_record_bytes)
         self._paths = files_of(origin)
         self.shards = len(self._paths)

@@ -67,6 +67,16 @@ class RecordFormat(Protocol):
     def parse(self, raw: Raw) -> str | Broken | None:
         """The document's text; None where the record is no document (empty, a redirect)."""
 
+    def title(self, raw: Raw) -> str:
+        """The document's title; "" where this kind of file has none."""
+
+
+class Untitled:
+    """Formats whose records have no titles."""
+
+    def title(self, raw: Raw) -> str:
+        return ""
+
 
 def broken(
     file: Path | str, number: int, kind: str, detail: Text = "", payload: Payload = b"", size: int = 0

@@ -13,9 +13,10 @@ from data.samples.fields import Parts, spread
 from data.samples.gpt import Stream
 from data.split_rule import Part, documents_of
 from data.stores.cached import OpenedStore
+from data.stores.ready_made import outside_vocabulary
 from data.streams.families import Family
 from data.vocabularies.encoder import end_of_document
-from recipes.problems import Key, Problem, ProblemsError, Setting, pieces
+from recipes.problems import ProblemsError, Setting, pieces
 from recipes.schema import Recipe
 
 # Of the training tokens, for their frequencies; of larger stores this many, spread over all.
@@ -49,7 +50,7 @@ def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
             held_out[split] = family.held_out(store, documents[split], wanted)
     largest = max(int(samples.labels.max(initial=0)) for samples in held_out.values())
     if largest >= vocab_size:
-        raise _outside(name, largest, vocab_size)
+        raise outside_vocabulary(name, largest, vocab_size)
     summary: dict[str, Any] = {
         "source": name,
         "documents": store.documents,
@@ -92,14 +93,6 @@ def token_counts(
     for start in (spread(blocks, COUNTED_TOKENS // _COUNTED_AT_ONCE) * _COUNTED_AT_ONCE).tolist():
         found = np.bincount(read(start, min(start + _COUNTED_AT_ONCE, tokens)), minlength=vocab_size)
         if found.size > vocab_size:
-            raise _outside(name, found.size - 1, vocab_size)
+            raise outside_vocabulary(name, found.size - 1, vocab_size)
         counts += found
     return counts
-
-
-def _outside(name: str, token: int, vocab_size: int) -> ProblemsError:
-    size = Setting("model.vocab_size", vocab_size)
-    came = (f"{name}: token {token} is outside the vocabulary of ", size)
-    vocabulary = ("set ", Key("data.tokenizer.kind"), " and ", Key("model.vocab_size"))
-    fix = (*vocabulary, " to the vocabulary that the store was made with")
-    return ProblemsError([Problem("model.vocab_size", came, fix=fix)])

@@ -24,6 +24,7 @@ from data.sources.documents import Document, Source
 from data.stores.indexed import Checksum, Store, StoreWriter, bin_path, idx_path, open_store
 from data.vocabularies.encoder import Encoder, SentenceEncoder
 from data.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
+from recipes.plural import counted
 from recipes.schema import Origin
 
 FORMAT_VERSION = 2
@@ -99,7 +100,7 @@ def _tokenize(
     said = started
 
     def progress(since: str) -> None:
-        done = f"{writer.documents:,} documents, {writer.tokens:,} tokens"
+        done = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
         say(f"{what}: {done} {since} {time.monotonic() - started:.1f} s")
 
     with writer:

@@ -47,19 +47,29 @@ class Index(NamedTuple):
     tokens: int  # of all sequences
 
 
-def read_index(path: Path) -> Index:
-    """Maps and checks an .idx file; reads all of it.
+class Header(NamedTuple):
+    """What an index says of itself."""
+
+    dtype: np.dtype  # of the tokens
+    sequences: int
+    entries: int  # of the document index
+    ends: np.ndarray  # (4,) bytes at which sizes, pointers, document index and modes end
+
+
+def read_header(path: Path) -> Header:
+    """Reads and checks the first bytes of an .idx file and its length.
 
     Raises:
         Damaged: truncated, contradicts itself, or is something else.
         ValueError: it is sound, but its tokens are no integers.
     """
-    raw = mapped(path)
-    if (head := raw[: len(MAGIC)].tobytes()) != MAGIC:
+    with open(path, "rb") as file:
+        raw, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
+    if (head := raw[: len(MAGIC)]) != MAGIC:
         raise Damaged(f"{path} begins with {head!r} and not with {MAGIC!r}: it is no index of a token store")
-    if raw.size < HEADER.size:
-        raise Damaged(f"{path} has {raw.size} bytes, less than its header of {HEADER.size}")
-    _, version, code, sequences, entries = HEADER.unpack(raw[: HEADER.size].tobytes())
+    if size < HEADER.size:
+        raise Damaged(f"{path} has {size} bytes, less than its header of {HEADER.size}")
+    _, version, code, sequences, entries = HEADER.unpack(raw)
     if version != VERSION:
         raise Damaged(f"{path} is of version {version}, and only version {VERSION} is known")
     if code in FLOATS:
@@ -68,12 +78,19 @@ def read_index(path: Path) -> Index:
     if code not in DTYPES:
         raise Damaged(f"{path}: type {code} of tokens is unknown; known are {', '.join(map(str, DTYPES))}")
     ends = HEADER.size + np.cumsum([4 * sequences, 8 * sequences, 8 * entries, sequences], dtype=object)
-    if raw.size not in ends[2:]:
+    if size not in ends[2:]:
         what = f"{sequences} sequences and {entries} document entries"
         promised = f"its header promises {ends[2]} (or {ends[3]} with modes): {what}"
-        raise Damaged(f"{path} has {raw.size} bytes where {promised}")
+        raise Damaged(f"{path} has {size} bytes where {promised}")
+    return Header(np.dtype(DTYPES[code]), sequences, entries, ends)
+
+
+def read_index(path: Path) -> Index:
+    """Maps and checks an .idx file; reads all of it. Raises as `read_header`."""
+    dtype, sequences, _, ends = read_header(path)
+    raw = mapped(path)
     sizes, pointers = raw[HEADER.size : ends[0]].view("<i4"), raw[ends[0] : ends[1]].view("<i8")
-    documents, dtype = raw[ends[1] : ends[2]].view("<i8"), np.dtype(DTYPES[code])
+    documents = raw[ends[1] : ends[2]].view("<i8")
     tokens = _check_sequences(path, sizes, pointers, dtype.itemsize)
     _check_documents(path, documents, sequences)
     return Index(dtype, sizes, pointers, documents, tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +10,16 @@ from transformers import PreTrainedTokenizerFast
 
 from data.durable_files import Damaged
 from data.stores.cached import CHECKED_BYTES, OpenedStore
+from data.stores.index_format import read_header
 from data.stores.indexed import Store, bin_path, idx_path, open_store
 from data.vocabularies.vocabulary import vocabulary_digest
-from recipes.problems import Problem, ProblemsError, Setting, Text
+from recipes import files
+from recipes.problems import Key, Problem, ProblemsError, Setting, Text
 from recipes.schema import Origin
 
 REPORT = "report.json"
+MOST_REPORT = 1 << 30  # bytes; it names every input file
+LOOKED_AT = 1 << 22  # bytes of tokens that planning looks at
 Sequences = Literal["documents", "sentences"]
 
 
@@ -38,11 +41,8 @@ def ready_made_store(
         store = open_store(prefix)
     except (OSError, Damaged) as error:
         raise _refused(origin, str(error), "prepare or copy the store again") from error
-    facts, digest = _facts(prefix.parent / REPORT, store), vocabulary_digest(tokenizer)
-    if facts.get("vocabulary_digest", digest) != digest:
-        given = Setting("data.tokenizer.kind", kind)
-        fix = ("set ", Setting("data.tokenizer.kind", "store"), ", which takes the one kept with it")
-        raise _refused(origin, ("the store was made with another vocabulary than ", given, " gives"), fix)
+    facts = _facts(prefix.parent / REPORT, store)
+    _check_digest(kind, origin, facts, tokenizer)
     each = np.diff(store.document_index)
     if sequences == "sentences" and each.size and each.max() <= 1:
         rule = "every document of the store is one sequence, and a BERT's samples are made of sentences"
@@ -54,13 +54,75 @@ def ready_made_store(
         checksum = f"{store.checksum().bin:08x}"
     else:
         checksum = f"not read: {store.tokens} tokens"
-    return OpenedStore(str(origin.name), store, facts.get("text_bytes"), checksum)
+    text_bytes = facts.get("text_bytes")
+    return OpenedStore(str(origin.name), store, text_bytes if isinstance(text_bytes, int) else None, checksum)
+
+
+def check_ready_made(
+    kind: str,
+    sequences: Sequences,
+    origin: Origin,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerFast | None,
+) -> None:
+    """Check what the first bytes of a store and its report tell; `ready_made_store` checks all of it.
+
+    Args:
+        vocab_size: `model.vocab_size`.
+        tokenizer: of the recipe, where it is known.
+
+    Raises:
+        ValueError: there is no store, or one of another vocabulary.
+    """
+    prefix = store_prefix(origin, sequences)
+    try:
+        dtype = read_header(idx_path(prefix)).dtype
+        with open(bin_path(prefix), "rb") as file:
+            beginning = np.frombuffer(file.read(LOOKED_AT // dtype.itemsize * dtype.itemsize), np.uint8)
+    except (OSError, Damaged) as error:
+        raise _refused(origin, str(error), "prepare or copy the store again") from error
+    facts = _reported(prefix.parent / REPORT)
+    made_with = facts.get("vocab_size", vocab_size)
+    if tokenizer is None and made_with != vocab_size:
+        came = Setting("model.vocab_size", vocab_size)
+        rule = f"the store {origin.name} was made with a vocabulary of {made_with} tokens"
+        fix = ("set ", Setting("model.vocab_size", made_with))
+        raise ProblemsError([Problem("model.vocab_size", came, rule, fix)])
+    if tokenizer is not None:
+        _check_digest(kind, origin, facts, tokenizer)
+    tokens = beginning[: len(beginning) // dtype.itemsize * dtype.itemsize].view(dtype)
+    if tokens.size and int(tokens.max()) >= vocab_size:
+        raise outside_vocabulary(str(origin.name), int(tokens.max()), vocab_size)
+
+
+def outside_vocabulary(name: str, token: int, vocab_size: int) -> ProblemsError:
+    """What is raised where a store has a token that the recipe's vocabulary lacks."""
+    came = (f"{name}: token {token} is outside the vocabulary of ", Setting("model.vocab_size", vocab_size))
+    vocabulary = ("set ", Key("data.tokenizer.kind"), " and ", Key("model.vocab_size"))
+    fix = (*vocabulary, " to the vocabulary that the store was made with")
+    return ProblemsError([Problem("model.vocab_size", came, fix=fix)])
+
+
+def _check_digest(
+    kind: str, origin: Origin, facts: dict[str, Any], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    digest = vocabulary_digest(tokenizer)
+    if facts.get("vocabulary_digest", digest) != digest:
+        given = Setting("data.tokenizer.kind", kind)
+        fix = ("set ", Setting("data.tokenizer.kind", "store"), ", which takes the one kept with it")
+        raise _refused(origin, ("the store was made with another vocabulary than ", given, " gives"), fix)
 
 
 def store_prefix(origin: Origin, sequences: Sequences) -> Path:
     """Path of the two files without .bin and .idx. Raises ValueError: there is none, or no single store."""
     assert origin.name is not None, "the schema demands a name"
-    path = Path(origin.name).expanduser()
+    path = files.path_of(origin.name, "data.name")
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # a name too long, a NUL, a link to itself
+        raise _refused(origin, str(error), "give another path") from error
     if not path.is_dir():
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
         if not (bin_path(prefix).exists() or idx_path(prefix).exists()):
@@ -86,16 +148,21 @@ def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:
 
 def _facts(report: Path, store: Store) -> dict[str, Any]:
     """What prepare_data reported about the store, if it did. Raises ValueError: of another store."""
-    try:
-        facts = json.loads(report.read_text(encoding="utf-8")).get("store", {})
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        rule = f"not the JSON that prepare_data wrote ({error})"
-        raise ValueError(f"{report}: {rule}: prepare the store again") from error
+    facts = _reported(report)
     stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
     if stated != {key: getattr(store, key) for key in stated}:
         found = f"{store.documents} documents and {store.tokens} tokens, and {report} says {stated}"
         fix = "copy the whole directory again"
         raise ValueError(f"{store.prefix} has {found}: they do not belong together; {fix}")
+    return facts
+
+
+def _reported(report: Path) -> dict[str, Any]:
+    """The part of prepare_data's report about the store; {} without a report."""
+    if not report.exists():
+        return {}
+    facts = files.read_json_object(report, MOST_REPORT).get("store", {})
+    if not isinstance(facts, dict):
+        came = f'its "store" is {files.named_kind(facts)}'
+        files.refuse(report, came, "prepare_data writes an object there", "prepare the store again")
     return facts

@@ -15,6 +15,7 @@ from data.samples.gpt import GptFields, GptSamples, Stream
 from data.stores.indexed import Store
 from data.streams.lanes import Encode, Lane, Place, Reader
 from data.vocabularies.encoder import Encoder, end_of_document
+from recipes.plural import counted
 from recipes.problems import Setting, Text, Words
 from recipes.schema import Origin, Recipe
 
@@ -83,7 +84,7 @@ class GptFamily:
 def too_short(tokens: int, sequence_length: int) -> tuple[Words, ...]:
     """Why so many tokens give no sample."""
     length = Setting("sequence_length", sequence_length)
-    return f"have {tokens} tokens, and one sample of ", length, f" needs {sequence_length + 1}"
+    return f"have {counted(tokens, 'token')}, and one sample of ", length, f" needs {sequence_length + 1}"
 
 
 class GptLane(Lane):

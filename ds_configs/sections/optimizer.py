@@ -56,6 +56,7 @@ def fills(
         findings.notice("optimizer", f"torch's AdamW, since {missing}; same rule, slower")
         torch_adam = True
     values[key] = torch_adam is True
+    _check_states(config, torch_adam is True, offloads, findings)
     if torch_adam is True and offloads:
         key = "zero_force_ds_cpu_optimizer"
         if config.get(key) is True:
@@ -64,6 +65,21 @@ def fills(
             findings.refuse(key, came, rule, fix)
         values[key] = False
     return values
+
+
+def _check_states(config: dict[str, Any], torch_adam: bool, offloads: bool, findings: Findings) -> None:
+    """Refuse what only the other Adam understands."""
+    key = "optimizer.params.bias_correction"
+    if lookup(config, key) is not None and torch_adam:
+        findings.refuse(key, key, "torch's AdamW, which has it, takes no such key", "remove the key")
+    key = "optimizer.params.fp32_optimizer_states"
+    if lookup(config, key) is not None and (torch_adam or not offloads):
+        rule = "is read by DeepSpeed's CPU Adam alone, which steps an offloaded optimizer"
+        findings.refuse(key, key, rule, "remove the key, or offload the optimizer without torch_adam")
+    key = "optimizer.params.foreach"
+    if lookup(config, key) is not None and not torch_adam:
+        fix = "remove the key, or set torch_adam to true"
+        findings.refuse(key, key, "is read by torch's AdamW alone", fix)
 
 
 def _numbers(recipe: Recipe) -> dict[str, Setting]:

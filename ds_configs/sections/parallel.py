@@ -8,6 +8,7 @@ from ds_configs.findings import Findings
 from ds_configs.known_keys import lookup
 from ds_configs.sections import transformers_modules
 from recipes.layout import Layout, divisors, share_batch
+from recipes.plural import counted
 from recipes.problems import Problem, Setting, Text, Words, either
 from recipes.schema import Recipe
 
@@ -33,9 +34,9 @@ class _Degree(NamedTuple):
 
 
 def layout(
-    recipe: Recipe, config: Config, world: int, stage: int | None, findings: Findings
+    recipe: Recipe, config: Config, world: int | None, stage: int | None, findings: Findings
 ) -> Layout | None:
-    """The layout of `world` processes, or None with its problems reported."""
+    """The layout of `world` processes, or of as many as it asks for; None with its problems reported."""
     before = len(findings.problems)
     tp = _degree("tensor", recipe, config, findings)
     pp = _degree("pipeline", recipe, config, findings)
@@ -43,6 +44,8 @@ def layout(
     if tp is None or pp is None:
         return None
     _check_model(recipe, tp, pp, stage, findings)
+    if world is None:
+        world = tp.value * pp.value * (recipe.parallel.dp or 1)
     dp = _data_parallel(recipe, config, tp, pp, world, agreed, findings)
     if dp is None or not agreed:
         return None
@@ -114,7 +117,7 @@ def _data_parallel(
 ) -> int | None:
     """dp, or None with the problem reported. `agreed`: JSON and recipe have the same batch."""
     dp, shared = recipe.parallel.dp, tp.value * pp.value
-    started, degrees = f"{world} process{'' if world == 1 else 'es'} started", (*tp.words, " x ", *pp.words)
+    started, degrees = f"{counted(world, 'process')} started", (*tp.words, " x ", *pp.words)
     if dp is not None and shared * dp != world:
         fix, fitting = f"start {shared * dp} (deepspeed --num_gpus {shared * dp} …)", world // shared
         batch = _batch_for(recipe, config, fitting, pp.value) if agreed and world % shared == 0 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ds_configs.findings import Findings
-from ds_configs.known_keys import lookup
+from ds_configs.known_keys import lookup, stated
 from ds_configs.plan import Machine, Precision
 from recipes.schema import Recipe
 
@@ -39,6 +39,10 @@ def precision(
         findings.notice("precision", f"fp16 is EMULATED on {accelerator}: right in its numbers, slow")
     if stage == 0 and chosen in _HALVES:
         _check_accumulation(chosen, config, findings)
+    if chosen:
+        _check_masters(chosen, stage, config, findings)
+        _check_parameters(chosen, config, findings)
+    _check_loss_scale(config, findings)
     return chosen
 
 
@@ -93,6 +97,54 @@ def _check_accumulation(chosen: Precision, config: dict[str, Any], findings: Fin
         came = f"{key}={wanted} with {chosen} and zero_optimization.stage=0"
         fix = "remove the key, or --ds_config zero1 (stage 1), which accumulates in another precision"
         findings.refuse(key, came, f"DeepSpeed accumulates gradients in {chosen} there", fix)
+
+
+def _check_masters(chosen: Precision, stage: int | None, config: dict[str, Any], findings: Findings) -> None:
+    """Refuse half-precision weights in the optimizer where DeepSpeed has no optimizer for them."""
+    for half in _HALVES:
+        key = f"{half}.{half}_master_weights_and_grads"
+        if not stated(config, key):
+            continue
+        offloaded = stated(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+        states = half == "bf16" and stated(config, "bf16.bf16_optimizer_states")
+        if half != chosen:
+            findings.refuse(key, f"{key}=true in a run of {chosen}", f"is for {half}", "remove the key")
+        elif stage == 0:
+            fix = "remove the key, or take stage 1, 2 or 3"
+            findings.refuse(key, f"{key}=true with zero_optimization.stage=0", "is for sharded states", fix)
+        elif not (offloaded or states) or (offloaded and stated(config, "optimizer.params.torch_adam")):
+            rule = "only DeepSpeed's compiled CPU Adam steps such weights"
+            fix = "offload the optimizer (offload_optimizer) without torch_adam, or remove the key"
+            findings.refuse(key, f"{key}=true", rule, fix)
+        elif offloaded and states and stated(config, "optimizer.params.fp32_optimizer_states") is not False:
+            rule = "DeepSpeed's CPU Adam keeps its states in fp32 unless told otherwise"
+            fix = "set optimizer.params.fp32_optimizer_states to false"
+            findings.refuse("bf16.bf16_optimizer_states", "bf16.bf16_optimizer_states=true", rule, fix)
+        else:
+            kept = "weights and Adam's moments" if states else "weights"
+            findings.notice("optimizer", f"steps {kept} in {half}, as {findings.where} says, not in fp32")
+    key, needed = "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"
+    if stated(config, key) and not stated(config, needed):
+        findings.refuse(key, f"{key}=true", f"needs {needed}", "set that to true, or remove the key")
+
+
+def _check_loss_scale(config: dict[str, Any], findings: Findings) -> None:
+    """Refuse a smallest loss scale above the first one, which no step could have."""
+    key, first = "fp16.min_loss_scale", "fp16.initial_scale_power"
+    least, power = stated(config, key) or 1, stated(config, first)
+    power = 16 if power is None else power
+    if not stated(config, "fp16.loss_scale") and least > 2**power:
+        came = f"{key}={least} with {first}={power}"
+        rule = f"the search starts at 2^{power} = {2**power:,}, which is below"
+        findings.refuse(key, came, rule, f"set {key} to 1")
+
+
+def _check_parameters(chosen: Precision, config: dict[str, Any], findings: Findings) -> None:
+    key = "data_types.param_dtype"
+    wanted = stated(config, key)
+    if wanted not in (None, chosen):
+        rule = "fp16 and bf16 decide the precision of the parameters"
+        findings.refuse(key, f"{key}={wanted} in a run of {chosen}", rule, "remove the key")
 
 
 def _check_autocast(config: dict[str, Any], findings: Findings) -> None:

@@ -8,19 +8,28 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ds_configs.findings import Findings
-from ds_configs.known_keys import lookup
+from ds_configs.known_keys import lookup, stated
 from ds_configs.plan import Machine, Offload, ZeroStage
-from recipes.problems import Problem
+from ds_configs.values import shown
+from recipes.layout import Layout, divisors
+from recipes.problems import Problem, either
 
 NVME_VARIABLE = "MEGARECIPES_NVME"
 _Device = Literal["none", "cpu", "nvme"]
 _QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+_OF_CUDA = {
+    **{f"zero_optimization.{name}": "ZeRO++ quantisation has no CPU kernel" for name in _QUANTISED},
+    "zero_optimization.offload_optimizer.super_offload": "SuperOffload is for a GPU next to its CPU",
+    "aio.use_gds": "GPUDirect Storage reads into a GPU's memory",
+}
+_OF_STAGE_3 = (
+    *_QUANTISED,
+    *("zero_hpz_partition_size", "pipeline_loading_checkpoint", "offload_optimizer.super_offload"),
+)
 
 
 def stage(config: dict[str, Any], findings: Findings) -> ZeroStage | None:
     """ZeRO stage 0 to 3; an absent section is 0, as in DeepSpeed; None for a broken one."""
-    if not isinstance(config.get("zero_optimization"), dict | None):
-        return None  # reported with the keys
     key = "zero_optimization.stage"
     value = lookup(config, key)
     if value is None or (value in get_args(ZeroStage) and not isinstance(value, bool)):
@@ -34,10 +43,9 @@ def offload(config: dict[str, Any], stage: int | None, machine: Machine, finding
     optimizer, parameters = _device("optimizer", config, findings), _device("param", config, findings)
     if stage is not None:
         _check_stage(config, optimizer, parameters, stage, findings)
-    for name in _QUANTISED:
-        key = f"zero_optimization.{name}"
-        if machine.accelerator == "cpu" and lookup(config, key):
-            findings.refuse(key, f"{key}=true", "ZeRO++ quantisation has no CPU kernel", "set it to false")
+    for key, why in _OF_CUDA.items() if machine.accelerator == "cpu" else ():
+        if lookup(config, key) is True:
+            findings.refuse(key, f"{key}=true", why, "set it to false")
     if "nvme" in (optimizer, parameters):
         _check_nvme_op(machine, findings)
         return "nvme"
@@ -67,6 +75,26 @@ def nvme_paths(config: dict[str, Any], environ: Mapping[str, str], findings: Fin
         else:
             found[key] = path
     return found
+
+
+def check_rest(config: dict[str, Any], stage: int | None, layout: Layout | None, findings: Findings) -> None:
+    """Refuse what belongs to another stage, and groups of ranks that do not divide them."""
+    for name in () if stage in (3, None) else _OF_STAGE_3:
+        key = f"zero_optimization.{name}"
+        if (value := stated(config, key)) is True or (value or 1) > 1:
+            came = f"{key}={shown(value)} with zero_optimization.stage={stage}"
+            findings.refuse(key, came, "is of stage 3", "remove the key, or take stage 3 (--ds_config zero3)")
+    key = "zero_optimization.offload_optimizer.buffer_count"
+    count = stated(config, key)
+    if count and count < 4 and stated(config, "zero_optimization.offload_optimizer.device") == "nvme":
+        rule = "a weight, its gradient and Adam's two moments are in buffers at once"
+        findings.refuse(key, f"{key}={count} with device=nvme", rule, "set it to 4 or more")
+    key = "zero_optimization.zero_hpz_partition_size"
+    ranks = stated(config, key) or 1
+    if stage == 3 and layout and layout.dp % ranks:
+        rule = "the data-parallel ranks are divided into groups of so many"
+        fix = f"set it to {either(divisors(layout.dp))}"
+        findings.refuse(key, f"{key}={ranks} with dp={layout.dp}", rule, fix)
 
 
 def _device(kind: str, config: dict[str, Any], findings: Findings) -> _Device:

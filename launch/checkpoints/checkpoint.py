@@ -16,12 +16,25 @@ is not saved needs no saving: dropout and data order are functions of (seed, ste
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, NonNegativeInt, TypeAdapter
+
+from recipes import files
+
 MARKER = "complete.json"
+DAMAGED = "restore it, or move this checkpoint away to resume from the one before"
+
+
+class Marker(BaseModel):
+    """What complete.json holds; the module's docstring says what each entry is."""
+
+    step: NonNegativeInt
+    data: dict[str, Any]
+    files: dict[str, NonNegativeInt]
+    corpus: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,14 +48,20 @@ class Checkpoint:
 
     @staticmethod
     def read(directory: Path) -> Checkpoint | None:
-        """The checkpoint in `directory`, None without a marker, or with files missing or of another size."""
-        try:
-            marker = json.loads((directory / MARKER).read_text())
-        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        """The checkpoint in `directory`, None without a marker, or with files missing or of another size.
+
+        Raises FileError: a marker that no run has written; which checkpoint is the newest is unknown then.
+        """
+        path = directory / MARKER
+        if not path.is_file() and not path.is_dir():
             return None
-        sizes = ((directory / name, size) for name, size in marker["files"].items())
+        try:
+            marker = files.checked(TypeAdapter(Marker), files.read_json_object(path), path)
+        except files.FileError as error:
+            raise files.FileError(replace(problem, fix=DAMAGED) for problem in error.problems) from None
+        sizes = ((directory / name, size) for name, size in marker.files.items())
         whole = all(file.is_file() and file.stat().st_size == size for file, size in sizes)
-        return Checkpoint(directory, marker["step"], marker["data"], marker.get("corpus")) if whole else None
+        return Checkpoint(directory, marker.step, marker.data, marker.corpus) if whole else None
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:

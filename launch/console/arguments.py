@@ -3,25 +3,56 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
+from launch.console import terminal
 from launch.console.text_table import aligned
 from recipes import catalog
+
+WRITTEN = 105  # columns, about, to which the help's texts are written
 
 
 def command(description: str, examples: str) -> argparse.ArgumentParser:
     """A parser whose --help teaches: what the command does, then examples."""
     _refuse_another_checkout()
     parser = argparse.ArgumentParser(
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=description, epilog=examples, formatter_class=Help, allow_abbrev=False
     )
     # The deepspeed launcher passes --local_rank=N; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Descriptions and examples keep their lines as far as the terminal has room for them."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs: list[str] = []
+        above = ""
+        for line in text.split("\n"):
+            first, *_ = [*line.split(), ""]
+            full = len(f"{above} {first}") > WRITTEN and not above.endswith(".")
+            if first and full and margin(above) == margin(line):
+                paragraphs[-1] += f" {line.strip()}"  # a sentence that was broken for want of room only
+            else:
+                paragraphs.append(line)
+            above = line
+        lines = (fitted(line, width) for line in paragraphs)
+        return textwrap.indent("\n".join(lines), indent)
+
+
+def margin(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def fitted(line: str, width: int) -> str:
+    """A line of help at that width; a command, which is indented by two, still as one that can be pasted."""
+    shown = terminal.command if margin(line) == 2 else terminal.wrapped
+    return shown(line, width, hang=4 if margin(line) == 2 else 0)
 
 
 def _refuse_another_checkout() -> None:
@@ -46,8 +77,19 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     tiny = "shrink the recipe to what two CPU cores carry, keeping its code path"
     add("--recipe", default=catalog.DEFAULT_RECIPE, metavar="TABLE/ROW", help=recipe)
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
-    add("--steps", type=int, metavar="N", help=steps)
+    add("--steps", type=whole(), metavar="N", help=steps)
     add("--tiny", action="store_true", help=tiny)
+
+
+def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
+    """What reads a whole number within bounds, for `add_argument(type=...)`, which refuses others."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]}: give a whole number from {least:,} to {most:,}")
+        return int(text)
+
+    return read
 
 
 def list_recipes() -> str:

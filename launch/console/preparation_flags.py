@@ -101,6 +101,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if kind not in (*kinds, "store") or (kind == "file" and not path):
         fix = f"give one of {', '.join(kinds)}; file as file:PATH"
         problems.append(Problem("--tokenizer", f"--tokenizer {args.tokenizer}", fix=fix))
+    elif path and kind not in ("file", "bert_uncased", "bert_cased", "store"):
+        came, rule = f"--tokenizer {args.tokenizer}", f"{kind} takes no path"
+        problems.append(Problem("--tokenizer", came, rule, f"give {kind}, or file:{path}"))
     if problems:
         raise ProblemsError(problems)
     own = {field.name: getattr(args, field.name) for field in options()}

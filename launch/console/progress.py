@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TextIO
 
 from tqdm import tqdm
 
+from launch.console import terminal
+
 LINE_EVERY_SECONDS = 30.0  # in a log, at least one line in this time ...
 LINES_PER_RUN = 20  # ... and about this many in a short run
+# Of the numbers of a step, what a terminal too narrow for all of them does without, first to last.
+DROPPED = ("tflops", "tokens", "scale", "lr", "norm", "samples", "mlm")
 
 
 class Silent:
-    def step(self, step: int, fields: Sequence[str]) -> None: ...
+    """Shows nothing. `fields` of a step: its numbers as text, by short names."""
+
+    def step(self, step: int, fields: Mapping[str, str]) -> None: ...
 
     def line(self, text: str) -> None: ...
 
@@ -29,16 +35,17 @@ class Bar(Silent):
         form = "step {n_fmt}/{total_fmt} {bar} {elapsed} done, {remaining} left"
         how = {"file": stream, "bar_format": form, "dynamic_ncols": True, "position": 1}
         self._bar = tqdm(total=total_steps, initial=start_step, unit="step", **how)
+        self._stream = stream
 
-    def step(self, step: int, fields: Sequence[str]) -> None:
-        self._numbers.set_description_str(" ".join(fields), refresh=False)
+    def step(self, step: int, fields: Mapping[str, str]) -> None:
+        self._numbers.set_description_str(fitting(fields, terminal.columns(self._stream)), refresh=False)
         # Redraw both or none, at tqdm's pace; the last step always.
         if self._bar.update() or step == self._bar.total:
             self._bar.refresh()
             self._numbers.refresh()
 
     def line(self, text: str) -> None:
-        self._bar.write(text, file=self._bar.fp)
+        self._bar.write(terminal.wrapped(text, terminal.columns(self._stream)), file=self._bar.fp)
 
     def close(self) -> None:
         self._numbers.close()
@@ -55,7 +62,7 @@ class Lines(Silent):
         # End of the first step, which compiles and allocates: the rate is that of later ones.
         self._first: float | None = None
 
-    def step(self, step: int, fields: Sequence[str]) -> None:
+    def step(self, step: int, fields: Mapping[str, str]) -> None:
         now = time.monotonic()
         self._first = self._first or now
         first_or_last = step in (self._start_step + 1, self._total_steps)
@@ -64,10 +71,20 @@ class Lines(Silent):
             done = step - self._start_step
             remaining = (now - self._first) / (done - 1) * (self._total_steps - step) if done > 1 else None
             left = f" | {tqdm.format_interval(remaining)} left" if remaining is not None else ""
-            self.line(f"step {step}/{self._total_steps} | {' | '.join(fields)}{left}")
+            self.line(f"step {step}/{self._total_steps} | {' | '.join(fields.values())}{left}")
 
     def line(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
+
+
+def fitting(fields: Mapping[str, str], width: int | None) -> str:
+    """The numbers of a step in one line that leaves a column of the terminal free, without the `DROPPED`."""
+    left = dict(fields)
+    for name in DROPPED:
+        if width is None or len(" ".join(left.values())) < width:
+            break
+        left.pop(name, None)
+    return " ".join(left.values())
 
 
 def screen(stream: TextIO, start_step: int, total_steps: int) -> Silent:

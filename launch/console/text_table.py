@@ -2,23 +2,69 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+from launch.console.terminal import wrapped
+
 ALIGNMENTS = {"l": "left", "r": "right"}
+PADDING = 2  # that tabulate adds to headings
+LEAST_WRAPPED = 16  # columns: a narrower last column is no longer read as text
 
 
-def aligned(pairs: Iterable[tuple[str, object]], *, indent: int = 0, gap: int = 2) -> str:
-    """Labels and values in two columns, `gap` spaces apart, one pair per line."""
+def aligned(
+    pairs: Iterable[tuple[str, object]], *, indent: int = 0, gap: int = 2, width: int | None = None
+) -> str:
+    """Labels and values in two columns, `gap` spaces apart, one pair per line.
+
+    Values are wrapped where that line is longer than `width`.
+    """
     pairs = list(pairs)
-    width = max((len(label) for label, _ in pairs), default=0) + gap
-    return "\n".join(f"{' ' * indent}{label:<{width}}{value}" for label, value in pairs)
+    column = max((len(label) for label, _ in pairs), default=0) + gap
+    lines = (f"{' ' * indent}{label:<{column}}{value}" for label, value in pairs)
+    return "\n".join(wrapped(line, width, hang=column) for line in lines)
 
 
-def table(rows: Iterable[Sequence[object]], headings: Sequence[str] = (), align: str = "") -> str:
-    """Columns two spaces apart under their headings. `align`: a letter for each, l (the default) or r."""
-    columns = [ALIGNMENTS[letter] for letter in align] or None
-    return tabulate(
-        rows, headings, tablefmt="plain", disable_numparse=True, colalign=columns, headersalign=columns
+def table(
+    rows: Iterable[Sequence[object]], headings: Sequence[str] = (), align: str = "", width: int | None = None
+) -> str:
+    """Columns two spaces apart under their headings. `align`: a letter for each, l (the default) or r.
+
+    A table wider than `width` wraps its headings and its last column; where that is not enough, each row
+    becomes a paragraph, its first cell on a line of its own.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    whole = _tabulated(cells, headings, align)
+    if width is None or max(map(len, whole.splitlines()), default=0) <= width:
+        return whole
+    columns = list(zip(*cells, strict=True))
+    words = [max(map(len, heading.split()), default=0) + PADDING for heading in headings] or [0] * len(
+        columns
     )
+    widths = [max(word, *map(len, column)) for word, column in zip(words, columns, strict=True)]
+    last = width - sum(widths[:-1]) - 2 * (len(widths) - 1)
+    if last >= min(widths[-1], LEAST_WRAPPED):
+        widths[-1] = min(last, widths[-1])
+        headings = [_fill(heading, size - PADDING) for heading, size in zip(headings, widths, strict=False)]
+        cells = [[*row[:-1], _fill(row[-1], widths[-1])] for row in cells]
+        return _tabulated(cells, headings, align)
+    named = [heading.strip() for heading in headings] or [""] * len(columns)
+    return "\n".join(wrapped(_paragraph(row, named), width) for row in cells)
+
+
+def _tabulated(cells: Sequence[Sequence[str]], headings: Sequence[str], align: str) -> str:
+    columns = [ALIGNMENTS[letter] for letter in align] or None
+    how = {"disable_numparse": True, "colalign": columns, "headersalign": columns}
+    return tabulate(cells, headings, tablefmt="plain", **how)  # type: ignore[arg-type]
+
+
+def _fill(cell: str, width: int) -> str:
+    return textwrap.fill(cell, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _paragraph(row: Sequence[str], headings: Sequence[str]) -> str:
+    """A row as its first cell, and below it the others that are not empty, each after its heading."""
+    said = (f"{heading} {cell}".strip() for heading, cell in zip(headings[1:], row[1:], strict=True) if cell)
+    return f"{row[0]}\n  {' | '.join(said)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import importlib.util
 import os
 import shutil
 import sys
@@ -10,6 +11,7 @@ import sysconfig
 from pathlib import Path
 
 from ds_configs.plan import Machine
+from ds_configs.sections.monitors import PACKAGES
 
 
 def emulate_fp16() -> None:
@@ -55,6 +57,7 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
         cuda_compiler=cuda_compiler,
         libaio=ctypes.util.find_library("aio") is not None,
         emulated_fp16=emulated_fp16 and device == "cpu",
+        lacks=frozenset(name for name in PACKAGES.values() if importlib.util.find_spec(name) is None),
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.machine.memory import physical_memory
+from recipes.plural import counted
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "accelerate", "tokenizers", "numpy")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ def summary(described: Mapping[str, Any]) -> str:
     """One phrase for tables: "1 x NVIDIA H100", or "CPU: AMD EPYC, 2 cores" without an accelerator."""
     if described["accelerators"]:
         return f"{described['accelerators']} x {described['accelerator']}"
-    return f"CPU: {described['cpu']}, {described['cores']} core{'s' if described['cores'] != 1 else ''}"
+    return f"CPU: {described['cpu']}, {counted(described['cores'], 'core')}"
 
 
 def versions() -> dict[str, str | None]:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from launch.console import terminal
 from launch.machine import out_of_memory
-from launch.machine.processes import rank, world_size
+from launch.machine.processes import local_rank, rank, world_size
+from recipes.problems import ProblemsError
 
 LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|Timed out waiting|NCCL|gloo")
 AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception that a rank meets once asked to stop
@@ -29,9 +31,9 @@ def refuse(problem: object, code: int = 2) -> NoReturn:
 
 def explain(problem: object) -> None:
     """Print on the first rank of every machine; those other than rank 0 say which machine they are."""
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if local_rank() == 0:
         where = "" if rank() == 0 else f"on {socket.gethostname()}:\n"
-        print(f"\n{where}{problem}\n", file=sys.stderr, flush=True)
+        terminal.say(f"\n{where}{problem}\n", sys.stderr)
 
 
 def keep_error(directory: Path, text: str) -> None:
@@ -58,6 +60,9 @@ def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Itera
         code = 0
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    except ProblemsError as e:
+        code = 2
+        explain(e)
     except BaseException as e:
         code = 1
         _tell(e, note_failure)

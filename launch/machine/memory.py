@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.plural import counted
+
 
 @dataclass(frozen=True)
 class PeakMemory:
@@ -46,7 +48,7 @@ class Memory:
     host_bytes: float
 
     def __str__(self) -> str:
-        gpus = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''} of {self.gpu_bytes / 1e9:.3g} GB"
+        gpus = f"{counted(self.gpus, 'GPU')} of {self.gpu_bytes / 1e9:.3g} GB"
         return f"{gpus if self.gpus else 'no GPU'}, {self.host_bytes / 1e9:.3g} GB of host memory"
 
 

@@ -2,23 +2,99 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import re
 import socket
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
+WHOLE = re.compile("[0-9]{1,9}")
+# What launchers set, with the least and the greatest value that makes sense.
+_RANKS = (0, 10**6)
+VARIABLES = {
+    "RANK": _RANKS,
+    "LOCAL_RANK": _RANKS,
+    "WORLD_SIZE": (1, 10**6),
+    "LOCAL_WORLD_SIZE": (1, 10**6),
+    "LOCAL_SIZE": (1, 10**6),
+    "MASTER_PORT": (1, 65535),
+}
+UNSET = "start with deepspeed, torchrun or plain python, and unset what a shell or a job script has set"
+
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return _variable("RANK", 0)
+
+
+def local_rank() -> int:
+    """This process's place among those of its machine."""
+    return _variable("LOCAL_RANK", 0)
 
 
 def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _variable("WORLD_SIZE", 1)
+
+
+def _variable(name: str, default: int) -> int:
+    """A variable of the launcher; what is no number counts as absent here, and `check_launch` refuses it."""
+    written = os.environ.get(name, "")
+    return int(written) if WHOLE.fullmatch(written) else default
+
+
+def check_launch(start: bool) -> None:
+    """Check the variables by which a launcher tells a process its place, and the port where all meet.
+
+    `start`: a run is to be started, for which none may be missing; a plan needs none.
+
+    Raises ProblemsError: no numbers, out of range, only some of them, or a port that is taken.
+    """
+    problems = []
+    for name, (least, most) in VARIABLES.items():
+        written = os.environ.get(name)
+        if written is not None and not (WHOLE.fullmatch(written) and least <= int(written) <= most):
+            rule = f"a launcher sets a whole number from {least} to {most}"
+            problems.append(Problem(name, f"{name}={written!r}", rule, UNSET))
+    if not problems and "WORLD_SIZE" in os.environ and rank() >= world_size():
+        came = f"RANK={rank()} with WORLD_SIZE={world_size()}"
+        problems.append(Problem("RANK", came, "ranks count from 0 to WORLD_SIZE - 1", UNSET))
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    launched = "RANK" in os.environ or world_size() > 1
+    if start and launched and missing and not problems:
+        there = ", ".join(name for name in needed if name not in missing)
+        came = f"{there} without {', '.join(missing)}"
+        problems.append(Problem(missing[0], came, "a launcher sets all of them", UNSET))
+    if problems:
+        raise ProblemsError(problems)
+    agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if start and launched and rank() == 0 and not agent_listens:
+        try:
+            with socket.socket() as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(("", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            raise _port_is_taken(error.strerror) from None
+
+
+def _port_is_taken(because: str | None) -> ProblemsError:
+    port = os.environ["MASTER_PORT"]
+    rule = f"all processes of a launch meet there, and rank 0 cannot listen ({because}): does another run?"
+    fix = f"give deepspeed or torchrun another --master_port, e.g. {int(port) + 1}"
+    return ProblemsError([Problem("MASTER_PORT", f"port {port}", rule, fix)])
+
+
+def launched() -> bool:
+    """Whether a launcher says how many processes there are; a plain `python` is one."""
+    return "WORLD_SIZE" in os.environ
 
 
 def gathered(own: T, group: ProcessGroup) -> list[T]:
@@ -31,8 +107,12 @@ def gathered(own: T, group: ProcessGroup) -> list[T]:
 
 
 def start_processes(timeout_minutes: float = 30) -> None:
-    """Join the process group that the launcher's environment describes; a plain `python` makes one of one."""
-    if "RANK" not in os.environ:
+    """Join the process group that the launcher's environment describes; a plain `python` makes one of one.
+
+    Raises ProblemsError: another launch took the port since `check_launch`.
+    """
+    alone = "RANK" not in os.environ
+    if alone:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -50,7 +130,31 @@ def start_processes(timeout_minutes: float = 30) -> None:
         _take_device(accelerator)
         backend = accelerator.communication_backend_name()
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    try:
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error) or alone:
+            raise
+        raise _port_is_taken("address already in use") from None
+
+
+@contextlib.contextmanager
+def temporary_groups() -> Iterator[None]:
+    """Destroy in the end the process groups that were made within, DeepSpeed's too. Collective.
+
+    Each keeps threads that wake a hundred times a second: a few trainings after each other in the same
+    processes, and these take more of the machine than the training.
+    """
+    from deepspeed.utils import groups
+    from torch.distributed import destroy_process_group, distributed_c10d
+
+    before, kept = {*distributed_c10d._world.pg_map}, dict(vars(groups))
+    try:
+        yield
+    finally:
+        for group in [each for each in distributed_c10d._world.pg_map if each not in before]:
+            destroy_process_group(group)
+        vars(groups).update(kept)  # those that DeepSpeed keeps for its next engine
 
 
 def switch_shared_memory_op_off() -> None:
@@ -74,7 +178,7 @@ def device_limit() -> int | None:
 
 
 def _take_device(accelerator: Any) -> None:
-    local = int(os.environ["LOCAL_RANK"])
+    local = local_rank()
     if local >= accelerator.device_count():
         raise SystemExit(
             f"local rank {local} has no {accelerator.device_name()} device of its own: this machine has "
@@ -90,5 +194,5 @@ def _share_cores() -> None:
 
     if "OMP_NUM_THREADS" in os.environ:
         return
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    local = _variable("LOCAL_WORLD_SIZE", _variable("LOCAL_SIZE", 1))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 from launch.parity.comparison import Outcome
 
-PICTURES = (".png", ".svg", ".pdf")
 LEAST = 1e-9  # differences below, none among them, stand at the lower edge
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
+from recipes.problems import Problem
 from recipes.schema import Recipe
 
 NO_DROPOUT = ("dropout.hidden=0", "dropout.attention=0")
 # What a recipe is trained with in every layout.
 FORCED = ("precision=fp32", *NO_DROPOUT, "optimizer.eps=1e-6", "run.save_last=true")
+# What every layout decides by itself: keys of the recipe, or sections of it.
+DECIDED = ("parallel", "ds_config", "activation_checkpointing", "run.save_last")
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class LayoutCase:
     pp: int
     dp: int
     ds_config: str  # bare name of a file in ds_configs/
-    accumulation: int = 1  # micro-batches per optimizer step; the global batch is the recipe's
+    # micro-batches per optimizer step, of the recipe's global batch; None: as the recipe shares it out
+    accumulation: int | None = 1
     checkpointing: str = "none"  # activation_checkpointing of the recipe
     compiled_from: str | None = None  # with compiled layers; the name of the same case without
 
@@ -42,6 +47,7 @@ class LayoutCase:
 REFERENCE = LayoutCase("one process", 1, 1, 1, "zero0")
 CASES = (
     LayoutCase("accumulation 4", 1, 1, 1, "zero0", accumulation=4),
+    LayoutCase("own accumulation", 1, 1, 1, "zero1", accumulation=None),
     LayoutCase("recomputed", 1, 1, 1, "zero1", checkpointing="full"),
     LayoutCase("recomputed by 2", 1, 1, 1, "zero3", checkpointing="2"),
     LayoutCase("tp2", 2, 1, 1, "zero0"),
@@ -50,12 +56,16 @@ CASES = (
     LayoutCase("pp2", 1, 2, 1, "pipeline"),
     LayoutCase("pp2 accumulation 4", 1, 2, 1, "pipeline", accumulation=4),
     LayoutCase("pp2 accumulation 4, recomputed", 1, 2, 1, "pipeline", accumulation=4, checkpointing="full"),
+    LayoutCase("pp2 own accumulation", 1, 2, 1, "pipeline", accumulation=None),
     LayoutCase("dp2 zero0", 1, 1, 2, "zero0"),
     LayoutCase("dp2 zero1", 1, 1, 2, "zero1"),
     LayoutCase("dp2 zero2", 1, 1, 2, "zero2"),
     LayoutCase("dp2 zero3", 1, 1, 2, "zero3"),
     LayoutCase("dp2 zero2 offload", 1, 1, 2, "zero2_offload"),
     LayoutCase("dp2 zero3 offload", 1, 1, 2, "zero3_offload", accumulation=4),
+    LayoutCase("dp2 zero2 own accumulation", 1, 1, 2, "zero2", accumulation=None),
+    LayoutCase("tp3", 3, 1, 1, "zero0"),
+    LayoutCase("pp3", 1, 3, 1, "pipeline", accumulation=None),
     LayoutCase("tp2 dp2 zero1", 2, 1, 2, "zero1"),
     LayoutCase("tp2 dp2 zero2", 2, 1, 2, "zero2", accumulation=4),
     LayoutCase("tp2 dp2 zero3", 2, 1, 2, "zero3"),
@@ -70,11 +80,27 @@ CASES = (
 
 def case_plan(recipe: Recipe, case: LayoutCase, machine: Machine) -> Plan:
     """The plan of the recipe under the case's layout, its global batch kept. Raises ConfigError."""
-    micro = recipe.batch.global_ // (case.dp * case.accumulation)
-    recomputed = case.checkpointing
+    batch, recomputed = recipe.batch, case.checkpointing
+    shares = {"micro": None, "accumulation": case.accumulation}
+    if case.accumulation is None:
+        shares = {"micro": batch.micro, "accumulation": None if batch.micro else batch.accumulation}
     settings = {
         "parallel": recipe.parallel.model_copy(update={"tp": case.tp, "pp": case.pp, "dp": case.dp}),
-        "batch": recipe.batch.model_copy(update={"micro": micro, "accumulation": case.accumulation}),
+        "batch": batch.model_copy(update=shares),
         "activation_checkpointing": int(recomputed) if recomputed.isdigit() else recomputed,
     }
     return resolve(recipe.model_copy(update=settings), case.ds_config, case.processes, machine)
+
+
+def why_impossible(recipe: Recipe, case: LayoutCase, machine: Machine, most: int) -> tuple[Problem, ...]:
+    """What keeps the recipe from being trained under the case's layout, on `most` processes at most; or ().
+
+    Without fixes, which would make another layout of it.
+    """
+    if case.processes > most:
+        return (Problem("--processes", f"it has {case.processes} processes", f"there are {most} at most"),)
+    try:
+        case_plan(recipe, case, machine)
+    except ConfigError as error:
+        return tuple(replace(problem, fix="") for problem in error.problems)
+    return ()

@@ -7,21 +7,23 @@ python -m torch.distributed.run --nproc_per_node=2 -m launch.parity.layout_runs 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine
-from launch.console import quiet
+from launch.console import quiet, terminal
 from launch.machine import abilities, ending
-from launch.machine.processes import rank, start_processes
-from launch.parity.comparison import REFUSED, Outcome, read_outcome
+from launch.machine.processes import rank, start_processes, temporary_groups
+from launch.parity.comparison import Outcome, read_outcome
 from launch.parity.layout_cases import LayoutCase, case_plan
 from recipes import catalog
+from recipes.plural import counted
 from recipes.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,43 +37,63 @@ def start_torchrun(processes: int, jobs: Path, log: Path) -> None:
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     with log.open("w") as file:
         environment = {**os.environ, "PYTHONPATH": path}
-        subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
+        launched = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            launched.wait()
+        except BaseException:  # Ctrl-C: its workers are in sessions of their own, and it has to end them
+            launched.terminate()
+            launched.wait()
+            raise
 
 
 def run_cases(
-    recipe: Recipe, cases: Sequence[LayoutCase], out: Path, start: Start = start_torchrun
-) -> list[Outcome]:
-    """Run every case; those of one number of processes share a launch, which takes longer than they."""
+    recipe: Recipe, cases: Sequence[LayoutCase], out: Path, keep: bool = True, start: Start = start_torchrun
+) -> Iterator[Outcome]:
+    """Run every case, each possible, fewest processes first; its run directory is removed unless `keep`.
+
+    Cases of one number of processes share a launch, which takes longer than they. Where one fails, another
+    launch takes those behind it.
+    """
     out.mkdir(parents=True, exist_ok=True)
     (out / "recipe.yaml").write_text(catalog.dump(recipe))
-    outcomes = {}
-    for processes in sorted({c.processes for c in cases}):
-        group = [c for c in cases if c.processes == processes]
-        jobs, log = out / f"jobs-{processes}.json", out / f"log-{processes}.txt"
-        jobs.write_text(json.dumps([vars(c) for c in group]))
-        names = "; ".join(c.name for c in group)
-        print(f"{processes} process{'es' if processes > 1 else ''}: {names}", flush=True)
-        start(processes, jobs, log)
-        for case in group:
-            run = out / case.folder
-            outcomes[case.name] = read_outcome(case.name, case.processes, run, log, case.compiled_from)
-    return [outcomes[c.name] for c in cases]
+    launches = itertools.count(1)
+    for processes in sorted({case.processes for case in cases}):
+        waiting = [case for case in cases if case.processes == processes]
+        while waiting:
+            number = next(launches)
+            jobs, log = out / f"jobs-{number}.json", out / f"log-{number}.txt"
+            jobs.write_text(json.dumps([vars(case) for case in waiting]))
+            names = "; ".join(case.name for case in waiting)
+            terminal.say(f"{counted(processes, 'process')}: {names}")
+            for earlier in out.glob("error-rank-*.txt"):  # of a launch that failed before its first case
+                earlier.unlink()
+            start(processes, jobs, log)
+            began = [case for case in waiting if (out / case.folder).exists()]
+            for case in began or waiting:
+                run = out / case.folder
+                yield read_outcome(case.name, processes, run, log, case.compiled_from)
+                if not keep:
+                    shutil.rmtree(run, ignore_errors=True)
+            waiting = waiting[len(began) :] if began else []
 
 
 def work(jobs: Path) -> None:
     """The ranks of one launch: every case in turn, in the same process group."""
     quiet.quiet_libraries()
     out = jobs.parent
-    recipe = catalog.load_resolved(out / "recipe.yaml")
-    machine = abilities.detect_machine()
-    with ending.clean_exit():
+    current = out  # the run directory of the case that is trained
+    with ending.clean_exit(lambda text: ending.keep_error(current, text)):
+        recipe = catalog.load_resolved(out / "recipe.yaml")
+        machine = abilities.detect_machine()
         start_processes()
         for case in (LayoutCase(**c) for c in json.loads(jobs.read_text())):
-            run_case(recipe, case, out / case.folder, machine)
+            current = out / case.folder
+            with temporary_groups():
+                run_case(recipe, case, current, machine)
 
 
 def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine) -> None:
-    """Train one case: a refused one leaves its reason, a failing one ends the launch with its traceback."""
+    """Train one case; one that fails ends the launch with its traceback, one that diverges says so."""
     from data.corpus import build
     from launch.machine import description
     from launch.runs import vocabulary
@@ -79,15 +101,11 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
     from launch.runs.recorder import Recorder, Silence
     from launch.training.job import Job
     from launch.training.loop import train
+    from launch.training.outcome import Diverged
     from modeling.parallel.process_grid import ProcessGrid
 
-    try:
-        plan = case_plan(recipe, case, machine)
-    except ConfigError as e:
-        if rank() == 0:
-            directory.mkdir(parents=True)
-            (directory / REFUSED).write_text(str(e))
-        return
+    directory.mkdir(exist_ok=True)
+    plan = case_plan(recipe, case, machine)
     job = Job(plan, case.name, directory, compiled=case.compiled_from is not None, record_gradients=True)
     corpus = build(recipe, say=lambda text: None)
     recorder = Silence()
@@ -101,8 +119,12 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
             original=recipe, tiny=False, emulated=False, progress=False,
         )  # fmt: skip
     with recorder:
-        train(job, recorder, corpus, ProcessGrid(case.tp, case.pp, case.dp))
-        recorder.finish("ok")
+        try:
+            train(job, recorder, corpus, ProcessGrid(case.tp, case.pp, case.dp))
+        except Diverged as error:  # on all ranks alike: the next case may do better
+            ending.keep_error(directory, error.why)
+        else:
+            recorder.finish("ok")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from launch.runs.loss_plot import moving_average
+from launch.runs.loss_plot import averaged, moving_average, step_ticks
 from launch.runs.metrics import curve, read_metrics
 from launch.runs.result import read_result
 
@@ -61,13 +61,14 @@ def plot(runs: dict[str, Path], unigram_entropy: float, out_png: Path, title: st
         records = read_metrics(path)
         train = curve(records.steps, "mlm_loss")
         steps, losses = zip(*train, strict=True) if train else ((), ())  # a run can diverge in its first step
-        label = label if train else f"{label}: diverged at once"
+        label = f"{label}, {averaged(len(losses))}" if train else f"{label}: diverged at once"
         axes.plot(steps, losses, linewidth=0.5, alpha=0.35, color=color)
         axes.plot(steps, moving_average(losses), linewidth=1.8, color=color, label=label)
         if held_out := curve(records.validations, "mlm_loss"):
             axes.plot(*zip(*held_out, strict=True), "o", markersize=4, color=color)
     axes.axhline(unigram_entropy, linestyle=":", color="gray", linewidth=1, label="unigram entropy")
     axes.set(xlabel="optimizer step", ylabel="loss (nats per masked token)", title=title)
+    axes.xaxis.set_major_locator(step_ticks())
     axes.grid(alpha=0.2)
     axes.legend()
     figure.savefig(out_png, dpi=120)

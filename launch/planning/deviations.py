@@ -42,7 +42,7 @@ SENTENCES = {
     "hardware": "hardware: run on {is_}, the recipe's is {was}",
     "emulated": "precision: fp16 is emulated on a CPU, so its speed means nothing",
     "steps": "steps: {is_} of the recipe's {was}",
-    "unfinished": "unfinished: no result.json of its {is_} steps yet; taken from metrics.jsonl (the run "
+    "unfinished": "unfinished: no result.json of it yet; taken from metrics.jsonl, after step {is_} (the run "
     "continues, or was killed)",
     "republished": "published numbers: the table has changed since this run; ratios are to those shown here",
     "said": "{is_}",

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from ds_configs.findings import Notice
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
@@ -18,6 +20,7 @@ from ds_configs.sections.zero import NVME_VARIABLE
 from launch.machine.memory import Memory
 from modeling import cost
 from recipes.layout import divisors
+from recipes.plural import counted
 from recipes.schema import Recipe
 
 # For resolving a row that is meant for another machine: it refuses nothing.
@@ -46,6 +49,23 @@ def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
     return plan
 
 
+def anywhere(recipe: Recipe, ds_config: str, machine: Machine) -> Plan:
+    """The plan of as many processes as the layout asks for.
+
+    Where `machine` alone is in the way, it is a plan for a GPU that can do everything, and a notice says so.
+    Raises ConfigError: it cannot run on any machine.
+    """
+    try:
+        return resolve(recipe, ds_config, None, machine)
+    except ConfigError as refused:
+        try:
+            plan = resolve(recipe, ds_config, None, ANY_GPU)
+        except ConfigError:
+            raise refused from None
+        here = [Notice("machine", f"refused on this machine: {problem}") for problem in refused.problems]
+        return replace(plan, notices=(*plan.notices, *here))
+
+
 def _offloads(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
     """The sections offload_optimizer and offload_param of the resolved JSON; empty where there is none."""
     zero = plan.ds.get("zero_optimization") or {}
@@ -68,8 +88,27 @@ def state_bytes(plan: Plan) -> cost.StateBytes:
     optimizer, weights = (PLACES[section.get("device") or "none"] for section in _offloads(plan))
     zero, layout = plan.ds.get("zero_optimization") or {}, plan.layout
     how = {"optimizer": optimizer, "weights": weights, "sub_group": zero.get("sub_group_size", 1e9)}
-    how |= {"mixed_precision": plan.precision != "fp32", "accumulates": layout.accumulation > 1}
+    how |= {"widths": state_widths(plan), "accumulates": layout.accumulation > 1}
     return cost.placed_state_bytes(stage_parameters(plan), plan.zero_stage, layout.dp, **how)
+
+
+def state_widths(plan: Plan) -> cost.Widths:
+    """Bytes of a number of each kind, as the resolved JSON has them.
+
+    DeepSpeed 0.19.8: `<half>_master_weights_and_grads` keeps the optimizer's weights, and the gradients that
+    it takes, in half precision; Adam's moments follow with `bf16_optimizer_states` on the GPU, and on the CPU
+    with `fp32_optimizer_states: false` (ops/adam/cpu_adam.py); `grad_accum_dtype` is that of the gradients.
+    """
+    if plan.precision == "fp32":
+        return cost.FP32
+    ds, half = plan.ds, plan.precision
+    accumulated = (ds.get("data_types") or {}).get("grad_accum_dtype") or half
+    gradient = 4 if accumulated == "fp32" else 2
+    if not ds.get(half, {}).get(f"{half}_master_weights_and_grads"):
+        return cost.Widths(gradient=gradient)
+    params = (ds.get("optimizer") or {}).get("params") or {}
+    halved = ds.get(half, {}).get("bf16_optimizer_states") or params.get("fp32_optimizer_states") is False
+    return cost.Widths(gradient=gradient, master=2, moment=2 if halved else 4)
 
 
 def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
@@ -78,7 +117,7 @@ def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
     fewer = recipe.parallel.dp is None or 0 < memory.gpus < processes(recipe)
     most = max(memory.gpus if fewer else processes(recipe), shared)
     if memory.gpus and shared > memory.gpus:
-        return False, f"tp x pp = {shared} processes, {memory.gpus} GPU{'s' if memory.gpus > 1 else ''} here"
+        return False, f"tp x pp = {shared} processes, {counted(memory.gpus, 'GPU')} here"
     refused, too_large = "", []
     for dp in sorted((dp for dp in divisors(recipe.batch.global_) if dp * shared <= most), reverse=True):
         try:
@@ -93,7 +132,7 @@ def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
 
 
 def _how(recipe: Recipe, dp: int, shared: int) -> str:
-    count = f"{dp * shared} process{'es' if dp * shared > 1 else ''}"
+    count = counted(dp * shared, "process")
     if recipe.parallel.dp is None:
         return f"on {count}"
     if dp == recipe.parallel.dp:
@@ -133,4 +172,4 @@ def _least(plans: Sequence[Plan], memory: Memory) -> str:
     if memory.gpus:
         sizes = [(states.gpu, " on the GPU"), (states.host, " in host memory")]
     held = " and ".join(f"{size / 1e9:,.3g} GB{place}" for size, place in sizes if size)
-    return f"model states of {held} per process, {world} process{'es' if world > 1 else ''}"
+    return f"model states of {held} per process, {counted(world, 'process')}"

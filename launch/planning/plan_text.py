@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Plan
+from launch.console.terminal import wrapped
 from launch.console.text_table import aligned
+from launch.planning.memory_fit import state_widths
 from modeling import cost
 from recipes.family_words import WORDS
+from recipes.plural import counted
 from recipes.schema import Model
 
 
@@ -18,39 +21,43 @@ def describe_plan(
     *,
     name: str,
     hardware: str,
-    run_directory: Path | None,
+    run_directory: Path | None = None,
     data: Mapping[str, Any] | None = None,
     band_kernel: str | None = None,
+    started: int | None = None,
+    more: Iterable[tuple[str, str]] = (),
+    width: int | None = None,
 ) -> str:
-    """A block of aligned lines.
+    """A block of aligned lines of `width` columns, with `more` of them at the end.
 
     `data`: the corpus' summary, once it is known. `band_kernel`: what will train banded layers on this
-    machine, if there are any.
+    machine, if there are any. `started`: the processes of this launch, where it is more than a plan on paper.
     """
     recipe, layout = plan.recipe, plan.layout
     model, o, s, length = recipe.model, recipe.optimizer, recipe.schedule, recipe.sequence_length
     parameters = cost.parameters(model, length)
-    mixed = plan.precision != "fp32"
     share = parameters / (layout.tp * layout.pp)
-    states = cost.model_state_bytes(share, plan.zero_stage, layout.dp, mixed_precision=mixed)
+    states = cost.model_state_bytes(share, plan.zero_stage, layout.dp, state_widths(plan))
     before = ", before offloading" if plan.offload != "none" else ""
+    asked = "" if started in (None, layout.world) else ", as the layout asks; not started here"
     degrees = f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data parallel"
-    chunks = f"chunks of {recipe.checkpoint_interval} layers"
+    chunks = f"chunks of {counted(recipe.checkpoint_interval, 'layer')}"
     shape = (
-        f"{WORDS[model.family].describe(model)}, {model.layers} layers, hidden size {model.hidden}, "
-        f"{model.heads} heads, sequence length {length}, vocabulary {model.vocab_size} (padded to "
-        f"{plan.padded_vocab})"
+        f"{WORDS[model.family].describe(model)}, {counted(model.layers, 'layer')}, "
+        f"hidden size {model.hidden}, {counted(model.heads, 'head')}, sequence length {length}, "
+        f"vocabulary {model.vocab_size} (padded to {plan.padded_vocab})"
     )
     held = f"{states / 1e9:.3g} GB per process (weights, gradients, optimizer"
     betas = f"betas {o.betas[0]:g} {o.betas[1]:g}"
-    decay = f"{s.kind}, {s.warmup_steps} warm-up steps, to {s.min_lr:g} at step {recipe.decay_steps}"
-    tokens = f"{recipe.steps} steps = {recipe.steps * layout.global_batch * length:,} tokens"
+    warmup, steps = counted(s.warmup_steps, "warm-up step"), counted(recipe.steps, "step")
+    decay = f"{s.kind}, {warmup}, to {s.min_lr:g} at step {recipe.decay_steps}"
+    tokens = f"{steps} = {recipe.steps * layout.global_batch * length:,} tokens"
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
         ("model", shape),
         *describe_attention(model, band_kernel),
         ("parameters", f"{parameters:,}"),
-        ("layout", f"{degrees} = {layout.world} process{'es' if layout.world > 1 else ''}"),
+        ("layout", f"{degrees} = {counted(layout.world, 'process')}{asked}"),
         ("batch", layout.identity()),
         ("precision", plan.precision),
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
@@ -61,8 +68,10 @@ def describe_plan(
         *([("data", describe_data(plan, data))] if data else []),
         ("hardware", hardware),
         *([("run directory", run_directory)] if run_directory else []),
+        *more,
     ]
-    return "\n".join([aligned(lines, indent=2), *(f"\n  ! {notice}" for notice in plan.notices)])
+    notices = (wrapped(f"\n  ! {notice}", width) for notice in plan.notices)
+    return "\n".join([aligned(lines, indent=2, width=width), *notices])
 
 
 def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
@@ -70,7 +79,7 @@ def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
     tokens = f"{data['train_tokens']:,} training tokens, " if "train_tokens" in data else ""
     samples, epoch = plan.recipe.steps * plan.layout.global_batch, data.get("samples_per_epoch")
     seen = f"{samples / epoch:.2f} epochs" if epoch else "streamed"
-    held_out = f"{data['validation_samples']} validation samples of held-out documents"
+    held_out = f"{counted(data['validation_samples'], 'validation sample')} of held-out documents"
     return f"{data['source']}, {tokens}{seen}; {held_out}"
 
 

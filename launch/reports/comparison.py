@@ -14,6 +14,7 @@ from launch.reports.entries import validation_loss
 from launch.reports.runs import Run
 from launch.runs.result import Result
 from recipes import nested
+from recipes.plural import counted
 
 MOST_COMPARED = 6  # more columns than that are no table any more
 ABSENT = "absent"
@@ -187,10 +188,10 @@ def cautions(a: Run, b: Run) -> Iterator[str]:
 def curve_findings(a: Run, b: Run) -> Iterator[str]:
     """Where the losses of two comparable runs part, and by how much."""
     tolerance = max(map(_rounding, (a, b)))
-    for name, what in (("training", "steps"), ("validation", "validations")):
+    for name, what in (("training", "step"), ("validation", "validation")):
         first, second = dict(getattr(a, name)), dict(getattr(b, name))
         apart = differences(first, second)
-        beginning = f"{name} loss of {a.label} and {b.label}, {len(apart):,} common {what}"
+        beginning = f"{name} loss of {a.label} and {b.label}, {counted(len(apart), f'common {what}')}"
         if not apart:
             yield f"{beginning}: nothing to compare"
             continue

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil
-from statistics import fmean
 
 from launch.reports.runs import Points
+from launch.runs.loss_plot import mean
 
 MOST_POINTS = 1000  # of one curve
 PAGE_POINTS = 12_000  # of all curves of one figure together
@@ -18,7 +18,7 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
         return points
     size = ceil(len(points) / most)
     buckets = (zip(*points[start : start + size], strict=True) for start in range(0, len(points), size))
-    return [(fmean(steps), fmean(values)) for steps, values in buckets]
+    return [(mean(steps), mean(values)) for steps, values in buckets]
 
 
 def points_per_curve(curves: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,13 +12,21 @@ from itertools import groupby
 from launch.reports import figures
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
 from launch.reports.drawing import Figure
-from launch.reports.entries import Column, Entry, entries_of, measured_columns
+from launch.reports.entries import Column, Entry, Scale, entries_of, measured_columns
 from launch.reports.remarks import Remarks, split_remarks
 from launch.reports.runs import Run
 from launch.reports.tables import Published, Row, Tables
+from recipes.plural import counted
 from recipes.problems import ProblemsError
 
 ELSEWHERE = "other-recipes"
+# `Entry.scale` -> how a count of such runs goes on.
+SCALES: dict[Scale, str] = {
+    "full": "at full size",
+    "other": "of another model (--set)",
+    "tiny": "tiny",
+    "unknown": "whose recipe cannot be read",
+}
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,10 @@ class Section:
 
     @property
     def summary(self) -> str:
-        """How many rows there are, and how many have been run at full size and tiny."""
-        ran = {(entry.row.name, entry.run.tiny) for entry in self.entries if entry.run}
-        full, small = ([row for row, tiny in ran if tiny is kind] for kind in (False, True))
-        counts = [f"{len(run)} run {how}" for run, how in ((full, "at full size"), (small, "tiny")) if run]
-        rows = len(self.table.rows)
-        return f"{rows} row{'s' if rows != 1 else ''}, {', '.join(counts) or 'nothing run'}"
+        """How many rows there are, and how many runs of them at which size."""
+        scales = Counter(entry.scale for entry in self.entries if entry.run)
+        counts = [f"{counted(scales[scale], 'run')} {how}" for scale, how in SCALES.items() if scales[scale]]
+        return f"{counted(len(self.table.rows), 'row')}, {', '.join(counts) or 'nothing run'}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def assemble(
     names = list(dict.fromkeys((*names, *(() if only_named else sorted({run.table for run in runs})))))
     shown = [run for run in runs if run.table in names]
     if left_out := len(runs) - len(shown):
-        notes.append(f"{left_out} run{'s' if left_out > 1 else ''} of other tables left out (--table)")
+        notes.append(f"{counted(left_out, 'run')} of other tables left out (--table)")
     if len(shown) > MOST_COMPARED:
         many = f"{len(shown)} runs are too many to compare side by side"
         notes.append(f"{many}: name 2 to {MOST_COMPARED} of them")

@@ -14,7 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Drawing
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
+
+from launch.runs.loss_plot import step_ticks, write_in_margin
 
 # Stand-ins that nothing else is drawn in, for colours that differ between day and night. As in style.css.
 INK, FAINT = "#010203", "#010204"
@@ -27,6 +29,7 @@ PALETTE = ("#3b82c4", "#d9822b", "#3a9d5d", "#cf4f4f", "#8f6fd1", "#9a7560", "#d
 
 # Of the curves' own range: a reference further away is named at the edge, and takes nothing of the axis.
 NEAR = 0.5
+LEAST_TICKS = 3  # of a logarithmic axis
 LEAST_RANGE = 0.2  # nats: curves that are flat are no reason to call a reference far away
 
 
@@ -68,7 +71,7 @@ def new_axes(drawing: Drawing, title: str, x: str, y: str) -> Axes:
 def step_axes(drawing: Drawing, title: str, y: str) -> Axes:
     """Axes over optimizer steps, which are whole numbers."""
     axes = new_axes(drawing, title, "optimizer step", y)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(step_ticks())
     return axes
 
 
@@ -76,8 +79,26 @@ def log_axis(axes: Axes, which: str) -> None:
     """A logarithmic x or y axis whose numbers are plain text: 0.001, 1e-05."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogTicks())
+    axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+
+
+class LogTicks(Locator):
+    """Ticks of a logarithmic axis: decades, in between 2 and 5 where these are few, and whatever is round."""
+
+    def __call__(self) -> Sequence[float]:
+        assert self.axis is not None
+        low, high = self.axis.get_view_interval()
+        return self.tick_values(low, high)
+
+    def tick_values(self, low: float, high: float) -> Sequence[float]:
+        found: list[float] = []
+        for locator in (LogLocator(numticks=9), LogLocator(subs=(1, 2, 5), numticks=9), MaxNLocator(6)):
+            found = [float(tick) for tick in locator.tick_values(low, high) if low <= tick <= high]
+            if len(found) >= LEAST_TICKS:
+                break
+        return found
 
 
 def legend_below(drawing: Drawing, entries: Sequence[tuple[Any, str]], columns: int = 2) -> None:
@@ -91,33 +112,24 @@ def legend_below(drawing: Drawing, entries: Sequence[tuple[Any, str]], columns: 
 
 
 def draw_references(axes: Axes, entropies: Mapping[tuple[str, float], Sequence[str]], runs: int) -> bool:
-    """Draw a grey line for each (kind, nats) -> labels of its runs, or an arrow with its number.
+    """Draw a grey line for each (kind, nats) -> labels of its runs; name it in the margin.
 
     Call it after the curves are drawn. `runs`: how many they are of; a reference of one of several names it.
-    Returns whether there is an arrow.
+    Returns whether one lies outside the axis.
     """
     values = [float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())]
     bottom, top = (min(values), max(values)) if values else (0.0, float("inf"))
     reach = NEAR * max(top - bottom, LEAST_RANGE)
-    outside = {1: 0, -1: 0}  # arrows so far at the top, at the bottom
+    labels, outside = [], False
     for (kind, value), names in entropies.items():
-        whose = f" ({names[0]})" if len(names) < runs and len(names) == 1 else ""
-        how: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": INK}
+        whose = f"\n{names[0]}" if len(names) < runs and len(names) == 1 else ""
+        labels.append((value, f"{kind} {value:.3f}{whose}"))
         if bottom - reach <= value <= top + reach:
             axes.axhline(value, color=FAINT, linestyle=":" if kind == "unigram" else "--", linewidth=1.2)
-            at, frame = (0.99, value), axes.get_yaxis_transform()
-            axes.annotate(f"{kind} {value:.3f}{whose}", at, xycoords=frame, xytext=(0, 3), ha="right", **how)
-            continue
-        side = 1 if value > top else -1
-        offset = 4 + 11 * outside[side]
-        outside[side] += 1
-        # Losses fall from the upper left to the lower right: the other two corners are empty.
-        arrow, at, ha, va = (
-            ("↑", (0.99, 1), "right", "top") if side > 0 else ("↓", (0.01, 0), "left", "bottom")
-        )
-        said = f"{kind} {value:.3f}{whose} {arrow}"
-        axes.annotate(said, at, xycoords="axes fraction", xytext=(0, -side * offset), ha=ha, va=va, **how)
-    return any(outside.values())
+        else:
+            outside = True
+    write_in_margin(axes, labels, INK, 8)
+    return outside
 
 
 def render(drawing: Drawing, label: str, caption: str) -> Figure:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from launch.console import numbers
-from launch.planning.comparability import Incomparable, not_comparable
+from launch.planning.comparability import Incomparable, changed_work, not_comparable
 from launch.planning.deviations import Deviation
 from launch.reports.runs import OOM, Run
 from launch.reports.tables import Published, Row
 from launch.runs.result import TFLOPS_BY, Compared, Result, compare_with
 
+Scale = Literal["full", "tiny", "other", "unknown"]  # of a run, next to its row
 NOT_RUN = "not run"
+OTHER_MODEL = ("model.", "sequence_length")  # beginnings of the keys that make a run one of another model
 RATIO_NAMES = {
     "time_per_iteration_s": "time",
     "samples_per_s": "samples/s",
@@ -72,6 +74,20 @@ class Entry:
     @property
     def status(self) -> str:
         return self.run.status if self.run else NOT_RUN
+
+    @property
+    def scale(self) -> Scale | None:
+        """Whether the run is of the row's model, of the shrunk one or of one that --set made."""
+        row, run = self.row.recipe, self.run
+        if run is None:
+            return None
+        if run.tiny:
+            return "tiny"
+        if row is None or run.recipe is None:
+            return "unknown"
+        return (
+            "other" if any(key.startswith(OTHER_MODEL) for key in changed_work(row, run.recipe)) else "full"
+        )
 
     @property
     def ratios(self) -> dict[str, float]:

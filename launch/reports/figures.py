@@ -16,6 +16,7 @@ from launch.reports.runs import Points, Run
 from launch.runs.loss_plot import UNITS, moving_average
 from launch.runs.result import TFLOPS_BY
 from launch.runs.result_text import EXACT
+from recipes.plural import counted
 
 LOG_FROM = 30  # largest / smallest value above which a linear axis would hide the small ones
 RUNS_PER_FIGURE = len(PALETTE)
@@ -146,8 +147,9 @@ def _throughput(entries: Sequence[Entry], key: str) -> Figure:
     if key == "tflops" and _counted_as(entries) == "exact_tflops":
         parts.append(f"{EXACT[0].upper()}{EXACT[1:]}.")
     if left_out := sum(entry.incomparable is not None for entry in entries):
-        count = f"{left_out} run{'s' if left_out > 1 else ''}"
-        parts.append(f"{count} left out, whose numbers are not those of the row (see the table).")
+        parts.append(
+            f"{counted(left_out, 'run')} left out, whose numbers are not those of the row (see the table)."
+        )
     elif not points:
         parts.append("Nothing of this table has been measured here.")
     return drawing.render(canvas, f"Published and measured: {axis}", " ".join(parts))
@@ -171,9 +173,10 @@ def _losses(runs: Sequence[Run], unit: str, title: str, most: int) -> Figure:
         entries.append((Line2D([], [], color=INK, marker=MARKS[0], **VALIDATION), "validation"))
     outside = drawing.draw_references(axes, _entropies(runs), len(runs))
     drawing.legend_below(canvas, entries)
-    arrow = "; an arrow where it lies outside the axis." if outside else "."
+    arrow = ", with an arrow where it lies outside the axis." if outside else "."
     caption = (
-        "Lines: training loss, moving average. Marks joined by dots: validation. Grey: entropy of a "
+        "Lines: training loss, the mean of the steps around each (a fifteenth of the run, 201 at most, fewer "
+        "towards the ends). Marks joined by dots: validation. Grey: entropy of a "
         f"uniform and of a unigram model{arrow}{_thinned(runs, most)}"
     )
     return drawing.render(canvas, f"{title}, {unit}", caption)

@@ -8,11 +8,15 @@ from html import escape
 
 from launch.reports.comparison import Comparison
 from launch.reports.document import Document, Section
-from launch.reports.entries import Entry
+from launch.reports.entries import Entry, Scale
 from launch.reports.remarks import Remark
 
 MARKER = "<!-- written by megarecipes: launch/report.py -->"
 DAGGER = "†"  # of a row that has errata
+SCALES: dict[Scale | None, str] = {
+    "tiny": "**TINY** ",
+    "other": "**OTHER MODEL** ",
+}  # of a run, in front of its status
 
 
 def write(document: Document) -> str:
@@ -43,8 +47,9 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _section(section: Section) -> list[str]:
     published = section.table
-    ours = ["recipe", "status", *(column.heading for column in section.columns)]
-    ours += ["measured / published", "hardware", "run"] if section.runs else []
+    ran = bool(section.runs)
+    ours = ["recipe", *(["run"] if ran else []), "status", *(column.heading for column in section.columns)]
+    ours += ["measured / published", "hardware"] if ran else []
     source = f"Source: {text(published.source)}. Table `{published.name}`, " if published.source else ""
     numbered = enumerate(section.remarks, start=1)
     footnotes = {row.full_name: f"[^{published.name}-{number}]" for number, (row, _) in numbered}
@@ -77,12 +82,15 @@ def _cells(section: Section, entry: Entry, footnotes: Mapping[str, str]) -> list
     row, run = entry.row, entry.run
     marks = [DAGGER] if row.full_name in section.with_errata else []
     marks += [footnotes[row.full_name]] if row.full_name in footnotes else []
-    status = ("**TINY** " if run and run.tiny else "") + text(entry.status)
-    cells = [*map(text, row.cells), " ".join([text(row.name), *marks]), status]
+    status = SCALES.get(entry.scale, "") + text(entry.status)
+    cells = [*map(text, row.cells), " ".join([text(row.name), *marks])]
     if run:
         measured = [column.text(run) for column in section.columns]
-        return [*cells, *map(text, (*measured, entry.outcome, run.result.hardware or "", run.label))]
-    return [*cells, *[""] * (len(section.columns) + (3 if section.runs else 0))]
+        said = map(text, (*measured, entry.outcome, run.result.hardware or ""))
+        return [*cells, text(run.label), status, *said]
+    if section.runs:
+        return [*cells, "", status, *[""] * (len(section.columns) + 2)]
+    return [*cells, status]
 
 
 def _said(remark: Remark) -> str:

@@ -86,8 +86,14 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     plan = _read(at.plan, problems)
     launches = _read(at.launches, problems)
     launch = launches[-1] if launches else None
-    records = read_metrics(at.metrics_jsonl, problems)
+    records = _read(lambda: read_metrics(at.metrics_jsonl, problems), problems)
     written = _read(lambda: read_result(at.result_json), problems) if at.result_json.exists() else None
+    if records is not None and not records.steps and not records.broken and written and written.steps:
+        lost = f"has no step, and result.json counts {written.steps:,}"
+        problems.append(f"{at.metrics_jsonl}: {lost}: restore it, or leave this run out")
+    if launches == [] and at.environment_json.exists():
+        problems.append(f"{at.environment_json}: names no launch: restore it, or leave this run out")
+    records = records or Records()
     tiny = (written is not None and written.tiny) or (launch is not None and launch.tiny)
     name = (written.recipe if written else "") or (launch.recipe if launch else "") or label
     name = name.removesuffix("-tiny") if tiny else name
@@ -140,6 +146,9 @@ def _so_far(
     except KeyError as error:
         what = f"environment.json of {known.recipe} does not describe the machine"
         problems.append(f"{what}, {error!r}: restore it")
+        return None
+    except ArithmeticError:
+        problems.append(f"metrics.jsonl of {known.recipe} has seconds or losses that no run has: restore it")
         return None
     if known.status != UNFINISHED:
         return made

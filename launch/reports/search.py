@@ -25,6 +25,9 @@ def find(arguments: Sequence[str]) -> list[Path]:
         try:
             for path in _meant(argument):
                 found.setdefault(path.resolve(), path)
+        except OSError as error:  # a name too long, a directory that may not be read
+            why = f"cannot be looked into ({error.strerror or error})"
+            problems.append(Problem(argument, f"{argument} {why}", fix="name directories you may read"))
         except ValueError as error:
             problems.append(Problem(argument, str(error)))
     if problems:

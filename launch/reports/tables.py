@@ -9,6 +9,8 @@ from typing import Any
 
 from launch.tables.verifying import evidence
 from launch.tables.verifying.evidence import RowErratum
+from recipes import files
+from recipes.plural import counted
 from recipes.problems import Problem, ProblemsError, RecipeError, did_you_mean
 from recipes.schema import Published as PublishedNumbers
 from recipes.schema import Recipe
@@ -84,7 +86,7 @@ class Tables:
         """The table of that name; None: there is none. Raises ProblemsError where its file is no table."""
         if name not in self._read:
             path = self._folder / f"{name}.yaml"
-            self._read[name] = load(read_table(path)) if path.is_file() else None
+            self._read[name] = load(read_table(path)) if path in self._folder.glob("*.yaml") else None
         return self._read[name]
 
     def named(self, asked: Sequence[str]) -> list[str]:
@@ -98,7 +100,7 @@ class Tables:
         for name in asked:
             path = Path(name)
             try:
-                if path.suffix in (".yaml", ".yml") and path.is_file():
+                if path.suffix in (".yaml", ".yml") and files.is_file(path):
                     name = path.stem
                     self._read[name] = load(read_table(path))
                 elif self.get(name) is None:
@@ -166,7 +168,7 @@ def source_cells(published: Any, columns: Sequence[str]) -> tuple[tuple[str, ...
     cells = tuple(cell.strip() for cell in str(printed).split("|"))
     if len(cells) == width:
         return cells, None
-    problem = f"published.row has {len(cells)} cells, the table {width} columns"
+    problem = f"published.row has {counted(len(cells), 'cell')}, the table {counted(width, 'column')}"
     filled = (*cells, *[""] * width)[: width - 1]
     last = " | ".join(cells[width - 1 :])
     return (*filled, last), f"{problem}: separate the cells by |, empty ones too"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ def write(document: Document) -> str:
     options: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, **options)
     environment.filters["number"] = number
+    environment.filters["unbroken"] = unbroken
     style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
     page = environment.get_template("page.html")
     return page.render(document=document, marker=Markup(MARKER), style=style, status_classes=STATUS_CLASSES)
+
+
+def unbroken(text: str) -> str:
+    """The text with 3.9e-03 kept in one line: the hyphen of an exponent is one at which no line breaks."""
+    return re.sub(r"(?<=\de)-(?=\d)", "\N{NON-BREAKING HYPHEN}", text)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data.durable_files import write_atomically
+from launch.console import output
 from launch.reports import csvfile, markdown, webpage
 from launch.reports.comparison import MOST_COMPARED
 from launch.reports.document import Document
@@ -41,17 +41,9 @@ def check(directory: Path) -> list[str]:
     Raises:
         ValueError: the directory cannot be made or written, is a run, or holds other files of our names.
     """
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    problem, fix = None, "name a directory you may write"
-    if not there.is_dir():
-        problem = f"cannot be made ({there} is a file)"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        problem, fix = f"cannot be written ({there} is not yours to write)", "name a directory that is"
-    elif is_run(directory):
-        problem = "is a run directory, which holds nothing but the run's own files"
-        fix = "name another directory"
-    if problem:
-        raise ValueError(f"--out {directory} {problem}: {fix}")
+    if is_run(output.directory("--out", directory)):
+        rule = "is a run directory, which holds nothing but the run's own files"
+        raise ValueError(f"--out {directory} {rule}: name another directory")
     former = [name for name in FORMS if (directory / name).exists()]
     strangers = [name for name in former if not _is_former(directory / name, FORMS[name][1])]
     if strangers:

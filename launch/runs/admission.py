@@ -12,9 +12,9 @@ from typing import Any
 
 from data.durable_files import Lock, left_by_a_crash
 from ds_configs.plan import Plan, plan_to_json
-from launch.runs.directory import Launch, RunDirectory, Unreadable, default_path, read_json
+from launch.runs.directory import Launch, RunDirectory, default_path
 from launch.runs.metrics import read_metrics
-from recipes import catalog
+from recipes import catalog, files
 from recipes.nested import differences
 from recipes.schema import Recipe
 
@@ -58,7 +58,7 @@ def admit(
         former = directory.launches() if resumed else []
     except ValueError as error:
         lock.release()
-        if isinstance(error, Unreadable):
+        if isinstance(error, files.FileError):
             raise RunDirectoryError(f"{error}: restore it, or name another directory with --out") from None
         raise error if isinstance(error, RunDirectoryError) else RunDirectoryError(str(error)) from None
     directory.checkpoints.mkdir(exist_ok=True)
@@ -94,7 +94,7 @@ def _refuse_finished(directory: RunDirectory) -> None:
     """Refuse to train a finished run without a checkpoint (run.save_last=false) again, over its results."""
     if _saved(directory) or not directory.result_json.exists():
         return
-    if read_json(directory.result_json).get("status") == "ok":
+    if files.read_json_object(directory.result_json).get("status") == "ok":
         raise RunDirectoryError(
             f"--resume: {directory.path} holds a finished run without a checkpoint (run.save_last=false): "
             "there is nothing to resume from, and a run is never overwritten; start again elsewhere with "

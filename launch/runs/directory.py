@@ -29,18 +29,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from data.durable_files import Lock, write_atomically
 from ds_configs.findings import Notice
-from ds_configs.plan import Plan, plan_from_json, plan_to_json
+from ds_configs.plan import FORM as PLAN
+from ds_configs.plan import Plan, plan_to_json
 from launch.machine import description
-from recipes import catalog
+from recipes import catalog, files
 from recipes.layout import Layout
+from recipes.problems import RecipeError
 
 OWN_FILES = ("recipe", "ds")  # parts of a plan that have a file of their own, and are no facts of a launch
-
-
-class Unreadable(ValueError):
-    """A file of a run is missing or broken. The message names it and what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,22 @@ class Launch:
         return cls(started, tuple(command), os.getcwd(), name, tiny, emulated_fp16, facts, machine)
 
     @classmethod
-    def read(cls, entry: Mapping[str, Any]) -> Launch:
-        """From environment.json; earlier versions tell tiny and emulated runs by their command only."""
-        command = tuple(entry.get("command") or ())
+    def read(cls, entry: Mapping[str, Any], where: Path) -> Launch:
+        """From `where`, in which earlier versions tell tiny and emulated runs by their command only.
+
+        Raises FileError.
+        """
+        command = entry.get("command") or ()
+        listed = command if isinstance(command, (list, tuple)) else ()
         own = {
             **{key: entry.get(key, "") for key in ("started", "working_directory", "recipe")},
             "command": command,
-            "tiny": entry.get("tiny", "--tiny" in command),
-            "emulated_fp16": entry.get("emulated_fp16", "--emulate_fp16" in command),
+            "tiny": entry.get("tiny", "--tiny" in listed),
+            "emulated_fp16": entry.get("emulated_fp16", "--emulate_fp16" in listed),
             "plan": entry.get("plan") or {},
         }
-        return cls(**own, machine={key: value for key, value in entry.items() if key not in own})
+        machine = {key: value for key, value in entry.items() if key not in own}
+        return files.checked(TypeAdapter(cls), {**own, "machine": machine}, where)
 
     def entry(self) -> dict[str, Any]:
         """As environment.json has it: the machine's facts next to the others."""
@@ -133,35 +138,35 @@ class RunDirectory:
         write_atomically(self.environment_json, _json({"launches": [launch.entry() for launch in launches]}))
 
     def launches(self) -> list[Launch]:
-        """Oldest first; none where there is no environment.json. Raises Unreadable."""
+        """Oldest first; none where there is no environment.json. Raises FileError."""
         if not self.environment_json.exists():
             return []
-        entries = read_json(self.environment_json).get("launches", [])
-        return [Launch.read(entry) for entry in entries if isinstance(entry, Mapping)]
+        path = self.environment_json
+        entries = files.read_json_object(path).get("launches", [])
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            files.refuse(path, "launches is no list of objects", "it has one for every launch")
+        return [Launch.read(entry, path) for entry in entries]
 
     def plan(self) -> Plan:
-        """The plan of the newest launch. Raises Unreadable."""
+        """The plan of the newest launch. Raises FileError."""
         if not self.plan_json.exists():
             return self._plan_of_earlier_version()
-        try:
-            return plan_from_json(read_json(self.plan_json))
-        except (KeyError, TypeError, ValueError) as error:
-            raise error if isinstance(error, Unreadable) else _unreadable(self.plan_json, error) from None
+        return files.checked(PLAN, files.read_json_object(self.plan_json), self.plan_json)
 
     def _plan_of_earlier_version(self) -> Plan:
         """From recipe.yaml, ds_config.json and the facts in environment.json."""
         try:
             recipe = catalog.load_resolved(self.recipe_yaml)
-        except (ValueError, OSError) as error:
-            raise _unreadable(self.recipe_yaml, error) from None
+        except RecipeError as error:
+            raise files.FileError(error.problems) from None
+        ds = files.read_json_object(self.ds_config_json)
         try:
             facts = dict(self.launches()[-1].plan)
             facts["layout"] = Layout(**facts["layout"])
             facts["notices"] = tuple(Notice("", text) for text in facts["notices"])
-            return Plan(recipe=recipe, ds=read_json(self.ds_config_json), **facts)
+            return Plan(recipe=recipe, ds=ds, **facts)
         except (KeyError, TypeError, IndexError) as error:
-            what = f"does not say how the run was made, {error!r}"
-            raise _unreadable(self.environment_json, what) from None
+            files.refuse(self.environment_json, f"does not say how the run was made, {error!r}")
 
     def close(self) -> None:
         """Let another process resume this run."""
@@ -172,21 +177,6 @@ class RunDirectory:
 def default_path(name: str, ds_name: str) -> Path:
     """runs/default-sotu-zero3_offload for recipe "default/sotu"."""
     return Path("runs") / re.sub(r"[^A-Za-z0-9._]+", "-", f"{name}-{ds_name}").strip("-")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises Unreadable."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise _unreadable(path, f"not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise _unreadable(path, f"holds {type(value).__name__}, not an object")
-    return value
-
-
-def _unreadable(path: Path, what: object) -> Unreadable:
-    return Unreadable(f"{path}: {' '.join(str(what).split())}")
 
 
 def _json(value: Any) -> str:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from data.durable_files import write_atomically
+from recipes import files
 
 PART_NAMES = dict(
     mlm_loss="masked tokens", sentence_loss="sentence objective", sentence_accuracy="sentence accuracy"
 )
 MOST_NAMED = 5  # broken lines of one file
+MOST_LINE = 2**20  # bytes
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Parts = dict[str, Finite | None]  # of a loss, by the names of PART_NAMES
@@ -133,21 +135,15 @@ def to_line(record: Record) -> str:
     return json.dumps({**first, **values.pop("parts", {}), **values}, allow_nan=False) + "\n"
 
 
-def from_line(line: str | bytes) -> Record:
-    """Raises ValueError with what is wrong with the line."""
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not a line of metrics ({error})") from None
+def from_line(line: bytes, where: str | Path, number: int) -> Record:
+    """The record in line `number` of the file `where`. Raises FileError with what is wrong with it."""
+    values = files.parse_json(files.decode(line, where, number), where, number)
     kind = values.get("kind") if isinstance(values, dict) else None
-    if kind not in _ADAPTERS or not isinstance(values.get("step"), int):
-        raise ValueError("not a record of metrics, which has a kind and a step")
+    if not isinstance(kind, str) or kind not in _ADAPTERS or type(values.get("step")) is not int:
+        files.refuse(where, "not a record of metrics, which has a kind and a step", line=number)
     values["parts"] = {name: values[name] for name in PART_NAMES if name in values}
-    try:
-        record: Record = _ADAPTERS[kind].validate_python(values)
-        return record
-    except ValidationError as error:
-        raise ValueError(f"{kind} {values['step']} {_wrong(error)}") from None
+    record: Record = files.checked(_ADAPTERS[kind], values, where, number)
+    return record
 
 
 def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
@@ -156,19 +152,23 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
     With `problems`, broken lines are left out and named there, at most `MOST_NAMED` of them.
 
     Raises:
-        ValueError: a broken line elsewhere, without `problems`.
+        ValueError: the file cannot be read, or has a broken line elsewhere, without `problems`.
     """
     found: dict[str, list[Any]] = {kind: [] for kind in _ADAPTERS}
     broken = []
-    for number, line in enumerate(_whole_lines(path), start=1):
-        try:
-            record = from_line(line)
-        except ValueError as error:
-            broken.append(f"{path}:{number}: {error}")
-            if problems is None:
-                raise ValueError(f"{broken[0]}: delete that line, or restore the file") from None
-        else:
-            found[record.kind].append(record)
+    try:
+        for number, line in _whole_lines(path):
+            try:
+                record = from_line(line, path, number)
+                found[record.kind].append(record)
+            except files.FileError as error:
+                if problems is None:
+                    raise ValueError(f"{error}: delete that line, or restore the file") from None
+                broken.append(str(error))
+    except files.FileError as error:  # of the file, or of a line too long: nothing comes after it
+        if problems is None:
+            raise
+        broken.append(str(error))
     if problems is not None:
         left_out = "left out, with the other lines kept; delete that line, or restore the file"
         problems += [f"{each}: {left_out}" for each in broken[:MOST_NAMED]]
@@ -185,19 +185,14 @@ def truncate(path: Path, step: int) -> None:
     process may leave, would otherwise stand next to the new ones.
     """
     if path.exists():
-        kept = [line for line in _whole_lines(path) if step and from_line(line).step <= step]
-        write_atomically(path, "".join(f"{line.decode()}\n" for line in kept))
+        lines = _whole_lines(path) if step else ()
+        kept = [line for number, line in lines if from_line(line, path, number).step <= step]
+        write_atomically(path, b"".join(kept).decode())
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    """The lines without what a killed process could not finish."""
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-
-
-def _wrong(error: ValidationError) -> str:
-    """The fields that are missing, or else the first that is wrong."""
-    missing = [str(each["loc"][0]) for each in error.errors() if each["type"] == "missing"]
-    if missing:
-        return f"has no {', '.join(missing)}"
-    first = error.errors()[0]
-    return f"has {first['loc'][-1]}={first['input']!r}, which is no such value"
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number from 1 and bytes of the lines, without what a killed process could not finish."""
+    if path.exists():
+        yield from (
+            (number, line) for number, line in files.lines_of(path, MOST_LINE) if line.endswith(b"\n")
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
@@ -10,6 +11,7 @@ from typing import Any, Protocol, TextIO
 from torch.utils.tensorboard import SummaryWriter
 
 from ds_configs.plan import Plan
+from launch.console import terminal
 from launch.console.numbers import short
 from launch.console.progress import Silent, screen
 from launch.machine import description
@@ -199,13 +201,14 @@ class Recorder(Silence):
         result = self._keep(status, memory or {"cached_bytes": peak_cached_bytes()}, because, sample)
         if self._stream is None:
             return
-        text = [f"\n{result_text(result)}"]
+        width = terminal.columns(self._stream)
+        text = [f"\n{result_text(result, width)}"]
         if sample:
-            text.append(f"\nsample\n  {sample}")
+            text += ["\nsample", terminal.wrapped(textwrap.indent(sample, "  "), width, hang=0)]
         text.append(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}")
         if reason:
             text.append(f"{reason}; resume with the same command and --resume")
-        print("\n".join(text), file=self._stream, flush=True)
+        terminal.say("\n".join(text), self._stream)
 
     def _show_plan(self, data: dict[str, Any]) -> None:
         if self._stream is None:
@@ -213,11 +216,12 @@ class Recorder(Silence):
         text = describe_plan(
             self._plan, name=self._name, hardware=description.summary(dict(self._described)), data=data,
             run_directory=self.directory.path, band_kernel=self._band_kernel,
+            width=terminal.columns(self._stream),
         )  # fmt: skip
         token = WORDS[self._plan.recipe.model.family].predicted
         beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(self._entropies).items())
         to_beat = f"to beat on the validation text, in nats per {token}: {beat}"
-        print(f"\n{text}\n\n{to_beat}\n", file=self._stream, flush=True)
+        terminal.say(f"\n{text}\n\n{to_beat}\n", self._stream)
 
     def _checkpoints(self) -> str:
         if any(self.directory.checkpoints.glob("*/complete.json")):
@@ -261,18 +265,18 @@ class Recorder(Silence):
                 self._events.add_scalar(f"{group}/{name}", value, record.step)
 
 
-def _fields(record: StepRecord, *, show_scale: bool) -> list[str]:
-    """The numbers of a step for the screen, short enough that all stand in 80 columns."""
+def _fields(record: StepRecord, *, show_scale: bool) -> dict[str, str]:
+    """The numbers of a step for the screen, in their order."""
     loss, masked, norm = record.loss, record.parts.get("mlm_loss"), record.grad_norm
-    skipped = ["SKIPPED (overflow)"] if record.skipped else []  # first: a narrow terminal cuts the end off
-    return [
-        *skipped,
-        f"loss {'not finite' if loss is None else f'{loss:.4f}'}",
-        *([] if masked is None else [f"mlm {masked:.4f}"]),
-        f"lr {record.lr:.1e}",
-        f"grad norm {'-' if norm is None else f'{norm:.3g}'}",
-        *([f"scale {short(record.loss_scale)}"] if show_scale else []),
-        f"{short(record.samples_per_s)} samples/s",
-        f"{short(record.tokens_per_s)} tokens/s",
-        f"{record.exact_tflops:.3g} TFLOPS",
-    ]
+    shown = {
+        "skipped": "SKIPPED (overflow)" if record.skipped else "",
+        "loss": f"loss {'not finite' if loss is None else f'{loss:.4f}'}",
+        "mlm": "" if masked is None else f"mlm {masked:.4f}",
+        "lr": f"lr {record.lr:.1e}",
+        "norm": f"grad norm {'-' if norm is None else f'{norm:.3g}'}",
+        "scale": f"scale {short(record.loss_scale)}" if show_scale else "",
+        "samples": f"{short(record.samples_per_s)} samples/s",
+        "tokens": f"{short(record.tokens_per_s)} tokens/s",
+        "tflops": f"{record.exact_tflops:.3g} TFLOPS",
+    }
+    return {name: text for name, text in shown.items() if text}

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
 from ds_configs.plan import Plan
@@ -21,10 +21,10 @@ from launch.console.numbers import gigabytes
 from launch.machine import description
 from launch.planning.comparability import Incomparable, not_comparable
 from launch.planning.deviations import Deviation, deviations
-from launch.runs.directory import Unreadable, read_json
 from launch.runs.metrics import Finite, Parts, Records, StepRecord, ValidationRecord
 from launch.runs.throughput import WARMUP_STEPS, Rates, SteadySeconds, Throughput, steady_seconds
 from modeling import cost
+from recipes import files
 from recipes.layout import Layout
 from recipes.schema import Model, Published, Recipe
 
@@ -311,14 +311,13 @@ def write_result(path: Path, result: Result) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """The result of a run of this version or of version 1. Raises Unreadable with the first wrong field."""
-    values = read_json(path)
+    """The result of a run of this version or of version 1. Raises FileError with the first wrong field."""
+    values = files.read_json_object(path)
     try:
-        return _ADAPTER.validate_python(values if "version" in values else _from_version_1(values))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise Unreadable(f"{path}: {where}={first['input']!r}: {first['msg']}") from None
+        values = values if "version" in values else _from_version_1(values)
+    except (TypeError, ValueError) as error:
+        files.refuse(path, "has no version, and is not what version 1 wrote", str(error))
+    return files.checked(_ADAPTER, values, path)
 
 
 def _from_version_1(row: Mapping[str, Any]) -> dict[str, Any]:

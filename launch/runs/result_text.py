@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from launch.console.numbers import number
+from launch.console.terminal import wrapped
 from launch.console.text_table import aligned, table
 from launch.runs.metrics import PART_NAMES, Parts
 from launch.runs.result import OURS, TFLOPS_BY, Result
@@ -14,11 +15,12 @@ EXACT = (
 )
 
 
-def result_text(result: Result) -> str:
-    """The measured numbers next to the published ones, and the deviations, as lines for the terminal."""
-    block = aligned(_lines(result), gap=1)
+def result_text(result: Result, width: int | None = None) -> str:
+    """The measured numbers next to the published ones, and the deviations, in lines of `width` columns."""
+    block = aligned(_lines(result), gap=1, width=width)
     stated = ["\ndeviations from the recipe", *(f"  - {each}" for each in result.deviations)]
-    return "\n".join([block, *_comparison(result), *(stated if result.deviations else [])])
+    more = [*_comparison(result, width), *(stated if result.deviations else [])]
+    return "\n".join([block, *(wrapped(line, width) for line in more)])
 
 
 def _lines(result: Result) -> list[tuple[str, str]]:
@@ -29,7 +31,7 @@ def _lines(result: Result) -> list[tuple[str, str]]:
         f"checkpointing {result.activation_checkpointing}"
     )
     skipped = f" ({result.skipped_steps:,} skipped)" if result.skipped_steps else ""
-    training = f"mean of the last {losses.training.steps} steps, nats per token"
+    training = f"{_last(losses.training.steps)}, nats per token"
     waited, peak = speed.data_wait_share, memory.peak_bytes
     samples, tokens = _number(speed.samples_per_s, " samples/s"), _number(speed.tokens_per_s, " tokens/s")
     formula, exact = _number(speed.tflops), _number(speed.exact_tflops)
@@ -58,7 +60,11 @@ def _lines(result: Result) -> list[tuple[str, str]]:
     ]
 
 
-def _comparison(result: Result) -> list[str]:
+def _last(steps: int) -> str:
+    return "the only step" if steps == 1 else f"mean of the last {steps} steps"
+
+
+def _comparison(result: Result, width: int | None) -> list[str]:
     if not result.comparison:
         return []
     rows = [
@@ -71,7 +77,7 @@ def _comparison(result: Result) -> list[str]:
         )
         for each in result.comparison
     ]
-    lines = ["", table(rows, ("", "published", "measured", "ratio", ""), align="lrrrl")]
+    lines = ["", table(rows, ("", "published", "measured", "ratio", ""), align="lrrrl", width=width)]
     if result.not_comparable:
         lines.append(f"no ratios: {result.not_comparable}")
     exact = TFLOPS_BY["exact"][0]

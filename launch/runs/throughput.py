@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ds_configs.plan import Plan
 from launch.runs.metrics import StepRecord
 from modeling import cost
+from recipes.plural import counted
 
 # Steps of a launch left out of its throughput: allocation, compilation and caches make them slower.
 WARMUP_STEPS = 5
@@ -51,7 +52,7 @@ class SteadySeconds:
 
     def __str__(self) -> str:
         left_out = f", the first {self.left_out} of each launch left out" if self.left_out else ""
-        return f"median of {self.steps} steps{left_out}"
+        return f"median of {counted(self.steps, 'step')}{left_out}"
 
 
 def steady_seconds(steps: Sequence[StepRecord]) -> SteadySeconds | None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
+from launch.console import terminal, text_table
 from launch.machine.memory import Memory, this_machine
 from launch.planning.memory_fit import processes, verdict
 from modeling import cost
-from recipes import catalog
-from recipes.problems import Problem, RecipeError, did_you_mean
+from recipes import catalog, files
+from recipes.plural import counted
+from recipes.problems import Problem, ProblemsError, RecipeError, did_you_mean
 from recipes.schema import Hardware, Published, Recipe
 from recipes.tables import Table, read_table
 
@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     if memory:
         rows = [replace(row, fits=how) for row in rows for ok, how in [verdict(row.recipe, memory)] if ok]
     values = [as_json(row) for row in rows] if args.json else []
-    print(json.dumps(values, indent=2, ensure_ascii=False) if args.json else as_text(rows, memory))
+    text = json.dumps(values, indent=2, ensure_ascii=False) if args.json else ""
+    print(text or as_text(rows, memory, terminal.columns()))
     return 0
 
 
@@ -94,16 +95,16 @@ def catalog_rows(tables: Sequence[str] = ()) -> list[Row]:
     chosen: dict[str, Table] = {}
     rows, problems = list[Row](), list[Problem]()
     for name in dict.fromkeys(tables) or known:
-        own_file = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else None
         if name in known:
             chosen[name] = known[name]
-        elif own_file and own_file.is_file():
-            chosen[name] = read_table(own_file)
+        elif name.endswith((".yaml", ".yml")):
+            try:
+                chosen[name] = read_table(files.path_of(name, "--table"))
+            except ProblemsError as error:
+                problems += error.problems
         else:
-            rule = "there is no such file" if own_file else "no such table"
-            path = "give the path of a table, or the name of one of recipes/"
-            fix = path if own_file else did_you_mean(name, known)
-            problems.append(Problem("--table", f"--table {name}", rule, fix))
+            fix = did_you_mean(name, known)
+            problems.append(Problem("--table", f"--table {name[:100]}", "no such table", fix))
     for name, table in chosen.items():
         for row in table.rows:
             try:
@@ -147,25 +148,30 @@ def as_json(row: Row) -> dict[str, Any]:
     } | ({"fits": row.fits} if row.fits else {})  # fmt: skip
 
 
-def as_text(rows: Sequence[Row], memory: Memory | None = None) -> str:
-    """A block per table, whose columns are as wide in each, then what the marks mean. `memory`: of --fits."""
+def as_text(rows: Sequence[Row], memory: Memory | None = None, width: int | None = None) -> str:
+    """A block per table, then what the marks mean, in lines of `width` columns. `memory`: of --fits."""
     if not rows:
         return "no recipe is left by these filters" + (f" (this machine: {memory})" if memory else "")
     lines = [[*COLUMNS, "fits"], *([*cells(row), row.fits or ""] for row in rows)]
-    shown = lines if memory else [line[:-1] for line in lines]
-    heading, *aligned = tabulate(shown, tablefmt="plain", disable_numparse=True).splitlines()
-    blocks: dict[str, list[str]] = {}
-    for row, line in zip(rows, aligned, strict=True):
-        block = blocks.setdefault(row.asked, [f"{row.asked}: {row.table.title}", f"  {heading.rstrip()}"])
-        block.append(f"  {line.rstrip()}")
-    notes = [f"{len(rows)} recipe{'s' if len(rows) > 1 else ''}; recipe.py show TABLE/ROW tells all of one"]
+    headings, *shown = lines if memory else [line[:-1] for line in lines]
+    heading, *aligned = (f"  {line.rstrip()}" for line in text_table.table([headings, *shown]).splitlines())
+    fits = width is None or max(map(len, (heading, *aligned))) <= width
+    blocks = []
+    for name in dict.fromkeys(row.asked for row in rows):
+        own = [number for number, row in enumerate(rows) if row.asked == name]
+        block = [heading, *(aligned[number] for number in own)]
+        if not fits:
+            narrow = text_table.table([shown[number] for number in own], headings, width=width and width - 2)
+            block = [textwrap.indent(narrow, "  ")]
+        blocks.append([f"{name}: {rows[own[0]].table.title}", *block])
+    notes = [f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"]
     if memory:
         notes.append(f"this machine: {memory}; model states only, activations come on top")
     if any(row.stands_in for row in rows):
         notes.append("?: values that no source gives stand in for some of the row; show says which")
     if any(row.gpus and row.processes and row.gpus != row.processes for row in rows):
         notes.append("16 (32): 16 GPUs are printed, and the layout has 32 processes")
-    return "\n\n".join("\n".join(block) for block in (*blocks.values(), notes))
+    return terminal.wrapped("\n\n".join("\n".join(block) for block in (*blocks, notes)), width)
 
 
 def cells(row: Row) -> list[str]:
@@ -175,7 +181,8 @@ def cells(row: Row) -> list[str]:
     size = short_count(cost.parameters(model, recipe.sequence_length))
     shape = f"{'BERT ' if model.family == 'bert' else ''}{model.layers}x{model.hidden}"
     layout, gpus = f"{tp} x {pp} x {recipe.parallel.dp or 'any'}", f"{row.gpus or ''} {other}".strip()
-    name, batch = row.name + ("?" if row.stands_in else ""), f"{recipe.batch.global_}"
+    # The mark stands apart, so that a name can be copied.
+    name, batch = row.name + (" ?" if row.stands_in else ""), f"{recipe.batch.global_}"
     return [name, size, shape, layout, gpus, batch, recipe.ds_config, published_text(recipe.published)]
 
 

@@ -5,27 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_configs.jsonfile import ConfigError, available
 from ds_configs.plan import Plan
+from launch.console import terminal
+from launch.console.text_table import aligned
 from launch.planning.comparability import not_comparable
 from launch.planning.memory_fit import processes, published_plan, state_bytes
 from launch.planning.plan_text import describe_plan
 from launch.tables.verifying import evidence
 from modeling import cost
 from recipes import catalog
+from recipes.plural import counted
 from recipes.problems import RecipeError
 from recipes.schema import Published, Recipe
 from recipes.tables import Table
 
-WIDTH = 120
 COUNTED = {
     "formula": "by Jean Zay's formula with the printed size",
     "exact": "by exact count, which is NVIDIA's",
 }
+CHANGED = "changed by --set or --tiny, so that what is known of the row's value does not hold"
 ABOUT = "Show one recipe: everything resolved, what was published, inferred or unknown, and how to launch it."
 
 
@@ -62,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         plan = error
     table, row = catalog.find(args.recipe)
-    print(describe(recipe, plan, table, row, asked=args.recipe, tiny=args.tiny, settings=args.set))
+    how = {"asked": args.recipe, "tiny": args.tiny, "settings": args.set, "width": terminal.columns()}
+    print(describe(recipe, plan, table, row, **how))
     return 2 if isinstance(plan, ConfigError) else 0
 
 
@@ -81,8 +84,12 @@ def describe(
     asked: str,
     tiny: bool = False,
     settings: Sequence[str] = (),
+    width: int | None = None,
 ) -> str:
-    """Sections of text; `asked` is the name as the user wrote it, `settings` what --set changed."""
+    """Sections of text in lines of `width` columns.
+
+    `asked` is the name as the user wrote it, `settings` what --set changed.
+    """
     original = _original(recipe, asked, changed=bool(tiny or settings))
     name = f"{table.name}/{row}"
     launch: list[str] = []
@@ -90,27 +97,27 @@ def describe(
         resolved = [f"  cannot be run as it is: {line}" for line in plan.problems]
     else:
         hardware = str(recipe.hardware or "any")
-        resolved = [describe_plan(plan, name=name, hardware=hardware, run_directory=None)]
-        resolved += _aligned(derived(plan, original, tiny=tiny), width=len("model states"))
-        launch = [f"  {line}" for line in launch_lines(recipe, asked, tiny, settings)]
+        more = derived(plan, original, tiny=tiny)
+        resolved = [describe_plan(plan, name=name, hardware=hardware, more=more, width=width)]
+        lines = launch_lines(recipe, asked, tiny, settings)
+        launch = [terminal.command(f"  {line}", width, hang=4) for line in lines]
     reasons = {**recipe.inferred, **recipe.differs, **recipe.unknown}
     changed = ", ".join(key for key in reasons if not _is_own(recipe, original, key))
     errata = [str(known) for known in evidence.read(table).errata_of(row)]
     sections = {
-        name: _wrapped(recipe.title, f"{table.title}.", table.note),
+        name: _indented(recipe.title, f"{table.title}.", table.note),
         "resolved": resolved,
-        "published": _published(recipe.published, table),
+        "published": _published(recipe.published, table, width),
         "not printed by the table: where it comes from": _reasons(recipe, original, recipe.inferred),
         "not as the source ran it": _reasons(recipe, original, recipe.differs),
         "given by no source: what stands in": _reasons(recipe, original, recipe.unknown),
-        "changed by --set or --tiny, so that what is known of the row's value does not hold": _wrapped(
-            changed
-        ),
-        "notes": _wrapped(recipe.note),
-        "errata": _wrapped(*errata),
+        CHANGED: _indented(changed),
+        "notes": _indented(recipe.note),
+        "errata": _indented(*errata),
         "launch": launch,
     }
-    return "\n\n".join("\n".join([title, *lines]) for title, lines in sections.items() if lines)
+    blocks = ("\n".join([title, *lines]) for title, lines in sections.items() if lines)
+    return terminal.wrapped("\n\n".join(blocks), width)
 
 
 def _original(recipe: Recipe, asked: str, *, changed: bool) -> Recipe | None:
@@ -175,7 +182,7 @@ def _tflops(plan: Plan) -> str:
     )
 
 
-def _published(published: Published | None, table: Table) -> list[str]:
+def _published(published: Published | None, table: Table, width: int | None) -> list[str]:
     if published is None:
         return []
     cells = zip(table.columns, (cell.strip() for cell in (published.row or "").split("|")), strict=False)
@@ -183,17 +190,17 @@ def _published(published: Published | None, table: Table) -> list[str]:
     printed += [("cannot have been", f"{key} = {value}") for key, value in published.printed.items()]
     more = [("ran", published.framework), ("held-out loss", published.validation_loss)]
     more += [("date", published.date), ("source", published.source)]
-    return _aligned([*printed, *((name, str(value)) for name, value in more if value)])
+    printed += [(name, str(value)) for name, value in more if value]
+    return [aligned(printed, indent=2, width=width)]
 
 
 def _reasons(recipe: Recipe, original: Recipe | None, reasons: Mapping[str, str]) -> list[str]:
     """The reasons of the keys whose value is still the row's."""
-    wrapper = textwrap.TextWrapper(WIDTH, initial_indent="  ", subsequent_indent="      ")
     lines: list[str] = []
     for key in (key for key in reasons if _is_own(recipe, original, key)):
         value = _value(recipe, key)
         head = key if isinstance(value, dict | list | None) else f"{key} = {value}"
-        lines += wrapper.wrap(f"{head}: {reasons[key]}")
+        lines += _indented(f"{head}: {reasons[key]}")
     return lines
 
 
@@ -239,16 +246,9 @@ def _launcher(recipe: Recipe) -> tuple[str, str]:
         nodes = -(-world // per_node)
         where = f"{nodes} machines of {per_node} GPUs; hosts has a line 'name slots={per_node}' for each"
         return where, f"--hostfile hosts --num_nodes {nodes} --num_gpus {per_node} "
-    return f"{world} GPU{'s' if world > 1 else ''} of one machine", f"--num_gpus {world} "
+    return f"{counted(world, 'GPU')} of one machine", f"--num_gpus {world} "
 
 
-def _aligned(pairs: Iterable[tuple[str, str]], width: int = 0) -> list[str]:
-    pairs = list(pairs)
-    width = width or max((len(name) for name, _ in pairs), default=0)
-    return [f"  {name:<{width}}  {value}" for name, value in pairs]
-
-
-def _wrapped(*paragraphs: str | None) -> list[str]:
-    """The lines of the paragraphs that there are."""
-    wrapper = textwrap.TextWrapper(WIDTH, initial_indent="  ", subsequent_indent="  ")
-    return [line for text in paragraphs if text for line in wrapper.wrap(text)]
+def _indented(*paragraphs: str | None) -> list[str]:
+    """A line for each paragraph that there is."""
+    return [f"  {' '.join(text.split())}" for text in paragraphs if text]

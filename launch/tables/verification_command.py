@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import io
 import json
@@ -15,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.durable_files import write_atomically
-from launch.console import quiet
+from launch.console import arguments, quiet, terminal
+from launch.console.output import new_file
 from launch.tables.verifying.rows import Check, Row
+from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
     from launch.tables.verifying.verification import Report
@@ -45,7 +46,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand `verify` to the subparsers of launch/recipe.py."""
     parser = commands.add_parser(
         "verify", help="recompute the published tables and list every disagreement", description=ABOUT,
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        epilog=EXAMPLES, formatter_class=arguments.Help, allow_abbrev=False,
     )  # fmt: skip
     table = dict(nargs="+", action="extend", default=[], metavar="NAME")
     parser.add_argument("--table", **table, help="only these published tables")
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from launch.tables.verifying import report_text, verification
 
     report = verification.verify(args.table, progress=_progress)
-    print(report_text.describe(report, verbose=args.verbose))
+    print(report_text.describe(report, verbose=args.verbose, width=terminal.columns()))
     for flag, (text, _) in FORMS.items():
         if path := getattr(args, flag):
             write_atomically(path, text(report))
@@ -73,25 +74,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Before minutes are spent: somewhere to write to, where nothing is but what this command wrote."""
-    if args.json and args.csv and args.json.resolve() == args.csv.resolve():
-        raise ValueError(f"--json and --csv are both {args.json}: name two files")
+    if args.json and args.csv and os.path.realpath(args.json) == os.path.realpath(args.csv):
+        came = f"--json and --csv are both {args.json}"
+        raise ProblemsError([Problem("--csv", came, "each writes a file", "name two files")])
     for flag, (_, beginning) in FORMS.items():
-        path = getattr(args, flag)
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            problem = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-            raise ValueError(f"--{flag} {path}: {problem}: name a file in a directory that exists")
-        if path and path.exists() and not _begins_with(path, beginning.encode()):
-            rule = f"this command did not write as {flag.upper()}, and it replaces only its own"
-            fix = f"name another file with --{flag}, or move this one"
-            raise ValueError(f"--{flag} {path} is a file that {rule}: {fix}")
-
-
-def _begins_with(path: Path, beginning: bytes) -> bool:
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            with path.open("rb") as file:
-                return file.read(len(beginning)) == beginning
-    return False
+        if path := getattr(args, flag):
+            new_file(f"--{flag}", path, own=beginning.encode())
 
 
 def _progress(rows: Sequence[Row]) -> Iterator[Row]:

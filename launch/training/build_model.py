@@ -47,7 +47,9 @@ def build_module(plan: Plan, grid: ProcessGrid, initial_weights: str | None = No
     recipe, family = plan.recipe, family_of(plan.recipe.model)
     shape = model_shape(recipe, plan.padded_vocab)
     group = grid.tensor_group if grid.tp > 1 else None
-    given = family.conversion.read(initial_weights, recipe.model) if initial_weights else None
+    given = None
+    if initial_weights:
+        given = family.conversion.read(initial_weights, recipe.model, recipe.sequence_length)
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given)
     if grid.pp > 1:
         return family.pipeline(shape, grid=grid, group=group, init=init)

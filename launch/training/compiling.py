@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_configs.plan import Plan
 from launch.training.micro_batches import random_batch
 from modeling.families import family_of, model_shape
+from modeling.hidden_dropout import salts_of
 from modeling.initialization import DTYPES, Init
 from modeling.layer_list import Stack
 from modeling.parallel.process_grid import ProcessGrid
@@ -61,9 +62,10 @@ def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
     recipe, model = plan.recipe, plan.recipe.model
     sizes = plan.layout.micro, recipe.sequence_length, recipe.predictions, model.vocab_size
     batch = random_batch(family_of(model).fields, *sizes, device)
+    salts = _salts(plan, device)
 
     def loss() -> torch.Tensor:
-        outcome = module(*batch)
+        outcome = module(*batch, **({} if salts is None else {"salts": salts}))
         return outcome[0] if isinstance(outcome, tuple) else outcome
 
     eager = seconds_of_pass(loss)
@@ -104,8 +106,16 @@ def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float
     prepare(layer, plan)
     size = (plan.layout.micro, recipe.sequence_length, recipe.model.hidden)
     x = torch.randn(size, dtype=init.dtype, device=device, requires_grad=True)
+    salts = _salts(plan, device)
     compiled = torch.compile(layer)
-    return seconds_of_pass(lambda: layer(x).sum()), seconds_of_pass(lambda: compiled(x).sum())
+    timed = (lambda: layer(x, salts=salts).sum()), (lambda: compiled(x, salts=salts).sum())
+    return seconds_of_pass(timed[0]), seconds_of_pass(timed[1])
+
+
+def _salts(plan: Plan, device: torch.device) -> torch.Tensor | None:
+    """Of a micro-batch, as training gives them."""
+    recipe, samples = plan.recipe, torch.arange(plan.layout.micro, device=device)
+    return salts_of(recipe.seed, 0, samples, recipe.sequence_length) if recipe.dropout.hidden else None
 
 
 def seconds_of_pass(loss: Callable[[], torch.Tensor]) -> float:

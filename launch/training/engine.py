@@ -83,9 +83,15 @@ def released(engine: DeepSpeedEngine) -> Iterator[None]:
         torch._dynamo.reset()  # what is compiled for this model counts against the limit of the next
 
 
-def train_step(engine: DeepSpeedEngine, batches: Sequence[MicroBatch], grid: ProcessGrid) -> StepOutcome:
+def train_step(
+    engine: DeepSpeedEngine,
+    batches: Sequence[MicroBatch],
+    grid: ProcessGrid,
+    salts: Sequence[torch.Tensor | None],
+) -> StepOutcome:
     """One optimizer step over this data-parallel rank's micro-batches. Raises Diverged.
 
+    `salts`: of each micro-batch, as `micro_batches.salts_of_step` gives them.
     DeepSpeed divides each loss by the accumulation steps, averages gradients over data-parallel ranks, clips,
     scales and unscales, and steps the optimizer and the schedule at the last micro-batch.
     """
@@ -93,13 +99,14 @@ def train_step(engine: DeepSpeedEngine, batches: Sequence[MicroBatch], grid: Pro
     batches = micro_batches.normalised(batches, grid, engine.device)
     with explained_floor(engine):
         if isinstance(engine, PipelineEngine):
-            loss = engine.train_batch(iter([micro_batches.for_pipeline(b) for b in batches]))
+            pairs = [micro_batches.for_pipeline(b, s) for b, s in zip(batches, salts, strict=True)]
+            loss = engine.train_batch(iter(pairs))
             parts = _pipeline_parts(engine, grid)
         else:
             losses = []
             engine.train()
-            for batch in batches:
-                loss, *parts = forward(engine, batch)
+            for batch, salt in zip(batches, salts, strict=True):
+                loss, *parts = forward(engine, batch, salt)
                 engine.backward(loss)
                 engine.step()
                 losses.append(torch.cat([loss.detach().float().view(1), *parts]))
@@ -131,9 +138,14 @@ def outcome_of_step(
     return StepOutcome(float(loss), lr, norm, scale, skipped, _named(engine, parts))
 
 
-def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+def forward(
+    engine: DeepSpeedEngine, batch: MicroBatch, salts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """(loss) or (loss, parts of it) of one micro-batch, by our plain model."""
-    result = engine(*micro_batches.for_plain(batch, engine.device))
+    tokens, *others = micro_batches.for_plain(batch, engine.device)
+    assert tokens is not None
+    salted = {} if salts is None else {"salts": salts[:, : tokens.shape[1]]}
+    result = engine(tokens, *others, **salted)
     return result if isinstance(result, tuple) else (result,)
 
 
@@ -145,8 +157,8 @@ def validate(
     totals = []
     for batches in micro_batches.normalised_steps(steps, grid, engine.device):
         if isinstance(engine, PipelineEngine):
-            pairs = iter([micro_batches.for_pipeline(b) for b in batches])
-            loss = engine.eval_batch(pairs, num_micro_batches=len(batches))
+            pairs = [micro_batches.for_pipeline(b, _unused_salts(engine, b)) for b in batches]
+            loss = engine.eval_batch(iter(pairs), num_micro_batches=len(batches))
             totals.append(torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)]))
         else:
             engine.eval()
@@ -156,6 +168,12 @@ def validate(
     engine.train()
     loss, *parts = torch.stack(totals).mean(0)
     return Validation(float(loss), _named(engine, parts))
+
+
+def _unused_salts(engine: PipelineEngine, batch: MicroBatch) -> torch.Tensor | None:
+    """What a validation sends between stages where training sends salts: they agree on shapes but once."""
+    size = (*batch["tokens"].shape, 2)
+    return torch.zeros(size, dtype=torch.int64, device=engine.device) if engine.module.salted else None
 
 
 def _pipeline_parts(engine: PipelineEngine, grid: ProcessGrid) -> list[torch.Tensor]:

@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
+from data.vocabularies.vocabulary import vocabulary_size
 from launch.checkpoints.checkpoint import Checkpoint, complete_checkpoints
-from launch.checkpoints.weights import load_tensors
+from launch.checkpoints.weights import PATTERN, load_tensors
 from launch.training.build_model import whole_model
 from modeling.families import family_of
 from modeling.huggingface.conversion import Logits, Tensors, check_convertible
 from recipes import catalog
+from recipes.files import is_file, read_safetensors_header, refuse
 from recipes.micro_batch import FIELDS
+from recipes.problems import some
 from recipes.schema import Recipe
 
 TOLERANCE = 1e-4  # largest difference of a logit, relative to the largest logit where that is above 1
+RESTORE = "restore it from a copy of the run, or name another with --step"
 SAMPLES, POSITIONS = 2, 128  # random tokens to compare on; the second sample is padded where samples may be
 
 
@@ -44,7 +48,7 @@ class ExportMismatch(RuntimeError):
 
 def recipe_of(run: Path) -> Recipe:
     """The recipe of a run. Raises ValueError where `run` is none, or `transformers` has no such model."""
-    if not (run / "recipe.yaml").is_file():
+    if not is_file(run / "recipe.yaml"):
         what = "is no run of this project (it holds no recipe.yaml)" if run.exists() else "does not exist"
         raise ValueError(f"{run} {what}: give a run directory, as pretrain.py printed it")
     recipe = catalog.load_resolved(run / "recipe.yaml")
@@ -74,25 +78,31 @@ def _why_no_checkpoint(recipe: Recipe) -> str:
 def export(
     checkpoint: Checkpoint, recipe: Recipe, tokenizer: Tokenizer, out: Path, dtype: str, *, run: Path
 ) -> Export:
-    """Export to the new directory `out`, which appears whole and checked or not at all.
+    """Export to `out`, a directory that is new or empty, which appears whole and checked or not at all.
 
     Raises:
-        ValueError: `out` is not empty.
+        FileError: checkpoint or tokenizer are damaged or of another model, or `out` cannot be made.
         ExportMismatch: `transformers` computes other logits than our model from the same weights.
     """
-    if out.is_dir() and any(out.iterdir()):
-        raise ValueError(f"--out {out} is not empty, and nothing is overwritten: name a new directory")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: name a new directory")
-    master = load_tensors(checkpoint.directory)
+    if (tokens := vocabulary_size(tokenizer)) > recipe.model.vocab_size:
+        came = f"its tokenizer has {tokens} tokens, and model.vocab_size={recipe.model.vocab_size}"
+        fix = "restore tokenizer/ and recipe.yaml from a copy of the run"
+        refuse(run, came, "the model knows no more", fix)
+    master = read_weights(checkpoint, recipe)
     rounded = {name: tensor.to(getattr(torch, dtype)) for name, tensor in master.items()}
 
     batch = RandomBatch.of(recipe)
-    ours = our_logits(recipe, rounded, batch)
+    try:
+        ours = our_logits(recipe, rounded, batch)
+    except ValueError as error:  # a tensor of another shape
+        refuse(checkpoint.directory, str(error), "they are not of the run's recipe", RESTORE)
     rounding = 0.0 if dtype == "float32" else _largest(ours, our_logits(recipe, master, batch))
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
         temporary.mkdir(parents=True)
+    except (OSError, ValueError) as error:
+        refuse(f"--out {out}", f"cannot be made ({error})", fix="name another directory")
+    try:
         write_model(recipe, rounded, tokenizer, temporary)
         tokenizer.save_pretrained(temporary)
         facts = dict(run=str(run), step=checkpoint.step, dtype=dtype)
@@ -103,6 +113,24 @@ def export(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Export(out, checkpoint.directory, checkpoint.step, dtype, difference, rounding)
+
+
+def read_weights(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Tensor]:
+    """The canonical weights of a checkpoint. Raises FileError: damaged, or of another recipe."""
+    where = checkpoint.directory
+    for file in sorted(where.glob(PATTERN)):
+        read_safetensors_header(file)
+    try:
+        weights = load_tensors(where)
+    except FileNotFoundError as error:
+        refuse(where, str(error), fix=RESTORE)
+    wanted = {entry.ours for entry in family_of(recipe.model).conversion.name_map(recipe.model)}
+    if other := sorted(wanted ^ weights.keys()):
+        refuse(where, f"holds or lacks {some(other)}", "its tensors are those of the run's recipe", RESTORE)
+    if odd := sorted(n for n, t in weights.items() if t.dtype != torch.float32 or not t.isfinite().all()):
+        rule = "a run keeps such numbers, until it diverges"
+        refuse(where, f"{some(odd)}: not all finite float32", rule, RESTORE)
+    return weights
 
 
 class RandomBatch(NamedTuple):

@@ -1,89 +1,192 @@
-"""Whether given weights fit a recipe, seen from their config.json before anything is started."""
+"""Whether given weights fit a recipe, seen before anything is started from their config.json and headers."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.machine import ending
-from modeling.huggingface.config_forms import FORMS, form_of
+from ds_configs.findings import Notice
+from modeling.huggingface.config_forms import FORMS, ConfigForm, form_of
+from recipes.files import FileError, read_json_object
 from recipes.nested import flatten
+from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
-from recipes.vocabularies import PUBLISHED_VOCABULARIES
+from recipes.vocabularies import PUBLISHED_VOCABULARIES, TRAINED_BY_FAMILY
 
-SAVED = "give a directory that save_pretrained wrote"
+KEY = "--init_from"
+SAVED = "give a directory that save_pretrained or launch/export_hf.py wrote"
 TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}
+FAMILIES = {form.model_type: family for family, forms in FORMS.items() for form in forms}
+LARGEST = 10**8  # of a size in a config.json, so that a product of two is still an integer of torch
+# What a recipe of another family has to set besides its shape.
+WITH_FAMILY: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"model.layer_norm": "pre", "model.sentence_head": "none"},
+    "bert": {
+        "model.implementation": "megarecipes",
+        "model.attention": ("dense",),
+        "model.attention_window": None,
+    },
+}
 
 
-def check(path: str | Path, recipe: Recipe) -> None:
-    """Refuse initial weights that are not a `transformers` model of the recipe's kind; say what else differs.
+@dataclass(frozen=True)
+class GivenModel:
+    """The model of a config.json. `shape`: key of a recipe -> its value."""
 
-    Reads no weights. Raises ValueError with every mismatch, and what to put on the command line instead.
+    form: ConfigForm
+    shape: Mapping[str, int]
+
+    @property
+    def family(self) -> str:
+        return FAMILIES[self.form.model_type]
+
+    def as_recipe(self, recipe: Recipe) -> Recipe:
+        """The recipe with this model, in dense layers; the recipe says whether it has a sentence head."""
+        values: dict[str, Any] = {key.partition(".")[2]: size for key, size in self.shape.items()}
+        positions = values.pop("")
+        values |= {"family": self.family, "layer_norm": self.form.layer_norm or recipe.model.layer_norm}
+        values |= {"attention": ("dense",), "attention_window": None}
+        if self.family != recipe.model.family:
+            values["sentence_head"] = "none"
+        model = recipe.model.model_copy(update=values)
+        return recipe.model_copy(update={"model": model, "sequence_length": positions})
+
+
+def check(path: str | Path, recipe: Recipe) -> tuple[Notice, ...]:
+    """What differs between weights that can be given to the recipe and the model that it trains.
+
+    Reads config.json and the headers of the weights; on the first process of a machine also the tensors that
+    have to be equal. Raises ProblemsError with every mismatch, and what to put on the command line instead.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        what = "is a file" if directory.exists() else "does not exist"
-        fix = "give a directory that save_pretrained or launch/export_hf.py wrote"
-        raise ValueError(f"--init_from {path} {what}: {fix}")
-    problems = []
-    if not any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin")):
-        problems.append(f"holds no weights, *.safetensors or pytorch_model*.bin: {SAVED}")
-    try:
-        config = json.loads((directory / "config.json").read_text())
-        if not isinstance(config, dict):
-            raise ValueError("not a mapping")
-    except (OSError, ValueError) as e:
-        problems.append(f"has no readable config.json ({e.__class__.__name__}): {SAVED}")
-    else:
-        problems += _problems(config, recipe)
+    from launch.training import given_tensors  # loads torch, which --help and a refused path do without
+
+    directory, where = Path(path), f"{KEY} {str(path)[:200]}"
+    problems = list(_no_directory(directory))
+    given = None
+    if not problems:
+        try:
+            found = _Config(read_json_object(directory / "config.json"), recipe)
+            problems, given = found.problems, found.given
+        except FileError as error:
+            problems = [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
+        problems += given_tensors.problems(directory, given.as_recipe(recipe) if given else None)
     if problems:
-        raise ValueError("\n".join(f"--init_from {path}: {problem}" for problem in problems))
-    for remark in remarks(recipe):
-        ending.explain(f"--init_from {path}: {remark}")
+        raise ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
+    assert given is not None, "nothing is wrong with its config.json"
+    return tuple(Notice("init_from", f"initial weights: {text}") for text in _remarks(path, given, recipe))
 
 
-def remarks(recipe: Recipe) -> list[str]:
-    """How a model of the recipe differs from the one that weights of the same shape were trained in."""
-    model = recipe.model
-    banded = [str(i) for i, window in enumerate(model.windows) if window is not None]
-    if not banded:
-        return []
-    seen = f"{model.attention_window} of {recipe.sequence_length} positions (model.attention_window)"
-    return [
-        f"these weights were trained in dense layers, and layers {', '.join(banded)} are banded here: they "
-        f"see {seen}, so the loss starts above that of the dense model"
-    ]
+def _remarks(path: str | Path, given: GivenModel, recipe: Recipe) -> Iterator[str]:
+    yield f"those of {path}"
+    model, positions = recipe.model, given.shape["sequence_length"]
+    if positions > recipe.sequence_length:
+        yield f"of their {positions:,} positions the first {recipe.sequence_length:,} (sequence_length)"
+    if banded := [str(i) for i, window in enumerate(model.windows) if window is not None]:
+        seen = f"{model.attention_window} of {recipe.sequence_length} positions (model.attention_window)"
+        yield (
+            f"they were trained in dense layers, and layers {', '.join(banded)} are banded here: they see "
+            f"{seen}, so the loss starts above that of the dense model"
+        )
 
 
-def _problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Settings of a config.json that differ from the recipe's model."""
-    form, model = form_of(recipe.model), recipe.model
-    if config.get("model_type") != form.model_type:
-        others = [f.layer_norm for f in FORMS[model.family] if f.model_type == config.get("model_type")]
-        kind = model.family + (f" with model.layer_norm={model.layer_norm}" if form.layer_norm else "")
-        fix = f"; add --set model.layer_norm={others[0]}" if others else ""
-        came = f"is a model of type {config.get('model_type')!r}"
-        return [f"{came}: only {form.model_type} can be given to model.family={kind}{fix}"]
-    values = dict(flatten(recipe.model_dump()))
-    found, fixes = [], []
-    for key, (theirs, default) in form.shape.items():
-        value, ours = config.get(theirs, default), values[key]
-        if value != ours:
-            found.append(f"{theirs}={value}, but the recipe's {key} is {ours}")
-            fixes.append(f"--set {key}={value}")
-            tokenizer = TOKENIZERS.get(value) if key == "model.vocab_size" else None
-            if tokenizer and recipe.data.tokenizer.kind != tokenizer:
-                fixes.append(f"--set data.tokenizer.kind={tokenizer}")
-    if fixes:
-        found[-1] += f"; to train a model of this shape add {' '.join(fixes)}"
-    hidden, default = form.shape["model.hidden"]
-    wide = 4 * config.get(hidden, default)
-    width, standard = form.width
-    inner = {width: (wide,) if standard else (wide, None)}
-    for theirs, allowed in {**form.fixed, **inner}.items():
-        value = config.get(theirs, standard if theirs == width else allowed[0])
-        if value not in allowed:
-            ours = f"our {form.model_type} has {allowed[0]}, and no switch"
-            found.append(f"{theirs}={value}: {ours}; give other weights")
-    return found
+def _no_directory(path: Path) -> Iterator[Problem]:
+    try:
+        if path.is_dir():
+            return
+        came = "is a file" if path.exists() else "does not exist"
+    except (OSError, ValueError) as error:  # a name too long, a NUL, no permission
+        came = f"cannot be read ({error})"
+    name = str(path)
+    hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not path.suffix and "exist" in came
+    fetch = f"; weights of the hub are downloaded first, hf download {name} --local-dir DIR" if hub else ""
+    yield Problem(KEY, came, fix=f"{SAVED}{fetch}")
+
+
+class _Config:
+    """What is wrong with a config.json for a recipe, and the model that it describes if that is clear."""
+
+    def __init__(self, config: Mapping[str, Any], recipe: Recipe):
+        self.config, self.recipe = config, recipe
+        self.values = dict(flatten(recipe.model_dump()))
+        self.given: GivenModel | None = None
+        self.problems = list(self._find())
+
+    def _find(self) -> Iterator[Problem]:
+        kind, own = self.config.get("model_type"), form_of(self.recipe.model)
+        known = {form.model_type: form for forms in FORMS.values() for form in forms}
+        form = known.get(kind) if isinstance(kind, str) else None
+        differing = [] if form is own else [self._other_kind(kind, own)]
+        if form is None:
+            fix = f"the types that can be trained here are {', '.join(FAMILIES)}"
+            yield from (replace(problem, fix=fix) for problem in differing)
+            return
+        sizes = {key: self.config.get(theirs, default) for key, (theirs, default) in form.shape.items()}
+        odd = [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= LARGEST]
+        for key in odd:
+            came = f"config.json says {form.shape[key][0]}={_shown(sizes[key])}"
+            yield Problem(KEY, came, f"it is a whole number from 1 to {LARGEST:,}", SAVED)
+        sizes = {key: size for key, size in sizes.items() if key not in odd}
+        if not odd and sizes["model.hidden"] % sizes["model.heads"]:
+            hidden, heads = (f"{form.shape[key][0]}={sizes[key]}" for key in ("model.hidden", "model.heads"))
+            rule = "the first is divisible by the second"
+            yield Problem(KEY, f"config.json says {hidden} and {heads}", rule, SAVED)
+        elif not odd:
+            self.given = GivenModel(form, sizes)
+        other = {key: size for key, size in sizes.items() if self._mismatch(key, size)}
+        for key, size in other.items():
+            came = f"{form.shape[key][0]}={size}, but the recipe's {key} is {self.values[key]}"
+            differing.append(Problem(KEY, came))
+        if differing and self.given:
+            sets = {**self._settings(form, sizes["model.vocab_size"]), **other}
+            asked = " ".join(f"--set {key}={_setting(value)}" for key, value in sets.items())
+            differing[-1] = replace(differing[-1], fix=f"to train a model of this shape add {asked}")
+        yield from differing
+        yield from self._fixed(form, sizes.get("model.hidden"))
+
+    def _mismatch(self, key: str, size: int) -> bool:
+        """Of positions the first are enough."""
+        return size < self.values[key] if key == "sequence_length" else size != self.values[key]
+
+    def _other_kind(self, kind: Any, own: ConfigForm) -> Problem:
+        model = self.recipe.model
+        ours = model.family + (f" with model.layer_norm={model.layer_norm}" if own.layer_norm else "")
+        rule = f"only {own.model_type} can be given to model.family={ours}"
+        came = "config.json names no model_type" if kind is None else f"is a model of type {_shown(kind)}"
+        return Problem(KEY, came, rule)
+
+    def _settings(self, form: ConfigForm, vocabulary: int) -> dict[str, Any]:
+        """What the recipe has to set for a model of this form, besides the shape."""
+        family = FAMILIES[form.model_type]
+        wanted: dict[str, Any] = {"model.layer_norm": form.layer_norm} if form.layer_norm else {}
+        if family != self.recipe.model.family:
+            kind = TOKENIZERS.get(vocabulary, TRAINED_BY_FAMILY[family])
+            wanted |= {"model.family": family, **WITH_FAMILY[family], "data.tokenizer.kind": kind}
+        elif vocabulary != self.recipe.model.vocab_size and vocabulary in TOKENIZERS:
+            wanted["data.tokenizer.kind"] = TOKENIZERS[vocabulary]
+        return {key: value for key, value in wanted.items() if self.values[key] != value}
+
+    def _fixed(self, form: ConfigForm, hidden: int | None) -> Iterator[Problem]:
+        """Settings that our models have without a switch."""
+        allowed_by_key = {key: (allowed, allowed[0]) for key, allowed in form.fixed.items()}
+        width, standard = form.width
+        if hidden is not None:
+            allowed_by_key[width] = ((4 * hidden,) if standard else (4 * hidden, None), standard)
+        for key, (allowed, default) in allowed_by_key.items():
+            if (value := self.config.get(key, default)) not in allowed:
+                rule = f"our {form.model_type} has {_shown(allowed[0])}, and no switch"
+                yield Problem(KEY, f"{key}={_shown(value)}", rule, "give other weights")
+
+
+def _shown(value: Any) -> str:
+    """As it stands in a config.json, shortened."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _setting(value: Any) -> str:
+    """As --set takes it."""
+    return "null" if value is None else f"[{','.join(value)}]" if isinstance(value, tuple) else str(value)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
 from launch.machine import processes
+from launch.planning import memory_fit
+from launch.training import deepspeed_judgement
 from launch.training import initial_weights as given_weights
 from recipes.schema import Recipe
 
@@ -37,23 +39,35 @@ class Job:
 
 
 def plan_job(
-    recipe: Recipe, ds_config: str | None, machine: Machine, *, compiled: bool, initial_weights: str | None
+    recipe: Recipe,
+    ds_config: str | None,
+    machine: Machine,
+    *,
+    compiled: bool,
+    initial_weights: str | None,
+    elsewhere: bool = False,
 ) -> Plan:
     """The plan of `recipe` on this launch's processes, where it can be trained here.
 
-    `ds_config` None: the recipe's own. Raises ValueError with every problem of recipe and configuration, or
-    with what is missing of the given weights or the data.
+    `ds_config` None: the recipe's own; `elsewhere`: nothing is started, so that the plan is of as many
+    processes as the layout asks for, and what this machine alone refuses is a notice. Raises ValueError with
+    every problem of recipe and configuration, or with what is missing of the given weights or the data.
     """
-    from data.corpus import check_origin  # takes transformers along, which no --help should wait for
+    from data.corpus import check_sources  # takes transformers along, which no --help should wait for
 
-    plan = resolve(recipe, ds_config or recipe.ds_config, processes.world_size(), machine)
+    config = ds_config or recipe.ds_config
+    if elsewhere:
+        plan = memory_fit.anywhere(recipe, config, machine)
+    else:
+        plan = resolve(recipe, config, processes.world_size(), machine)
+    deepspeed_judgement.check(plan, config)
     if compiled and recipe.model.implementation == "transformers":
         raise ValueError(
             "--compile with model.implementation=transformers: these rows run transformers' modules as their "
             "source did, uncompiled; leave --compile out, or --set model.implementation=megarecipes"
         )
-    if initial_weights:
-        given_weights.check(initial_weights, recipe)
-    for origin in recipe.data.origins:
-        check_origin(origin, recipe.model.family)
+    if initial_weights is not None:
+        found = given_weights.check(initial_weights, recipe)
+        plan = replace(plan, notices=(*plan.notices, *found))
+    check_sources(recipe)
     return plan

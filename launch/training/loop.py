@@ -10,6 +10,7 @@ from launch.checkpoints.checkpoint import Checkpoint
 from launch.machine.stop_request import StopRequest
 from launch.training.engine import build_engine, released, train_step
 from launch.training.job import Job
+from launch.training.micro_batches import salts_of_step
 from launch.training.run import EarlyStop, Recorder, TrainingRun, training_batches
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
@@ -39,7 +40,8 @@ def train(
             micro_batches = next(batches)
             waited = time.perf_counter() - started
             # DeepSpeed accumulates, scales the loss, averages over data ranks, clips, steps the schedule.
-            outcome = train_step(engine, micro_batches, grid)
+            salts = salts_of_step(plan, grid.at.dp, step - 1, engine.device)
+            outcome = train_step(engine, micro_batches, grid, salts)
             run.record(step, outcome, time.perf_counter() - started, waited)
             stopped = stop.agreed(grid.control_group)
             run.validate_if_due(step)

@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.loader import rank_rows
+from ds_configs.plan import Plan
 from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
+from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.micro_batch import MicroBatchFields, fields_of
 
@@ -41,6 +44,15 @@ def normalised_steps(
     return [[next(flat) for _ in batches] for batches in steps]
 
 
+def salts_of_step(plan: Plan, dp_rank: int, step: int, device: Device) -> Sequence[Tensor | None]:
+    """Salts (B, S, 2) of hidden dropout for each micro-batch of the step after `step`; None without it."""
+    recipe, layout = plan.recipe, plan.layout
+    if not recipe.dropout.hidden:
+        return [None] * layout.accumulation
+    samples = torch.from_numpy(rank_rows(layout, dp_rank)).to(device)
+    return list(salts_of(recipe.seed, step, samples, recipe.sequence_length))
+
+
 def for_plain(batch: MicroBatch, device: Device) -> tuple[Tensor | None, ...]:
     """Arguments of the plain model, on `device`.
 
@@ -59,10 +71,12 @@ def for_plain(batch: MicroBatch, device: Device) -> tuple[Tensor | None, ...]:
     return tuple(None if value is None else value.to(device, non_blocking=True) for value in ordered)
 
 
-def for_pipeline(batch: MicroBatch) -> tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, ...]]:
+def for_pipeline(
+    batch: MicroBatch, salts: Tensor | None = None
+) -> tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, ...]]:
     """(inputs of the first stage, targets of the last), of full length, as stages exchange one shape."""
     fields = fields_of(batch)
-    inputs = tuple(batch[name] for name in fields.inputs)
+    inputs = (*(batch[name] for name in fields.inputs), *(() if salts is None else (salts,)))
     return inputs if len(inputs) > 1 else inputs[0], tuple(batch[name] for name in fields.targets)
 
 

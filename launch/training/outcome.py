@@ -15,9 +15,13 @@ DIVERGED_ADVICE = """Nothing more can be learned from here.
 
 
 class Diverged(RuntimeError):
-    """Further steps would be noise: the loss is not finite, or the scale is stuck. Says what to do."""
+    """Further steps would be noise: the loss is not finite, or the scale is stuck. Says what to do.
+
+    `why`: without what to do.
+    """
 
     def __init__(self, why: str) -> None:
+        self.why = why
         super().__init__(f"{why}. {DIVERGED_ADVICE}")
 
 

@@ -101,7 +101,9 @@ def _canonical_weights(
     The first `sources` ranks draw at the same time, each every `sources`-th layer; memory holds one per rank.
     """
     mine = processes.rank()
-    given = CONVERSION.read(directory, recipe.model) if directory and mine < sources else None
+    given = None
+    if directory and mine < sources:
+        given = CONVERSION.read(directory, recipe.model, recipe.sequence_length)
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given)
     shape = gpt2.shape_of(recipe, padded_vocab=recipe.model.vocab_size)
     drawn, shapes = (

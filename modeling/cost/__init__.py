@@ -9,10 +9,13 @@ Imports neither torch nor deepspeed, so that planning is instant and runs anywhe
 
 from modeling.cost.operation_count import band, exact_flops_per_step, exact_tflops, published_tflops, tflops
 from modeling.cost.parameter_count import parameters, parameters_per_rank
-from modeling.cost.state_bytes import StateBytes, model_state_bytes, placed_state_bytes
+from modeling.cost.state_bytes import FP32, MIXED, StateBytes, Widths, model_state_bytes, placed_state_bytes
 
 __all__ = [
+    "FP32",
+    "MIXED",
     "StateBytes",
+    "Widths",
     "band",
     "exact_flops_per_step",
     "exact_tflops",

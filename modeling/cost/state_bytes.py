@@ -13,17 +13,28 @@ class StateBytes(NamedTuple):
     nvme: float
 
 
-def model_state_bytes(parameters: float, zero_stage: int, dp: int, *, mixed_precision: bool = True) -> float:
+class Widths(NamedTuple):
+    """Bytes of one number of each kind of model state."""
+
+    weight: int = 2
+    gradient: int = 2  # as it is accumulated
+    master: int = 4  # the optimizer's copy of a weight, and the gradient that it takes
+    moment: int = 4  # each of Adam's two
+
+
+MIXED, FP32 = Widths(), Widths(weight=4, gradient=4)
+
+
+def model_state_bytes(parameters: float, zero_stage: int, dp: int, widths: Widths = MIXED) -> float:
     """Bytes of weights, gradients and Adam's states on a data-parallel rank between steps, without offload.
 
     Rajbhandari et al., arXiv 1910.02054, section 3.1: mixed precision keeps 2 bytes of weight, 2 of gradient
     and K = 12 of optimizer states (fp32 weight, momentum, variance) per parameter; fp32 keeps 4, 4 and 8 (the
     weight is its own master), and under DeepSpeed's ZeRO 4, 4 and 12, since its optimizer steps a copy of the
     weights in fp32 as well. ZeRO stage 1 divides the optimizer states by N_d, stage 2 the gradients too,
-    stage 3 the weights too.
+    stage 3 the weights too. Other `widths`: DeepSpeed's half-precision states, and gradients in fp32.
     """
-    weights, gradients, optimizer, _ = _kinds(parameters, zero_stage, dp, mixed_precision)
-    return weights + gradients + optimizer
+    return sum(_kinds(parameters, zero_stage, dp, widths))
 
 
 def placed_state_bytes(
@@ -31,7 +42,7 @@ def placed_state_bytes(
     zero_stage: int,
     dp: int,
     *,
-    mixed_precision: bool = True,
+    widths: Widths = MIXED,
     optimizer: str = "gpu",
     weights: str = "gpu",
     accumulates: bool = False,
@@ -52,6 +63,8 @@ def placed_state_bytes(
     the GPU stay the weights. On NVMe lie the 16 bytes, that copy stays on the host. Staging buffers of a
     bucket or of a parameter come on top.
 
+    These are the bytes of mixed precision; `widths` may have others.
+
     Args:
         optimizer, weights: where the optimizer states with the step, and the weights of stage 3, lie: gpu,
             host or nvme.
@@ -60,30 +73,27 @@ def placed_state_bytes(
     """
     assert optimizer == "gpu" or zero_stage >= 1, "only sharded optimizer states are offloaded"
     assert weights == "gpu" or zero_stage == 3, "only sharded weights are offloaded"
-    weight, gradient, states, element = _kinds(parameters, zero_stage, dp, mixed_precision)
+    weight, gradient, states = _kinds(parameters, zero_stage, dp, widths)
     share = parameters / dp if zero_stage else parameters
     at = dict.fromkeys(StateBytes._fields, 0.0)
     at[weights] += weight
     if optimizer != "gpu":
-        at[optimizer] += states + 4 * share
-        at["host"] += element * share * (2 if accumulates and zero_stage < 3 else 1)
+        at[optimizer] += states + widths.master * share
+        at["host"] += widths.weight * share * (2 if accumulates and zero_stage < 3 else 1)
         at["gpu"] += gradient if zero_stage == 1 else 0.0
     elif zero_stage == 3:
-        at["gpu"] += states + gradient + 4 * min(share, sub_group)
+        at["gpu"] += states + gradient + widths.master * min(share, sub_group)
     else:
-        at["gpu"] += states + max(gradient, 4 * share)
+        at["gpu"] += states + max(gradient, widths.master * share)
     return StateBytes(**at)
 
 
-def _kinds(
-    parameters: float, zero_stage: int, dp: int, mixed_precision: bool
-) -> tuple[float, float, float, int]:
-    """Bytes of one rank's weights, gradients and optimizer states, and of one number in training."""
+def _kinds(parameters: float, zero_stage: int, dp: int, widths: Widths) -> tuple[float, float, float]:
+    """Bytes of one rank's weights, gradients and optimizer states."""
     assert zero_stage in (0, 1, 2, 3), f"no such ZeRO stage: {zero_stage}"
-    element = 2 if mixed_precision else 4
-    optimizer = 12 if mixed_precision or zero_stage else 8
+    copied = zero_stage > 0 or widths.weight < widths.master
+    optimizer = 2 * widths.moment + (widths.master if copied else 0)
     ranks = [dp if zero_stage >= least else 1 for least in (3, 2, 1)]
-    weights, gradients, states = (
-        parameters * size / n for size, n in zip((element, element, optimizer), ranks, strict=True)
-    )
-    return weights, gradients, states, element
+    sizes = (widths.weight, widths.gradient, optimizer)
+    weights, gradients, states = (parameters * size / n for size, n in zip(sizes, ranks, strict=True))
+    return weights, gradients, states

@@ -8,7 +8,7 @@ slice holds whole heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,41 +107,44 @@ def from_transformers(
 
     Raises ValueError naming missing and unexpected tensors, or where decoder and embedding are not tied.
     """
-    found = _under_one_name(theirs)
-    if model.sentence_head == "none":
-        unused = tuple(f"{name}." for name in SENTENCE_HEAD.values())
-        found = {name: tensor for name, tensor in found.items() if not name.startswith(unused)}
-    entries = list(name_map(model))
+    selected = select(theirs, model)
+    conversion.check_tied(selected)
+    found, entries = selected.tensors, list(name_map(model))
     heads = [entry for entry in entries if entry.ours.startswith(("head.", "decoder_bias."))]
     missing_heads = [entry for entry in heads if found.keys().isdisjoint(entry.theirs)]
     if allow_missing_heads:
         entries = [entry for entry in entries if entry not in missing_heads]
-    elif missing_heads and not any(name.startswith("cls.") for name in found):
+    elif why := why_missing([name for entry in missing_heads for name in entry.theirs], model):
         missing = ", ".join(entry.ours for entry in missing_heads[:4])
-        came = f"transformers weights without heads ({missing}, ... are missing)"
-        bare = f"a bare {PLACEMENTS[model.layer_norm].prefix}Model has no head to predict tokens with"
-        raise ValueError(f"{came}: pretraining starts from a {class_name(model)}; {bare}")
+        raise ValueError(f"transformers weights without heads ({missing}, ... are missing): {why}")
     keys = "model.layers, model.family, model.layer_norm and model.sentence_head"
     return conversion.to_canonical(found, entries, model.heads, keys)
 
 
-def _under_one_name(theirs: Tensors) -> dict[str, Tensor]:
-    """Their tensors under the names of `BertForPreTraining`, each once.
+def select(theirs: Tensors, model: Model) -> conversion.Selected:
+    """The tensors of any BERT of this placement, without the sentence head that a model lacks."""
+    found = conversion.under_one_name(theirs, _rename, TIED)
+    if model.sentence_head != "none":
+        return found
+    unused = tuple(f"{module}." for module in SENTENCE_HEAD.values())
+    return found._replace(tensors={n: t for n, t in found.tensors.items() if not n.startswith(unused)})
 
-    Handles a bare `BertModel` (no prefix), LayerNorm's gamma and beta of TensorFlow, and tied copies.
-    """
-    found = {}
-    for name, tensor in theirs.items():
-        name = name if name.startswith(("bert.", "cls.")) else f"bert.{name}"
-        name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        if name not in BUFFERS:
-            found[name] = tensor
-    for copy, original in TIED.items():
-        tied = found.pop(copy, None)
-        if tied is not None and not torch.equal(found.setdefault(original, tied), tied):
-            came = f"transformers weights have a {copy} of its own"
-            raise ValueError(f"{came}: in our BERT it is the same tensor as {original}")
-    return found
+
+def _rename(stored: str) -> str | None:
+    """Handles a bare `BertModel` (no prefix), TensorFlow's gamma and beta of LayerNorm, stored buffers."""
+    name = stored if stored.startswith(("bert.", "cls.")) else f"bert.{stored}"
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    return None if name in BUFFERS else name
+
+
+def why_missing(missing: Collection[str], model: Model) -> str:
+    """Which class was saved, where heads are missing."""
+    if {f"{name}.weight" for name in MASKED_HEAD.values()} <= {*missing}:
+        bare = f"a {PLACEMENTS[model.layer_norm].prefix}Model alone has no head to predict tokens with"
+        return f"{bare}; pretraining starts from a {class_name(model)}"
+    if missing and all(name.startswith(tuple(SENTENCE_HEAD.values())) for name in missing):
+        return "they have no head for sentences; add --set model.sentence_head=none to train without one"
+    return ""
 
 
 def class_name(model: Model) -> str:
@@ -179,4 +182,7 @@ masked = tokenizer({prompt}, return_tensors="pt")
 guesses = model(**masked).logits.argmax(-1)
 filled = guesses.where(masked.input_ids == tokenizer.mask_token_id, masked.input_ids)
 print(tokenizer.decode(filled[0], skip_special_tokens=True))"""
-CONVERSION = Conversion(class_name, config, name_map, from_transformers, frozenset(TIED), logits, USAGE)
+CONVERSION = Conversion(
+    class_name, config, name_map, select, why_missing, from_transformers, frozenset(TIED),
+    "embedding.position", logits, USAGE,
+)  # fmt: skip

@@ -5,16 +5,18 @@ A family's map (`gpt2.py`, `bert.py`) lists every parameter: our name, theirs (s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 
+from modeling.huggingface.weight_files import read_state_dict
+from recipes.files import refuse
+from recipes.problems import some
 from recipes.schema import Dropout, Model
 
 NO_DROPOUT = Dropout()
@@ -33,6 +35,27 @@ SAME = Form(lambda ours, heads: (ours,), lambda theirs, heads: theirs[0])
 TRANSPOSED = Form(lambda ours, heads: (ours.t(),), lambda theirs, heads: theirs[0].t())
 
 
+class Selected(NamedTuple):
+    """Tensors under the names of the class that holds the model with its heads.
+
+    Attributes:
+        tensors: each once.
+        copies: (its stored copy, the tensor) -> the stored copy, of tied tensors that were stored twice.
+        twice: names under which two tensors were stored.
+        stored: name -> the name under which it was stored.
+    """
+
+    tensors: dict[str, Tensor]
+    copies: dict[tuple[str, str], Tensor]
+    twice: list[str]
+    stored: dict[str, str]
+
+    def untied(self) -> list[tuple[str, str]]:
+        """(copy, tensor) where the stored numbers differ, which have to be read for it."""
+        pairs = ((names, copy, self.tensors[names[1]]) for names, copy in self.copies.items())
+        return [names for names, copy, tensor in pairs if not _equal(copy, tensor)]
+
+
 class Entry(NamedTuple):
     """One parameter."""
 
@@ -49,9 +72,12 @@ class Conversion:
         class_name: of the class that holds the model with its heads.
         config: (model, positions, dropout, end= a document of GPT-2, pad= a BERT's sample) -> configuration.
         name_map: every parameter of the model.
+        select: (a state dict, model) -> its tensors, without buffers and heads that the model has not.
+        why_missing: (names that are missing, model) -> what else they tell of the weights; "": nothing.
         from_transformers: a state dict -> canonical float32 weights; raises ValueError naming missing and
-            unexpected tensors.
+            unexpected tensors, and tied ones that differ.
         copies: names of tied tensors, which no export holds.
+        positions: canonical name of the embedding of positions.
         logits: (a `transformers` model, tokens (B, S), token types (B, S) or None, mask (B, S): no padding).
         usage: lines of Python that use an exported `{directory}` on a `{prompt}`.
     """
@@ -59,8 +85,11 @@ class Conversion:
     class_name: Callable[[Model], str]
     config: Callable[..., transformers.PretrainedConfig]
     name_map: Callable[[Model], Iterable[Entry]]
+    select: Callable[[Tensors, Model], Selected]
+    why_missing: Callable[[Collection[str], Model], str]
     from_transformers: Callable[[Tensors, Model], dict[str, Tensor]]
     copies: frozenset[str]
+    positions: str
     logits: Callable[..., Logits]
     usage: str
 
@@ -82,9 +111,54 @@ class Conversion:
             for name, part in zip(theirs, form.to_theirs(ours[mine], model.heads), strict=True)
         }
 
-    def read(self, directory: str | Path, model: Model) -> dict[str, Tensor]:
-        """Canonical weights of the model saved in `directory`. Raises ValueError where it holds none."""
-        return self.from_transformers(read_state_dict(directory), model)
+    def read(
+        self, directory: str | Path, model: Model, sequence_length: int | None = None
+    ) -> dict[str, Tensor]:
+        """Canonical weights of the model saved in `directory`, with the first `sequence_length` positions.
+
+        Raises ValueError where it holds none of them, or numbers that are not finite.
+        """
+        weights = self.from_transformers(read_state_dict(directory), model)
+        if odd := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+            rule = "a model with NaN or infinity never leaves it"
+            refuse(
+                directory, f"holds numbers that are not finite, in {some(odd)}", rule, "give other weights"
+            )
+        weights[self.positions] = weights[self.positions][:sequence_length]
+        return weights
+
+
+def under_one_name(theirs: Tensors, rename: Callable[[str], str | None], tied: Mapping[str, str]) -> Selected:
+    """The tensors of a state dict, each once.
+
+    Args:
+        rename: a stored name -> the one of the class with all heads; None: a buffer, left out.
+        tied: name of a copy -> that of the tensor; a state dict may hold either or both.
+    """
+    found, stored, twice = dict[str, Tensor](), dict[str, str](), list[str]()
+    for written, tensor in theirs.items():
+        if (name := rename(written)) is not None:
+            twice += [name] if name in found else []
+            found[name], stored[name] = tensor, written
+    stored_copies = {names: found.pop(names[0]) for names in tied.items() if names[0] in found}
+    copies = {names: copy for names, copy in stored_copies.items() if names[1] in found}
+    found |= {names[1]: copy for names, copy in stored_copies.items() if names not in copies}
+    return Selected(found, copies, twice, stored)
+
+
+def _equal(one: Tensor, other: Tensor, rows: int = 4096) -> bool:
+    """Whether two tensors of any types hold the same numbers, of which few are held at a time."""
+    if one.shape != other.shape:
+        return False
+    parts = zip(one.split(rows), other.split(rows), strict=True) if one.dim() else ((one, other),)
+    return all(torch.equal(a.float(), b.float()) for a, b in parts)
+
+
+def check_tied(selected: Selected) -> None:
+    """Raises ValueError where a tied tensor and its copy differ."""
+    for copy, original in selected.untied():
+        came = f"transformers weights have a {copy} of its own"
+        raise ValueError(f"{came}: in our model it is the same tensor as {original}")
 
 
 def to_canonical(
@@ -108,20 +182,6 @@ def check_convertible(model: Model) -> None:
             "else; only a run with model.attention=[dense] can be exported. The weights stay in the run's "
             "checkpoints, from which launch/pretrain.py --resume continues it"
         )
-
-
-def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
-    """All tensors that `save_pretrained` wrote (safetensors, else .bin). Raises ValueError where none."""
-    directory, tensors = Path(directory), {}
-    for file in sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin")):
-        if file.suffix == ".bin":
-            tensors.update(torch.load(file, map_location="cpu", weights_only=True))
-        else:
-            tensors.update(load_file(file))
-    if not tensors:
-        came = f"{directory} holds neither *.safetensors nor pytorch_model*.bin"
-        raise ValueError(f"{came}: give a directory that save_pretrained wrote")
-    return tensors
 
 
 def check_names(

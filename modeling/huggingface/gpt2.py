@@ -25,6 +25,8 @@ TOP = {
     "final_norm.bias": "transformer.ln_f.bias",
 }
 
+TIED = {"lm_head.weight": TOP["word.weight"]}  # the head's copy of the embedding
+
 
 def _qkv_to_theirs(ours: Tensor, heads: int) -> Sequence[Tensor]:
     """(heads x 3 x D, H) -> (H, 3 x heads x D); biases (heads x 3 x D) -> (3 x heads x D)."""
@@ -60,18 +62,26 @@ def name_map(model: Model) -> Iterator[Entry]:
                 yield Entry(f"layers.{i}.{ours}.{leaf}", (f"transformer.h.{i}.{theirs}.{leaf}",), its_form)
 
 
+def _rename(stored: str) -> str | None:
+    """Handles a bare `GPT2Model` (no prefix), and masks that old checkpoints stored."""
+    if stored.endswith((".attn.bias", ".attn.masked_bias")):
+        return None
+    return stored if stored.startswith(("transformer.", "lm_head.")) else f"transformer.{stored}"
+
+
+def select(theirs: conversion.Tensors, model: Model) -> conversion.Selected:
+    """The tensors of `GPT2LMHeadModel`, or of `GPT2Model`."""
+    return conversion.under_one_name(theirs, _rename, TIED)
+
+
 def from_transformers(theirs: conversion.Tensors, model: Model) -> dict[str, Tensor]:
     """The state dict of `GPT2LMHeadModel`, or of `GPT2Model`, -> canonical float32 weights.
 
-    Raises ValueError naming missing and unexpected tensors.
+    Raises ValueError naming missing and unexpected tensors, or where head and embedding are not tied.
     """
-    prefixed = {
-        name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
-        for name, tensor in theirs.items()
-    }
-    masks = (".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
-    kept = {n: t for n, t in prefixed.items() if n not in CONVERSION.copies and not n.endswith(masks)}
-    return conversion.to_canonical(kept, name_map(model), model.heads)
+    selected = select(theirs, model)
+    conversion.check_tied(selected)
+    return conversion.to_canonical(selected.tensors, name_map(model), model.heads)
 
 
 def config(
@@ -97,5 +107,7 @@ model = AutoModelForCausalLM.from_pretrained("{directory}")
 tokenizer = AutoTokenizer.from_pretrained("{directory}")
 text = tokenizer({prompt}, return_tensors="pt")
 print(tokenizer.decode(model.generate(**text, max_new_tokens=40, do_sample=True)[0]))"""
-_CLASS, _COPIES = "GPT2LMHeadModel", frozenset({"lm_head.weight"})
-CONVERSION = Conversion(lambda _: _CLASS, config, name_map, from_transformers, _COPIES, logits, USAGE)
+CONVERSION = Conversion(
+    lambda model: "GPT2LMHeadModel", config, name_map, select, lambda missing, model: "", from_transformers,
+    frozenset(TIED), "position.weight", logits, USAGE,
+)  # fmt: skip

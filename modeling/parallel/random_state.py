@@ -1,9 +1,10 @@
-"""Random state of dropout, as a function of (seed, step, rank's place) alone.
+"""Random state of attention dropout, as a function of (seed, step, rank's place) alone.
 
-Two streams, as in Megatron-LM (arXiv 1909.08053, appendix B.2): outside tensor-parallel regions the ranks of
-a tensor group must draw the same mask, inside (attention probabilities) each must draw its own. The default
-stream of the accelerator is the first, DeepSpeed's RNG tracker holds the second, since its activation
-checkpointing saves and restores both.
+The attention kernel draws it from the stream of the device, so that it follows the layout; dropout of the
+residual stream does not (`modeling/hidden_dropout.py`). Two streams, as in Megatron-LM (arXiv 1909.08053,
+appendix B.2): tensor ranks hold different heads, and each draws from its own, which DeepSpeed's RNG tracker
+holds; one process for all heads draws from the default stream of the accelerator, and so does all dropout of
+`transformers`' modules. DeepSpeed's activation checkpointing saves and restores both.
 
 Reseeding at every step makes resuming exact without storing any state, which matters because DeepSpeed's
 checkpoints do not hold the tracker.
@@ -15,7 +16,6 @@ import contextlib
 import hashlib
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
@@ -39,8 +39,3 @@ def seed_step(seed: int, step: int, at: Coordinates) -> None:
 def tensor_parallel_random(active: bool) -> contextlib.AbstractContextManager[Any]:
     """Draw from this tensor rank's own stream; not `active` where nothing is drawn, or by one tensor rank."""
     return get_cuda_rng_tracker().fork(TENSOR_PARALLEL_STREAM) if active else contextlib.nullcontext()
-
-
-def dropout(x: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
-    """Dropout outside tensor-parallel regions: the same mask on every rank of a tensor group."""
-    return torch.nn.functional.dropout(x, probability, training) if probability else x

@@ -582,7 +582,7 @@ def test_too_little_text_is_refused(store, vocabulary):
         BertSamples(store, np.array([4, 5]), settings(64, "nsp"), vocabulary)  # document 5 is empty
     BertSamples(store, np.array([4, 5]), settings(64, "sop"), vocabulary)
     for none in (np.array([5]), np.array([], dtype=np.int64)):
-        with pytest.raises(ValueError, match="have no text"):
+        with pytest.raises(ValueError, match="(has|have) no text"):
             BertSamples(store, none, settings(64, "sop"), vocabulary)
 
 

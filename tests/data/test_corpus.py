@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from data import corpus as corpus_module
 from data.cache import default_directory
-from data.corpus import build, check_origin
+from data.corpus import build, check_origin, check_sources
 from data.durable_files import locked
 from data.loader import validation_batches
 from data.samples.bert import BertFields
@@ -34,6 +34,7 @@ from data.vocabularies.encoder import Encoder
 from data.vocabularies.published import gpt2_tokenizer
 from data.vocabularies.trained import END_OF_DOCUMENT, train_bpe
 from data.vocabularies.vocabulary import vocabulary_digest
+from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 
 DOCUMENTS, EVERY, VOCABULARY = 40, 4, 300
@@ -481,6 +482,30 @@ def test_a_store_of_another_vocabulary_or_another_report_is_refused(prepared, tm
     (directory / "report.json").write_text(json.dumps(report))
     with pytest.raises(ValueError, match="do not belong together"):
         build(store_recipe(directory, VOCABULARY, {"kind": "store"}), tmp_path / "cache", quiet)
+
+
+def test_planning_refuses_a_store_of_another_vocabulary_by_what_its_first_bytes_tell(prepared, tmp_path):
+    directory, _ = prepared
+    check_sources(store_recipe(directory, VOCABULARY, {"kind": "store"}))
+    with pytest.raises(ProblemsError, match=f"model.vocab_size=700, but .*has {VOCABULARY} tokens"):
+        check_sources(store_recipe(directory, 700, {"kind": "store"}))
+    report = directory / "report.json"
+    facts = json.loads(report.read_text())
+    facts["store"]["vocab_size"] = VOCABULARY
+    report.write_text(json.dumps(facts))
+    published = {"kind": "bert_uncased"}
+    with pytest.raises(ProblemsError, match=f"was made with a vocabulary of {VOCABULARY} tokens; set model"):
+        check_sources(store_recipe(directory, 30522, published, bert="none"))
+    report.unlink()  # as of another tool: the tokens tell
+    with pytest.raises(ProblemsError, match="outside the vocabulary"):
+        check_sources(store_recipe(directory, 20, published, bert="none"))
+    report.write_text('{"store": 5}')
+    with pytest.raises(ProblemsError, match='report.json: its "store" is a number'):
+        check_sources(store_recipe(directory, 30522, published, bert="none"))
+    whole = (directory / "store.idx").read_bytes()
+    (directory / "store.idx").write_bytes(whole[:-8])
+    with pytest.raises(ProblemsError, match="bytes where its header promises"):
+        check_sources(store_recipe(directory, 30522, published, bert="none"))
 
 
 def test_a_foreign_store_is_named_by_its_prefix_or_either_file_and_its_tokens_are_checked(tmp_path):

@@ -23,6 +23,7 @@ from backports import zstd
 from data.prepare import pipeline
 from data.prepare.inputs import Cursor, Inputs
 from data.prepare.pipeline import TooManyBroken, check_broken
+from data.prepare.pool import WorkerDied
 from data.prepare.settings import Settings, in_flags
 from data.prepare.tally import Step, Tally
 from data.sources import records, sentences
@@ -379,7 +380,7 @@ def test_cuts_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
         ("'''''a''''' '''b''' ''c'' don''''t", "a b c don't"),
         ("<nowiki>[[a]] {{b}}</nowiki>", "[[a]] {{b}}"),
         ("x<ref name=a/> y<ref>note [[z]]</ref> z<ref>open", "x y zopen"),
-        ("H<sub>2</sub>O, 1 &lt; 2<br/>next", "H2O, 1 < 2\nnext"),
+        ("H<sub>2</sub>O, 1 &lt; 2<br/>next", "H₂O, 1 < 2\nnext"),
         ("{{a|{{b}}|{{{c|}}}}} d {{e", "d e"),
         ("{{a\n|}} b", "b"),
         ("{|\n{{a\n|}}\n|b\n|}\nc", "c"),
@@ -395,7 +396,7 @@ def test_cuts_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
         ("[[File:a.png|thumb|never closed\n\nb", "b"),
         ("one\n\n\n\ntwo\nthree", "one\n\ntwo\nthree"),
         ("( ; 1900) and () and (, x)", "(1900) and and (x)"),
-        ("<math>x^2</math>a<gallery>\nb.jpg\n</gallery>", "a"),
+        ("<math>\\int_0^1 x</math>a<gallery>\nb.jpg\n</gallery>", "a"),
         ("<ref>" + "a</ref>", ""),
     ],
 )
@@ -419,6 +420,12 @@ def test_wikitext(wikitext, expected):
         "&a",
         "<b>",
         "(; ",
+        "<sup>",
+        "<math>x^",
+        "{{nowrap|",
+        "{{ ",
+        "{{a|b =",
+        "{{val|1|e=",
     ]
     + ["<ref>x</ref>"],
 )
@@ -687,14 +694,15 @@ def test_prepare_data_names_its_flags_where_the_libraries_name_keys_of_a_recipe(
     [
         (ProblemsError, [Problem("", ("set ", Key("data.text_column"), " to one of body"))], 2),
         (ValueError, "set --text_column to one of body", 2),
-        (TooManyBroken, "set --text_column to one of body", 1),
+        (TooManyBroken, "set --text_column to one of body", 2),
+        (WorkerDied, "set --text_column to one of body", 1),
     ],
 )
 def test_the_command_refuses_in_its_own_flags(monkeypatch, capsys, error, problem, code):
     def refuse(*_):
         raise error(problem)
 
-    monkeypatch.setattr(prepare_data, "start_imports", lambda: None)
+    monkeypatch.setattr(prepare_data.fork_server, "start", lambda *modules: None)
     monkeypatch.setattr(prepare_data.quiet, "quiet_libraries", lambda: None)
     monkeypatch.setattr(pipeline, "prepare", refuse)
     args = prepare_data.build_parser().parse_args(["--tokenizer", "gpt2", "--out", "x"])

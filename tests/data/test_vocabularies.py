@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from data.vocabularies.trained import (
     wordpiece_tokenizer,
 )
 from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
+from recipes.problems import ProblemsError
 from recipes.schema import Origin, Recipe
 
 WORDS = tuple(
@@ -343,6 +345,38 @@ def test_what_is_no_vocabulary_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": ')
     with pytest.raises(ValueError, match="cannot be read as a tokenizer"):
         read_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is empty"),
+        ("[]", "holds a list: an object"),
+        ("[" * 100_000, "nested too deeply"),
+        ("{}", 'its "model" is nothing: a tokenizer.json has a "model"'),
+        ('{"model": {"type": "BPE", "vocab": {}}}', 'a "model" with a "vocab"'),
+        ('{"model": {"type": "Other", "vocab": {"a": 0}}}', "cannot be read as a tokenizer"),
+        ("\0\0", "not JSON"),
+    ],
+)
+@pytest.mark.parametrize("whole_directory", [False, True])
+def test_a_damaged_tokenizer_json_is_refused_with_what_is_wrong(content, said, whole_directory, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ProblemsError, match=f"{tmp_path}.*{re.escape(said)}.*; give a vocab.txt"):
+        read_tokenizer(tmp_path if whole_directory else tmp_path / "tokenizer.json")
+
+
+def test_a_directory_is_read_like_the_files_in_it(tmp_path):
+    """A lone tokenizer.json, and GPT-2's pair of files, which has no other form."""
+    train_bpe([prose(50)], 300).save(str(tmp_path / "tokenizer.json"))
+    lone, alike = read_tokenizer(tmp_path / "tokenizer.json"), read_tokenizer(tmp_path)
+    assert alike.eos_token == lone.eos_token == END_OF_DOCUMENT
+    pair = tmp_path / "pair"
+    pair.mkdir()
+    lone.backend_tokenizer.model.save(str(pair))
+    assert read_tokenizer(pair).get_vocab() == lone.get_vocab()
+    with pytest.raises(ProblemsError, match="vocab.json.*give their directory"):
+        read_tokenizer(pair / "vocab.json")
 
 
 def test_a_stores_own_vocabulary(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import ROOT, run, run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForPreTraining,
@@ -28,11 +28,11 @@ from launch import export_hf
 from launch.checkpoints.weights import load_tensors
 from launch.runs import vocabulary
 from launch.runs.metrics import read_metrics
-from launch.training import initial_weights
 from launch.training.export import ExportMismatch
 from modeling.families import FAMILIES, family_of
 from modeling.huggingface.conversion import Form
 from recipes import catalog
+from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 
 STEPS = 4
@@ -286,6 +286,83 @@ def test_refusals_say_what_is_there(trained, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def _of_same_size(run: Path, change) -> None:
+    """Change the first bytes of the weights, whose size the marker knows."""
+    file = next((run / "checkpoints").rglob("weights-stage-00-part-000.safetensors"))
+    content = file.read_bytes()
+    file.write_bytes(change(content).ljust(len(content), b" ")[: len(content)])
+
+
+def _change_weights(run: Path, change) -> None:
+    """Change tensors, and the size that the marker knows."""
+    file = next((run / "checkpoints").rglob("weights-stage-00-part-000.safetensors"))
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"parts": "1"})
+    marker = json.loads((file.parent / "complete.json").read_text())
+    marker["files"][file.name] = file.stat().st_size
+    (file.parent / "complete.json").write_text(json.dumps(marker))
+
+
+def _write(name: str, text: str):
+    return lambda run: (run / name).write_text(text)
+
+
+BROKEN_RUNS = {
+    "no header": (lambda run: _of_same_size(run, lambda b: b"\0" * 8 + b[8:]), "no safetensors file"),
+    "a broken header": (lambda run: _of_same_size(run, lambda b: b[:8] + b"{" * 20 + b[28:]), "not JSON"),
+    "a tensor too many": (
+        lambda run: _change_weights(run, lambda t: t.update(x=torch.ones(2))),
+        "step-000004: holds or lacks x: its tensors are those of the run's recipe",
+    ),
+    "another shape": (
+        lambda run: _change_weights(run, lambda t: t.update({"final_norm.bias": torch.ones(3)})),
+        r"step-000004: final_norm.bias has shape \(64,\).*not of the run's recipe",
+    ),
+    "not a number": (
+        lambda run: _change_weights(run, lambda t: t["word.weight"].fill_(torch.nan)),
+        "word.weight: not all finite float32",
+    ),
+    "an odd tokenizer": (_write("tokenizer/tokenizer.json", "{}"), "tokenizer: cannot be read"),
+    "a deep tokenizer": (_write("tokenizer/tokenizer.json", "[" * 10**5), "nested too deeply"),
+    "a tokenizer of lists": (_write("tokenizer/tokenizer_config.json", "[]"), "tokenizer: cannot be read"),
+    "no recipe": (_write("recipe.yaml", "[]"), "recipe.yaml: holds"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_RUNS)
+def test_a_broken_run_is_refused(case, trained, tmp_path):
+    damage, said = BROKEN_RUNS[case]
+    run = shutil.copytree(trained("one process"), tmp_path / "run")
+    damage(run)
+    with pytest.raises(ProblemsError, match=said):
+        export_hf.export(run, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(trained, tmp_path):
+    run = shutil.copytree(trained("one process"), tmp_path / "run")
+    text = (run / "tokenizer" / "tokenizer.json").read_text()
+    read = json.loads(text)
+    read["model"]["vocab"]["zzz"] = 5000
+    (run / "tokenizer" / "tokenizer.json").write_text(json.dumps(read))
+    with pytest.raises(ProblemsError, match="has 5001 tokens, and model.vocab_size=509"):
+        export_hf.export(run, tmp_path / "out")
+
+
+def test_where_an_export_may_go(trained, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "file").touch()
+    for name in ("file", "file/below", "x" * 300):
+        with pytest.raises(ProblemsError, match="--out"):
+            export_hf.export(trained("one process"), tmp_path / name)
+    with pytest.raises(ProblemsError, match="--out /proc/x cannot be made|--out /proc/x: cannot be made"):
+        export_hf.export(trained("one process"), "/proc/x")
+    export_hf.export(trained("one process"), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "empty" / "config.json").is_file()
+
+
 def test_a_run_keeps_its_vocabulary_and_refuses_another(tmp_path):
     def tokenizer(text):
         return PreTrainedTokenizerFast(tokenizer_object=train_bpe([text] * 3, 262), eos_token="<|endoftext|>")
@@ -351,47 +428,3 @@ def test_a_run_goes_on_from_an_export_where_the_other_ended(stage, flags, before
     assert validation_losses(directory)[0] == pytest.approx(
         validation_losses(trained(before))[STEPS], abs=1e-5
     )
-
-
-def test_given_weights_of_another_shape_are_refused_with_every_mismatch(foreign, tmp_path):
-    tiny = catalog.load(tiny=True)
-    initial_weights.check(foreign, tiny)
-    with pytest.raises(ValueError) as refused:
-        initial_weights.check(foreign, catalog.load())
-    shape = dict(layers=4, hidden=64, heads=4, vocab_size=509)
-    fix = " ".join(f"--set model.{key}={value}" for key, value in shape.items()) + " --set sequence_length=64"
-    assert str(refused.value).count("--init_from") == 5 and fix in str(refused.value)
-
-    def config(**values) -> Path:
-        (tmp_path / "config.json").write_text(
-            json.dumps({**json.loads((foreign / "config.json").read_text()), **values})
-        )
-        return tmp_path
-
-    with pytest.raises(ValueError, match="holds no weights(.|\n)*no readable config.json"):
-        initial_weights.check(tmp_path, tiny)
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match="n_positions=1024(.|\n)*--set sequence_length=1024"):
-        initial_weights.check(config(n_positions=1024), tiny)
-    with pytest.raises(ValueError, match="--set model.vocab_size=50257 --set data.tokenizer.kind=gpt2"):
-        initial_weights.check(config(vocab_size=50257), tiny)
-    with pytest.raises(ValueError, match="activation_function=relu: our gpt2 has gelu_new"):
-        initial_weights.check(config(activation_function="relu"), tiny)
-    with pytest.raises(ValueError, match="of type 'bert'"):
-        initial_weights.check(config(model_type="bert"), tiny)
-    with pytest.raises(ValueError, match="does not exist"):
-        initial_weights.check(tmp_path / "nowhere", tiny)
-
-
-def test_given_weights_of_the_other_placement_of_layer_norm_are_refused(tmp_path):
-    tiny = catalog.load("bert/sotu", tiny=True)
-    post = tiny.model.model_copy(update={"layer_norm": "post"})
-    conversion = family_of(post).conversion
-    for model in (tiny.model, post):
-        config = conversion.config(model, positions=tiny.sequence_length)
-        conversion.model_class(model)(config).save_pretrained(tmp_path / model.layer_norm)
-    initial_weights.check(tmp_path / "pre", tiny)
-    with pytest.raises(
-        ValueError, match="of type 'bert': only megatron-bert(.|\n)*--set model.layer_norm=post"
-    ):
-        initial_weights.check(tmp_path / "post", tiny)

@@ -1,21 +1,16 @@
 """The command under its three launchers: same numbers, clean ends, early refusals, explained failures."""
 
 import json
+import socket
 import sys
-from pathlib import Path
 
 import pytest
-from launching import ROOT, WORKERS, run
+from launching import ROOT, WORKERS, deepspeed, run
 
 from launch.runs.metrics import read_metrics
 
-BIN = Path(sys.executable).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 TINY = ["launch/pretrain.py", "--tiny", "--steps", "4", "--set", "precision=fp32"]
-
-
-def deepspeed(processes: int) -> list[str]:
-    return [str(BIN / "deepspeed"), "--num_gpus", str(processes)]
 
 
 def losses(directory):
@@ -39,6 +34,35 @@ def test_every_launcher_trains_the_same(tmp_path):
     ] == pytest.approx(found["python"], abs=1e-4)
     row = json.loads((tmp_path / "deepspeed" / "result.json").read_text())
     assert row["layout"]["pp"] == 2 and row["layout"]["dp"] == 1 and row["status"] == "ok"
+
+
+WRONG_LAUNCHES = {
+    "WORLD_SIZE=0": "WORLD_SIZE='0': a launcher sets a whole number from 1 to 1000000",
+    "RANK=x": "RANK='x': a launcher sets a whole number",
+    "RANK=5 WORLD_SIZE=2": "RANK=5 with WORLD_SIZE=2: ranks count from 0 to WORLD_SIZE - 1",
+    "RANK=0 WORLD_SIZE=2": "RANK, WORLD_SIZE without LOCAL_RANK, MASTER_ADDR, MASTER_PORT",
+    "WORLD_SIZE=64": "WORLD_SIZE without RANK",
+    "RANK=0 LOCAL_RANK=-1 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=99999": "MASTER_PORT='99999'",
+}
+
+
+@pytest.mark.parametrize("variables", WRONG_LAUNCHES)
+def test_a_wrong_launch_is_refused(variables, tmp_path):
+    env = dict(pair.split("=") for pair in variables.split())
+    done = run([sys.executable, *TINY, "--out", str(tmp_path / "run")], env=env)
+    assert done.returncode == 2 and WRONG_LAUNCHES[variables] in done.stdout, done.stdout
+    assert "Traceback" not in done.stdout and not (tmp_path / "run").exists()
+
+
+def test_two_launches_on_one_port_are_told_apart(tmp_path):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = run([*deepspeed(2, port), *TINY, "--out", str(tmp_path / "run")])
+    assert done.returncode != 0 and f"port {port}: all processes of a launch meet there" in done.stdout
+    assert "--master_port" in done.stdout and "Traceback" not in done.stdout, done.stdout
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_partitioned_activations_of_a_json_are_honoured(tmp_path):

@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from launch.training import micro_batches
 from modeling.bert import Bert, BertShape, pretraining_loss
 from modeling.generation import fill_masks
+from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
 from recipes.micro_batch import FIELDS
 
@@ -153,6 +154,21 @@ def test_a_micro_batch_is_cut_after_its_longest_sample_and_needs_no_mask_if_that
     torch.testing.assert_close(model(*micro_batches.for_plain(batch((17, 9, 12)), "cpu"))[0], whole)
     full = micro_batches.for_plain(batch((16, 16, 16)), "cpu")
     assert full[0].shape == (B, 16) and full[2] is None
+
+
+@BOTH
+def test_dropout_does_not_depend_on_where_padding_is_cut(post):
+    model, b, salts = (
+        bert(post, hidden_dropout=0.2).train(),
+        batch((13, 9, 12)),
+        salts_of(3, 0, torch.arange(B), S),
+    )
+    whole = model(*(b[name] for name in FIELDS["bert"].names), salts=salts)[0]
+    arguments = micro_batches.for_plain(b, "cpu")
+    assert arguments[0].shape == (B, 16)
+    torch.testing.assert_close(model(*arguments, salts=salts[:, :16])[0], whole)
+    assert abs(model(*arguments, salts=salts[:, 8:])[0] - whole) > 1e-3, "masks do matter"
+    assert abs(model.eval()(*arguments)[0] - whole) > 1e-3
 
 
 def test_masks_are_filled_with_the_most_likely_tokens():

@@ -271,10 +271,22 @@ def test_model_states_of_zero(stage, gigabytes):
 def test_model_states_in_fp32():
     # ZeRO steps a copy of the weights, in fp32 as well: 4 + 4 + 12 where plain data parallelism has 4 + 4 +
     # 8.
-    assert cost.model_state_bytes(1, 0, dp=8, mixed_precision=False) == 16
-    assert cost.model_state_bytes(1, 1, dp=8, mixed_precision=False) == 8 + 12 / 8
-    assert cost.model_state_bytes(1, 2, dp=8, mixed_precision=False) == 4 + 16 / 8
-    assert cost.model_state_bytes(1, 3, dp=8, mixed_precision=False) == 20 / 8
+    assert cost.model_state_bytes(1, 0, dp=8, widths=cost.FP32) == 16
+    assert cost.model_state_bytes(1, 1, dp=8, widths=cost.FP32) == 8 + 12 / 8
+    assert cost.model_state_bytes(1, 2, dp=8, widths=cost.FP32) == 4 + 16 / 8
+    assert cost.model_state_bytes(1, 3, dp=8, widths=cost.FP32) == 20 / 8
+
+
+def test_half_precision_states_of_the_optimizer_are_half_as_wide():
+    # DeepSpeed 0.19.8, base_optimizer.py: bf16 weights in the optimizer, with moments in fp32, and in bf16
+    # as well.
+    assert cost.model_state_bytes(1, 2, 8, cost.Widths(master=2)) == 2 + (2 + 10) / 8
+    assert cost.model_state_bytes(1, 2, 8, cost.Widths(master=2, moment=2)) == 2 + (2 + 6) / 8
+    assert cost.model_state_bytes(1, 1, 8, cost.Widths(gradient=4)) == 6 + 12 / 8
+    low = cost.Widths(master=2, moment=2)
+    assert cost.placed_state_bytes(1, 2, 1, widths=low).gpu == 2 + 2 + 6
+    assert cost.placed_state_bytes(1, 3, 1, widths=low).gpu == 2 + 2 + 6 + 2
+    assert cost.placed_state_bytes(1, 2, 1, widths=low, optimizer="host") == (2, 6 + 2 + 2, 0)
 
 
 # Bytes per parameter of a whole model on one rank, while it steps. Those of DeepSpeed 0.19.8 are what its
@@ -306,7 +318,11 @@ def test_model_states_in_fp32():
     ],
 )
 def test_model_states_lie_where_the_offload_puts_them(stage, mixed, away, gpu, host, nvme):
-    assert cost.placed_state_bytes(1, stage, 1, mixed_precision=mixed, **away) == (gpu, host, nvme)
+    assert cost.placed_state_bytes(1, stage, 1, widths=cost.MIXED if mixed else cost.FP32, **away) == (
+        gpu,
+        host,
+        nvme,
+    )
 
 
 def test_model_states_of_a_step_are_sharded():
@@ -314,7 +330,7 @@ def test_model_states_of_a_step_are_sharded():
         return cost.placed_state_bytes(parameters, stage, dp, **more).gpu
 
     assert [gpu(stage, 8) for stage in (0, 1, 2, 3)] == [18, 4 + 12 / 8, 2 + 16 / 8, 20 / 8]
-    assert gpu(1, 8, mixed_precision=False) == 8 + 12 / 8
+    assert gpu(1, 8, widths=cost.FP32) == 8 + 12 / 8
     assert gpu(3, 4, 40.0, sub_group=5.0) == 10 * 16 + 5 * 4, (
         "stage 3 has fp32 gradients of one sub-group at a time"
     )

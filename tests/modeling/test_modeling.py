@@ -18,7 +18,7 @@ from modeling.generation import continue_tokens
 from modeling.gpt2 import GPT2, GPT2Shape
 from modeling.huggingface.gpt2 import CONVERSION, config, from_transformers
 from modeling.initialization import Init, Shard, canonical_name
-from modeling.layer_list import call, recomputed_chunks
+from modeling.layer_list import first, recomputed_chunks
 from modeling.parallel.process_grid import (
     Coordinates,
     coordinates,
@@ -327,7 +327,7 @@ def test_saved_directories_are_read(theirs, tmp_path, form):
 
 def test_a_directory_without_weights_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"neither \*.safetensors nor pytorch_model\*.bin"):
+    with pytest.raises(ValueError, match="holds no weights: transformers takes model.safetensors or"):
         CONVERSION.read(tmp_path, MODEL)
 
 
@@ -394,7 +394,7 @@ def test_recomputed_chunks_begin_at_transformer_layers():
     """
     group = torch.nn.ModuleList(GPT2(GPT2Shape(5, 8, 2, 16, 16, 4), group=None, init=Init(1, 0.02, 5)).layers)
     word, norm = torch.nn.Identity(), torch.nn.Identity()
-    in_order = [(call, layer) for layer in (word, *group, norm)]
+    in_order = [(first, layer) for layer in (word, *group, norm)]
     chunks = recomputed_chunks(in_order, 2)
     assert [(len(layers), recomputed) for layers, recomputed in chunks] == [
         (1, False),

@@ -272,10 +272,12 @@ WRONG = {
     "optimizer.lr=-1": "optimizer.lr=-1: should be greater than 0",
     "optimizer.lr=.nan": "optimizer.lr=nan",
     "dropout.hidden=1": "dropout.hidden=1: should be less than 1",
-    "batch.global=0": "batch.global=0: should be greater than 0",
+    "batch.global=0": "batch.global=0: should be greater than or equal to 1",
     "batch=null": "batch=None",
     "model.layer_norm=post": "GPT-2 normalises before attention and MLP",
     "model.sentence_head=nsp": "only a BERT has a sentence objective",
+    "model.layers=100000": "model.layers=100000: should be less than or equal to 10000",
+    "batch.global=9999999999999999": "should be less than or equal to 10000000",
     "data.validation_every=1": "data.validation_every=1 holds out every document",
     "data.test_every=1": "data.test_every=1 leaves no document to train on",
     "data={source: store, name: x, streaming: true, tokenizer: {kind: store}}": "tokens are there already",
@@ -391,7 +393,7 @@ def test_bad_overrides_are_all_reported_with_how_to_write_them():
         "--set foo.bar=1: foo.bar: unknown key; no such key",
     )
     assert found[4].startswith("--set model.layers=[:1:2: not YAML")
-    assert found[6] == "default/sotu: steps=0: should be greater than 0 (--set)"
+    assert found[6] == "default/sotu: steps=0: should be greater than or equal to 1 (--set)"
 
 
 # --- steps, dump, digest
@@ -583,6 +585,25 @@ def test_reading_recipes_imports_neither_torch_nor_deepspeed():
 
 
 # --- parts of a blend
+
+
+def test_a_blend_that_is_set_takes_the_place_of_the_recipes_source():
+    blend = "data.blend=[{source: jsonl, name: x, weight: 1.0}, {weight: 2.0}]"
+    for tiny in (False, True):
+        data = load("wikipedia/bert-336m", [blend], tiny=tiny).data
+        assert (data.source, data.name, data.config) == ("packaged", None, None) and len(data.blend) == 2
+    with pytest.raises(RecipeError, match="data.blend together with data.name"):
+        load("wikipedia/bert-336m", [blend, "data.name=y"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [f"seed={2**64}", "run.loader_workers=100000", "sequence_length=20000000", "data.masking.max_ngram=1000"],
+)
+def test_numbers_beyond_what_a_machine_takes_are_refused(wrong):
+    with pytest.raises(RecipeError, match="should be less than"):
+        load(overrides=[wrong])
+
 
 BLENDS = {
     "[{wieght: 1}]": (

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
+import torch
 import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -22,6 +24,7 @@ from launch.parity.layout_cases import LayoutCase
 from launch.parity.layout_runs import run_case
 from launch.training import micro_batches
 from modeling import bert
+from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
 from modeling.parallel import collectives, layers
 from modeling.parallel.collectives import reduce_from_tensor_parallel
@@ -102,6 +105,36 @@ def predictions_counted_by_rank() -> AbstractContextManager:
     return mock.patch.object(micro_batches, "normalised", normalised)
 
 
+def dropout_by_local_sample() -> AbstractContextManager:
+    """Masks of the first data rank's samples on every one."""
+    rows = micro_batches.rank_rows
+    return mock.patch.object(micro_batches, "rank_rows", lambda layout, dp_rank: rows(layout, 0))
+
+
+def dropout_by_local_micro_batch() -> AbstractContextManager:
+    """Masks of the first micro-batch in every one."""
+    rows = micro_batches.rank_rows
+
+    def first_alone(layout, dp_rank):
+        return np.broadcast_to(rows(layout, dp_rank)[:1], (layout.accumulation, layout.micro)).copy()
+
+    return mock.patch.object(micro_batches, "rank_rows", first_alone)
+
+
+def dropout_of_the_last_forward_pass() -> AbstractContextManager:
+    """Recomputation takes the salts that a forward pass used last, as from a buffer of the model."""
+    drop, last = HiddenDropout.forward, {}
+
+    def forward(self, x, salts):
+        if torch.is_grad_enabled() and id(self) in last:
+            salts = last[id(self)]
+        else:
+            last[id(self)] = salts
+        return drop(self, x, salts)
+
+    return mock.patch.object(HiddenDropout, "forward", forward)
+
+
 @dataclass(frozen=True)
 class Breakage:
     """A layout, what breaks it, and by what the comparison has to notice."""
@@ -159,19 +192,31 @@ BERT_BREAKAGES = [
     Breakage(_case("predictions counted by rank", 1, 1, 2, "zero0"), predictions_counted_by_rank),
     Breakage(_case("decoder bias not marked", 2, 1, 1, "zero0"), no_parameter_marked, by_norm=True),
 ]
+DROPOUT_BREAKAGES = [
+    Breakage(_case("samples counted by rank", 1, 1, 2, "zero1"), dropout_by_local_sample),
+    Breakage(
+        LayoutCase("samples counted by micro-batch", 2, 1, 1, "zero1", accumulation=4),
+        dropout_by_local_micro_batch,
+    ),
+    Breakage(
+        LayoutCase("salts in a buffer", 1, 2, 1, "pipeline", accumulation=4, checkpointing="full"),
+        dropout_of_the_last_forward_pass,
+    ),
+]
 # Last, so that it also shows that every breakage was undone.
 CONTROL = Breakage(_case("nothing broken", 2, 1, 1, "zero0"), nullcontext)
 
 
 def train(directory: Path, breakages: Sequence[Breakage] | None = None) -> None:
-    """Train the recipe of the directory once under every breakage; None: those of its family, then none."""
+    """Train the recipe of the directory once under every breakage; None: those of its kind, then none."""
     quiet.quiet_libraries()
     recipe = catalog.load_resolved(directory / "recipe.yaml")
     machine = abilities.detect_machine()
     with ending.clean_exit():
         processes.start_processes(timeout_minutes=2)
         of_family = BREAKAGES if recipe.model.family == "gpt2" else BERT_BREAKAGES
-        for breakage in breakages or (*of_family, CONTROL):
+        of_recipe = DROPOUT_BREAKAGES if recipe.dropout.hidden else of_family
+        for breakage in breakages or (*of_recipe, CONTROL):
             with breakage.broken():
                 run_case(recipe, breakage.case, directory / breakage.case.folder, machine)
 

@@ -1,4 +1,4 @@
-"""Checks of dropout's two random streams and of recomputation with them. Run by modeling_checks.py."""
+"""Checks of dropout, of its random streams in attention, and of recomputation. Run by modeling_checks.py."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from comparing import Group, equal_on_all_ranks, gathered
 
 from modeling import transformer
 from modeling.gpt2 import GPT2, GPT2Shape
+from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
 from modeling.parallel.process_grid import ProcessGrid
-from modeling.parallel.random_state import dropout, seed_step, tensor_parallel_random
+from modeling.parallel.random_state import seed_step, tensor_parallel_random
 
 SEED = 11
 SHAPE = GPT2Shape(
@@ -21,9 +22,9 @@ SHAPE = GPT2Shape(
 )  # fmt: skip
 
 
-def mask(grid: ProcessGrid, step: int = 3) -> torch.Tensor:
+def outside(grid: ProcessGrid, step: int = 3) -> torch.Tensor:
     seed_step(SEED, step, grid.at)
-    return dropout(torch.ones(64), 0.5, True)
+    return torch.rand(64)
 
 
 def inside(grid: ProcessGrid, step: int = 3) -> torch.Tensor:
@@ -32,19 +33,14 @@ def inside(grid: ProcessGrid, step: int = 3) -> torch.Tensor:
         return torch.rand(64)
 
 
-def outside_masks_equal(grid: ProcessGrid) -> None:
-    masks = gathered(mask(grid), grid.tensor_group)
-    assert all(torch.equal(m, masks[0]) for m in masks), (
-        "tensor ranks must drop the same outside of tensor-parallel regions"
-    )
-    assert set(masks[0].tolist()) == {0.0, 2.0}
+def outside_draws_equal(grid: ProcessGrid) -> None:
+    draws = gathered(outside(grid), grid.tensor_group)
+    assert all(torch.equal(d, draws[0]) for d in draws), "tensor ranks must draw the same outside of regions"
 
 
-def masks_differ_over_data_ranks(grid: ProcessGrid) -> None:
-    outside, within = gathered(mask(grid), grid.data_group), gathered(inside(grid), grid.data_group)
-    assert all_differ(outside) and all_differ(within), (
-        "samples of different data ranks need masks of their own"
-    )
+def draws_differ_over_data_ranks(grid: ProcessGrid) -> None:
+    for draw in (outside, inside):
+        assert all_differ(gathered(draw(grid), grid.data_group)), "data ranks need masks of their own"
 
 
 def inside_masks_differ(grid: ProcessGrid) -> None:
@@ -71,8 +67,8 @@ def streams_apart(grid: ProcessGrid) -> None:
 
 
 def reseeded_step_repeats(grid: ProcessGrid) -> None:
-    assert torch.equal(mask(grid, 3), mask(grid, 3)) and torch.equal(inside(grid, 3), inside(grid, 3))
-    assert not torch.equal(mask(grid, 3), mask(grid, 4)) and not torch.equal(inside(grid, 3), inside(grid, 4))
+    for draw in (outside, inside):
+        assert torch.equal(draw(grid, 3), draw(grid, 3)) and not torch.equal(draw(grid, 3), draw(grid, 4))
 
 
 def model(shape: GPT2Shape, group: Group) -> GPT2:
@@ -82,6 +78,10 @@ def model(shape: GPT2Shape, group: Group) -> GPT2:
 def batch(shape: GPT2Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens = torch.arange(2 * shape.positions).view(2, -1)
     return tokens % shape.vocab, tokens * 3 % shape.vocab, torch.full(tokens.shape, 1 / tokens.numel())
+
+
+def salts(shape: GPT2Shape) -> torch.Tensor:
+    return salts_of(SEED, 3, torch.arange(2), shape.positions)
 
 
 def loss_and_gradients(
@@ -97,7 +97,7 @@ def loss_and_gradients(
     for layer in used.layers:
         layer.register_forward_hook(count)
     seed_step(SEED, 3, grid.at)
-    loss = used(*batch(shape))
+    loss = used(*batch(shape), salts=salts(shape))
     loss.backward()
     return loss.detach(), [p.grad for p in used.parameters()], passes
 
@@ -118,7 +118,7 @@ def model_draws_inside_and_outside(grid: ProcessGrid) -> None:
     used.final_norm.register_forward_hook(lambda module, args, output: streams.append(output.detach()))
     seed_step(SEED, 3, grid.at)
     with mock.patch.object(transformer.F, "scaled_dot_product_attention", recorded), torch.no_grad():
-        used(batch(SHAPE)[0])
+        used(batch(SHAPE)[0], salts=salts(SHAPE))
     by_layer = [gathered(d, grid.tensor_group) for d in drawn]
     equal = equal_on_all_ranks(streams[0], grid.tensor_group)
     assert len(by_layer) == SHAPE.layers
@@ -129,7 +129,7 @@ def model_draws_inside_and_outside(grid: ProcessGrid) -> None:
 
 
 def hidden_dropout_as_dense(grid: ProcessGrid) -> None:
-    """Without attention dropout a dense model drops the same: outside of the regions masks know no layout."""
+    """Without attention dropout a dense model drops the same."""
     shape = replace(SHAPE, attention_dropout=0.0)
     cut = loss_and_gradients(grid, shape, grid.tensor_group)[0]
     dense = loss_and_gradients(grid, shape, None)[0]
@@ -146,7 +146,7 @@ def no_dropout_in_evaluation(grid: ProcessGrid) -> None:
 
 
 def recomputation_is_exact(grid: ProcessGrid) -> None:
-    """Same loss and gradients, bit for bit, with dropout in both streams; every layer does run twice."""
+    """Same loss and gradients, bit for bit, with dropout; every layer does run twice."""
     for group in (None, grid.tensor_group):
         loss, gradients, passes = loss_and_gradients(grid, SHAPE, group)
         assert passes == SHAPE.layers
@@ -182,7 +182,7 @@ def saved_bytes(grid: ProcessGrid, interval: int) -> int:
 
     seed_step(SEED, 3, grid.at)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = used(*batch(SHAPE))
+        loss = used(*batch(SHAPE), salts=salts(SHAPE))
     held = sum(size for pointer, size in storages.items() if pointer not in parameters)
     loss.backward()
     return held
@@ -193,14 +193,14 @@ def all_differ(tensors: list[torch.Tensor]) -> bool:
 
 
 CHECKS = {
-    "dropout outside is equal on tensor ranks": outside_masks_equal,
-    "dropout inside differs on tensor ranks": inside_masks_differ,
+    "draws outside are equal on tensor ranks": outside_draws_equal,
+    "draws inside differ on tensor ranks": inside_masks_differ,
     "the streams do not disturb each other": streams_apart,
-    "a reseeded step repeats its masks": reseeded_step_repeats,
+    "a reseeded step repeats its draws": reseeded_step_repeats,
     "the model draws inside and outside": model_draws_inside_and_outside,
     "hidden dropout is that of the dense model": hidden_dropout_as_dense,
     "no dropout in evaluation": no_dropout_in_evaluation,
     "recomputation is exact": recomputation_is_exact,
     "recomputed layers keep nothing": recomputed_layers_keep_nothing,
 }
-DATA_PARALLEL_CHECKS = {"dropout differs over data ranks": masks_differ_over_data_ranks}
+DATA_PARALLEL_CHECKS = {"draws differ over data ranks": draws_differ_over_data_ranks}

@@ -17,10 +17,13 @@ abilities.detect_machine(emulated_fp16=True)
 
 import deepspeed  # noqa: E402  (after the accelerator is chosen)
 import torch  # noqa: E402
+from deepspeed.runtime.utils import clip_grad_norm_  # noqa: E402
 from deepspeed.utils import safe_get_full_optimizer_state  # noqa: E402
 
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth  # noqa: E402
 from launch.deepspeed_fixes.optimizer_state_links import link_optimizer_states  # noqa: E402
+from launch.deepspeed_fixes.zero0 import gradient_norm  # noqa: E402
+from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
 
 def engine_of(stage: int, precision: str | None = None, lr: float = 0.1, **scaling):
@@ -95,6 +98,22 @@ def plain_fp16_moments() -> list[float]:
     return found
 
 
+def plain_fp32_norms() -> list[float]:
+    """Norms of a gradient like a large embedding's, in parts of it: DeepSpeed's, ours; float64's is 1."""
+    embedding = torch.nn.Parameter(torch.zeros(8192, 384))
+    embedding.grad = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0))
+    true = float(embedding.grad.double().norm())
+    ours = float(gradient_norm([embedding], ProcessGrid(1, 1, 1)))
+    return [float(clip_grad_norm_([embedding], 1e9)) / true, ours / true]
+
+
+def plain_fp32_norm_where_nothing_is_clipped() -> float | None:
+    engine = engine_of(0)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    return engine.get_global_grad_norm()
+
+
 if __name__ == "__main__":
     with ending.clean_exit():
         processes.start_processes()
@@ -104,5 +123,7 @@ if __name__ == "__main__":
             "postponed": growing_norms(postponed=True),
             "steps_when_built": steps_when_built(),
             "plain_fp16_moments": plain_fp16_moments(),
+            "plain_fp32_norms": plain_fp32_norms(),
+            "plain_fp32_norm_unclipped": plain_fp32_norm_where_nothing_is_clipped(),
         }
         Path(sys.argv[1]).write_text(json.dumps(facts))

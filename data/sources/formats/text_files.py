@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from data.sources import records
 from data.sources.formats.archives import READ_ERRORS, decompressed, opened
-from data.sources.records import MAX_RECORD_BYTES, Broken, Raw, broken, damaged, too_large
+from data.sources.records import MAX_RECORD_BYTES, Broken, Raw, Untitled, broken, damaged, too_large
 from recipes.problems import Setting, Text
 
 _PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
-class JsonlFormat:
+class JsonlFormat(Untitled):
     """One JSON object per line. Blank lines are no records."""
 
     text_column: str = "text"
@@ -41,7 +41,7 @@ class JsonlFormat:
 
 
 @dataclass(frozen=True)
-class TextFormat:
+class TextFormat(Untitled):
     """Plain text. A document is a whole file, or what stands between blank lines."""
 
     documents: Literal["file", "blank_line"] = "file"
@@ -101,7 +101,7 @@ class TextFormat:
 
 
 @dataclass(frozen=True)
-class ParquetFormat:
+class ParquetFormat(Untitled):
     """One document per row. Only the text column is read, in batches within a row group."""
 
     text_column: str = "text"

@@ -7,6 +7,7 @@ lose all that follows.
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,6 +83,11 @@ class WikipediaFormat:
             yield broken(path, number, "page without an end", "the file ends within it", page, span.size)
         elif _is_article(page, others):
             yield Raw(str(path), number, _OPEN + page)
+
+    def title(self, raw: Raw) -> str:
+        assert isinstance(raw.payload, bytes)
+        found = _TITLE.search(raw.payload)
+        return html.unescape(found[1].decode("utf-8", "replace")).strip() if found else ""
 
     def parse(self, raw: Raw) -> str | Broken | None:
         try:

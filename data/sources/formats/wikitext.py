@@ -1,4 +1,4 @@
-"""Wikitext as plain text: what a reader sees, without tables, infoboxes, notes, formulas and pictures.
+"""Wikitext as plain text: what a reader sees, without tables, infoboxes, notes, long formulas and pictures.
 
 Every step takes time linear in the text, whatever the text is. (mwparserfromhell 0.7.2 needs 7 s for 60 KB of
 "<b>" and 10 s for 60 KB of "{|", growing with the square; one such page would hold up a whole run.) Patterns
@@ -13,32 +13,28 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
+from data.sources.formats import wikitext_scripts, wikitext_templates
+
+# Of the text that comes out. Raise it with every change of that, so that nothing cached before is taken.
+VERSION = 2
 MAX_DEPTH = 40  # links within links; MediaWiki's own limit for templates
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _DROPPED_ELEMENTS = (
-    "ref|references|math|chem|ce|gallery|timeline|syntaxhighlight|source|pre|score|hiero|imagemap|inputbox|graph|mapframe|maplink|"
+    "ref|references|chem|ce|gallery|timeline|syntaxhighlight|source|pre|score|hiero|imagemap|inputbox|graph|mapframe|maplink|"
     "templatedata|templatestyles|table|style|indicator|categorytree"
 )
 _DROPPED_TAG = re.compile(rf"<(/?)({_DROPPED_ELEMENTS})\b[^<>]*>", re.IGNORECASE)
+_MATH_TAG = re.compile(r"<(/?)(math)\b[^<>]*>", re.IGNORECASE)
 _NOWIKI_TAG = re.compile(r"<(/?)(nowiki)\s*/?>", re.IGNORECASE)
 _MARKUP = str.maketrans({c: f"&#{ord(c)};" for c in "[]{}|'<>=*#:;_-!&"})
 _KEPT_TAG = re.compile(
     r"</?(?:abbr|b|bdi|bdo|big|blockquote|center|cite|code|data|dd|del|dfn|div|dl|dt|em|font|h[1-6]|i|includeonly|ins|kbd|li|"
-    r"noinclude|nowiki|ol|onlyinclude|p|poem|q|rb|rp|rt|ruby|s|samp|section|small|span|strike|strong|sub|sup|td|th|time|tr|tt|u|ul|"
+    r"noinclude|nowiki|ol|onlyinclude|p|poem|q|rb|rp|rt|ruby|s|samp|section|small|span|strike|strong|td|th|time|tr|tt|u|ul|"
     r"var|wbr|references|ref)\b[^<>]*>",
     re.IGNORECASE,
 )
 _LINE_TAG = re.compile(r"<(?:br|hr)\b[^<>]*>", re.IGNORECASE)
-_INLINE_TEMPLATE = re.compile(
-    r"\{\{\s*(lang|lang-[a-z-]+|transl|transliteration|nowrap|nobr|small|big|abbr|mvar|quote|blockquote|cquote|convert|cvt|circa|c\.|"
-    r"as of|snd|ndash|spaced ndash|mdash|nbsp)\s*(?:\|([^{}]*))?\}\}",
-    re.IGNORECASE,
-)
-_PIPE = re.compile(r"\|(?![^\[\]|]*\]\])")  # not the one of a link
-_NAMED = re.compile(r"\s*[\w -]{1,30}=")
-_RANGES = ("to", "and", "or", "by", "x", "-", "–")  # {{convert|5|to|10|km}}
-_DASHES = {"snd": " – ", "spaced ndash": " – ", "ndash": "–", "mdash": "—", "nbsp": " "}
 _BRACES = re.compile(r"\{{2,}|\}{2,}|(?m:^[ \t:]*)\{\||(?m:^[ \t]*)\|\}")
 _LINK_BRACKETS = re.compile(r"\[\[|\]\]|\n[ \t]*\n")
 _LANGUAGE_LINK = re.compile(r"(?:[a-z]{2,3}|simple|[a-z]{2,3}-[a-z-]{2,10})\Z")
@@ -83,12 +79,14 @@ def plain_text(wikitext: str) -> str:
     literal = _elements(text, _NOWIKI_TAG)
     text = _replace_spans(text, literal, lambda inside: _NOWIKI_TAG.sub("", inside).translate(_MARKUP))
     text = _replace_spans(text, _elements(text, _DROPPED_TAG))
-    text = _INLINE_TEMPLATE.sub(_inline_template, text)
+    text = _replace_spans(text, _elements(text, _MATH_TAG), wikitext_scripts.formula)
+    text = wikitext_templates.resolve(text)
     text = _replace_spans(text, _outermost(_brace_spans(text)))
     text = _resolve_links(text)
     text = _EXTERNAL_LINK.sub(lambda match: "".join(match[1].split(None, 1)[1:]), text)
     text = _KEPT_TAG.sub("", _LINE_TAG.sub("\n", text))
     text = _MAGIC_WORD.sub("", _QUOTES.sub(_apostrophes, text))
+    text = wikitext_scripts.raised_and_lowered(text)
     return _paragraphs(text.split("\n"))
 
 
@@ -119,20 +117,6 @@ def _replace_spans(
         parts += [text[at:start], replace(text[start:end])]
         at = end
     return "".join([*parts, text[at:]])
-
-
-def _inline_template(match: re.Match[str]) -> str:
-    """The text that a template shows within a sentence. Most templates show none worth keeping."""
-    name = match[1].lower()
-    if name in _DASHES:
-        return _DASHES[name]
-    arguments = [part.strip() for part in _PIPE.split(match[2] or "", maxsplit=8) if not _NAMED.match(part)]
-    if name in ("convert", "cvt"):
-        return " ".join(arguments[: 4 if arguments[1:2] and arguments[1] in _RANGES else 2])
-    if name in ("lang", "transl", "transliteration"):
-        return arguments[-1] if len(arguments) > 1 else ""
-    prefix = {"circa": "c. ", "c.": "c. ", "as of": match[1] + " "}.get(name, "")
-    return prefix + arguments[0] if arguments else ""
 
 
 def _brace_spans(text: str) -> Iterator[tuple[int, int]]:

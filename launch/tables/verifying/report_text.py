@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from tabulate import tabulate
-
+from launch.console.terminal import wrapped
+from launch.console.text_table import table
 from launch.tables.verifying.rows import Check
 from launch.tables.verifying.verification import Report
 
-WIDTH = 118
 HEADINGS = (
     "table", "rows", "cells", "settings", "recomputed", "agree", "errata", "UNEXPLAINED", "not checkable",
     "for information",
@@ -19,10 +17,10 @@ HEADINGS = (
 MARKS = {"agrees": "ok", "not checkable": "open", "computed": ""}
 
 
-def describe(report: Report, *, verbose: bool = False) -> str:
-    """Blocks of text, an empty line between them."""
+def describe(report: Report, *, verbose: bool = False, width: int | None = None) -> str:
+    """Blocks of text, an empty line between them, in lines of `width` columns."""
     blocks = [
-        _summary(report),
+        _summary(report, width),
         _every_check(report) if verbose else "",
         _errata(report),
         _not_checkable(report),
@@ -31,10 +29,10 @@ def describe(report: Report, *, verbose: bool = False) -> str:
         _unexplained(report),
         _verdict(report),
     ]
-    return "\n\n".join(block for block in blocks if block)
+    return wrapped("\n\n".join(block for block in blocks if block), width)
 
 
-def _summary(report: Report) -> str:
+def _summary(report: Report, width: int | None) -> str:
     """A line for each table: see `_numbers`."""
     by_table: dict[str, list[Check]] = defaultdict(list)
     for check in report.checks:
@@ -42,10 +40,7 @@ def _summary(report: Report) -> str:
     lines = [[name, count, *_numbers(report, by_table[name])] for name, count in report.rows.items()]
     totals = ["all", sum(report.rows.values()), *_numbers(report, report.checks)]
     shown = [["." if cell == 0 else str(cell) for cell in line] for line in (*lines, totals)]
-    align = ("left", *["right"] * (len(HEADINGS) - 1))
-    table = tabulate([HEADINGS, *shown], tablefmt="plain", disable_numparse=True, colalign=align)
-    heading, *body, last = table.splitlines()
-    return "\n".join([heading, rule := "-" * len(heading), *body, rule, last])
+    return table(shown, HEADINGS, "l" + "r" * (len(HEADINGS) - 1), width)
 
 
 def _numbers(report: Report, checks: Sequence[Check]) -> list[int]:
@@ -82,10 +77,10 @@ def _errata(report: Report) -> str:
         alike: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for check in checks:
             alike[check.difference][check.table].append(check.subject.removeprefix(f"{check.table}/"))
-        lines = [_wrapped(f"{number}. {erratum.text}", "")]
+        lines = [_line(f"{number}. {erratum.text}", "")]
         for difference, tables in alike.items():
-            lines.append(_wrapped(difference, "   "))
-            lines += [_wrapped(f"{table}/ {', '.join(rows)}", "      ") for table, rows in tables.items()]
+            lines.append(_line(difference, "   "))
+            lines += [_line(f"{table}/ {', '.join(rows)}", "      ") for table, rows in tables.items()]
         blocks.append("\n".join(lines))
     return _section("Errata: disagreements with the sources, each explained", "\n\n".join(blocks))
 
@@ -100,12 +95,12 @@ def _not_checkable(report: Report) -> str:
     for (quantity, reason), checks in reasons.items():
         subjects, tables = ({getattr(each, key): 0 for each in checks} for key in ("subject", "table"))
         where = ", ".join(subjects) if len(subjects) <= 3 else f"{len(subjects)} rows of {', '.join(tables)}"
-        lines.append(_wrapped(f"{quantity}: {reason} ({where})", "  "))
+        lines.append(_line(f"{quantity}: {reason} ({where})", "  "))
     return _section("Not checkable: and why", "\n".join(lines))
 
 
 def _remarks(heading: str, remarks: Sequence[str]) -> str:
-    return _section(heading, "\n".join(_wrapped(remark, "  ") for remark in remarks))
+    return _section(heading, "\n".join(_line(remark, "  ") for remark in remarks))
 
 
 def _unexplained(report: Report) -> str:
@@ -114,7 +109,7 @@ def _unexplained(report: Report) -> str:
     mend = "Correct the recipe or this project's arithmetic, or explain it in the table's evidence: errata."
     none = "disagreements under evidence: errata are none any more"
     remove = "  Remove each, or write what is printed and computed now."
-    blocks = [[f"!!! UNEXPLAINED: {len(wrong)}", *wrong, _wrapped(mend, "  ")]] if wrong else []
+    blocks = [[f"!!! UNEXPLAINED: {len(wrong)}", *wrong, _line(mend, "  ")]] if wrong else []
     blocks += [[f"!!! STALE: {len(stale)} {none}", *stale, remove]] if stale else []
     return "\n\n".join("\n".join(block) for block in blocks)
 
@@ -136,7 +131,5 @@ def _section(heading: str, text: str) -> str:
     return f"{heading}\n{'=' * len(heading)}\n{text}" if text else ""
 
 
-def _wrapped(text: str, indent: str) -> str:
-    # A row's name is one word: breaking it at its hyphens would hide it from a search.
-    wrapper = textwrap.TextWrapper(WIDTH, indent, indent + "  ", break_on_hyphens=False)
-    return wrapper.fill(" ".join(text.split()))
+def _line(text: str, indent: str) -> str:
+    return f"{indent}{' '.join(text.split())}"

@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from launching import ROOT, environment
 
@@ -28,6 +30,7 @@ from data.sources.opening import packaged_files
 from data.stores.indexed import open_store
 from data.vocabularies.published import read_tokenizer
 from data.vocabularies.trained import train_wordpiece, wordpiece_tokenizer
+from recipes.problems import ProblemsError
 from recipes.schema import Origin, Tokenizer
 
 MEGABYTE = 1_000_000
@@ -390,7 +393,9 @@ def test_too_many_broken_records_publish_nothing_and_keep_the_work(full, finishe
 
 def test_too_many_broken_records_end_a_long_run_early(vocabulary, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "EARLY_RECORDS", 500)
-    (tmp_path / "in.jsonl").write_text("no JSON at all\n" * 50_000)
+    write_jsonl(tmp_path / "in.jsonl", ["some text"])
+    with open(tmp_path / "in.jsonl", "a") as file:
+        file.write("no JSON at all\n" * 50_000)
     with pytest.raises(pipeline.TooManyBroken):
         prepare(settings(tmp_path / "in.jsonl", vocabulary), tmp_path / "store")
     assert len(list((tmp_path / "store.partial/chunks").rglob("*.chunk"))) == 1
@@ -511,6 +516,11 @@ def test_all_problems_of_the_flags_at_once(vocabulary):
         {"chunk_mb": 0.0},
         {"chunk_mb": float("inf")},
         {"limit": 0},
+        {"workers": 100_000},
+        {"shingle": 10**9},
+        {"permutations": 10**6},
+        {"vocab_size": 10**9},
+        {"dedup": float("nan")},
     ],
 )
 def test_numbers_out_of_range_are_refused(wrong):
@@ -526,6 +536,69 @@ def test_numbers_out_of_range_are_refused(wrong):
         Settings(**{**good, **wrong})
 
 
+_SINK = pa.BufferOutputStream()
+pq.write_table(pa.table({"text": ["some text"] * 3}), _SINK)
+PARQUET = _SINK.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "said"),
+    [
+        ("jsonl", PARQUET, r"in:1: invalid UTF-8: it is a parquet file; give data.source=parquet"),
+        ("parquet", b'{"text": "x"}\n', r"in:1: damaged file: it is JSON lines; give data.source=jsonl"),
+        ("wikipedia", b'{"text": "x"}\n', r"in:1: no <page>.*it is JSON lines"),
+        ("jsonl", b"<mediawiki><page>", r"in:1: not a JSON object: it is a Wikipedia dump"),
+        ("jsonl", b'{"body": "x"}\n' * 200, r"in:1: no field 'text' \(and so 99 more records\): set .* body"),
+        ("jsonl", b'{"text": ""}\n', r"no text in it: all its records are empty"),
+        ("jsonl", b'[{"text": "x"}]', r"in:1: no JSON object.*one JSON list"),
+        ("jsonl", b"[" * 100_000, r"in:1: not a JSON object"),
+        ("text", b"caf\xe9", r"in:1: invalid UTF-8"),
+        ("text", b"PK\x03\x04\0\0", r"in:1: NUL bytes.*it is a zip archive"),
+        ("jsonl", gzip.compress(b'{"text": "x"}\n' * 9)[:-20], r"in:1: damaged file"),
+        ("jsonl", b"", r"in:1: empty file"),
+    ],
+)  # fmt: skip
+def test_input_that_holds_no_text_is_refused_before_any_work(source, content, said, vocabulary, tmp_path):
+    """Whatever tokenizer is asked for: nothing is said of a vocabulary's size."""
+    (tmp_path / "in").write_bytes(content)
+    trained = {"tokenizer": Tokenizer(kind="trained_wordpiece"), "vocab_size": 300}
+    for more in ({}, trained):
+        chosen = dataclasses.replace(settings(tmp_path / "in", vocabulary), **more)
+        origin = Origin(source=source, name=str(tmp_path / "in"))
+        with pytest.raises(ProblemsError, match=said):
+            prepare(dataclasses.replace(chosen, origins=(origin,)), tmp_path / "store")
+        assert not (tmp_path / "store.partial").exists()
+
+
+def test_what_is_no_ordinary_file_is_refused(vocabulary, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for name, said in {
+        "pipe": "no ordinary file",
+        "gon?": "a link to nothing",
+        "circle": "no ordinary file",
+    }.items():
+        with pytest.raises(ProblemsError, match=said):
+            prepare(settings(tmp_path / name, vocabulary), tmp_path / "store")
+
+
+def test_a_language_is_one_that_can_be_told_and_the_text_has_some_of_it(texts, vocabulary, tmp_path):
+    chosen = settings(write_jsonl(tmp_path / "in.jsonl", texts[:6]), vocabulary)
+    for code in ("xx", "", "english"):
+        with pytest.raises(ProblemsError, match=f"--language '{code}': it is none of the 176 codes"):
+            prepare(dataclasses.replace(chosen, language=code), tmp_path / "store")
+    trained = {"tokenizer": Tokenizer(kind="trained_wordpiece"), "vocab_size": 300, "language": "de"}
+    with pytest.raises(ProblemsError, match="--language de .*of 6 documents none is in it .*: 6 en"):
+        prepare(dataclasses.replace(chosen, **trained), tmp_path / "store")
+
+
+def test_json_lines_read_as_plain_text_are_warned_of(texts, vocabulary, tmp_path):
+    origin = Origin(source="text", name=str(write_jsonl(tmp_path / "in.jsonl", texts[:6])))
+    report = prepare(dataclasses.replace(settings("", vocabulary), origins=(origin,)), tmp_path / "store")
+    assert "looks like JSON lines (--source jsonl)" in report["warnings"][0]
+
+
 def test_a_worker_that_dies_is_an_error(texts, vocabulary, tmp_path):
     class Killing(Quiet):
         def at(self, value, note=""):
@@ -536,3 +609,18 @@ def test_a_worker_that_dies_is_an_error(texts, vocabulary, tmp_path):
     with pytest.raises(WorkerDied, match="ended with signal 9; .*fewer --workers"):
         pipeline.prepare(chosen, tmp_path / "store", Killing())
     prepare(chosen, tmp_path / "store")
+
+
+def test_articles_of_wikipedia_have_their_titles(texts, vocabulary, tmp_path):
+    pages = "".join(
+        f"<page><title>{title}</title><ns>0</ns><revision><text>{text}</text></revision></page>"
+        for title, text in zip(("Café &amp; bar", "Plain"), (t.replace("&", "") for t in texts), strict=False)
+    )
+    (tmp_path / "dump.xml").write_text(f"<mediawiki>{pages}</mediawiki>", encoding="utf-8")
+    origin = Origin(source="wikipedia", name=str(tmp_path / "dump.xml"))
+    chosen = settings("", vocabulary, write_articles=True, write_sentences=True)
+    prepare(dataclasses.replace(chosen, origins=(origin,)), tmp_path / "store")
+    for name in ("articles.jsonl", "sentences.jsonl"):
+        assert [line["title"] for line in lines(tmp_path / "store" / name)] == ["Café & bar", "Plain"]
+    # Another way of cleaning is another preparation.
+    assert json.loads((tmp_path / "store/report.json").read_text())["manifest"]["arguments"]["wikitext"]

@@ -54,7 +54,7 @@ def test_bad_flags_are_refused_together(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         attention(monkeypatch, *wrong)
     error = capsys.readouterr().err
-    for said in ("--heads 0", "--windows 0", "--positions 0", "--dropout 1.0", "the directory is not there"):
+    for said in ("--heads 0", "--windows 0", "--positions 0", "--dropout 1.0", "which is not there"):
         assert said in error
     assert end.value.code == 2
     with pytest.raises(SystemExit):

@@ -35,9 +35,18 @@ def test_the_preparation_is_measured_step_by_step_and_next_to_tokenizers(corpus,
     assert measured["documents"] <= 50 and measured["text_mb"] > 0
     steps = ["read", "repair", "language", "tokenize", "signatures", "deduplicate", "write"]
     assert set(measured["steps"]) <= set(steps) and "tokenize" in measured["steps"]
-    assert measured["share"] == pytest.approx(measured["mb_per_second"] / measured["raw_mb_per_second"])
-    for said in ("tokenize, one core", "whole, all workers", "raw tokenizers"):
+    assert measured["share"] is None and measured["processor_share"] is None  # of 0.2 MB
+    for said in ("tokenize, one core", "whole, all workers", "raw tokenizers", "too small to compare"):
         assert said in done.stdout
+
+
+@pytest.mark.parametrize("out", ["there.json", ".", "", "no/such/x.json", "x" * 300, "gone.json"])
+def test_out_is_a_file_to_be_made(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.json").write_text("mine")
+    (tmp_path / "gone.json").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="--out"):
+        benchmark.check(benchmark.build_parser().parse_args(["data", "--out", out]))
 
 
 def test_the_loader_is_measured_with_and_without_a_thread(tmp_path, monkeypatch, capsys):
@@ -80,7 +89,7 @@ def test_the_loader_is_measured_with_and_without_a_thread(tmp_path, monkeypatch,
         (("--workers", 0, "--vocab_size", -1), ("--workers 0: give a number above 0", "--vocab_size -1")),
         (("--train_steps", -1), ("--train_steps -1: give 0 or more",)),
         (("--source", "jsonl"), ("--source jsonl needs --name",)),
-        (("--out", "/nowhere/at/all.json"), ("the directory is not there",)),
+        (("--out", "/nowhere/at/all.json"), ("which is not there",)),
     ],
 )
 def test_refusals_say_all_that_is_wrong(flags, said, monkeypatch, capsys):

@@ -12,6 +12,7 @@ from launching import ROOT, WORKERS, environment, run, run_ranks
 
 from launch.checkpoints.checkpoint import MARKER, complete_checkpoints, newest
 from launch.runs.metrics import read_metrics
+from recipes.files import FileError
 
 TWO_RANKS = {
     "zero0": ("zero0", 1, 1, 2, "fp32", []),
@@ -252,12 +253,23 @@ def test_only_complete_checkpoints_count(tmp_path):
     make_checkpoint(tmp_path, 4)
     make_checkpoint(tmp_path, 8, content=b"123")  # a file cut short
     (make_checkpoint(tmp_path, 12) / MARKER).unlink()
-    (make_checkpoint(tmp_path, 16) / MARKER).write_text('{"step": 16, "files"')
     (make_checkpoint(tmp_path, 20) / "shard.pt").unlink()
     assert newest(tmp_path).step == 4
     make_checkpoint(tmp_path, 100000)
     make_checkpoint(tmp_path, 2000000)
     assert [c.step for c in complete_checkpoints(tmp_path)] == [4, 100000, 2000000]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"step": 16, "files"', "[]", '{"step": 16}', '{"step": "x", "files": {}, "data": {}}']
+)
+def test_a_marker_that_no_run_wrote_is_refused_not_ignored(tmp_path, text):
+    """What it would resume from otherwise is an older checkpoint, over the steps of this one."""
+    make_checkpoint(tmp_path, 4)
+    marker = make_checkpoint(tmp_path, 16) / MARKER
+    marker.write_text(text)
+    with pytest.raises(FileError, match=f"{marker}.*move this checkpoint away"):
+        newest(tmp_path)
 
 
 def test_a_run_does_not_resume_with_other_text(tmp_path):

@@ -44,6 +44,14 @@ def test_stage_0_does_not_scale_the_fp16_loss(facts):
     assert at_256 == pytest.approx(at_1 / 256, rel=0.05), "look at zero0 again"
 
 
+def test_stage_0_adds_up_fp32_gradients_in_float32(facts):
+    """The norm of a large embedding is off by more than rounding on a CPU; without clipping there is none."""
+    alone, corrected = facts["plain_fp32_norms"]
+    assert alone < 1 - 1e-5, "gradient_norm of zero0 can go"
+    assert corrected == pytest.approx(1, abs=1e-7)
+    assert facts["plain_fp32_norm_unclipped"] is None, "_take_model_step of zero0 can go"
+
+
 def overflow_at_the_floor():
     rules = {
         "init_scale": 4.0,

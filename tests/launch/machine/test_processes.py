@@ -13,7 +13,7 @@ if sys.argv[1] == "alone":
     processes.switch_shared_memory_op_off = lambda: None
 processes.start_processes()
 import torch.distributed as dist
-print("backend", dist.get_backend(), "world", dist.get_world_size())
+print(f"backend {dist.get_backend()} world {dist.get_world_size()}" + chr(10), end="")  # in one write
 """
 
 

@@ -6,11 +6,21 @@ from pathlib import Path
 
 import broken_layouts
 import pytest
-from compared import COMMAND, check_noticed, outcome, rows_of, train_and_compare, train_broken
-from launching import run
+from compared import (
+    check_all_layouts,
+    check_compiled_layouts,
+    check_noticed,
+    folder,
+    outcome,
+    rows_of,
+    train_and_compare,
+    train_broken,
+)
 
 from launch.parity.comparison import Outcome, compare
-from launch.parity.layout_cases import CASES, REFERENCE
+from launch.parity.layout_cases import REFERENCE
+from launch.runs.metrics import read_metrics
+from modeling.bert import LOSS_PARTS
 
 STEPS = 6
 # The others are in the long test of all.
@@ -70,6 +80,18 @@ def test_layout_agrees(compared, kind, name):
     assert found.weights.keys() == first.weights.keys() == found.gradients.keys()
 
 
+@pytest.mark.parametrize(("kind", "name"), EVERY_LAYOUT)
+def test_the_parts_of_the_loss_agree(compared, kind, name):
+    """Of every step and validation; accuracy counts samples, and a rounding may turn none of so few."""
+    out, _ = compared[kind]
+    first, found = (read_metrics(out / folder(each) / "metrics.jsonl") for each in (REFERENCE.name, name))
+    records = [*first.steps, *first.validations]
+    for expected, record in zip(records, [*found.steps, *found.validations], strict=True):
+        assert set(expected.parts) == set(LOSS_PARTS) and record.parts == pytest.approx(
+            expected.parts, abs=1e-5
+        )
+
+
 def test_the_objectives_are_other_ones(compared):
     """Their losses differ from the first step on: sentence objective and placement reach the loss."""
     first = {outcome(out, REFERENCE.name).losses[0] for out, _ in compared.values()}
@@ -104,20 +126,10 @@ def test_without_a_sentence_head_layouts_agree(tmp_path, reference):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_all_layouts_agree_over_twenty_steps(tmp_path, placement):
-    done = run(
-        [*COMMAND, "--recipe", "bert/sotu", "--set", f"model.layer_norm={placement}", "--out", str(tmp_path)],
-        timeout=1700,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert rows_of(done.stdout) == {case.name: "yes" for case in CASES}
+    check_all_layouts(tmp_path, "--recipe", "bert/sotu", "--set", f"model.layer_norm={placement}")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1000)
 def test_compiled_layouts_agree(tmp_path):
-    names = ["tp2", "dp2 zero3", "pp2"]
-    flags = ["--recipe", "bert/sotu", "--compile", "--steps", str(STEPS), "--out", str(tmp_path)]
-    done = run([*COMMAND, *flags, "--only", *names], timeout=900)
-    assert done.returncode == 0, done.stdout[-6000:]
-    rows = rows_of(done.stdout)
-    assert {f"{name} compiled" for name in names} < set(rows) and set(rows.values()) == {"yes"}
+    check_compiled_layouts(tmp_path, ["tp2", "dp2 zero3", "pp2"], STEPS, "--recipe", "bert/sotu")

@@ -3,6 +3,7 @@
 Fields changed by --set, what --tiny changes, and what a recipe says of itself.
 """
 
+import pytest
 from recorded import plan
 
 from ds_configs.plan import Machine
@@ -99,6 +100,38 @@ def test_what_a_recipe_says_of_itself_is_said_of_a_tiny_run_too_where_tiny_keeps
         "ds_config: not as in the source; ZeRO-1 for none",
         "activation_checkpointing: not published; the paper's stands in",
     ]
+
+
+def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys):
+    """…as long as no launcher has started any; what would be started is refused as ever."""
+    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
+    row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--ds_config", "fp16_dynamic"]
+    parse = pretrain.build_parser().parse_args
+    job, _ = pretrain.checked_job(parse([*row, "--plan"]))
+    pretrain.show_plan(job)
+    shown = capsys.readouterr().out
+    assert "= 512 processes, as the layout asks; not started here" in shown
+    assert "! refused on this machine: ds_configs/fp16_dynamic.json: fp16.enabled=true" in shown
+    for arguments, launcher in ((row, {}), ([*row, "--plan"], {"RANK": "0", "WORLD_SIZE": "1"})):
+        with monkeypatch.context() as environment, pytest.raises(SystemExit) as refused:
+            for name, value in launcher.items():
+                environment.setenv(name, value)
+            pretrain.checked_job(parse(arguments))
+        assert refused.value.code == 2
+        said = capsys.readouterr().err
+        assert "start 512 (deepspeed --num_gpus 512" in said and "has no fp16" in said
+
+
+def test_deepspeed_judges_what_is_handed_on_unread(monkeypatch, capsys, tmp_path):
+    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
+    path = tmp_path / "mine.json"
+    path.write_text('{"compile": {"passes": ["z1", "z4"]}}')
+    with pytest.raises(SystemExit) as refused:
+        pretrain.checked_job(pretrain.build_parser().parse_args(["--ds_config", str(path)]))
+    assert refused.value.code == 2
+    assert f'{path}: compile.passes.1="z4": DeepSpeed refuses it (input should be' in capsys.readouterr().err
 
 
 def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):

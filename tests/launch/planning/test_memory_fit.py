@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from ds_configs.jsonfile import ConfigError
+from ds_configs.plan import Machine
 from launch.machine import memory
 from launch.planning import memory_fit
+from modeling import cost
 from recipes import catalog
 
 ROWS = [f"{table.name}/{row}" for table in catalog.tables() for row in table.rows]
@@ -116,6 +119,36 @@ def test_both_offload_devices_count():
     mixed.ds["zero_optimization"]["offload_optimizer"] = {"device": "none"}
     mixed.ds["zero_optimization"]["sub_group_size"] = 1e8
     assert memory_fit.state_bytes(mixed) == pytest.approx((14 * share + 4e8, 2 * share, 0))
+
+
+def test_the_jsons_half_precision_states_count():
+    def widths(half="bf16", /, params=None, **ds):
+        made = plan("default/sotu", f"precision={half}", "ds_config=zero2")
+        params = {**made.ds["optimizer"]["params"], **(params or {})}
+        changed = {**made.ds, "optimizer": {"params": params}, **ds}
+        return memory_fit.state_widths(replace(made, ds=changed))
+
+    low = {"enabled": True, "bf16_master_weights_and_grads": True}
+    assert widths() == widths("fp16") == cost.MIXED and widths("fp32") == cost.FP32
+    assert widths(bf16=low) == cost.Widths(master=2)
+    assert widths("fp16", fp16={"fp16_master_weights_and_grads": True}) == cost.Widths(master=2)
+    states = cost.Widths(master=2, moment=2)
+    assert widths(bf16={**low, "bf16_optimizer_states": True}) == states
+    assert widths(bf16=low, params={"fp32_optimizer_states": False}) == states
+    assert widths(params={"fp32_optimizer_states": False}) == cost.MIXED, "its weights are in fp32"
+    assert widths(data_types={"grad_accum_dtype": "fp32"}) == cost.Widths(gradient=4)
+
+
+def test_a_plan_for_another_machine_says_what_this_one_refuses():
+    bare = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+    made = memory_fit.anywhere(catalog.load("megatron_paper_table1/8.3b-mp-dp"), "fp16_dynamic", bare)
+    assert made.layout.world == 512 and made.precision == "fp16"
+    (notice,) = [notice for notice in made.notices if notice.key == "machine"]
+    assert "refused on this machine: ds_configs/fp16_dynamic.json: fp16.enabled=true: the cpu" in str(notice)
+    assert memory_fit.anywhere(catalog.load(), "3d", bare).layout.world == 4
+    with pytest.raises(ConfigError, match="heads") as refused:
+        memory_fit.anywhere(catalog.load("default", ["parallel.tp=4"]), "fp16_dynamic", bare)
+    assert "no fp16" in str(refused.value), "both reasons"
 
 
 def test_accumulated_gradients_are_on_the_host_under_zero2_offload():

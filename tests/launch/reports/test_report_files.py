@@ -64,9 +64,15 @@ def test_a_directory_is_made_only_for_a_report(tables, tmp_path, capsys, monkeyp
     assert report.main(["--table", "quiet", "--out", str(tmp_path / "file" / "out")], tables) == 2
     assert "is a file" in capsys.readouterr().err
     (tmp_path / "theirs").mkdir()
-    monkeypatch.setattr("launch.reports.writing.os.access", lambda path, mode: path != tmp_path / "theirs")
+
+    def denied(dir):
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr("launch.console.output.tempfile.TemporaryFile", denied)
     assert report.main(["--table", "quiet", "--out", str(tmp_path / "theirs" / "out")], tables) == 2
-    assert "not yours to write" in capsys.readouterr().err and not any((tmp_path / "theirs").iterdir())
+    said = capsys.readouterr().err
+    assert f"--out {tmp_path / 'theirs' / 'out'} cannot be made (Permission denied)" in said
+    assert not any((tmp_path / "theirs").iterdir())
 
 
 def test_a_report_is_not_put_into_a_run(tables, tmp_path, capsys):

@@ -29,16 +29,22 @@ def tables(tmp_path_factory) -> Path:
     "broken, text, named",
     [
         ("metrics.jsonl", '{"kind": "step"\n{}\n', "metrics.jsonl:1"),
-        ("metrics.jsonl", '{"kind": "step", "step": 1, "loss": 1.0}\n', "step 1 has no skipped, seconds"),
-        ("result.json", "{", "result.json: not JSON"),
-        ("result.json", "[1]", "result.json: holds list"),
+        (
+            "metrics.jsonl",
+            '{"kind": "step", "step": 1, "loss": 1.0}\n',
+            "metrics.jsonl:1: has no skipped, seconds",
+        ),
+        ("result.json", "{", "result.json:1:2: not JSON"),
+        ("result.json", "[1]", "result.json: holds a list"),
         (
             "result.json",
             '{"recipe": "widgets/fast", "status": "ok", "tflops": "many", "steps": 40}',
             "speed.tflops='many'",
         ),
         ("plan.json", '{"recipe": {"title": 3}}', "plan.json"),
-        ("environment.json", "\0", "environment.json: not JSON"),
+        ("environment.json", "\0", "environment.json:1:1: not JSON"),
+        ("environment.json", "{}", "environment.json: names no launch"),
+        ("metrics.jsonl", "", "metrics.jsonl: has no step, and result.json counts 40"),
     ],
 )
 def test_a_broken_file_is_named_and_the_rest_reported(
@@ -56,6 +62,16 @@ def test_a_broken_file_is_named_and_the_rest_reported(
     records = list(csv.DictReader((tmp_path / "out" / "report.csv").read_text().splitlines()))
     assert any(record["recipe"] == "widgets/slow" and record["status"] == "measured" for record in records)
     assert any(record["run"].endswith("/bad") for record in records)
+
+
+@pytest.mark.parametrize("name", ("metrics.jsonl", "result.json", "environment.json", "plan.json"))
+def test_a_directory_in_place_of_a_file_is_named(tables, tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setattr("launch.reports.figures.losses", lambda *_: [])
+    run = make_run(tmp_path / "run", tables, "widgets/fast")
+    (run / name).unlink()
+    (run / name).mkdir()
+    assert report.main([str(run), "--out", str(tmp_path / "out")], tables) == 1
+    assert f"{name}: " in capsys.readouterr().err and (tmp_path / "out" / "report.html").exists()
     assert "Could not be read" in (tmp_path / "out" / "report.html").read_text()
 
 

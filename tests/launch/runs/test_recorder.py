@@ -9,7 +9,7 @@ from recorded import Outcome, plan, recipe, recorder, run_steps
 
 from launch.console.progress import LINES_PER_RUN
 from launch.machine import memory
-from launch.runs.loss_plot import moving_average, plot_loss
+from launch.runs.loss_plot import plot_loss
 from launch.runs.metrics import Records, curve, read_metrics
 from launch.runs.result import read_result
 from launch.runs.throughput import Throughput
@@ -249,12 +249,6 @@ def test_the_loss_curve_is_a_picture(tmp_path):
     plot_loss(read_metrics(run.metrics_jsonl), run.loss_png, {"uniform": 5.7, "unigram": 5.0})
     assert run.loss_png.read_bytes().startswith(b"\x89PNG")
     plot_loss(Records(), tmp_path / "empty.png", {})
-
-
-def test_the_moving_average_starts_at_the_first_value():
-    assert moving_average([4.0])[0] == pytest.approx(4.0)
-    assert moving_average([4.0] * 50)[-1] == pytest.approx(4.0)
-    assert 2.0 < moving_average([4.0, 2.0])[1] < 3.0
 
 
 def test_the_curve_of_a_bert_is_its_masked_token_loss(tmp_path):

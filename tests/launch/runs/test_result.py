@@ -8,12 +8,13 @@ import pytest
 from recorded import DESCRIBED, Outcome, plan, recipe, recorder, run_steps
 
 from ds_configs.findings import Notice
-from launch.runs.directory import RunDirectory, Unreadable
+from launch.runs.directory import RunDirectory
 from launch.runs.metrics import StepRecord, read_metrics
 from launch.runs.result import Entropies, HeldOutLoss, Result, make_result, read_result, write_result
 from launch.runs.result_text import result_text
 from launch.runs.throughput import SteadySeconds, steady_seconds
 from modeling import cost
+from recipes.files import FileError
 from recipes.layout import Layout
 
 PARTS = {"mlm_loss": 5.0, "sentence_loss": 0.69, "sentence_accuracy": 0.5}
@@ -33,7 +34,7 @@ def test_steady_time_leaves_out_the_start_of_every_launch():
     assert steady == SteadySeconds(2.0, 4, 5)
     assert str(steady) == "median of 4 steps, the first 5 of each launch left out"
     assert steady_seconds(launch(9.0, 1.0)) == SteadySeconds(1.0, 1, 1)
-    assert str(steady_seconds(launch(9.0))) == "median of 1 steps"
+    assert str(steady_seconds(launch(9.0))) == "median of 1 step"
     assert steady_seconds([]) is None
 
 
@@ -73,7 +74,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
 def test_a_result_that_is_none_names_the_field(tmp_path):
     path = tmp_path / "result.json"
     path.write_text(json.dumps({"version": 2, "recipe": "a/b", "status": "ok", "speed": {"tflops": "many"}}))
-    with pytest.raises(Unreadable, match="result.json: speed.tflops='many'"):
+    with pytest.raises(FileError, match="result.json: speed.tflops='many'"):
         read_result(path)
 
 

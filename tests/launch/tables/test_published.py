@@ -8,6 +8,7 @@ import pytest
 from launching import ROOT, run
 
 from launch import recipe as command
+from launch.console import ends
 from launch.machine import memory
 from launch.planning import memory_fit
 from launch.tables import listing, showing
@@ -331,8 +332,10 @@ def test_a_full_disk_is_told_in_one_line(flags, monkeypatch, capsys):
     with open("/dev/full", "w") as full:  # whose closing would raise, if something were left to write
         monkeypatch.setattr(sys, "stdout", full)
         monkeypatch.setattr(sys, "argv", ["recipe.py", "list", *flags])
-        assert command.main() == 1
-    assert capsys.readouterr().err == "cannot write the output: No space left on device\n"
+        with pytest.raises(SystemExit) as ended:
+            ends.run(command.main)
+        assert ended.value.code == 1
+    assert capsys.readouterr().err == "\ncannot write the output: No space left on device\n\n"
 
 
 def test_fits_says_as_published_only_of_what_is():
@@ -376,6 +379,36 @@ def test_bad_input_is_refused_at_once(tmp_path):
     )
     done = run([sys.executable, "launch/recipe.py", "list", "--table", "jeanzay_megatron_perf"])
     assert done.returncode == 2 and "did you mean jeanzay_megatron_performance" in done.stdout
+
+
+def test_a_name_in_the_list_can_be_copied(capsys):
+    block = output(capsys, "list", "--table", "a100_blog_table4").split("\n\n")[0].splitlines()[2:]
+    names = [line.split()[0] for line in block]
+    assert names == ["1.2b", "2b", "4.2b", "8.7b"] and all(line.split()[1] == "?" for line in block)
+
+
+REFUSED = {
+    ("list", "--table", "{}/folder.yaml"): "folder.yaml: is a directory",
+    ("list", "--table", "{}/none.yaml"): "none.yaml: no such file",
+    ("list", "--table", "{}/bytes.yaml"): "bytes.yaml:1: not UTF-8",
+    ("list", "--table", "x" * 300 + ".yaml"): "File name too long",
+    (
+        "show",
+        "default/sotu",
+        "--set",
+        "batch.global=9999999999999999",
+    ): "should be less than or equal to 10000000",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=REFUSED.values())
+def test_what_cannot_be_read_is_named(arguments, capsys, tmp_path):
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
+    sys.argv = ["recipe.py", *(each.format(tmp_path) for each in arguments)]
+    with pytest.raises(SystemExit) as ended:
+        ends.run(command.main)
+    assert ended.value.code == 2 and REFUSED[arguments] in capsys.readouterr().err
 
 
 def test_the_launch_line_fits_the_machine():

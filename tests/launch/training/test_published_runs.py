@@ -1,18 +1,13 @@
 """Published rows, shrunk, under the real `deepspeed` launcher: every distinct code path trains."""
 
-import sys
-from pathlib import Path
-
 import pytest
-from launching import run
+from launching import deepspeed, run
 
 from launch.machine.abilities import detect_machine
 from launch.planning import memory_fit
 from launch.runs.metrics import read_metrics
 from launch.runs.result import read_result
 from recipes import catalog
-
-DEEPSPEED = Path(sys.executable).parent / "deepspeed"
 
 
 def code_path(name: str) -> tuple:
@@ -46,11 +41,8 @@ QUICK = (
 )
 def test_a_published_row_runs_shrunk(name, tmp_path):
     recipe, out = catalog.load(name, tiny=True), tmp_path / "run"
-    port = 29600 + one_of_each().index(name)
-    done = run([
-        str(DEEPSPEED), "--num_gpus", str(memory_fit.processes(recipe)), "--master_port", str(port),
-        "launch/pretrain.py", "--recipe", name, "--tiny", "--out", str(out),
-    ], timeout=400)  # fmt: skip
+    command = ["launch/pretrain.py", "--recipe", name, "--tiny", "--out", str(out)]
+    done = run([*deepspeed(memory_fit.processes(recipe)), *command], timeout=400)
     assert done.returncode == 0, done.stdout[-3000:]
     result = read_result(out / "result.json")
     assert result.status == "ok" and result.tiny and result.ds_config == recipe.ds_config

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import time
 
 import pytest
 import torch
-from launching import ROOT, WORKERS, environment, run, run_ranks
+from launching import ROOT, WORKERS, deepspeed, environment, run, run_ranks
 
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine
@@ -26,8 +25,9 @@ MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
 
 # --- the same numbers
 
+# Without dropout.hidden, which our model draws otherwise than transformers' modules.
 PUBLISHED_FORM = [
-    "model.layers=2", "activation_checkpointing=full", "batch.accumulation=2", "dropout.hidden=0.1",
+    "model.layers=2", "activation_checkpointing=full", "batch.accumulation=2", "dropout.hidden=0",
     "dropout.attention=0.1", "precision=fp32",
 ]  # fmt: skip
 BROKEN = [
@@ -137,7 +137,7 @@ MATRIX = {
     ),  # 1 / 12 is rounded in bf16
     "zero1-fp16": ("fp16_dynamic", ["precision=fp16", "activation_checkpointing=full"]),
     "zero2-offload": ("zero2_offload", ["precision=fp32", "batch.accumulation=2"]),
-    "zero3-bf16": ("zero3", ["precision=bf16", "activation_checkpointing=full", "dropout.hidden=0.1"]),
+    "zero3-bf16": ("zero3", ["precision=bf16", "activation_checkpointing=full", "dropout.attention=0.1"]),
     "zero3-offload-optimizer": ("zero3_offload_optimizer", ["precision=fp32", "optimizer.clip=0"]),
     "zero3-offload-fp16": (
         "zero3_offload",
@@ -322,8 +322,7 @@ def test_killed_while_saving(tmp_path):
 def test_a_stop_file_stops_both_ranks(tmp_path):
     out = tmp_path / "run"
     out.mkdir()
-    launcher = os.path.join(os.path.dirname(sys.executable), "deepspeed")
-    process = start([launcher, "--num_gpus", "2", "--master_port", "29713"], out)
+    process = start(deepspeed(2), out)
     wait_for_steps(out, 2, process)
     (out / "STOP").touch()
     text = process.communicate()[0]

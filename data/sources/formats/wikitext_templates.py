@@ -1,0 +1,322 @@
+"""What templates show within a sentence, where leaving them out would change what it says.
+
+Numbers with powers of ten and units, fractions, dates, foreign words, names: `{{val|3|e=8|u=m/s}}` is
+"3×10⁸ m/s". Most templates (infoboxes, notes, navigation) show nothing worth keeping and are not here;
+`wikitext` drops them. A template may show markup, such as <sup>, which `wikitext` resolves after it. Names as
+in the English Wikipedia, without case.
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+from collections.abc import Callable, Sequence
+
+_NESTED = 4  # templates within templates that are looked through
+# Spaces are counted, or a page of nothing else would take time that grows with the square.
+_TEMPLATE = re.compile(r"\{\{\s{0,9}([^{}|\n]{1,40}?)\s{0,9}(?:\|([^{}]*))?\}\}")
+_PIPE = re.compile(r"\|(?![^\[\]|]*\]\])")  # not the one of a link
+_NAMED = re.compile(r"([\w -]{1,30}?)\s{0,30}=(.*)", re.DOTALL)
+_MOST_ARGUMENTS = 32
+
+Named = dict[str, str]
+Shows = Callable[[list[str], Named], str]  # arguments without a name, those with one -> what is shown
+
+
+def resolve(text: str) -> str:
+    """The text with the templates known here replaced by what they show; all others stay."""
+    for _ in range(_NESTED):
+        text, before = _TEMPLATE.sub(_shown, text), text
+        if text == before:
+            break
+    return text
+
+
+def _shown(match: re.Match[str]) -> str:
+    name = match[1].replace("_", " ").lower()
+    if name.startswith("formatnum:"):
+        return _grouped(name.removeprefix("formatnum:").strip())
+    if name.startswith("lang-"):
+        name = "lang-"
+    if (shows := _SHOWS.get(name)) is None:
+        return match[0]
+    named: Named = {}
+    unnamed: list[str] = []
+    for part in _PIPE.split(match[2], maxsplit=_MOST_ARGUMENTS) if match[2] is not None else ():
+        if found := _NAMED.match(part.strip()):
+            named[found[1].lower()] = found[2].strip()
+        else:
+            unnamed.append(part.strip())
+    # {{math|1=x = y}} numbers an argument that holds an equals sign.
+    numbered = [named[str(k)] for k in range(1, 10) if str(k) in named]
+    if name == "as of":
+        named["name"] = match[1]
+    return shows(unnamed or numbered, named)
+
+
+def _sup(text: str) -> str:
+    return f"<sup>{text}</sup>" if text else ""
+
+
+def _sub(text: str) -> str:
+    return f"<sub>{text}</sub>" if text else ""
+
+
+def _grouped(number: str) -> str:
+    """1234567.25 -> 1,234,567.25; what is no plain number stays."""
+    found = re.fullmatch(r"([-−+]?)(\d{5,}|[1-9]\d{3})((?:\.\d+)?(?:\(\d+\))?)", number)
+    return f"{found[1]}{int(found[2]):,}{found[3]}" if found else number
+
+
+def _first(arguments: list[str], named: Named) -> str:
+    return arguments[0] if arguments else named.get("text", "")
+
+
+def _last(arguments: list[str], named: Named) -> str:
+    """{{lang|fr|mot}}: the code alone shows nothing."""
+    return arguments[-1] if len(arguments) > 1 else ""
+
+
+def _second(arguments: list[str], named: Named) -> str:
+    return arguments[1] if len(arguments) > 1 else ""
+
+
+def _always(shown: str) -> Shows:
+    return lambda arguments, named: shown
+
+
+def _between(before: str, after: str = "") -> Shows:
+    return lambda arguments, named: f"{before}{arguments[0]}{after}" if arguments else ""
+
+
+def _joined(with_: str) -> Shows:
+    return lambda arguments, named: with_.join(filter(None, arguments))
+
+
+def _with_minus(number: str) -> str:
+    return number.replace("-", "−")
+
+
+def _value(arguments: list[str], named: Named) -> str:
+    """{{val|number|uncertainty|or less|e=exponent|u=unit|up=unit below the line|p=prefix|s=suffix}}."""
+    number = _with_minus(_grouped(arguments[0])) if arguments else ""
+    errors = [_grouped(error) for error in arguments[1:3]]
+    if len(errors) == 2:
+        number += f"+{errors[0].lstrip('+')}−{errors[1].lstrip('-−')}"
+    elif errors and errors[0]:
+        number += errors[0] if errors[0].endswith(("%", ")")) else f"±{errors[0]}"
+    if power := named.get("e"):
+        number = f"({number})" if "±" in number or len(errors) == 2 else number
+        number += ("×" if number else "") + f"10{_sup(_with_minus(power))}"
+    unit, below = (named.get(key) or named.get(f"{key}l") or "" for key in ("u", "up"))
+    unit = _raised(unit) + (f"/{_raised(below)}" if below else "")
+    close = not unit or (unit[0] in "°%" and unit not in ("°C", "°F"))
+    return "".join((named.get("p", ""), number, named.get("s", ""), "" if close else " ", unit))
+
+
+def _raised(unit: str) -> str:
+    """m2 and s-1 as they are meant."""
+    return re.sub(r"(?<=[A-Za-z)])([-−+]?\d{1,2})\b", lambda m: _sup(_with_minus(m[1])), unit)
+
+
+_RANGES = {
+    **{word: f" {word} " for word in ("to", "and", "or", "by", "×", "±", "to about")},
+    **{
+        "x": " × ",
+        "xx": " × ",
+        "*": " × ",
+        "-": "–",
+        "–": "–",
+        "+/-": " ± ",
+        "to(-)": " to ",
+        "and(-)": " and ",
+    },
+}
+_UNITS = {
+    **{"c": "°C", "f": "°F", "foot": "feet", "floz": "fl oz", "kph": "km/h", "sqkm": "km2"},
+    **{f"sq{unit}": f"sq {unit}" for unit in ("mi", "ft", "yd", "in")},
+    **{f"cu{unit}": f"cu {unit}" for unit in ("mi", "ft", "yd", "in")},
+    **{"shortton": "short tons", "longton": "long tons"},
+}
+_PART_OF = {"ft": "in", "foot": "in", "yd": "ft", "mi": "yd", "lb": "oz", "st": "lb"}
+
+
+def _converted(arguments: list[str], named: Named) -> str:
+    """{{convert|5|to|10|km|mi}}: the measure as it was written, without what it is converted to."""
+    shown, left = "", list(arguments)
+    while left:
+        shown += _grouped(left.pop(0))
+        if not left or left[0].lower() not in _RANGES:
+            break
+        shown += _RANGES[left.pop(0).lower()]
+    if not left:
+        return shown
+    unit = left.pop(0)
+    written = _raised(_UNITS.get(unit.lower(), unit) if unit not in ("c", "f") else unit)
+    if len(left) > 1 and left[1] == _PART_OF.get(unit):  # 5 ft 9 in
+        return f"{shown} {written} {left[0]} {left[1]}"
+    return f"{shown}{'-' if named.get('adj') == 'on' else ' '}{written}"
+
+
+def _fraction(arguments: list[str], named: Named) -> str:
+    """{{frac|whole|part|of}}, {{frac|part|of}}, {{frac|of}}."""
+    whole, part, of = (["", "1"] + arguments)[-3:] if len(arguments) == 1 else ([""] + arguments)[-3:]
+    return f"{whole} {part}/{of}".strip()
+
+
+def _power_of_ten(arguments: list[str], named: Named) -> str:
+    return f"×10{_sup(_with_minus(arguments[0]))}" if arguments else ""
+
+
+def _raised_and_lowered(arguments: list[str], named: Named) -> str:
+    """{{su|p=above|b=below}}."""
+    return _sub(named.get("b", "")) + _sup(named.get("p", ""))
+
+
+def _formula(arguments: list[str], named: Named) -> str:
+    """{{chem|SO|4|2-}}, {{chem2|SO4(2-)}}: numbers are low, charges are high."""
+    if len(arguments) == 1:  # of chem2: a charge is in brackets or ends it
+        text = re.sub(
+            r"\((\d*[+−-])\)|(?<=[\w\])])([+−-])$", lambda m: _sup(_with_minus(m[1] or m[2])), arguments[0]
+        )
+        return re.sub(r"(?<=[A-Za-z)\]])(\d+)", lambda m: _sub(m[1]), text)
+    shown = ""
+    for part in arguments:
+        charge, number = re.fullmatch(r"\d*[+−-]", part), part.isdigit()
+        shown += _sup(_with_minus(part)) if charge else _sub(part) if number else part
+    return shown
+
+
+def _around(arguments: list[str], named: Named) -> str:
+    """{{circa|1500|1510}}."""
+    return " – ".join(f"c. {year}" for year in arguments[:2] if year)
+
+
+def _reign(arguments: list[str], named: Named) -> str:
+    return f"r. {'–'.join(filter(None, arguments[:2]))}" if arguments else ""
+
+
+_MONTHS = calendar.month_name[1:]
+
+
+def _date(arguments: Sequence[str], named: Named) -> str:
+    """Year, month and day by numbers, as far as they are given: "5 May 2010", American unless df=yes."""
+    parts = [part for part in arguments[:3] if part]
+    if len(parts) > 1 and parts[1].isdigit() and 1 <= int(parts[1]) <= 12:
+        parts[1] = _MONTHS[int(parts[1]) - 1]
+    if len(parts) < 3:
+        return " ".join(reversed(parts))
+    year, month, day = parts
+    day = day.lstrip("0")
+    return f"{day} {month} {year}" if named.get("df", "no").startswith("y") else f"{month} {day}, {year}"
+
+
+def _as_of(arguments: list[str], named: Named) -> str:
+    word = "since" if named.get("since") else "as of"
+    small = named.get("lc") or named["name"][:1].islower()
+    return f"{word if small else word.capitalize()} {_date(arguments, named)}" if arguments else ""
+
+
+def _named_in_another_script(arguments: list[str], named: Named) -> str:
+    """{{nihongo|Tokyo|東京|Tōkyō}}."""
+    inside = ", ".join(filter(None, arguments[1:3]))
+    first = arguments[0] if arguments else ""
+    return f"{first} ({inside})" if first and inside else first or inside
+
+
+def _ship(prefix: str) -> Shows:
+    """{{USS|Enterprise|CVN-65}}; {{ship|HMS|Hood}} brings its own prefix."""
+
+    def shows(arguments: list[str], named: Named) -> str:
+        start, name, number = ([prefix] * bool(prefix) + arguments + ["", ""])[:3]
+        return f"{start} {name}".strip() + (f" ({number})" if number else "")
+
+    return shows
+
+
+def _quoted(arguments: list[str], named: Named) -> str:
+    return named.get("text") or named.get("quote") or (arguments[0] if arguments else "")
+
+
+def _height(arguments: list[str], named: Named) -> str:
+    return " ".join(f"{named[unit]} {unit}" for unit in ("m", "cm", "ft", "in") if named.get(unit))
+
+
+def _error(arguments: list[str], named: Named) -> str:
+    """{{±|1}}, {{±|1|2}}."""
+    return "+{}−{}".format(*arguments[:2]) if len(arguments) > 1 else "±" + "".join(arguments)
+
+
+def _accidental(arguments: list[str], named: Named) -> str:
+    return {"sharp": "♯", "#": "♯", "flat": "♭", "b": "♭", "natural": "♮"}.get(
+        _first(arguments, named).lower(), ""
+    )
+
+
+_SHOWS: dict[str, Shows] = {}
+for _names, _shows in {
+    "nowrap|nobr|nobreak|nowr|nwr|awrap|small|smaller|big|larger|abbr|tooltip|abbrlink|mvar|math|var": _first,
+    "em|strong|dfn|smallcaps|sc|sc2|underline|u|mono|code|tt|noitalic|not a typo|proper name": _first,
+    "linktext|overline|nts|visible anchor|vanchor|ill|interlanguage link|lang-|sic": _first,
+    "flag|flagu|flagcountry|angbr": _first,
+    "lang|transl|transliteration|wikt-lang|color|font color|resize": _last,
+    "langx": _second,
+    "quote|blockquote|bquote|cquote|quotation|bq|poemquote": _quoted,
+    "val": _value,
+    "convert|cvt": _converted,
+    "frac|fraction|sfrac|tfrac": _fraction,
+    "e|x10^|xe|×10^": _power_of_ten,
+    "10^": lambda arguments, named: f"10{_sup(_with_minus(_first(arguments, named)))}",
+    "sup": lambda arguments, named: _sup(_first(arguments, named)),
+    "sub": lambda arguments, named: _sub(_first(arguments, named)),
+    "su": _raised_and_lowered,
+    "chem|chem2": _formula,
+    "sqrt|radic": _between("√"),
+    "abs": lambda arguments, named: f"&#124;{_first(arguments, named)}&#124;",
+    "gaps": _joined(""),
+    "hlist|unbulleted list|ubl|ublist": _joined(", "),
+    "key press|keypress": _joined("+"),
+    "circa|c.|ca.": _around,
+    "floruit|fl.": _between("fl. "),
+    "reign|r.": _reign,
+    "as of": _as_of,
+    "start date|end date|birth date|death date|birth date and age|start date and age": _date,
+    "nihongo|nihongo2|nihongo3|korean": _named_in_another_script,
+    "ship": _ship(""),
+    "usd|us$": _between("US$"),
+    "gbp|£": _between("£"),
+    "eur|€|euro": _between("€"),
+    "inr|₹": _between("₹"),
+    "jpy|¥|yen": _between("¥"),
+    "no.|numero": _between("No. "),
+    "lit|lit.|literal translation|literally": _between("lit. '", "'"),
+    "gloss": _between("'", "'"),
+    '"': _between('"', '"'),
+    "height": _height,
+    "±|+-|plus-minus": _error,
+    "music": _accidental,
+    **{  # signs
+        names: _always(sign)
+        for names, sign in {
+            **{
+                "snd|spaced ndash|spaced en dash|dash": " – ",
+                "ndash|en dash|–": "–",
+                "spaced mdash|smd": " — ",
+            },
+            **{"mdash|em dash|emdash|—": "—", "nbsp|spaces|space|thinsp|thin space|hair space|hairsp": " "},
+            **{
+                "zwsp|shy|wbr": "",
+                "·|middot|dot|bullet|bull|•": " · ",
+                "pi": "π",
+                "=": "=",
+                "'": "'",
+                "'s": "'s",
+            },
+            **{"okina|ʻokina": "ʻ", "hamza": "ʾ", "ayin": "ʿ", "sharp": "♯", "flat": "♭", "natural": "♮"},
+            **{"times": "×", "minus": "−", "plus": "+", "dagger|†": "†", "degree|deg|°": "°"},
+        }.items()
+    },
+}.items():
+    _SHOWS.update(dict.fromkeys(_names.split("|"), _shows))
+for _prefix in ("USS", "HMS", "SS", "RMS", "HMAS", "HMCS", "MV", "SMS"):
+    _SHOWS[_prefix.lower()] = _ship(_prefix)

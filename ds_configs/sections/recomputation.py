@@ -1,0 +1,41 @@
+"""The `activation_checkpointing` section: how DeepSpeed keeps what the recipe has recomputed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_configs.findings import Findings
+from ds_configs.known_keys import SECTIONS, stated
+from ds_configs.values import shown
+from recipes.schema import Recipe
+
+_SECTION = "activation_checkpointing"
+
+
+def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
+    """Refuse what DeepSpeed asserts later; say where the section does nothing."""
+    chunk = recipe.checkpoint_interval
+    section = {key: stated(config, f"{_SECTION}.{key}") for key in SECTIONS[_SECTION]}
+    asked = [key for key in ("partition_activations", "cpu_checkpointing") if section[key]]
+    if asked and not chunk and recipe.model.implementation == "megarecipes":
+        does = f"{' and '.join(asked)} of {findings.where} do{'es' if len(asked) == 1 else ''} nothing"
+        findings.notice(_SECTION, f"{does}: the recipe recomputes no layer (--set {_SECTION}=full: all)")
+    partition = "set partition_activations to true, or remove the key"
+    key = f"{_SECTION}.cpu_checkpointing"
+    if section["cpu_checkpointing"] and chunk and not section["partition_activations"]:
+        findings.refuse(key, f"{key}=true", "DeepSpeed 0.19 fails on whole activations there", partition)
+    key = f"{_SECTION}.contiguous_memory_optimization"
+    if section["contiguous_memory_optimization"]:
+        chunks, number = -(-recipe.model.layers // chunk) if chunk else 0, section["number_checkpoints"]
+        if not section["partition_activations"]:
+            rule = "DeepSpeed has it for partitioned activations only"
+            findings.refuse(key, f"{key}=true", rule, partition)
+        if number is None or number < chunks:
+            came = f"{key}=true with number_checkpoints={shown(number)}"
+            rule = f"DeepSpeed makes room for so many, and the recipe has {chunks}"
+            findings.refuse(key, came, rule, f"set number_checkpoints to {max(chunks, 1)}")
+    key = "pipeline.activation_checkpoint_interval"
+    if (value := stated(config, key)) not in (None, chunk) or isinstance(value, bool):
+        came = f"{key}={shown(value)}"
+        rule = "what is recomputed is the recipe's activation_checkpointing"
+        findings.refuse(key, came, rule, "remove the key")

@@ -1,0 +1,63 @@
+"""DeepSpeed's own reading of a resolved JSON, before anything is started: the second judge of its values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from ds_configs.jsonfile import ConfigError
+from ds_configs.plan import Plan
+from ds_configs.values import shown
+from recipes.problems import Problem
+
+# DeepSpeed's models -> the sections that they read.
+_MODELS = {
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedBF16Config": "bf16",
+    "CommsLoggerConfig": "comms_logger",
+    "CompileConfig": "compile",
+    "DeepSpeedThroughputTimerConfig": "timers.throughput",
+}
+_FIX = "write what it takes, or remove the key"
+
+
+def check(plan: Plan, where: str) -> None:
+    """Raise ConfigError with what DeepSpeed does not take; `where`: the JSON.
+
+    `ds_configs` refuses it first, as far as it knows the key; this is what remains, such as the sections that
+    it hands on unread, and what another version of DeepSpeed judges otherwise.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    ds = copy.deepcopy(plan.ds)
+    ds["train_batch_size"] = plan.layout.micro * plan.layout.accumulation
+    try:
+        DeepSpeedConfig(ds, _OneRank())
+    except ValidationError as error:
+        raise ConfigError(list(_refused_values(error, where))) from None
+    except Exception as error:  # its other checks raise whatever comes
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            [Problem("--ds_config", f"DeepSpeed refuses it ({said})", fix=_FIX, where=where)]
+        ) from None
+
+
+class _OneRank:
+    """Stands in for the process grid, which there is none of yet."""
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+
+def _refused_values(error: ValidationError, where: str) -> Iterator[Problem]:
+    section = _MODELS.get(error.title, "")
+    for each in error.errors():
+        key = ".".join(filter(None, (section, *map(str, each["loc"]))))
+        value: Any = each["input"]
+        came = f"{key}={shown(value)}" if each["loc"] and not isinstance(value, Mapping) else key
+        said = each["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        yield Problem(key, came, f"DeepSpeed refuses it ({said[:1].lower()}{said[1:]})", _FIX, where=where)

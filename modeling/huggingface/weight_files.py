@@ -1,0 +1,106 @@
+"""The weights in a directory that `save_pretrained` wrote, from the files that `transformers` would take.
+
+They are mapped into memory: names, shapes and types cost the headers, numbers are read where they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from recipes.files import FileError, named_kind, read_json_object, read_part, read_safetensors_header, refuse
+from recipes.problems import Problem, some
+
+# In the order in which `from_pretrained` looks for them, each whole or in shards that an index lists.
+NAMES = ("model.safetensors", "pytorch_model.bin")
+AGAIN = "copy or download the directory again"
+CONVERT = (
+    'write it as safetensors, python -c "from transformers import AutoModelForPreTraining as M; '
+    "M.from_pretrained('{0}').save_pretrained('{0}-safetensors')\", and give that directory"
+)
+
+
+def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
+    """Every tensor of the directory by its stored name. Raises FileError naming all files that are broken."""
+    directory, found = Path(directory), dict[str, Tensor]()
+    problems: list[Problem] = []
+    for file, names in _files(directory).items():
+        try:
+            tensors = _read(directory / file)
+            if absent := sorted(names - tensors.keys()):
+                refuse(directory / file, f"lacks {some(absent)}", "the index says otherwise", AGAIN)
+            if twice := sorted(tensors.keys() & found.keys()):
+                refuse(directory / file, f"holds {some(twice)}, as another shard does", "", AGAIN)
+            found |= tensors
+        except FileError as error:
+            problems += error.problems
+    if problems:
+        raise FileError(problems)
+    return found
+
+
+def _files(directory: Path) -> dict[str, set[str]]:
+    """Names of the files, each with the tensors that an index says are in it."""
+    for name in NAMES:
+        if os.path.lexists(directory / name):
+            return {name: set()}
+        if os.path.lexists(index := directory / f"{name}.index.json"):
+            return _shards(index)
+    others = sorted(
+        path.name for pattern in ("*.safetensors", "*.bin", "*.h5") for path in directory.glob(pattern)
+    )
+    beside = f", but {some(others)}" if others else ""
+    rule = f"transformers takes {' or '.join(NAMES)}, or shards with their index ({NAMES[0]}.index.json)"
+    refuse(directory, f"holds no weights{beside}", rule, "give a directory that save_pretrained wrote")
+
+
+def _shards(index: Path) -> dict[str, set[str]]:
+    listed = read_json_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        came = f"its weight_map is {named_kind(listed) if listed != {} else 'empty'}"
+        refuse(index, came, "it maps every tensor to the name of its file", AGAIN)
+    shards = dict[str, set[str]]()
+    for tensor, file in listed.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            came = f"says that {tensor[:100]} is in {json.dumps(file)[:100]}"
+            refuse(index, came, "that is the name of a file next to it", AGAIN)
+        shards.setdefault(file, set()).add(tensor)
+    if absent := sorted(file for file in shards if not os.path.lexists(index.parent / file)):
+        refuse(index, f"names {some(absent)}, which the directory lacks", "every shard is needed", AGAIN)
+    return shards
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """Tensors of one file, mapped into memory."""
+    if file.suffix == ".safetensors":
+        return _read_safetensors(file)
+    zipped = read_part(file, 0, 4) == b"PK\x03\x04"
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True) if zipped else None
+    except Exception as error:  # of many types, for a pickle that is broken or no mere tensors
+        refuse(
+            file, f"cannot be read by torch.load ({type(error).__name__})", "it holds tensors alone", AGAIN
+        )
+    if tensors is None:
+        fix = f"{AGAIN}; if it loads, {CONVERT.format(file.parent)}"
+        refuse(file, "is no file of torch.save, or one of before torch 1.6", "", fix)
+    named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+    if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        came = "holds something else than tensors by their names"
+        refuse(file, came, "it is a model's state dict", "give a directory that save_pretrained wrote")
+    return dict(tensors)
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    if not read_safetensors_header(file):
+        return {}
+    try:
+        return load_file(file)
+    except SafetensorError as error:  # what the header says besides its tensors
+        refuse(file, "cannot be read", str(error)[:200], AGAIN)

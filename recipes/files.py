@@ -1,0 +1,315 @@
+"""The door through which every file of a user or of a run comes in: bounded, UTF-8, checked in its form.
+
+Whatever is wrong with a file is a `FileError` that names it, and the line where there is one: it cannot be
+read, is no ordinary file (a pipe would hang), is larger than any such file is, is not UTF-8, not JSON, nested
+too deeply for the libraries that take it from here, or holds numbers and texts that Python reads and nothing
+else takes: NaN, integers of thousands of digits, halves of a surrogate pair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from recipes.problems import Problem, ProblemsError
+
+T = TypeVar("T")
+
+MIB = 2**20
+MOST_TEXT = 16 * MIB  # bytes of a file that people write, or that says how a run was made
+MOST_DEPTH = 50  # objects and lists within each other
+MOST_BITS = 1024  # of an integer; texts of much longer ones Python itself refuses
+MOST_HEADER = 100_000_000  # bytes of a safetensors header, by its format
+# Bits of an element, by the names of safetensors.
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
+}  # fmt: skip
+
+
+class FileError(ProblemsError):
+    """A file that cannot be used. The message names it, the line where there is one, the rule and the fix."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as the header of a safetensors file has it: `start` and `end` are bytes within the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def refuse(where: str | Path, came: str, rule: str = "", fix: str = "", line: int | None = None) -> NoReturn:
+    """Raise a FileError about the file `where`, at `line` from 1."""
+    place = str(where) if line is None else f"{where}:{line}"
+    raise FileError([Problem(str(where), came, rule, fix, where=place)])
+
+
+def path_of(text: str | Path, where: str) -> Path:
+    """The path that a user wrote, "~" spelt out. Raises FileError: the home of a user who is not known."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        refuse(where, str(text)[:100], str(error), "write the path out")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file, or something of which only reading can tell why it is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # no permission, a name too long, a NUL
+        return True
+
+
+def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
+    """All of an ordinary file of at most `most` bytes. Raises FileError."""
+    content = read_part(path, 0, most + 1)
+    if len(content) > most:
+        refuse(
+            path, f"has more than {most / MIB:.0f} MiB", "no such file is that large", "is it the right one?"
+        )
+    return content
+
+
+def read_part(path: Path, start: int, length: int) -> bytes:
+    """At most `length` bytes of an ordinary file from byte `start` on. Raises FileError."""
+    with _opened(path) as file:
+        file.seek(start)
+        return file.read(length)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """The open file; what the system says against it is a FileError."""
+    try:
+        kind = path.stat().st_mode
+        if stat.S_ISDIR(kind):
+            refuse(path, "is a directory", "a file is needed here", "name the file")
+        if not stat.S_ISREG(kind):
+            refuse(path, "is no ordinary file", "pipes and devices are not read", "save it as a file")
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError:
+        refuse(path, "no such file")
+    except ProblemsError:
+        raise
+    except OSError as error:
+        refuse(path, "cannot be read", error.strerror or str(error))
+    except ValueError as error:  # a NUL in its name
+        refuse(repr(str(path)), "cannot be read", str(error))
+
+
+def read_text(path: Path, most: int = MOST_TEXT) -> str:
+    """All of a text file, without a byte-order mark. Raises FileError."""
+    return decode(read_bytes(path, most), path)
+
+
+def decode(content: bytes, where: str | Path, line: int | None = None) -> str:
+    """UTF-8 as text. Raises FileError."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = line or content.count(b"\n", 0, error.start) + 1
+        refuse(where, f"not UTF-8 at byte {error.start}", fix="save the file as UTF-8", line=line)
+
+
+def read_json(path: Path, most: int = MOST_TEXT) -> Any:
+    """The value in a JSON file. Raises FileError."""
+    return parse_json(read_text(path, most), path)
+
+
+def read_json_object(path: Path, most: int = MOST_TEXT) -> dict[str, Any]:
+    """The object in a JSON file. Raises FileError."""
+    value = read_json(path, most)
+    if not isinstance(value, dict):
+        refuse(path, f"holds {named_kind(value)}", "an object, {...}, is needed here")
+    return value
+
+
+def lines_of(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
+    """Number from 1 and bytes of every line, with its end. Raises FileError: a line too long, too."""
+    with _opened(path) as file:
+        for number in itertools.count(1):
+            line = file.readline(most + 1)
+            if len(line) > most:
+                rule = "no line of such a file is that long"
+                refuse(path, f"a line of more than {most / MIB:.0f} MiB", rule, line=number)
+            if not line:
+                return
+            yield number, line
+
+
+def parse_json(text: str, where: str | Path, line: int | None = None) -> Any:
+    """The value of a JSON text, in which no key stands twice. `line`: where the text stands in the file.
+
+    Raises FileError with line and column.
+    """
+    if not text.strip():
+        refuse(where, "is empty", "JSON holds a value", line=line)
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant, parse_int=_integer,
+            parse_float=_finite,
+        )  # fmt: skip
+    except json.JSONDecodeError as error:
+        _refuse_malformed(text, where, line, error)
+    except _DuplicateKeyError as error:
+        written = json.dumps(error.args[0])
+        at = [number for number, each in enumerate(text.split("\n"), 1) if written in each]
+        came = f"key {written} stands twice in one object"
+        if line is None and len(at) > 1:
+            came += f" (lines {', '.join(map(str, at))})"
+        rule, fix = "JSON readers keep one of them silently", "remove the other"
+        refuse(where, came, rule, fix, line or (at[-1] if at else None))
+    except RecursionError:
+        _refuse_depth(where, line)
+    except ValueError as error:  # of the hooks
+        refuse(where, str(error), "JSON has finite numbers", "write one", line)
+    check_value(value, where, line)
+    return value
+
+
+def checked(form: TypeAdapter[T], value: Any, where: str | Path, line: int | None = None) -> T:
+    """The value in the form it must have. Raises FileError: what is missing, or the first that is wrong."""
+    try:
+        return form.validate_python(value)
+    except ValidationError as error:
+        wrong = error.errors()
+    keys = [".".join(map(str, each["loc"])) for each in wrong]
+    if missing := [key for key, each in zip(keys, wrong, strict=True) if each["type"] == "missing"]:
+        refuse(where, f"has no {', '.join(missing)}", line=line)
+    said, rule = repr(wrong[0]["input"]), wrong[0]["msg"]
+    came = f"{keys[0]}={said if len(said) <= 60 else said[:60] + '...'}"
+    refuse(where, came, rule[0].lower() + rule[1:], line=line)
+
+
+def check_value(value: Any, where: str | Path, line: int | None = None) -> None:
+    """Refuse what is nested too deeply, huge integers, and texts that are no Unicode."""
+    waiting = [(value, 1)]
+    while waiting:
+        each, depth = waiting.pop()
+        if isinstance(each, (dict, list)):
+            if depth > MOST_DEPTH:
+                _refuse_depth(where, line)
+            below = [*each, *each.values()] if isinstance(each, dict) else each
+            waiting += [(child, depth + 1) for child in below if isinstance(child, dict | list | str | int)]
+        elif isinstance(each, int) and each.bit_length() > MOST_BITS:
+            refuse(
+                where, f"an integer of {each.bit_length()} bits", f"none has more than {MOST_BITS}", line=line
+            )
+        elif isinstance(each, str) and not each.isascii():
+            try:
+                each.encode()
+            except UnicodeEncodeError:
+                came = f"a text with half of a surrogate pair, {ascii(each)[:60]}"
+                refuse(where, came, "it stands for no character", "remove it", line)
+
+
+def named_kind(value: Any) -> str:
+    """What a value of JSON or YAML is called: a list, an object, a text, ..."""
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "nothing"}
+    return kinds.get(type(value), "a number" if isinstance(value, (int, float)) else "a value")
+
+
+def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by their names; its numbers are not read.
+
+    Checked are all that the format promises (https://github.com/huggingface/safetensors, "Format"): the
+    tensors fill the rest of the file without a gap, each with as many bytes as its shape and type take.
+
+    Raises FileError.
+    """
+    first = read_part(path, 0, 8)
+    size, length = path.stat().st_size, int.from_bytes(first, "little")
+    fix = "copy or download the file again"
+    if len(first) < 8 or not 2 <= length <= MOST_HEADER or 8 + length > size:
+        rule = "a safetensors file begins with the length of its header, then the header"
+        refuse(path, f"is no safetensors file, or a damaged one ({size} bytes)", rule, fix)
+    header = parse_json(decode(read_part(path, 8, length), path), path, 1)
+    if not isinstance(header, dict):
+        refuse(path, f"its header is {named_kind(header)}", "it maps names to tensors", fix)
+    header.pop("__metadata__", None)
+    tensors = {name: _stored_tensor(path, name, entry, 8 + length) for name, entry in header.items()}
+    position = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if tensor.start != position:
+            refuse(path, f"tensor {name} begins at byte {tensor.start}", f"it has to at {position}", fix)
+        position = tensor.end
+    if position != size:
+        came = f"has {size} bytes, and its header tells of {position}"
+        refuse(path, came, "it is cut off or damaged", fix)
+    return tensors
+
+
+def _stored_tensor(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
+    """`data`: byte at which the numbers begin."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        whole = all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, end))
+        if whole and end - start == math.prod(shape) * DTYPE_BITS[dtype] // 8:
+            return StoredTensor(dtype, tuple(shape), data + start, data + end)
+    except (KeyError, TypeError, ValueError):
+        pass
+    came = f"tensor {name} is described by {json.dumps(entry)[:100]}"
+    refuse(path, came, "type, shape and place of a tensor agree", "copy or download the file again")
+
+
+def _refuse_depth(where: str | Path, line: int | None) -> NoReturn:
+    rule = f"objects and lists lie within at most {MOST_DEPTH} others"
+    refuse(where, "is nested too deeply", rule, "is it the right file?", line)
+
+
+def _refuse_malformed(
+    text: str, where: str | Path, line: int | None, error: json.JSONDecodeError
+) -> NoReturn:
+    lines = text.split("\n")
+    shown = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
+    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+    reason = error.msg[0].lower() + error.msg[1:]
+    hint = ""
+    if shown.startswith(("//", "#", "/*")):
+        hint = "JSON has no comments"
+    elif "property name" in reason or "expecting value" in reason:
+        hint = "is there a comma too many?"
+    refuse(f"{where}:{line or error.lineno}:{error.colno}", "not JSON", f"{reason}: {shown!r}", hint)
+
+
+class _DuplicateKeyError(Exception):
+    """A key that stands twice in one object."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _DuplicateKeyError(key)
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_BITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits[:40]} is beyond all floating-point numbers")
+    return value

@@ -1,0 +1,117 @@
+"""Where a command may write: nothing is overwritten, and what cannot be made is refused before any work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import environment
+
+from launch.console.output import new_directory, new_file
+from recipes.problems import ProblemsError
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "file.png").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["empty", "new", "new/below", "new.png"])
+def test_a_new_or_empty_directory_is_taken(place, name):
+    assert new_directory("--out", place / name) == place / name
+
+
+DIRECTORIES = {
+    "full": "is not empty: nothing is overwritten or mixed",
+    "file.png": "is a file",
+    "file.png/below": "file.png is a file",
+    "x" * 300: "File name too long",
+    "loop": "is a link to nothing",
+}
+
+
+@pytest.mark.parametrize("name", DIRECTORIES, ids=range(len(DIRECTORIES)))
+def test_another_directory_is_refused(place, name):
+    with pytest.raises(ProblemsError) as caught:
+        new_directory("--out", place / name)
+    assert str(caught.value).startswith("--out ") and DIRECTORIES[name] in str(caught.value)
+
+
+FILES = {
+    "full": "is a directory",
+    "file.png": "exists already: nothing is overwritten",
+    "new/below.png": "lies in",
+    "file.png/below.png": "file.png is a file",
+    "new.txt": "has another ending",
+    "x" * 300 + ".png": "File name too long",
+}
+
+
+@pytest.mark.parametrize("name", FILES, ids=range(len(FILES)))
+def test_another_file_is_refused(place, name):
+    endings = () if name == "full" else (".png", ".svg")
+    with pytest.raises(ProblemsError) as caught:
+        new_file("--plot", place / name, endings)
+    assert str(caught.value).startswith("--plot ") and FILES[name] in str(caught.value)
+
+
+def test_a_new_file_is_taken(place):
+    assert new_file("--plot", place / "new.png", (".png",)) == place / "new.png"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_what_is_not_mine_to_write_is_refused():
+    for check in (new_directory, new_file):
+        with pytest.raises(ProblemsError, match="not yours to write"):
+            check("--out", "/proc/new")
+
+
+MAIN = """
+import sys
+from launch.console import ends
+from recipes.files import refuse
+def main():
+    {body}
+ends.run(main)
+"""
+ENDS = {
+    "return 3": (3, ""),
+    "raise SystemExit(3)": (3, ""),
+    "refuse('a.json', 'came', 'rule')": (2, "a.json: came: rule"),
+    "raise KeyboardInterrupt": (130, "interrupted"),
+    "open('/nowhere/x')": (1, "/nowhere/x: No such file or directory"),
+    "print('half of a pair: \\udc80')": (0, ""),
+    "raise ValueError('a bug')": (1, "Traceback"),
+}
+
+
+@pytest.mark.parametrize("body", ENDS)
+def test_a_command_ends_with_its_code(body):
+    command = [sys.executable, "-c", MAIN.format(body=body)]
+    done = subprocess.run(command, env=environment(None), capture_output=True, text=True, timeout=60)
+    code, said = ENDS[body]
+    assert done.returncode == code and said in done.stderr
+    assert ("Traceback" in done.stderr) == (said == "Traceback")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    program = MAIN.format(body="[print(n) for n in range(10**6)]")
+    command = f'{sys.executable} -c "$PROGRAM" | head -1; exit ${{PIPESTATUS[0]}}'
+    env = {**environment(None), "PROGRAM": program}
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+def test_a_full_disk_is_said():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", MAIN.format(body="print('x')")]
+        done = subprocess.run(command, env=environment(None), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,120 @@
+"""Text fits the terminal's width between words, commands can still be pasted, and counts read as English."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import shlex
+import struct
+import subprocess
+import sys
+from collections import Counter
+from fcntl import ioctl
+from termios import TIOCSWINSZ
+
+import pytest
+
+from launch.console import terminal
+from launch.console.arguments import command
+from launch.console.progress import fitting
+from launch.console.text_table import aligned, table
+from recipes.plural import counted
+
+WORDS = "the quick brown fox jumps over the lazy dog " * 5
+FIELDS = {
+    "skipped": "SKIPPED (overflow)",
+    "loss": "loss 6.4574",
+    "lr": "lr 9.6e-04",
+    "norm": "grad norm 0.909",
+    "samples": "16.1 samples/s",
+    "tokens": "4,120 tokens/s",
+    "tflops": "0.369 TFLOPS",
+}
+
+
+@pytest.fixture
+def wide():
+    """A stream that is a terminal of 50 columns."""
+    master, slave = pty.openpty()
+    ioctl(slave, TIOCSWINSZ, struct.pack("HHHH", 24, 50, 0, 0))
+    with os.fdopen(slave, "w") as stream:
+        yield stream
+    os.close(master)
+
+
+def test_a_terminal_has_its_columns_and_a_log_has_none(wide):
+    assert terminal.columns(wide) == 50
+    assert terminal.columns(io.StringIO()) is None
+    ioctl(wide.fileno(), TIOCSWINSZ, struct.pack("HHHH", 24, 0, 0, 0))
+    assert terminal.columns(wide) is None
+
+
+def test_long_lines_are_broken_between_words():
+    text = f"short\n  {WORDS}\n/a/path/that/is/longer/than/the/terminal/is/wide"
+    assert terminal.wrapped(text, None) == text
+    first, *lines, last = terminal.wrapped(text, 40).split("\n")
+    assert first == "short" and last == text.split("\n")[-1]
+    assert all(len(line) <= 40 for line in lines) and " ".join(lines).split() == WORDS.split()
+    assert [len(line) - len(line.lstrip()) for line in lines] == [2, *[4] * (len(lines) - 1)]
+
+
+def test_a_command_of_several_lines_is_the_same_command():
+    line = "  deepspeed --num_gpus 2 launch/pretrain.py --ds_config zero3 --set 'data.name=a b' --tiny"
+    shown = terminal.command(line, 40)
+    assert shown.count("\\\n") >= 2 and all(len(each) <= 42 for each in shown.split("\n"))
+    assert shlex.split(shown.replace("\\\n", "")) == shlex.split(line)
+    assert "--num_gpus 2" in shown and "\u00a0" not in shown
+
+
+def test_values_are_wrapped_in_their_column():
+    lines = aligned([("a", "short"), ("label", WORDS)], indent=2, width=40).split("\n")
+    assert lines[0] == "  a      short" and all(line.startswith(" " * 9) for line in lines[2:])
+    assert max(map(len, lines)) <= 40
+
+
+@pytest.mark.parametrize("width", (None, 200, 90, 50))
+def test_a_table_keeps_all_cells_at_every_width(width):
+    headings = ("row", "a long heading of it", "count", "published")
+    rows = [[f"a-name-{n}", "4 x 16 x 1", n, "48B: 129 s, 48.7 TFLOPS and much more"] for n in (1, 22)]
+    shown = table(rows, headings, "llrl", width)
+    assert max(map(len, shown.split("\n"))) <= (width or 200)
+    cells = " ".join([*headings[1:], *(str(cell) for row in rows for cell in row)]).split()
+    assert not Counter(cells) - Counter(shown.split())
+
+
+def test_the_numbers_of_a_step_fit_without_the_least_important():
+    assert fitting(FIELDS, None) == " ".join(FIELDS.values())
+    for width in (120, 80, 60, 40):
+        shown = fitting(FIELDS, width)
+        assert len(shown) < width and shown.startswith("SKIPPED (overflow) loss 6.4574")
+    assert "samples/s" in fitting(FIELDS, 60) and "TFLOPS" not in fitting(FIELDS, 80)
+
+
+def test_help_is_filled_anew_and_keeps_its_paragraphs(monkeypatch):
+    prose = "word " * 20 + "and so\nthat is one paragraph.\nexit codes: 0 and 2."
+    parser = command("About it.", f"examples:\n  python a --flag 1\n      what it does\n\n{prose}")
+    monkeypatch.setenv("COLUMNS", "62")
+    shown = parser.format_help()
+    assert max(map(len, shown.split("\n"))) <= 60
+    assert "so that is one" in shown.replace("\n", " ") and "\nexit codes: 0 and 2." in shown
+    assert "\n  python a --flag 1\n      what it does\n" in shown
+
+
+def test_one_thing_is_singular():
+    assert [counted(n, "process") for n in (0, 1, 2)] == ["0 processes", "1 process", "2 processes"]
+    assert counted(1024, "warm-up step") == "1,024 warm-up steps" and counted(2, "batch") == "2 batches"
+
+
+def test_deepspeed_says_nothing_when_it_finds_no_gpu():
+    program = """
+from launch.console.quiet import quiet_libraries
+quiet_libraries()
+import deepspeed
+deepspeed.utils.logger.warning("chatter")
+deepspeed.utils.logger.error("what matters")
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "what matters" in done.stdout, done.stderr
+    assert done.stdout.count("\n") == 1, done.stdout

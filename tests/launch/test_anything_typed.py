@@ -1,0 +1,375 @@
+"""Whatever is typed, a command begins its work or refuses with exit code 2 and a sentence.
+
+Inputs are drawn by hypothesis from flags, recipe fields and files. Where real work would begin, `Started`
+ends the command instead. TRIALS=500 tries more; -rP and `--hypothesis-show-statistics` count how they ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from recorded import Outcome, plan, recorder
+
+from ds_configs.jsonfile import ConfigError, available
+from ds_configs.plan import Machine
+from ds_configs.resolver import resolve
+from launch.checkpoints.checkpoint import MARKER, Checkpoint
+from launch.console import ends
+from launch.planning.plan_text import describe_plan
+from launch.reports.runs import read_run
+from launch.runs.directory import RunDirectory
+from launch.runs.result import read_result
+from recipes import catalog, key_paths
+from recipes.files import FileError
+from recipes.problems import RecipeError
+
+TRIALS = int(os.environ.get("TRIALS", "60"))  # of each test below
+generated = settings(
+    max_examples=TRIALS,
+    deadline=None,  # no timing decides
+    derandomize="TRIALS" not in os.environ,  # the same inputs in every run, unless more are asked for
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class Started(BaseException):
+    """The command has accepted its input."""
+
+
+# Command -> where its work begins, as module:attribute.
+WORK = {
+    "pretrain": ["launch.machine.ending:clean_exit"],
+    "compare_layouts": ["launch.compare_layouts:run_cases"],
+    "figure1": ["launch.figure1:run"],
+    "recipe": ["launch.tables.verifying.verification:verify"],
+    "report": ["launch.reports.document:assemble"],
+    "export_hf": ["launch.training.export:choose_checkpoint"],
+    "prepare_data": ["data.prepare.pipeline:process_chunks"],
+    "show_data": ["data.corpus:build"],
+    "benchmark": [
+        "launch.benchmarks.data_speed:measure_preparation",
+        "launch.benchmarks.data_speed:measure_loader",
+        "launch.benchmarks.attention_speed:measure_dtype",
+    ],
+}
+
+NUMBERS = ["0", "1", "2", "3", "7", "-1", "1.5", "1e30", "nan", "inf", "9" * 30, "0x10", "1_0", "٣", "²", ""]
+TEXTS = [
+    "x",
+    "ä",
+    "\udc80",
+    "a b",
+    "a=b",
+    "=",
+    ".",
+    "..",
+    "-",
+    "--",
+    "~nobody/x",
+    "none",
+    "null",
+    "[",
+    "{a: }",
+    "\n",
+]
+NAMES = [
+    "default/sotu",
+    "bert/sotu",
+    "bert",
+    "default",
+    "1.2b?",
+    "zero1",
+    "zero3_offload",
+    "pipeline",
+    "3d",
+    "tp2",
+]
+PATHS = ["/", "/dev/null", "/dev/zero", "/proc/self/mem", "new", "new/below/it", "x" * 300, "loop"]
+SETS = [
+    "steps=3", "steps=0", "batch.global=7", "model.hidden=6", "model.family=bert", "data.source=jsonl",
+    "a.b=1",
+    "seed=18446744073709551616", "run.loader_workers=1000000", "parallel={tp: 3}", "data.blend=[{weight: 1}]",
+    "precision=fp16", "data={}", "model=3", "title=", "ds_config=/dev/zero", "data.name=/dev/zero",
+]  # fmt: skip
+FILES = {
+    "empty.yaml": b"", "list.yaml": b"[1]", "bomb.yaml": b"a: &a [x, x]\nb: &b [*a, *a]\nrows: [*b, *b]\n",
+    "self.yaml": b"title: &a [*a]\n", "deep.yaml": b"[" * 9999, "noise.yaml": bytes(range(256)),
+    "good.yaml": b"title: t\nrows:\n  one: {title: x, steps: 1}\n",
+    "deep.json": b"[" * 99999, "list.json": b"[1]", "empty.json": b"", "noise.json": bytes(range(256)),
+    "odd.json": b'{"zero_optimization": 3, "fp16": [], "train_batch_size": NaN}',
+    "nul.json": b'{"zero_optimization": {"stage": 0, "offload_optimizer": {"nvme_path": "\\u0000"}}}',
+    "text.jsonl": b'{"text": "some words"}\n{"text": 3}\n{"tex\n', "some.parquet": b"PAR1 no parquet PAR1",
+    "text.txt": b"some words\n",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Iterator[Path]:
+    """Odd files and directories, from which commands are started."""
+    folder = tmp_path_factory.mktemp("typed")
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    (folder / "full").mkdir()
+    (folder / "full" / "mine.txt").write_text("mine")
+    (folder / "run.d").mkdir()
+    for name in ("recipe.yaml", "metrics.jsonl", "result.json", "config.json", "model.safetensors"):
+        (folder / "run.d" / name).write_text("{")
+    (folder / "loop").symlink_to("loop")
+    os.mkfifo(folder / "pipe")
+    before = os.getcwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def typed(action: argparse.Action) -> st.SearchStrategy[list[str]]:
+    """The flag with values of which some are fit for it."""
+    own = [*FILES, "full", "run.d", "pipe", *PATHS, *NUMBERS, *TEXTS, *NAMES]
+    values = st.sampled_from(own)
+    if action.choices:
+        values = st.sampled_from([*map(str, action.choices), "x"])
+    elif action.dest == "set":
+        keys = st.sampled_from([*key_paths.paths()])
+        values = st.sampled_from(SETS) | st.builds("{}={}".format, keys, values)
+    elif action.dest == "tokenizer":
+        files = ["text.txt", "deep.json", "noise.json", "odd.json", "run.d", "full", "pipe", "/dev/zero", ""]
+        values = st.sampled_from(["gpt2", "trained_bpe", "x", *(f"file:{name}" for name in files)])
+    elif action.dest in ("out", "plot", "json", "csv"):
+        values = st.sampled_from([*FILES, "full", "run.d", "pipe", *PATHS, "new.png", "new.json"])
+    flag = action.option_strings[:1]
+    if action.nargs == 0:
+        return st.just(flag)
+    most = 1 if action.nargs in (None, "?") else 3
+    return st.lists(values, min_size=min(1, most), max_size=most).map(lambda chosen: [*flag, *chosen])
+
+
+@st.composite
+def command_lines(draw: st.DrawFn, parser: argparse.ArgumentParser) -> list[str]:
+    """Some of the parser's flags, and those that it requires nearly always."""
+    line, optional = [], []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            name = draw(st.sampled_from([*action.choices]))
+            return [name, *draw(command_lines(action.choices[name]))]
+        if action.required or action.dest in ("tiny", "out"):
+            line += draw(typed(action)) if draw(st.integers(0, 9)) else []
+        elif action.dest not in ("help", "local_rank"):
+            optional.append(action)
+    for action in draw(st.lists(st.sampled_from(optional), max_size=3)):
+        line += draw(typed(action))
+    return line
+
+
+def run_command(name: str, line: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """The exit code of the command, or "started"."""
+    module = importlib.import_module(f"launch.{name}")
+    monkeypatch.setattr(sys, "argv", [module.__file__, *line])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ends.run(module.main)
+    except SystemExit as ended:
+        return ended.code
+    except Started:
+        return "started"
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_a_command_begins_or_refuses(name, folder, capfd):
+    parser = importlib.import_module(f"launch.{name}").build_parser()
+    counts = Counter[str]()
+
+    @generated
+    @given(line=command_lines(parser))
+    def check(line: list[str]) -> None:
+        kept = (folder / "full" / "mine.txt").read_text(), {n: (folder / n).read_bytes() for n in FILES}
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            for target in WORK[name]:
+                module, attribute = target.split(":")
+                monkeypatch.setattr(importlib.import_module(module), attribute, start)
+            monkeypatch.setattr("data.prepare.fork_server.start", lambda *modules: None)
+            for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                monkeypatch.delenv(variable, raising=False)
+            code = run_command(name, line, monkeypatch)
+        said = capfd.readouterr()
+        counts[str(code)] += 1
+        assert code in (0, None, 2, "started"), f"{line}: {code}\n{said.err[-2000:]}"
+        assert "Traceback" not in said.err + said.out, f"{line}\n{said.err[-2000:]}"
+        assert code != 2 or said.err.strip(), f"{line}: refused without a word"
+        assert kept == (
+            (folder / "full" / "mine.txt").read_text(), {n: (folder / n).read_bytes() for n in FILES},
+        ), f"{line}: overwrote a file"  # fmt: skip
+
+    check()
+    print(f"{name}: {counts.total()} lines, {dict(counts)}")
+
+
+def start(*_: object, **__: object) -> None:
+    raise Started
+
+
+PLAIN = (
+    st.none() | st.booleans() | st.integers() | st.integers(2**62, 2**70) | st.floats() | st.text(max_size=8)
+)
+VALUES = st.recursive(
+    PLAIN
+    | st.sampled_from([0, 1, 2, 3, -1, 10**9, "x" * 300, "~nobody", "none", "auto", "bert", "store", "full"]),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3),
+    max_leaves=10,
+)
+MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+KEYS = [*key_paths.paths()]
+
+
+ROWS = {name: catalog.load(name).model_dump(by_alias=True) for name in ("default/sotu", "bert/sotu")}
+
+
+def near(value: object) -> st.SearchStrategy[object]:
+    """Values like this one, of which many are accepted."""
+    if isinstance(value, bool):
+        return st.booleans()
+    if isinstance(value, int):
+        return st.sampled_from([value, value + 1, 2 * value, value // 2, 1, 4 * value, 10**6])
+    if isinstance(value, float):
+        return st.sampled_from([value, 2 * value, value / 3, 0.0, 0.5, 1e-12, 1e6])
+    words = ["none", "full", "bert", "gpt2", "pre", "post", "nsp", "fp32", "bf16", "fp16", "linear", "store"]
+    return st.sampled_from([value, 1, 2, 8, 0.1, *words])
+
+
+@st.composite
+def field_settings(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A recipe, and what --set changes of it."""
+    name, texts = draw(st.sampled_from([*ROWS])), []
+    for key in draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=3)):
+        value: object = ROWS[name]
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        written = yaml.safe_dump(
+            draw(VALUES if draw(st.integers(0, 3)) == 0 else near(value)), default_flow_style=True
+        )
+        texts.append(f"{key}={written.removesuffix('...' + chr(10)).strip()}")
+    return name, texts
+
+
+@settings(generated, max_examples=4 * TRIALS)
+@given(field_settings(), st.sampled_from(available()), st.booleans(), st.sampled_from([1, 1, 2, 8, 64]))
+def test_any_value_of_any_field_is_planned_or_refused(chosen, config, tiny, world):
+    name, texts = chosen
+    try:
+        made = resolve(catalog.load(name, texts, tiny=tiny), config, world, MACHINE, {})
+    except (RecipeError, ConfigError) as error:
+        event("refused")
+        assert str(error).strip()
+        return
+    event("planned")
+    describe_plan(made, name=name, hardware="a CPU", run_directory=Path("runs/x"), band_kernel=None)
+    assert yaml.safe_load(catalog.dump(made.recipe))["title"] == made.recipe.title
+
+
+TABLE = (catalog.FOLDER / "default.yaml").read_text()
+
+
+@generated
+@given(
+    st.integers(0, len(TABLE)),
+    st.integers(0, 40),
+    st.text(max_size=12) | st.sampled_from(["*a", "&a ", "? ", "[", "- "]),
+)
+def test_a_damaged_table_is_read_or_refused(tmp_path_factory, at, cut, put):
+    path = tmp_path_factory.getbasetemp() / "damaged.yaml"
+    path.write_text(TABLE[:at] + put + TABLE[at + cut :], encoding="utf-8", errors="surrogatepass")
+    try:
+        catalog.load(f"{path}:sotu")
+        event("read")
+    except RecipeError as error:
+        event("refused")
+        assert str(error).strip()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A run of three steps that nothing has trained."""
+    path = tmp_path_factory.mktemp("run")
+    from launch.runs.admission import admit
+
+    facts = dict(name="table/small", command=["x"], resume=False, tiny=True, emulated_fp16=False)
+    admit(path, plan(), **facts).close()
+    with recorder(path, plan()) as records:
+        for step in (1, 2, 3):
+            records.step(step, Outcome(5.0 - step / 10), 0.5, 0.1)
+        records.finish("ok")
+    checkpoint = path / "checkpoints" / "step-000003"
+    checkpoint.mkdir()
+    (checkpoint / MARKER).write_text(json.dumps({"step": 3, "data": {}, "files": {}, "corpus": None}))
+    return path
+
+
+RUN_FILES = [
+    "plan.json",
+    "environment.json",
+    "result.json",
+    "metrics.jsonl",
+    "recipe.yaml",
+    f"checkpoints/step-000003/{MARKER}",
+]
+
+
+def replaced(value: object, at: list[int], put: object) -> object:
+    """A copy of nested JSON in which what the numbers lead to is `put`."""
+    if not at or not isinstance(value, dict | list) or not value:
+        return put
+    keys = [*value] if isinstance(value, dict) else [*range(len(value))]
+    key, copied = keys[at[0] % len(keys)], value.copy()
+    copied[key] = replaced(value[key], at[1:], put)
+    return copied
+
+
+@settings(generated, max_examples=2 * TRIALS)
+@given(
+    name=st.sampled_from(RUN_FILES),
+    at=st.lists(st.integers(0, 30), max_size=5),
+    put=VALUES,
+    text=st.none() | st.text(max_size=9) | st.sampled_from(["[" * 9999, "\0", '{"step": 1}\n', "NaN"]),
+)
+def test_a_damaged_run_is_read_or_named(made, name, at, put, text):
+    path = made / name
+    whole = path.read_text()
+    lines = whole.splitlines() if name.endswith("l") and "yaml" not in name else [whole]
+    if text is None:
+        read = yaml.safe_load if name.endswith("yaml") else json.loads
+        line = at[-1] % len(lines) if at else 0
+        lines[line] = json.dumps(replaced(read(lines[line]), at, put))
+        text = "\n".join(lines) + "\n"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    run = RunDirectory(made)
+    try:
+        for read in (
+            run.plan,
+            run.launches,
+            lambda: read_result(run.result_json),
+            lambda: Checkpoint.read(path.parent),
+        ):
+            try:
+                read()
+                event("read")
+            except FileError as error:
+                event("refused")
+                assert name in str(error), error
+        shown = read_run(made, "it", lambda name: None)
+        assert shown.problems or shown.result
+    finally:
+        path.write_text(whole)
