@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -30,10 +31,16 @@ KILL_AFTER_S = 10  # seconds that the other ranks get once one has failed, as a 
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that nothing listens on now, and that no outgoing connection is given until it is used.
+
+    Linux gives those ports from 32768 on; among them a port that is free now may be a connection of another
+    launch's ranks a second later.
+    """
+    for port in random.SystemRandom().sample(range(15_000, 32_768), 100):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("", port))
+            return port
+    raise OSError("none of 100 ports is free")
 
 
 class RankServer:
