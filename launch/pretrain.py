@@ -19,7 +19,7 @@ from recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from launch.checkpoints.checkpoint import Checkpoint
+    from launch.checkpoints.reading import Choice
     from launch.runs.directory import RunDirectory
     from launch.runs.recorder import Silence
 
@@ -117,18 +117,14 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
 
 
 def open_run_directory(job: Job, facts: Facts) -> RunDirectory:
-    from launch.checkpoints.checkpoint import newest
     from launch.runs.admission import RunDirectoryError, admit
-    from recipes.files import FileError
 
     try:
-        if job.resume:
-            newest(job.checkpoints)  # a damaged one is refused before anything is touched
         directory = admit(
             job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume, tiny=facts.tiny,
             emulated_fp16=facts.emulated_fp16,
         )  # fmt: skip
-    except (RunDirectoryError, FileError) as e:
+    except RunDirectoryError as e:
         ending.refuse(e)
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     return directory
@@ -158,7 +154,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
     from launch.training import agreement
     from launch.training.loop import train
     from launch.training.outcome import Diverged
-    from launch.training.run import checksum
+    from launch.training.run import NotSavedError, checksum
     from modeling.parallel.process_grid import ProcessGrid
 
     layout = job.plan.layout
@@ -167,10 +163,13 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
         corpus = build(job.plan.recipe, job.cache, say=say_on_rank_0)
         agreement.check(job.plan, corpus, grid.control_group)
         # Once, and before anything in the run directory is cut back to it.
-        checkpoint = reading.choose(job.checkpoints, grid, checksum(corpus)) if job.resume else None
+        chosen = reading.Choice(None)
+        if job.resume:
+            chosen = reading.choose(job.checkpoints, grid, checksum(corpus))
+        checkpoint = chosen.checkpoint
     except ValueError as e:
         ending.refuse(e)
-    with open_recorder(job, directory, facts, corpus, checkpoint) as recorder:
+    with open_recorder(job, directory, facts, corpus, chosen) as recorder:
         try:
             stopped = train(job, recorder, corpus, grid, checkpoint)
         except Diverged as e:
@@ -178,6 +177,12 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
             ending.explain(e)
             torch.distributed.barrier(group=grid.control_group)  # rank 0 is not done before it has said why
             raise SystemExit(DIVERGED) from None
+        except NotSavedError as e:
+            memory = agreement.peak_memory(grid.control_group)
+            recorder.finish("not saved", memory=memory, because=str(e))
+            ending.explain(f"the last checkpoint could not be written: {e}")
+            torch.distributed.barrier(group=grid.control_group)  # as above
+            raise SystemExit(1) from None
         except (RuntimeError, MemoryError) as e:
             said = out_of_memory.said_by(e)
             # Another rank's: it leaves its traceback before it ends, and over its end this one stumbles.
@@ -199,9 +204,9 @@ def say_on_rank_0(text: str) -> None:
 
 
 def open_recorder(
-    job: Job, directory: RunDirectory | None, facts: Facts, corpus: Corpus, checkpoint: Checkpoint | None
+    job: Job, directory: RunDirectory | None, facts: Facts, corpus: Corpus, chosen: Choice
 ) -> Silence:
-    """What keeps the run's records on rank 0, cut back to `checkpoint`; silent elsewhere."""
+    """What keeps the run's records on rank 0, cut back to the chosen checkpoint; silent elsewhere."""
     from launch.machine import description
     from launch.runs import vocabulary
     from launch.runs.recorder import Recorder, Silence
@@ -212,15 +217,17 @@ def open_recorder(
         return Silence()
     vocabulary.keep(directory.path, corpus.tokenizer)
     recorder = Recorder(
-        directory, job.plan, name=job.name, corpus_facts=corpus, start_step=first_step(checkpoint),
+        directory, job.plan, name=job.name, corpus_facts=corpus, start_step=first_step(chosen.checkpoint),
         described=description.describe(), original=facts.original, tiny=facts.tiny,
         emulated=facts.emulated_fp16, band_kernel=band_kernel(job.plan),
     )  # fmt: skip
     given = job.initial_weights
     if given and (warning := vocabulary.foreign_tokens(Path(given), corpus.tokenizer)):
         recorder.say(warning)
-    if checkpoint:
-        recorder.say(f"resumed from {checkpoint.directory}")
+    for damaged in chosen.passed_over:
+        recorder.say(f"WARNING: {damaged}; it is left as it is, and an older checkpoint is taken")
+    if chosen.checkpoint:
+        recorder.say(f"resumed from {chosen.checkpoint.directory}")
     elif directory.resumed:
         recorder.say(f"none of the checkpoints in {directory.path} is complete: it starts again at step 0")
     elif job.resume:

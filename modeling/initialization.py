@@ -127,14 +127,9 @@ class Shard:
         missing[self.dim] = length - kept.shape[self.dim]
         return torch.cat([kept, kept.new_zeros(missing)], self.dim)
 
-    def join(self, slices: list[Tensor]) -> Tensor:
-        """The full, unpadded tensor from the slices of all ranks in rank order."""
-        full = torch.cat(slices, self.dim).narrow(self.dim, 0, self.entries)
-        return full.clone(memory_format=torch.contiguous_format)
-
 
 def label(parameter: Parameter, name: str, shard: Any) -> None:
-    """Attach what checkpoints need: the canonical name, and a `Shard`, or what has its `size` and `join`."""
+    """Attach what checkpoints need: the canonical name, and a `Shard`, None, or what stands in its place."""
     parameter.canonical_name = name  # type: ignore[attr-defined]
     parameter.shard = shard  # type: ignore[attr-defined]
 

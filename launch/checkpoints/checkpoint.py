@@ -1,74 +1,172 @@
-"""Checkpoints: DeepSpeed's files plus layout-free weights, complete only when a marker says so.
+"""The checkpoints of a run: which are whole, which are damaged, and how the old ones go.
 
     checkpoints/
-      step-000100/            DeepSpeed's shards, weights-stage-NN-part-NNN.safetensors
-        complete.json         written last, atomically:
-                                step     completed optimizer steps
-                                recipe   digest of the recipe
-                                layout   degrees and batch identity it was saved under
-                                data     position in the data, of all ranks (`data.loader.merge_states`)
-                                corpus   checksum of the training tokens; null for a stream
-                                files    size in bytes of every other file, by its path below the directory
+      step-000100/            whole as soon as it has this name (its form: launch/checkpoints/manifest.py)
+      step-000200.writing/    being written; left behind by a run that was killed meanwhile
+      step-000050.pruned/     being removed; likewise
 
-A run killed at any moment, also while saving, leaves a directory without marker, which resuming ignores. What
-is not saved needs no saving: dropout and data order are functions of (seed, step).
+A run killed at any moment leaves one of the last two, which the next one removes. What is not saved needs no
+saving: dropout and the order of the data are functions of (seed, step).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, NonNegativeInt, TypeAdapter
-
+from data import durable_files
+from launch.checkpoints import manifest, tensor_file
+from launch.checkpoints.manifest import Manifest
 from recipes import files
+from recipes.problems import some
 
-MARKER = "complete.json"
-DAMAGED = "restore it, or move this checkpoint away to resume from the one before"
-
-
-class Marker(BaseModel):
-    """What complete.json holds; the module's docstring says what each entry is."""
-
-    step: NonNegativeInt
-    data: dict[str, Any]
-    files: dict[str, NonNegativeInt]
-    corpus: str | None = None
+WRITING, PRUNED = ".writing", ".pruned"
+NAME = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A checkpoint with a sound manifest and files of the right sizes."""
 
     directory: Path
-    step: int
-    data_state: dict[str, Any]  # position in the data, of all ranks
-    corpus: str | None = None  # checksum of the training tokens
+    manifest: Manifest
 
-    @staticmethod
-    def read(directory: Path) -> Checkpoint | None:
-        """The checkpoint in `directory`, None without a marker, or with files missing or of another size.
+    @property
+    def step(self) -> int:
+        """Completed optimizer steps."""
+        return self.manifest.step
 
-        Raises FileError: a marker that no run has written; which checkpoint is the newest is unknown then.
+    @property
+    def data_state(self) -> dict[str, Any]:
+        """Position in the data, of all ranks."""
+        return self.manifest.data
+
+    @property
+    def corpus(self) -> str | None:
+        """Checksum of the training tokens; None for a stream."""
+        return self.manifest.corpus
+
+    def check_file(self, name: str, seen: Callable[[int], None] = lambda number: None) -> str | None:
+        """What is wrong with a file by its checksum, and which tensors it holds; None: nothing.
+
+        Reads all of it; `seen` hears the bytes of each part.
         """
-        path = directory / MARKER
-        if not path.is_file() and not path.is_dir():
-            return None
+        told = self.manifest.files[name]
         try:
-            marker = files.checked(TypeAdapter(Marker), files.read_json_object(path), path)
-        except files.FileError as error:
-            raise files.FileError(replace(problem, fix=DAMAGED) for problem in error.problems) from None
-        sizes = ((directory / name, size) for name, size in marker.files.items())
-        whole = all(file.is_file() and file.stat().st_size == size for file, size in sizes)
-        return Checkpoint(directory, marker.step, marker.data, marker.corpus) if whole else None
+            found = tensor_file.checksum(self.directory / name, seen)
+        except OSError as error:
+            return self._said(name, f"cannot be read ({error.strerror})")
+        if found.bytes != told.bytes:
+            return self._said(name, f"has {found.bytes} bytes instead of {told.bytes}")
+        if found != told:
+            return self._said(name, f"has checksum {found.crc32} instead of {told.crc32}")
+        return None
+
+    def _said(self, name: str, problem: str) -> str:
+        held = self.manifest.held_by(name)
+        return f"{name} {problem}; it holds {some(held, 3)}" if held else f"{name} {problem}"
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A directory named like a whole checkpoint that is none. `why`: what shows it."""
+
+    directory: Path
+    why: str
+
+    @property
+    def step(self) -> int:
+        """By its name."""
+        return _step(self.directory)
+
+    def __str__(self) -> str:
+        return f"{self.directory} is damaged: {self.why}"
+
+
+def directory_of(root: Path, step: int) -> Path:
+    return root / f"step-{step:06d}"
+
+
+def read(directory: Path) -> Checkpoint | Damaged:
+    """The checkpoint in a directory; its files are there in their sizes, their content is not read."""
+    try:
+        found = Checkpoint(directory, manifest.read(directory))
+    except files.FileError as error:
+        return Damaged(directory, "; ".join(str(problem) for problem in error.problems))
+    for name, told in found.manifest.files.items():
+        try:
+            size = (directory / name).stat().st_size
+        except OSError as error:
+            return Damaged(directory, found._said(name, f"cannot be read ({error.strerror})"))
+        if size != told.bytes:
+            return Damaged(directory, found._said(name, f"has {size} bytes instead of {told.bytes}"))
+    return found
+
+
+def found(root: Path) -> list[Checkpoint | Damaged]:
+    """Every checkpoint below `root`, whole or damaged, the newest first."""
+    every = (entry for entry in root.glob("step-*") if NAME.fullmatch(entry.name))
+    return [read(directory) for directory in sorted(every, key=_step, reverse=True)]
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:
-    """Complete checkpoints below `root`, oldest first."""
-    return sorted(filter(None, map(Checkpoint.read, root.glob("step-*"))), key=lambda c: c.step)
+    """Those that are not seen to be damaged, oldest first."""
+    return [each for each in reversed(found(root)) if isinstance(each, Checkpoint)]
 
 
 def newest(root: Path) -> Checkpoint | None:
-    """The newest complete checkpoint below `root`, or None."""
-    return max(complete_checkpoints(root), key=lambda c: c.step, default=None)
+    """The newest of them, or None."""
+    return next((each for each in found(root) if isinstance(each, Checkpoint)), None)
+
+
+def begin(root: Path, step: int) -> Path:
+    """Make the directory in which a checkpoint is written. Raises OSError."""
+    directory = directory_of(root, step).with_suffix(WRITING)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory
+
+
+def complete(directory: Path, held: Manifest) -> Path:
+    """Write the manifest of a checkpoint whose files are on the disk, and give it its name. Raises OSError.
+
+    A damaged checkpoint in its place is moved aside.
+    """
+    manifest.write(held, directory)
+    place = directory.with_suffix("")
+    if place.exists():
+        aside = (place.with_name(f"{place.name}.damaged-{number}") for number in range(1, 10**6))
+        os.rename(place, next(path for path in aside if not path.exists()))
+    os.rename(directory, place)
+    durable_files.sync(place.parent)
+    return place
+
+
+def abandon(directory: Path) -> None:
+    """Remove what was written of a checkpoint that cannot be completed."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def prune(root: Path, keep: int | None) -> None:
+    """Remove all but the newest `keep` whole checkpoints; None: none. Damaged ones stay. Raises OSError."""
+    for old in complete_checkpoints(root)[:-keep] if keep else []:
+        # Renamed first: a killed removal leaves nothing that looks whole.
+        doomed = old.directory.with_suffix(PRUNED)
+        os.rename(old.directory, doomed)
+        shutil.rmtree(doomed)
+
+
+def remove_remains(root: Path) -> None:
+    """Remove what killed runs left half written and half removed. Needs the lock of the run directory."""
+    for left in (*root.glob(f"step-*{WRITING}"), *root.glob(f"step-*{PRUNED}")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _step(directory: Path) -> int:
+    number = NAME.match(directory.name)
+    return int(number[1]) if number else -1

@@ -1,50 +1,122 @@
-"""Resuming: which checkpoint a run starts from, and loading it."""
+"""Resuming: which checkpoint a run starts from, and reading it into an engine of any layout."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 
-from launch.checkpoints.checkpoint import Checkpoint, newest
-from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
+from launch.checkpoints import checkpoint as checkpoints
+from launch.checkpoints.checkpoint import Checkpoint, Damaged
+from launch.checkpoints.engine_state import EngineState
+from launch.checkpoints.manifest import MOMENTS, WEIGHT
+from launch.checkpoints.placement import Placement
+from launch.checkpoints.stored import StoredTensors
 from launch.machine.processes import gathered
 from modeling.parallel.process_grid import ProcessGrid
 
+Seen = Callable[[int, int], None]  # hears how many bytes of how many are read
 
-def choose(root: Path, grid: ProcessGrid, corpus: str | None) -> Checkpoint | None:
-    """The checkpoint from which all ranks resume: the newest complete one of rank 0, or None. Collective.
 
-    `corpus`: checksum of the training tokens. Raises ValueError on every rank where another machine does not
-    see the checkpoint, or where it was trained on other tokens.
+@dataclass(frozen=True)
+class Choice:
+    """What a run resumes from. `passed_over`: newer checkpoints that are damaged, the newest first."""
+
+    checkpoint: Checkpoint | None
+    passed_over: tuple[Damaged, ...] = ()
+
+
+def choose(
+    root: Path, grid: ProcessGrid, corpus: str | None, seen: Seen = lambda done, total: None
+) -> Choice:
+    """The newest checkpoint whose files have the checksums of its manifest, or none. Collective.
+
+    Each rank reads a share of the files. `corpus`: checksum of the training tokens.
+
+    Raises ValueError on every rank where there are checkpoints and all are damaged, where another machine
+    does not see one, or where it was trained on other tokens.
     """
-    choice = [newest(root) if grid.rank == 0 else None]
-    dist.broadcast_object_list(choice, src=0, group=grid.control_group)
-    (checkpoint,) = choice
-    if checkpoint is None:
-        return None
-    seen = gathered(Checkpoint.read(checkpoint.directory) is not None, grid.control_group)
-    if blind := [rank for rank, sees in enumerate(seen) if not sees]:
+    candidates = [checkpoints.found(root) if grid.rank == 0 else []]
+    dist.broadcast_object_list(candidates, src=0, group=grid.control_group)
+    damaged: list[Damaged] = []
+    for candidate in candidates[0]:
+        if isinstance(candidate, Checkpoint) and (why := _problem(candidate, grid, seen)):
+            candidate = Damaged(candidate.directory, why)
+        if isinstance(candidate, Checkpoint):
+            _check_corpus(candidate, corpus)
+            return Choice(candidate, tuple(damaged))
+        damaged.append(candidate)
+    if damaged:
+        lines = "".join(f"\n  {each}" for each in damaged)
         raise ValueError(
-            f"ranks {blind} do not see {checkpoint.directory} whole: the run directory (--out) must be on a "
+            f"--resume: no checkpoint of {root.parent} is whole, and what it trained is not thrown away: "
+            f"restore one, or begin a new run with --out.{lines}"
+        )
+    return Choice(None)
+
+
+def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None:
+    """What is wrong with the files of a checkpoint by their checksums; None: nothing. Collective."""
+    world = dist.get_world_size()
+    mine = sorted(candidate.manifest.files)[grid.rank :: world]
+    total = sum(candidate.manifest.files[name].bytes for name in mine)
+    done = 0
+
+    def count(number: int) -> None:
+        nonlocal done
+        done += number
+        seen(done, total)
+
+    visible = checkpoints.read(candidate.directory)
+    own = [problem for name in mine if (problem := candidate.check_file(name, count))]
+    blind = isinstance(visible, Damaged)
+    told = gathered((blind, own), grid.control_group)
+    if blinded := [rank for rank, (rank_is_blind, _) in enumerate(told) if rank_is_blind]:
+        raise ValueError(
+            f"ranks {blinded} do not see {candidate.directory} whole: the run directory (--out) must be on a "
             "file system that all machines share"
         )
-    if checkpoint.corpus not in (None, corpus):
+    return "; ".join(problem for _, problems in told for problem in problems) or None
+
+
+def _check_corpus(candidate: Checkpoint, corpus: str | None) -> None:
+    if candidate.corpus not in (None, corpus):
         raise ValueError(
-            f"{checkpoint.directory} was trained on tokens with CRC-32 {checkpoint.corpus}, and the recipe's "
+            f"{candidate.directory} was trained on tokens with CRC-32 {candidate.corpus}, and the recipe's "
             f"data now have {corpus}: its files, or the store of that name, have changed; restore them, or "
-            "begin a new run with --out (--init_from takes exported weights along)"
+            "begin a new run with --out (--init_from takes its weights along)"
         )
-    return checkpoint
 
 
-def load(engine: DeepSpeedEngine, checkpoint: Checkpoint) -> None:
-    """Load weights, optimizer, loss scaler and schedule. Collective."""
-    directory = checkpoint.directory
-    path, client_state = engine.load_checkpoint(str(directory.parent), tag=directory.name)
-    if path is None:
-        raise ValueError(f"{directory}: DeepSpeed could not read this checkpoint")
-    replay_bias_correction(engine.basic_optimizer)
-    saved = client_state.get("step", checkpoint.step)
-    assert saved == checkpoint.step, f"{directory}: marker says step {checkpoint.step}, shards {saved}"
+@torch.no_grad()
+def load(state: EngineState, checkpoint: Checkpoint) -> None:
+    """Read weights, moments, loss scaler and schedule into an engine, whatever layout saved them. Collective.
+
+    Each rank reads the pieces that it needs. Raises FileError: the checkpoint has another model.
+    """
+    progress = checkpoint.manifest.progress
+    stored = StoredTensors(checkpoint.directory, checkpoint.manifest)
+    state.begin_filling()
+    for partition in state.partitions:
+        state.open(partition)
+        master = partition.master()
+        if progress.adam_steps:
+            state.new_moments(partition, progress.adam_steps)
+        buffers = {WEIGHT: master.data}
+        if progress.adam_steps:
+            buffers |= {name: state.adam.state[master][name] for name in MOMENTS}
+        for fragment in partition.fragments:
+            place = Placement.of(fragment.parameter)
+            for kind, buffer in buffers.items():
+                target = buffer.view(-1)[fragment.offset : fragment.offset + fragment.elements]
+                stored.fill(target, place, fragment.first, kind)
+        state.write_back()
+    state.finish()
+    state.set_scaler(progress.loss_scaler)
+    engine = state.engine
+    engine.global_steps, engine.skipped_steps = progress.step, progress.skipped
+    engine.global_samples = progress.step * engine.train_batch_size()
+    engine.lr_scheduler.load_state_dict({"completed": progress.schedule})

@@ -1,55 +1,320 @@
-"""Saving a checkpoint: DeepSpeed's files, layout-free weights, and last the marker that makes it complete."""
+"""Saving: every rank writes what it alone holds, in the background where memory allows it.
+
+A save has three parts. All ranks copy their state to host memory, while training waits. A thread of each
+rank writes and flushes its file, while training goes on. When all threads are done, which the ranks ask each
+other between two steps, rank 0 writes the manifest and gives the checkpoint its name. So a checkpoint appears
+whole or not at all, whoever is killed when, and a failing disk costs a checkpoint and not the run.
+
+`torch.distributed.checkpoint` (torch 2.13) was judged first. Its metadata are a pickle, and its tensors too
+but for the Hugging Face writer, which has no checksums. A piece of a tensor is a box to it, and a run of a
+flat ZeRO partition is up to three of them, each of which would be a tensor to plan, save and load.
+"""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
-from dataclasses import asdict
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 
-from data.durable_files import write_atomically
 from data.loader import merge_states
-from ds_configs.plan import Plan
-from launch.checkpoints.checkpoint import MARKER, Checkpoint, complete_checkpoints
-from launch.checkpoints.weights import save_weights
-from launch.machine.processes import gathered
+from ds_configs.plan import Plan, plan_to_json
+from launch.checkpoints import checkpoint, tensor_file
+from launch.checkpoints.engine_state import EngineState
+from launch.checkpoints.manifest import MOMENTS, WEIGHT, Manifest, Piece, Progress, StoredFile, StoredTensor
+from launch.checkpoints.placement import Placement
+from launch.checkpoints.tensor_file import Entry
+from launch.machine import description, memory
+from launch.machine.processes import local_world_size
 from modeling.parallel.process_grid import ProcessGrid
-from recipes.catalog import digest
+
+SPARE = 0.1  # of a machine's memory, which a copy of the state leaves free
+Pieces = dict[str, tuple[Placement, Piece]]
+Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
-def save(
-    engine: DeepSpeedEngine, plan: Plan, grid: ProcessGrid, root: Path, step: int, data: dict, crc: str | None
-) -> None:
-    """Save the state after `step` optimizer steps below `root` and prune old checkpoints. Collective.
+@dataclass(frozen=True)
+class Saved:
+    """How a save went.
 
-    `data`: this rank's position. `crc`: checksum of the training tokens.
+    Attributes:
+        step: optimizer steps that were done.
+        bytes: of all ranks' files.
+        blocking_seconds: for which rank 0 could not train.
+        seconds: from the beginning to the name of the checkpoint.
+        background: whether training went on while rank 0 wrote.
+        problem: why there is no checkpoint; None: there is.
     """
-    directory = root / f"step-{step:06d}"
-    if grid.rank == 0:
-        if Checkpoint.read(directory) is None and directory.exists():
-            shutil.rmtree(directory)  # the remains of a save that was killed
-        directory.mkdir(parents=True, exist_ok=True)
-    dist.barrier(group=grid.control_group)
-    engine.save_checkpoint(str(root), directory.name, client_state={"step": step}, save_latest=False)
-    save_weights(engine, grid, directory)
-    # Every data-parallel rank knows its place in the files that it reads; gathering also waits for all ranks.
-    states = gathered(data, grid.control_group)
-    if grid.rank == 0:
-        files = [p for p in sorted(directory.rglob("*")) if p.is_file() and p.name != MARKER]
-        marker = {
-            "step": step,
-            "recipe": digest(plan.recipe),
-            "layout": asdict(plan.layout),
-            "data": merge_states(states),
-            "corpus": crc,
-            "files": {str(p.relative_to(directory)): p.stat().st_size for p in files},
-        }
-        write_atomically(directory / MARKER, json.dumps(marker, indent=2) + "\n")
-        keep = plan.recipe.run.keep_checkpoints
-        for old in complete_checkpoints(root)[:-keep] if keep else []:
-            (old.directory / MARKER).unlink()  # first: a killed removal leaves nothing that looks complete
-            shutil.rmtree(old.directory)
-    dist.barrier(group=grid.control_group)
+
+    step: int
+    bytes: int
+    blocking_seconds: float
+    seconds: float
+    background: bool
+    problem: str | None = None
+
+
+class Listener(Protocol):
+    """Who hears of saves."""
+
+    def say(self, text: str) -> None: ...
+
+    def saved(self, saved: Saved, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank tells rank 0 of its share."""
+
+    file: StoredFile | None
+    pieces: Pieces
+    data: dict[str, Any]
+    problem: str | None = None
+
+
+@dataclass
+class _Pending:
+    """A save on its way. `written`: this rank's file."""
+
+    directory: Path
+    progress: Progress
+    data: dict[str, Any]
+    corpus: str | None
+    pieces: Pieces
+    written: Future[StoredFile]
+    started: float
+    blocked: float
+    background: bool
+
+
+class Saver:
+    """Saves the state of one engine below `root`. All methods are collective."""
+
+    def __init__(self, state: EngineState, plan: Plan, grid: ProcessGrid, root: Path, listener: Listener):
+        self.state, self.plan, self.grid, self.root, self.listener = state, plan, grid, root, listener
+        self.problem: str | None = None  # of the newest save, once it is over
+        self._pending: _Pending | None = None
+        self._told_foreground = False
+        if grid.rank == 0:
+            checkpoint.remove_remains(root)
+
+    def save(self, progress: Progress, data: dict[str, Any], corpus: str | None) -> None:
+        """Begin to save, once the save before it is over.
+
+        `data`: this rank's position; `corpus`: checksum of the training tokens.
+        """
+        self.finish()
+        started = time.perf_counter()
+        directory = checkpoint.directory_of(self.root, progress.step).with_suffix(checkpoint.WRITING)
+        if problem := self._on_rank_0(partial(checkpoint.begin, self.root, progress.step)):
+            took = time.perf_counter() - started
+            self._over(Saved(progress.step, 0, took, took, False, problem))
+            return
+        entries, pieces = contents(self.state, kinds_after(progress.adam_steps), self.grid.rank)
+        background = self._fits([entry.bytes for entry in entries])
+        file = directory / file_name(self.grid.rank)
+        written: Future[StoredFile] = Future()
+        if background:
+            entries = [_copied(entry) for entry in entries]
+            threading.Thread(target=_write, args=(file, entries, written), daemon=True).start()
+        else:
+            _write(file, entries, written)
+        self.state.close()
+        blocked = time.perf_counter() - started
+        self._pending = _Pending(
+            directory, progress, data, corpus, pieces, written, started, blocked, background
+        )
+
+    def poll(self) -> None:
+        """Complete the save that is on its way, if all ranks have written their files."""
+        if self._pending is not None:
+            done = torch.tensor(int(self._pending.written.done()))
+            dist.all_reduce(done, op=dist.ReduceOp.MIN, group=self.grid.control_group)
+            if done:
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is on its way and complete it."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        error = pending.written.exception()  # waits
+        own = Part(
+            None if error else pending.written.result(), pending.pieces, pending.data,
+            None if error is None else _reason(error, pending.directory),
+        )  # fmt: skip
+        parts: list[Any] | None = [None] * dist.get_world_size() if self.grid.rank == 0 else None
+        dist.gather_object(own, parts, dst=0, group=self.grid.control_group)
+        problem = self._on_rank_0(lambda: self._complete(pending, parts or []))
+        written = sum(part.file.bytes for part in parts or [] if part.file)
+        took = time.perf_counter() - pending.started
+        self._over(Saved(pending.progress.step, written, pending.blocked, took, pending.background, problem))
+
+    def _complete(self, pending: _Pending, parts: list[Part]) -> None:
+        """On rank 0: make the checkpoint whole, or remove what was written and raise OSError or _NotSaved."""
+        try:
+            problems = [f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem]
+            if not problems:
+                problems = _invisible(pending.directory, parts)
+            if problems:
+                raise _NotSaved("; ".join(problems[:3]))
+            checkpoint.complete(pending.directory, self._manifest(pending, parts))
+        except (OSError, _NotSaved):
+            checkpoint.abandon(pending.directory)
+            raise
+        try:
+            checkpoint.prune(self.root, self.plan.recipe.run.keep_checkpoints)
+        except OSError as error:
+            self.listener.say(f"an old checkpoint could not be removed: {error}")
+
+    def _manifest(self, pending: _Pending, parts: list[Part]) -> Manifest:
+        facts = plan_to_json(self.plan)
+        files, tensors = assembled(parts)
+        return Manifest(
+            pending.progress,
+            merge_states([part.data for part in parts]),
+            pending.corpus,
+            self.plan.recipe.model_dump(mode="json", by_alias=True),
+            {key: value for key, value in facts.items() if key not in ("recipe", "ds")},
+            description.versions(),
+            files,
+            tensors,
+            kinds_after(pending.progress.adam_steps),
+            saved=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        )
+
+    def _fits(self, sizes: list[int]) -> bool:
+        """Whether the ranks of this machine may copy so much to its memory; says where it is not so."""
+        needed, free = sum(sizes) * local_world_size(), memory.available()
+        if needed <= free - SPARE * memory.host_memory():
+            return True
+        if not self._told_foreground:
+            self._told_foreground = True
+            self.listener.say(
+                f"training waits for the disk at each save: the state of this machine's ranks, "
+                f"{needed / 1e9:.3g} GB, would be copied to memory to be written meanwhile, and of "
+                f"{free / 1e9:.3g} GB that are free a tenth of the machine's memory stays so"
+            )
+        return False
+
+    def _on_rank_0(self, work: Callable[[], Any]) -> str | None:
+        """Have rank 0 do some work with files. Returns on every rank why it failed, or None."""
+        problem = [None] if self.grid.rank else [_problem_of(work, self.root)]
+        dist.broadcast_object_list(problem, src=0, group=self.grid.control_group)
+        return problem[0]
+
+    def _over(self, saved: Saved) -> None:
+        self.problem = saved.problem
+        self.listener.saved(saved)
+
+
+def contents(
+    state: EngineState, kinds: Sequence[str], rank: int, convert: Convert | None = None
+) -> tuple[list[Entry], Pieces]:
+    """What `rank` writes of every kind, in the order of its partitions, and where that lies.
+
+    `convert`: makes other numbers of those, of the same number and type.
+    """
+    entries: list[Entry] = []
+    pieces: Pieces = {}
+    for partition in state.partitions:
+        for fragment in state.owned(partition):
+            place = Placement.of(fragment.parameter)
+            assert place.name not in pieces, f"two pieces of {place.name} on one rank"
+            pieces[place.name] = place, Piece(file_name(rank), place.cut, fragment.first, fragment.elements)
+            for kind in kinds:
+                read = partial(state.read, partition, fragment, kind)
+                if convert is not None:
+                    read = partial(_converted, read, convert)
+                dtype = state.dtype(partition, kind)
+                entries.append(Entry(f"{kind}/{place.name}", dtype, (fragment.elements,), read))
+    return entries, pieces
+
+
+def assembled(parts: Sequence[Part]) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
+    """Files and tensors of a manifest, of what every rank wrote."""
+    files: dict[str, StoredFile] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for rank, part in enumerate(parts):
+        assert part.file is not None
+        files[file_name(rank)] = part.file
+        for name, (place, piece) in part.pieces.items():
+            before = tensors[name].pieces if name in tensors else ()
+            tensors[name] = StoredTensor(place.shape, (*before, piece), place.form)
+    return files, tensors
+
+
+def kinds_after(adam_steps: int) -> tuple[str, ...]:
+    """What there is to store after so many updates."""
+    return (WEIGHT, *MOMENTS) if adam_steps else (WEIGHT,)
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _converted(read: Callable[[], torch.Tensor], convert: Convert) -> torch.Tensor:
+    return convert(read())
+
+
+class _NotSaved(Exception):
+    """A checkpoint that cannot be completed; the message says why."""
+
+
+def _copied(entry: Entry) -> Entry:
+    """The entry with its numbers in host memory, as they are now."""
+    held = entry.read().detach().to("cpu", copy=True)
+    return Entry(entry.name, entry.dtype, entry.shape, lambda: held)
+
+
+def _write(path: Path, entries: list[Entry], written: Future[StoredFile]) -> None:
+    try:
+        written.set_result(tensor_file.write(path, entries))
+    except BaseException as error:
+        written.set_exception(error)
+    entries.clear()
+
+
+def _invisible(directory: Path, parts: list[Part]) -> list[str]:
+    """Files that rank 0 does not see as their ranks wrote them."""
+    found = []
+    for rank, part in enumerate(parts):
+        path = directory / file_name(rank)
+        try:
+            seen = path.stat().st_size
+        except OSError:
+            seen = -1
+        if part.file and part.file.bytes != seen:
+            found.append(
+                f"rank 0 does not see {path.name}, which rank {rank} wrote: the run directory (--out) has "
+                "to be on a file system that all machines share"
+            )
+    return found
+
+
+def _problem_of(work: Callable[[], Any], directory: Path) -> str | None:
+    try:
+        work()
+    except (OSError, _NotSaved) as error:
+        return _reason(error, directory)
+    return None
+
+
+def _reason(error: BaseException, directory: Path) -> str:
+    """Why a file could not be written, and how much room there is."""
+    if not isinstance(error, OSError):
+        return str(error)
+    free = ""
+    with contextlib.suppress(OSError):
+        there = next(path for path in (directory, *directory.parents) if path.exists())
+        free = f", {shutil.disk_usage(there).free / 1e9:.3g} GB are free"
+    return f"{error.filename or directory}: {error.strerror or error}{free}"

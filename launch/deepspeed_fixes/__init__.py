@@ -7,7 +7,6 @@ Every docstring has the symptom, upstream's issue, and the test that notices whe
     loss_scale_growth           a growing loss scale halves the gradients of its step
     loss_scale_floor            an overflow at the smallest loss scale is a bare Exception
     cpu_adam_bias_correction    a resumed CPU Adam differs in the last bits
-    optimizer_state_links       the second parameter group's optimizer states are lost under ZeRO 1 and 2
 
 Corrected where a process starts and ends, in `launch/machine`, which imports nothing from here:
 

@@ -10,8 +10,7 @@ DeepSpeed 0.19.8 runs it on optimizers (`runtime/fp16/fused_optimizer.py`, `unfu
 - in the variant for torch's AdamW leave the slices of all tensor-parallel ranks but the first out of the
   gradient norm, which they report times the loss scale;
 - know neither the hysteresis nor the end at the smallest loss scale that the JSON's fp16 section promises;
-- grow the loss scale before they unscale with it, which halves that step's gradients;
-- give their fp32 weights out neither to checkpoints of single parameters nor to `safe_get_full_fp32_param`.
+- grow the loss scale before they unscale with it, which halves that step's gradients.
 
 `MasterWeights` takes their place. Its arithmetic is ZeRO-1's, so that both stages train alike up to the
 rounding of the norm.
@@ -30,7 +29,6 @@ Upstream: https://github.com/deepspeedai/DeepSpeed/pull/8393 (the unscaled fp16 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -49,7 +47,6 @@ from torch.optim import Optimizer
 from modeling.parallel.process_grid import ProcessGrid
 
 BLOCK = 512  # elements whose squares float32 adds up without loss
-_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a DynamicLossScaler
 
 
 def initialize(*, config: dict[str, Any], mpu: ProcessGrid, **arguments: Any) -> DataParallelEngine:
@@ -132,18 +129,11 @@ class MasterWeights(DeepSpeedOptimizer):
         self.scaler, self.skips_overflow = scaler, skips_overflow
         self.overflow = False
         self._global_grad_norm: float | torch.Tensor = 0.0
-        self._pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self.pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         for group in optimizer.param_groups:
             masters = [p.detach().to(torch.float32, copy=True) for p in group["params"]]
-            self._pairs += zip(group["params"], masters, strict=True)
+            self.pairs += zip(group["params"], masters, strict=True)
             group["params"] = masters
-        # What deepspeed.utils.safe_get_full_fp32_param and its like ask for.
-        for parameter, master in self._pairs:
-            vars(parameter).update(_hp_mapping=self, get_full_hp_param=functools.partial(self._full, master))
-
-    def _full(self, master: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor:
-        """The fp32 weight of a parameter, or Adam's moment of that name; the parameter's shape."""
-        return master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
 
     @property
     def cur_scale(self) -> float:
@@ -171,43 +161,30 @@ class MasterWeights(DeepSpeedOptimizer):
             return
         norm = self._global_grad_norm = scaled_norm / self.cur_scale
         divisor = self.cur_scale * (torch.clamp((norm + 1e-6) / self.clip, min=1.0) if self.clip else 1.0)
-        for parameter, master in self._pairs:
+        for parameter, master in self.pairs:
             assert parameter.grad is not None
             master.grad = parameter.grad.to(torch.float32).mul_(1.0 / divisor)
             parameter.grad = None
         self.optimizer.step()
-        for parameter, master in self._pairs:
+        for _, master in self.pairs:
             master.grad = None
-            parameter.copy_(master)
+        self.round_weights()
         self._update_scale(False)
 
     def _norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradient times the loss scale."""
-        return gradient_norm((p for p, _ in self._pairs), self.mpu)
+        return gradient_norm((p for p, _ in self.pairs), self.mpu)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter, _ in self._pairs:
+        for parameter, _ in self.pairs:
             parameter.grad = None
 
-    def state_dict(self) -> dict:
-        """Everything a resumed run needs to go on bit for bit; the same on every data-parallel rank."""
-        state = {"optimizer": self.optimizer.state_dict(), "masters": [master for _, master in self._pairs]}
-        if self.scaler.dynamic:
-            state["loss_scaler"] = {name: getattr(self.scaler, name) for name in _SCALER_STATE}
-        return state
-
-    def load_state_dict(self, state: dict, load_optimizer_states: bool = True) -> None:
-        """The rules of the loss scaler stay the JSON's; a dynamic one goes on from where it was."""
-        if load_optimizer_states:
-            self.optimizer.load_state_dict(state["optimizer"])
-        with torch.no_grad():
-            for (parameter, master), saved in zip(self._pairs, state["masters"], strict=True):
-                parameter.copy_(master.copy_(saved))
-        if self.scaler.dynamic:
-            vars(self.scaler).update(state.get("loss_scaler", {}))
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Round the master weights into those of the model."""
+        for parameter, master in self.pairs:
+            parameter.copy_(master)
 
     def destroy(self) -> None:
-        """Unlink what refers to itself through the parameters."""
-        for parameter, _ in self._pairs:
-            del vars(parameter)["_hp_mapping"], vars(parameter)["get_full_hp_param"]
-        self._pairs = []
+        """Let go of the weights; called by DeepSpeed."""
+        self.pairs = []

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from launch.checkpoints import checkpoint
-from launch.checkpoints.weights import load_tensors
+from launch.checkpoints.stored import StoredTensors
 from launch.training.build_model import whole_model
 from modeling import cost
 from modeling.families import family_of
@@ -28,5 +28,5 @@ def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
             "not sampled: there is no checkpoint of the last step (run.save_last=false); "
             "--set run.save_last=true keeps one"
         )
-    model = whole_model(recipe, load_tensors(saved.directory))
+    model = whole_model(recipe, StoredTensors(saved.directory, saved.manifest))
     return str(family_of(recipe.model).answer(model, tokenizer, recipe.run.prompt, recipe.seed))

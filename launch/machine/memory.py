@@ -63,15 +63,26 @@ def this_machine() -> Memory:
 
 def host_memory(root: Path = Path("/")) -> float:
     """Bytes: the machine's memory, or the lowest limit of this process's control groups, as in containers."""
-    return min([float(physical_memory()), *_cgroup_limits(root)])
+    return min([float(physical_memory()), *(limit for limit, _ in _control_groups(root))])
+
+
+def available(root: Path = Path("/")) -> float:
+    """Bytes that processes can still take without swapping, in this machine and these control groups."""
+    import psutil
+
+    left = (limit - used for limit, used in _control_groups(root))
+    return max(0.0, min([float(psutil.virtual_memory().available), *left]))
 
 
 def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _cgroup_limits(root: Path) -> Iterator[float]:
-    """Limits of the group and of those above it, cgroup v2 (memory.max) and v1 (memory.limit_in_bytes)."""
+def _control_groups(root: Path) -> Iterator[tuple[float, float]]:
+    """(limit, use) in bytes of the group and of those above it, cgroup v2 and v1; what is limited.
+
+    The cache of files is no use: the system takes it back.
+    """
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # no Linux
@@ -79,12 +90,18 @@ def _cgroup_limits(root: Path) -> Iterator[float]:
     for _, controllers, path in (line.split(":", 2) for line in groups):
         if controllers and "memory" not in controllers.split(","):
             continue
-        version_1 = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        top, name = version_1 if controllers else ("sys/fs/cgroup", "memory.max")
+        version_1 = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        version_2 = "sys/fs/cgroup", "memory.max", "memory.current"
+        top, most, now = version_1 if controllers else version_2
         group = root / top / path.strip("/")
         for folder in (group, *group.parents):
             # Invisible from inside a container; "max": no limit.
             with contextlib.suppress(OSError, ValueError):
-                yield float((folder / name).read_text())
+                limit, used = float((folder / most).read_text()), 0.0
+                with contextlib.suppress(OSError, ValueError):
+                    facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    cached = sum(float(facts.get(key, 0)) for key in ("active_file", "inactive_file"))
+                    used = max(0.0, float((folder / now).read_text()) - cached)
+                yield limit, used
             if folder == root / top:
                 break

@@ -40,6 +40,11 @@ def local_rank() -> int:
     return _variable("LOCAL_RANK", 0)
 
 
+def local_world_size() -> int:
+    """Ranks on this machine."""
+    return _variable("LOCAL_WORLD_SIZE", _variable("LOCAL_SIZE", 1))
+
+
 def world_size() -> int:
     return _variable("WORLD_SIZE", 1)
 
@@ -194,5 +199,4 @@ def _share_cores() -> None:
 
     if "OMP_NUM_THREADS" in os.environ:
         return
-    local = _variable("LOCAL_WORLD_SIZE", _variable("LOCAL_SIZE", 1))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))

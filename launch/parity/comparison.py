@@ -77,7 +77,8 @@ def read_outcome(
 ) -> Outcome:
     """The outcome of the run in `directory`, whose launch wrote `log`."""
     # With DeepSpeed, which --help and refusals do without.
-    from launch.checkpoints.weights import load_tensors
+    from launch.checkpoints import gradients
+    from launch.checkpoints.stored import load_weights
 
     last = newest(directory / "checkpoints")
     if last is None or not (directory / FINISHED).exists():
@@ -88,8 +89,8 @@ def read_outcome(
         losses=[_number(record.loss) for record in records.steps],
         validations=[_number(record.loss) for record in records.validations],
         norms=[_number(record.grad_norm) for record in records.steps],
-        gradients=load_tensors(directory, "gradients-stage-*.safetensors"),
-        weights=load_tensors(last.directory),
+        gradients=load_weights(directory / gradients.DIRECTORY, gradients.KIND),
+        weights=load_weights(last.directory),
         seconds=statistics.median(record.seconds for record in records.steps[5:] or records.steps),
         compiled_from=compiled_from,
     )  # fmt: skip

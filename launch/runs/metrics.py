@@ -1,4 +1,4 @@
-"""The records of a run, one line of metrics.jsonl each: optimizer steps, validations and notes.
+"""The records of a run, one line of metrics.jsonl each: optimizer steps, validations, saves and notes.
 
 A step's number counts completed optimizer steps: the first step is 1, and 0 means "before training". Numbers
 that are not finite (the gradient norm of an overflowed fp16 step) are null, since JSON has no infinity.
@@ -85,11 +85,33 @@ class Note:
     kind: Literal["note"] = "note"
 
 
-Record = StepRecord | ValidationRecord | Note
+@dataclass(frozen=True, slots=True)
+class SaveRecord:
+    """A checkpoint after `step` steps, or why there is none.
+
+    Attributes:
+        bytes: of all ranks' files.
+        blocking_seconds: for which training waited; seconds: until the checkpoint was whole.
+        background: whether training went on while the files were written.
+        problem: why there is no checkpoint; None: there is.
+    """
+
+    step: int
+    bytes: int
+    blocking_seconds: Finite
+    seconds: Finite
+    background: bool
+    problem: str | None = None
+    time: float = 0.0
+    kind: Literal["save"] = "save"
+
+
+Record = StepRecord | ValidationRecord | SaveRecord | Note
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {
     "step": TypeAdapter(StepRecord),
     "validation": TypeAdapter(ValidationRecord),
     "test": TypeAdapter(ValidationRecord),
+    "save": TypeAdapter(SaveRecord),
     "note": TypeAdapter(Note),
 }
 
@@ -101,11 +123,13 @@ class Records:
     steps: tuple[StepRecord, ...] = ()
     validations: tuple[ValidationRecord, ...] = ()
     tests: tuple[ValidationRecord, ...] = ()
+    saves: tuple[SaveRecord, ...] = ()
     notes: tuple[Note, ...] = ()
     broken: bool = False
 
     def __len__(self) -> int:
-        return len(self.steps) + len(self.validations) + len(self.tests) + len(self.notes)
+        kinds = self.steps, self.validations, self.tests, self.saves, self.notes
+        return sum(map(len, kinds))
 
     @property
     def part(self) -> str:
@@ -174,8 +198,9 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
         problems += [f"{each}: {left_out}" for each in broken[:MOST_NAMED]]
         if (more := len(broken) - MOST_NAMED) > 0:
             problems.append(f"{path}: {more} more lines like these")
-    steps, validations, tests, notes = (tuple(found[kind]) for kind in ("step", "validation", "test", "note"))
-    return Records(steps, validations, tests, notes, bool(broken))
+    kinds = "step", "validation", "test", "save", "note"
+    steps, validations, tests, saves, notes = (tuple(found[kind]) for kind in kinds)
+    return Records(steps, validations, tests, saves, notes, bool(broken))
 
 
 def truncate(path: Path, step: int) -> None:

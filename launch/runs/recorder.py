@@ -20,7 +20,7 @@ from launch.planning.plan_text import describe_plan
 from launch.runs import metrics
 from launch.runs.directory import RunDirectory
 from launch.runs.loss_plot import plot_loss
-from launch.runs.metrics import Note, Record, StepRecord, ValidationRecord, finite, finite_parts
+from launch.runs.metrics import Note, Record, SaveRecord, StepRecord, ValidationRecord, finite, finite_parts
 from launch.runs.result import Entropies, Result, make_result, write_result
 from launch.runs.result_text import result_text
 from launch.runs.throughput import Throughput
@@ -50,6 +50,23 @@ class StepOutcome(ValidationOutcome, Protocol):
     def skipped(self) -> bool: ...
 
 
+class SaveOutcome(Protocol):
+    """How a checkpoint was saved; `metrics.SaveRecord` says what its facts are."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def blocking_seconds(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def background(self) -> bool: ...
+    @property
+    def problem(self) -> str | None: ...
+
+
 class CorpusFacts(Protocol):
     """What a corpus says of itself; entropies in nats per token of the validation text."""
 
@@ -76,6 +93,8 @@ class Silence:
     def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None: ...
 
     def saving(self, memory: Mapping[str, int | None]) -> None: ...
+
+    def saved(self, outcome: SaveOutcome) -> None: ...
 
     def finish(
         self,
@@ -183,6 +202,22 @@ class Recorder(Silence):
         """Write curve and result before the last checkpoint, which a host may not survive."""
         self._keep("saving", memory, "its last checkpoint was not complete when this was written")
 
+    def saved(self, outcome: SaveOutcome) -> None:
+        """Record a checkpoint, or why there is none."""
+        blocked, took = outcome.blocking_seconds, outcome.seconds
+        self._write(
+            SaveRecord(
+                outcome.step, outcome.bytes, blocked, took, outcome.background, outcome.problem, time.time()
+            )
+        )
+        for name, value in (("blocking_seconds", blocked), ("bytes_per_second", outcome.bytes / took)):
+            self._events.add_scalar(f"save/{name}", value, outcome.step)
+        if outcome.problem:
+            self._screen.line(f"WARNING: no checkpoint of step {outcome.step}: {outcome.problem}")
+            return
+        rate = f"{short(outcome.bytes)}B at {short(outcome.bytes / took)}B/s"
+        self._screen.line(f"step {outcome.step}: checkpoint, {rate}; training waited {blocked:.2g} s")
+
     def finish(
         self,
         status: str,
@@ -224,7 +259,7 @@ class Recorder(Silence):
         terminal.say(f"\n{text}\n\n{to_beat}\n", self._stream)
 
     def _checkpoints(self) -> str:
-        if any(self.directory.checkpoints.glob("*/complete.json")):
+        if any(self.directory.checkpoints.glob("*/manifest.json")):
             return ", checkpoints/"
         kept = self._plan.recipe.run.save_last
         return "" if kept else "; no checkpoint (--set run.save_last=true keeps one)"

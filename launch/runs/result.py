@@ -126,8 +126,8 @@ class Result:
     Attributes:
         recipe: table/row as the user names it.
         implementation: whose modules and loop: ours, or "transformers" with its version.
-        status: "ok", or what ended the run ("interrupted", "OOM", "diverged"); "saving": it is at its last
-            checkpoint.
+        status: "ok", or what ended the run ("interrupted", "OOM", "diverged", "not saved": its last
+            checkpoint could not be written); "saving": it is at its last checkpoint.
         reason: of the status.
         emulated_fp16: fp16 on a CPU, whose speed means nothing.
         parameters_summed_over_tp_ranks: as Megatron-LM prints a model's size, duplicates and padding

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data.vocabularies.vocabulary import vocabulary_size
 from launch.checkpoints.checkpoint import Checkpoint, complete_checkpoints
-from launch.checkpoints.weights import PATTERN, load_tensors
+from launch.checkpoints.stored import StoredTensors
 from launch.training.build_model import whole_model
 from modeling.families import family_of
 from modeling.huggingface.conversion import Logits, Tensors, check_convertible
 from recipes import catalog
-from recipes.files import is_file, read_safetensors_header, refuse
+from recipes.files import is_file, refuse
 from recipes.micro_batch import FIELDS
 from recipes.problems import some
 from recipes.schema import Recipe
@@ -118,12 +118,10 @@ def export(
 def read_weights(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Tensor]:
     """The canonical weights of a checkpoint. Raises FileError: damaged, or of another recipe."""
     where = checkpoint.directory
-    for file in sorted(where.glob(PATTERN)):
-        read_safetensors_header(file)
-    try:
-        weights = load_tensors(where)
-    except FileNotFoundError as error:
-        refuse(where, str(error), fix=RESTORE)
+    for name in checkpoint.manifest.files:
+        if problem := checkpoint.check_file(name):
+            refuse(where, problem, "its files are those that the run wrote", RESTORE)
+    weights = dict(StoredTensors(where, checkpoint.manifest))
     wanted = {entry.ours for entry in family_of(recipe.model).conversion.name_map(recipe.model)}
     if other := sorted(wanted ^ weights.keys()):
         refuse(where, f"holds or lacks {some(other)}", "its tensors are those of the run's recipe", RESTORE)

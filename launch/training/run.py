@@ -18,9 +18,12 @@ from data.corpus import Corpus
 from data.loader import StepBatches, validation_batches
 from data.samples.fields import HeldOut
 from ds_configs.plan import Plan
-from launch.checkpoints import reading, saving
+from launch.checkpoints import reading
 from launch.checkpoints.checkpoint import Checkpoint
-from launch.checkpoints.weights import save_first_gradients
+from launch.checkpoints.engine_state import EngineState
+from launch.checkpoints.gradients import save_first_gradients
+from launch.checkpoints.manifest import Progress
+from launch.checkpoints.saving import Saved, Saver
 from launch.training import agreement
 from launch.training.engine import Forward, forward, validate
 from launch.training.job import Job
@@ -40,6 +43,8 @@ class Recorder(Protocol):
 
     def saving(self, memory: dict[str, int | None], /) -> None: ...
 
+    def saved(self, saved: Saved, /) -> None: ...
+
 
 @dataclass(frozen=True)
 class EarlyStop:
@@ -51,6 +56,10 @@ class EarlyStop:
 
     def __str__(self) -> str:
         return f"{self.request}: stopped after step {self.step} of {self.steps}, checkpoint saved"
+
+
+class NotSavedError(Exception):
+    """The last checkpoint of a run could not be written; the message says why."""
 
 
 class TrainingRun:
@@ -69,8 +78,10 @@ class TrainingRun:
         self.held_out = held_out_batches(corpus.validation, job.plan, grid)
         self.skipped = SkippedInARow(job.plan.precision)
         self.start_step = first_step(checkpoint)
+        self.state = EngineState(engine, grid)
+        self.saver = Saver(self.state, job.plan, grid, job.checkpoints, recorder)
         if checkpoint:
-            reading.load(engine, checkpoint)
+            reading.load(self.state, checkpoint)
         else:
             recorder.validation(0, self.validate(self.held_out))
 
@@ -82,8 +93,8 @@ class TrainingRun:
         self.recorder.step(step, outcome, seconds, waited)
         self.skipped.see(outcome)
         if self.job.record_gradients and step == 1:
-            adam, norm = self.recipe.optimizer, outcome.grad_norm
-            save_first_gradients(self.engine, self.grid, self.job.directory, adam, norm)
+            norm = outcome.grad_norm
+            save_first_gradients(self.state, self.job.plan, self.grid, self.job.directory, norm)
 
     def validate_if_due(self, step: int) -> None:
         """Validate every run.validate_every steps and after the last one, when the test split follows."""
@@ -95,14 +106,30 @@ class TrainingRun:
             self.recorder.validation(step, self.validate(tested), "test")
 
     def save_if_due(self, step: int, stopped: str | None) -> None:
-        """Save every run.save_every steps, after the last one if run.save_last, and where the run stops."""
-        last = step == self.recipe.steps
-        if not (stopped or (last and self.recipe.run.save_last) or due(step, self.recipe.run.save_every)):
-            return
+        """Save every run.save_every steps, after the last one if run.save_last, and where the run stops.
+
+        Training goes on while files are written; where it ends, it waits for the disk. Raises NotSavedError
+        where it ends and what it trained could not be kept.
+        """
+        last, run = step == self.recipe.steps, self.recipe.run
+        self.saver.poll()
+        if stopped or (last and run.save_last) or due(step, run.save_every):
+            if stopped or last:
+                self.recorder.saving(agreement.peak_memory(self.grid.control_group))
+            self.saver.save(self._progress(step), self.batches.state(), checksum(self.corpus))
         if stopped or last:
-            self.recorder.saving(agreement.peak_memory(self.grid.control_group))
-        root, state = self.job.checkpoints, self.batches.state()
-        saving.save(self.engine, self.job.plan, self.grid, root, step, state, checksum(self.corpus))
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written. Raises NotSavedError: it could not be."""
+        self.saver.finish()
+        if self.saver.problem:
+            raise NotSavedError(self.saver.problem)
+
+    def _progress(self, step: int) -> Progress:
+        engine = self.engine
+        schedule, skipped = engine.lr_scheduler.state_dict()["completed"], engine.skipped_steps
+        return Progress(step, self.state.adam_steps, schedule, skipped, self.state.scaler())
 
     def validate(self, held_out: Sequence[Sequence[MicroBatch]]) -> Validation:
         return validate(self.engine, held_out, self.grid, self.forward)

@@ -16,7 +16,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 
 from launch.machine import processes
 from modeling import cost, gpt2
-from modeling.huggingface.conversion import Form
+from modeling.huggingface.conversion import SAME, Form
 from modeling.huggingface.gpt2 import CONVERSION
 from modeling.initialization import Init, canonical_name, label
 from recipes.schema import Recipe
@@ -32,9 +32,10 @@ class Converted:
     heads: int
     size: int = 1  # tensor-parallel ranks that share it
 
-    def join(self, slices: list[Tensor]) -> Tensor:
-        """The canonical tensor of the one whole tensor in `slices`."""
-        return self.form.to_ours(slices, self.heads).contiguous()
+    @property
+    def is_canonical(self) -> bool:
+        """Whether the two are the same numbers in the same order."""
+        return self.form is SAME
 
 
 def build(

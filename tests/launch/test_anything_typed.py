@@ -17,15 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from recorded import Outcome, plan, recorder
+from stored import write_checkpoint
 
 from ds_configs.jsonfile import ConfigError, available
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
-from launch.checkpoints.checkpoint import MARKER, Checkpoint
+from launch.checkpoints import manifest
 from launch.console import ends
 from launch.planning.plan_text import describe_plan
 from launch.reports.runs import read_run
@@ -312,9 +314,7 @@ def made(tmp_path_factory) -> Path:
         for step in (1, 2, 3):
             records.step(step, Outcome(5.0 - step / 10), 0.5, 0.1)
         records.finish("ok")
-    checkpoint = path / "checkpoints" / "step-000003"
-    checkpoint.mkdir()
-    (checkpoint / MARKER).write_text(json.dumps({"step": 3, "data": {}, "files": {}, "corpus": None}))
+    write_checkpoint(path / "checkpoints", 3, {"word.weight": torch.ones(4, 2)})
     return path
 
 
@@ -324,7 +324,7 @@ RUN_FILES = [
     "result.json",
     "metrics.jsonl",
     "recipe.yaml",
-    f"checkpoints/step-000003/{MARKER}",
+    f"checkpoints/step-000003/{manifest.NAME}",
 ]
 
 
@@ -352,7 +352,11 @@ def test_a_damaged_run_is_read_or_named(made, name, at, put, text):
     if text is None:
         read = yaml.safe_load if name.endswith("yaml") else json.loads
         line = at[-1] % len(lines) if at else 0
-        lines[line] = json.dumps(replaced(read(lines[line]), at, put))
+        changed = replaced(read(lines[line]), at, put)
+        if name.endswith(manifest.NAME) and isinstance(changed, dict):
+            changed.pop("sha256", None)
+            changed["sha256"] = manifest.digest(changed)  # or nothing else of it is looked at
+        lines[line] = json.dumps(changed)
         text = "\n".join(lines) + "\n"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     run = RunDirectory(made)
@@ -361,7 +365,7 @@ def test_a_damaged_run_is_read_or_named(made, name, at, put, text):
             run.plan,
             run.launches,
             lambda: read_result(run.result_json),
-            lambda: Checkpoint.read(path.parent),
+            lambda: manifest.read(run.checkpoints / "step-000003"),
         ):
             try:
                 read()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from launching import ROOT, run, run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from stored import write_checkpoint
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForPreTraining,
@@ -25,7 +26,7 @@ from data.corpus import build
 from data.vocabularies.trained import train_bpe
 from data.vocabularies.vocabulary import vocabulary_digest
 from launch import export_hf
-from launch.checkpoints.weights import load_tensors
+from launch.checkpoints.stored import load_weights
 from launch.runs import vocabulary
 from launch.runs.metrics import read_metrics
 from launch.training.export import ExportMismatch
@@ -156,7 +157,7 @@ def test_the_export_holds_the_runs_weights_bit_for_bit_and_its_vocabulary(traine
     done, _ = export_hf.export(directory, tmp_path / "out")
     recipe = catalog.load_resolved(directory / "recipe.yaml")
     back = family_of(recipe.model).conversion.read(tmp_path / "out", recipe.model)
-    saved = load_tensors(done.checkpoint)
+    saved = load_weights(done.checkpoint)
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
     # Master weights, not the bf16 ones that the run computes with.
     assert any(not torch.equal(t, t.bfloat16().float()) for t in saved.values())
@@ -224,7 +225,7 @@ def test_an_exported_bert_is_complete(trained, tmp_path):
         64,
     )
     export_hf.export(directory, tmp_path / "float32")
-    recipe, saved = catalog.load_resolved(directory / "recipe.yaml"), load_tensors(done.checkpoint)
+    recipe, saved = catalog.load_resolved(directory / "recipe.yaml"), load_weights(done.checkpoint)
     back = family_of(recipe.model).conversion.read(tmp_path / "float32", recipe.model)
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
 
@@ -280,28 +281,31 @@ def test_refusals_say_what_is_there(trained, tmp_path):
         export_hf.export(directory, tmp_path / "full")
     torn = tmp_path / "torn"
     shutil.copytree(directory, torn)
-    next((torn / "checkpoints").rglob("weights-stage-00-part-000.safetensors")).write_bytes(b"torn")
+    next((torn / "checkpoints").rglob("rank-*.safetensors")).write_bytes(b"torn")
     with pytest.raises(ValueError, match="no complete checkpoint"):
         export_hf.export(torn, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def _of_same_size(run: Path, change) -> None:
-    """Change the first bytes of the weights, whose size the marker knows."""
-    file = next((run / "checkpoints").rglob("weights-stage-00-part-000.safetensors"))
-    content = file.read_bytes()
-    file.write_bytes(change(content).ljust(len(content), b" ")[: len(content)])
+def _change_file(run: Path, change) -> None:
+    """Change bytes of the checkpoint's only file."""
+    file = next((run / "checkpoints").rglob("rank-*.safetensors"))
+    content = bytearray(file.read_bytes())
+    change(content)
+    file.write_bytes(content)
 
 
 def _change_weights(run: Path, change) -> None:
-    """Change tensors, and the size that the marker knows."""
-    file = next((run / "checkpoints").rglob("weights-stage-00-part-000.safetensors"))
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"parts": "1"})
-    marker = json.loads((file.parent / "complete.json").read_text())
-    marker["files"][file.name] = file.stat().st_size
-    (file.parent / "complete.json").write_text(json.dumps(marker))
+    """Have the checkpoint hold other tensors."""
+    (directory,) = (run / "checkpoints").iterdir()
+    weights = load_weights(directory)
+    change(weights)
+    shutil.rmtree(directory)
+    write_checkpoint(run / "checkpoints", int(directory.name[-6:]), weights)
+
+
+def _flip(content: bytearray) -> None:
+    content[len(content) // 2] ^= 1
 
 
 def _write(name: str, text: str):
@@ -309,8 +313,10 @@ def _write(name: str, text: str):
 
 
 BROKEN_RUNS = {
-    "no header": (lambda run: _of_same_size(run, lambda b: b"\0" * 8 + b[8:]), "no safetensors file"),
-    "a broken header": (lambda run: _of_same_size(run, lambda b: b[:8] + b"{" * 20 + b[28:]), "not JSON"),
+    "a flipped bit": (
+        lambda run: _change_file(run, _flip),
+        "rank-00000.safetensors has checksum .* instead of .*; it holds word.weight, .* and 49 more",
+    ),
     "a tensor too many": (
         lambda run: _change_weights(run, lambda t: t.update(x=torch.ones(2))),
         "step-000004: holds or lacks x: its tensors are those of the run's recipe",

@@ -116,7 +116,7 @@ def test_a_lost_loss_ends_every_rank_with_one_explanation(tmp_path):
     assert (
         json.loads((out / "result.json").read_text())["status"] == "diverged" and (out / "loss.png").exists()
     )
-    assert not any((out / "checkpoints").glob("step-*/complete.json"))
+    assert not any((out / "checkpoints").glob("step-*/manifest.json"))
 
 
 def test_a_start_that_failed_does_not_block_its_directory(tmp_path):

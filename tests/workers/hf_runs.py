@@ -131,7 +131,8 @@ def train(case: dict, out: Path) -> None:
         except Interrupted:
             torch.distributed.barrier()
             records.fails_after = None
-            loop.train(job, records, corpus, grid, reading.choose(job.checkpoints, grid, checksum(corpus)))
+            chosen = reading.choose(job.checkpoints, grid, checksum(corpus))
+            loop.train(job, records, corpus, grid, chosen.checkpoint)
     torch.distributed.barrier()
     if processes.rank() == 0:
         per_layer = blocks.times / (recipe.model.layers * plan.layout.accumulation * len(records.steps))

@@ -19,8 +19,8 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.checkpoints import checkpoint, reading, weights  # noqa: E402
-from launch.checkpoints.weights import load_tensors  # noqa: E402
+from launch.checkpoints import checkpoint, reading  # noqa: E402
+from launch.checkpoints.stored import load_weights  # noqa: E402
 from launch.runs.recorder import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
@@ -28,7 +28,6 @@ from launch.training.run import checksum  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
-weights.PART_BYTES = 200_000  # so that every stage of a tiny model is several files
 EARLY = 12, 4, 7  # steps, checkpoint every, failure after
 LATE = 60, 44, 46  # by when the products of beta that DeepSpeed's CPU Adam keeps have gathered rounding
 
@@ -52,7 +51,7 @@ def train(plan, directory: Path, resume: bool, fails_after: int | None = None) -
     job = Job(plan, directory.name, directory)
     corpus = build(plan.recipe, say=records.say)
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
-    saved = reading.choose(job.checkpoints, grid, checksum(corpus)) if resume else None
+    saved = reading.choose(job.checkpoints, grid, checksum(corpus)).checkpoint if resume else None
     try:
         train_run(job, records, corpus, grid, saved)
     except Interrupted:
@@ -80,16 +79,12 @@ def run(case: dict, out: Path) -> None:
     resumed = train(plan, broken, resume=True)
     torch.distributed.barrier()
     if processes.rank() == 0:
-        a, b = (load_tensors(checkpoint.newest(d / "checkpoints").directory) for d in (whole, broken))
-        parts = [
-            p.name for p in sorted(checkpoint.newest(whole / "checkpoints").directory.glob(weights.PATTERN))
-        ]
+        a, b = (load_weights(checkpoint.newest(d / "checkpoints").directory) for d in (whole, broken))
         (out / f"{case['name']}.json").write_text(json.dumps({
             "resumed_steps": sorted(resumed),
             "different_steps": [s for s in resumed if resumed[s] != uninterrupted[s]],
             "different_weights": [n for n in a if not torch.equal(a[n], b[n])],
             "tensors": len(a),
-            "parts": parts,
         }))  # fmt: skip
 
 

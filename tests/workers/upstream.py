@@ -18,10 +18,8 @@ abilities.detect_machine(emulated_fp16=True)
 import deepspeed  # noqa: E402  (after the accelerator is chosen)
 import torch  # noqa: E402
 from deepspeed.runtime.utils import clip_grad_norm_  # noqa: E402
-from deepspeed.utils import safe_get_full_optimizer_state  # noqa: E402
 
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth  # noqa: E402
-from launch.deepspeed_fixes.optimizer_state_links import link_optimizer_states  # noqa: E402
 from launch.deepspeed_fixes.zero0 import gradient_norm  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
@@ -49,22 +47,6 @@ def step(engine) -> float:
     engine.backward(engine(batch).float().square().sum())
     engine.step()
     return float(engine.get_global_grad_norm())
-
-
-def linked() -> list[list[bool]]:
-    """Whether the first moments of weight and bias can be read after a step of ZeRO-1: alone, corrected."""
-    engine = engine_of(1)
-    step(engine)
-
-    def readable(parameter) -> bool:
-        try:
-            return safe_get_full_optimizer_state(parameter, "exp_avg") is not None
-        except (KeyError, ValueError, AttributeError, TypeError):
-            return False
-
-    before = [readable(p) for p in engine.module.parameters()]
-    link_optimizer_states(engine)
-    return [before, [readable(p) for p in engine.module.parameters()]]
 
 
 def growing_norms(postponed: bool) -> list[float]:
@@ -118,7 +100,6 @@ if __name__ == "__main__":
     with ending.clean_exit():
         processes.start_processes()
         facts = {
-            "linked": linked(),
             "growing": growing_norms(postponed=False),
             "postponed": growing_norms(postponed=True),
             "steps_when_built": steps_when_built(),

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from data.corpus import build
 from ds_configs.resolver import resolve
 from launch.checkpoints import checkpoint
-from launch.checkpoints.weights import load_tensors
+from launch.checkpoints.stored import load_weights
 from launch.deepspeed_fixes.zero0 import MasterWeights
 from launch.machine import ending, processes
 from launch.training.job import Job
@@ -79,7 +79,7 @@ def train(case: dict, ds_config: str, out: Path) -> dict:
         job = Job(plan, case["name"], directory)
         train_run(job, records, build(recipe, say=records.say), ProcessGrid(case["tp"], 1, case["dp"]))
     torch.distributed.barrier()
-    weights = load_tensors(checkpoint.newest(directory / "checkpoints").directory)
+    weights = load_weights(checkpoint.newest(directory / "checkpoints").directory)
     return {"steps": records.steps, "norms": norms, "weights": weights}
 
 

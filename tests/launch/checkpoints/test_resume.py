@@ -10,9 +10,8 @@ import time
 import pytest
 from launching import ROOT, WORKERS, environment, run, run_ranks
 
-from launch.checkpoints.checkpoint import MARKER, complete_checkpoints, newest
+from launch.checkpoints.checkpoint import complete_checkpoints, newest
 from launch.runs.metrics import read_metrics
-from recipes.files import FileError
 
 TWO_RANKS = {
     "zero0": ("zero0", 1, 1, 2, "fp32", []),
@@ -66,7 +65,6 @@ def check_equal(result, late=False):
         "resumes after the newest checkpoint"
     )
     assert result["different_steps"] == [] and result["different_weights"] == [] and result["tensors"] > 40
-    assert "weights-stage-00-part-000.safetensors" in result["parts"] and len(result["parts"]) > 2
 
 
 @pytest.fixture(scope="module")
@@ -224,52 +222,19 @@ def test_another_run_is_never_overwritten(uninterrupted):
 
 
 def test_killed_while_saving(tmp_path):
-    """SIGKILL between DeepSpeed's files and the marker: that checkpoint is never resumed from."""
+    """SIGKILL between the files and the manifest: that checkpoint is never resumed from, and removed."""
     out = tmp_path / "run"
     killed = run([sys.executable, str(WORKERS / "killed_while_saving.py"), *TINY[1:], "--out", str(out)])
     assert killed.returncode == -signal.SIGKILL, killed.stdout[-3000:]
-    assert (out / "checkpoints" / "step-000008").is_dir() and not (
-        out / "checkpoints" / "step-000008" / MARKER
-    ).exists()
+    assert (out / "checkpoints" / "step-000008.writing").is_dir()
     assert [c.step for c in complete_checkpoints(out / "checkpoints")] == [4]
     resumed = run([sys.executable, *TINY, "--out", str(out), "--resume"])
     assert resumed.returncode == 0 and "step-000004" in resumed.stdout, resumed.stdout[-3000:]
     assert newest(out / "checkpoints").step == 20
+    assert not [*(out / "checkpoints").glob("*.writing")]
 
 
-# --- what counts as complete
-
-
-def make_checkpoint(root, step, content=b"1234"):
-    directory = root / f"step-{step:06d}"
-    directory.mkdir(parents=True)
-    (directory / "shard.pt").write_bytes(content)
-    (directory / MARKER).write_text(json.dumps({"step": step, "data": {}, "files": {"shard.pt": 4}}))
-    return directory
-
-
-def test_only_complete_checkpoints_count(tmp_path):
-    assert newest(tmp_path) is None
-    make_checkpoint(tmp_path, 4)
-    make_checkpoint(tmp_path, 8, content=b"123")  # a file cut short
-    (make_checkpoint(tmp_path, 12) / MARKER).unlink()
-    (make_checkpoint(tmp_path, 20) / "shard.pt").unlink()
-    assert newest(tmp_path).step == 4
-    make_checkpoint(tmp_path, 100000)
-    make_checkpoint(tmp_path, 2000000)
-    assert [c.step for c in complete_checkpoints(tmp_path)] == [4, 100000, 2000000]
-
-
-@pytest.mark.parametrize(
-    "text", ['{"step": 16, "files"', "[]", '{"step": 16}', '{"step": "x", "files": {}, "data": {}}']
-)
-def test_a_marker_that_no_run_wrote_is_refused_not_ignored(tmp_path, text):
-    """What it would resume from otherwise is an older checkpoint, over the steps of this one."""
-    make_checkpoint(tmp_path, 4)
-    marker = make_checkpoint(tmp_path, 16) / MARKER
-    marker.write_text(text)
-    with pytest.raises(FileError, match=f"{marker}.*move this checkpoint away"):
-        newest(tmp_path)
+# --- other text
 
 
 def test_a_run_does_not_resume_with_other_text(tmp_path):

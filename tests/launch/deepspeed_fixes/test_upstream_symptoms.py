@@ -18,12 +18,6 @@ def facts(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-def test_only_the_first_group_has_its_optimizer_states_linked(facts):
-    alone, corrected = facts["linked"]
-    assert alone == [True, False], "optimizer_state_links can go"
-    assert corrected == [True, True]
-
-
 def test_a_growing_loss_scale_halves_the_norm_of_its_step(facts):
     """On unchanging weights and one batch."""
     *norms, scale = facts["growing"]

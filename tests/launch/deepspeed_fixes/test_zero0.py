@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from deepspeed.runtime.fp16 import loss_scaler
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from launching import WORKERS, run_ranks
 
 from launch.deepspeed_fixes.zero0 import MasterWeights
@@ -165,9 +164,9 @@ def test_steps_are_those_of_adam_in_fp32():
         adam.step()
         optimizer.step()
         assert float(optimizer._global_grad_norm) == pytest.approx(float(norm), rel=1e-6) and norm > 0.5
-        for p, r in zip(model, reference, strict=True):
-            torch.testing.assert_close(safe_get_full_fp32_param(p), r.detach(), rtol=1e-6, atol=1e-7)
-            assert torch.equal(p, safe_get_full_fp32_param(p).bfloat16()) and p.grad is None
+        for (p, master), r in zip(optimizer.pairs, reference, strict=True):
+            torch.testing.assert_close(master, r.detach(), rtol=1e-6, atol=1e-7)
+            assert torch.equal(p, master.bfloat16()) and p.grad is None
 
 
 def test_a_loss_scale_cancels():
@@ -179,8 +178,8 @@ def test_a_loss_scale_cancels():
     for optimizer in optimizers:
         optimizer.step()
     assert float(optimizers[0]._global_grad_norm) == float(optimizers[1]._global_grad_norm)
-    for p, s in zip(plain, scaled, strict=True):
-        assert torch.equal(safe_get_full_fp32_param(p), safe_get_full_fp32_param(s))
+    for (_, p), (_, s) in zip(*(optimizer.pairs for optimizer in optimizers), strict=True):
+        assert torch.equal(p, s)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -193,8 +192,8 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(bad):
     model[1].grad[3] = bad
     optimizer.step()
     assert optimizer.overflow and optimizer._global_grad_norm == math.inf and not optimizer.state
-    for p, b in zip(model, before, strict=True):
-        assert torch.equal(p, b) and torch.equal(safe_get_full_fp32_param(p), b.float())
+    for (p, master), b in zip(optimizer.pairs, before, strict=True):
+        assert torch.equal(p, b) and torch.equal(master, b.float())
 
 
 def test_bf16_does_not_skip_where_the_json_forbids_it():
@@ -205,35 +204,3 @@ def test_bf16_does_not_skip_where_the_json_forbids_it():
         p.grad = torch.full_like(p, math.nan)
     optimizer.step()
     assert not optimizer.overflow and model[0].isnan().all()
-
-
-def test_state_goes_on_where_it_was_saved(monkeypatch):
-    """Weights, moments and the place of the loss scaler; its rules are the JSON's."""
-    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)  # asked for before logging
-    model = parameters(torch.float16)
-    optimizer = masters_of(model, dynamic=True, scale=8.0)
-    for step in range(4):
-        for p, g in zip(model, gradients(model, step), strict=True):
-            p.grad = 8 * g * (math.inf if step < 2 else 1)
-        optimizer.step()
-    assert optimizer.cur_scale == 4.0, "one overflow is forgiven, the second halves"
-    saved = copy.deepcopy(optimizer.state_dict())
-    other = [torch.nn.Parameter(torch.zeros_like(p)) for p in model]
-    resumed = masters_of(other, dynamic=True, scale=2.0)
-    resumed.load_state_dict(saved)
-    assert vars(resumed.scaler) == vars(optimizer.scaler)
-    for p, o in zip(model, other, strict=True):
-        assert torch.equal(p, o) and torch.equal(safe_get_full_fp32_param(p), safe_get_full_fp32_param(o))
-        for moment in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(
-                safe_get_full_optimizer_state(p, moment), safe_get_full_optimizer_state(o, moment)
-            )
-    static = masters_of(parameters(torch.float16), scale=2.0)
-    static.load_state_dict(saved)
-    assert static.cur_scale == 2.0, "a static scale is the JSON's"
-
-
-def test_what_is_destroyed_leaves_the_parameters_alone():
-    model = parameters()
-    masters_of(model).destroy()
-    assert [safe_get_full_fp32_param(p) for p in model] == [None, None]

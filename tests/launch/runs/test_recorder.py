@@ -202,7 +202,7 @@ class TestTheEnd:
 def test_the_end_says_what_is_kept_and_how_to_resume(tmp_path, save_last, saved, said):
     if saved:
         (tmp_path / "checkpoints" / "step-000007").mkdir(parents=True)
-        (tmp_path / "checkpoints" / "step-000007" / "complete.json").write_text("{}")
+        (tmp_path / "checkpoints" / "step-000007" / "manifest.json").write_text("{}")
     stream = io.StringIO()
     records = recorder(tmp_path, plan(recipe(run={"save_last": save_last})), stream=stream)
     records.finish("interrupted", "SIGTERM: stopped")

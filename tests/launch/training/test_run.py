@@ -31,8 +31,27 @@ class Events:
     def saving(self, memory):
         self.seen.append(("saving", None))
 
+    def saved(self, saved):
+        pass
+
     def of(self, *kinds):
         return [event for event in self.seen if event[0] in kinds]
+
+
+class FakeSaver:
+    """Saves nothing; tells that it was asked to, and when it was waited for."""
+
+    def __init__(self, events):
+        self.events, self.problem = events, None
+
+    def poll(self):
+        pass
+
+    def save(self, progress, data, corpus):
+        self.events.seen.append(("save", progress.step))
+
+    def finish(self):
+        self.events.seen.append(("finish", None))
 
 
 @pytest.fixture
@@ -45,14 +64,18 @@ def start(monkeypatch):
 
     def made(*overrides, test=None, checkpoint=None):
         events = Events()
-        saved = lambda *how: events.seen.append(("save", how[4]))  # noqa: E731
-        monkeypatch.setattr(runs.saving, "save", saved)
+        monkeypatch.setattr(runs, "Saver", lambda *of: FakeSaver(events))
+        monkeypatch.setattr(
+            runs, "EngineState", lambda *of: SimpleNamespace(adam_steps=0, scaler=lambda: None)
+        )
         recipe = catalog.load(overrides=["run.validate_every=0", "run.save_every=0", *overrides], steps=6)
         plan = SimpleNamespace(recipe=recipe, precision="fp32")
         job = SimpleNamespace(plan=plan, record_gradients=False, checkpoints=None)
         corpus = SimpleNamespace(validation="held out", test=test, summary={})
         batches, grid = SimpleNamespace(state=dict), SimpleNamespace(control_group=None)
-        return TrainingRun(job, events, corpus, grid, None, batches, checkpoint), events
+        schedule = SimpleNamespace(state_dict=lambda: {"completed": 0})
+        engine = SimpleNamespace(lr_scheduler=schedule, skipped_steps=0)
+        return TrainingRun(job, events, corpus, grid, engine, batches, checkpoint), events
 
     return made
 
@@ -104,7 +127,7 @@ def test_the_test_split_is_measured_once_after_the_last_step(start):
 
 
 def test_a_resumed_run_starts_at_its_checkpoint_and_does_not_validate_again(start, tmp_path):
-    run, events = start(checkpoint=Checkpoint(tmp_path, 4, {}))
+    run, events = start(checkpoint=Checkpoint(tmp_path, SimpleNamespace(step=4)))
     assert run.start_step == 4 and events.seen == []
 
 
@@ -127,3 +150,20 @@ def test_a_moving_loss_scale_is_not_stuck():
 
 def test_an_early_stop_says_who_asked_and_where_it_stands():
     assert str(EarlyStop("SIGINT", 3, 20)) == "SIGINT: stopped after step 3 of 20, checkpoint saved"
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_its_end_waits(start):
+    run, events = start("run.save_every=3", "run.save_last=false")
+    for step in range(1, 6):
+        run.save_if_due(step, None)
+    assert events.of("save", "finish") == [("save", 3)]
+    run.save_if_due(6, None)
+    assert events.of("save", "finish") == [("save", 3), ("save", 6), ("finish", None)]
+
+
+def test_a_run_that_cannot_keep_what_it_trained_does_not_end_well(start):
+    run, _ = start("run.save_last=true")
+    run.saver.problem = "no space left on device"
+    run.save_if_due(3, None)
+    with pytest.raises(runs.NotSavedError, match="no space left"):
+        run.save_if_due(6, None)

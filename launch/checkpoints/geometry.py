@@ -1,0 +1,103 @@
+"""Where a piece of a tensor lies in it, as rectangles.
+
+A piece is what one rank holds: of its tensor-parallel slice a run of consecutive elements. A tensor is seen
+as a matrix, its first dimension against the rest. A run of elements of a slice of that matrix is at most
+three rectangles: the end of a row, whole rows, the beginning of a row. Two pieces of two layouts share the
+intersections of their rectangles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+
+class Cut(NamedTuple):
+    """A slice: `length` entries of dimension `dim` from `start` on; may reach into padding at the end."""
+
+    dim: int
+    start: int
+    length: int
+
+
+class Rectangle(NamedTuple):
+    """Rows [top, bottom) and columns [left, right) of a tensor, held by a piece.
+
+    `at`: its first element within the piece; `stride`: elements of the piece from one row to the next.
+    """
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+    at: int
+    stride: int
+
+    @property
+    def elements(self) -> int:
+        return (self.bottom - self.top) * (self.right - self.left)
+
+
+class Copy(NamedTuple):
+    """`rows` x `columns` elements that lie in both of two pieces, by offset and stride in each."""
+
+    rows: int
+    columns: int
+    source: int
+    source_stride: int
+    target: int
+    target_stride: int
+
+
+def rectangles(shape: Sequence[int], cut: Cut | None, first: int, count: int) -> list[Rectangle]:
+    """What elements [first, first + count) of a slice cover of the full tensor, padding left out.
+
+    `shape`: of the full tensor; `cut` None: the slice is all of it. A cut of another dimension than the first
+    needs a matrix.
+    """
+    rows, columns = _matrix(shape)
+    top, left, height, width = 0, 0, rows, columns
+    if cut is not None:
+        assert cut.dim == 0 or (cut.dim == 1 and len(shape) == 2), f"{cut} of a tensor of {list(shape)}"
+        if cut.dim == 0:
+            top, height = cut.start, cut.length
+        else:
+            left, width = cut.start, cut.length
+    assert min(first, count) >= 0 and first + count <= height * width, f"{first}+{count} of {height}x{width}"
+    found = []
+    at, end = first, first + count
+    while at < end:
+        row, column = divmod(at, width)
+        if column or end - at < width:
+            lines, taken = 1, min(width - column, end - at)
+        else:
+            lines, taken = (end - at) // width, width
+        bottom, right = min(top + row + lines, rows), min(left + column + taken, columns)
+        whole = Rectangle(top + row, bottom, left + column, right, at - first, width)
+        if whole.top < bottom and whole.left < right:
+            found.append(whole)
+        at += lines * taken
+    return found
+
+
+def copies(source: Iterable[Rectangle], target: Sequence[Rectangle]) -> Iterator[Copy]:
+    """What has to be copied from one piece into another of the same tensor."""
+    for have in source:
+        for want in target:
+            top, bottom = max(have.top, want.top), min(have.bottom, want.bottom)
+            left, right = max(have.left, want.left), min(have.right, want.right)
+            if top < bottom and left < right:
+                places = ((r.at + (top - r.top) * r.stride + left - r.left, r.stride) for r in (have, want))
+                (there, there_stride), (here, here_stride) = places
+                yield Copy(bottom - top, right - left, there, there_stride, here, here_stride)
+
+
+def share(count: int, part: int, parts: int) -> tuple[int, int]:
+    """(first, number) of the elements of `count` that fall to `part` of `parts` nearly equal ones."""
+    first = count * part // parts
+    return first, count * (part + 1) // parts - first
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    return (shape[0] if shape else 1), math.prod(shape[1:])

@@ -1,0 +1,44 @@
+"""The gradients of a run's first step, in the form of a checkpoint, to compare layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ds_configs.plan import Plan
+from launch.checkpoints import manifest, tensor_file
+from launch.checkpoints.engine_state import EngineState
+from launch.checkpoints.manifest import MOMENTS, Manifest, Progress
+from launch.checkpoints.saving import Part, assembled, contents, file_name
+from launch.machine.processes import gathered
+from modeling.parallel.process_grid import ProcessGrid
+
+DIRECTORY = "first-gradients"  # of a run
+KIND = MOMENTS[0]
+
+
+def save_first_gradients(
+    state: EngineState, plan: Plan, grid: ProcessGrid, run: Path, norm: float | None
+) -> None:
+    """Write the gradient of every parameter, before clipping, after the first optimizer step. Collective.
+
+    Read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient: that works
+    alike under every ZeRO stage and in the pipeline, where there is no moment between backward and step at
+    which to look.
+    """
+    adam = plan.recipe.optimizer
+    clipped = min(1.0, adam.clip / (norm + 1e-6)) if adam.clip and norm else 1.0
+    scale = (1 - adam.betas[0]) * clipped
+    directory = run / DIRECTORY
+    if grid.rank == 0:
+        directory.mkdir()
+    gathered(None, grid.control_group)
+    entries, pieces = contents(state, (KIND,), grid.rank, lambda moment: moment / scale)
+    written = tensor_file.write(directory / file_name(grid.rank), entries)
+    state.close()
+    parts = gathered(Part(written, pieces, {}), grid.control_group)
+    if grid.rank == 0:
+        recipe = plan.recipe.model_dump(mode="json", by_alias=True)
+        files, tensors = assembled(parts)
+        progress = Progress(step=1, adam_steps=1, schedule=1)
+        manifest.write(Manifest(progress, {}, None, recipe, {}, {}, files, tensors, (KIND,)), directory)
+    gathered(None, grid.control_group)

@@ -1,0 +1,45 @@
+"""Where a parameter of this rank lies in its canonical tensor, or in that of `transformers`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from launch.checkpoints.geometry import Cut
+from launch.checkpoints.manifest import Form
+from modeling.initialization import Shard
+
+
+class Placement(NamedTuple):
+    """A slice of a full tensor: `shape` of that, unpadded; `cut` None: all of it."""
+
+    name: str
+    form: Form
+    shape: tuple[int, ...]
+    cut: Cut | None
+
+    @classmethod
+    def of(cls, parameter: torch.nn.Parameter) -> Placement:
+        """Of a parameter that `modeling.initialization.label` has labelled."""
+        name, shard = parameter.canonical_name, parameter.shard  # type: ignore[attr-defined]
+        # ZeRO-3 leaves an empty tensor behind.
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if shard is None:
+            return cls(name, "canonical", shape, None)
+        if not isinstance(shard, Shard):
+            return cls(name, "canonical" if shard.is_canonical else "transformers", shape, None)
+        length = shape[shard.dim]
+        full = (*shape[: shard.dim], shard.entries, *shape[shard.dim + 1 :])
+        return cls(name, "canonical", full, Cut(shard.dim, shard.rank * length, length))
+
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
+        """The slice of a full tensor, padding zero."""
+        if self.cut is None:
+            return full
+        dim, start, length = self.cut
+        kept = max(0, min(length, full.shape[dim] - start))
+        part = full.narrow(dim, min(start, full.shape[dim]), kept)
+        missing = list(part.shape)
+        missing[dim] = length - kept
+        return torch.cat([part, part.new_zeros(missing)], dim)

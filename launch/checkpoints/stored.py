@@ -1,0 +1,123 @@
+"""Reading the tensors of a checkpoint, whole or the piece that a rank needs, without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from launch.checkpoints import manifest
+from launch.checkpoints.geometry import Copy, copies, rectangles
+from launch.checkpoints.manifest import WEIGHT, Manifest, StoredTensor
+from launch.checkpoints.placement import Placement
+from modeling.families import family_of
+from modeling.huggingface.conversion import Form
+from recipes import files
+from recipes.schema import Recipe
+
+MOST_READ = 2**22  # elements that are read at a time where rows of a piece are longer than what is needed
+
+
+class StoredTensors(Mapping[str, torch.Tensor]):
+    """The tensors of one kind in a checkpoint, each read when it is asked for: full, canonical, float32."""
+
+    def __init__(self, directory: Path, held: Manifest | None = None, kind: str = WEIGHT):
+        """`held`: the directory's manifest, read where it is not given. Raises FileError: it is damaged."""
+        self.directory, self.kind = directory, kind
+        self.manifest = held or manifest.read(directory)
+        self._open: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.tensors)
+
+    def __len__(self) -> int:
+        return len(self.manifest.tensors)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.canonical(name, self.kind)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the full canonical tensor."""
+        stored = self.manifest.tensors[name]
+        if stored.form == "canonical":
+            return stored.shape
+        form, heads = self._forms[name]
+        return tuple(form.to_ours([torch.empty(stored.shape, device="meta")], heads).shape)
+
+    def canonical(self, name: str, kind: str) -> torch.Tensor:
+        """The full canonical tensor in float32. Raises KeyError: there is none of this name."""
+        stored = self.manifest.tensors[name]
+        full = torch.empty(stored.shape, dtype=torch.float32)
+        self._copy(full.view(-1), name, kind, stored, Placement(name, stored.form, stored.shape, None), 0)
+        if stored.form == "canonical":
+            return full
+        form, heads = self._forms[name]
+        return form.to_ours([full], heads).contiguous()
+
+    def fill(self, target: torch.Tensor, place: Placement, first: int, kind: str) -> None:
+        """Fill flat `target` with the elements of the slice `place` from `first` on; padding becomes zero.
+
+        Reads what it needs and no more where the tensor is stored in the form that `place` has; else the
+        whole tensor. Raises FileError: no such tensor, or one of another shape.
+        """
+        stored = self.manifest.tensors.get(place.name)
+        if stored is None:
+            files.refuse(self.directory, f"holds no {place.name}", "the model has it")
+        if stored.form == place.form:
+            if stored.shape != place.shape:
+                came = f"{place.name} has shape {list(stored.shape)}"
+                files.refuse(self.directory, came, f"the model's has {list(place.shape)}")
+            self._copy(target, place.name, kind, stored, place, first)
+            return
+        full = self.canonical(place.name, kind)
+        if place.form == "transformers":
+            form, heads = self._forms[place.name]
+            (full,) = form.to_theirs(full, heads)
+        if tuple(full.shape) != place.shape:
+            came = f"{place.name} has shape {list(full.shape)}"
+            files.refuse(self.directory, came, f"the model's has {list(place.shape)}")
+        target.copy_(place.slice_of(full).reshape(-1)[first : first + target.numel()])
+
+    def _copy(
+        self, target: torch.Tensor, name: str, kind: str, stored: StoredTensor, place: Placement, first: int
+    ) -> None:
+        wanted = rectangles(stored.shape, place.cut, first, target.numel())
+        if sum(each.elements for each in wanted) < target.numel():
+            target.zero_()
+        for piece in stored.pieces:
+            for copy in copies(piece.rectangles(stored.shape), wanted):
+                self._copy_rectangle(target, piece.file, f"{kind}/{name}", copy)
+
+    def _copy_rectangle(self, target: torch.Tensor, file: str, key: str, copy: Copy) -> None:
+        source = self._slice(file, key)
+        step = copy.rows if copy.columns == copy.source_stride else max(1, MOST_READ // copy.source_stride)
+        for row in range(0, copy.rows, step):
+            rows = min(step, copy.rows - row)
+            start = copy.source + row * copy.source_stride
+            read = source[start : start + (rows - 1) * copy.source_stride + copy.columns]
+            part = read.as_strided((rows, copy.columns), (copy.source_stride, 1))
+            at = target.storage_offset() + copy.target + row * copy.target_stride
+            target.as_strided((rows, copy.columns), (copy.target_stride, 1), at).copy_(part)
+
+    def _slice(self, file: str, key: str) -> Any:
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.directory / file, framework="pt")
+            return self._open[file].get_slice(key)
+        except (OSError, SafetensorError) as error:
+            files.refuse(self.directory / file, f"{key} cannot be read ({error})")
+
+    @cached_property
+    def _forms(self) -> dict[str, tuple[Form, int]]:
+        """How the tensors of `transformers` become canonical ones, by the recipe of the manifest."""
+        model = Recipe.model_validate(self.manifest.recipe).model
+        return {e.ours: (e.form, model.heads) for e in family_of(model).conversion.name_map(model)}
+
+
+def load_weights(directory: Path, kind: str = WEIGHT) -> dict[str, torch.Tensor]:
+    """All tensors of one kind, in memory, full and canonical. Raises FileError."""
+    return dict(StoredTensors(directory, kind=kind))

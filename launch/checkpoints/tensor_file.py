@@ -1,0 +1,85 @@
+"""Safetensors files written in one pass: one tensor in memory at a time, summed up and flushed to the disk.
+
+`safetensors.torch.save_file` wants all tensors at once and flushes nothing. The format is the same:
+https://github.com/huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from launch.checkpoints.manifest import StoredFile
+
+BUCKET = 32 * 2**20  # bytes that are copied from a device, and summed up, at a time
+NAMES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file; `read` gives its numbers when they are to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write(path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None = None) -> StoredFile:
+    """Write a new file, and wait until it is on the disk. `entries` are read one after the other."""
+    entries = list(entries)
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.bytes
+        offsets = [start, end]
+        header[entry.name] = {
+            "dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets,
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    checksum = 0
+    with open(path, "xb") as file:
+        for part in (len(text).to_bytes(8, "little"), text):
+            checksum = zlib.crc32(part, checksum)
+            file.write(part)
+        for entry in entries:
+            checksum = _write_tensor(file.write, entry, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return StoredFile(size, f"{checksum:08x}")
+
+
+def checksum(path: Path, seen: Callable[[int], None] = lambda number: None) -> StoredFile:
+    """Size and checksum of a file on the disk. `seen` hears the bytes of each part. Raises OSError."""
+    found = size = 0
+    with open(path, "rb", buffering=0) as file:
+        while part := file.read(BUCKET):
+            found, size = zlib.crc32(part, found), size + len(part)
+            seen(len(part))
+    return StoredFile(size, f"{found:08x}")
+
+
+def _write_tensor(write: Callable[[memoryview], object], entry: Entry, checksum: int) -> int:
+    """Write the numbers of one tensor in order, a bucket at a time; the checksum with them."""
+    tensor = entry.read().detach()
+    found = tensor.dtype, tuple(tensor.shape)
+    assert found == (entry.dtype, entry.shape), f"{entry.name}: {found}"
+    for bucket in tensor.contiguous().view(-1).split(BUCKET // entry.dtype.itemsize):
+        part = memoryview(bucket.cpu().view(torch.uint8).numpy())
+        checksum = zlib.crc32(part, checksum)
+        write(part)
+    return checksum

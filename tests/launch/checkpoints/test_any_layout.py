@@ -1,0 +1,134 @@
+"""A checkpoint of any layout goes on under any other, along the curve of the run that was never stopped."""
+
+import itertools
+import json
+
+import pytest
+from launching import WORKERS, run_ranks
+
+from launch.checkpoints import checkpoint
+from launch.checkpoints.stored import load_weights
+
+CASES = {  # name: processes, case
+    "one": (1, {"ds_config": "zero1"}),
+    "zero0": (1, {"ds_config": "zero0"}),
+    "one zero3": (1, {"ds_config": "zero3"}),
+    "tp2": (2, {"ds_config": "zero1", "tp": 2}),
+    "pp2": (2, {"ds_config": "pipeline", "pp": 2, "settings": ["batch.accumulation=4"]}),
+    "dp2 zero0": (2, {"ds_config": "zero0", "dp": 2}),
+    "dp2 zero1": (2, {"ds_config": "zero1", "dp": 2}),
+    "dp2 zero2": (2, {"ds_config": "zero2", "dp": 2, "settings": ["batch.accumulation=2"]}),
+    "dp2 zero3": (2, {"ds_config": "zero3", "dp": 2, "settings": ["activation_checkpointing=full"]}),
+    "dp2 zero3 offload": (2, {"ds_config": "zero3_offload", "dp": 2}),
+    "tp2 dp2 zero3": (4, {"ds_config": "zero3", "tp": 2, "dp": 2}),
+    "tp2 pp2": (4, {"ds_config": "3d", "tp": 2, "pp": 2}),
+    "tp2 pp2 dp2": (8, {"ds_config": "3d", "tp": 2, "pp": 2, "dp": 2}),
+}
+# Every way to lay out the state follows and is followed by another one.
+RING = [
+    "one", "tp2", "pp2", "dp2 zero1", "dp2 zero3", "dp2 zero0", "dp2 zero2", "dp2 zero3 offload",
+    "tp2 dp2 zero3", "zero0", "one zero3",
+]  # fmt: skip
+LOSS, WEIGHTS = 2e-6, 2e-6  # nats; largest difference of an element
+HEADS = 4  # of the tiny recipes
+
+
+class Runs:
+    """Runs below one directory, in the order in which they are asked for."""
+
+    def __init__(self, out, recipe=None):
+        self.out, self.recipe, self.jobs = out, recipe, []
+
+    def add(self, name, case, steps, source=None, **changed):
+        processes, how = CASES[case]
+        how = {**how, **changed} | ({"recipe": self.recipe} if self.recipe else {})
+        there = None
+        if source:
+            there = str(
+                checkpoint.directory_of(self.out / source / "checkpoints", source_steps(self.jobs, source))
+            )
+        job = {"name": name, "out": str(self.out / name), "case": how, "steps": steps, "source": there}
+        self.jobs.append((processes, job))
+
+    def launch(self):
+        """One launch for neighbours of as many processes."""
+        for number, (processes, group) in enumerate(itertools.groupby(self.jobs, key=lambda each: each[0])):
+            file = self.out / f"jobs-{number}.json"
+            file.write_text(json.dumps([job for _, job in group]))
+            launched = run_ranks(processes, WORKERS / "any_layout.py", file, timeout=900)
+            assert launched.returncode == 0, launched.stdout[-4000:]
+
+    def losses(self, name):
+        return {
+            int(step): loss
+            for step, loss in json.loads((self.out / name / "losses.json").read_text()).items()
+        }
+
+    def weights(self, name):
+        return load_weights(checkpoint.newest(self.out / name / "checkpoints").directory)
+
+    def differences(self, name, whole):
+        """Largest differences of losses and of weights from those of the run `whole`."""
+        losses, reference = self.losses(name), self.losses(whole)
+        loss = max(abs(losses[step] - reference[step]) for step in losses)
+        return loss, largest(self.weights(name), self.weights(whole))
+
+
+def source_steps(jobs, name):
+    return next(job["steps"] for _, job in jobs if job["name"] == name)
+
+
+def largest(a, b):
+    """But for the biases of keys: their gradient is nothing but rounding, which Adam makes steps of."""
+    assert a.keys() == b.keys()
+    return max(float((but_keys(name, a[name]) - but_keys(name, b[name])).abs().max()) for name in a)
+
+
+def but_keys(name, tensor):
+    """Canonical QKV is ordered (head, q/k/v, D)."""
+    return tensor.view(HEADS, 3, -1)[:, ::2] if name.endswith("qkv.bias") else tensor
+
+
+def check_ring(tmp_path, names, recipe=None):
+    runs, steps = Runs(tmp_path, recipe), 2 * len(names)
+    runs.add("whole", names[0], steps)
+    before = None
+    for number, name in enumerate(names, 1):
+        runs.add(f"{number} {name}", name, 2 * number, before)
+        before = f"{number} {name}"
+    runs.launch()
+    whole = runs.losses("whole")
+    for number, name in enumerate(names, 1):
+        losses = runs.losses(f"{number} {name}")
+        assert sorted(losses) == [2 * number - 1, 2 * number]
+        for step, loss in losses.items():
+            assert loss == pytest.approx(whole[step], abs=LOSS), f"{name}, step {step}"
+    assert largest(runs.weights(before), runs.weights("whole")) < WEIGHTS
+
+
+def test_a_run_goes_on_under_one_layout_after_the_other(tmp_path):
+    check_ring(tmp_path, RING)
+
+
+def test_a_bert_goes_on_under_one_layout_after_the_other(tmp_path):
+    check_ring(tmp_path, ["one", "tp2", "pp2", "dp2 zero3"], recipe="bert/sotu")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", [None, "bert/sotu"])
+def test_every_layout_goes_on_under_every_other(tmp_path, recipe):
+    """Each first 4 of 8 steps of one layout and then 4 of another, against 8 of the first."""
+    runs = Runs(tmp_path, recipe)
+    order = sorted(CASES, key=lambda name: CASES[name][0])
+    for name in order:
+        runs.add(name, name, 8)
+        runs.add(f"{name}, half", name, 4)
+    pairs = sorted(itertools.product(CASES, CASES), key=lambda pair: CASES[pair[1]][0])
+    for source, into in pairs:
+        runs.add(f"{source} to {into}", into, 8, f"{source}, half")
+    runs.launch()
+    table = {pair: runs.differences(f"{pair[0]} to {pair[1]}", pair[0]) for pair in pairs}
+    for (source, into), (loss, weights) in table.items():
+        print(f"{source:20} {into:20} {loss:.1e} {weights:.1e}")
+    assert all(loss < LOSS and weights < WEIGHTS for loss, weights in table.values())
+    assert all(table[name, name] == (0, 0) for name in CASES), "the same layout goes on to the bit"

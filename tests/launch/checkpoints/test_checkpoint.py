@@ -1,0 +1,264 @@
+"""The form of a checkpoint: pieces, manifest, what is whole, what is damaged, and what goes."""
+
+import json
+import math
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import run
+from safetensors.torch import load_file
+from stored import rewrite_manifest, write_checkpoint
+
+from launch.checkpoints import checkpoint, manifest, tensor_file
+from launch.checkpoints.checkpoint import Checkpoint, Damaged
+from launch.checkpoints.geometry import Cut, copies, rectangles, share
+from launch.checkpoints.manifest import Piece
+from launch.checkpoints.placement import Placement
+from launch.checkpoints.stored import StoredTensors, load_weights
+from launch.checkpoints.tensor_file import Entry
+from launch.generation.sample import sample
+from launch.training.export import choose_checkpoint
+from recipes import catalog
+from recipes.files import FileError
+
+TENSORS = {"word.weight": torch.arange(60.0).view(10, 6), "final_norm.bias": torch.arange(7.0)}
+
+
+# --- pieces
+
+
+@st.composite
+def layouts(draw, shape):
+    """Pieces of a tensor: cut over tensor-parallel ranks, and each slice over data-parallel ones."""
+    dim = draw(st.integers(0, len(shape) - 1))
+    ranks, shares = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    length = -(-shape[dim] // ranks)  # the last slices may reach into padding
+    local = [*shape]
+    local[dim] = length
+    cuts = [Cut(dim, rank * length, length) for rank in range(ranks)] if ranks > 1 else [None]
+    size = math.prod(local) if ranks > 1 else math.prod(shape)
+    return [(cut, *share(size, part, shares)) for cut in cuts for part in range(shares)]
+
+
+@given(st.data(), st.lists(st.integers(1, 9), min_size=1, max_size=2))
+def test_any_pieces_of_a_tensor_become_any_others(data, shape):
+    full = torch.arange(1.0, math.prod(shape) + 1).view(shape)
+    have, want = data.draw(layouts(shape)), data.draw(layouts(shape))
+
+    def slice_of(cut):
+        return Placement("x", "canonical", tuple(shape), cut).slice_of(full).reshape(-1)
+
+    for cut, first, count in want:
+        target = torch.zeros(count)
+        wanted = rectangles(shape, cut, first, count)
+        for source_cut, source_first, source_count in have:
+            held = slice_of(source_cut)[source_first : source_first + source_count]
+            for copy in copies(rectangles(shape, source_cut, source_first, source_count), wanted):
+                size = copy.rows, copy.columns
+                part = held.as_strided(size, (copy.source_stride, 1), held.storage_offset() + copy.source)
+                target.as_strided(size, (copy.target_stride, 1), copy.target).copy_(part)
+        assert torch.equal(target, slice_of(cut)[first : first + count])
+
+
+def test_a_file_is_one_that_safetensors_reads_and_memory_holds_one_tensor(tmp_path):
+    alive, most = set(), 0
+
+    def made(number):
+        nonlocal most
+        tensor = torch.full((number, 3), float(number), dtype=torch.bfloat16)
+        alive.add(number)
+        most = max(most, len(alive))
+        alive.discard(number - 1)
+        return tensor
+
+    entries = [Entry(f"t{n}", torch.bfloat16, (n, 3), lambda n=n: made(n)) for n in range(6)]
+    told = tensor_file.write(tmp_path / "x", entries)
+    read = load_file(tmp_path / "x")
+    assert {name: (tuple(t.shape), float(t.sum())) for name, t in read.items()} == {
+        f"t{n}": ((n, 3), 3.0 * n * n) for n in range(6)
+    }
+    assert most <= 2 and tensor_file.checksum(tmp_path / "x") == told
+    with pytest.raises(FileExistsError):
+        tensor_file.write(tmp_path / "x", entries)
+
+
+def test_tensors_are_read_whole_and_in_pieces(tmp_path):
+    directory = write_checkpoint(tmp_path, 4, TENSORS, ranks=3)
+    stored = StoredTensors(directory)
+    assert [*stored] == [*TENSORS] and stored.shape("word.weight") == (10, 6)
+    for name, tensor in load_weights(directory).items():
+        assert torch.equal(tensor, TENSORS[name])
+    # Rows 6 to 11 of which the last two are padding, from the fourth element on.
+    target = torch.full((30,), -1.0)
+    place = Placement("word.weight", "canonical", (10, 6), Cut(0, 6, 6))
+    stored.fill(target, place, 3, "weight")
+    assert target.tolist() == [*range(39, 60), *[0] * 9]
+    target = torch.zeros(10)
+    stored.fill(target, Placement("word.weight", "canonical", (10, 6), Cut(1, 2, 2)), 5, "weight")
+    assert target.tolist() == [15, 20, 21, 26, 27, 32, 33, 38, 39, 44]
+    with pytest.raises(FileError, match=r"word.weight has shape \[10, 6\]: the model's has \[10, 5\]"):
+        stored.fill(target, Placement("word.weight", "canonical", (10, 5), None), 0, "weight")
+    with pytest.raises(FileError, match="holds no layers.0.x"):
+        stored.fill(target, Placement("layers.0.x", "canonical", (10,), None), 0, "weight")
+
+
+# --- manifests
+
+
+def reason(directory):
+    found = checkpoint.read(directory)
+    assert isinstance(found, Damaged), found
+    return found.why
+
+
+def test_a_manifest_that_was_edited_is_damaged(tmp_path):
+    directory = write_checkpoint(tmp_path, 4, TENSORS)
+    path = directory / manifest.NAME
+    path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
+    assert "its own checksum is another" in reason(directory)
+
+
+def test_pieces_have_to_add_up(tmp_path):
+    directory = write_checkpoint(tmp_path, 4, TENSORS, ranks=2)
+
+    def lose(held):
+        tensor = held.tensors["word.weight"]
+        return replace(held, tensors={"word.weight": replace(tensor, pieces=tensor.pieces[:1])})
+
+    rewrite_manifest(directory, lose)
+    assert "word.weight has gaps" in reason(directory)
+
+    def stray(held):
+        tensor = held.tensors["word.weight"]
+        piece = Piece("rank-00000.safetensors", None, 0, 61)
+        return replace(held, tensors={"word.weight": replace(tensor, pieces=(piece,))})
+
+    directory = write_checkpoint(tmp_path, 8, TENSORS)
+    rewrite_manifest(directory, stray)
+    assert "a piece lies within its tensor" in reason(directory)
+
+
+# --- whole, damaged, gone
+
+
+def steps(root):
+    return [c.step for c in checkpoint.complete_checkpoints(root)]
+
+
+def test_only_whole_checkpoints_count(tmp_path):
+    assert checkpoint.newest(tmp_path) is None
+    for step in (4, 8, 12, 20, 100000, 2000000):
+        write_checkpoint(tmp_path, step, TENSORS)
+    (tmp_path / "step-000012" / manifest.NAME).unlink()
+    (tmp_path / "step-000020" / "rank-00000.safetensors").unlink()
+    os.truncate(tmp_path / "step-000008" / "rank-00000.safetensors", 300)
+    (tmp_path / "step-000030.writing").mkdir()
+    assert steps(tmp_path) == [4, 100000, 2000000] and checkpoint.newest(tmp_path).step == 2000000
+    damaged = {each.step: each.why for each in checkpoint.found(tmp_path) if isinstance(each, Damaged)}
+    assert "no such file" in damaged[12]
+    assert "rank-00000.safetensors cannot be read (No such file" in damaged[20]
+    assert damaged[8].endswith("it holds word.weight, final_norm.bias") and "has 300 bytes" in damaged[8]
+
+
+def test_a_flipped_bit_is_found_and_said_with_the_tensors_of_the_file(tmp_path):
+    directory = write_checkpoint(tmp_path, 4, TENSORS, ranks=2)
+    file = directory / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 8
+    file.write_bytes(content)
+    found = checkpoint.read(directory)
+    assert isinstance(found, Checkpoint) and found.check_file("rank-00000.safetensors") is None
+    said = found.check_file("rank-00001.safetensors")
+    assert "has checksum" in said and said.endswith("it holds word.weight, final_norm.bias")
+
+
+def test_old_checkpoints_go_and_damaged_ones_stay(tmp_path):
+    for step in (1, 2, 3, 4):
+        write_checkpoint(tmp_path, step, TENSORS)
+    (tmp_path / "step-000002" / manifest.NAME).unlink()
+    checkpoint.prune(tmp_path, None)
+    assert steps(tmp_path) == [1, 3, 4]
+    checkpoint.prune(tmp_path, 2)
+    assert steps(tmp_path) == [3, 4] and (tmp_path / "step-000002").is_dir()
+
+
+def test_what_killed_runs_leave_is_removed_and_nothing_else(tmp_path):
+    write_checkpoint(tmp_path, 1, TENSORS)
+    (tmp_path / "step-000002").mkdir()
+    for name in ("step-000003.writing", "step-000001.pruned"):
+        (tmp_path / name).mkdir()
+    checkpoint.remove_remains(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_a_damaged_checkpoint_is_moved_aside_for_a_whole_one(tmp_path):
+    write_checkpoint(tmp_path, 1, TENSORS)
+    (tmp_path / "step-000001" / manifest.NAME).write_text("{}")
+    write_checkpoint(tmp_path, 1, TENSORS)
+    assert steps(tmp_path) == [1] and (tmp_path / "step-000001.damaged-1" / manifest.NAME).exists()
+
+
+def test_files_are_on_the_disk_before_the_manifest_and_the_name_after_it(tmp_path, monkeypatch):
+    """A crash of the machine finds no name without a manifest, and no manifest without its files."""
+    order = []
+    fsync, rename, swap = os.fsync, os.rename, os.replace
+
+    def synced(descriptor):
+        order.append(
+            ("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split(".json.")[0])
+        )
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append(("name", os.path.basename(b))), swap(a, b)))
+    monkeypatch.setattr(
+        os, "rename", lambda a, b: (order.append(("name", os.path.basename(b))), rename(a, b))
+    )
+    write_checkpoint(tmp_path / "checkpoints", 4, TENSORS)
+    assert order == [
+        ("sync", "rank-00000.safetensors"), ("sync", "manifest"), ("name", "manifest.json"),
+        ("sync", "step-000004.writing"), ("name", "step-000004"), ("sync", "checkpoints"),
+    ]  # fmt: skip
+
+
+# --- no checkpoint of the last step
+
+
+def test_without_a_checkpoint_every_reader_says_which_key_keeps_one(tmp_path):
+    recipe = catalog.load(overrides=["run.save_last=false", "run.save_every=0"], tiny=True)
+    (tmp_path / "recipe.yaml").write_text(catalog.dump(recipe))
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(
+        ValueError,
+        match="with run.save_last=false the run saves only when it is stopped; .*--set run.save_last=true",
+    ):
+        choose_checkpoint(tmp_path, recipe, None)
+    not_sampled = (
+        "not sampled: there is no checkpoint of the last step (run.save_last=false); "
+        "--set run.save_last=true keeps one"
+    )
+    assert recipe.run.prompt and sample(recipe, tmp_path / "checkpoints", None) == not_sampled
+    write_checkpoint(tmp_path / "checkpoints", 7, TENSORS)
+    final = sample(recipe, tmp_path / "checkpoints", None)
+    assert final == not_sampled, "a sample is by the final weights"
+    assert choose_checkpoint(tmp_path, recipe, None).step == 7
+
+
+@pytest.mark.long
+def test_a_row_that_only_times_iterations_leaves_results_and_no_checkpoint(tmp_path):
+    out = tmp_path / "run"
+    done = run([
+        sys.executable, "launch/pretrain.py", "--recipe", "megatron_paper_table1/1.2b-mp", "--tiny",
+        "--steps", "4", "--ds_config", "zero1", "--set", "run.prompt=We", "--out", str(out),
+    ])  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert not any((out / "checkpoints").iterdir()) and "checkpoints/" not in done.stdout
+    assert (
+        "metrics.jsonl; no checkpoint" in done.stdout and "not sampled: there is no checkpoint" in done.stdout
+    )
+    assert json.loads((out / "result.json").read_text())["status"] == "ok"

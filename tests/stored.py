@@ -1,0 +1,30 @@
+"""Checkpoints made by hand, for tests without an engine."""
+
+from launch.checkpoints import checkpoint, manifest, tensor_file
+from launch.checkpoints.geometry import share
+from launch.checkpoints.manifest import WEIGHT, Manifest, Piece, Progress, StoredTensor
+from launch.checkpoints.tensor_file import Entry
+
+
+def write_checkpoint(root, step, tensors, recipe=None, corpus=None, kinds=(WEIGHT,), ranks=1, data=None):
+    """Write a whole checkpoint below `root`, each tensor cut over `ranks` files; its directory."""
+    directory = checkpoint.begin(root, step)
+    files, pieces = {}, {name: [] for name in tensors}
+    for rank in range(ranks):
+        file, entries = f"rank-{rank:05d}.safetensors", []
+        for name, tensor in tensors.items():
+            first, count = share(tensor.numel(), rank, ranks)
+            pieces[name].append(Piece(file, None, first, count))
+            part = tensor.reshape(-1)[first : first + count]
+            entries += [Entry(f"{k}/{name}", part.dtype, (count,), lambda p=part: p) for k in kinds]
+        files[file] = tensor_file.write(directory / file, entries)
+    held = {name: StoredTensor(tuple(t.shape), tuple(pieces[name])) for name, t in tensors.items()}
+    progress = Progress(step, step if len(kinds) > 1 else 0, step)
+    values = recipe.model_dump(mode="json", by_alias=True) if recipe else {}
+    made = Manifest(progress, data or {}, corpus, values, {}, {}, files, held, kinds)
+    return checkpoint.complete(directory, made)
+
+
+def rewrite_manifest(directory, change):
+    """Change a manifest as one who writes it would: its own checksum fits again."""
+    manifest.write(change(manifest.read(directory)), directory)

@@ -1,0 +1,68 @@
+"""Trains runs one after the other, each from its beginning or from a checkpoint of another one.
+
+any_layout.py JOBS.json     a list; of each job: out (a directory), steps, source (null, or a directory like
+                            step-000004), case (ds_config, tp, pp, dp, precision, recipe, settings)
+
+Leaves losses.json next to the checkpoint of the last step in `out`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from launch.console import quiet
+from launch.machine import abilities, ending, processes
+
+quiet.quiet_libraries()
+MACHINE = abilities.detect_machine(emulated_fp16=True)
+
+from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
+from ds_configs.resolver import resolve  # noqa: E402
+from launch.checkpoints import checkpoint  # noqa: E402
+from launch.runs.recorder import Silence  # noqa: E402
+from launch.training.job import Job  # noqa: E402
+from launch.training.loop import train as train_run  # noqa: E402
+from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
+from recipes import catalog  # noqa: E402
+
+
+class Records(Silence):
+    """Losses by step."""
+
+    def __init__(self):
+        self.losses, self.said = {}, []
+
+    def step(self, step, outcome, seconds, data_seconds):
+        self.losses[step] = outcome.loss
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def plan_of(case: dict, steps: int):
+    settings = [
+        *(f"parallel.{degree}={case.get(degree, 1)}" for degree in ("tp", "pp", "dp")),
+        f"precision={case.get('precision', 'fp32')}", *case.get("settings", ()),
+    ]  # fmt: skip
+    recipe = catalog.load(case.get("recipe", catalog.DEFAULT_RECIPE), settings, tiny=True, steps=steps)
+    return resolve(recipe, case["ds_config"], processes.world_size(), MACHINE)
+
+
+def train(out: Path, case: dict, steps: int, source: str | None) -> None:
+    plan, records = plan_of(case, steps), Records()
+    corpus = build(plan.recipe, say=records.say)
+    grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
+    saved = checkpoint.read(Path(source)) if source else None
+    train_run(Job(plan, out.name, out), records, corpus, grid, saved)
+    if processes.rank() == 0:
+        (out / "losses.json").write_text(json.dumps(records.losses))
+
+
+if __name__ == "__main__":
+    with ending.clean_exit():
+        processes.start_processes()
+        for job in json.loads(Path(sys.argv[1]).read_text()):
+            with processes.temporary_groups():
+                train(Path(job["out"]), job["case"], job["steps"], job["source"])
