@@ -36,6 +36,7 @@ class Init:
     dtype: torch.dtype = torch.float32  # of the parameters; drawn in float32 whatever it is
     meta: bool = False  # shapes only, on the meta device
     given: Mapping[str, Tensor] | None = field(default=None, repr=False)  # full tensors, instead of draws
+    drawn: bool = True  # False: zeros, of a model whose weights are read from a checkpoint
 
     def child(self, name: str) -> Init:
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
@@ -77,6 +78,9 @@ class Init:
         name = self.child(leaf).name
         if self.meta:
             local = torch.empty(shard.local_shape(shape) if shard else shape, dtype=self.dtype, device="meta")
+        elif not self.drawn:
+            local = torch.from_numpy(np.zeros(shard.local_shape(shape) if shard else shape, np.float32))
+            local = local.to(self.dtype)
         else:
             full = draw(name) if self.given is None else self._given(name, shape)
             local = (shard.of(full) if shard else full).to(self.dtype)

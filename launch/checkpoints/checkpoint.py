@@ -26,6 +26,7 @@ from recipes import files
 from recipes.problems import some
 
 WRITING, PRUNED = ".writing", ".pruned"
+EARLIER = "complete.json"  # in checkpoints of versions before manifests
 NAME = re.compile(r"step-(\d+)")
 
 
@@ -97,6 +98,8 @@ def read(directory: Path) -> Checkpoint | Damaged:
     try:
         found = Checkpoint(directory, manifest.read(directory))
     except files.FileError as error:
+        if (directory / EARLIER).exists():
+            return Damaged(directory, f"of an earlier version ({EARLIER}), whose pickled files are not read")
         return Damaged(directory, "; ".join(str(problem) for problem in error.problems))
     for name, told in found.manifest.files.items():
         try:

@@ -39,18 +39,21 @@ def band_kernel(plan: Plan) -> str | None:
     return "; ".join(said)
 
 
-def build_module(plan: Plan, grid: ProcessGrid, initial_weights: str | None = None) -> torch.nn.Module:
+def build_module(
+    plan: Plan, grid: ProcessGrid, initial_weights: str | None = None, *, drawn: bool = True
+) -> torch.nn.Module:
     """The model of this rank, with its initial weights; partitioned as it is built under ZeRO-3.
 
-    `initial_weights`: directory of a `transformers` model to start from instead of random weights.
+    `initial_weights`: directory of a `transformers` model to start from instead of random weights; `drawn`
+    False: a checkpoint will be read into it, so that it needs neither.
     """
     recipe, family = plan.recipe, family_of(plan.recipe.model)
     shape = model_shape(recipe, plan.padded_vocab)
     group = grid.tensor_group if grid.tp > 1 else None
     given = None
-    if initial_weights:
+    if initial_weights and drawn:
         given = family.conversion.read(initial_weights, recipe.model, recipe.sequence_length)
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given)
+    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, drawn=drawn)
     if grid.pp > 1:
         return family.pipeline(shape, grid=grid, group=group, init=init)
     if plan.zero_stage < 3:

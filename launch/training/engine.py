@@ -47,13 +47,18 @@ def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[
     return [g for g in groups if g["params"]]
 
 
-def build_engine(job: Job, grid: ProcessGrid, say: compiled_ops.Say) -> DeepSpeedEngine:
-    """A DeepSpeed engine for the job; `say` is told when an op has to be compiled first. Collective."""
+def build_engine(
+    job: Job, grid: ProcessGrid, say: compiled_ops.Say, *, resumed: bool = False
+) -> DeepSpeedEngine:
+    """A DeepSpeed engine for the job; `say` is told when an op has to be compiled first. Collective.
+
+    `resumed`: weights will be read from a checkpoint, and none are drawn.
+    """
     plan = job.plan
     compiled_ops.prepare(plan.ds, grid.control_group, say)
     # Not left to DeepSpeed: the tracker of dropout states has to know the tensor group before a draw.
     deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
-    module = build_module(plan, grid, job.initial_weights)
+    module = build_module(plan, grid, job.initial_weights, drawn=not resumed)
     if plan.zero_stage == 3:
         # Gather a layer's parameters at once: one set of hooks for a layer, not one for each of its leaves.
         set_z3_leaf_modules(module, [TransformerLayer])

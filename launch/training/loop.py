@@ -30,10 +30,13 @@ def train(
         )  # with Trainer and accelerate: no other run needs them
 
         return transformers_trainer.train(job, recorder, corpus, grid, checkpoint)
-    engine = build_engine(job, grid, recorder.say)
+    engine = build_engine(job, grid, recorder.say, resumed=checkpoint is not None)
     batches = training_batches(plan, corpus, grid, checkpoint)
-    with released(engine), contextlib.closing(batches), StopRequest(job.stop_file) as stop:
-        run = TrainingRun(job, recorder, corpus, grid, engine, batches, checkpoint)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(released(engine))
+        stack.enter_context(contextlib.closing(batches))
+        stop = stack.enter_context(StopRequest(job.stop_file))
+        run = stack.enter_context(TrainingRun(job, recorder, corpus, grid, engine, batches, checkpoint))
         for step in range(run.start_step + 1, recipe.steps + 1):
             started = time.perf_counter()
             seed_step(recipe.seed, step - 1, grid.at)

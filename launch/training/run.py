@@ -28,7 +28,7 @@ from launch.training import agreement
 from launch.training.engine import Forward, forward, validate
 from launch.training.job import Job
 from launch.training.micro_batches import MicroBatch
-from launch.training.outcome import SkippedInARow, StepOutcome, Validation
+from launch.training.outcome import Diverged, SkippedInARow, StepOutcome, Validation
 from modeling.parallel.process_grid import ProcessGrid
 
 
@@ -63,7 +63,10 @@ class NotSavedError(Exception):
 
 
 class TrainingRun:
-    """One run on this rank, whichever loop performs its steps. Its methods are collective."""
+    """One run on this rank, whichever loop performs its steps. Its methods are collective.
+
+    A context: where training ends in it because the loss is lost, it waits for the checkpoint on its way.
+    """
 
     def __init__(
         self, job: Job, recorder: Recorder, corpus: Corpus, grid: ProcessGrid, engine: DeepSpeedEngine,
@@ -84,6 +87,13 @@ class TrainingRun:
             reading.load(self.state, checkpoint)
         else:
             recorder.validation(0, self.validate(self.held_out))
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Diverged):  # on all ranks alike
+            self.saver.finish()
 
     def record(self, step: int, outcome: StepOutcome, seconds: float, waited: float) -> None:
         """Record the `step`-th optimizer step. Raises Diverged where no later step will help.

@@ -39,7 +39,11 @@ class Converted:
 
 
 def build(
-    recipe: Recipe, initial_weights: str | None = None, say: Callable[[str], None] = lambda text: None
+    recipe: Recipe,
+    initial_weights: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    drawn: bool = True,
 ) -> GPT2LMHeadModel:
     """GPT2LMHeadModel of the recipe; under ZeRO-3 partitioned as it is built, as Trainer's script does it.
 
@@ -49,7 +53,7 @@ def build(
     no weights yet: DeepSpeed's engine broadcasts those of rank 0.
 
     `initial_weights`: directory of a GPT-2 to start from instead of random weights. `say` hears how far the
-    weights of a large model are.
+    weights of a large model are. `drawn` False: a checkpoint will be read into it, so that it needs none.
     """
     config = CONVERSION.config(recipe.model, recipe.sequence_length, recipe.dropout)
     config.use_cache = False
@@ -61,7 +65,7 @@ def build(
     finally:
         hf_deepspeed.initialize_weights_zero3 = draw
     built.tie_weights()  # part of what was left out
-    _fill(built, recipe, initial_weights, say)
+    _fill(built, recipe, initial_weights if drawn else None, say, drawn)
     if recipe.checkpoint_interval:
         # The name that both pinned versions of transformers have.
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -70,17 +74,23 @@ def build(
 
 @torch.no_grad()
 def _fill(
-    model: GPT2LMHeadModel, recipe: Recipe, initial_weights: str | None, say: Callable[[str], None]
+    model: GPT2LMHeadModel,
+    recipe: Recipe,
+    initial_weights: str | None,
+    say: Callable[[str], None],
+    drawn: bool,
 ) -> None:
     """Name the parameters and give them their initial weights, one at a time."""
     places = {entry.ours: entry for entry in CONVERSION.name_map(recipe.model)}
     partitioned = any(is_zero_param(parameter) for parameter in model.parameters())
     sources = processes.world_size() if partitioned and not initial_weights else 1
     total, done, started = cost.parameters(recipe.model, recipe.sequence_length), 0, time.perf_counter()
-    for name, canonical, source in _canonical_weights(recipe, initial_weights, sources):
+    for name, canonical, source in _canonical_weights(recipe, initial_weights, sources if drawn else 0):
         _, (theirs,), form = places.pop(name)
         parameter, heads = model.get_parameter(theirs), recipe.model.heads
         label(parameter, name, Converted(form, heads))
+        if not drawn:
+            continue
         # Every rank takes the weights of the source; gathers nothing where nothing is partitioned.
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=source):
             if not canonical.is_meta:
@@ -100,6 +110,7 @@ def _canonical_weights(
     """(canonical name, full tensor, source) of every parameter; on the meta device on ranks but the source.
 
     The first `sources` ranks draw at the same time, each every `sources`-th layer; memory holds one per rank.
+    0: none draws.
     """
     mine = processes.rank()
     given = None
@@ -112,9 +123,9 @@ def _canonical_weights(
         for meta in (False, True)
     )
     names = list(drawn)
-    for start in range(0, len(names), sources):
-        block = enumerate(names[start : start + sources])
-        layers = [(drawn if source == mine else shapes)[name] for source, name in block]
+    for start in range(0, len(names), sources or 1):
+        block = enumerate(names[start : start + (sources or 1)])
+        layers = [(drawn if sources and source == mine else shapes)[name] for source, name in block]
         modules = [layer.kind(**layer.arguments) for layer in layers]
         for source, module in enumerate(modules):
             for parameter in module.parameters():

@@ -62,7 +62,8 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_own_accelerate_state())
         arguments = training_arguments(plan, str(job.directory))
-        model = transformers_model.build(plan.recipe, job.initial_weights, recorder.say)
+        drawn, given = checkpoint is None, job.initial_weights
+        model = transformers_model.build(plan.recipe, given, recorder.say, drawn=drawn)
         if plan.zero_stage == 0:
             stack.callback(setattr, deepspeed, "initialize", deepspeed.initialize)
             deepspeed.initialize = functools.partial(_plain_data_parallel, grid)
@@ -72,6 +73,7 @@ def train(
         def follow(engine: DeepSpeedEngine) -> FollowRun:
             stack.enter_context(steps.released(engine))
             run = TrainingRun(job, recorder, corpus, grid, engine, batches, checkpoint, forward)
+            stack.enter_context(run)
             return FollowRun(run, stop, trainer)
 
         trainer = RecipeTrainer(plan.recipe, batches, model=model, args=arguments)

@@ -14,6 +14,7 @@ import sparse_layouts
 import torch
 from compared import outcome
 from launching import WORKERS, run_ranks
+from slices import joined
 from transformers import GPT2LMHeadModel
 
 from launch import export_hf
@@ -133,7 +134,9 @@ def in_one_process(layouts) -> Outcome:
         patch.setattr(band, "by_blocks", band.by_dense_mask)
         loss = used(batch["tokens"], batch["labels"], batch["weights"])
         loss.backward()
-    gradients = {p.canonical_name: p.shard.join([p.grad]) if p.shard else p.grad for p in used.parameters()}
+    gradients = {
+        p.canonical_name: joined(p.shard, [p.grad]) if p.shard else p.grad for p in used.parameters()
+    }
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     return Outcome("one process", 1, [loss.item()], [norm.item()], gradients, NO_WEIGHTS)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from launching import WORKERS, run_ranks
 from safetensors.torch import load_file, save_file
+from slices import joined
 from transformers import GPT2LMHeadModel
 
 from launch.training.engine import parameter_groups
@@ -69,7 +70,7 @@ def gpt2(given=None, *, seed: int = 0, shape: GPT2Shape = SHAPE, std: float = 0.
 def canonical(model: GPT2) -> dict[str, torch.Tensor]:
     """Full, unpadded weights by name."""
     return {
-        canonical_name(p): p.detach() if p.shard is None else p.shard.join([p.detach()])
+        canonical_name(p): p.detach() if p.shard is None else joined(p.shard, [p.detach()])
         for p in model.parameters()
     }
 
@@ -174,7 +175,7 @@ def test_slices_join_to_the_full_tensor(size, dim, shape, padded):
     shards = [Shard(dim, rank, size, padded, entries=shape[dim]) for rank in range(size)]
     slices = [shard.of(full) for shard in shards]
     assert all(s.shape == shards[0].local_shape(shape) and s.is_contiguous() for s in slices)
-    assert all(torch.equal(shard.join(slices), full) for shard in shards)
+    assert all(torch.equal(joined(shard, slices), full) for shard in shards)
     assert not torch.cat(slices, dim).narrow(dim, shape[dim], (padded or shape[dim]) - shape[dim]).any()
     before = full.clone()
     slices[0].add_(1)

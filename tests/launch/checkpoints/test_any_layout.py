@@ -19,6 +19,12 @@ CASES = {  # name: processes, case
     "dp2 zero1": (2, {"ds_config": "zero1", "dp": 2}),
     "dp2 zero2": (2, {"ds_config": "zero2", "dp": 2, "settings": ["batch.accumulation=2"]}),
     "dp2 zero3": (2, {"ds_config": "zero3", "dp": 2, "settings": ["activation_checkpointing=full"]}),
+    "transformers": (1, {"ds_config": "zero1", "settings": ["model.implementation=transformers"]}),
+    "transformers zero0": (1, {"ds_config": "zero0", "settings": ["model.implementation=transformers"]}),
+    "dp2 transformers zero3": (
+        2,
+        {"ds_config": "zero3", "dp": 2, "settings": ["model.implementation=transformers"]},
+    ),
     "dp2 zero3 offload": (2, {"ds_config": "zero3_offload", "dp": 2}),
     "tp2 dp2 zero3": (4, {"ds_config": "zero3", "tp": 2, "dp": 2}),
     "tp2 pp2": (4, {"ds_config": "3d", "tp": 2, "pp": 2}),
@@ -26,8 +32,8 @@ CASES = {  # name: processes, case
 }
 # Every way to lay out the state follows and is followed by another one.
 RING = [
-    "one", "tp2", "pp2", "dp2 zero1", "dp2 zero3", "dp2 zero0", "dp2 zero2", "dp2 zero3 offload",
-    "tp2 dp2 zero3", "zero0", "one zero3",
+    "one", "tp2", "pp2", "dp2 zero1", "dp2 zero3", "dp2 transformers zero3", "dp2 zero0", "dp2 zero2",
+    "dp2 zero3 offload", "tp2 dp2 zero3", "zero0", "transformers", "transformers zero0", "one zero3",
 ]  # fmt: skip
 LOSS, WEIGHTS = 2e-6, 2e-6  # nats; largest difference of an element
 HEADS = 4  # of the tiny recipes
