@@ -24,7 +24,7 @@ from recipes.schema import Recipe
 
 @dataclass(frozen=True)
 class Form:
-    """How a checkpoint is written. `names`: v1, legacy, norm (23.08 on), core, fused (core with TE)."""
+    """How a checkpoint is written. `names`: v1, legacy, norm (23.08 on), core; fused, engine: by TE."""
 
     version: float = 3.0
     tp: int = 1
@@ -78,6 +78,18 @@ def layer(weights: dict[str, Tensor], index: int, rank: int, heads: int, form: F
         "mlp.dense_4h_to_h.weight": piece(own["mlp.contract.weight"], 1, rank, tp),
         "mlp.dense_4h_to_h.bias": own["mlp.contract.bias"],
     }
+    if form.names == "engine":
+        names = {
+            "self_attention.query_key_value.": "self_attention.layernorm_qkv.",
+            "self_attention.dense.": "self_attention.proj.",
+            "mlp.dense_h_to_4h.": "layernorm_mlp.fc1_",
+            "mlp.dense_4h_to_h.": "layernorm_mlp.fc2_",
+            "input_layernorm.": "self_attention.layernorm_qkv.layer_norm_",
+            "post_attention_layernorm.": "layernorm_mlp.layer_norm_",
+        }
+        for old, new in names.items():
+            out = {n.replace(old, new): t for n, t in out.items()}
+        out["layernorm_mlp._extra_state"] = torch.zeros(4, dtype=torch.uint8)
     if form.names in ("core", "fused"):
         names = {
             "self_attention.query_key_value": "self_attention.linear_qkv",

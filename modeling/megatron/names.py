@@ -35,11 +35,14 @@ _RENAMED = tuple(
         (r"\.attention\.", ".self_attention."),
         (r"\.input_norm\.", ".input_layernorm."),
         (r"\.(post_attention_norm|pre_mlp_layernorm)\.", ".post_attention_layernorm."),
-        (r"\.linear_qkv\.layer_norm_", ".input_layernorm."),  # Transformer Engine fuses norm and matrix
-        (r"\.self_attention\.input_layernorm\.", ".input_layernorm."),
+        # Transformer Engine fuses norms and matrices, with and without Megatron core.
+        (r"\.self_attention\.(linear|layernorm)_qkv\.layer_norm_", ".input_layernorm."),
+        (r"\.layernorm_mlp\.layer_norm_", ".post_attention_layernorm."),
+        (r"\.layernorm_mlp\.fc1_", ".mlp.dense_h_to_4h."),
+        (r"\.layernorm_mlp\.fc2_", ".mlp.dense_4h_to_h."),
         (r"\.mlp\.linear_fc1\.layer_norm_", ".post_attention_layernorm."),
-        (r"\.linear_qkv\.", ".query_key_value."),
-        (r"\.linear_proj\.", ".dense."),
+        (r"\.(linear|layernorm)_qkv\.", ".query_key_value."),
+        (r"\.self_attention\.(linear_)?proj\.", ".self_attention.dense."),
         (r"\.linear_fc1\.", ".dense_h_to_4h."),
         (r"\.linear_fc2\.", ".dense_4h_to_h."),
     )

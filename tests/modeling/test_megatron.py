@@ -17,6 +17,7 @@ from numpy.testing._private.utils import runstring
 
 from modeling.megatron.checkpoint import open_checkpoint
 from modeling.megatron.files import is_checkpoint
+from modeling.megatron.names import name_map
 from recipes import catalog
 from recipes.files import FileError
 from recipes.schema import Recipe
@@ -37,6 +38,7 @@ FORMS = [
     Form(tp=2, pp=2, chunks=2, names="core"),
     Form(tp=2, names="norm"),
     Form(tp=2, pp=2, names="fused"),
+    Form(tp=2, pp=2, names="engine"),
     Form(tp=2, deepspeed="plain"),
     Form(tp=2, deepspeed="pipeline"),
     Form(version=1.0, tp=2, deepspeed="pipeline"),
@@ -57,6 +59,7 @@ def test_every_version_and_split_is_read_to_the_bit(name, form, tmp_path):
     weights = random_weights(recipe)
     found = open_checkpoint(write(tmp_path, recipe, weights, form))
     assert equal(found.weights(recipe.model), weights)
+    assert found.tensors.keys() == {*name_map(recipe.model).values()}, "nothing is left over"
     assert (found.version, found.slices, found.layers) == (form.version, form.tp, recipe.model.layers)
     assert bool(found.copies) == (form.pp > 1 or form.deepspeed == "pipeline") and not found.untied()
 
@@ -208,10 +211,10 @@ def test_iterations_are_found_where_megatron_looks_for_them(tmp_path):
 def test_weights_are_read_one_by_one_and_let_go(tmp_path):
     recipe, weights = tiny(), random_weights(tiny())
     lazy = open_checkpoint(write(tmp_path, recipe, weights, Form(tp=2))).weights(recipe.model)
-    first = lazy["word.weight"]
+    first = lazy["position.weight"]
     held = weakref.ref(first)
     first.zero_()
-    assert torch.equal(lazy["word.weight"], weights["word.weight"]), "the file is not written to"
+    assert torch.equal(lazy["position.weight"], weights["position.weight"]), "what is mapped stays"
     del first
     assert held() is None
     assert lazy.not_finite() == [] and len(lazy.first_rows("position.weight", 3)["position.weight"]) == 3
