@@ -56,7 +56,8 @@ def test_a_run_starts_from_them_with_the_first_positions(name, settings, tmp_pat
     plan = planned(tmp_path, recipe)
     if "transformers" in str(settings):
         module: torch.nn.Module = transformers_model.build(recipe, str(tmp_path))
-        built = {p.canonical_name: p.shard.join([p.detach()]) for p in module.parameters()}
+        heads = recipe.model.heads
+        built = {p.canonical_name: p.shard.form.to_ours([p.detach()], heads) for p in module.parameters()}
     else:
         module = build_model.build_module(plan, SimpleNamespace(tp=1, pp=1), str(tmp_path))
         built = {
