@@ -61,7 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
     keep.add_argument("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
     resume = "continue from the newest complete checkpoint of the run directory"
     keep.add_argument("--resume", action="store_true", help=resume)
-    given = "start from the weights of a transformers GPT-2 or BERT in DIR instead of random ones"
+    given = (
+        "start from the weights in DIR instead of random ones: a GPT-2 or BERT of transformers or Megatron"
+    )
     keep.add_argument("--init_from", metavar="DIR", help=given)
     return parser
 

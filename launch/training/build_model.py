@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_configs.plan import Plan
+from launch.training import given_tensors
 from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.families import family_of, model_shape
 from modeling.initialization import DTYPES, Init
@@ -44,15 +45,13 @@ def build_module(
 ) -> torch.nn.Module:
     """The model of this rank, with its initial weights; partitioned as it is built under ZeRO-3.
 
-    `initial_weights`: directory of a `transformers` model to start from instead of random weights; `drawn`
-    False: a checkpoint will be read into it, so that it needs neither.
+    `initial_weights`: directory of saved weights to start from instead of random ones; `drawn` False: a
+    checkpoint will be read into it, so that it needs neither.
     """
     recipe, family = plan.recipe, family_of(plan.recipe.model)
     shape = model_shape(recipe, plan.padded_vocab)
     group = grid.tensor_group if grid.tp > 1 else None
-    given = None
-    if initial_weights and drawn:
-        given = family.conversion.read(initial_weights, recipe.model, recipe.sequence_length)
+    given = given_tensors.read(initial_weights, recipe) if initial_weights and drawn else None
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, drawn=drawn)
     if grid.pp > 1:
         return family.pipeline(shape, grid=grid, group=group, init=init)

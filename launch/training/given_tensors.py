@@ -1,59 +1,227 @@
-"""Whether the tensors of given weights are those of the model that their config.json describes."""
+"""Weights that others saved: what they say of their model, whether they have its tensors, and the tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from launch.machine import processes
 from modeling.families import family_of, model_shape
+from modeling.huggingface.config_forms import FORMS, MEGATRON_FORMS, Forms
 from modeling.huggingface.weight_files import read_state_dict
 from modeling.initialization import Init, canonical_name
-from recipes.files import FileError
+from modeling.lazy_weights import LazyWeights
+from modeling.megatron import files, names
+from modeling.megatron.checkpoint import Checkpoint, open_checkpoint
+from modeling.transformer import BERT_NORM_EPS
+from recipes.files import FileError, read_json_object, refuse
 from recipes.problems import Problem, some
 from recipes.schema import Recipe
+from recipes.vocabularies import PUBLISHED_VOCABULARIES
 
 KEY = "--init_from"
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHOWN = 3  # tensors of each problem
 
 
-def problems(directory: Path, recipe: Recipe | None) -> list[Problem]:
-    """Everything wrong with the weights in `directory`, as of the model of `recipe`; None: it is not known.
+class Saved(Protocol):
+    """A directory of weights."""
 
-    Of the weights only headers are read, and the tensors that have to be equal, by one process of a machine.
+    forms: Forms
+
+    def config(self, recipe: Recipe) -> Mapping[str, Any]:
+        """What states the model, in one of `forms`. Raises FileError."""
+
+    def problems(self, recipe: Recipe | None) -> list[Problem]:
+        """Everything wrong with the tensors, as of the model of `recipe`; None: it is not known.
+
+        Of the tensors only headers are read, and those that have to be equal, by one process of a machine.
+        """
+
+    def remarks(self, recipe: Recipe) -> Iterator[str]:
+        """What a user should know of weights that fit."""
+
+    def weights(self, recipe: Recipe) -> LazyWeights:
+        """Canonical weights. Raises ValueError where they are not the recipe's model's."""
+
+
+def saved_in(directory: str | Path) -> Saved:
+    """The weights in a directory, of whatever kind."""
+    path = Path(directory)
+    return MegatronWeights(path) if files.is_checkpoint(path) else TransformersWeights(path)
+
+
+def read(directory: str | Path, recipe: Recipe) -> LazyWeights:
+    """Canonical weights, read when they are asked for, with the first positions of the recipe's length.
+
+    Raises ValueError where the directory holds none of the recipe's model, or numbers that are not finite,
+    for which one process of a machine reads them all.
     """
-    try:
-        stored = read_state_dict(directory)
-    except FileError as error:
-        return list(error.problems)
-    return list(_problems(stored, recipe))
+    weights = saved_in(directory).weights(recipe)
+    if odd := weights.not_finite() if processes.local_rank() == 0 else []:
+        rule = "a model with NaN or infinity never leaves it"
+        refuse(directory, f"holds numbers that are not finite, in {some(odd)}", rule, "give other weights")
+    return weights.first_rows(family_of(recipe.model).conversion.positions, recipe.sequence_length)
 
 
-def _problems(stored: dict[str, torch.Tensor], recipe: Recipe | None) -> Iterator[Problem]:
-    if recipe is None:
-        return
-    # So that a config.json with a billion layers makes no billion layers.
-    few = min(recipe.model.layers, len(stored) + 1)
-    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": few})})
-    conversion = family_of(recipe.model).conversion
-    selected, shapes = conversion.select(stored, recipe.model), expected_shapes(recipe)
-    found, kind = selected.tensors, conversion.class_name(recipe.model)
-    fix = f"give a directory in which save_pretrained wrote a whole {kind}"
-    if missing := [name for name in shapes if name not in found]:
+class TransformersWeights:
+    """What `save_pretrained` wrote."""
+
+    forms = FORMS
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    def config(self, recipe: Recipe) -> Mapping[str, Any]:
+        return read_json_object(self.directory / "config.json")
+
+    def problems(self, recipe: Recipe | None) -> list[Problem]:
+        try:
+            stored = read_state_dict(self.directory)
+        except FileError as error:
+            return list(error.problems)
+        return [] if recipe is None else list(self._problems(stored, _with_few_layers(recipe, len(stored))))
+
+    def _problems(self, stored: dict[str, torch.Tensor], recipe: Recipe) -> Iterator[Problem]:
+        conversion = family_of(recipe.model).conversion
+        selected, kind = conversion.select(stored, recipe.model), conversion.class_name(recipe.model)
+        shapes = {
+            name: t.shape for name, t in conversion.to_transformers(_shapes(recipe), recipe.model).items()
+        }
+        missing = [name for name in shapes if name not in selected.tensors]
+        fix = f"give a directory in which save_pretrained wrote a whole {kind}"
+        words = Words(f"a {kind} of this config.json", "config.json", fix)
         why = conversion.why_missing(missing, recipe.model)
-        rule = why or f"a {kind} of this config.json has {'it' if len(missing) == 1 else 'them'}"
-        yield Problem(KEY, f"lacks {some(missing, SHOWN)}", rule, "" if "--set" in why else fix)
-    if unexpected := [selected.stored[name] for name in found if name not in shapes]:
-        rule = f"a {kind} of this config.json has no such tensor"
-        yield Problem(KEY, f"holds {some(unexpected, SHOWN)}", rule, fix)
-    if selected.twice:
-        yield Problem(
-            KEY, f"holds {some(selected.twice, SHOWN)} under two names", "one of them would be lost", fix
-        )
-    both = {name: (found[name], shape) for name, shape in shapes.items() if name in found}
+        found = {name: (selected.stored[name], tensor) for name, tensor in selected.tensors.items()}
+        yield from _differences(found, shapes, words, why)
+        if selected.twice:
+            came = f"holds {some(selected.twice, SHOWN)} under two names"
+            yield Problem(KEY, came, "one of them would be lost", fix)
+        yield from _untied(selected, recipe)
+
+    def remarks(self, recipe: Recipe) -> Iterator[str]:
+        yield from ()
+
+    def weights(self, recipe: Recipe) -> LazyWeights:
+        return family_of(recipe.model).conversion.read(self.directory, recipe.model)
+
+
+class MegatronWeights:
+    """A checkpoint of Megatron-LM or Megatron-DeepSpeed."""
+
+    forms = MEGATRON_FORMS
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(self.directory)
+
+    def config(self, recipe: Recipe) -> Mapping[str, Any]:
+        return self.checkpoint.config(recipe.model, tuple(PUBLISHED_VOCABULARIES.values()))
+
+    def problems(self, recipe: Recipe | None) -> list[Problem]:
+        if recipe is None:  # what hinders opening it was said where its config was asked for
+            return []
+        return list(self._problems(_with_few_layers(recipe, self.checkpoint.layers)))
+
+    def _problems(self, recipe: Recipe) -> Iterator[Problem]:
+        model, found = recipe.model, self.checkpoint.tensors
+        shapes = {name: parameter.shape for name, parameter in _shapes(recipe).items()}
+        theirs = {ours: name for ours, name in names.name_map(model).items() if ours in shapes}
+        unused = tuple(f"{head}." for head in names.SENTENCE_HEAD.values() if model.sentence_head == "none")
+        tensors = {
+            name: (name, WithoutPadding(slices.shape, slices.dtype, slices.layout, model.vocab_size))
+            if name in names.WITH_PADDING
+            else (name, slices)
+            for name, slices in found.items()
+            if not name.startswith(unused or ("\0",))
+        }
+        fix = "give a whole checkpoint of Megatron's GPT or BERT"
+        words = Words(f"a Megatron {model.family} of these arguments", "its arguments", fix)
+        heads = {f"{head}.{leaf}" for head in names.SENTENCE_HEAD.values() for leaf in ("weight", "bias")}
+        missing = {name for name in theirs.values() if name not in found}
+        why = "they have no head for sentences; add --set model.sentence_head=none to train without one"
+        expected = {name: shapes[ours] for ours, name in theirs.items()}
+        if model.heads % self.checkpoint.slices:
+            came = f"has {self.checkpoint.slices} tensor slices, and model.heads={model.heads}"
+            yield Problem(KEY, came, "each slice holds whole heads", "set model.heads to theirs")
+        yield from _differences(tensors, expected, words, why if missing and missing <= heads else "")
+        yield from _untied(self.checkpoint, recipe)
+
+    def remarks(self, recipe: Recipe) -> Iterator[str]:
+        found, model = self.checkpoint, recipe.model
+        slices = f"{found.slices} tensor slice{'s' if found.slices > 1 else ''}"
+        yield f"a Megatron checkpoint of version {found.version:g} in {slices}, {found.where}"
+        rows = found.size(names.WORD, 0) or 0
+        if rows > model.vocab_size:
+            yield f"of their {rows:,} rows of the vocabulary the first {model.vocab_size:,}: the rest pads"
+        if "num_attention_heads" not in found.arguments:
+            yield f"they do not say how many heads they have: model.heads={model.heads} is taken"
+        eps = found.arguments.get("layernorm_epsilon", 1e-5)
+        if found.is_bert and (found.tanh_gelu or eps != BERT_NORM_EPS):
+            gelu = "the tanh form of GELU" if found.tanh_gelu else "the exact GELU"
+            yield (
+                f"they were trained with {gelu} and LayerNorm's epsilon {eps}, our BERT has the exact form "
+                f"and {BERT_NORM_EPS:g}: its outputs differ a little at first"
+            )
+
+    def weights(self, recipe: Recipe) -> LazyWeights:
+        return self.checkpoint.weights(recipe.model)
+
+
+class WithoutPadding(NamedTuple):
+    """Rows of a vocabulary, of which the padding is left out."""
+
+    stored: torch.Size
+    dtype: torch.dtype
+    layout: torch.layout
+    vocabulary: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((min(self.vocabulary, self.stored[0]), *self.stored[1:]))
+
+
+class Words(NamedTuple):
+    """How messages call the model, what states its shapes, and what to do."""
+
+    model: str
+    source: str
+    fix: str
+
+
+class Header(Protocol):
+    """What is known of a tensor before it is read."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def layout(self) -> torch.layout: ...
+
+
+class Tied(Protocol):
+    def untied(self) -> list[tuple[str, str]]:
+        """(copy, tensor) where the stored numbers differ, which have to be read for it."""
+
+
+def _differences(
+    found: Mapping[str, tuple[str, Header]], shapes: Mapping[str, torch.Size], words: Words, why_missing: str
+) -> Iterator[Problem]:
+    """Missing and unexpected tensors, odd types and shapes; `found`: name -> (its name as stored, tensor)."""
+    if missing := [name for name in shapes if name not in found]:
+        rule = why_missing or f"{words.model} has {'it' if len(missing) == 1 else 'them'}"
+        yield Problem(KEY, f"lacks {some(missing, SHOWN)}", rule, "" if "--set" in rule else words.fix)
+    if unexpected := [stored for name, (stored, _) in found.items() if name not in shapes]:
+        yield Problem(KEY, f"holds {some(unexpected, SHOWN)}", f"{words.model} has no such tensor", words.fix)
+    both = {name: (found[name][1], shape) for name, shape in shapes.items() if name in found}
     if odd := [f"{name} ({_type(tensor)})" for name, (tensor, _) in both.items() if not _readable(tensor)]:
         rule = "weights are float32, bfloat16, float16 or float64"
         yield Problem(
@@ -64,24 +232,34 @@ def _problems(stored: dict[str, torch.Tensor], recipe: Recipe | None) -> Iterato
         for name, (tensor, shape) in both.items()
         if tensor.shape != shape
     ]:
-        yield Problem(KEY, f"holds {some(differing, SHOWN)}", "that is its shape by config.json", fix)
-    for copy, original in selected.untied() if processes.local_rank() == 0 else ():
+        yield Problem(
+            KEY, f"holds {some(differing, SHOWN)}", f"that is its shape by {words.source}", words.fix
+        )
+
+
+def _untied(stored: Tied, recipe: Recipe) -> Iterator[Problem]:
+    for copy, original in stored.untied() if processes.local_rank() == 0 else ():
         rule = f"our {recipe.model.family} has one tensor for both, and would lose the other"
         yield Problem(KEY, f"{copy} differs from {original}", rule, "give weights with tied embeddings")
 
 
-def expected_shapes(recipe: Recipe) -> dict[str, torch.Size]:
-    """Shape of every tensor of the class in `transformers`, by its name there."""
+def _with_few_layers(recipe: Recipe, stored: int) -> Recipe:
+    """So that a config with a billion layers makes no billion layers: one more than there can be."""
+    few = min(recipe.model.layers, stored + 1)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": few})})
+
+
+def _shapes(recipe: Recipe) -> dict[str, torch.nn.Parameter]:
+    """Every parameter of the recipe's model by its canonical name, on the meta device."""
     family = family_of(recipe.model)
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, meta=True)
     model = family.plain(model_shape(recipe, recipe.model.vocab_size), group=None, init=init)
-    ours = {canonical_name(parameter): parameter for parameter in model.parameters()}
-    return {name: t.shape for name, t in family.conversion.to_transformers(ours, recipe.model).items()}
+    return {canonical_name(parameter): parameter for parameter in model.parameters()}
 
 
-def _readable(tensor: torch.Tensor) -> bool:
+def _readable(tensor: Header) -> bool:
     return tensor.dtype in READABLE and tensor.layout is torch.strided
 
 
-def _type(tensor: torch.Tensor) -> str:
+def _type(tensor: Header) -> str:
     return str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Whether given weights fit a recipe, seen before anything is started from their config.json and headers."""
+"""Whether given weights fit a recipe, seen before a start from what states their model, and from headers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.findings import Notice
-from modeling.huggingface.config_forms import FORMS, ConfigForm, form_of
-from recipes.files import FileError, read_json_object
+from modeling.huggingface.config_forms import FORMS, MEGATRON_FORMS, ConfigForm, Forms, form_of
+from recipes.files import FileError
 from recipes.nested import flatten
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
 from recipes.vocabularies import PUBLISHED_VOCABULARIES, TRAINED_BY_FAMILY
 
 KEY = "--init_from"
-SAVED = "give a directory that save_pretrained or launch/export_hf.py wrote"
+SAVED = "give a directory that save_pretrained or launch/export_hf.py wrote, or a checkpoint of Megatron"
 TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}
-FAMILIES = {form.model_type: family for family, forms in FORMS.items() for form in forms}
+FAMILIES = {
+    form.model_type: family
+    for table in (FORMS, MEGATRON_FORMS)
+    for family, forms in table.items()
+    for form in forms
+}
 LARGEST = 10**8  # of a size in a config.json, so that a product of two is still an integer of torch
 # What a recipe of another family has to set besides its shape.
 WITH_FAMILY: Mapping[str, Mapping[str, Any]] = {
@@ -35,7 +40,7 @@ WITH_FAMILY: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class GivenModel:
-    """The model of a config.json. `shape`: key of a recipe -> its value."""
+    """The model of a config.json, or of arguments. `shape`: key of a recipe -> its value."""
 
     form: ConfigForm
     shape: Mapping[str, int]
@@ -59,29 +64,30 @@ class GivenModel:
 def check(path: str | Path, recipe: Recipe) -> tuple[Notice, ...]:
     """What differs between weights that can be given to the recipe and the model that it trains.
 
-    Reads config.json and the headers of the weights; on the first process of a machine also the tensors that
-    have to be equal. Raises ProblemsError with every mismatch, and what to put on the command line instead.
+    Reads config.json, or arguments, and the headers of the weights; on the first process of a machine also
+    the tensors that have to be equal. Raises ProblemsError with every mismatch, and what to put on the
+    command line instead.
     """
     from launch.training import given_tensors  # loads torch, which --help and a refused path do without
 
     directory, where = Path(path), f"{KEY} {str(path)[:200]}"
-    problems = list(_no_directory(directory))
-    given = None
-    if not problems:
-        try:
-            found = _Config(read_json_object(directory / "config.json"), recipe)
-            problems, given = found.problems, found.given
-        except FileError as error:
-            problems = [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
-        problems += given_tensors.problems(directory, given.as_recipe(recipe) if given else None)
+    if problems := list(_no_directory(directory)):
+        raise ProblemsError(replace(problem, where=where) for problem in problems)
+    saved, given = given_tensors.saved_in(directory), None
+    try:
+        found = _Config(saved.config(recipe), recipe, saved.forms)
+        problems, given = found.problems, found.given
+    except FileError as error:
+        problems = [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
+    problems += saved.problems(given.as_recipe(recipe) if given else None)
     if problems:
         raise ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
-    assert given is not None, "nothing is wrong with its config.json"
-    return tuple(Notice("init_from", f"initial weights: {text}") for text in _remarks(path, given, recipe))
+    assert given is not None, "nothing is wrong with what states the model"
+    remarks = (f"those of {path}", *_remarks(given, recipe), *saved.remarks(recipe))
+    return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
 
 
-def _remarks(path: str | Path, given: GivenModel, recipe: Recipe) -> Iterator[str]:
-    yield f"those of {path}"
+def _remarks(given: GivenModel, recipe: Recipe) -> Iterator[str]:
     model, positions = recipe.model, given.shape["sequence_length"]
     if positions > recipe.sequence_length:
         yield f"of their {positions:,} positions the first {recipe.sequence_length:,} (sequence_length)"
@@ -107,33 +113,33 @@ def _no_directory(path: Path) -> Iterator[Problem]:
 
 
 class _Config:
-    """What is wrong with a config.json for a recipe, and the model that it describes if that is clear."""
+    """What is wrong with a config for a recipe, and the model that it describes if that is clear."""
 
-    def __init__(self, config: Mapping[str, Any], recipe: Recipe):
-        self.config, self.recipe = config, recipe
+    def __init__(self, config: Mapping[str, Any], recipe: Recipe, forms: Forms):
+        self.config, self.recipe, self.forms = config, recipe, forms
         self.values = dict(flatten(recipe.model_dump()))
         self.given: GivenModel | None = None
         self.problems = list(self._find())
 
     def _find(self) -> Iterator[Problem]:
-        kind, own = self.config.get("model_type"), form_of(self.recipe.model)
-        known = {form.model_type: form for forms in FORMS.values() for form in forms}
+        kind, own = self.config.get("model_type"), form_of(self.recipe.model, self.forms)
+        known = {form.model_type: form for forms in self.forms.values() for form in forms}
         form = known.get(kind) if isinstance(kind, str) else None
         differing = [] if form is own else [self._other_kind(kind, own)]
         if form is None:
-            fix = f"the types that can be trained here are {', '.join(FAMILIES)}"
+            fix = f"the types that can be trained here are {', '.join(known)}"
             yield from (replace(problem, fix=fix) for problem in differing)
             return
         sizes = {key: self.config.get(theirs, default) for key, (theirs, default) in form.shape.items()}
         odd = [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= LARGEST]
         for key in odd:
-            came = f"config.json says {form.shape[key][0]}={_shown(sizes[key])}"
+            came = f"{form.says} {form.shape[key][0]}={_shown(sizes[key])}"
             yield Problem(KEY, came, f"it is a whole number from 1 to {LARGEST:,}", SAVED)
         sizes = {key: size for key, size in sizes.items() if key not in odd}
         if not odd and sizes["model.hidden"] % sizes["model.heads"]:
             hidden, heads = (f"{form.shape[key][0]}={sizes[key]}" for key in ("model.hidden", "model.heads"))
             rule = "the first is divisible by the second"
-            yield Problem(KEY, f"config.json says {hidden} and {heads}", rule, SAVED)
+            yield Problem(KEY, f"{form.says} {hidden} and {heads}", rule, SAVED)
         elif not odd:
             self.given = GivenModel(form, sizes)
         other = {key: size for key, size in sizes.items() if self._mismatch(key, size)}
@@ -151,10 +157,13 @@ class _Config:
         """Of positions the first are enough."""
         return size < self.values[key] if key == "sequence_length" else size != self.values[key]
 
-    def _other_kind(self, kind: Any, own: ConfigForm) -> Problem:
+    def _other_kind(self, kind: Any, own: ConfigForm | None) -> Problem:
         model = self.recipe.model
-        ours = model.family + (f" with model.layer_norm={model.layer_norm}" if own.layer_norm else "")
-        rule = f"only {own.model_type} can be given to model.family={ours}"
+        placed = own is None or own.layer_norm
+        ours = model.family + (f" with model.layer_norm={model.layer_norm}" if placed else "")
+        rule = (
+            f"{f'only {own.model_type}' if own else 'none of Megatron'} can be given to model.family={ours}"
+        )
         came = "config.json names no model_type" if kind is None else f"is a model of type {_shown(kind)}"
         return Problem(KEY, came, rule)
 
@@ -177,7 +186,7 @@ class _Config:
             allowed_by_key[width] = ((4 * hidden,) if standard else (4 * hidden, None), standard)
         for key, (allowed, default) in allowed_by_key.items():
             if (value := self.config.get(key, default)) not in allowed:
-                rule = f"our {form.model_type} has {_shown(allowed[0])}, and no switch"
+                rule = f"our {FAMILIES[form.model_type]} has {_shown(allowed[0])}, and no switch"
                 yield Problem(KEY, f"{key}={_shown(value)}", rule, "give other weights")
 
 

@@ -24,7 +24,7 @@ class Job:
     resume: bool = False  # start from the newest complete checkpoint of `directory`, if there is one
     compiled: bool = False  # torch.compile the model
     record_gradients: bool = False  # write the gradients of the first step, to compare layouts
-    initial_weights: str | None = None  # directory of a `transformers` model; None: random weights
+    initial_weights: str | None = None  # directory of saved weights; None: random ones
     cache: Path | None = None  # of vocabularies and tokens; None: `data.cache.default_directory()`
 
     @property

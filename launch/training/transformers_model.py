@@ -15,6 +15,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from launch.machine import processes
+from launch.training import given_tensors
 from modeling import cost, gpt2
 from modeling.huggingface.conversion import SAME, Form
 from modeling.huggingface.gpt2 import CONVERSION
@@ -115,7 +116,7 @@ def _canonical_weights(
     mine = processes.rank()
     given = None
     if directory and mine < sources:
-        given = CONVERSION.read(directory, recipe.model, recipe.sequence_length)
+        given = given_tensors.read(directory, recipe)
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given)
     shape = gpt2.shape_of(recipe, padded_vocab=recipe.model.vocab_size)
     drawn, shapes = (

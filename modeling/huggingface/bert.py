@@ -17,6 +17,7 @@ from torch import Tensor
 
 from modeling.huggingface import conversion
 from modeling.huggingface.conversion import NO_DROPOUT, Conversion, Entry, Form, Logits, Tensors
+from modeling.lazy_weights import LazyWeights
 from modeling.transformer import BERT_NORM_EPS
 from recipes.schema import Dropout, Model
 
@@ -97,9 +98,7 @@ def name_map(model: Model) -> Iterator[Entry]:
     yield DECODER_BIAS
 
 
-def from_transformers(
-    theirs: Tensors, model: Model, *, allow_missing_heads: bool = False
-) -> dict[str, Tensor]:
+def from_transformers(theirs: Tensors, model: Model, *, allow_missing_heads: bool = False) -> LazyWeights:
     """The state dict of a `transformers` BERT of this placement -> canonical float32 weights.
 
     A pooler and a sentence head are left out where the model has none. `allow_missing_heads`: parameters of

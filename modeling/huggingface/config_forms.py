@@ -1,4 +1,4 @@
-"""How `transformers`' config.json states what our models have; needs no torch, to refuse before a start."""
+"""How `transformers`' config.json and Megatron's arguments state what our models have; needs no torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Fixed = Mapping[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class ConfigForm:
-    """The config.json of one model type. Absent keys have their defaults.
+    """The config.json, or the arguments, of one model type. Absent keys have their defaults.
 
     Attributes:
         shape: key of a recipe -> (their key, their default).
         width: key of the MLP's width and its default; None stands for four times the hidden size.
         fixed: their key -> the values that our model has and cannot change; the first is their default.
         layer_norm: the placement that this type has, where those of the family are several types.
+        says: how a message begins that tells what it says.
     """
 
     model_type: str
@@ -29,6 +30,7 @@ class ConfigForm:
     width: tuple[str, int | None]
     fixed: Fixed
     layer_norm: str | None = None
+    says: str = "config.json says"
 
 
 def _shape(keys: str, *defaults: int) -> dict[str, tuple[str, int]]:
@@ -61,7 +63,8 @@ def _bert(model_type: str, layer_norm: str, layers: int, hidden: int, heads: int
     return ConfigForm(model_type, shape, ("intermediate_size", 4 * hidden), _BERT_FIXED, layer_norm)
 
 
-FORMS: Mapping[str, tuple[ConfigForm, ...]] = {
+Forms = Mapping[str, tuple[ConfigForm, ...]]
+FORMS: Forms = {
     "gpt2": (ConfigForm("gpt2", _GPT2_SHAPE, ("n_inner", None), _GPT2_FIXED),),
     "bert": (
         _bert("bert", "post", 12, 768, 12, BERT_UNCASED_VOCABULARY),
@@ -69,7 +72,38 @@ FORMS: Mapping[str, tuple[ConfigForm, ...]] = {
     ),
 }
 
+# Arguments of Megatron-LM's training, with "gelu" and "vocab_size" made of several.
+_MEGATRON_FIXED: Fixed = {
+    "swiglu": (False, None),
+    "squared_relu": (False, None),
+    "glu_activation": (None,),
+    "normalization": ("LayerNorm", "layernorm", None),
+    "apply_layernorm_1p": (False, None),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "untie_embeddings_and_output_weights": (False, None),
+    "group_query_attention": (False, None),
+    "position_embedding_type": ("learned_absolute", "absolute", None),
+    "use_rotary_position_embeddings": (False, None),
+    "num_experts": (None, 1, [1]),
+}
+_MEGATRON_SHAPE = _shape(
+    "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings", 0, 0, 0, 0, 0
+)
 
-def form_of(model: Model) -> ConfigForm:
-    """The form of the model's own type."""
-    return next(form for form in FORMS[model.family] if form.layer_norm in (None, model.layer_norm))
+
+def _megatron(model_type: str, fixed: Fixed, layer_norm: str | None = None) -> ConfigForm:
+    width, fixed = ("ffn_hidden_size", None), {**_MEGATRON_FIXED, **fixed}
+    return ConfigForm(model_type, _MEGATRON_SHAPE, width, fixed, layer_norm, "its arguments say")
+
+
+# Megatron's BERT always has another form of GELU and epsilon than ours: it is taken, and that is said.
+MEGATRON_FORMS: Forms = {
+    "gpt2": (_megatron("megatron-lm-gpt", {"gelu": ("tanh",), "layernorm_epsilon": (1e-5,)}),),
+    "bert": (_megatron("megatron-lm-bert", {}, "pre"),),
+}
+
+
+def form_of(model: Model, forms: Forms = FORMS) -> ConfigForm | None:
+    """The form of the model's own type; None where it has none."""
+    of_family = forms[model.family]
+    return next((form for form in of_family if form.layer_norm in (None, model.layer_norm)), None)

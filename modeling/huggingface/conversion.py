@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import transformers
 from torch import Tensor
 
 from modeling.huggingface.weight_files import read_state_dict
-from recipes.files import refuse
-from recipes.problems import some
+from modeling.lazy_weights import LazyWeights, same_numbers
 from recipes.schema import Dropout, Model
 
 NO_DROPOUT = Dropout()
@@ -53,7 +52,7 @@ class Selected(NamedTuple):
     def untied(self) -> list[tuple[str, str]]:
         """(copy, tensor) where the stored numbers differ, which have to be read for it."""
         pairs = ((names, copy, self.tensors[names[1]]) for names, copy in self.copies.items())
-        return [names for names, copy, tensor in pairs if not _equal(copy, tensor)]
+        return [names for names, copy, tensor in pairs if not same_numbers(copy, tensor)]
 
 
 class Entry(NamedTuple):
@@ -87,7 +86,7 @@ class Conversion:
     name_map: Callable[[Model], Iterable[Entry]]
     select: Callable[[Tensors, Model], Selected]
     why_missing: Callable[[Collection[str], Model], str]
-    from_transformers: Callable[[Tensors, Model], dict[str, Tensor]]
+    from_transformers: Callable[[Tensors, Model], LazyWeights]
     copies: frozenset[str]
     positions: str
     logits: Callable[..., Logits]
@@ -111,21 +110,9 @@ class Conversion:
             for name, part in zip(theirs, form.to_theirs(ours[mine], model.heads), strict=True)
         }
 
-    def read(
-        self, directory: str | Path, model: Model, sequence_length: int | None = None
-    ) -> dict[str, Tensor]:
-        """Canonical weights of the model saved in `directory`, with the first `sequence_length` positions.
-
-        Raises ValueError where it holds none of them, or numbers that are not finite.
-        """
-        weights = self.from_transformers(read_state_dict(directory), model)
-        if odd := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
-            rule = "a model with NaN or infinity never leaves it"
-            refuse(
-                directory, f"holds numbers that are not finite, in {some(odd)}", rule, "give other weights"
-            )
-        weights[self.positions] = weights[self.positions][:sequence_length]
-        return weights
+    def read(self, directory: str | Path, model: Model) -> LazyWeights:
+        """Canonical weights of the model saved in `directory`. Raises ValueError where it holds others."""
+        return self.from_transformers(read_state_dict(directory), model)
 
 
 def under_one_name(theirs: Tensors, rename: Callable[[str], str | None], tied: Mapping[str, str]) -> Selected:
@@ -146,14 +133,6 @@ def under_one_name(theirs: Tensors, rename: Callable[[str], str | None], tied: M
     return Selected(found, copies, twice, stored)
 
 
-def _equal(one: Tensor, other: Tensor, rows: int = 4096) -> bool:
-    """Whether two tensors of any types hold the same numbers, of which few are held at a time."""
-    if one.shape != other.shape:
-        return False
-    parts = zip(one.split(rows), other.split(rows), strict=True) if one.dim() else ((one, other),)
-    return all(torch.equal(a.float(), b.float()) for a, b in parts)
-
-
 def check_tied(selected: Selected) -> None:
     """Raises ValueError where a tied tensor and its copy differ."""
     for copy, original in selected.untied():
@@ -163,14 +142,15 @@ def check_tied(selected: Selected) -> None:
 
 def to_canonical(
     found: Tensors, entries: Iterable[Entry], heads: int, keys: str = "model.layers and model.family"
-) -> dict[str, Tensor]:
-    """The float32 tensors of `entries` from the state dict that has them; raises as `check_names` does."""
+) -> LazyWeights:
+    """The tensors of `entries` from the state dict that has them; raises as `check_names` does."""
     entries = list(entries)
     check_names(set(found), {n for entry in entries for n in entry.theirs}, "transformers weights", keys)
-    return {
-        ours: form.to_ours([found[name].float() for name in theirs], heads).contiguous()
-        for ours, theirs, form in entries
-    }
+
+    def convert(entry: Entry) -> Tensor:
+        return entry.form.to_ours([found[name] for name in entry.theirs], heads)
+
+    return LazyWeights({entry.ours: partial(convert, entry) for entry in entries})
 
 
 def check_convertible(model: Model) -> None:

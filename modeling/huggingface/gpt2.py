@@ -15,6 +15,7 @@ from torch import Tensor
 
 from modeling.huggingface import conversion
 from modeling.huggingface.conversion import NO_DROPOUT, SAME, TRANSPOSED, Conversion, Entry, Form
+from modeling.lazy_weights import LazyWeights
 from modeling.transformer import GPT2_NORM_EPS
 from recipes.schema import Dropout, Model
 
@@ -74,7 +75,7 @@ def select(theirs: conversion.Tensors, model: Model) -> conversion.Selected:
     return conversion.under_one_name(theirs, _rename, TIED)
 
 
-def from_transformers(theirs: conversion.Tensors, model: Model) -> dict[str, Tensor]:
+def from_transformers(theirs: conversion.Tensors, model: Model) -> LazyWeights:
     """The state dict of `GPT2LMHeadModel`, or of `GPT2Model`, -> canonical float32 weights.
 
     Raises ValueError naming missing and unexpected tensors, or where head and embedding are not tied.

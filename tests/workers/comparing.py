@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from slices import joined
+from slices import joined as join
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,7 +53,7 @@ def joined(parameter: nn.Parameter, tensor: torch.Tensor, group: Group) -> list[
     """What a group holds of a parameter or its gradient: one full tensor if it is cut, else all copies."""
     shard: Shard | None = parameter.shard  # type: ignore[attr-defined]
     parts = gathered(tensor, group)
-    return parts if shard is None else [joined(shard, parts)]
+    return parts if shard is None else [join(shard, parts)]
 
 
 def given_weights(build: Build, *, std: float = 0.3, dtype: torch.dtype = torch.float64) -> Init:

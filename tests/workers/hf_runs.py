@@ -88,8 +88,8 @@ class BlocksRun:
         return right(attention, *inputs, **how)
 
 
-def drawn_once(recipe, *how, right=transformers_model.build):
-    """`transformers_model.build`; transformers may draw nothing, and no two ranks the same parameter."""
+def drawn_once(recipe, *how, right=transformers_model.build, drawn=True):
+    """`transformers_model.build`; transformers draws nothing, and no two ranks the same parameter."""
     names = []
 
     def noted(init, name, shape, std, draw=Init._normal):
@@ -101,11 +101,12 @@ def drawn_once(recipe, *how, right=transformers_model.build):
         mock.patch.object(torch.Tensor, "normal_", side_effect=unwanted),
         mock.patch.object(Init, "_normal", noted),
     ):
-        model = right(recipe, *how)
+        model = right(recipe, *how, drawn=drawn)
     of_ranks = [None] * processes.world_size()
     torch.distributed.all_gather_object(of_ranks, names)
     every = [name for of_rank in of_ranks for name in of_rank]
-    assert len(every) == len(set(every)) == 2 + 4 * recipe.model.layers, of_ranks
+    wanted = 2 + 4 * recipe.model.layers if drawn else 0  # a resumed run draws none
+    assert len(every) == len(set(every)) == wanted, of_ranks
     return model
 
 

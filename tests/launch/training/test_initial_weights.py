@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from ds_configs.plan import Machine
 from launch.runs import vocabulary
-from launch.training import build_model, export, transformers_model
+from launch.training import build_model, export, given_tensors, transformers_model
 from launch.training.job import plan_job
 from modeling.families import family_of
 from modeling.huggingface.config_forms import SHAPE
@@ -291,7 +291,7 @@ def test_a_shorter_sequence_takes_the_first_positions(case, saved, tmp_path):
     batch = export.RandomBatch.of(recipe)
     expected = export.their_logits(recipe, directory, batch)
     conversion = family_of(recipe.model).conversion
-    weights = conversion.read(directory, recipe.model, recipe.sequence_length)
+    weights = given_tensors.read(directory, recipe)
     if case == "transformers":
         model = transformers_model.build(recipe, str(directory)).eval()
         with torch.no_grad():
@@ -314,7 +314,7 @@ def test_numbers_that_are_not_finite_are_refused_where_they_are_read(copy):
     directory, recipe = copy(tiny()), tiny()
     state(lambda t: t[W].fill_(torch.nan))(directory)
     with pytest.raises(ProblemsError, match="not finite, in layers.0.mlp.expand.weight"):
-        family_of(recipe.model).conversion.read(directory, recipe.model)
+        given_tensors.read(directory, recipe)
 
 
 def test_the_files_of_transformers_choice_are_read(copy):

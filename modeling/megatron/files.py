@@ -1,0 +1,147 @@
+"""The files of a checkpoint of Megatron-LM or Megatron-DeepSpeed: pipeline stages of tensor-parallel slices.
+
+    iter_0001000/mp_rank_01/model_optim_rng.pt                  slice 1; also below release/
+    iter_0001000/mp_rank_01_002/model_optim_rng.pt              slice 1 of pipeline stage 2
+    global_step1000/mp_rank_01_model_states.pt                  DeepSpeed without its pipeline: slice 1
+    global_step1000/layer_05-model_01-model_states.pt           DeepSpeed's pipeline: slice 1 of layer 5
+
+Above them latest_checkpointed_iteration.txt, or DeepSpeed's latest, says which iteration is the newest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from recipes.files import is_file, read_text, refuse
+from recipes.problems import some
+
+RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+PLAIN = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+PARTITIONED = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+DISTRIBUTED = re.compile(r".+\.distcp|common\.pt")
+SAVED = re.compile(r"iter_\d+|release|global_step\d+")
+TRACKER = "latest_checkpointed_iteration.txt"
+WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")  # the second next to a distributed optimizer
+WHOLE = "copy the whole directory again"
+
+
+class Files(NamedTuple):
+    """Files of one iteration.
+
+    Attributes:
+        where: its directory.
+        stages: of each pipeline stage, or of each layer if `by_layer`, the slices in order.
+        stated: the file that holds arguments and version.
+        by_layer: whether a file is one layer of DeepSpeed's pipeline.
+    """
+
+    where: Path
+    stages: Sequence[Sequence[Path]]
+    stated: Path
+    by_layer: bool = False
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether names in the directory are those of such a checkpoint."""
+    names, patterns = _names(directory), (SAVED, RANK, PLAIN, LAYER, PARTITIONED, DISTRIBUTED)
+    if "config.json" in names:  # transformers' Trainer leaves a global_stepN next to one
+        return False
+    return TRACKER in names or any(next(_matches(pattern, names), None) for pattern in patterns)
+
+
+def find(directory: Path) -> Files:
+    """The files of the iteration in `directory`, or of the newest below it. Raises FileError."""
+    where = _iteration(directory)
+    names = _names(where)
+    if layers := [(int(m[1]), int(m[2]), where / m[0]) for m in _matches(LAYER, names)]:
+        stated = where / "mp_rank_00_model_states.pt"
+        if not is_file(stated):
+            refuse(where, f"lacks {stated.name}", "it holds arguments and checkpoint version", WHOLE)
+        return Files(where, _stages(where, layers), stated, by_layer=True)
+    found = [(0, int(m[1]), where / m[0]) for m in _matches(PLAIN, names)]
+    if not found:
+        for m in _matches(RANK, names):
+            file = next((where / m[0] / name for name in WEIGHTS if is_file(where / m[0] / name)), None)
+            if file is None:
+                refuse(where / m[0], f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}", "", WHOLE)
+            found.append((int(m[2] or 0), int(m[1]), file))
+    if not found:
+        _refuse_form(where, names)
+    stages = _stages(where, found)
+    return Files(where, stages, stages[0][0])
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in directory.iterdir())
+    except OSError:  # what is in it says why
+        return []
+
+
+def _matches(pattern: re.Pattern[str], names: Sequence[str]) -> Iterator[re.Match[str]]:
+    return (match for name in names if (match := pattern.fullmatch(name)))
+
+
+def _iteration(directory: Path) -> Path:
+    names = _names(directory)
+    saved = [match[0] for match in _matches(SAVED, names)]
+    held = any(next(_matches(p, names), None) for p in (RANK, PLAIN, LAYER, PARTITIONED, DISTRIBUTED))
+    if held:
+        return directory
+    if is_file(tracker := directory / TRACKER):
+        said = read_text(tracker).strip()
+        number = int(said) if re.fullmatch(r"\d{1,18}", said) else None
+        asked = [said] if number is None else [f"iter_{number:07d}", f"global_step{number}"]
+    elif is_file(tracker := directory / "latest"):
+        asked = [read_text(tracker).strip()]
+    elif len(saved) == 1:
+        asked = saved
+    else:
+        rule = f"{TRACKER}, which says what is newest, is missing"
+        refuse(directory, f"holds {some(saved)}", rule, f"give one of them, {directory}/{saved[-1]}")
+    if not (chosen := [name for name in asked if name in saved]):
+        came = f"says {asked[0][:60]!r}, and next to it is {some(saved) if saved else 'no iteration'}"
+        refuse(tracker, came, "it names the newest iteration", f"{WHOLE}, or give one iteration's directory")
+    return directory / chosen[0]
+
+
+def _stages(where: Path, found: Sequence[tuple[int, int, Path]]) -> Sequence[Sequence[Path]]:
+    """From (stage or layer, slice, file): all have the same slices, which begin with 0, as stages do."""
+    by_stage: dict[int, dict[int, Path]] = {}
+    for stage, index, file in found:
+        by_stage.setdefault(stage, {})[index] = file
+    count = 1 + max(index for _, index, _ in found)
+    if missing := [
+        f"slice {index} of {count} of {_called(slices)}"
+        for _, slices in sorted(by_stage.items())
+        for index in range(count)
+        if index not in slices
+    ]:
+        refuse(where, f"lacks {some(missing, 4)}", "every slice is needed", WHOLE)
+    if not LAYER.fullmatch(found[0][2].name) and (absent := set(range(max(by_stage))) - by_stage.keys()):
+        refuse(where, f"lacks pipeline stage {min(absent)}", f"it holds stage {max(by_stage)}", WHOLE)
+    return [[slices[index] for index in range(count)] for _, slices in sorted(by_stage.items())]
+
+
+def _called(slices: Mapping[int, Path]) -> str:
+    """What a stage or a layer is called, after one of its files."""
+    file = next(iter(slices.values()))
+    if layer := LAYER.fullmatch(file.name):
+        return f"layer_{layer[1]}"
+    rank = RANK.fullmatch(file.parent.name)
+    return f"pipeline stage {int(rank[2])}" if rank and rank[2] else "the model"
+
+
+def _refuse_form(where: Path, names: Sequence[str]) -> None:
+    if next(_matches(PARTITIONED, names), None):
+        rule = "ZeRO-3 partitions weights over the ranks, and such files are not read here"
+        refuse(where, "was saved under ZeRO-3", rule, "save it under ZeRO stage 2 or less")
+    if next(_matches(DISTRIBUTED, names), None):
+        rule = f"only {WEIGHTS[0]} of each rank is read here"
+        fix = "save it again by Megatron-LM with --ckpt-format torch"
+        refuse(where, "is a distributed checkpoint (torch_dist)", rule, fix)
+    refuse(where, "holds no weights of Megatron", f"they are in mp_rank_00/{WEIGHTS[0]} and so on", WHOLE)

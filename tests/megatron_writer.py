@@ -1,0 +1,258 @@
+"""Writes checkpoints as Megatron-LM and Megatron-DeepSpeed do, out of canonical weights.
+
+Shares nothing with `modeling/megatron`: whole tensors are taken apart here, by the text of Megatron's own
+modules (each names its source), and `modeling/megatron` puts them together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from modeling.families import family_of, model_shape
+from modeling.initialization import Init
+from recipes.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a checkpoint is written. `names`: v1, legacy, norm (23.08 on), core; fused, engine: by TE."""
+
+    version: float = 3.0
+    tp: int = 1
+    pp: int = 1
+    names: str = "legacy"
+    chunks: int = 1  # of an interleaved schedule
+    deepspeed: str = ""  # plain, pipeline
+    arguments: dict[str, Any] | None = field(default_factory=dict)  # of its own; None: none are saved
+    divisible: int = 16
+    extra: dict[str, Any] = field(default_factory=dict)  # next to the state dict
+
+    def __str__(self) -> str:
+        return f"{self.deepspeed or self.names} v{self.version:g} tp{self.tp} pp{self.pp}" + (
+            f" x{self.chunks}" if self.chunks > 1 else ""
+        )
+
+
+def qkv(rows: Tensor, heads: int, version: float) -> Tensor:
+    """(head, q/k/v, D) rows of one slice in the order of a version (megatron/checkpointing.py, 23.04)."""
+    apart = rows.unflatten(0, (heads, 3, rows.shape[0] // heads // 3))  # N 3 D ...
+    order = {0: (1, 0, 2), 1: (0, 2, 1)}.get(int(version), (0, 1, 2))
+    return apart.permute(*order, *range(3, apart.dim())).flatten(0, 2).clone()
+
+
+def piece(tensor: Tensor, dim: int, rank: int, tp: int) -> Tensor:
+    return tensor.chunk(tp, dim)[rank].clone()
+
+
+def layer(weights: dict[str, Tensor], index: int, rank: int, heads: int, form: Form) -> dict[str, Tensor]:
+    """One transformer layer by the names of its modules (megatron/model/transformer.py)."""
+    own = {n.split(".", 2)[2]: t for n, t in weights.items() if n.startswith(f"layers.{index}.")}
+    tp = form.tp
+    attention = "attention" if form.names == "v1" else "self_attention"
+    first, second = {"norm": ("input_norm", "post_attention_norm")}.get(
+        form.names, ("input_layernorm", "post_attention_layernorm")
+    )
+    fused = {leaf: own[f"attention.qkv.{leaf}"] for leaf in ("weight", "bias")}
+    out = {
+        f"{first}.weight": own["attention_norm.weight"],
+        f"{first}.bias": own["attention_norm.bias"],
+        **{
+            f"{attention}.query_key_value.{leaf}": qkv(piece(t, 0, rank, tp), heads // tp, form.version)
+            for leaf, t in fused.items()
+        },
+        f"{attention}.dense.weight": piece(own["attention.projection.weight"], 1, rank, tp),
+        f"{attention}.dense.bias": own["attention.projection.bias"],
+        f"{second}.weight": own["mlp_norm.weight"],
+        f"{second}.bias": own["mlp_norm.bias"],
+        "mlp.dense_h_to_4h.weight": piece(own["mlp.expand.weight"], 0, rank, tp),
+        "mlp.dense_h_to_4h.bias": piece(own["mlp.expand.bias"], 0, rank, tp),
+        "mlp.dense_4h_to_h.weight": piece(own["mlp.contract.weight"], 1, rank, tp),
+        "mlp.dense_4h_to_h.bias": own["mlp.contract.bias"],
+    }
+    if form.names == "engine":
+        names = {
+            "self_attention.query_key_value.": "self_attention.layernorm_qkv.",
+            "self_attention.dense.": "self_attention.proj.",
+            "mlp.dense_h_to_4h.": "layernorm_mlp.fc1_",
+            "mlp.dense_4h_to_h.": "layernorm_mlp.fc2_",
+            "input_layernorm.": "self_attention.layernorm_qkv.layer_norm_",
+            "post_attention_layernorm.": "layernorm_mlp.layer_norm_",
+        }
+        for old, new in names.items():
+            out = {n.replace(old, new): t for n, t in out.items()}
+        out["layernorm_mlp._extra_state"] = torch.zeros(4, dtype=torch.uint8)
+    if form.names in ("core", "fused"):
+        names = {
+            "self_attention.query_key_value": "self_attention.linear_qkv",
+            "self_attention.dense": "self_attention.linear_proj",
+            "mlp.dense_h_to_4h": "mlp.linear_fc1",
+            "mlp.dense_4h_to_h": "mlp.linear_fc2",
+            "input_layernorm": "input_layernorm",
+            "post_attention_layernorm": "pre_mlp_layernorm",
+        }
+        out = {f"{names[n.rpartition('.')[0]]}.{n.rpartition('.')[2]}": t for n, t in out.items()}
+        if form.names == "fused":
+            within = {
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            }
+            for norm, place in within.items():
+                out = {n.replace(norm, place): t for n, t in out.items()}
+            out["self_attention.linear_qkv._extra_state"] = torch.zeros(4, dtype=torch.uint8)
+    return out
+
+
+def vocabulary(tensor: Tensor, form: Form) -> Sequence[Tensor]:
+    """The slices of a tensor with a row for each token, after random padding."""
+    padding = torch.randn(-len(tensor) % (form.divisible * form.tp), *tensor.shape[1:], dtype=tensor.dtype)
+    return torch.cat([tensor, padding]).chunk(form.tp)
+
+
+def written(recipe: Recipe, weights: dict[str, Tensor], form: Form) -> Iterator[tuple[str, Any]]:
+    """(path, what torch.save writes there) of every file."""
+    torch.manual_seed(5)
+    model, bert = recipe.model, recipe.model.family == "bert"
+    position = weights["embedding.position" if bert else "position.weight"]
+    words = vocabulary(weights["word.weight"], form)
+    per = model.layers // (form.pp * form.chunks)
+    client = dict(checkpoint_version=form.version, iteration=7, **form.extra)
+    if form.version == 0:
+        del client["checkpoint_version"]  # as version 1.0 of Megatron-LM
+    if form.arguments is not None:
+        told = dict(
+            num_layers=model.layers, hidden_size=model.hidden, num_attention_heads=model.heads,
+            max_position_embeddings=position.shape[0], padded_vocab_size=sum(w.shape[0] for w in words),
+            ffn_hidden_size=4 * model.hidden, bias_gelu_fusion=True, layernorm_epsilon=1e-5,
+            make_vocab_size_divisible_by=form.divisible, params_dtype=torch.float16,
+        )  # fmt: skip
+        if form.version < 3:
+            told["model_parallel_size"] = form.tp
+        else:
+            told |= dict(tensor_model_parallel_size=form.tp, pipeline_model_parallel_size=form.pp)
+        client["args"] = argparse.Namespace(**told | form.arguments)
+    client |= dict(
+        random_rng_state=random.getstate(), np_rng_state=np.random.get_state(),
+        optimizer={"exp_avg": torch.zeros(64)},
+    )  # fmt: skip
+
+    def embedding(rank: int) -> dict[str, Any]:
+        out = {
+            "word_embeddings": {"weight": words[rank].clone()},
+            "position_embeddings": {"weight": position.clone()},
+        }
+        if bert:
+            out["tokentype_embeddings"] = {"weight": weights["embedding.token_type"]}
+        return out
+
+    def final_norm() -> dict[str, Tensor]:
+        return {leaf: weights[f"final_norm.{leaf}"].clone() for leaf in ("weight", "bias")}
+
+    def part(rank: int, stage: int, chunk: int) -> dict[str, Any]:
+        """state_dict_for_save_checkpoint of one rank."""
+        start = (chunk * form.pp + stage) * per
+        layers = {
+            f"layers.{i}.{n}": t
+            for i in range(per)
+            for n, t in layer(weights, start + i, rank, model.heads, form).items()
+        }
+        is_first = stage == 0 and chunk == 0
+        is_last = stage == form.pp - 1 and chunk == form.chunks - 1
+        core = form.names in ("core", "fused")
+        if is_last:
+            norm = "final_norm" if form.names == "norm" else "final_layernorm"
+            layers |= {f"{norm}.{leaf}": t for leaf, t in final_norm().items()}
+        head = head_of(weights, rank, form) if bert and is_last else {}
+        if core:
+            out = {f"{'encoder' if bert else 'decoder'}.{n}": t for n, t in layers.items()}
+            if is_first:
+                out |= {f"embedding.{m}.weight": t["weight"] for m, t in embedding(rank).items()}
+            if is_last and not is_first:
+                out["output_layer.weight"] = words[rank].clone()
+            return out | head
+        language: dict[str, Any] = {"transformer" if form.names == "v1" else "encoder": layers}
+        if is_first:
+            language["embedding"] = embedding(rank)
+        if "pooler" in head:
+            language["pooler"] = head.pop("pooler")
+        out = {"language_model": language, **head}
+        if is_last and not is_first:
+            out["word_embeddings_for_head"] = {"weight": words[rank].clone()}
+        return out
+
+    if form.deepspeed == "pipeline":
+        folder = "global_step7"
+        for rank in range(form.tp):
+            flat = {f"{m}.weight": t["weight"] for m, t in embedding(rank).items()}
+            after = 3 + model.layers
+            yield f"{folder}/layer_01-model_{rank:02d}-model_states.pt", flat
+            for i in range(model.layers):
+                path = f"{folder}/layer_{3 + i:02d}-model_{rank:02d}-model_states.pt"
+                yield path, layer(weights, i, rank, model.heads, form)
+            yield f"{folder}/layer_{after + 1:02d}-model_{rank:02d}-model_states.pt", final_norm()
+            yield f"{folder}/layer_{after + 2:02d}-model_{rank:02d}-model_states.pt", dict(flat)
+        for rank in range(form.tp * form.pp):
+            yield f"{folder}/mp_rank_{rank:02d}_model_states.pt", {"module": None, **client}
+    elif form.deepspeed:
+        for rank in range(form.tp):
+            content = {"module": part(rank, 0, 0), **client}
+            yield f"global_step7/mp_rank_{rank:02d}_model_states.pt", content
+    else:
+        for stage in range(form.pp):
+            for rank in range(form.tp):
+                place = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if form.pp > 1 else "")
+                chunks = [part(rank, stage, chunk) for chunk in range(form.chunks)]
+                state = {"model": chunks[0]}
+                if form.chunks > 1:
+                    state = {f"model{i}": chunk for i, chunk in enumerate(chunks)}
+                yield f"iter_0000007/{place}/model_optim_rng.pt", {**client, **state}
+
+
+def head_of(weights: dict[str, Tensor], rank: int, form: Form) -> dict[str, Any]:
+    """lm_head, pooler and binary_head (megatron/model/bert_model.py)."""
+    core = form.names in ("core", "fused")
+    bias = vocabulary(weights["decoder_bias.bias"], form)[rank].clone()
+    norm = {"norm": "norm", "core": "layer_norm", "fused": "layer_norm"}.get(form.names, "layernorm")
+    lm = {
+        **{f"dense.{leaf}": weights[f"head.transform.{leaf}"] for leaf in ("weight", "bias")},
+        **{f"{norm}.{leaf}": weights[f"head.norm.{leaf}"] for leaf in ("weight", "bias")},
+    }
+    out: dict[str, Any] = {}
+    if "head.pooler.weight" in weights:
+        pooler = {f"dense.{leaf}": weights[f"head.pooler.{leaf}"] for leaf in ("weight", "bias")}
+        binary = {leaf: weights[f"head.sentence.{leaf}"] for leaf in ("weight", "bias")}
+        if core:
+            out |= {f"pooler.{n}": t for n, t in pooler.items()}
+            out |= {f"binary_head.{n}": t for n, t in binary.items()}
+        else:
+            out |= {"pooler": pooler, "binary_head": binary}
+    if core:
+        return out | {f"lm_head.{n}": t for n, t in lm.items()} | {"output_layer.bias": bias}
+    return out | {"lm_head": {"bias": bias, **lm}}
+
+
+def write(directory: Path, recipe: Recipe, weights: dict[str, Tensor], form: Form) -> Path:
+    """Save a checkpoint, with what says that it is the newest."""
+    for path, content in written(recipe, weights, form):
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, directory / path)
+    (directory / "latest_checkpointed_iteration.txt").write_text("7")
+    return directory
+
+
+def random_weights(recipe: Recipe) -> dict[str, Tensor]:
+    """Canonical weights none of which is near its initial value."""
+    generator = torch.Generator().manual_seed(11)
+    init = Init(recipe.seed, recipe.init_std, recipe.model.layers)
+    shape = model_shape(recipe, recipe.model.vocab_size)
+    module = family_of(recipe.model).plain(shape, group=None, init=init)
+    parameters = {parameter.canonical_name: parameter for parameter in module.parameters()}
+    return {name: torch.randn(p.shape, generator=generator) for name, p in parameters.items()}
