@@ -182,7 +182,8 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
         except NotSavedError as e:
             memory = agreement.peak_memory(grid.control_group)
             recorder.finish("not saved", memory=memory, because=str(e))
-            ending.explain(f"the last checkpoint could not be written: {e}")
+            fix = "make room, or keep fewer (--set run.keep_checkpoints=2), and resume with --resume"
+            ending.explain(f"the last checkpoint could not be written: {e}; {fix}")
             torch.distributed.barrier(group=grid.control_group)  # as above
             raise SystemExit(1) from None
         except (RuntimeError, MemoryError) as e:

@@ -13,6 +13,7 @@ flat ZeRO partition is up to three of them, each of which would be a tensor to p
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 import threading
 import time
@@ -123,11 +124,12 @@ class Saver:
         background = self._fits([entry.bytes for entry in entries])
         file = directory / file_name(self.grid.rank)
         written: Future[StoredFile] = Future()
+        room = sum(entry.bytes for entry in entries) * dist.get_world_size()
         if background:
             entries = [_copied(entry) for entry in entries]
-            threading.Thread(target=_write, args=(file, entries, written), daemon=True).start()
+            threading.Thread(target=_write, args=(file, entries, room, written), daemon=True).start()
         else:
-            _write(file, entries, written)
+            _write(file, entries, room, written)
         self.state.close()
         blocked = time.perf_counter() - started
         self._pending = _Pending(
@@ -276,8 +278,14 @@ def _copied(entry: Entry) -> Entry:
     return Entry(entry.name, entry.dtype, entry.shape, lambda: held)
 
 
-def _write(path: Path, entries: list[Entry], written: Future[StoredFile]) -> None:
+def _write(path: Path, entries: list[Entry], room: int, written: Future[StoredFile]) -> None:
+    """Write this rank's file, where the disk has `room` bytes for all ranks' files.
+
+    Otherwise it would be filled to the last byte, and whatever else is written meanwhile would fail too.
+    """
     try:
+        if shutil.disk_usage(path.parent).free < room:
+            raise OSError(errno.ENOSPC, f"the checkpoint has {room / 1e6:,.3g} MB", str(path.parent))
         written.set_result(tensor_file.write(path, entries))
     except BaseException as error:
         written.set_exception(error)
@@ -316,5 +324,5 @@ def _reason(error: BaseException, directory: Path) -> str:
     free = ""
     with contextlib.suppress(OSError):
         there = next(path for path in (directory, *directory.parents) if path.exists())
-        free = f", {shutil.disk_usage(there).free / 1e9:.3g} GB are free"
+        free = f", {shutil.disk_usage(there).free / 1e6:,.3g} MB are free"
     return f"{error.filename or directory}: {error.strerror or error}{free}"
