@@ -119,12 +119,18 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
 
 
 def open_run_directory(job: Job, facts: Facts) -> RunDirectory:
-    from launch.runs.admission import RunDirectoryError, admit
+    from launch.checkpoints.checkpoint import Checkpoint, Damaged, found
+    from launch.runs.admission import Kept, RunDirectoryError, admit
 
+    every = found(job.checkpoints)
+    kept = Kept(
+        tuple(each.step for each in every if isinstance(each, Checkpoint)),
+        tuple((each.directory, each.why) for each in every if isinstance(each, Damaged)),
+    )
     try:
         directory = admit(
             job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume, tiny=facts.tiny,
-            emulated_fp16=facts.emulated_fp16,
+            emulated_fp16=facts.emulated_fp16, kept=kept,
         )  # fmt: skip
     except RunDirectoryError as e:
         ending.refuse(e)
@@ -230,10 +236,6 @@ def open_recorder(
         recorder.say(f"WARNING: {damaged}; it is left as it is, and an older checkpoint is taken")
     if chosen.checkpoint:
         recorder.say(f"resumed from {chosen.checkpoint.directory}")
-    elif directory.resumed:
-        recorder.say(f"none of the checkpoints in {directory.path} is complete: it starts again at step 0")
-    elif job.resume:
-        recorder.say(f"a first start: {directory.path} holds nothing to resume yet")
     return recorder
 
 
