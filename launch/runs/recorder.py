@@ -20,8 +20,17 @@ from launch.planning.plan_text import describe_plan
 from launch.runs import metrics
 from launch.runs.directory import RunDirectory
 from launch.runs.loss_plot import plot_loss
-from launch.runs.metrics import Note, Record, SaveRecord, StepRecord, ValidationRecord, finite, finite_parts
-from launch.runs.result import Entropies, Result, make_result, write_result
+from launch.runs.metrics import (
+    How,
+    LaunchRecord,
+    Note,
+    Record,
+    SaveRecord,
+    StepRecord,
+    ValidationRecord,
+    finite,
+    finite_parts,
+)
 from launch.runs.result_text import result_text
 from launch.runs.throughput import Throughput
 from recipes.family_words import WORDS
@@ -147,6 +156,8 @@ class Recorder(Silence):
         purged = start_step + 1 if start_step else 0
         self._events = SummaryWriter(str(directory.tensorboard), purge_step=purged, flush_secs=10)
         self._screen = screen(self._stream, start_step, plan.recipe.steps) if self._stream else Silent()
+        how = How.of(plan, hardware_of(described, plan.layout))
+        self._write(LaunchRecord(start_step, how, time.time()))
         for notice in directory.notices:
             self.say(notice)
 

@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 
 def test_a_step_is_one_line_with_rates(tmp_path):
     run = run_steps(tmp_path, plan(), 1)
-    (line,) = run.metrics_jsonl.read_text().splitlines()
+    _, line = run.metrics_jsonl.read_text().splitlines()
     (record,) = read_metrics(run.metrics_jsonl).steps
     assert json.loads(line)["kind"] == "step" and record.step == 1 and record.loss == pytest.approx(5.9)
     assert record.samples_per_s == 16 and record.tokens_per_s == 256
@@ -53,9 +53,8 @@ def test_checkpointing_counts_as_work_done():
 
 def test_what_is_not_finite_is_null_and_the_line_stays_json(tmp_path):
     run = run_steps(tmp_path, plan(precision="fp16"), 1, grad_norm=math.inf, skipped=True)
-    record = json.loads(
-        run.metrics_jsonl.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
-    )
+    _, line = run.metrics_jsonl.read_text().splitlines()
+    record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert record["grad_norm"] is None and record["skipped"] is True
 
 
@@ -215,14 +214,18 @@ def test_the_end_says_what_is_kept_and_how_to_resume(tmp_path, save_last, saved,
 
 def test_a_line_broken_in_the_middle_is_not_ignored(tmp_path):
     run = run_steps(tmp_path, plan(), 3)
-    first, _, last = run.metrics_jsonl.read_text().splitlines()
-    run.metrics_jsonl.write_text(f'{first}\n{{"st\n{last}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl:2"):
+    launch, first, _, last = run.metrics_jsonl.read_text().splitlines()
+    run.metrics_jsonl.write_text(f'{launch}\n{first}\n{{"st\n{last}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl:3"):
         read_metrics(run.metrics_jsonl)
     problems: list[str] = []
     records = read_metrics(run.metrics_jsonl, problems)
     assert [record.step for record in records.steps] == [1, 3] and records.broken
-    assert len(problems) == 1 and "metrics.jsonl:2" in problems[0] and "left out" in problems[0]
+    assert len(problems) == 1 and "metrics.jsonl:3" in problems[0] and "left out" in problems[0]
+
+
+def kinds(run) -> list[str]:
+    return [json.loads(line)["kind"] for line in run.metrics_jsonl.read_text().splitlines()]
 
 
 def test_metrics_are_cut_at_the_resumed_step(tmp_path):
@@ -231,9 +234,9 @@ def test_metrics_are_cut_at_the_resumed_step(tmp_path):
         file.write('{"kind": "step", "step": 6, "lo')  # what a killed process leaves
     assert [record.step for record in read_metrics(run.metrics_jsonl).steps] == [1, 2, 3, 4, 5]
     recorder(tmp_path, plan(), start=4).__exit__(None, None, None)
-    assert run.metrics_jsonl.read_text().count("\n") == 4 and run.metrics_jsonl.read_text().endswith("}\n")
+    assert kinds(run) == ["launch", *["step"] * 4, "launch"] and run.metrics_jsonl.read_text().endswith("}\n")
     recorder(tmp_path, plan()).__exit__(None, None, None)
-    assert run.metrics_jsonl.read_text() == ""
+    assert kinds(run) == ["launch"]
 
 
 def test_a_run_that_starts_over_forgets_its_first_validation(tmp_path):
