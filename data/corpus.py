@@ -130,7 +130,8 @@ def _all_parts(
             opened = cached_store(sequences, origin, source, tokenizer, directory, say)
             parts.append(store_parts(recipe, family, opened, count))
         else:
-            opened = ready_made_store(recipe.data.tokenizer.kind, sequences, origin, tokenizer)
+            kind = recipe.data.tokenizer.kind
+            opened = ready_made_store(kind, sequences, origin, tokenizer, directory, say)
             parts.append(store_parts(recipe, family, opened, count))
     if len(parts) == 1:
         return parts[0]

@@ -22,14 +22,13 @@ from data.cache import SAY_EVERY_S, Say
 from data.durable_files import Damaged
 from data.sources.documents import Document, Source
 from data.stores.indexed import Checksum, Store, StoreWriter, bin_path, idx_path, open_store
+from data.stores.verified import checksum_of
 from data.vocabularies.encoder import Encoder, SentenceEncoder
 from data.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
 from recipes.plural import counted
 from recipes.schema import Origin
 
 FORMAT_VERSION = 2
-# Of a .bin: larger ones are checked by their length alone, since every rank of every run opens them.
-CHECKED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def cached_store(
             found = f"{store.documents} documents and {store.tokens} tokens"
             raise Damaged(f"{prefix} has {found}, not those of {facts_path.name}")
         stated = Checksum(facts["idx_crc32"], facts["bin_crc32"])
-        if store.tokens_array.nbytes <= CHECKED_BYTES and store.checksum() != stated:
+        if checksum_of(store, directory, say) != stated:
             raise Damaged(f"{prefix} does not match its checksum")
         return OpenedStore(source.name, store, facts["text_bytes"], f"{stated.bin:08x}")
 
