@@ -161,7 +161,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
     from launch.generation.sample import sample
     from launch.training import agreement
     from launch.training.loop import train
-    from launch.training.outcome import Diverged
+    from launch.training.outcome import BrokenData, Diverged
     from launch.training.run import NotSavedError, checksum
     from modeling.parallel.process_grid import ProcessGrid
 
@@ -180,11 +180,15 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
     with open_recorder(job, directory, facts, corpus, chosen) as recorder:
         try:
             stopped = train(job, recorder, corpus, grid, checkpoint)
-        except Diverged as e:
-            recorder.finish("diverged", memory=agreement.peak_memory(grid.control_group))
+        except (Diverged, BrokenData) as e:
+            memory = agreement.peak_memory(grid.control_group)
+            if isinstance(e, Diverged):
+                recorder.finish("diverged", memory=memory)
+            else:
+                recorder.finish("interrupted", memory=memory, because=e.why)
             ending.explain(e)
             torch.distributed.barrier(group=grid.control_group)  # rank 0 is not done before it has said why
-            raise SystemExit(DIVERGED) from None
+            raise SystemExit(DIVERGED if isinstance(e, Diverged) else 1) from None
         except NotSavedError as e:
             memory = agreement.peak_memory(grid.control_group)
             recorder.finish("not saved", memory=memory, because=str(e))

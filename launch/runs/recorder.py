@@ -31,6 +31,7 @@ from launch.runs.metrics import (
     finite,
     finite_parts,
 )
+from launch.runs.result import Entropies, Result, hardware_of, make_result, write_result
 from launch.runs.result_text import result_text
 from launch.runs.throughput import Throughput
 from recipes.family_words import WORDS
