@@ -14,7 +14,7 @@ from pathlib import Path
 from data.durable_files import Lock, left_by_a_crash
 from ds_configs.plan import Plan, plan_to_json
 from launch.runs.directory import Launch, RunDirectory, default_path
-from launch.runs.metrics import StepRecord, read_metrics
+from launch.runs.metrics import Records, StepRecord, read_metrics
 from launch.runs.result import OURS
 from recipes import catalog, files
 from recipes.nested import differences
@@ -34,13 +34,11 @@ class Kept:
 
     Attributes:
         complete: steps of those that a run can resume from.
-        damaged: (directory, what is wrong with it) of those that were complete once.
-        unfinished: steps of those whose save did not end.
+        damaged: (directory, what is wrong with it) of the others.
     """
 
     complete: tuple[int, ...] = ()
     damaged: tuple[tuple[Path, str], ...] = ()
-    unfinished: tuple[int, ...] = ()
 
 
 class RunDirectoryError(ValueError):
@@ -85,7 +83,8 @@ def admit(
 
 def _admit(directory: RunDirectory, plan: Plan, resume: bool, kept: Kept) -> tuple[bool, tuple[str, ...]]:
     """(whether it resumes, notices). Raises RunDirectoryError, or ValueError for a broken file."""
-    steps = read_metrics(directory.metrics_jsonl).steps if directory.recipe_yaml.exists() else ()
+    records = read_metrics(directory.metrics_jsonl) if directory.recipe_yaml.exists() else Records()
+    steps = records.steps
     if not directory.recipe_yaml.exists() or not (_saved(directory) or steps):
         # A start that failed before its first step has left nothing worth keeping.
         shutil.rmtree(directory.path / "tokenizer", ignore_errors=True)
@@ -100,7 +99,7 @@ def _admit(directory: RunDirectory, plan: Plan, resume: bool, kept: Kept) -> tup
             "--resume to resume from its newest checkpoint, or start a second run elsewhere with --out"
         )
     if not kept.complete:
-        _refuse_lost(directory, saved.recipe, kept, steps)
+        _refuse_lost(directory, saved.recipe, kept, records)
         return False, _put_aside(directory, steps)
     done = max(*kept.complete, steps[-1].step if steps else 0)
     if plan.recipe.steps < done:
@@ -108,18 +107,14 @@ def _admit(directory: RunDirectory, plan: Plan, resume: bool, kept: Kept) -> tup
             f"--steps {plan.recipe.steps}: {directory.path} has {counted(done, 'step')} done, and a run is "
             f"never cut back: give --steps {done} or more, or start another run with --out"
         )
-    newest = max(kept.complete)
-    passed_over = (
-        f"passed over, damaged: {path}: {why}" for path, why in kept.damaged if _step(path) > newest
-    )
-    return True, (*passed_over, *_changed(saved, plan, changes.allowed))
+    return True, _changed(saved, plan, changes.allowed)
 
 
 def _saved(directory: RunDirectory) -> bool:
     return any(directory.checkpoints.glob("*"))
 
 
-def _refuse_lost(directory: RunDirectory, recipe: Recipe, kept: Kept, steps: Sequence[StepRecord]) -> None:
+def _refuse_lost(directory: RunDirectory, recipe: Recipe, kept: Kept, records: Records) -> None:
     """Refuse to train a run again, over its records, whose checkpoints are damaged, gone or not wanted.
 
     A run that was killed before its first save was complete is not refused.
@@ -131,33 +126,19 @@ def _refuse_lost(directory: RunDirectory, recipe: Recipe, kept: Kept, steps: Seq
             f"--resume: no checkpoint in {directory.path} is whole, and its steps are not thrown away: "
             f"restore one of them from a copy, {elsewhere}{named}"
         )
-    done = steps[-1].step if steps else 0
     result = files.read_json_object(directory.result_json) if directory.result_json.exists() else {}
-    ended = result.get("status") if result.get("steps") != 0 and not kept.unfinished else None
-    first = _first_save(recipe, steps)
-    # A save that was due at the last step, or is unfinished, may never have been complete.
-    was_complete = first is not None and first < min((*kept.unfinished, done))
-    if ended == "ok" and not recipe.run.save_last and not was_complete and first != done:
+    ended, was_saved = result.get("status") == "ok", any(not save.problem for save in records.saves)
+    if was_saved or (ended and recipe.run.save_last):
+        raise RunDirectoryError(
+            f"--resume: {directory.path} has {counted(len(records.steps), 'step')} recorded and saved "
+            f"checkpoints, of which {directory.checkpoints} holds none any more: put them back, {elsewhere}"
+        )
+    if ended:
         raise RunDirectoryError(
             f"--resume: {directory.path} holds a finished run without a checkpoint (run.save_last=false): "
             "there is nothing to resume from, and a run is never overwritten; start again elsewhere with "
             "--out, with --set run.save_last=true to be able to resume"
         )
-    if was_complete or ended in ("ok", "interrupted"):
-        raise RunDirectoryError(
-            f"--resume: {directory.path} has {counted(done, 'step')} recorded and saved checkpoints, of "
-            f"which {directory.checkpoints} holds none any more: put them back, {elsewhere}"
-        )
-
-
-def _first_save(recipe: Recipe, steps: Sequence[StepRecord]) -> int | None:
-    """The step after which the first regular checkpoint was due; None: none is regular."""
-    due = [recipe.run.save_every] if recipe.run.save_every else []
-    if recipe.run.save_every_minutes:
-        passed = itertools.accumulate(record.seconds for record in steps)
-        over = (n for n, seconds in enumerate(passed) if seconds >= 60 * recipe.run.save_every_minutes)
-        due += [steps[number].step for number in itertools.islice(over, 1)]
-    return min(due, default=None)
 
 
 def _put_aside(directory: RunDirectory, steps: Sequence[StepRecord]) -> tuple[str, ...]:
@@ -171,11 +152,6 @@ def _put_aside(directory: RunDirectory, steps: Sequence[StepRecord]) -> tuple[st
         f"it ended after step {steps[-1].step}, before its first save was complete, and starts again at "
         f"step 0; what it recorded is kept in {aside.name}",
     )
-
-
-def _step(checkpoint: Path) -> int:
-    """Of a directory step-NNNNNN."""
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _refuse_strangers(directory: RunDirectory) -> None:

@@ -19,7 +19,7 @@ from ds_configs.plan import Plan
 from launch import pretrain
 from launch.runs.admission import Kept, RunDirectoryError, admit
 from launch.runs.directory import RunDirectory, default_path
-from launch.runs.metrics import read_metrics
+from launch.runs.metrics import SaveRecord, read_metrics, to_line
 from launch.training.job import Job
 from recipes import catalog
 from recipes.layout import Layout
@@ -214,39 +214,34 @@ def test_steps_whose_checkpoints_are_all_damaged_are_not_thrown_away(tmp_path):
     damaged = tuple((run.checkpoints / f"step-00000{n}", f"file {n} is missing") for n in (2, 3))
     message = refusal(tmp_path, plan(), True, Kept((), damaged))
     assert all(f"{path}: {why}" in message for path, why in damaged) and "--out" in message
-    resumed = create(tmp_path, plan(), True, Kept((2,), damaged))
-    assert resumed.notices == (f"passed over, damaged: {damaged[1][0]}: file 3 is missing",)
+    assert create(tmp_path, plan(), True, Kept((2,), damaged)).resumed
 
 
 @pytest.mark.parametrize(
-    ("settings", "status", "unfinished", "said"),
+    ("saves", "status", "save_last", "said"),
     [
-        ({"save_every": 2}, None, (), "put them back"),
-        ({"save_every": 2}, None, (4,), "put them back"),
-        ({"save_every_minutes": 0.01}, None, (), "put them back"),
-        ({}, "ok", (), "put them back"),
-        ({}, "interrupted", (), "put them back"),
-        ({"save_last": False, "save_every": 2}, "ok", (), "put them back"),
-        ({"save_last": False}, "ok", (), "run.save_last=false"),
-        ({"save_every": 2}, None, (2,), None),
-        ({"save_every": 6}, None, (), None),
-        ({}, "saving", (6,), None),
-        ({}, None, (), None),
+        ([None], None, True, "put them back"),
+        ([None], "ok", False, "put them back"),
+        ([], "ok", True, "put them back"),  # by a version that recorded no saves
+        ([], "ok", False, "run.save_last=false"),
+        (["no space left"], "not saved", True, None),
+        ([], "saving", True, None),
+        ([], None, True, None),
     ],
 )
-def test_lost_checkpoints_are_told_from_a_first_save_that_never_was(
-    tmp_path, settings, status, unfinished, said
-):
-    own = plan(recipe_=recipe(run=settings))
+def test_lost_checkpoints_are_told_from_a_first_save_that_never_was(tmp_path, saves, status, save_last, said):
+    own = plan(recipe_=recipe(run={"save_last": save_last}))
     run = create(tmp_path, own)
     add_steps(run, 6)
+    with open(run.metrics_jsonl, "a") as file:
+        file.writelines(to_line(SaveRecord(6, 1, 0.1, 0.1, True, problem)) for problem in saves)
     if status:
         run.result_json.write_text(json.dumps({"status": status, "steps": 6}))
-    kept, recorded = Kept((), (), unfinished), run.metrics_jsonl.read_text()
+    recorded = run.metrics_jsonl.read_text()
     if said:
-        assert said in refusal(tmp_path, own, True, kept)
+        assert said in refusal(tmp_path, own, True, Kept())
         return
-    again = create(tmp_path, own, True, kept)
+    again = create(tmp_path, own, True, Kept())
     (notice,) = again.notices
     assert not again.resumed and "after step 6" in notice and "starts again at step 0" in notice
     assert (tmp_path / "metrics-before-1.jsonl").read_text() == recorded
