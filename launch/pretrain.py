@@ -9,7 +9,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from launch.console import arguments, ends, output, quiet, terminal
 from launch.machine import abilities, ending, out_of_memory, processes
@@ -134,8 +134,19 @@ def open_run_directory(job: Job, facts: Facts) -> RunDirectory:
         )  # fmt: skip
     except RunDirectoryError as e:
         ending.refuse(e)
+    except OSError as e:
+        refuse_by_system(e, job.directory)
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     return directory
+
+
+def refuse_by_system(error: OSError, place: Path) -> NoReturn:
+    """Say what the system refuses before the first step; raise again what no sentence explains."""
+    from recipes.refused_by_system import problem, told_by
+
+    if told := told_by(error):
+        ending.refuse(problem(told, place, "name another directory with --out"))
+    raise error
 
 
 def show_plan(job: Job) -> None:
@@ -177,7 +188,13 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
         checkpoint = chosen.checkpoint
     except ValueError as e:
         ending.refuse(e)
-    with open_recorder(job, directory, facts, corpus, chosen) as recorder:
+    except OSError as e:
+        refuse_by_system(e, Path.cwd())
+    try:
+        opened = open_recorder(job, directory, facts, corpus, chosen)
+    except OSError as e:
+        refuse_by_system(e, job.directory)
+    with opened as recorder:
         try:
             stopped = train(job, recorder, corpus, grid, checkpoint)
         except (Diverged, BrokenData) as e:

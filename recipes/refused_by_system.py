@@ -22,7 +22,7 @@ def told_by(error: BaseException) -> OSError | None:
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _KNOWN:
             return cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        cause = cause.__cause__
     return None
 
 
