@@ -15,6 +15,7 @@ from launch.console import arguments, ends, output, quiet, terminal
 from launch.machine import abilities, ending, out_of_memory, processes
 from launch.training.job import Job, plan_job
 from recipes import catalog
+from recipes.refused_by_system import take_file_handles
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from launch.runs.recorder import Silence
 
 DIVERGED = 3  # exit code
+FILES, FILES_PER_RANK = 128, 8  # that a process may need open: libraries and data; connections
 
 EXAMPLES = """\
 examples:
@@ -102,6 +104,7 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
     from launch.runs.directory import default_path
 
     try:
+        take_file_handles(FILES + FILES_PER_RANK * processes.world_size())
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
         machine, weights = abilities.detect_machine(args.emulate_fp16), args.init_from
         plan = plan_job(

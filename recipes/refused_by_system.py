@@ -7,13 +7,26 @@ import os
 import resource
 from pathlib import Path
 
-from recipes.problems import Problem
+from recipes.problems import Problem, ProblemsError
 
 _SPACE = {errno.ENOSPC, errno.EDQUOT}
 _RIGHTS = {errno.EROFS, errno.EACCES, errno.EPERM}
 _HANDLES = {errno.EMFILE, errno.ENFILE}
 _DEVICE = {errno.EIO, errno.ESTALE}
+_MANY_FILES = 65536
 _KNOWN = {*_SPACE, *_RIGHTS, *_HANDLES, *_DEVICE, errno.EFBIG}
+
+
+def take_file_handles(least: int) -> None:
+    """Let this process open as many files as it may. Raises ProblemsError: that is less than `least`."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_FILES if most == resource.RLIM_INFINITY else min(most, _MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if wanted < least:
+        came = f"a process may have {most} files open here"
+        rule = f"{least} are needed, for files, threads and connections to other processes"
+        raise ProblemsError([Problem("ulimit -n", came, rule, f"raise the hard limit: ulimit -Hn {least}")])
 
 
 def told_by(error: BaseException) -> OSError | None:

@@ -1,8 +1,11 @@
 """What a run records and shows, and what it leaves when it ends."""
 
+import contextlib
+import errno
 import io
 import json
 import math
+import resource
 
 import pytest
 from recorded import Outcome, plan, recipe, recorder, run_steps
@@ -264,3 +267,40 @@ def test_the_curve_of_a_bert_is_its_masked_token_loss(tmp_path):
     assert curve(records.validations, records.part) == [(1, 5.0)], "the test split is no validation"
     plot_loss(records, tmp_path / "loss.png", {"unigram": 6.5})
     assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """What a full disk does to a write, which takes a part of it, by a limit that needs no disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_records_that_the_disk_does_not_take_are_written_once_it_does(tmp_path):
+    stream = io.StringIO()
+    with recorder(tmp_path, plan(), stream=stream) as records:
+        records.step(1, Outcome(5.0), 0.5, 0.0)
+        with files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 100):
+            for step in range(2, 6):
+                records.step(step, Outcome(5.0), 0.5, 0.0)
+        records.step(6, Outcome(5.0), 0.5, 0.0)
+        records.finish("ok")
+    assert [record.step for record in read_metrics(tmp_path / "metrics.jsonl").steps] == [1, 2, 3, 4, 5, 6]
+    assert stream.getvalue().count("training continues") == 1 and "ulimit -f" in stream.getvalue()
+
+
+@pytest.mark.parametrize("status", ["ok", "not saved"])
+def test_a_run_whose_records_are_lost_in_the_end_fails_with_the_reason(tmp_path, status):
+    with recorder(tmp_path, plan(), stream=io.StringIO()) as records, files_of_at_most(1000):
+        for step in range(1, 6):
+            records.step(step, Outcome(5.0), 0.5, 0.0)
+        if status != "ok":  # it fails already, and says why
+            records.finish(status, because="full")
+            return
+        with pytest.raises(OSError) as caught:
+            records.finish(status)
+    assert caught.value.errno == errno.EFBIG and str(tmp_path) in caught.value.filename
