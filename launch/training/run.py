@@ -97,8 +97,8 @@ class AgreedBatches(StepBatches):
 class TrainingRun:
     """One run on this rank, whichever loop performs its steps. Its methods are collective.
 
-    A context: where training ends in it because the loss is lost, it waits for the checkpoint on its way; where
-    the data of the next step cannot be read, it saves what is done.
+    A context: where training ends in it because the loss is lost, it waits for the checkpoint on its way;
+    where the data of the next step cannot be read, it saves what is done.
     """
 
     def __init__(
