@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from data.durable_files import Damaged, locked
+from recipes.refused_by_system import problem, told_by
 
 T = TypeVar("T")
 Say = Callable[[str], None]
 SAY_EVERY_S = 10.0  # between lines that tell how far a long job is
+
+
+class Unwritable(ValueError):
+    """Nothing can be written to the cache. The message says where, why and the fix."""
 
 
 def default_directory() -> Path:
@@ -37,7 +42,7 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
         what: name for messages.
 
     Raises:
-        ValueError: the files must be made and their directory cannot be written to.
+        Unwritable: the files must be made and their directory cannot be written to.
     """
     with suppress(OSError, Damaged):
         return read()
@@ -50,7 +55,19 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
         rule = (
             f"cache directory {directory}: {error.strerror or error}: vocabularies and tokens are kept there"
         )
-        raise ValueError(f"{rule}; set MEGARECIPES_CACHE to a directory you can write to") from error
+        raise Unwritable(f"{rule}; set MEGARECIPES_CACHE to a directory you can write to") from error
+    try:
+        return _made(paths, read, write, what, say)
+    except OSError as error:
+        if told_by(error) is None:
+            raise
+        elsewhere = "set MEGARECIPES_CACHE to a directory elsewhere"
+        raise Unwritable(str(problem(error, directory, elsewhere))) from error
+
+
+def _made(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None], what: str, say: Say) -> T:
+    """What `read` returns once this process, or another that it waited for, has made the files."""
+    directory = paths[0].parent
     with locked(paths[0], what, say) as held:
         try:
             return read()  # made while we waited

@@ -15,7 +15,7 @@ from data import cache
 from data.cache import Say
 from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
 from data.samples.fields import HeldOut, Parts, TrainingSamples
-from data.sources.documents import Source
+from data.sources.documents import Skipped, Source
 from data.sources.opening import open_source
 from data.splits.stored import store_parts
 from data.splits.streamed import stream_parts
@@ -41,6 +41,7 @@ class Corpus:
     uniform_entropy: float
     unigram_entropy: float
     summary: dict[str, Any]
+    skipped: tuple[Skipped, ...] = ()  # broken records that streams have left out on this rank, so far
 
 
 def build(
@@ -64,9 +65,14 @@ def build(
     for origin in origins:  # before its vocabulary is looked for: the store's absence is the cause
         if source is None and origin.source == "store":
             check_origin(origin, recipe.model.family)
-    sources = [source or (None if o.source == "store" else open_source(o, say)) for o in origins]
+    skipped = [Skipped() if recipe.data.broken_records == "skip" else None for _ in origins]
+    sources = [
+        source or (None if origin.source == "store" else open_source(origin, say, taking))
+        for origin, taking in zip(origins, skipped, strict=True)
+    ]
     tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
-    parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, directory, say)
+    parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, skipped, directory, say)
+    streamed = zip(skipped, origins, strict=True)
     return Corpus(
         tokenizer=tokenizer,
         train=parts.train,
@@ -83,6 +89,7 @@ def build(
             "validation_samples": len(parts.validation),
             **({"test_samples": len(parts.test)} if parts.test else {}),
         },
+        skipped=tuple(taking for taking, origin in streamed if taking and origin.streamed),
     )
 
 
@@ -116,21 +123,27 @@ def check_origin(origin: Origin, family: str = "gpt2") -> None:
 
 
 def _all_parts(
-    recipe: Recipe, family: Family, sources: Sequence[Source | None], directory: Path, say: Say
+    recipe: Recipe,
+    family: Family,
+    sources: Sequence[Source | None],
+    skipped: Sequence[Skipped | None],
+    directory: Path,
+    say: Say,
 ) -> Parts:
     origins = recipe.data.origins
     weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]
     wanted = np.maximum(largest_remainder(weights, recipe.run.validation_samples), 1).tolist()
     sequences, tokenizer, parts = family.sequences, family.tokenizer, []
-    for origin, source, count in zip(origins, sources, wanted, strict=True):
+    for origin, source, taking, count in zip(origins, sources, skipped, wanted, strict=True):
         if source and not source.finite:
             blended = bool(recipe.data.blend)
             parts.append(stream_parts(recipe, family, origin, source, count, blended, say))
         elif source:
-            opened = cached_store(sequences, origin, source, tokenizer, directory, say)
+            opened = cached_store(sequences, origin, source, tokenizer, directory, say, taking)
             parts.append(store_parts(recipe, family, opened, count))
         else:
-            opened = ready_made_store(recipe.data.tokenizer.kind, sequences, origin, tokenizer)
+            kind = recipe.data.tokenizer.kind
+            opened = ready_made_store(kind, sequences, origin, tokenizer, directory, say)
             parts.append(store_parts(recipe, family, opened, count))
     if len(parts) == 1:
         return parts[0]

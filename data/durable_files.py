@@ -32,6 +32,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:  # of a write, which does not say where
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not every file system lets a directory be opened and synchronised

@@ -16,6 +16,7 @@ from data.prepare import fork_server
 from data.prepare.settings import PreparationFailed
 from launch.console import arguments, ends, preparation_flags, quiet
 from launch.machine import ending
+from recipes.refused_by_system import problem, told_by
 
 EXAMPLES = """\
 examples:
@@ -84,7 +85,9 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
         ending.refuse(preparation_flags.shown(error), code)
     except OSError as error:  # the disk is full, a file went away
         screen.close()
-        ending.refuse(f"{error}: once that is mended, the same command resumes from {args.out}.partial", 1)
+        told, elsewhere = told_by(error), "begin again with --out elsewhere"
+        said = str(problem(told, Path(args.out), elsewhere)) if told else str(error)
+        ending.refuse(f"{said}: once that is mended, the same command resumes from {args.out}.partial", 1)
     screen.close()
     if report is None:
         print(f"{args.out}: already complete, made by the same command")

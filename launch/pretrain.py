@@ -9,12 +9,13 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from launch.console import arguments, ends, output, quiet, terminal
 from launch.machine import abilities, ending, out_of_memory, processes
 from launch.training.job import Job, plan_job
 from recipes import catalog
+from recipes.refused_by_system import take_file_handles
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from launch.runs.recorder import Silence
 
 DIVERGED = 3  # exit code
+FILES, FILES_PER_RANK = 128, 8  # that a process may need open: libraries and data; connections
 
 EXAMPLES = """\
 examples:
@@ -102,6 +104,7 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
     from launch.runs.directory import default_path
 
     try:
+        take_file_handles(FILES + FILES_PER_RANK * processes.world_size())
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
         machine, weights = abilities.detect_machine(args.emulate_fp16), args.init_from
         plan = plan_job(
@@ -119,17 +122,34 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
 
 
 def open_run_directory(job: Job, facts: Facts) -> RunDirectory:
-    from launch.runs.admission import RunDirectoryError, admit
+    from launch.checkpoints.checkpoint import Checkpoint, Damaged, found
+    from launch.runs.admission import Kept, RunDirectoryError, admit
 
+    every = found(job.checkpoints)
+    kept = Kept(
+        tuple(each.step for each in every if isinstance(each, Checkpoint)),
+        tuple((each.directory, each.why) for each in every if isinstance(each, Damaged)),
+    )
     try:
         directory = admit(
             job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume, tiny=facts.tiny,
-            emulated_fp16=facts.emulated_fp16,
+            emulated_fp16=facts.emulated_fp16, kept=kept,
         )  # fmt: skip
     except RunDirectoryError as e:
         ending.refuse(e)
+    except OSError as e:
+        refuse_by_system(e, job.directory)
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     return directory
+
+
+def refuse_by_system(error: OSError, place: Path) -> NoReturn:
+    """Say what the system refuses before the first step; raise again what no sentence explains."""
+    from recipes.refused_by_system import problem, told_by
+
+    if told := told_by(error):
+        ending.refuse(problem(told, place, "name another directory with --out"))
+    raise error
 
 
 def show_plan(job: Job) -> None:
@@ -155,7 +175,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
     from launch.generation.sample import sample
     from launch.training import agreement
     from launch.training.loop import train
-    from launch.training.outcome import Diverged
+    from launch.training.outcome import BrokenData, Diverged
     from launch.training.run import NotSavedError, checksum
     from modeling.parallel.process_grid import ProcessGrid
 
@@ -171,14 +191,24 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
         checkpoint = chosen.checkpoint
     except ValueError as e:
         ending.refuse(e)
-    with open_recorder(job, directory, facts, corpus, chosen) as recorder:
+    except OSError as e:
+        refuse_by_system(e, Path.cwd())
+    try:
+        opened = open_recorder(job, directory, facts, corpus, chosen)
+    except OSError as e:
+        refuse_by_system(e, job.directory)
+    with opened as recorder:
         try:
             stopped = train(job, recorder, corpus, grid, checkpoint)
-        except Diverged as e:
-            recorder.finish("diverged", memory=agreement.peak_memory(grid.control_group))
+        except (Diverged, BrokenData) as e:
+            memory = agreement.peak_memory(grid.control_group)
+            if isinstance(e, Diverged):
+                recorder.finish("diverged", memory=memory)
+            else:
+                recorder.finish("interrupted", memory=memory, because=e.why)
             ending.explain(e)
             torch.distributed.barrier(group=grid.control_group)  # rank 0 is not done before it has said why
-            raise SystemExit(DIVERGED) from None
+            raise SystemExit(DIVERGED if isinstance(e, Diverged) else 1) from None
         except NotSavedError as e:
             memory = agreement.peak_memory(grid.control_group)
             recorder.finish("not saved", memory=memory, because=str(e))
@@ -231,10 +261,6 @@ def open_recorder(
         recorder.say(f"WARNING: {damaged}; it is left as it is, and an older checkpoint is taken")
     if chosen.checkpoint:
         recorder.say(f"resumed from {chosen.checkpoint.directory}")
-    elif directory.resumed:
-        recorder.say(f"none of the checkpoints in {directory.path} is complete: it starts again at step 0")
-    elif job.resume:
-        recorder.say(f"a first start: {directory.path} holds nothing to resume yet")
     return recorder
 
 

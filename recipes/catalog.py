@@ -11,12 +11,13 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from recipes import files
 from recipes import overrides as overriding
+from recipes.nested import differences
 from recipes.problems import Problem, ProblemsError, RecipeError, nearest, some
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
@@ -27,10 +28,26 @@ from recipes.yaml_lines import read
 DEFAULT_RECIPE = "default/sotu"
 
 # These change what is reported or how the work is shared, never a number of the training.
-NOT_IN_DIGEST = {
+NOT_IN_DIGEST = frozenset({
     "title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "differs", "unknown",
     "note",
-}  # fmt: skip
+})  # fmt: skip
+# Keys, or sections, that may change where a run resumes: those above, how the same numbers are laid out,
+# rounded or read, and how far the run goes. Every other key decides which numbers are trained.
+MAY_CHANGE = frozenset({
+    *NOT_IN_DIGEST, "activation_checkpointing", "batch.accumulation", "batch.micro", "data.broken_records",
+    "model.implementation", "model.vocab_divisible_by", "precision", "steps",
+})  # fmt: skip
+
+
+Change = tuple[str, Any, Any]  # dotted key, there, now
+
+
+class Changes(NamedTuple):
+    """In what a run would resume otherwise than it was started."""
+
+    allowed: list[Change]
+    refused: list[Change]
 
 
 class Entry(NamedTuple):
@@ -111,11 +128,34 @@ def digest(recipe: Recipe) -> str:
     printed or kept, and `steps`, which decides how far the run goes: in its place stands the step at which
     the learning rate has decayed.
     """
-    values = recipe.model_dump(mode="json", by_alias=True, exclude=NOT_IN_DIGEST)
+    values = recipe.model_dump(mode="json", by_alias=True, exclude=set(NOT_IN_DIGEST))
     values["batch"] = {"global": recipe.batch.global_}
-    values["schedule"]["decay_steps"] = None if recipe.schedule.kind == "constant" else recipe.decay_steps
-    del values["steps"]
+    values["schedule"]["decay_steps"] = _decay_steps(recipe)
+    del values["steps"], values["data"]["broken_records"]  # what is skipped is said, and sound data have none
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def changes(there: Recipe, now: Recipe) -> Changes:
+    """What differs between the recipe of a run and the one that it is to resume with.
+
+    Two schedules are compared by the step at which the learning rate has decayed.
+    """
+    both = []
+    for recipe in (there, now):
+        values = recipe.model_dump(mode="json", by_alias=True)
+        values["schedule"]["decay_steps"] = _decay_steps(recipe)
+        both.append(values)
+    allowed, refused = list[Change](), list[Change]()
+    for change in differences(*both):
+        parts = change[0].split(".")
+        may = any(".".join(parts[:length]) in MAY_CHANGE for length in range(1, len(parts) + 1))
+        (allowed if may else refused).append(change)
+    return Changes(allowed, refused)
+
+
+def _decay_steps(recipe: Recipe) -> int | None:
+    """None where the learning rate does not decay."""
+    return None if recipe.schedule.kind == "constant" else recipe.decay_steps
 
 
 def tables(folder: Path = FOLDER) -> list[Table]:

@@ -26,6 +26,7 @@ Layers = Annotated[int, Field(ge=1, le=10_000)]
 Width = Annotated[int, Field(ge=1, le=10**6)]  # hidden size, heads, degrees of parallelism
 Vocabulary = Annotated[int, Field(ge=1, le=10**8)]
 Tokens = Annotated[int, Field(ge=1, le=10**7)]  # of a sample
+Minutes = Annotated[float, Field(gt=0, le=10**6)]
 Samples = Annotated[int, Field(ge=1, le=10**7)]  # of a step, or of a validation
 
 
@@ -202,6 +203,9 @@ class Data(Origin):
     """every n-th document of a source (of a file, where streamed) is held out, whole, for validation"""
     test_every: Count | None = None
     """every n-th document that validation leaves is held out, whole, for a test after training; null: none"""
+    broken_records: Literal["refuse", "skip"] = "refuse"
+    """refuse: a record that cannot be read ends the run, saved, with its place; skip: it is left out, counted
+    and said, and the split of every other document stays; may change on --resume"""
     tokenizer: Tokenizer = Tokenizer()
     masking: Masking = Masking()
 
@@ -220,10 +224,14 @@ class Run(Strict):
     """sequences per validation (fewer if the held-out text has fewer)"""
     save_every: CountOrZero = 0
     """optimizer steps between checkpoints; 0: none of these"""
+    save_every_minutes: Minutes | None = None
+    """minutes from one checkpoint to the next, which is written after the step in which they are over,
+    besides those of save_every; null: none of these"""
     save_last: bool = True
     """a checkpoint after the last step; false for runs that only time iterations"""
     keep_checkpoints: Count | None = None
-    """newest complete checkpoints that are kept; null: all"""
+    """newest complete checkpoints that are kept: an older one is removed once a newer one is on the disk;
+    null: all"""
     prompt: str | None = None
     """text that the trained model continues at the end (bert: whose [MASK]s it fills in); null: none"""
     loader_workers: Annotated[int, Field(ge=0, le=MOST_LOADER_WORKERS)] = 1

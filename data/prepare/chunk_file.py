@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,16 @@ from data.prepare.inputs import Cursor
 from data.prepare.tally import Step, Tally
 
 _PER_DIRECTORY = 1000
+
+
+class DamagedChunk(Damaged):
+    """A file that is no whole chunk."""
+
+    def __init__(self, path: Path, said: str) -> None:
+        super().__init__(said)
+        self.path = path
+
+
 _REJECTED = "rejected:"
 
 
@@ -64,7 +76,7 @@ def read_head(directory: Path, number: int) -> tuple[Cursor, Tally]:
 
     Raises:
         OSError: there is no such file.
-        Damaged: it is not a chunk.
+        DamagedChunk: it is not whole, or no chunk.
     """
     with _opened(directory, number) as file:
         return _head(file)
@@ -87,13 +99,15 @@ def read_arrays(directory: Path, number: int, names: Sequence[str]) -> list[np.n
         return [file[name] for name in names]
 
 
-def _opened(directory: Path, number: int) -> Any:
+@contextmanager
+def _opened(directory: Path, number: int) -> Iterator[Any]:
+    """The open file. The checksums of its arrays are compared where they are read, in the block."""
     path = path_of(directory, number)
     try:
-        return np.load(path)
-    except (BadZipFile, ValueError, EOFError) as error:
-        why = f"{path} is not a chunk of prepared documents ({error})"
-        raise Damaged(f"{why}; the same command with --force begins again") from error
+        with np.load(path) as file:
+            yield file
+    except (BadZipFile, zlib.error, ValueError, EOFError, KeyError, TypeError, NotImplementedError) as error:
+        raise DamagedChunk(path, f"{path} is damaged ({error})") from error
 
 
 def _head(file: Any) -> tuple[Cursor, Tally]:

@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
@@ -35,6 +36,12 @@ EXAMPLES = 3  # broken records that are printed
 
 class TooManyBroken(PreparationFailed):
     """More records are broken than --max_broken allows."""
+
+
+class LostChunk(PreparationFailed):
+    """A committed chunk has changed on the disk."""
+
+    exit_code = 1
 
 
 class NothingLeft(PreparationFailed):
@@ -75,7 +82,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
 
     Raises:
         ValueError: the settings, the input or what is at `out` forbid it; nothing was changed.
-        TooManyBroken, NothingLeft, pool.WorkerDied: it failed; the work is kept.
+        TooManyBroken, NothingLeft, LostChunk, pool.WorkerDied: it failed; the work is kept.
     """
     space = Workspace(out)
     if settings.language is not None:
@@ -104,11 +111,12 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         plan = Plan(settings, inputs.format, encoder, vocabulary_size(vocabulary), evaluation, space.chunks)
         run = process_chunks(plan, inputs, screen)
         run.warnings = tuple(warnings)
-        check_broken(run.tally, settings.max_broken, space.chunks, run.chunks)
-        if inputs.look() != inputs.files:
-            raise ValueError("input files changed while they were read: begin again with --force")
-        result = space.new_result()
-        store, dedup = finish(plan, inputs, run, space, bands, screen)
+        with removing_what_is_damaged():
+            check_broken(run.tally, settings.max_broken, space.chunks, run.chunks)
+            if inputs.look() != inputs.files:
+                raise ValueError("input files changed while they were read: begin again with --force")
+            result = space.new_result()
+            store, dedup = finish(plan, inputs, run, space, bands, screen)
         vocabulary.save_pretrained(result / tokenizer.FOLDER)
         digest = vocabulary_digest(vocabulary)
         whole = describe(plan, inputs, run, store, dedup, manifest, digest, result)
@@ -119,6 +127,17 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         return whole
 
 
+@contextmanager
+def removing_what_is_damaged() -> Iterator[None]:
+    """Where a chunk proves damaged only when all of it is read, the next run makes that one again."""
+    try:
+        yield
+    except chunk_file.DamagedChunk as damage:
+        damage.path.unlink(missing_ok=True)
+        again = "it is removed, and the same command makes it again and resumes the other work"
+        raise LostChunk(f"{damage}: {again}") from damage
+
+
 def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
     """Every chunk that is not committed yet goes through the workers."""
     run, cursor = Run(), Cursor()
@@ -127,7 +146,12 @@ def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
         """Counts a chunk that an earlier run has committed; returns where it ended."""
         if not chunk_file.path_of(plan.directory, number).is_file():
             return None
-        end, tally = chunk_file.read_head(plan.directory, number)
+        try:
+            end, tally = chunk_file.read_head(plan.directory, number)
+        except chunk_file.DamagedChunk as damage:
+            screen.say(f"{damage}; it is made again")
+            damage.path.unlink()
+            return None
         run.tally.add(tally)
         run.found += 1
         return end

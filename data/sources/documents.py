@@ -1,7 +1,8 @@
 """Documents and what they are read from: the same ones in the same order every time.
 
-Sources are read strictly: a broken record stops the reader with its place, the reason and the fix. Files that
-are known to have such records go through launch/prepare_data.py, which counts them and keeps them aside.
+Sources are read strictly: a broken record stops the reader with its place, the reason and the fix. With
+data.broken_records=skip it is counted and left out, like an empty document: it keeps its number, so that
+every other document stays in its split. launch/prepare_data.py keeps such records aside.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from data.sources.records import Broken, RecordFormat
-from recipes.problems import Problem, ProblemsError
+from recipes.plural import counted
+from recipes.problems import Problem, ProblemsError, Setting, some
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,29 @@ class Document:
 
     index: int  # of the record, from 0, in the source or the shard that is read; all records count
     text: str
+
+
+class Skipped:
+    """The broken records that this process has met and left out; each counts once, however often met."""
+
+    MOST = 100_000  # that are told apart
+
+    def __init__(self) -> None:
+        self._found: set[str] = set()
+
+    def add(self, where: str, found: Broken) -> None:
+        if len(self._found) < self.MOST:
+            self._found.add(f"{where}: {found.kind}")
+
+    def found(self) -> list[str]:
+        """Place and kind of each."""
+        return sorted(self._found.copy())  # a loader's thread may be adding
+
+    @staticmethod
+    def describe(found: Sequence[str]) -> str:
+        """How many, and the first of them."""
+        least = "at least " if len(found) >= Skipped.MOST else ""
+        return f"{least}{counted(len(found), 'broken record')} left out ({some(found)})"
 
 
 class Source(Protocol):
@@ -47,8 +72,13 @@ class Source(Protocol):
         """Documents of one shard, from index `start` within it on, without the empty ones."""
 
 
-def read_strictly(paths: Sequence[Path], format: RecordFormat, start: int) -> Iterator[Document]:
-    """Documents of several files, numbered through; records before `start` are framed and not parsed."""
+def read_strictly(
+    paths: Sequence[Path], format: RecordFormat, start: int, skipped: Skipped | None = None
+) -> Iterator[Document]:
+    """Documents of several files, numbered through; records before `start` are framed and not parsed.
+
+    `skipped`: takes the broken records; None: the first raises ProblemsError.
+    """
     first = 0  # index of the file's first record
     for path in paths:
         begin = start if len(paths) == 1 else 0  # within one file the format may skip faster than by reading
@@ -58,13 +88,21 @@ def read_strictly(paths: Sequence[Path], format: RecordFormat, start: int) -> It
                 continue
             found = raw if isinstance(raw, Broken) else format.parse(raw)
             if isinstance(found, Broken):
-                raise refusal(f"{found.file}:{found.number}", found)
-            if found:
+                left_out_or_refused(f"{found.file}:{found.number}", found, skipped)
+            elif found:
                 yield Document(index, found)
         first = index + 1
 
 
-def refusal(where: str, found: Broken) -> ProblemsError:
-    """What a strict reader raises for a broken record."""
-    fix = "launch/prepare_data.py counts broken records and continues"
-    return ProblemsError([Problem("data.name", f"{where}: {found.kind}", found.detail, fix)])
+def left_out_or_refused(where: str, found: Broken, skipped: Skipped | None) -> None:
+    """Give a broken record to `skipped`; raises ProblemsError without one."""
+    if skipped is not None:
+        skipped.add(where, found)
+        return
+    leave_out = Setting("data.broken_records", "skip")
+    fix = (
+        "mend it, leave such records out with ",
+        leave_out,
+        ", or keep them aside by launch/prepare_data.py",
+    )
+    raise ProblemsError([Problem("data.name", f"{where}: {found.kind}", found.detail, fix)])

@@ -19,7 +19,7 @@ from http.client import HTTPException
 from typing import Any
 
 from data.cache import Say
-from data.sources.documents import Document, refusal
+from data.sources.documents import Document, Skipped, left_out_or_refused
 from data.sources.records import Broken, Raw, broken, field_text
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 
@@ -66,6 +66,7 @@ class HubSource:
     open_stream: Callable[[], Any] | None = None  # the `datasets.IterableDataset` to read; None: the hub's
     say: Say | None = None  # gets a line per retry; None: standard error does
     backoff: Backoff = Backoff()
+    skipped: Skipped | None = None  # takes the broken records; None: they stop a reader
 
     name: str = field(init=False)
     finite: bool = field(default=False, init=False)
@@ -86,7 +87,7 @@ class HubSource:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        return _documents(self.records(start))
+        return self._documents(self.records(start))
 
     def records(self, start: int = 0) -> Iterator[Raw | Broken]:
         """All records in order after the first `start` ones: texts, empty ones too, and the broken records.
@@ -109,7 +110,16 @@ class HubSource:
             return stream.shard(num_shards=count, index=shard)
 
         where = f"{self.name}, shard {shard}" if count > 1 else self.name
-        return _documents(self._records(open_shard, where, start))
+        return self._documents(self._records(open_shard, where, start))
+
+    def _documents(self, found: Iterator[Raw | Broken]) -> Iterator[Document]:
+        """The documents among the records. Raises ProblemsError: a record is broken."""
+        for record in found:
+            if isinstance(record, Broken):
+                left_out_or_refused(f"{record.file}, document {record.number - 1}", record, self.skipped)
+            elif record.payload:
+                assert isinstance(record.payload, str)
+                yield Document(record.number - 1, record.payload)
 
     def _records(self, open_stream: Callable[[], Any], where: str, start: int) -> Iterator[Raw | Broken]:
         def read(done: int) -> Iterator[dict[str, Any]]:
@@ -197,13 +207,3 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _documents(found: Iterator[Raw | Broken]) -> Iterator[Document]:
-    """The documents among the records of a dataset. Raises ProblemsError: a record is broken."""
-    for record in found:
-        if isinstance(record, Broken):
-            raise refusal(f"{record.file}, document {record.number - 1}", record)
-        if record.payload:
-            assert isinstance(record.payload, str)
-            yield Document(record.number - 1, record.payload)

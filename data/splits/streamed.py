@@ -172,10 +172,11 @@ def stream_parts(
         reader = LaneReader(source, number, lanes, encode, lambda index: part(index) == "train")
         return family.lane(reader, number)
 
-    # Of what was read before training: another stream differs here already.
+    # Of what was read before training: another stream differs here already. Of one held-out sample, since a
+    # run may be resumed with more of them.
     checksum = zlib.crc32(counts.astype("<i8").tobytes(), source.shards)
     for _, values in sorted(held_out["validation"].fields.items()):
-        checksum = zlib.crc32(np.ascontiguousarray(values).tobytes(), checksum)
+        checksum = zlib.crc32(np.ascontiguousarray(values[:1]).tobytes(), checksum)
     summary = {
         "source": source.name,
         "files": source.shards,

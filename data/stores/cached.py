@@ -20,16 +20,15 @@ from transformers import PreTrainedTokenizerFast
 from data import cache, durable_files
 from data.cache import SAY_EVERY_S, Say
 from data.durable_files import Damaged
-from data.sources.documents import Document, Source
+from data.sources.documents import Document, Skipped, Source
 from data.stores.indexed import Checksum, Store, StoreWriter, bin_path, idx_path, open_store
+from data.stores.verified import checksum_of
 from data.vocabularies.encoder import Encoder, SentenceEncoder
 from data.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
 from recipes.plural import counted
 from recipes.schema import Origin
 
 FORMAT_VERSION = 2
-# Of a .bin: larger ones are checked by their length alone, since every rank of every run opens them.
-CHECKED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,11 @@ def cached_store(
     tokenizer: PreTrainedTokenizerFast,
     directory: Path,
     say: Say,
+    skipped: Skipped | None = None,
 ) -> OpenedStore:
     """The token store of a source, made where the cache lacks it.
+
+    `skipped`: what has taken the source's broken records.
 
     Raises:
         ValueError: the source or the cache directory cannot be read.
@@ -72,6 +74,7 @@ def cached_store(
         encode = SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
         writer = StoreWriter(prefix, vocabulary_size(tokenizer))
         facts = made_of | _tokenize(encode(source.documents()), writer, what, say)
+        facts["left_out"] = Skipped.describe(skipped.found()) if skipped and skipped.found() else ""
         content = json.dumps(facts, indent=2)
         with durable_files.replacing(facts_path) as file:
             file.write(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode())
@@ -85,8 +88,10 @@ def cached_store(
             found = f"{store.documents} documents and {store.tokens} tokens"
             raise Damaged(f"{prefix} has {found}, not those of {facts_path.name}")
         stated = Checksum(facts["idx_crc32"], facts["bin_crc32"])
-        if store.tokens_array.nbytes <= CHECKED_BYTES and store.checksum() != stated:
+        if checksum_of(store, directory, say) != stated:
             raise Damaged(f"{prefix} does not match its checksum")
+        if facts.get("left_out"):
+            say(f"{what}: {facts['left_out']}")
         return OpenedStore(source.name, store, facts["text_bytes"], f"{stated.bin:08x}")
 
     return cache.fetch((facts_path, bin_path(prefix), idx_path(prefix)), read, write, what, say)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.cache import SAY_EVERY_S, Say
 from data.durable_files import Damaged, replacing
 from data.stores.index_format import BLOCK, DTYPES, HEADER, MAGIC, VERSION, Index, mapped, read_index
 
@@ -82,9 +84,9 @@ class Store:
         starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
         return starts
 
-    def checksum(self) -> Checksum:
-        """Reads both files whole."""
-        return Checksum(_file_crc(idx_path(self.prefix)), _file_crc(bin_path(self.prefix)))
+    def checksum(self, say: Say = lambda line: None) -> Checksum:
+        """Reads both files whole; `say` is told how far it is every few seconds."""
+        return Checksum(_file_crc(idx_path(self.prefix), say), _file_crc(bin_path(self.prefix), say))
 
 
 def open_store(prefix: Path) -> Store:
@@ -200,9 +202,13 @@ class StoreWriter:
                 self.finish()
 
 
-def _file_crc(path: Path) -> int:
-    found = 0
+def _file_crc(path: Path, say: Say = lambda line: None) -> int:
+    found, said = 0, time.monotonic()
     with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         while part := file.read(_READ):
             found = zlib.crc32(part, found)
+            if time.monotonic() - said >= SAY_EVERY_S:
+                said = time.monotonic()
+                say(f"{path}: {file.tell() / 1e9:.1f} of {size / 1e9:.1f} GB checked")
     return found

@@ -8,10 +8,12 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from data.cache import Say
 from data.durable_files import Damaged
-from data.stores.cached import CHECKED_BYTES, OpenedStore
+from data.stores.cached import OpenedStore
 from data.stores.index_format import read_header
-from data.stores.indexed import Store, bin_path, idx_path, open_store
+from data.stores.indexed import Checksum, Store, bin_path, idx_path, open_store
+from data.stores.verified import checksum_of
 from data.vocabularies.vocabulary import vocabulary_digest
 from recipes import files
 from recipes.problems import Key, Problem, ProblemsError, Setting, Text
@@ -24,17 +26,23 @@ Sequences = Literal["documents", "sentences"]
 
 
 def ready_made_store(
-    kind: str, sequences: Sequences, origin: Origin, tokenizer: PreTrainedTokenizerFast
+    kind: str,
+    sequences: Sequences,
+    origin: Origin,
+    tokenizer: PreTrainedTokenizerFast,
+    directory: Path,
+    say: Say,
 ) -> OpenedStore:
     """The store that an origin names, checked.
 
     Args:
         kind: `data.tokenizer.kind`, which `tokenizer` comes from.
         sequences: what one sequence must hold; a GPT can train from either.
+        directory: where the checksums of large stores are kept once they are read.
 
     Raises:
-        ValueError: there is no sound store, its tokens are of another vocabulary, or a BERT's store has no
-            sentences.
+        ValueError: there is no sound store, it is not what its report tells of, its tokens are of another
+            vocabulary, or a BERT's store has no sentences.
     """
     prefix = store_prefix(origin, sequences)
     try:
@@ -48,14 +56,29 @@ def ready_made_store(
         rule = "every document of the store is one sequence, and a BERT's samples are made of sentences"
         again = "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)"
         raise _refused(origin, rule, again)
-    if isinstance(reported := facts.get("crc32"), dict) and "bin" in reported:
-        checksum = str(reported["bin"])
-    elif store.tokens_array.nbytes <= CHECKED_BYTES:
-        checksum = f"{store.checksum().bin:08x}"
-    else:
-        checksum = f"not read: {store.tokens} tokens"
-    text_bytes = facts.get("text_bytes")
-    return OpenedStore(str(origin.name), store, text_bytes if isinstance(text_bytes, int) else None, checksum)
+    checksum = checksum_of(store, directory, say)
+    _check_recorded(prefix, facts, checksum)
+    text_bytes = text_bytes if isinstance(text_bytes := facts.get("text_bytes"), int) else None
+    return OpenedStore(str(origin.name), store, text_bytes, f"{checksum.bin:08x}")
+
+
+def _check_recorded(prefix: Path, facts: dict[str, Any], found: Checksum) -> None:
+    """Refuse a store whose files have changed since prepare_data reported their checksums."""
+    recorded = facts.get("crc32")
+    stated = recorded if isinstance(recorded, dict) else {}
+    files_of = {"idx": idx_path(prefix), "bin": bin_path(prefix)}
+    changed = [
+        Problem(
+            "data.name",
+            f"{path} has CRC-32 {now:08x}, and {REPORT} recorded {stated[kind]}",
+            "it has changed since prepare_data wrote it",
+            "copy the whole directory again, or prepare the store again",
+        )
+        for kind, path in files_of.items()
+        if kind in stated and stated[kind] != f"{(now := getattr(found, kind)):08x}"
+    ]
+    if changed:
+        raise ProblemsError(changed)
 
 
 def check_ready_made(

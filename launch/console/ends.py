@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from launch.console import terminal
 from recipes.problems import ProblemsError
+from recipes.refused_by_system import problem, told_by
 
 INTERRUPTED = 130  # as shells report Ctrl-C
 
@@ -39,7 +41,10 @@ def run(main: Callable[[], int | None]) -> NoReturn:
             code = 0
         else:
             named = f"{error.filename}: " if error.filename else "cannot write the output: "
-            code = _say(f"\n{named}{error.strerror or error}\n", 1)
+            said: object = f"{named}{error.strerror or error}"
+            if error.filename and (told := told_by(error)):
+                said = problem(told, Path.cwd(), "name another place")
+            code = _say(f"\n{said}\n", 1)
     raise SystemExit(code)
 
 

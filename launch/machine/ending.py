@@ -18,6 +18,7 @@ from launch.console import terminal
 from launch.machine import out_of_memory
 from launch.machine.processes import local_rank, rank, world_size
 from recipes.problems import ProblemsError
+from recipes.refused_by_system import problem, told_by
 
 LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|Timed out waiting|NCCL|gloo")
 AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception that a rank meets once asked to stop
@@ -87,6 +88,9 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
+    if told := told_by(error):
+        said = problem(told, Path.cwd(), "use another disk, with the run directory moved there")
+        text = f"{said} (the traceback is in error-rank-{rank()}.txt of the run directory, if it took it)\n"
     print(f"\nrank {rank()} of {world_size()} failed:\n{text}", file=sys.stderr, flush=True)
 
 

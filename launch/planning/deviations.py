@@ -45,6 +45,8 @@ SENTENCES = {
     "unfinished": "unfinished: no result.json of it yet; taken from metrics.jsonl, after step {is_} (the run "
     "continues, or was killed)",
     "republished": "published numbers: the table has changed since this run; ratios are to those shown here",
+    "otherwise": "{key}: run with {is_}; speed and memory are not of these steps",
+    "measured": "speed and memory: of {key}, run with {is_}",
     "said": "{is_}",
 }
 

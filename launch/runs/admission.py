@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from data.durable_files import Lock, left_by_a_crash
 from ds_configs.plan import Plan, plan_to_json
 from launch.runs.directory import Launch, RunDirectory, default_path
-from launch.runs.metrics import read_metrics
+from launch.runs.metrics import Records, StepRecord, read_metrics
+from launch.runs.result import OURS
 from recipes import catalog, files
 from recipes.nested import differences
+from recipes.plural import counted
 from recipes.schema import Recipe
 
-# Settings of a DeepSpeed JSON that change neither the training nor a checkpoint, as dotted prefixes.
-HARMLESS_ON_RESUME = (
-    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler"),
-    *("comms_logger", "tensorboard", "csv_monitor", "wandb", "comet", "aio"),
-    *("zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path"),
-)
-# Parts of a plan that decide the shape of a checkpoint.
-SAVED_SHAPE = ("layout", "zero_stage", "precision", "padded_vocab")
+# Facts of a plan that a resumed run may have otherwise.
+LAID_OUT = ("layout", "ds_name", "zero_stage", "offload", "precision", "padded_vocab")
+# Keys of a recipe that a plan's facts tell better, or that tell nothing of the run.
+SAID_BY_PLAN = ("parallel", "batch", "precision", "ds_config")
+UNSAID = ("title", "hardware", "published", "inferred", "differs", "unknown", "note")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stands in the checkpoints/ of a run.
+
+    Attributes:
+        complete: steps of those that a run can resume from.
+        damaged: (directory, what is wrong with it) of the others.
+    """
+
+    complete: tuple[int, ...] = ()
+    damaged: tuple[tuple[Path, str], ...] = ()
 
 
 class RunDirectoryError(ValueError):
@@ -41,20 +54,21 @@ def admit(
     resume: bool,
     tiny: bool,
     emulated_fp16: bool,
+    kept: Kept = Kept(),
 ) -> RunDirectory:
     """Make the directory, or enter it again with `resume`; the files that describe the run are written.
 
     `path` None: runs/<name>-<ds_config> under the current directory. `name`: the recipe's, as the user names
-    it. With `resume` and nothing there the run starts from its beginning (`resumed` is False), so that a job
-    script may always say --resume. Raises RunDirectoryError, having changed nothing, where something else is
-    in the way.
+    it. `kept`: the directory's checkpoints. With `resume` and nothing there the run starts from its beginning
+    (`resumed` is False), so that a job script may always say --resume. Raises RunDirectoryError, having
+    changed nothing, where something else is in the way.
     """
     directory = RunDirectory(Path(path) if path is not None else default_path(name, plan.ds_name))
     _make(directory.path)
     _refuse_strangers(directory)
     lock = _lock(directory.path)
     try:
-        resumed, notices = _admit(directory, plan, resume)
+        resumed, notices = _admit(directory, plan, resume, kept)
         former = directory.launches() if resumed else []
     except ValueError as error:
         lock.release()
@@ -67,39 +81,77 @@ def admit(
     return dataclasses.replace(directory, resumed=resumed, notices=notices, lock=lock)
 
 
-def _admit(directory: RunDirectory, plan: Plan, resume: bool) -> tuple[bool, tuple[str, ...]]:
+def _admit(directory: RunDirectory, plan: Plan, resume: bool, kept: Kept) -> tuple[bool, tuple[str, ...]]:
     """(whether it resumes, notices). Raises RunDirectoryError, or ValueError for a broken file."""
-    if not directory.recipe_yaml.exists():
-        return False, ()
-    if not (_saved(directory) or read_metrics(directory.metrics_jsonl).steps):
+    records = read_metrics(directory.metrics_jsonl) if directory.recipe_yaml.exists() else Records()
+    steps = records.steps
+    if not directory.recipe_yaml.exists() or not (_saved(directory) or steps):
         # A start that failed before its first step has left nothing worth keeping.
         shutil.rmtree(directory.path / "tokenizer", ignore_errors=True)
-        return False, ()
+        first = f"a first start: {directory.path} holds nothing to resume yet"
+        return False, (first,) if resume else ()
     saved = directory.plan()
-    _refuse_other_recipe(directory, saved.recipe, plan.recipe)
+    changes = catalog.changes(saved.recipe, plan.recipe)
+    _refuse_other_recipe(directory, changes.refused)
     if not resume:
         raise RunDirectoryError(
             f"{directory.path} already holds steps of this recipe, and a run is never overwritten: add "
             "--resume to resume from its newest checkpoint, or start a second run elsewhere with --out"
         )
-    _refuse_finished(directory)
-    return True, _compare_plans(directory, saved, plan)
+    if not kept.complete:
+        _refuse_lost(directory, saved.recipe, kept, records)
+        return False, _put_aside(directory, steps)
+    done = max(*kept.complete, steps[-1].step if steps else 0)
+    if plan.recipe.steps < done:
+        raise RunDirectoryError(
+            f"--steps {plan.recipe.steps}: {directory.path} has {counted(done, 'step')} done, and a run is "
+            f"never cut back: give --steps {done} or more, or start another run with --out"
+        )
+    return True, _changed(saved, plan, changes.allowed)
 
 
 def _saved(directory: RunDirectory) -> bool:
     return any(directory.checkpoints.glob("*"))
 
 
-def _refuse_finished(directory: RunDirectory) -> None:
-    """Refuse to train a finished run without a checkpoint (run.save_last=false) again, over its results."""
-    if _saved(directory) or not directory.result_json.exists():
-        return
-    if files.read_json_object(directory.result_json).get("status") == "ok":
+def _refuse_lost(directory: RunDirectory, recipe: Recipe, kept: Kept, records: Records) -> None:
+    """Refuse to train a run again, over its records, whose checkpoints are damaged, gone or not wanted.
+
+    A run that was killed before its first save was complete is not refused.
+    """
+    elsewhere = "or start again elsewhere with --out"
+    if kept.damaged:
+        named = "".join(f"\n  {path}: {why}" for path, why in kept.damaged)
+        raise RunDirectoryError(
+            f"--resume: no checkpoint in {directory.path} is whole, and its steps are not thrown away: "
+            f"restore one of them from a copy, {elsewhere}{named}"
+        )
+    result = files.read_json_object(directory.result_json) if directory.result_json.exists() else {}
+    ended, was_saved = result.get("status") == "ok", any(not save.problem for save in records.saves)
+    if was_saved or (ended and recipe.run.save_last):
+        raise RunDirectoryError(
+            f"--resume: {directory.path} has {counted(len(records.steps), 'step')} recorded and saved "
+            f"checkpoints, of which {directory.checkpoints} holds none any more: put them back, {elsewhere}"
+        )
+    if ended:
         raise RunDirectoryError(
             f"--resume: {directory.path} holds a finished run without a checkpoint (run.save_last=false): "
             "there is nothing to resume from, and a run is never overwritten; start again elsewhere with "
             "--out, with --set run.save_last=true to be able to resume"
         )
+
+
+def _put_aside(directory: RunDirectory, steps: Sequence[StepRecord]) -> tuple[str, ...]:
+    """Keep the metrics of a run that was killed before its first save under another name; says so."""
+    if not steps:
+        return (f"no save in {directory.path} was ever complete: it starts again at step 0",)
+    names = (directory.path / f"metrics-before-{number}.jsonl" for number in itertools.count(1))
+    aside = next(path for path in names if not path.exists())
+    directory.metrics_jsonl.rename(aside)
+    return (
+        f"it ended after step {steps[-1].step}, before its first save was complete, and starts again at "
+        f"step 0; what it recorded is kept in {aside.name}",
+    )
 
 
 def _refuse_strangers(directory: RunDirectory) -> None:
@@ -117,34 +169,46 @@ def _refuse_strangers(directory: RunDirectory) -> None:
         )
 
 
-def _refuse_other_recipe(directory: RunDirectory, saved: Recipe, recipe: Recipe) -> None:
-    if catalog.digest(saved) == catalog.digest(recipe):
+def _refuse_other_recipe(directory: RunDirectory, changed: Sequence[catalog.Change]) -> None:
+    if not changed:
         return
-    both = (each.model_dump(mode="json", by_alias=True) for each in (saved, recipe))
-    found = differences(*both)
-    changed = [change for change in found if change[0].split(".")[0] not in catalog.NOT_IN_DIGEST]
+    longer = any(key == "schedule.decay_steps" for key, _, _ in changed)
+    schedule = " (--steps N trains longer or shorter and keeps the schedule)" if longer else ""
     raise RunDirectoryError(
         f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
-        f"directory with --out, or run the recipe that is there. {_differ(changed)}"
+        f"directory with --out, or give these keys the values that are there{schedule}. {_differ(changed)}"
     )
 
 
-def _compare_plans(directory: RunDirectory, saved: Plan, plan: Plan) -> tuple[str, ...]:
-    """Notices of harmless changes; RunDirectoryError where the checkpoints would not fit."""
+def _changed(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Change]) -> tuple[str, ...]:
+    """Notices of all in which the run resumes otherwise than it was run before."""
     # Through JSON, since what was saved has lists where a plan may have tuples.
     there, now = (json.loads(json.dumps(plan_to_json(each))) for each in (saved, plan))
-    shape = [change for change in differences(there, now) if change[0].split(".")[0] in SAVED_SHAPE]
-    config = differences(there["ds"], now["ds"])
-    prefixes = tuple(f"{key}." for key in HARMLESS_ON_RESUME)
-    harmless = [change for change in config if f"{change[0]}.".startswith(prefixes)]
-    changed = shape + [change for change in config if change not in harmless]
-    if changed:
-        raise RunDirectoryError(
-            f"--resume: {directory.path} was run with {saved.ds_name}.json in another layout or "
-            "configuration, and its checkpoints fit only the one they were saved under: launch with that "
-            f"ds_config and number of processes, or start again with --out. {_differ(changed)}"
+    facts = [change for change in differences(there, now) if _within(change[0], LAID_OUT)]
+    facts += [change for change in of_recipe if not _within(change[0], (*SAID_BY_PLAN, *UNSAID))]
+    notices = [f"resumed with {key}: {old} -> {new}" for key, old, new in facts]
+    if config := differences(there["ds"], now["ds"]):
+        listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in config)
+        notices.append(f"resumed with another DeepSpeed configuration: {listed}")
+    if plan.precision == "fp16" != saved.precision:
+        notices.append("fp16's loss scaler starts afresh, with its initial scale")
+    if _other_masks(saved, plan):
+        notices.append(
+            "dropout follows the layout here: the loss curve continues statistically, not to the digit"
         )
-    return tuple(f"resumed with {key}: {old} -> {new}" for key, old, new in harmless)
+    return tuple(notices)
+
+
+def _other_masks(saved: Plan, plan: Plan) -> bool:
+    """Whether dropout draws other masks than before: on attention, or in transformers' modules."""
+    own, other = plan.recipe.model.implementation, saved.recipe.model.implementation
+    dropout = plan.recipe.dropout
+    every = own == other == OURS and not dropout.attention
+    return (own != other or saved.layout != plan.layout) and not every and any(dict(dropout).values())
+
+
+def _within(key: str, parts: Sequence[str]) -> bool:
+    return key.split(".")[0] in parts
 
 
 def _lock(path: Path) -> Lock:
@@ -170,6 +234,6 @@ def _make(path: Path) -> None:
         raise RunDirectoryError(f"{path} is not writable for you: {fix}")
 
 
-def _differ(changes: Sequence[tuple[str, Any, Any]]) -> str:
+def _differ(changes: Sequence[catalog.Change]) -> str:
     lines = (f"\n  {key}: {old} -> {new}" for key, old, new in changes)
     return f"They differ in (there -> now):{''.join(lines)}"

@@ -1,4 +1,4 @@
-"""The records of a run, one line of metrics.jsonl each: optimizer steps, validations, saves and notes.
+"""The records of a run, one line of metrics.jsonl each: launches, steps, validations, saves and notes.
 
 A step's number counts completed optimizer steps: the first step is 1, and 0 means "before training". Numbers
 that are not finite (the gradient norm of an overflowed fp16 step) are null, since JSON has no infinity.
@@ -7,6 +7,7 @@ that are not finite (the gradient norm of an overflowed fp16 step) are null, sin
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from data.durable_files import write_atomically
+from ds_configs.plan import Plan
 from recipes import files
+from recipes.layout import Layout
 
 PART_NAMES = dict(
     mlm_loss="masked tokens", sentence_loss="sentence objective", sentence_accuracy="sentence accuracy"
@@ -106,8 +109,49 @@ class SaveRecord:
     kind: Literal["save"] = "save"
 
 
-Record = StepRecord | ValidationRecord | SaveRecord | Note
+@dataclass(frozen=True, slots=True)
+class How:
+    """What a launch makes its steps with: of two that differ, the times of steps are not to be mixed."""
+
+    ds_config: str
+    layout: Layout
+    zero_stage: int
+    offload: str
+    precision: str
+    activation_checkpointing: str | int
+    implementation: str
+    hardware: str
+
+    @classmethod
+    def of(cls, plan: Plan, hardware: str) -> How:
+        recipe = plan.recipe
+        facts = (plan.layout, plan.zero_stage, plan.offload, plan.precision)
+        return cls(
+            plan.ds_name, *facts, recipe.activation_checkpointing, recipe.model.implementation, hardware
+        )
+
+    def __str__(self) -> str:
+        at = self.layout
+        return (
+            f"{self.ds_config}: tp {at.tp} x pp {at.pp} x dp {at.dp}, micro-batch {at.micro}, "
+            f"ZeRO-{self.zero_stage}, offload {self.offload}, {self.precision}, activation checkpointing "
+            f"{self.activation_checkpointing}, {self.implementation}, on {self.hardware}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRecord:
+    """A launch began after `step` steps."""
+
+    step: int
+    how: How
+    time: float = 0.0
+    kind: Literal["launch"] = "launch"
+
+
+Record = LaunchRecord | StepRecord | ValidationRecord | SaveRecord | Note
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {
+    "launch": TypeAdapter(LaunchRecord),
     "step": TypeAdapter(StepRecord),
     "validation": TypeAdapter(ValidationRecord),
     "test": TypeAdapter(ValidationRecord),
@@ -126,6 +170,7 @@ class Records:
     saves: tuple[SaveRecord, ...] = ()
     notes: tuple[Note, ...] = ()
     broken: bool = False
+    launches: tuple[LaunchRecord, ...] = ()
 
     def __len__(self) -> int:
         kinds = self.steps, self.validations, self.tests, self.saves, self.notes
@@ -136,6 +181,27 @@ class Records:
         """The loss that is per token: "mlm_loss" of a BERT, whose other part is not; else "loss"."""
         every = (*(step.parts for step in self.steps), *(each.parts for each in self.validations))
         return "mlm_loss" if any("mlm_loss" in parts for parts in every) else "loss"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps in a row that were made alike. `how` None: by a version that did not say."""
+
+    how: How | None
+    steps: tuple[StepRecord, ...]
+
+    def __str__(self) -> str:
+        first, last = self.steps[0].step, self.steps[-1].step
+        return f"steps {first} to {last}" if last > first else f"step {last}"
+
+
+def stretches(records: Records) -> list[Stretch]:
+    """The steps by how they were made, in their order; launches that made none do not count."""
+
+    def how(record: StepRecord) -> How | None:
+        return next((each.how for each in reversed(records.launches) if each.step < record.step), None)
+
+    return [Stretch(made, tuple(steps)) for made, steps in itertools.groupby(records.steps, how)]
 
 
 def curve(records: Sequence[StepRecord | ValidationRecord], part: str = "loss") -> list[tuple[int, float]]:
@@ -200,7 +266,7 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
             problems.append(f"{path}: {more} more lines like these")
     kinds = "step", "validation", "test", "save", "note"
     steps, validations, tests, saves, notes = (tuple(found[kind]) for kind in kinds)
-    return Records(steps, validations, tests, saves, notes, bool(broken))
+    return Records(steps, validations, tests, saves, notes, bool(broken), tuple(found["launch"]))
 
 
 def truncate(path: Path, step: int) -> None:

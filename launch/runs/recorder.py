@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
 
 from ds_configs.plan import Plan
@@ -20,12 +24,25 @@ from launch.planning.plan_text import describe_plan
 from launch.runs import metrics
 from launch.runs.directory import RunDirectory
 from launch.runs.loss_plot import plot_loss
-from launch.runs.metrics import Note, Record, SaveRecord, StepRecord, ValidationRecord, finite, finite_parts
-from launch.runs.result import Entropies, Result, make_result, write_result
+from launch.runs.metrics import (
+    How,
+    LaunchRecord,
+    Note,
+    Record,
+    SaveRecord,
+    StepRecord,
+    ValidationRecord,
+    finite,
+    finite_parts,
+)
+from launch.runs.result import Entropies, Result, hardware_of, make_result, write_result
 from launch.runs.result_text import result_text
 from launch.runs.throughput import Throughput
 from recipes.family_words import WORDS
+from recipes.refused_by_system import problem
 from recipes.schema import Recipe
+
+ELSEWHERE = "move the run directory to another disk and --resume there"
 
 
 class ValidationOutcome(Protocol):
@@ -143,10 +160,16 @@ class Recorder(Silence):
         self._drawn: int | None = None  # records in loss.png
         self._show_plan(corpus_facts.summary)
         metrics.truncate(directory.metrics_jsonl, start_step)
-        self._file = open(directory.metrics_jsonl, "a", encoding="utf-8")  # noqa: SIM115 (closed by _close)
+        # Without a buffer of Python's, whose rest a full disk would make it write again at the end.
+        self._file = open(directory.metrics_jsonl, "ab", buffering=0)  # noqa: SIM115 (closed by _close)
+        self._unwritten = b""  # lines that the disk has not taken
+        self._lost: OSError | None = None  # why
         purged = start_step + 1 if start_step else 0
+        threading.excepthook = _untold
         self._events = SummaryWriter(str(directory.tensorboard), purge_step=purged, flush_secs=10)
         self._screen = screen(self._stream, start_step, plan.recipe.steps) if self._stream else Silent()
+        how = How.of(plan, hardware_of(described, plan.layout))
+        self._write(LaunchRecord(start_step, how, time.time()))
         for notice in directory.notices:
             self.say(notice)
 
@@ -211,7 +234,7 @@ class Recorder(Silence):
             )
         )
         for name, value in (("blocking_seconds", blocked), ("bytes_per_second", outcome.bytes / took)):
-            self._events.add_scalar(f"save/{name}", value, outcome.step)
+            self._scalar(f"save/{name}", value, outcome.step)
         if outcome.problem:
             self._screen.line(f"WARNING: no checkpoint of step {outcome.step}: {outcome.problem}")
             return
@@ -232,18 +255,21 @@ class Recorder(Silence):
         over all ranks ("peak_memory_bytes", "cached_bytes"); rank 0's own where the others can no longer be
         asked. `sample`: what the trained model says.
         """
+        self._lost = None  # what matters now is whether the records are whole in the end
+        self._write_rest()
         self._close()
         result = self._keep(status, memory or {"cached_bytes": peak_cached_bytes()}, because, sample)
-        if self._stream is None:
-            return
-        width = terminal.columns(self._stream)
-        text = [f"\n{result_text(result, width)}"]
-        if sample:
-            text += ["\nsample", terminal.wrapped(textwrap.indent(sample, "  "), width, hang=0)]
-        text.append(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}")
-        if reason:
-            text.append(f"{reason}; resume with the same command and --resume")
-        terminal.say("\n".join(text), self._stream)
+        if self._stream is not None:
+            width = terminal.columns(self._stream)
+            text = [f"\n{result_text(result, width)}"]
+            if sample:
+                text += ["\nsample", terminal.wrapped(textwrap.indent(sample, "  "), width, hang=0)]
+            text.append(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}")
+            if reason:
+                text.append(f"{reason}; resume with the same command and --resume")
+            terminal.say("\n".join(text), self._stream)
+        if self._lost and (status == "ok" or reason):  # else the run has ended badly already
+            raise self._lost
 
     def _show_plan(self, data: dict[str, Any]) -> None:
         if self._stream is None:
@@ -275,29 +301,62 @@ class Recorder(Silence):
             reason=because, band_kernel=self._band_kernel, sample=sample,
         )  # fmt: skip
         # Before the plot: where another rank has failed, this one is soon ended.
-        write_result(self.directory.result_json, result)
+        with self._going_on(self.directory.result_json):
+            write_result(self.directory.result_json, result)
         if self._drawn != len(records):
             references = {kind: nats for kind, nats in vars(self._entropies).items() if nats is not None}
-            plot_loss(records, self.directory.loss_png, references, title=self._name)
+            with self._going_on(self.directory.loss_png):
+                plot_loss(records, self.directory.loss_png, references, title=self._name)
             self._drawn = len(records)
         return result
 
     def _close(self) -> None:
         """Close screen and files; a second call does nothing."""
         self._screen.close()
-        self._events.close()
+        with contextlib.suppress(OSError):  # of events that a full disk has not taken
+            self._events.close()
         self._file.close()
 
     def _write(self, record: Record) -> None:
-        """One line, handed to the system at once: a killed process loses none but the one it was writing."""
-        self._file.write(metrics.to_line(record))
-        self._file.flush()
+        """One line, handed to the system at once: a killed process loses none but the one it was writing.
+
+        What a full disk does not take is tried again with the next line.
+        """
+        self._unwritten += metrics.to_line(record).encode()
+        self._write_rest()
+
+    def _write_rest(self) -> None:
+        with self._going_on(self.directory.metrics_jsonl):
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _event(self, group: str, record: StepRecord | ValidationRecord, names: tuple[str, ...]) -> None:
         for name in names:
             value = record.parts[name] if name in record.parts else getattr(record, name)
             if value is not None:
-                self._events.add_scalar(f"{group}/{name}", value, record.step)
+                self._scalar(f"{group}/{name}", value, record.step)
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        with self._going_on(self.directory.tensorboard):
+            self._events.add_scalar(name, value, step)
+
+    @contextlib.contextmanager
+    def _going_on(self, path: Path) -> Iterator[None]:
+        """What the disk does not take of the records is said once, and fails the run at its end alone."""
+        try:
+            yield
+        except OSError as error:
+            known = self._lost is not None
+            self._lost = OSError(error.errno, error.strerror or str(error), error.filename or str(path))
+            if not known:
+                said = problem(self._lost, path, ELSEWHERE)
+                self._screen.line(f"WARNING: {said}; training continues")
+
+
+def _untold(args: threading.ExceptHookArgs) -> None:
+    """What ends the thread that writes events is raised again by the next event, which says it."""
+    if not isinstance(args.thread, _AsyncWriterThread):
+        threading.__excepthook__(args)
 
 
 def _fields(record: StepRecord, *, show_scale: bool) -> dict[str, str]:

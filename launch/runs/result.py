@@ -21,8 +21,8 @@ from launch.console.numbers import gigabytes
 from launch.machine import description
 from launch.planning.comparability import Incomparable, not_comparable
 from launch.planning.deviations import Deviation, deviations
-from launch.runs.metrics import Finite, Parts, Records, StepRecord, ValidationRecord
-from launch.runs.throughput import WARMUP_STEPS, Rates, SteadySeconds, Throughput, steady_seconds
+from launch.runs.metrics import Finite, How, Parts, Records, StepRecord, Stretch, ValidationRecord, stretches
+from launch.runs.throughput import WARMUP_STEPS, SteadySeconds, Throughput, steady_seconds
 from modeling import cost
 from recipes import files
 from recipes.layout import Layout
@@ -34,6 +34,7 @@ TFLOPS_BY: dict[str, tuple[str, Literal["tflops", "exact_tflops"]]] = {
     "formula": ("TFLOPS per GPU, formula", "tflops"),
     "exact": ("TFLOPS per GPU, exact count", "exact_tflops"),
 }
+UNSAID = "what an earlier version did not record"
 LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
 
 
@@ -201,14 +202,18 @@ def make_result(
     """
     recipe, steps = plan.recipe, records.steps
     last = steps[-1].step if steps else 0
-    peak = max([peak_memory_bytes or 0, *(record.peak_memory_bytes for record in steps)])
-    hardware = description.summary(
-        {**described, "accelerators": described["accelerators"] and plan.layout.world}
-    )
+    hardware = hardware_of(described, plan.layout)
+    *others, measured_over = stretches(records) or [Stretch(None, ())]
+    # A finished run may be resumed in another way, to do nothing more.
+    elsewhere = bool(measured_over.how) and measured_over.how != How.of(plan, hardware)
+    recorded = [record.peak_memory_bytes for record in measured_over.steps]
+    peak = max(recorded if elsewhere else [peak_memory_bytes or 0, *recorded])
     stated = [Deviation("status", status, is_=reason)] if reason else []
     stated += deviations(
         plan, original=original, tiny=tiny, emulated_fp16=emulated_fp16, hardware=hardware, steps=last
     )
+    stated += [Deviation("otherwise", str(each), is_=str(each.how or UNSAID)) for each in others]
+    stated += [Deviation("measured", str(measured_over), is_=str(measured_over.how))] if elsewhere else []
     other = not_comparable(original or recipe, plan, tiny=tiny, emulated_fp16=emulated_fp16)
     measured = Result(
         recipe=name,
@@ -230,7 +235,7 @@ def make_result(
         skipped_steps=sum(record.skipped for record in steps),
         losses=Losses(_training_loss(steps), _last(records.validations), _last(records.tests)),
         entropies=entropies,
-        speed=_speed(plan, steps),
+        speed=_speed(plan, measured_over.steps, elsewhere),
         memory=MemoryUse(peak or None, steps[-1].memory_kind if steps else None, cached_bytes),
         hardware=hardware,
         deviations=tuple(stated),
@@ -239,7 +244,13 @@ def make_result(
         banded_attention_kernel=band_kernel,
         sample=sample,
     )
-    return replace(measured, comparison=compare_with(recipe.published, measured, comparable=not other))
+    comparable = not other and not elsewhere
+    return replace(measured, comparison=compare_with(recipe.published, measured, comparable=comparable))
+
+
+def hardware_of(described: Mapping[str, Any], layout: Layout) -> str:
+    """The machine in one line, with as many accelerators as the layout uses."""
+    return description.summary({**described, "accelerators": described["accelerators"] and layout.world})
 
 
 def compare_with(published: Published | None, result: Result, *, comparable: bool) -> tuple[Compared, ...]:
@@ -292,15 +303,20 @@ def _last(records: Sequence[ValidationRecord]) -> HeldOutLoss | None:
     return HeldOutLoss(records[-1].loss, records[-1].parts, records[-1].step) if records else None
 
 
-def _speed(plan: Plan, steps: Sequence[StepRecord]) -> Speed:
+def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
+    """`elsewhere`: the steps were not made as the plan says, and only their own rates tell."""
     steady = steady_seconds(steps)
     if steady is None:
         return Speed()
-    rates: Rates = Throughput(plan).rates(steady.seconds)
+    rates: Mapping[str, float | None] = vars(Throughput(plan).rates(steady.seconds))
+    if elsewhere:
+        own = {name: getattr(steps[-1], name) for name in rates}
+        share = steps[-1].seconds / steady.seconds
+        rates = {name: None if value is None else value * share for name, value in own.items()}
     late = [record for record in steps if record.launch_step > WARMUP_STEPS] or steps
     total = math.fsum(record.seconds for record in late)
     waited = math.fsum(record.data_seconds for record in late) / total if total else None
-    return Speed(steady.seconds, steady.steps, steady.left_out, waited, **vars(rates))
+    return Speed(steady.seconds, steady.steps, steady.left_out, waited, **rates)
 
 
 def write_result(path: Path, result: Result) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,13 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
             refuse(run / FOLDER, came, rule, "restore them, or start again with --out")
         return
     temporary = run / f".{FOLDER}.{os.getpid()}.tmp"
-    tokenizer.save_pretrained(temporary)
+    try:
+        tokenizer.save_pretrained(temporary)
+    except Exception as error:  # tokenizers has no kind of its own for what the system refuses
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not (number := re.search(r"\(os error (\d+)\)", str(error))):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(temporary)) from error
     os.replace(temporary, run / FOLDER)
 
 

@@ -25,6 +25,17 @@ class Diverged(RuntimeError):
         super().__init__(f"{why}. {DIVERGED_ADVICE}")
 
 
+class BrokenData(Exception):
+    """The data of the next step cannot be read on some rank: `why`, and what is `kept` of the run."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why, self.kept = why, ""
+
+    def __str__(self) -> str:
+        return f"{self.why}\n{self.kept}".rstrip()
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """What one optimizer step came to.

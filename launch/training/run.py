@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from data.corpus import Corpus
 from data.loader import StepBatches, validation_batches
 from data.samples.fields import HeldOut
+from data.sources.documents import Skipped
 from ds_configs.plan import Plan
 from launch.checkpoints import reading
 from launch.checkpoints.checkpoint import Checkpoint
@@ -24,11 +27,12 @@ from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.gradients import save_first_gradients
 from launch.checkpoints.manifest import Progress
 from launch.checkpoints.saving import Saved, Saver
+from launch.machine.processes import gathered
 from launch.training import agreement
 from launch.training.engine import Forward, forward, validate
 from launch.training.job import Job
 from launch.training.micro_batches import MicroBatch
-from launch.training.outcome import Diverged, SkippedInARow, StepOutcome, Validation
+from launch.training.outcome import BrokenData, Diverged, SkippedInARow, StepOutcome, Validation
 from modeling.parallel.process_grid import ProcessGrid
 
 
@@ -62,10 +66,39 @@ class NotSavedError(Exception):
     """The last checkpoint of a run could not be written; the message says why."""
 
 
+class AgreedBatches(StepBatches):
+    """Batches of a stream: all ranks get those of a step, or none does, where one of them cannot be read."""
+
+    def __init__(self, group: dist.ProcessGroup, *of: Any, **settings: Any) -> None:
+        super().__init__(*of, **settings)
+        self._group = group
+        self._before: dict[str, Any] | None = None  # state before a step that is being fetched
+
+    def __next__(self) -> list[MicroBatch]:
+        """Collective. Raises BrokenData on all ranks; `state` stays that of the last step handed out."""
+        problem, self._before = None, super().state()
+        found: list[MicroBatch] = []
+        try:
+            found = super().__next__()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        failed = torch.tensor(problem is not None)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
+        if failed:
+            said = dict.fromkeys(filter(None, gathered(problem, self._group)))  # ranks may share a lane
+            raise BrokenData("\n".join(said))
+        self._before = None
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return self._before or super().state()
+
+
 class TrainingRun:
     """One run on this rank, whichever loop performs its steps. Its methods are collective.
 
-    A context: where training ends in it because the loss is lost, it waits for the checkpoint on its way.
+    A context: where training ends in it because the loss is lost, it waits for the checkpoint on its way;
+    where the data of the next step cannot be read, it saves what is done.
     """
 
     def __init__(
@@ -80,7 +113,8 @@ class TrainingRun:
         self.recipe, self.corpus, self.forward = job.plan.recipe, corpus, forward
         self.held_out = held_out_batches(corpus.validation, job.plan, grid)
         self.skipped = SkippedInARow(job.plan.precision)
-        self.start_step = first_step(checkpoint)
+        self.start_step = self.done = self.saved = first_step(checkpoint)
+        self._told: set[str] = set()  # broken records that are already said to be left out
         self.state = EngineState(engine, grid)
         self.saver = Saver(self.state, job.plan, grid, job.checkpoints, recorder)
         if checkpoint:
@@ -92,8 +126,16 @@ class TrainingRun:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Diverged):  # on all ranks alike
+        # On all ranks alike.
+        if isinstance(error, BrokenData) and self.done > self.saved:
+            self._save(self.done)
+        if isinstance(error, Diverged | BrokenData):
             self.saver.finish()
+        if isinstance(error, BrokenData):
+            kept = f"the run is saved after step {self.done}" if self.done else "no step was made"
+            if self.saver.problem:
+                kept = f"the state after step {self.done} could not be saved: {self.saver.problem}"
+            error.kept = f"{kept}; once that is done, the same command with --resume continues"
 
     def record(self, step: int, outcome: StepOutcome, seconds: float, waited: float) -> None:
         """Record the `step`-th optimizer step. Raises Diverged where no later step will help.
@@ -101,6 +143,7 @@ class TrainingRun:
         `seconds` of wall time, of which `waited` were spent on the batch.
         """
         self.recorder.step(step, outcome, seconds, waited)
+        self.done = step
         self.skipped.see(outcome)
         if self.job.record_gradients and step == 1:
             norm = outcome.grad_norm
@@ -114,6 +157,8 @@ class TrainingRun:
         if last and self.corpus.test is not None:
             tested = held_out_batches(self.corpus.test, self.job.plan, self.grid)
             self.recorder.validation(step, self.validate(tested), "test")
+        if last or due(step, self.recipe.run.validate_every):
+            self.say_what_is_left_out()
 
     def save_if_due(self, step: int, stopped: str | None) -> None:
         """Save every run.save_every steps, after the last one if run.save_last, and where the run stops.
@@ -126,15 +171,29 @@ class TrainingRun:
         if stopped or (last and run.save_last) or due(step, run.save_every):
             if stopped or last:
                 self.recorder.saving(agreement.peak_memory(self.grid.control_group))
-            self.saver.save(self._progress(step), self.batches.state(), checksum(self.corpus))
+            self._save(step)
         if stopped or last:
             self.finish_saving()
+
+    def _save(self, step: int) -> None:
+        self.saver.save(self._progress(step), self.batches.state(), checksum(self.corpus))
+        self.saved = step
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is being written. Raises NotSavedError: it could not be."""
         self.saver.finish()
         if self.saver.problem:
             raise NotSavedError(self.saver.problem)
+
+    def say_what_is_left_out(self) -> None:
+        """Say which broken records of streams the ranks have met and skipped since this was last said."""
+        if not self.corpus.skipped:
+            return
+        own = [each for skipped in self.corpus.skipped for each in skipped.found()]
+        found = sorted({each for rank in gathered(own, self.grid.control_group) for each in rank})
+        if new := [each for each in found if each not in self._told]:
+            self._told.update(new)
+            self.recorder.say(f"data.broken_records=skip: {Skipped.describe(new)}")
 
     def _progress(self, step: int) -> Progress:
         engine = self.engine
@@ -151,7 +210,10 @@ def training_batches(
     """This rank's micro-batches of the training text, a step's at each `next`, from the checkpoint on."""
     start, state = first_step(checkpoint), checkpoint.data_state if checkpoint else None
     workers = plan.recipe.run.loader_workers
-    return StepBatches(corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state, workers=workers)
+    of = (corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state)
+    if corpus.train.random_access:  # mapped tokens, in which nothing can be broken
+        return StepBatches(*of, workers=workers)
+    return AgreedBatches(grid.control_group, *of, workers=workers)
 
 
 def held_out_batches(samples: HeldOut, plan: Plan, grid: ProcessGrid) -> Sequence[Sequence[MicroBatch]]:

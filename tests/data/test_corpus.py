@@ -28,7 +28,8 @@ from data.sources.documents import Document
 from data.sources.opening import PackagedSource
 from data.split_rule import part_of
 from data.splits import stored as store_parts
-from data.stores.indexed import StoreWriter, open_store
+from data.stores import verified
+from data.stores.indexed import Store, StoreWriter, open_store
 from data.streams.families import family_of
 from data.vocabularies.encoder import Encoder
 from data.vocabularies.published import gpt2_tokenizer
@@ -429,6 +430,9 @@ def write_store(prefix: Path, tokenizer, sentences: bool = False, vocab_size: in
                 writer.add_document([ids for _, ids in encoder([Document(index, text)])])
 
 
+checksum = Store.checksum
+
+
 def store_recipe(name: Path, vocab_size: int, tokenizer: dict, bert: str | None = None) -> Recipe:
     return make_recipe(name, vocab_size, bert, source="store", tokenizer=tokenizer)
 
@@ -450,7 +454,7 @@ def prepared(tmp_path, corpus_file) -> tuple[Path, int]:
         "vocabulary_digest": vocabulary_digest(tokenizer),
     }
     (directory / "report.json").write_text(
-        json.dumps({"store": {**facts, "crc32": {"idx": "0", "bin": crc}}})
+        json.dumps({"store": {**facts, "crc32": {"idx": f"{store.checksum().idx:08x}", "bin": crc}}})
     )
     return directory, store.tokens
 
@@ -469,6 +473,29 @@ def test_a_prepared_store_gives_the_samples_of_its_source(prepared, corpus_file,
         found.summary["text_bytes"] == 7
         and found.summary["train_tokens"] + found.summary["held_out_tokens"] == tokens
     )
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_prepared_store_whose_tokens_were_replaced_is_refused(prepared, tmp_path, monkeypatch, large):
+    """Half of them, by tokens of the vocabulary: sizes and index stay."""
+    directory, _ = prepared
+    recipe, file = store_recipe(directory, VOCABULARY, {"kind": "store"}), directory / "store.bin"
+    read, whole = [], file.read_bytes()
+    if large:
+        monkeypatch.setattr(verified, "READ_BY_ALL", 0)
+    monkeypatch.setattr(Store, "checksum", lambda *_: read.append(1) or checksum(*_))
+    build(recipe, tmp_path / "cache", quiet)
+    build(recipe, tmp_path / "cache", quiet)
+    assert len(read) == (1 if large else 2), "a large store is read once for every version of its files"
+    half = len(whole) // 4 * 2
+    file.write_bytes(whole[half:] + whole[:half])
+    with pytest.raises(ProblemsError) as caught:
+        build(recipe, tmp_path / "cache", quiet)
+    message = str(caught.value)
+    recorded, found = (f"{zlib.crc32(content):08x}" for content in (whole, file.read_bytes()))
+    assert str(file) in message and recorded in message and found in message and "copy" in message
+    file.write_bytes(whole)
+    build(recipe, tmp_path / "cache", quiet)
 
 
 def test_a_store_of_another_vocabulary_or_another_report_is_refused(prepared, tmp_path):

@@ -27,6 +27,7 @@ from data.prepare.pool import WorkerDied
 from data.prepare.settings import Settings, in_flags
 from data.prepare.tally import Step, Tally
 from data.sources import records, sentences
+from data.sources.documents import Skipped
 from data.sources.formats import wikipedia
 from data.sources.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
 from data.sources.formats.wikipedia import WikipediaFormat
@@ -460,6 +461,27 @@ def test_names_are_globs_sorted_and_no_directories(tmp_path, monkeypatch):
 
 
 # ---- sources ----
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_broken_records_are_left_out_as_if_they_were_empty(tmp_path, streaming):
+    texts, broken = jsonl("a0", "a1", "a2", "a3").splitlines(True), b'{"text": 7}\n'
+    for name, third in (("empty", jsonl("")), ("broken", broken)):
+        (tmp_path / f"{name}.jsonl").write_bytes(b"".join([texts[0], texts[1], third, texts[3]]))
+    origins = (Origin(source="jsonl", name=str(tmp_path / f"{n}.jsonl")) for n in ("empty", "broken"))
+    skipped = Skipped()
+    empty, left_out = (open_source(each, skipped=skipped) for each in origins)
+    for start in range(4):
+        read = [
+            list(s.shard_documents(0, start) if streaming else s.documents(start)) for s in (empty, left_out)
+        ]
+        assert read[0] == read[1] and [d.index for d in read[0]] == [i for i in (0, 1, 3) if i >= start]
+    (place,) = skipped.found()  # it was met three times
+    assert place.startswith(f"{tmp_path}/broken.jsonl:3: field 'text' is int")
+    strict = open_source(Origin(source="jsonl", name=left_out.name))
+    assert strict.fingerprint() != left_out.fingerprint(), "their stores differ"
+    with pytest.raises(ProblemsError, match=r"broken.jsonl:3: .*data.broken_records=skip"):
+        list(strict.documents())
 
 
 def test_a_source_reads_its_files_in_order_and_each_as_a_shard(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import re
@@ -26,6 +27,7 @@ from data.vocabularies.trained import (
     wordpiece_tokenizer,
 )
 from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
+from launch.runs import vocabulary
 from recipes.problems import ProblemsError
 from recipes.schema import Origin, Recipe
 
@@ -458,3 +460,25 @@ def test_end_of_document(wordpiece):
     assert end_of_document(wordpiece) == wordpiece.sep_token_id and end_of_document(gpt2_tokenizer()) == 50256
     with pytest.raises(ValueError, match="no end-of-sequence token and no"):
         end_of_document(PreTrainedTokenizerFast(tokenizer_object=train_bpe([prose(50)], 300)))
+
+
+@pytest.mark.parametrize("of_a_run", [False, True])
+def test_a_program_next_to_a_tokenizer_is_never_run(wordpiece, tmp_path, monkeypatch, of_a_run):
+    """Where tokenizer_config.json names one, transformers asks and runs it unless it is told not to."""
+    folder, ran = tmp_path / "tokenizer", tmp_path / "ran"
+    wordpiece.save_pretrained(folder)
+    program = f"""open({str(ran)!r}, "w")
+from transformers import PreTrainedTokenizerFast
+class Planted(PreTrainedTokenizerFast): pass
+"""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (folder / "planted.py").write_text(program)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Planted", "auto_map": {"AutoTokenizer": [None, "planted.Planted"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with contextlib.suppress(ProblemsError):
+        (vocabulary.load(tmp_path) if of_a_run else read_tokenizer(folder))
+    assert not ran.exists()
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert ran.exists(), "the planted program is one that would run"

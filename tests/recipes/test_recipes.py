@@ -459,6 +459,8 @@ SAME = (
     "title=x",
     "note=x",
     "run.save_every=7",
+    "run.save_every_minutes=0.5",
+    "data.broken_records=skip",
     "run.save_last=false",
 )
 OTHER = ("batch.global=16", "optimizer.lr=2e-3", "seed=1", "model.layers=5", "precision=fp32",

@@ -391,6 +391,27 @@ def test_too_many_broken_records_publish_nothing_and_keep_the_work(full, finishe
     assert contents(tmp_path / "store") == contents(finished[0])
 
 
+@pytest.mark.parametrize("damage", ["cut off", "flipped", "emptied"])
+def test_a_damaged_chunk_is_made_again(full, finished, tmp_path, damage):
+    with pytest.raises(pipeline.TooManyBroken):
+        prepare(dataclasses.replace(full, max_broken=0.01), tmp_path / "store")
+    chunk = sorted((tmp_path / "store.partial/chunks").rglob("*.chunk"))[1]
+    whole = chunk.read_bytes()
+    at = whole.index(b"tokens.npy") + 300  # of an array, which is read at the end alone
+    flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+    chunk.write_bytes({"cut off": whole[: len(whole) // 2], "flipped": flipped, "emptied": b""}[damage])
+    screen = Quiet()
+    if damage == "flipped":
+        with pytest.raises(pipeline.LostChunk, match="the same command makes it again"):
+            pipeline.prepare(full, tmp_path / "store", screen)
+        assert not chunk.exists()
+    else:
+        pipeline.prepare(full, tmp_path / "store", screen, force=True)
+        assert any(str(chunk) in line and "made again" in line for line in screen.said)
+    pipeline.prepare(full, tmp_path / "store", screen)
+    assert contents(tmp_path / "store") == contents(finished[0])
+
+
 def test_too_many_broken_records_end_a_long_run_early(vocabulary, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "EARLY_RECORDS", 500)
     write_jsonl(tmp_path / "in.jsonl", ["some text"])

@@ -17,9 +17,9 @@ from data.durable_files import write_atomically
 from ds_configs.findings import Notice
 from ds_configs.plan import Plan
 from launch import pretrain
-from launch.runs.admission import RunDirectoryError, admit
+from launch.runs.admission import Kept, RunDirectoryError, admit
 from launch.runs.directory import RunDirectory, default_path
-from launch.runs.metrics import read_metrics
+from launch.runs.metrics import SaveRecord, read_metrics, to_line
 from launch.training.job import Job
 from recipes import catalog
 from recipes.layout import Layout
@@ -36,7 +36,8 @@ def recipe(**changes) -> Recipe:
     return recorded.recipe(**{"batch": {"micro": 2, "global": 4}, **changes})
 
 
-def create(path, plan_: Plan, resume: bool = False) -> RunDirectory:
+def create(path, plan_: Plan, resume: bool = False, kept: Kept | None = None) -> RunDirectory:
+    """`kept` None: a checkpoint of the first step, where it resumes."""
     run = admit(
         path,
         plan_,
@@ -45,6 +46,7 @@ def create(path, plan_: Plan, resume: bool = False) -> RunDirectory:
         resume=resume,
         tiny=False,
         emulated_fp16=False,
+        kept=kept or Kept((1,) if resume else ()),
     )
     run.close()
     return run
@@ -54,10 +56,10 @@ def add_steps(run: RunDirectory, steps: int = 3) -> None:
     recorded.run_steps(run.path, plan(), steps)
 
 
-def refusal(path, plan_, resume: bool = False) -> str:
+def refusal(path, plan_, resume: bool = False, kept: Kept | None = None) -> str:
     before = snapshot(path)
     with pytest.raises(RunDirectoryError) as caught:
-        create(path, plan_, resume)
+        create(path, plan_, resume, kept)
     assert snapshot(path) == before, "a refused launch has changed the directory"
     return str(caught.value)
 
@@ -137,28 +139,113 @@ def test_resume_adds_a_launch(tmp_path):
     assert len(read_metrics(run.metrics_jsonl)) == 3
 
 
-def test_resume_may_change_what_is_only_printed(tmp_path):
+def test_resume_may_change_how_the_work_is_done_and_says_so(tmp_path):
     add_steps(create(tmp_path, plan(ds={"zero_optimization": {"stage": 1}, "steps_per_print": 10})))
-    changed = {"zero_optimization": {"stage": 1}, "steps_per_print": 500, "flops_profiler": {"enabled": True}}
-    run = create(tmp_path, plan(ds=changed, recipe_=recipe(run={"save_every": 5})), resume=True)
-    assert "resumed with steps_per_print: 10 -> 500" in run.notices
-    assert json.loads(run.ds_config_json.read_text()) == changed
+    ds = {"zero_optimization": {"stage": 3}, "steps_per_print": 500}
+    changes = dict(
+        activation_checkpointing="full", run={"save_every": 5}, steps=30, precision="bf16",
+        schedule={"decay_steps": 20}, title="another",
+        model={**recipe().model.model_dump(), "implementation": "transformers", "vocab_divisible_by": 1},
+    )  # fmt: skip
+    facts = dict(zero_stage=3, precision="bf16", offload="optimizer", padded_vocab=300, ds_name="zero3")
+    other = plan(dp=2, ds=ds, recipe_=recipe(**changes), **facts)
+    run = create(tmp_path, other, resume=True)
+    *facts, config = run.notices
+    assert config == (
+        "resumed with another DeepSpeed configuration: zero_optimization.stage: 1 -> 3; "
+        "steps_per_print: 10 -> 500"
+    )
+    assert sorted(facts) == [
+        f"resumed with {change}" for change in (
+            "activation_checkpointing: none -> full", "ds_name: zero1 -> zero3",
+            "layout.accumulation: 2 -> 1", "layout.dp: 1 -> 2",
+            "model.implementation: megarecipes -> transformers", "model.vocab_divisible_by: 128 -> 1",
+            "offload: none -> optimizer", "padded_vocab: 384 -> 300", "precision: fp32 -> bf16",
+            "run.save_every: 0 -> 5", "steps: 20 -> 30", "zero_stage: 1 -> 3",
+        )
+    ]  # fmt: skip
+    assert json.loads(run.ds_config_json.read_text()) == ds
+    assert [launch.plan["layout"]["dp"] for launch in run.launches()] == [1, 2]
     assert catalog.load_resolved(run.recipe_yaml).run.save_every == 5
 
 
+def test_resume_says_what_is_not_to_the_digit(tmp_path):
+    dropout = recipe(dropout={"attention": 0.1})
+    add_steps(create(tmp_path, plan(recipe_=dropout)))
+    (same,) = create(tmp_path, plan(recipe_=dropout, precision="fp16"), resume=True).notices[1:]
+    assert same == "fp16's loss scaler starts afresh, with its initial scale"
+    notices = create(tmp_path, plan(dp=2, recipe_=dropout, precision="fp16"), resume=True).notices
+    assert "statistically, not to the digit" in notices[-1] and "scaler" not in "".join(notices)
+    hidden = recipe(dropout={"hidden": 0.1})
+    path = tmp_path / "hidden"
+    add_steps(create(path, plan(recipe_=hidden)))
+    assert "statistically" not in "".join(create(path, plan(dp=2, recipe_=hidden), resume=True).notices)
+
+
+def test_everything_that_cannot_change_is_named_at_once(tmp_path):
+    add_steps(create(tmp_path, plan()))
+    changes = dict(
+        sequence_length=32, optimizer={"lr": 2e-3}, steps=30, dropout={"hidden": 0.1}, init_std=0.1,
+        batch={"global": 8}, data={"validation_every": 5}, precision="bf16",
+        model={**recipe().model.model_dump(), "layers": 3, "vocab_size": 301},
+    )  # fmt: skip
+    message = refusal(tmp_path, plan(recipe_=recipe(**changes)), resume=True)
+    assert message.splitlines()[1:] == [
+        "  model.layers: 2 -> 3", "  model.vocab_size: 300 -> 301", "  sequence_length: 16 -> 32",
+        "  batch.global: 4 -> 8", "  optimizer.lr: 0.001 -> 0.002", "  schedule.decay_steps: 20 -> 30",
+        "  dropout.hidden: 0.0 -> 0.1", "  init_std: 0.02 -> 0.1", "  data.validation_every: 20 -> 5",
+    ]  # fmt: skip
+    assert "--steps N" in message
+
+
+def test_a_run_is_never_cut_back(tmp_path):
+    add_steps(create(tmp_path, plan()), 6)
+    kept = Kept((4, 6))
+    schedule = {"decay_steps": 20}
+    message = refusal(tmp_path, plan(recipe_=recipe(steps=3, schedule=schedule)), True, kept)
+    assert "--steps 3" in message and "6 steps done" in message and "--steps 6" in message
+    for steps in (6, 7):
+        assert create(tmp_path, plan(recipe_=recipe(steps=steps, schedule=schedule)), True, kept).resumed
+
+
+def test_steps_whose_checkpoints_are_all_damaged_are_not_thrown_away(tmp_path):
+    run = create(tmp_path, plan())
+    add_steps(run)
+    damaged = tuple((run.checkpoints / f"step-00000{n}", f"file {n} is missing") for n in (2, 3))
+    message = refusal(tmp_path, plan(), True, Kept((), damaged))
+    assert all(f"{path}: {why}" in message for path, why in damaged) and "--out" in message
+    assert create(tmp_path, plan(), True, Kept((2,), damaged)).resumed
+
+
 @pytest.mark.parametrize(
-    ("other", "line"),
+    ("saves", "status", "save_last", "said"),
     [
-        ({"dp": 2}, "layout.dp: 1 -> 2"),
-        ({"zero_stage": 3}, "zero_stage: 1 -> 3"),
-        ({"precision": "bf16"}, "precision: fp32 -> bf16"),
-        ({"ds": {"zero_optimization": {"stage": 1}}}, "optimizer.params.betas: [0.9, 0.95] -> absent"),
+        ([None], None, True, "put them back"),
+        ([None], "ok", False, "put them back"),
+        ([], "ok", True, "put them back"),  # by a version that recorded no saves
+        ([], "ok", False, "run.save_last=false"),
+        (["no space left"], "not saved", True, None),
+        ([], "saving", True, None),
+        ([], None, True, None),
     ],
 )
-def test_resume_in_another_layout_or_configuration_is_refused(tmp_path, other, line):
-    add_steps(create(tmp_path, plan()))
-    message = refusal(tmp_path, plan(**other), resume=True)
-    assert line in message and "zero1.json" in message and "--out" in message
+def test_lost_checkpoints_are_told_from_a_first_save_that_never_was(tmp_path, saves, status, save_last, said):
+    own = plan(recipe_=recipe(run={"save_last": save_last}))
+    run = create(tmp_path, own)
+    add_steps(run, 6)
+    with open(run.metrics_jsonl, "a") as file:
+        file.writelines(to_line(SaveRecord(6, 1, 0.1, 0.1, True, problem)) for problem in saves)
+    if status:
+        run.result_json.write_text(json.dumps({"status": status, "steps": 6}))
+    recorded = run.metrics_jsonl.read_text()
+    if said:
+        assert said in refusal(tmp_path, own, True, Kept())
+        return
+    again = create(tmp_path, own, True, Kept())
+    (notice,) = again.notices
+    assert not again.resumed and "after step 6" in notice and "starts again at step 0" in notice
+    assert (tmp_path / "metrics-before-1.jsonl").read_text() == recorded
+    assert not again.metrics_jsonl.exists()
 
 
 def test_a_directory_that_is_no_run_is_left_alone(tmp_path):
@@ -195,7 +282,7 @@ def test_a_run_of_the_version_before_plan_json_is_resumed(tmp_path):
     launch["command"] += ["--tiny"]
     run.environment_json.write_text(json.dumps(environment))
     assert run.plan().notices == (Notice("", "bf16 -> fp32: no bf16 here"),) and run.launches()[0].tiny
-    assert "layout.dp: 1 -> 2" in refusal(tmp_path, plan(dp=2), resume=True)
+    assert "seed: 1234 -> 7" in refusal(tmp_path, plan(recipe_=recipe(seed=7)), resume=True)
     resumed = create(tmp_path, plan(), resume=True)
     assert resumed.resumed and resumed.plan_json.exists() and len(resumed.launches()) == 2
 
@@ -238,19 +325,3 @@ def test_one_process_at_a_time_even_after_a_kill(tmp_path):
         finally:
             holder.send_signal(signal.SIGKILL)
     create(tmp_path, plan())
-
-
-def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
-    path = tmp_path / "run"
-    run = create(path, plan())
-    add_steps(run, 20)
-    for status, refused in (("interrupted", False), ("ok", True)):
-        run.result_json.write_text(json.dumps({"status": status}))
-        if refused:
-            with pytest.raises(RunDirectoryError, match="nothing to resume from"):
-                create(path, plan(), resume=True)
-        else:
-            create(path, plan(), resume=True)
-    (run.checkpoints / "step-000020").mkdir(parents=True)
-    create(path, plan(), resume=True)
-    assert run.metrics_jsonl.read_text()

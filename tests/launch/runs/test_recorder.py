@@ -1,8 +1,11 @@
 """What a run records and shows, and what it leaves when it ends."""
 
+import contextlib
+import errno
 import io
 import json
 import math
+import resource
 
 import pytest
 from recorded import Outcome, plan, recipe, recorder, run_steps
@@ -25,7 +28,7 @@ class Terminal(io.StringIO):
 
 def test_a_step_is_one_line_with_rates(tmp_path):
     run = run_steps(tmp_path, plan(), 1)
-    (line,) = run.metrics_jsonl.read_text().splitlines()
+    _, line = run.metrics_jsonl.read_text().splitlines()
     (record,) = read_metrics(run.metrics_jsonl).steps
     assert json.loads(line)["kind"] == "step" and record.step == 1 and record.loss == pytest.approx(5.9)
     assert record.samples_per_s == 16 and record.tokens_per_s == 256
@@ -53,9 +56,8 @@ def test_checkpointing_counts_as_work_done():
 
 def test_what_is_not_finite_is_null_and_the_line_stays_json(tmp_path):
     run = run_steps(tmp_path, plan(precision="fp16"), 1, grad_norm=math.inf, skipped=True)
-    record = json.loads(
-        run.metrics_jsonl.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
-    )
+    _, line = run.metrics_jsonl.read_text().splitlines()
+    record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert record["grad_norm"] is None and record["skipped"] is True
 
 
@@ -215,14 +217,18 @@ def test_the_end_says_what_is_kept_and_how_to_resume(tmp_path, save_last, saved,
 
 def test_a_line_broken_in_the_middle_is_not_ignored(tmp_path):
     run = run_steps(tmp_path, plan(), 3)
-    first, _, last = run.metrics_jsonl.read_text().splitlines()
-    run.metrics_jsonl.write_text(f'{first}\n{{"st\n{last}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl:2"):
+    launch, first, _, last = run.metrics_jsonl.read_text().splitlines()
+    run.metrics_jsonl.write_text(f'{launch}\n{first}\n{{"st\n{last}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl:3"):
         read_metrics(run.metrics_jsonl)
     problems: list[str] = []
     records = read_metrics(run.metrics_jsonl, problems)
     assert [record.step for record in records.steps] == [1, 3] and records.broken
-    assert len(problems) == 1 and "metrics.jsonl:2" in problems[0] and "left out" in problems[0]
+    assert len(problems) == 1 and "metrics.jsonl:3" in problems[0] and "left out" in problems[0]
+
+
+def kinds(run) -> list[str]:
+    return [json.loads(line)["kind"] for line in run.metrics_jsonl.read_text().splitlines()]
 
 
 def test_metrics_are_cut_at_the_resumed_step(tmp_path):
@@ -231,9 +237,9 @@ def test_metrics_are_cut_at_the_resumed_step(tmp_path):
         file.write('{"kind": "step", "step": 6, "lo')  # what a killed process leaves
     assert [record.step for record in read_metrics(run.metrics_jsonl).steps] == [1, 2, 3, 4, 5]
     recorder(tmp_path, plan(), start=4).__exit__(None, None, None)
-    assert run.metrics_jsonl.read_text().count("\n") == 4 and run.metrics_jsonl.read_text().endswith("}\n")
+    assert kinds(run) == ["launch", *["step"] * 4, "launch"] and run.metrics_jsonl.read_text().endswith("}\n")
     recorder(tmp_path, plan()).__exit__(None, None, None)
-    assert run.metrics_jsonl.read_text() == ""
+    assert kinds(run) == ["launch"]
 
 
 def test_a_run_that_starts_over_forgets_its_first_validation(tmp_path):
@@ -261,3 +267,40 @@ def test_the_curve_of_a_bert_is_its_masked_token_loss(tmp_path):
     assert curve(records.validations, records.part) == [(1, 5.0)], "the test split is no validation"
     plot_loss(records, tmp_path / "loss.png", {"unigram": 6.5})
     assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """What a full disk does to a write, which takes a part of it, by a limit that needs no disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_records_that_the_disk_does_not_take_are_written_once_it_does(tmp_path):
+    stream = io.StringIO()
+    with recorder(tmp_path, plan(), stream=stream) as records:
+        records.step(1, Outcome(5.0), 0.5, 0.0)
+        with files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 100):
+            for step in range(2, 6):
+                records.step(step, Outcome(5.0), 0.5, 0.0)
+        records.step(6, Outcome(5.0), 0.5, 0.0)
+        records.finish("ok")
+    assert [record.step for record in read_metrics(tmp_path / "metrics.jsonl").steps] == [1, 2, 3, 4, 5, 6]
+    assert stream.getvalue().count("training continues") == 1 and "ulimit -f" in stream.getvalue()
+
+
+@pytest.mark.parametrize("status", ["ok", "not saved"])
+def test_a_run_whose_records_are_lost_in_the_end_fails_with_the_reason(tmp_path, status):
+    with recorder(tmp_path, plan(), stream=io.StringIO()) as records, files_of_at_most(1000):
+        for step in range(1, 6):
+            records.step(step, Outcome(5.0), 0.5, 0.0)
+        if status != "ok":  # it fails already, and says why
+            records.finish(status, because="full")
+            return
+        with pytest.raises(OSError) as caught:
+            records.finish(status)
+    assert caught.value.errno == errno.EFBIG and str(tmp_path) in caught.value.filename

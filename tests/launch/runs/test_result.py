@@ -119,7 +119,7 @@ def test_validation_and_entropies_stand_together(tmp_path):
         records.validation(2, Outcome(4.5))
         records.say("saved")
     kinds = [json.loads(line)["kind"] for line in run.metrics_jsonl.read_text().splitlines()]
-    assert kinds == ["step", "step", "validation", "note"]
+    assert kinds == ["launch", "step", "step", "launch", "validation", "note"]
     assert "4.5000 (after step 2, uniform 5.7000, unigram 5.0000)" in result_text(result_of(run, plan()))
 
 
@@ -198,6 +198,26 @@ def test_a_run_that_ended_at_once_is_a_result_too(tmp_path):
     assert "OOM" in result_text(result)
     write_result(run.result_json, result)
     assert read_result(run.result_json) == result
+
+
+def test_the_speed_of_a_run_of_two_layouts_is_that_of_the_last(tmp_path):
+    one = plan(layout=Layout(tp=1, pp=1, dp=1, micro=8, accumulation=1, global_batch=8), ds_name="zero0")
+    run_steps(tmp_path, one, 20, seconds=4.0)
+    run_steps(tmp_path, plan(), 0, start=20)  # killed at once: it counts for nothing
+    run_steps(tmp_path, plan(), 7, start=20, seconds=0.5)
+    run = run_steps(tmp_path, plan(), 7, start=27, seconds=0.5)
+    result = result_of(run, plan())
+    assert result.speed.seconds_per_step == 0.5 and result.speed.steps == 4
+    assert result.speed.samples_per_s == 16
+    (other,) = [str(each) for each in result.deviations if each.kind == "otherwise"]
+    assert other.startswith("steps 1 to 20: run with zero0: tp 1 x pp 1 x dp 1, micro-batch 8")
+    assert other.endswith("speed and memory are not of these steps")
+    # Resumed in the first layout, with nothing more to do.
+    made, at_end = result_of(run, one), result_of(run, plan())
+    assert made.speed == at_end.speed
+    assert [each.kind for each in made.deviations if each.kind in ("otherwise", "measured")] == [
+        "otherwise", "measured",
+    ]  # fmt: skip
 
 
 def test_a_loss_that_is_not_finite_is_not_averaged_away(tmp_path):

@@ -1,0 +1,76 @@
+"""What the system refuses (a full disk, a quota, rights, file handles), in one sentence with the fix."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+from recipes.problems import Problem, ProblemsError
+
+_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_RIGHTS = {errno.EROFS, errno.EACCES, errno.EPERM}
+_HANDLES = {errno.EMFILE, errno.ENFILE}
+_DEVICE = {errno.EIO, errno.ESTALE}
+_MANY_FILES = 65536
+_KNOWN = {*_SPACE, *_RIGHTS, *_HANDLES, *_DEVICE, errno.EFBIG}
+
+
+def take_file_handles(least: int) -> None:
+    """Let this process open as many files as it may. Raises ProblemsError: that is less than `least`."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_FILES if most == resource.RLIM_INFINITY else min(most, _MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if wanted < least:
+        came = f"a process may have {most} files open here"
+        rule = f"{least} are needed, for files, threads and connections to other processes"
+        raise ProblemsError([Problem("ulimit -n", came, rule, f"raise the hard limit: ulimit -Hn {least}")])
+
+
+def told_by(error: BaseException) -> OSError | None:
+    """The error, or the one it came from, that a sentence explains better than a traceback; None: neither."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _KNOWN:
+            return cause
+        cause = cause.__cause__
+    return None
+
+
+def problem(error: OSError, place: Path, elsewhere: str) -> Problem:
+    """What, where, how much is free, and the fix.
+
+    `place`: where it was written, where the error does not say; `elsewhere`: how to name another place.
+    """
+    path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else place
+    said = error.strerror or str(error)
+    if error.errno in _HANDLES:
+        came = f"cannot be opened ({said})"
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return Problem(str(path), came, f"a process may have {most} files open", "raise it: ulimit -n 65536",
+                       where=str(path))  # fmt: skip
+    came, fix = f"cannot be opened or written ({said})", elsewhere
+    if error.errno == errno.EFBIG:
+        most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        rule, fix = f"a file may have {most:,} bytes", f"raise it (ulimit -f unlimited), or {elsewhere}"
+    elif error.errno in _SPACE:
+        rule, fix = _free(path), f"make room there, or {elsewhere}"
+    elif error.errno in _DEVICE:
+        rule, fix = "the disk or its server does not answer", f"look at dmesg and the mount, or {elsewhere}"
+    else:
+        rule = "it has to be written"
+    return Problem(str(path), came, rule, fix, where=str(path))
+
+
+def _free(path: Path) -> str:
+    """How much room the file system of `path` has for this user."""
+    above = next((each for each in (path, *path.absolute().parents) if each.exists()), Path("/"))
+    try:
+        facts = os.statvfs(above)
+    except OSError:
+        return "how much is free is not known"
+    free, total = (count * facts.f_frsize / 1e6 for count in (facts.f_bavail, facts.f_blocks))
+    room = f"{free:,.1f} MB of {total:,.0f} MB are free"
+    return f"{room}, and {facts.f_favail:,} more files" if facts.f_files else room

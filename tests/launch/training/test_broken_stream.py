@@ -1,0 +1,60 @@
+"""A record of a stream that cannot be read ends the run after a save, or is left out, for all ranks alike."""
+
+import json
+
+import pytest
+from launching import WORKERS, run_ranks
+
+from data.vocabularies.trained import around, train_bpe
+from launch.checkpoints.checkpoint import newest
+from launch.runs.metrics import read_metrics
+
+FILES, RECORDS, AT = 4, 60, 40
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory):
+    """Where files lie, the third of which has a broken record, and the settings that read them."""
+    folder = tmp_path_factory.mktemp("stream")
+    words = "some words of a text, and more of them. "
+    for file in range(FILES):
+        texts = (f"{file} {record} {words * (1 + record % 3)}" for record in range(RECORDS))
+        lines = [json.dumps({"text": text}) for text in texts]
+        if file == 2:
+            lines[AT] = '{"text": "cut o'
+        (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
+    around("trained_bpe", train_bpe([words], 264)).save_pretrained(folder / "vocabulary")
+    data = f"data={{source: jsonl, name: {folder}/*.jsonl, streaming: true, validation_every: 5, "
+    data += f"tokenizer: {{kind: file, path: {folder}/vocabulary}}}}"
+    return folder, [data, "model.vocab_size=264", "precision=fp32", "steps=30", "run.prompt=null"]
+
+
+def pretrain(ranks, out, settings, *more):
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    command = ("--tiny", "--ds_config", "zero1", "--out", out, *flags, *more)
+    return run_ranks(ranks, WORKERS / "brief_head.py", *command)
+
+
+def losses(out):
+    return {record.step: record.loss for record in read_metrics(out / "metrics.jsonl").steps}
+
+
+@pytest.mark.long
+def test_a_broken_record_ends_the_run_saved_and_can_be_left_out(stream, tmp_path):
+    folder, settings = stream
+    skip = [*settings, "data.broken_records=skip"]
+    ended = pretrain(2, tmp_path / "run", settings)
+    place = f"{folder}/2.jsonl:{AT + 1}"
+    assert ended.returncode == 1 and place in ended.stdout, ended.stdout[-3000:]
+    assert "data.broken_records=skip" in ended.stdout and "Traceback" not in ended.stdout
+    last = max(losses(tmp_path / "run"))
+    assert 0 < last < 30 and newest(tmp_path / "run" / "checkpoints").step == last
+    assert f"saved after step {last}" in ended.stdout
+    again = pretrain(2, tmp_path / "run", settings, "--resume")
+    assert again.returncode == 1 and place in again.stdout and max(losses(tmp_path / "run")) == last
+    done = pretrain(2, tmp_path / "run", skip, "--resume")
+    assert done.returncode == 0 and "1 broken record left out" in done.stdout and place in done.stdout
+    whole = pretrain(1, tmp_path / "whole", skip)
+    assert whole.returncode == 0, whole.stdout[-3000:]
+    one, two = losses(tmp_path / "whole"), losses(tmp_path / "run")
+    assert len(one) == 30 and all(abs(one[step] - two[step]) < 2e-6 for step in one)

@@ -1,0 +1,47 @@
+"""What the system refuses is told with what is free and the fix."""
+
+import errno
+import resource
+
+import pytest
+
+from recipes.problems import ProblemsError
+from recipes.refused_by_system import problem, take_file_handles, told_by
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, ("MB are free", "make room there, or name another place")),
+        (errno.EDQUOT, ("MB are free", "make room there, or name another place")),
+        (errno.EROFS, ("Read-only file system", "name another place")),
+        (errno.EFBIG, ("a file may have", "ulimit -f")),
+        (errno.EMFILE, ("files open", "ulimit -n")),
+        (errno.EIO, ("does not answer", "dmesg")),
+    ],
+)
+def test_a_refusal_of_the_system_says_where_why_and_what_to_do(tmp_path, number, said):
+    error = OSError(number, "?" if number != errno.EROFS else "Read-only file system")
+    for named in (error, OSError(number, error.strerror, str(tmp_path / "new" / "file"))):
+        text = str(problem(named, tmp_path / "place", "name another place"))
+        assert all(each in text for each in said) and str(named.filename or tmp_path / "place") in text
+
+
+def test_only_such_errors_and_what_they_caused_go_without_a_traceback():
+    full = OSError(errno.ENOSPC, "full")
+    caused = RuntimeError("writing failed")
+    caused.__cause__ = full
+    met = RuntimeError("while handling")
+    met.__context__ = full
+    assert told_by(full) is told_by(caused) is full
+    assert told_by(met) is told_by(ValueError()) is told_by(FileNotFoundError(errno.ENOENT, "")) is None
+
+
+def test_a_process_takes_the_file_handles_it_may_have(monkeypatch):
+    limits = [(64, 128)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    take_file_handles(128)
+    assert limits[-1] == (128, 128)
+    with pytest.raises(ProblemsError, match=r"128 files open.*129 are needed.*ulimit -Hn 129"):
+        take_file_handles(129)
