@@ -8,6 +8,7 @@ step.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -114,6 +115,7 @@ class TrainingRun:
         self.held_out = held_out_batches(corpus.validation, job.plan, grid)
         self.skipped = SkippedInARow(job.plan.precision)
         self.start_step = self.done = self.saved = first_step(checkpoint)
+        self._saved_at = time.monotonic()  # when the last save began
         self._told: set[str] = set()  # broken records that are already said to be left out
         self.state = EngineState(engine, grid)
         self.saver = Saver(self.state, job.plan, grid, job.checkpoints, recorder)
@@ -161,14 +163,14 @@ class TrainingRun:
             self.say_what_is_left_out()
 
     def save_if_due(self, step: int, stopped: str | None) -> None:
-        """Save every run.save_every steps, after the last one if run.save_last, and where the run stops.
+        """Save every run.save_every steps and run.save_every_minutes, at the end, and where the run stops.
 
         Training goes on while files are written; where it ends, it waits for the disk. Raises NotSavedError
         where it ends and what it trained could not be kept.
         """
         last, run = step == self.recipe.steps, self.recipe.run
         self.saver.poll()
-        if stopped or (last and run.save_last) or due(step, run.save_every):
+        if stopped or (last and run.save_last) or due(step, run.save_every) or self._overdue():
             if stopped or last:
                 self.recorder.saving(agreement.peak_memory(self.grid.control_group))
             self._save(step)
@@ -177,7 +179,16 @@ class TrainingRun:
 
     def _save(self, step: int) -> None:
         self.saver.save(self._progress(step), self.batches.state(), checksum(self.corpus))
-        self.saved = step
+        self.saved, self._saved_at = step, time.monotonic()
+
+    def _overdue(self) -> bool:
+        """Whether run.save_every_minutes have passed since the last save, by rank 0's clock."""
+        if self.recipe.run.save_every_minutes is None:
+            return False
+        minutes = (time.monotonic() - self._saved_at) / 60
+        overdue = torch.tensor(minutes >= self.recipe.run.save_every_minutes)
+        dist.broadcast(overdue, src=0, group=self.grid.control_group)
+        return bool(overdue)
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is being written. Raises NotSavedError: it could not be."""

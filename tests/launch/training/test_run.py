@@ -167,3 +167,17 @@ def test_a_run_that_cannot_keep_what_it_trained_does_not_end_well(start):
     run.save_if_due(3, None)
     with pytest.raises(runs.NotSavedError, match="no space left"):
         run.save_if_due(6, None)
+
+
+def test_a_run_saves_by_the_clock_too(start, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(runs.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(runs.dist, "broadcast", lambda tensor, src, group: None)
+    run, events = start("run.save_every_minutes=2", "run.save_last=false", "run.save_every=2")
+    for step, seconds in enumerate((60, 110, 200, 300, 301), 1):
+        clock[0] = seconds
+        run.save_if_due(step, None)
+    assert [step for _, step in events.of("save")] == [2, 4], "minutes count from the last save"
+    clock[0] += 240
+    run.save_if_due(5, None)
+    assert [step for _, step in events.of("save")] == [2, 4, 5]
