@@ -39,6 +39,7 @@ _DTYPE = word("fp16", "bf16", "fp32")
 # Elements; DeepSpeed allocates a buffer of as many.
 _BUFFER = count(1, 10**11)
 _UNREAD = "DeepSpeed reads it nowhere"
+_UNREAD_HERE = "DeepSpeed reads and writes no checkpoints here"
 _RULE_OF_DESCENT = "is another rule of descent than the recipe's adamw"
 
 TOP: Table = {
@@ -74,7 +75,7 @@ TOP: Table = {
     "steps_per_print": count(1, null=True),
     "vocabulary_size": count(1),
     "log_level": word("debug", "info", "warning", "error", "critical", any_case=True),
-    "datastates_ckpt": only(False, "checkpoints are written by torch here"),
+    "datastates_ckpt": only(False, _UNREAD_HERE),
 }
 
 REMOVED = {
@@ -116,8 +117,8 @@ ZERO: Table = {
     "sub_group_size": count(1),
     "zero_hpz_partition_size": count(1),
     "compute_grad_norm": only(True, "a run's records have the gradient norm, and clipping needs it"),
-    "load_from_fp32_weights": only(True, "a resumed run would go on from rounded weights"),
-    "elastic_checkpoint": only(False, "a checkpoint is resumed by as many ranks as wrote it"),
+    "load_from_fp32_weights": only(True, _UNREAD_HERE),
+    "elastic_checkpoint": only(False, _UNREAD_HERE),
     "legacy_stage1": only(False, "DeepSpeed no longer has it"),
     "stage3_module_granularity_threshold": only(0, "modules below it keep weights that no checkpoint takes"),
     "zenflow": never(f"applies a part of the gradient later, which {_RULE_OF_DESCENT}"),
@@ -195,14 +196,6 @@ SECTIONS: dict[str, Table] = {
         "seed_layers": only(False, f"{_UNREAD}; initial weights are a function of seed and name"),
         "activation_checkpoint_interval": JUDGED_LATER,
     },
-    "checkpoint": {
-        "tag_validation": word("warn", "ignore", "fail", any_case=True),
-        **_each(SWITCH, "checkpoint_serialization use_node_local_storage"),
-        "load_universal": only(False, "a run resumes from what it saved, which is no universal checkpoint"),
-        "parallel_write": SECTION,
-        "writer": never("DeepSpeed's other writers know nothing of the process grid here; torch writes"),
-    },
-    "checkpoint.parallel_write": {"pipeline_stage": SWITCH},
     "aio": {
         **_each(count(1), "block_size queue_depth intra_op_parallelism"),
         **_each(SWITCH, "single_submit overlap_events use_gds"),
@@ -245,6 +238,10 @@ REFUSED = {
     "expert_parallel": ("the models have no experts", "remove the section"),
     "data_efficiency": ("what is in a batch is the recipe's (data.*, batch.*)", "remove the section"),
     "hybrid_engine": ("is for reinforcement learning", "remove the section"),
+    "checkpoint": (
+        "DeepSpeed saves nothing here: a run saves by itself (run.save_every, run.save_every_minutes)",
+        "remove the section",
+    ),
     "weight_quantization": ("is for inference", "remove the section"),
     "bfloat16": ("is the old name of bf16", "rename the section"),
 }

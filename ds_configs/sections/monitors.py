@@ -18,7 +18,6 @@ _WRITERS = ("tensorboard", "csv_monitor")
 UNTRIED: dict[str, tuple[Any, ...]] = {
     "compile.deepcompile": (False,),
     "compile.autoep_non_moe": (False,),
-    "checkpoint.use_node_local_storage": (False,),
     "wandb.enabled": (False,),
     "comet.enabled": (False,),
     "aio.use_gds": (False,),

@@ -41,7 +41,7 @@ def fills(
     torch_adam = None if (written := lookup(config, key)) == "auto" else written
     if torch_adam is None and machine.accelerator == "cpu" and not offloads:
         # DeepSpeed's fused Adam is a GPU kernel. Its CPU form compiles for half a minute and accumulates its
-        # bias correction in a way that a resumed run cannot repeat (launch/checkpoints/checkpoint.py).
+        # bias correction (launch/deepspeed_fixes/cpu_adam_bias_correction.py).
         torch_adam = True
     missing = None
     if not machine.compiler:
