@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,15 +90,18 @@ class Lock:
 
     @classmethod
     def take(cls, directory: Path) -> Lock:
-        """Take a directory's lock, if its file system has any. Raises BlockingIOError: it is held."""
+        """Take a directory's lock, if its file system has any. Raises BlockingIOError: who holds it."""
         descriptor = os.open(directory / cls.FILE, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
             os.close(descriptor)
             if isinstance(error, BlockingIOError | PermissionError):  # POSIX: either means "held by another"
-                raise BlockingIOError(f"{directory} is locked by another process") from None
+                raise BlockingIOError(holder or "another process") from None
             return cls(None)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return cls(descriptor)
 
     def release(self) -> None:

@@ -6,15 +6,19 @@ deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import abilities, ending, out_of_memory, processes
+from launch.machine import abilities, ending, orphans, out_of_memory, processes
+from launch.machine.meeting import Meeting
 from launch.training.job import Job, plan_job
 from recipes import catalog
+from recipes.problems import ProblemsError
 from recipes.refused_by_system import take_file_handles
 from recipes.schema import Recipe
 
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
 DIVERGED = 3  # exit code
 FILES, FILES_PER_RANK = 128, 8  # that a process may need open: libraries and data; connections
+PREPARATION = timedelta(days=2)  # that a corpus may take
 
 EXAMPLES = """\
 examples:
@@ -40,9 +45,10 @@ examples:
   deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json --resume
       continue from the newest complete checkpoint; a first start if there is none
 
-to stop: Ctrl-C, SIGTERM or `touch <run directory>/STOP` finish the step, save and exit 0. (The deepspeed and
-torchrun launchers themselves report 1 when a signal reaches them; with the STOP file they report 0.)
-exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything was started, 3 diverged."""
+to stop: Ctrl-C, SIGTERM, SIGUSR1 or `touch <run directory>/STOP` finish the step, save and exit 0. (The
+deepspeed and torchrun launchers report 1 when a signal reaches them; with the STOP file they report 0.)
+exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything was started, 3 diverged,
+4 a rank hung (run.hang_after)."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -80,14 +86,23 @@ def main() -> None:
         processes.check_launch(start=not args.plan)
     except ValueError as e:
         ending.refuse(e)
-    job, facts = checked_job(args)
     if args.plan:
+        try:
+            job, _ = checked_job(args)
+        except ValueError as e:
+            ending.refuse(e)
         show_plan(job)
         return
-    directory = open_run_directory(job, facts) if processes.rank() == 0 else None
+    if processes.launched():
+        orphans.end_with_launcher()
+    meeting = Meeting()
+    job, facts = meeting.settle(lambda: checked_job(args))
+    directory = meeting.settle(lambda: open_run_directory(job, facts))
+    if processes.world_size() > 1:
+        check_shared(job, meeting)
     with ending.clean_exit(lambda text: ending.keep_error(job.directory, text)):
-        processes.start_processes()
-        run(job, directory, facts)
+        processes.start_processes(store=meeting.store)
+        run(job, directory, facts, meeting)
 
 
 @dataclass(frozen=True)
@@ -100,31 +115,33 @@ class Facts:
 
 
 def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
-    """The job that the flags ask for; or every problem of recipe and configuration, and exit code 2."""
+    """The job that the flags ask for. Raises ValueError with every problem of recipe and configuration."""
     from launch.runs.directory import default_path
 
-    try:
-        take_file_handles(FILES + FILES_PER_RANK * processes.world_size())
-        recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
-        machine, weights = abilities.detect_machine(args.emulate_fp16), args.init_from
-        plan = plan_job(
-            recipe, args.ds_config, machine, compiled=args.compile, initial_weights=weights,
-            elsewhere=args.plan and not processes.launched(),
-        )  # fmt: skip
-        facts = Facts(catalog.load(args.recipe), args.tiny, machine.emulated_fp16)
-        if args.out and processes.rank() == 0:
-            output.directory("--out", args.out)
-    except ValueError as e:
-        ending.refuse(e)
+    take_file_handles(FILES + FILES_PER_RANK * processes.world_size())
+    recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
+    machine, weights = abilities.detect_machine(args.emulate_fp16), args.init_from
+    plan = plan_job(
+        recipe, args.ds_config, machine, compiled=args.compile, initial_weights=weights,
+        elsewhere=args.plan and not processes.launched(),
+    )  # fmt: skip
+    facts = Facts(catalog.load(args.recipe), args.tiny, machine.emulated_fp16)
+    if args.out and processes.rank() == 0:
+        output.directory("--out", args.out)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     directory = Path(args.out) if args.out else default_path(name, plan.ds_name)
     return Job(plan, name, directory, args.resume, args.compile, initial_weights=weights), facts
 
 
-def open_run_directory(job: Job, facts: Facts) -> RunDirectory:
+def open_run_directory(job: Job, facts: Facts) -> RunDirectory | None:
+    """The run directory, which rank 0 makes. Raises ValueError where this rank cannot start there."""
     from launch.checkpoints.checkpoint import Checkpoint, Damaged, found
-    from launch.runs.admission import Kept, RunDirectoryError, admit
+    from launch.machine import watchdog
+    from launch.runs.admission import Kept, admit
 
+    processes.check_device()
+    if processes.rank() != 0:
+        return None
     every = found(job.checkpoints)
     kept = Kept(
         tuple(each.step for each in every if isinstance(each, Checkpoint)),
@@ -135,21 +152,31 @@ def open_run_directory(job: Job, facts: Facts) -> RunDirectory:
             job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume, tiny=facts.tiny,
             emulated_fp16=facts.emulated_fp16, kept=kept,
         )  # fmt: skip
-    except RunDirectoryError as e:
-        ending.refuse(e)
     except OSError as e:
         refuse_by_system(e, job.directory)
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
+    watchdog.forget(directory.path)
     return directory
 
 
 def refuse_by_system(error: OSError, place: Path) -> NoReturn:
-    """Say what the system refuses before the first step; raise again what no sentence explains."""
+    """Raise ProblemsError with what the system refuses before a first step; else the error itself."""
     from recipes.refused_by_system import problem, told_by
 
     if told := told_by(error):
-        ending.refuse(problem(told, place, "name another directory with --out"))
+        raise ProblemsError([problem(told, place, "name another directory with --out")]) from None
     raise error
+
+
+def check_shared(job: Job, meeting: Meeting) -> None:
+    """Refuse a run directory that other machines do not see. Collective."""
+    from launch.runs import shared_directory
+
+    first = processes.rank() == 0
+    with shared_directory.token(job.directory) if first else contextlib.nullcontext("") as token:
+        name = meeting.from_rank_0(token)
+        seen = meeting.settle(lambda: first or shared_directory.shows(job.directory, name))
+    meeting.settle(lambda: shared_directory.require(seen, job.directory))
 
 
 def show_plan(job: Job) -> None:
@@ -166,11 +193,10 @@ def show_plan(job: Job) -> None:
         print(how)
 
 
-def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
+def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting) -> None:
     """Data, plan on the screen, training, results. `directory` is None except on rank 0."""
     import torch
 
-    from data.corpus import build
     from launch.checkpoints import reading
     from launch.generation.sample import sample
     from launch.training import agreement
@@ -180,9 +206,10 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
     from modeling.parallel.process_grid import ProcessGrid
 
     layout = job.plan.layout
-    grid = ProcessGrid(layout.tp, layout.pp, layout.dp)
+    grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
+    # One process of a machine prepares a large corpus, and the others wait for hours.
+    corpus = meeting.settle(lambda: build_corpus(job), PREPARATION)
     try:
-        corpus = build(job.plan.recipe, job.cache, say=say_on_rank_0)
         agreement.check(job.plan, corpus, grid.control_group)
         # Once, and before anything in the run directory is cut back to it.
         chosen = reading.Choice(None)
@@ -229,6 +256,15 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts) -> None:
         else:
             said = sample(job.plan.recipe, directory.checkpoints, corpus.tokenizer) if directory else None
             recorder.finish("ok", memory=memory, sample=said)
+
+
+def build_corpus(job: Job) -> Corpus:
+    from data.corpus import build
+
+    try:
+        return build(job.plan.recipe, job.cache, say=say_on_rank_0)
+    except OSError as e:
+        refuse_by_system(e, Path.cwd())
 
 
 def say_on_rank_0(text: str) -> None:

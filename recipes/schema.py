@@ -232,6 +232,10 @@ class Run(Strict):
     keep_checkpoints: Count | None = None
     """newest complete checkpoints that are kept: an older one is removed once a newer one is on the disk;
     null: all"""
+    hang_after: NonNegativeFloat = 60
+    """seconds after which an unfinished step ends a run of several ranks, naming the rank that hangs; at
+    least five times the usual step, and 25 times as long for a first step, data, validation and saving; 0:
+    never"""
     prompt: str | None = None
     """text that the trained model continues at the end (bert: whose [MASK]s it fills in); null: none"""
     loader_workers: Annotated[int, Field(ge=0, le=MOST_LOADER_WORKERS)] = 1

@@ -60,8 +60,12 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     timeout: float = 180,
     cwd: Path = ROOT,
+    kill_after: float = 10,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` on ranks, one being a plain process, quickly; see rank_server.py and `run`."""
+    """Run `script` on ranks, one being a plain process, quickly; see rank_server.py and `run`.
+
+    `kill_after`: seconds that the other ranks get once one has failed; launchers give them 30.
+    """
     command = [str(script), *map(str, args)]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
@@ -73,6 +77,7 @@ def run_ranks(
                 env=environment(env),
                 cwd=str(cwd),
                 output=str(output),
+                kill_after=kill_after,
             )
         except TimeoutError:
             raise subprocess.TimeoutExpired(command, timeout, output.read_text(errors="replace")) from None

@@ -27,7 +27,6 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "transformers",
 )
-KILL_AFTER_S = 10  # seconds that the other ranks get once one has failed, as a launcher gives them
 
 
 def free_port() -> int:
@@ -101,10 +100,13 @@ def serve() -> None:
         print(_code(os.waitpid(launch, 0)[1]), file=answers, flush=True)
 
 
-def _launch(processes: int, command: list[str], env: dict[str, str], cwd: str, output: str) -> int:
+def _launch(
+    processes: int, command: list[str], env: dict[str, str], cwd: str, output: str, kill_after: float
+) -> int:
     """Run `command`, a script with its arguments, on so many ranks, everything they print going to `output`.
 
-    One process is a plain one, that knows of no ranks. When a rank fails, the others are ended.
+    One process is a plain one, that knows of no ranks. When a rank fails, the others are asked to end, and
+    killed `kill_after` seconds later.
     """
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for descriptor in (1, 2):
@@ -129,7 +131,7 @@ def _launch(processes: int, command: list[str], env: dict[str, str], cwd: str, o
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
             signal.signal(signal.SIGALRM, lambda *_: [_kill(other) for other in ranks])
-            signal.alarm(KILL_AFTER_S)
+            signal.setitimer(signal.ITIMER_REAL, kill_after)
     return code
 
 

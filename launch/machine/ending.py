@@ -24,6 +24,10 @@ LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|Timed out 
 AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception that a rank meets once asked to stop
 
 
+class Failed(Exception):
+    """A run fails for a reason that a sentence tells in full; on this rank, which says it. Exit code 1."""
+
+
 def refuse(problem: object, code: int = 2) -> NoReturn:
     """Say what is wrong, once per machine since machines may differ, and end every rank with `code`."""
     explain(problem)
@@ -41,6 +45,17 @@ def keep_error(directory: Path, text: str) -> None:
     """Leave a failing rank's traceback in the run directory, where a closed terminal cannot lose it."""
     with contextlib.suppress(OSError):
         (directory / f"error-rank-{rank()}.txt").write_text(text)
+
+
+@contextlib.contextmanager
+def error_kept(directory: Path, but: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Keep a failure of the block, `but` those kinds, before what surrounds it cleans up, which may hang."""
+    try:
+        yield
+    except Exception as e:
+        if not isinstance(e, but) and not (world_size() > 1 and _lost_peers(e)):
+            keep_error(directory, "".join(traceback.format_exception(e)))
+        raise
 
 
 @contextlib.contextmanager
@@ -64,6 +79,9 @@ def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Itera
     except ProblemsError as e:
         code = 2
         explain(e)
+    except Failed as e:
+        code = 1
+        terminal.say(f"\nrank {rank()} of {world_size()} on {socket.gethostname()} failed:\n{e}", sys.stderr)
     except BaseException as e:
         code = 1
         _tell(e, note_failure)

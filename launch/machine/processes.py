@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 T = TypeVar("T")
 
@@ -28,6 +28,7 @@ VARIABLES = {
     "LOCAL_SIZE": (1, 10**6),
     "MASTER_PORT": (1, 65535),
 }
+TIMEOUT = datetime.timedelta(minutes=30)  # that ranks wait for each other: at the start, in a collective
 UNSET = "start with deepspeed, torchrun or plain python, and unset what a shell or a job script has set"
 
 
@@ -87,10 +88,11 @@ def check_launch(start: bool) -> None:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 tried.bind(("", int(os.environ["MASTER_PORT"])))
         except OSError as error:
-            raise _port_is_taken(error.strerror) from None
+            raise port_is_taken(error.strerror) from None
 
 
-def _port_is_taken(because: str | None) -> ProblemsError:
+def port_is_taken(because: str | None) -> ProblemsError:
+    """The refusal where rank 0 cannot listen at the launcher's port."""
     port = os.environ["MASTER_PORT"]
     rule = f"all processes of a launch meet there, and rank 0 cannot listen ({because}): does another run?"
     fix = f"give deepspeed or torchrun another --master_port, e.g. {int(port) + 1}"
@@ -111,11 +113,15 @@ def gathered(own: T, group: ProcessGroup) -> list[T]:
     return everyone
 
 
-def start_processes(timeout_minutes: float = 30) -> None:
+def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None = None) -> None:
     """Join the process group that the launcher's environment describes; a plain `python` makes one of one.
+
+    `store`: where the ranks have met already.
 
     Raises ProblemsError: another launch took the port since `check_launch`.
     """
+    import torch.distributed as dist
+
     alone = "RANK" not in os.environ
     if alone:
         with socket.socket() as free:
@@ -132,15 +138,22 @@ def start_processes(timeout_minutes: float = 30) -> None:
         switch_shared_memory_op_off()
         backend = "gloo"
     else:
-        _take_device(accelerator)
+        check_device()
+        accelerator.set_device(local_rank())
         backend = accelerator.communication_backend_name()
-    timeout = datetime.timedelta(minutes=timeout_minutes)
+    if store is not None:
+        place = (
+            accelerator.device(local_rank()) if accelerator.device_name() == "cuda" else None
+        )  # as DeepSpeed
+        dist.init_process_group(
+            backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout, device_id=place
+        )
     try:
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error) or alone:
             raise
-        raise _port_is_taken("address already in use") from None
+        raise port_is_taken("address already in use") from None
 
 
 @contextlib.contextmanager
@@ -182,15 +195,18 @@ def device_limit() -> int | None:
     return None if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
 
 
-def _take_device(accelerator: Any) -> None:
-    local = local_rank()
-    if local >= accelerator.device_count():
-        raise SystemExit(
-            f"local rank {local} has no {accelerator.device_name()} device of its own: this machine has "
-            f"{accelerator.device_count()}; start as many processes as devices, or set DS_ACCELERATOR=cpu "
-            "and CUDA_VISIBLE_DEVICES= to run on the CPU"
+def check_device() -> None:
+    """Raise ProblemsError where this rank has no device of its own. On a CPU ranks need none."""
+    from deepspeed.accelerator import get_accelerator
+
+    limit, local = device_limit(), local_rank()
+    if limit is not None and local >= limit:
+        came = f"local rank {local} has no {get_accelerator().device_name()} device of its own"
+        rule = f"this machine has {limit}"
+        fix = (
+            "start as many processes as devices, or set DS_ACCELERATOR=cpu and CUDA_VISIBLE_DEVICES= for CPUs"
         )
-    accelerator.set_device(local)
+        raise ProblemsError([Problem("LOCAL_RANK", came, rule, fix)])
 
 
 def _share_cores() -> None:

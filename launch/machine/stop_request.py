@@ -8,24 +8,25 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from launch.machine.ending import AFTER_STOP_REQUEST
 from launch.machine.processes import rank
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # launchers act on SIGUSR1 nowhere
+STOP_FILE = "STOP file"
+REASONS = ("", *(number.name for number in SIGNALS), STOP_FILE)  # the last one wins
+
 
 class StopRequest:
-    """SIGTERM, SIGINT or the appearance of `stop_file` ask for an orderly stop after the current step."""
+    """A signal or the appearance of `stop_file` asks for an orderly stop after the current step."""
 
     def __init__(self, stop_file: Path) -> None:
-        self.reason: str | None = None
+        self.reason = ""  # of REASONS
         self._stop_file = stop_file
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 
@@ -38,12 +39,9 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
 
-    def agreed(self, group: dist.ProcessGroup) -> str | None:
-        """The reason if any rank of `group` was asked to stop: all leave at the same step. Collective."""
-        codes = ["", "SIGTERM", "SIGINT", "STOP file"]
+    def look(self) -> str:
+        """What has asked this rank to stop, of REASONS. Rank 0 looks for the file, and takes it away."""
         if rank() == 0 and self._stop_file.exists():
             self._stop_file.unlink()  # so that a resumed run does not stop at once
-            self.reason = "STOP file"
-        flag = torch.tensor(codes.index(self.reason or ""))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return codes[int(flag)] or None
+            self.reason = STOP_FILE
+        return self.reason

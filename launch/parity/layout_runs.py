@@ -19,7 +19,7 @@ from pathlib import Path
 from ds_configs.plan import Machine
 from launch.console import quiet, terminal
 from launch.machine import abilities, ending
-from launch.machine.processes import rank, start_processes, temporary_groups
+from launch.machine.processes import TIMEOUT, rank, start_processes, temporary_groups
 from launch.parity.comparison import Outcome, read_outcome
 from launch.parity.layout_cases import LayoutCase, case_plan
 from recipes import catalog
@@ -120,7 +120,7 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
         )  # fmt: skip
     with recorder:
         try:
-            train(job, recorder, corpus, ProcessGrid(case.tp, case.pp, case.dp))
+            train(job, recorder, corpus, ProcessGrid(case.tp, case.pp, case.dp, TIMEOUT))
         except Diverged as error:  # on all ranks alike: the next case may do better
             ending.keep_error(directory, error.why)
         else:

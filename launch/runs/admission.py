@@ -214,10 +214,10 @@ def _within(key: str, parts: Sequence[str]) -> bool:
 def _lock(path: Path) -> Lock:
     try:
         return Lock.take(path)
-    except BlockingIOError:
+    except BlockingIOError as holder:
         raise RunDirectoryError(
-            f"{path}: another process is training in it: wait for it or stop it, or name another directory "
-            "with --out"
+            f"{path}: {holder} is training in it: wait for it, or have it save and end with `touch "
+            f"{path / 'STOP'}`; or name another directory with --out"
         ) from None
 
 

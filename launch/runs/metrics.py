@@ -43,6 +43,8 @@ class StepRecord:
         launch_step: the step's number within its launch, from 1.
         peak_memory_bytes: rank 0's peak so far, counted as `memory_kind` says
             (`launch.machine.memory.peak_memory`).
+        rank_seconds_min, rank_seconds_median, rank_seconds_max, slowest_rank: how long ranks were busy before
+            others made them wait (`launch.training.step_exchange.RankSeconds`); None in a run of one rank.
         samples_per_s, tokens_per_s: over all ranks; tflops, exact_tflops: per rank.
         time: seconds since the epoch.
     """
@@ -62,6 +64,10 @@ class StepRecord:
     tokens_per_s: Finite | None = None
     tflops: Finite | None = None
     exact_tflops: Finite | None = None
+    rank_seconds_min: Finite | None = None
+    rank_seconds_median: Finite | None = None
+    rank_seconds_max: Finite | None = None
+    slowest_rank: int | None = None
     parts: Parts = field(default_factory=dict)
     time: float = 0.0
     kind: Literal["step"] = "step"

@@ -84,6 +84,19 @@ class SaveOutcome(Protocol):
     def problem(self) -> str | None: ...
 
 
+class RankSeconds(Protocol):
+    """How long ranks were busy in a step, compared; in seconds."""
+
+    @property
+    def least(self) -> float: ...
+    @property
+    def median(self) -> float: ...
+    @property
+    def most(self) -> float: ...
+    @property
+    def slowest(self) -> int: ...
+
+
 class CorpusFacts(Protocol):
     """What a corpus says of itself; entropies in nats per token of the validation text."""
 
@@ -105,7 +118,9 @@ class Silence:
 
     def say(self, text: str) -> None: ...
 
-    def step(self, step: int, outcome: StepOutcome, seconds: float, waited: float) -> None: ...
+    def step(
+        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
+    ) -> None: ...
 
     def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None: ...
 
@@ -182,10 +197,16 @@ class Recorder(Silence):
         self._write(Note(self._step, text, time.time()))
         self._screen.line(text)
 
-    def step(self, step: int, outcome: StepOutcome, seconds: float, waited: float) -> None:
+    def step(
+        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
+    ) -> None:
         """Record a completed optimizer step; `waited` of its `seconds` were spent on the batch."""
         assert step == self._step + 1, f"step {step} follows step {self._step}: the first completed step is 1"
         self._step = step
+        compared: dict[str, Any] = {}
+        if ranks is not None:
+            compared = dict(rank_seconds_min=ranks.least, rank_seconds_median=ranks.median)
+            compared |= dict(rank_seconds_max=ranks.most, slowest_rank=ranks.slowest)
         record = StepRecord(
             step=step,
             loss=finite(outcome.loss),
@@ -199,6 +220,7 @@ class Recorder(Silence):
             loss_scale=finite(outcome.loss_scale),
             data_seconds=waited,
             **vars(self._throughput.rates(seconds)),
+            **compared,
             parts=finite_parts(outcome.parts),
             time=time.time(),
         )
@@ -207,6 +229,7 @@ class Recorder(Silence):
         speed = ("seconds", "data_seconds", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
         self._event("train", record, ("loss", *record.parts, "lr", "grad_norm", *scale))
         self._event("speed", record, speed)
+        self._event("ranks", record, tuple(compared))
         self._event("memory", record, ("peak_memory_bytes",))
         self._screen.step(step, _fields(record, show_scale=bool(scale)))
 

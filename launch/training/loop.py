@@ -7,11 +7,21 @@ import time
 
 from data.corpus import Corpus
 from launch.checkpoints.checkpoint import Checkpoint
+from launch.machine import ending
 from launch.machine.stop_request import StopRequest
+from launch.machine.watchdog import Phase
 from launch.training.engine import build_engine, released, train_step
 from launch.training.job import Job
 from launch.training.micro_batches import salts_of_step
-from launch.training.run import EarlyStop, Recorder, TrainingRun, training_batches
+from launch.training.run import (
+    EXPECTED,
+    EarlyStop,
+    Recorder,
+    TrainingRun,
+    next_batch,
+    training_batches,
+    watching,
+)
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
 
@@ -30,25 +40,31 @@ def train(
         )  # with Trainer and accelerate: no other run needs them
 
         return transformers_trainer.train(job, recorder, corpus, grid, checkpoint)
-    engine = build_engine(job, grid, recorder.say, resumed=checkpoint is not None)
-    batches = training_batches(plan, corpus, grid, checkpoint)
     with contextlib.ExitStack() as stack:
+        watchdog = stack.enter_context(watching(job, recorder, grid))
+        engine = build_engine(job, grid, recorder.say, resumed=checkpoint is not None)
+        batches = training_batches(plan, corpus, grid, checkpoint)
         stack.enter_context(released(engine))
         stack.enter_context(contextlib.closing(batches))
         stop = stack.enter_context(StopRequest(job.stop_file))
-        run = stack.enter_context(TrainingRun(job, recorder, corpus, grid, engine, batches, checkpoint))
+        stack.enter_context(ending.error_kept(job.directory, but=EXPECTED))
+        run = TrainingRun(job, recorder, corpus, grid, engine, batches, checkpoint, stop, watchdog)
+        stack.enter_context(run)
         for step in range(run.start_step + 1, recipe.steps + 1):
+            watchdog.enter(Phase.DATA, step)
             started = time.perf_counter()
             seed_step(recipe.seed, step - 1, grid.at)
-            micro_batches = next(batches)
+            micro_batches = next_batch(batches)
             waited = time.perf_counter() - started
+            watchdog.enter(Phase.COMPUTING)
             # DeepSpeed accumulates, scales the loss, averages over data ranks, clips, steps the schedule.
             salts = salts_of_step(plan, grid.at.dp, step - 1, engine.device)
             outcome = train_step(engine, micro_batches, grid, salts)
-            run.record(step, outcome, time.perf_counter() - started, waited)
-            stopped = stop.agreed(grid.control_group)
+            seconds = time.perf_counter() - started
+            news = run.exchange(waited)
+            run.record(step, outcome, seconds, waited, news.rank_seconds)
             run.validate_if_due(step)
-            run.save_if_due(step, stopped)
-            if stopped and step < recipe.steps:
-                return EarlyStop(stopped, step, recipe.steps)
+            run.save_if_due(step, news.stopped)
+            if news.stopped and step < recipe.steps:
+                return EarlyStop(news.stopped, step, recipe.steps)
     return None

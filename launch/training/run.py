@@ -1,8 +1,8 @@
 """A run around its optimizer steps: its start, its batches, what it records, when it validates and saves.
 
 The loop over the steps is that of launch/training/loop.py, or `transformers.Trainer`'s
-(launch/training/transformers_trainer.py). Both call `record`, `validate_if_due` and `save_if_due` after every
-step.
+(launch/training/transformers_trainer.py). Both call `exchange`, `record`, `validate_if_due` and
+`save_if_due` after every step.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,12 +29,17 @@ from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.gradients import save_first_gradients
 from launch.checkpoints.manifest import Progress
 from launch.checkpoints.saving import Saved, Saver
+from launch.machine import ending
 from launch.machine.processes import gathered
+from launch.machine.stop_request import REASONS, StopRequest
+from launch.machine.watchdog import Phase, Watchdog
 from launch.training import agreement
 from launch.training.engine import Forward, forward, validate
+from launch.training.forward_clock import ForwardClock
 from launch.training.job import Job
 from launch.training.micro_batches import MicroBatch
 from launch.training.outcome import BrokenData, Diverged, SkippedInARow, StepOutcome, Validation
+from launch.training.step_exchange import RankSeconds, StepNews, StepReport, exchange
 from modeling.parallel.process_grid import ProcessGrid
 
 
@@ -42,7 +48,15 @@ class Recorder(Protocol):
 
     def say(self, text: str) -> None: ...
 
-    def step(self, step: int, outcome: StepOutcome, seconds: float, data_seconds: float, /) -> None: ...
+    def step(
+        self,
+        step: int,
+        outcome: StepOutcome,
+        seconds: float,
+        data_seconds: float,
+        ranks: RankSeconds | None,
+        /,
+    ) -> None: ...
 
     def validation(self, step: int, outcome: Validation, kind: str = "validation", /) -> None: ...
 
@@ -95,6 +109,9 @@ class AgreedBatches(StepBatches):
         return self._before or super().state()
 
 
+EXPECTED = (Diverged, BrokenData, NotSavedError)  # ends on all ranks alike, which pretrain explains
+
+
 class TrainingRun:
     """One run on this rank, whichever loop performs its steps. Its methods are collective.
 
@@ -104,7 +121,8 @@ class TrainingRun:
 
     def __init__(
         self, job: Job, recorder: Recorder, corpus: Corpus, grid: ProcessGrid, engine: DeepSpeedEngine,
-        batches: StepBatches, checkpoint: Checkpoint | None, forward: Forward = forward,
+        batches: StepBatches, checkpoint: Checkpoint | None, stop: StopRequest, watchdog: Watchdog,
+        forward: Forward = forward,
     ):  # fmt: skip
         """Load the checkpoint into the engine, or validate the initial weights.
 
@@ -112,6 +130,8 @@ class TrainingRun:
         """
         self.job, self.recorder, self.grid, self.engine, self.batches = job, recorder, grid, engine, batches
         self.recipe, self.corpus, self.forward = job.plan.recipe, corpus, forward
+        self.stop, self.watchdog = stop, watchdog
+        self.clock = ForwardClock(engine, watchdog.advance)
         self.held_out = held_out_batches(corpus.validation, job.plan, grid)
         self.skipped = SkippedInARow(job.plan.precision)
         self.start_step = self.done = self.saved = first_step(checkpoint)
@@ -128,6 +148,7 @@ class TrainingRun:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.watchdog.enter(Phase.SAVING)
         # On all ranks alike.
         if isinstance(error, BrokenData) and self.done > self.saved:
             self._save(self.done)
@@ -139,12 +160,20 @@ class TrainingRun:
                 kept = f"the state after step {self.done} could not be saved: {self.saver.problem}"
             error.kept = f"{kept}; once that is done, the same command with --resume continues"
 
-    def record(self, step: int, outcome: StepOutcome, seconds: float, waited: float) -> None:
+    def exchange(self, waited: float) -> StepNews:
+        """Tell the other ranks of this one's step, of which `waited` seconds went to its data; hear them."""
+        self.watchdog.enter(Phase.COMPUTED)
+        own = StepReport(REASONS.index(self.stop.look()), waited + self.clock.take())
+        return exchange(own, self.grid.control_group)
+
+    def record(
+        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
+    ) -> None:
         """Record the `step`-th optimizer step. Raises Diverged where no later step will help.
 
-        `seconds` of wall time, of which `waited` were spent on the batch.
+        `seconds` of wall time, of which `waited` were spent on the batch; `ranks`: all of them compared.
         """
-        self.recorder.step(step, outcome, seconds, waited)
+        self.recorder.step(step, outcome, seconds, waited, ranks)
         self.done = step
         self.skipped.see(outcome)
         if self.job.record_gradients and step == 1:
@@ -153,6 +182,7 @@ class TrainingRun:
 
     def validate_if_due(self, step: int) -> None:
         """Validate every run.validate_every steps and after the last one, when the test split follows."""
+        self.watchdog.enter(Phase.VALIDATING)
         last = step == self.recipe.steps
         if last or due(step, self.recipe.run.validate_every):
             self.recorder.validation(step, self.validate(self.held_out))
@@ -169,6 +199,7 @@ class TrainingRun:
         where it ends and what it trained could not be kept.
         """
         last, run = step == self.recipe.steps, self.recipe.run
+        self.watchdog.enter(Phase.SAVING)
         self.saver.poll()
         if stopped or (last and run.save_last) or due(step, run.save_every) or self._overdue():
             if stopped or last:
@@ -215,6 +246,12 @@ class TrainingRun:
         return validate(self.engine, held_out, self.grid, self.forward)
 
 
+def watching(job: Job, recorder: Recorder, grid: ProcessGrid) -> AbstractContextManager[Watchdog]:
+    """The watchdog of this rank, which runs in the block. Collective."""
+    watchdog = Watchdog(job.directory, job.plan.recipe.run.hang_after)
+    return watchdog.running(grid.control_group, recorder.say)
+
+
 def training_batches(
     plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
 ) -> StepBatches:
@@ -225,6 +262,20 @@ def training_batches(
     if corpus.train.random_access:  # mapped tokens, in which nothing can be broken
         return StepBatches(*of, workers=workers)
     return AgreedBatches(grid.control_group, *of, workers=workers)
+
+
+def next_batch(batches: StepBatches) -> list[MicroBatch]:
+    """The micro-batches of the next step. Raises Failed where this rank cannot make them."""
+    try:
+        return next(batches)
+    except (MemoryError, BrokenData):  # an OOM; what all ranks have agreed upon
+        raise
+    except Exception as e:  # of threads, tokenizers, file systems, networks: each has its own
+        what = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
+        raise ending.Failed(
+            f"there is no batch for step {batches.step + 1}: {what}\nWhat a run reads must stay as it is, "
+            "and readable, until it ends; --resume continues from the newest complete checkpoint"
+        ) from e
 
 
 def held_out_batches(samples: HeldOut, plan: Plan, grid: ProcessGrid) -> Sequence[Sequence[MicroBatch]]:

@@ -36,14 +36,24 @@ from ds_configs.plan import Plan
 from launch.checkpoints.checkpoint import Checkpoint
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
-from launch.machine import compiled_ops
+from launch.machine import compiled_ops, ending
 from launch.machine.stop_request import StopRequest
+from launch.machine.watchdog import Phase, Watchdog
 from launch.training import engine as steps
 from launch.training import micro_batches, transformers_model
 from launch.training.engine import parameter_groups
 from launch.training.job import Job
 from launch.training.micro_batches import MicroBatch
-from launch.training.run import EarlyStop, Recorder, TrainingRun, first_step, training_batches
+from launch.training.run import (
+    EXPECTED,
+    EarlyStop,
+    Recorder,
+    TrainingRun,
+    first_step,
+    next_batch,
+    training_batches,
+    watching,
+)
 from launch.training.schedule import Schedule
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.process_grid import ProcessGrid
@@ -58,8 +68,9 @@ def train(
     plan = job.plan
     if first_step(checkpoint) >= plan.recipe.steps:  # Trainer takes at least one step
         return None
-    compiled_ops.prepare(plan.ds, grid.control_group, recorder.say)
     with contextlib.ExitStack() as stack:
+        watchdog = stack.enter_context(watching(job, recorder, grid))
+        compiled_ops.prepare(plan.ds, grid.control_group, recorder.say)
         stack.enter_context(_own_accelerate_state())
         arguments = training_arguments(plan, str(job.directory))
         drawn, given = checkpoint is None, job.initial_weights
@@ -72,11 +83,14 @@ def train(
 
         def follow(engine: DeepSpeedEngine) -> FollowRun:
             stack.enter_context(steps.released(engine))
-            run = TrainingRun(job, recorder, corpus, grid, engine, batches, checkpoint, forward)
+            stack.enter_context(ending.error_kept(job.directory, but=EXPECTED))
+            run = TrainingRun(
+                job, recorder, corpus, grid, engine, batches, checkpoint, stop, watchdog, forward
+            )
             stack.enter_context(run)
-            return FollowRun(run, stop, trainer)
+            return FollowRun(run, trainer)
 
-        trainer = RecipeTrainer(plan.recipe, batches, model=model, args=arguments)
+        trainer = RecipeTrainer(plan.recipe, batches, watchdog, model=model, args=arguments)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(FollowOnceThereIsAnEngine(follow, trainer))
         trainer.train()
@@ -132,8 +146,8 @@ class FollowOnceThereIsAnEngine(TrainerCallback):
 class FollowRun(TrainerCallback):
     """Hands the steps that Trainer performs to the run, and its decision to stop back to Trainer."""
 
-    def __init__(self, run: TrainingRun, stop: StopRequest, trainer: RecipeTrainer) -> None:
-        self.run, self.stop, self.trainer = run, stop, trainer
+    def __init__(self, run: TrainingRun, trainer: RecipeTrainer) -> None:
+        self.run, self.trainer = run, trainer
         self.before = steps.state_before_step(run.engine)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -145,12 +159,13 @@ class FollowRun(TrainerCallback):
         run, step = self.run, state.global_step
         loss = steps.data_parallel_mean(torch.stack(self.trainer.losses).mean(0), run.grid)
         outcome = steps.outcome_of_step(run.engine, self.before, loss)
-        run.record(step, outcome, time.perf_counter() - self.trainer.started, self.trainer.waited)
-        stopped = self.stop.agreed(run.grid.control_group)
+        seconds, waited = time.perf_counter() - self.trainer.started, self.trainer.waited
+        news = run.exchange(waited)
+        run.record(step, outcome, seconds, waited, news.rank_seconds)
         run.validate_if_due(step)
-        run.save_if_due(step, stopped)
-        if stopped and step < run.recipe.steps:
-            self.trainer.stopped = EarlyStop(stopped, step, run.recipe.steps)
+        run.save_if_due(step, news.stopped)
+        if news.stopped and step < run.recipe.steps:
+            self.trainer.stopped = EarlyStop(news.stopped, step, run.recipe.steps)
             control.should_training_stop = True
 
 
@@ -162,9 +177,9 @@ class RecipeTrainer(Trainer):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, recipe: Recipe, batches: StepBatches, **arguments: Any) -> None:
+    def __init__(self, recipe: Recipe, batches: StepBatches, watchdog: Watchdog, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.recipe, self.batches = recipe, batches
+        self.recipe, self.batches, self.watchdog = recipe, batches, watchdog
         self.losses: list[torch.Tensor] = []  # of the micro-batches of the current step
         self.started = self.waited = 0.0  # wall time when the step began; seconds it waited for its batch
         self.stopped: EarlyStop | None = None  # how the run was stopped early
@@ -177,9 +192,11 @@ class RecipeTrainer(Trainer):
         self, epoch_iterator: Iterator[MicroBatch], num_batches: int, device: torch.device
     ) -> tuple[list[MicroBatch], None]:
         """The micro-batches of one step. Tokens are not counted: their weights make the loss a mean."""
+        self.watchdog.enter(Phase.DATA, self.state.global_step + 1)
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.waited = time.perf_counter() - self.started
+        self.watchdog.enter(Phase.COMPUTING)
         assert len(batches) == num_batches, f"{len(batches)} micro-batches of {num_batches}"
         return batches, None
 
@@ -223,8 +240,8 @@ def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor]:
 
 def one_by_one(batches: StepBatches) -> Iterator[MicroBatch]:
     """Trainer asks for the micro-batches of one step at once, so that the loader stands at a step's end."""
-    for step in batches:
-        yield from step
+    while True:
+        yield from next_batch(batches)
 
 
 def _plain_data_parallel(grid: ProcessGrid, config_params: dict[str, Any], **how: Any) -> tuple[Any, ...]:

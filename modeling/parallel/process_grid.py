@@ -16,6 +16,7 @@ pp=2:
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -51,9 +52,9 @@ def pipeline_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
     return [[s * stage + i for s in range(pp)] for i in range(stage)]
 
 
-def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
+def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:
     """Create every group of the list, in the same order on every rank as NCCL and gloo demand; one's own."""
-    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in groups]
     return next(group for ranks, group in made if rank in ranks)
 
 
@@ -68,17 +69,18 @@ class ProcessGrid:
     It lacks `initialize_sequence_parallel`: with it, DeepSpeed switches the tensor-parallel norm off.
     """
 
-    def __init__(self, tp: int, pp: int, dp: int):
+    def __init__(self, tp: int, pp: int, dp: int, timeout: timedelta | None = None):
+        """Make the groups. `timeout`: of their collectives; None: torch's, 10 minutes of NCCL. Collective."""
         world = dist.get_world_size()
         assert tp * pp * dp == world, f"tp={tp} x pp={pp} x dp={dp} is not the world size {world}"
         self.tp, self.pp, self.dp = tp, pp, dp
         self.rank = dist.get_rank()
         self.at = coordinates(self.rank, tp, dp)
-        self.tensor_group = _own_group(tensor_groups(tp, pp, dp), self.rank)
-        self.data_group = _own_group(data_groups(tp, pp, dp), self.rank)
-        self.pipeline_group = _own_group(pipeline_groups(tp, pp, dp), self.rank)
+        self.tensor_group = _own_group(tensor_groups(tp, pp, dp), self.rank, timeout)
+        self.data_group = _own_group(data_groups(tp, pp, dp), self.rank, timeout)
+        self.pipeline_group = _own_group(pipeline_groups(tp, pp, dp), self.rank, timeout)
         # Small messages between hosts' CPUs (stop requests, barriers), on no accelerator's stream.
-        self.control_group = dist.new_group(backend="gloo")
+        self.control_group = dist.new_group(backend="gloo", timeout=timeout)
 
     # What DeepSpeed calls on an `mpu`.
     get_model_parallel_rank = get_tensor_model_parallel_rank = _getter("at.tp")

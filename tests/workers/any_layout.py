@@ -34,7 +34,7 @@ class Records(Silence):
     def __init__(self):
         self.losses, self.said = {}, []
 
-    def step(self, step, outcome, seconds, data_seconds):
+    def step(self, step, outcome, seconds, data_seconds, ranks):
         self.losses[step] = outcome.loss
 
     def say(self, text):

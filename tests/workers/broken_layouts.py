@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -213,7 +214,7 @@ def train(directory: Path, breakages: Sequence[Breakage] | None = None) -> None:
     recipe = catalog.load_resolved(directory / "recipe.yaml")
     machine = abilities.detect_machine()
     with ending.clean_exit():
-        processes.start_processes(timeout_minutes=2)
+        processes.start_processes(timedelta(minutes=2))
         of_family = BREAKAGES if recipe.model.family == "gpt2" else BERT_BREAKAGES
         of_recipe = DROPOUT_BREAKAGES if recipe.dropout.hidden else of_family
         for breakage in breakages or (*of_recipe, CONTROL):

@@ -31,7 +31,7 @@ class Records(Silence):
     def __init__(self):
         self.steps = []
 
-    def step(self, step, outcome, seconds, data_seconds):
+    def step(self, step, outcome, seconds, data_seconds, ranks):
         self.steps.append({
             "loss": outcome.loss, "lr": outcome.lr, "norm": outcome.grad_norm, "scale": outcome.loss_scale,
             "skipped": outcome.skipped,

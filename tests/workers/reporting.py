@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 from launch.console import quiet
@@ -23,7 +24,7 @@ def run_checks(prepare: Callable[[Path], Checks], directory: Path) -> None:
     """
     quiet.quiet_libraries()
     with ending.clean_exit():
-        processes.start_processes(timeout_minutes=1)
+        processes.start_processes(timedelta(minutes=1))
         found: dict[str, str | None] = {}
         for name, check in prepare(directory).items():
             try:

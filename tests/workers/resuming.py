@@ -40,7 +40,7 @@ class Records(Silence):
     def __init__(self, fails_after: int | None = None):
         self.steps, self.fails_after = {}, fails_after
 
-    def step(self, step, outcome, seconds, data_seconds):
+    def step(self, step, outcome, seconds, data_seconds, ranks):
         self.steps[step] = [outcome.loss, outcome.lr, outcome.grad_norm, outcome.loss_scale, outcome.skipped]
         if step == self.fails_after:
             raise Interrupted

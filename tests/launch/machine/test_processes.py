@@ -1,10 +1,14 @@
 """Joining the processes of a run."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from launching import run_ranks
+
+from modeling.parallel.process_grid import ProcessGrid
 
 PROGRAM = """
 import sys
@@ -38,3 +42,13 @@ def test_joined_processes_leave_no_shared_memory(tmp_path):
 @pytest.mark.long
 def test_deepspeed_alone_leaves_shared_memory_behind(tmp_path):
     assert left_behind(2, "alone", tmp_path), "switch_shared_memory_op_off can go"
+
+
+def test_every_group_of_the_grid_has_the_timeout_asked_for(monkeypatch):
+    """torch's own is 10 minutes with NCCL, which a slow start of one rank outlasts."""
+    made = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, **how: made.append(how.get("timeout")))
+    ProcessGrid(2, 1, 2, timedelta(minutes=30))
+    assert len(made) == 2 + 2 + 4 + 1 and {*made} == {timedelta(minutes=30)}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def test_a_launch_forgets_the_errors_of_the_last_and_a_refused_one_does_not(tmp_
     add_steps(create(tmp_path, plan()))
     (tmp_path / "error-rank-3.txt").write_text("torch.OutOfMemoryError: CUDA out of memory.")
     job, facts = Job(plan(), "default/small", tmp_path), pretrain.Facts(recipe(), False, False)
-    with pytest.raises(SystemExit):
+    with pytest.raises(RunDirectoryError):
         pretrain.open_run_directory(job, facts)
     assert (tmp_path / "error-rank-3.txt").exists()
     pretrain.open_run_directory(dataclasses.replace(job, resume=True), facts).close()
@@ -321,7 +322,8 @@ def test_one_process_at_a_time_even_after_a_kill(tmp_path):
     ) as holder:
         try:
             assert holder.stdout.readline() == b"taken\n"
-            assert "another process" in refusal(tmp_path, plan())
+            said = refusal(tmp_path, plan())
+            assert f"process {holder.pid} on {socket.gethostname()}" in said and "STOP" in said
         finally:
             holder.send_signal(signal.SIGKILL)
     create(tmp_path, plan())

@@ -22,7 +22,7 @@ class Events:
     def say(self, text):
         self.seen.append(("say", text))
 
-    def step(self, step, outcome, seconds, data_seconds):
+    def step(self, step, outcome, seconds, data_seconds, ranks):
         self.seen.append(("step", step))
 
     def validation(self, step, outcome, kind="validation"):
@@ -57,6 +57,7 @@ class FakeSaver:
 @pytest.fixture
 def start(monkeypatch):
     """Makes a run of 6 steps whose engine, data and checkpoints are not there; `events` has what it does."""
+    monkeypatch.setattr(runs, "ForwardClock", lambda *how: None)
     monkeypatch.setattr(runs, "held_out_batches", lambda samples, plan, grid: samples)
     monkeypatch.setattr(runs, "validate", lambda engine, samples, grid, forward: samples)
     monkeypatch.setattr(runs.agreement, "peak_memory", lambda group: {})
@@ -75,7 +76,8 @@ def start(monkeypatch):
         batches, grid = SimpleNamespace(state=dict), SimpleNamespace(control_group=None)
         schedule = SimpleNamespace(state_dict=lambda: {"completed": 0})
         engine = SimpleNamespace(lr_scheduler=schedule, skipped_steps=0)
-        return TrainingRun(job, events, corpus, grid, engine, batches, checkpoint), events
+        watchdog = SimpleNamespace(enter=lambda phase: None, advance=None)
+        return TrainingRun(job, events, corpus, grid, engine, batches, checkpoint, None, watchdog), events
 
     return made
 

@@ -1,0 +1,157 @@
+"""Where the ranks of a launch meet before they form a process group: what one refuses ends them all.
+
+Without it a rank that refuses ends alone, and those of other machines wait for it for half an hour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from launch.console import terminal
+from launch.machine import ending
+from launch.machine.processes import TIMEOUT, port_is_taken, rank, world_size
+from recipes.problems import Problem, ProblemsError
+
+T = TypeVar("T")
+LEAVE_S = 5.0  # that rank 0, which may serve the store, gives the others to read why all end
+
+
+class Meeting:
+    """Of all ranks, at the launcher's address, from the first `settle` on; a plain `python` meets nobody.
+
+    `store`: where they met, for the process group; None before, and for one process.
+    """
+
+    def __init__(self) -> None:
+        self.store: Any = None
+        self._rounds = 0
+
+    def settle(self, check: Callable[[], T], patience: timedelta = TIMEOUT) -> T:
+        """What `check` returns on this rank, once it has returned on all of them. Collective.
+
+        Where it raises ValueError on any, rank 0 says each different message once, and all ranks end with
+        exit code 2. `patience`: that ranks have for the slowest.
+        """
+        error: Exception | None = None
+        try:
+            value = check()
+        except Exception as e:
+            error = e
+        if world_size() == 1:
+            if error is None:
+                return value
+            if isinstance(error, ValueError):
+                ending.refuse(error)
+            raise error
+        text = None if error is None else str(error) if isinstance(error, ValueError) else repr(error)
+        heard = self._hear_all(text, patience)
+        if error is not None and not isinstance(error, ValueError):
+            raise error
+        if heard:
+            raise SystemExit(2)
+        return value
+
+    def from_rank_0(self, value: T) -> T:
+        """Rank 0's `value`, which JSON can carry. Collective."""
+        if world_size() == 1:
+            return value
+        key = self._round()
+        if rank() == 0:
+            self.store.set(key, json.dumps(value))
+        heard: T = json.loads(self.store.get(key))
+        return heard
+
+    def _hear_all(self, own: str | None, patience: timedelta) -> bool:
+        """Whether any rank refuses; then rank 0 has said why."""
+        key = self._round()
+        self.store.set_timeout(patience)
+        if rank() != 0:
+            self.store.set(f"{key}/{rank()}", json.dumps((socket.gethostname(), own)))
+            refused = bool(json.loads(self.store.get(f"{key}/refused")))
+            if refused:
+                with contextlib.suppress(RuntimeError):  # rank 0 has left
+                    self.store.add(f"{key}/left", 1)
+            return refused
+        told = [(socket.gethostname(), own)]
+        told += [json.loads(self.store.get(f"{key}/{other}")) for other in range(1, world_size())]
+        if text := sentences(told):
+            terminal.say(f"\n{text}\n", sys.stderr)
+        self.store.set(f"{key}/refused", json.dumps(bool(text)))
+        deadline = time.monotonic() + LEAVE_S
+        while text and self.store.add(f"{key}/left", 0) < world_size() - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return bool(text)
+
+    def _round(self) -> str:
+        if self.store is None:
+            self.store = _join()
+        self._rounds += 1
+        return f"round-{self._rounds}"
+
+
+def sentences(told: list[tuple[str, str | None]]) -> str:
+    """Every different refusal once, with its hosts and ranks where not all ranks refuse alike.
+
+    `told`: host and refusal of each rank. What rank 0 alone refuses needs no place.
+    """
+    refusals: dict[str, list[int]] = {}
+    for number, (_, text) in enumerate(told):
+        if text is not None:
+            refusals.setdefault(text, []).append(number)
+    said = []
+    for text, ranks in refusals.items():
+        hosts = ", ".join(dict.fromkeys(told[number][0] for number in ranks))
+        numbers = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        everywhere = len(ranks) == len(told) or (len(refusals) == 1 and ranks == [0])
+        said.append(text if everywhere else f"on {hosts} ({numbers}):\n{text}")
+    return "\n".join(said)
+
+
+def _join() -> Any:
+    import torch.distributed as dist
+
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        return dist.PrefixStore(_attempt(store), store)
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise port_is_taken("address already in use") from None
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        came = f"rank {rank()} on {socket.gethostname()} met no other rank at {where}"
+        rule = str(error).splitlines()[0]
+        fix = "check that every machine was started, and reaches that address"
+        raise ProblemsError([Problem("MASTER_ADDR", came, rule, fix)]) from None
+
+
+def _attempt(store: Any) -> str:
+    """A name that only the ranks that are alive now agree upon.
+
+    torchrun restarts ranks (--max_restarts) at the store of the killed ones, whose addresses and refusals are
+    still in there. Each rank says hello with a word of its own; rank 0 repeats what it hears until every rank
+    has found its own word in it.
+    """
+    own, deadline = secrets.token_hex(8), time.monotonic() + TIMEOUT.total_seconds()
+    store.set(f"hello/{rank()}", own)
+    others = range(1, world_size())
+    while time.monotonic() < deadline:
+        if rank() == 0:
+            words = [own, *(store.get(f"hello/{other}").decode() for other in others)]
+            store.set("heard", json.dumps(words))
+            if store.check([f"{own}/here/{other}" for other in others]):
+                return own
+        else:
+            words = json.loads(store.get("heard"))
+            if words[rank()] == own:
+                store.set(f"{words[0]}/here/{rank()}", "")
+                return str(words[0])
+        time.sleep(0.05)
+    raise RuntimeError("some ranks did not come")

@@ -1,0 +1,54 @@
+"""How long this rank's forward passes take, on the clock of what computes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+
+class ForwardClock:
+    """Adds up the forward passes in which an engine trains; `on_pass` is called after every pass.
+
+    Two marks a pass: events on the stream of an accelerator, which is not waited for, and the time on a CPU.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, on_pass: Callable[[], None] = lambda: None) -> None:
+        self._engine, self._on_pass = engine, on_pass
+        self._on_stream = get_accelerator().device_name() != "cpu"
+        self._marks: list[Any] = []  # begin, end, begin, end, ...
+        # The pipeline's engine calls its module; torch.compile takes hooks of a plain module along.
+        called = engine.module if isinstance(engine, PipelineEngine) else engine
+        called.register_forward_pre_hook(self._begin)
+        called.register_forward_hook(self._end)
+
+    def take(self) -> float:
+        """Seconds of the passes since the last call."""
+        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
+        self._marks = []
+        if not self._on_stream:
+            return sum(end - begin for begin, end in pairs)
+        if pairs:
+            pairs[-1][1].synchronize()  # long done: the step's loss has been read
+        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+
+    def _begin(self, *_: Any) -> None:
+        self._mark()
+
+    def _end(self, *_: Any) -> None:
+        self._mark()
+        self._on_pass()
+
+    def _mark(self) -> None:
+        if not self._engine.module.training:
+            return
+        if not self._on_stream:
+            self._marks.append(time.perf_counter())
+            return
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)

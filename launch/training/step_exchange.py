@@ -1,0 +1,77 @@
+"""What the ranks tell each other at the end of a step, all of it in one small collective.
+
+A fact that every rank has to know of all others at a step's end is a field of `StepReport`, and how the
+ranks' values become one is a property of `StepNews`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from launch.machine.stop_request import REASONS
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank tells at the end of a step. Numbers, since they travel as one row of a tensor.
+
+    `stop`: index in `REASONS` of what asked this rank to stop; `own_seconds`: as in `RankSeconds`.
+    """
+
+    stop: int = 0
+    own_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankSeconds:
+    """How long ranks were busy in a step before others made them wait, in seconds.
+
+    Each rank's time is what it waited for its data plus its forward passes. Backward passes are left out:
+    gradients are averaged during them, so that all ranks wait there for the slowest. Within forward passes,
+    too, ranks wait for each other where tensors are exchanged: those of a tensor group under tensor
+    parallelism, all data-parallel ones under ZeRO-3. There a slow rank shows as a slow group.
+    """
+
+    least: float
+    median: float
+    most: float
+    slowest: int  # the rank of `most`
+
+
+@dataclass(frozen=True)
+class StepNews:
+    """The reports of all ranks, in rank order; the same on every rank."""
+
+    reports: tuple[StepReport, ...]
+
+    @property
+    def stopped(self) -> str | None:
+        """What asked any rank to stop: all leave at the same step."""
+        return REASONS[max(report.stop for report in self.reports)] or None
+
+    @property
+    def rank_seconds(self) -> RankSeconds | None:
+        """None in a run of one rank."""
+        seconds = [report.own_seconds for report in self.reports]
+        if len(seconds) == 1:
+            return None
+        most = max(seconds)
+        return RankSeconds(min(seconds), statistics.median(seconds), most, seconds.index(most))
+
+
+def exchange(own: StepReport, group: dist.ProcessGroup) -> StepNews:
+    """Tell `own`, and hear the others. Collective."""
+    row = torch.tensor(dataclasses.astuple(own), dtype=torch.float64)
+    table = torch.empty(dist.get_world_size(group) * len(row), dtype=torch.float64)
+    dist.all_gather_single(table, row, group=group)
+    return StepNews(tuple(_report(values) for values in table.view(-1, len(row)).tolist()))
+
+
+def _report(values: list[float]) -> StepReport:
+    stop, own_seconds = values
+    return StepReport(int(stop), own_seconds)

@@ -1,0 +1,140 @@
+"""Runs that hang or break: a rank that is stopped, slow or killed, a launcher that is killed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import WORKERS, deepspeed, environment, run, run_ranks
+
+from launch.machine.watchdog import HANGING
+from launch.runs.metrics import read_metrics
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+TINY = ["--tiny", "--ds_config", "zero1", "--set", "precision=fp32"]
+ENDLESS = [*TINY, "--set", "steps=100000", "--set", "run.save_every=5", "--set", "run.keep_checkpoints=1"]
+
+
+def wait_for(condition, what, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
+        time.sleep(0.1)
+    return found
+
+
+def steps_of(out):
+    with contextlib.suppress(OSError):
+        return (out / "metrics.jsonl").read_text().count('"kind": "step"')
+    return 0
+
+
+def ranks_of(out):
+    """Process ids of the ranks that train into `out`."""
+    found = []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            words = Path(f"/proc/{int(entry)}/cmdline").read_text().split("\0")
+            of_a_launcher = {"torch.distributed.run", "deepspeed.launcher.launch"} & {*words}
+            if str(out) in words and not of_a_launcher and not any(w.endswith("/deepspeed") for w in words):
+                found.append(int(entry))
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def started(command, out):
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for left in ranks_of(out):  # torchrun's are in sessions of their own
+            os.kill(left, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", ["megarecipes", "transformers"])
+def test_a_rank_that_hangs_in_training_is_named(tmp_path, implementation):
+    out = tmp_path / "run"
+    own = ["--set", "run.hang_after=3", "--set", f"model.implementation={implementation}"]
+    done = run_ranks(2, WORKERS / "hanging_rank.py", *TINY, *own, "--out", out, timeout=120, kill_after=0.5)
+    assert done.returncode == HANGING, done.stdout[-3000:]
+    assert "the run hangs in step 5 and is ended" in done.stdout and "rank 1 on " in done.stdout
+    assert "does not answer: its process is stopped" in (out / "hang.txt").read_text()
+    assert (out / "hang-rank-0.txt").exists() and steps_of(out) == 4
+    assert not any((out / "checkpoints").glob("*"))
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """(output, run directory) of a run whose rank 1 is slow, and has no data for its fourth step."""
+    out = tmp_path_factory.mktemp("slow") / "run"
+    done = run_ranks(2, WORKERS / "slow_rank.py", *TINY, "--out", out, timeout=120, kill_after=0.1)
+    assert done.returncode == 1, done.stdout[-3000:]
+    return done.stdout, out
+
+
+def test_the_metrics_tell_the_slowest_rank(slow):
+    records = read_metrics(slow[1] / "metrics.jsonl").steps
+    assert len(records) == 3
+    for record in records:
+        assert record.slowest_rank == 1 and record.rank_seconds_max > 0.3
+        assert 0 < record.rank_seconds_min < record.rank_seconds_median < record.rank_seconds_max
+
+
+def test_a_rank_without_data_ends_the_run_with_a_sentence(slow):
+    said, out = slow
+    assert "rank 1 of 2 on " in said and "Traceback" not in said, said[-3000:]
+    assert said.count("there is no batch for step 4: OSError: planted") == 1 and "--resume" in said
+    assert "planted" in (out / "error-rank-1.txt").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "deepspeed's own"])
+def test_no_orphan_of_a_killed_launcher_trains_on(tmp_path, launcher):
+    """It saves and ends. Of deepspeed's launchers the first is the command, and each machine has its own."""
+    out = tmp_path / "run"
+    command = TORCHRUN if launcher == "torchrun" else deepspeed(2)
+    with started([*command, "launch/pretrain.py", *ENDLESS, "--out", str(out)], out) as first:
+        wait_for(lambda: steps_of(out) > 6, "step 6")
+        ranks = ranks_of(out)
+        assert len(ranks) == 2
+        second = run([sys.executable, "launch/pretrain.py", *ENDLESS, "--out", str(out)])
+        assert second.returncode == 2 and f"process {ranks[0]} on " in second.stdout, second.stdout
+        assert f"touch {out / 'STOP'}" in second.stdout
+        parent = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent if launcher == "deepspeed's own" else first.pid, signal.SIGKILL)
+        wait_for(lambda: not ranks_of(out), "the orphans' end", 30)
+    assert json.loads((out / "result.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0.5, 2, 3.5])
+def test_no_orphan_of_a_launcher_killed_at_the_start_waits(tmp_path, seconds):
+    out = tmp_path / "run"
+    with started([*TORCHRUN, "launch/pretrain.py", *ENDLESS, "--out", str(out)], out) as first:
+        wait_for(lambda: len(ranks_of(out)) == 2, "the ranks' start")
+        time.sleep(seconds)
+        first.kill()
+        wait_for(lambda: not ranks_of(out), "the orphans' end", 30)
+
+
+@pytest.mark.long
+def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path):
+    out = tmp_path / "run"
+    flags = [*TINY, "--steps", "6", "--set", "run.save_every=2", "--resume", "--out", str(out)]
+    done = run([*TORCHRUN, "--max_restarts", "2", str(WORKERS / "killed_rank.py"), *flags])
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "resumed from" in done.stdout and "step-000002" in done.stdout
+    assert [record.step for record in read_metrics(out / "metrics.jsonl").steps] == [1, 2, 3, 4, 5, 6]
+    assert len(json.loads((out / "environment.json").read_text())["launches"]) == 2

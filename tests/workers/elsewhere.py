@@ -1,0 +1,17 @@
+"""launch/pretrain.py, rank 1 of which works in another directory, as on another machine.
+
+elsewhere.py DIRECTORY [flags of pretrain.py]
+"""
+
+import os
+import sys
+
+from launch import pretrain
+from launch.machine import processes
+from launch.runs import shared_directory
+
+shared_directory.LOOK_FOR_S = 1
+if processes.rank() == 1:
+    os.chdir(sys.argv[1])
+sys.argv = [pretrain.__file__, *sys.argv[2:]]
+pretrain.main()

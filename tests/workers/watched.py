@@ -1,0 +1,48 @@
+"""Ranks that take steps of a collective each under a watchdog, one of which does what the test asks for.
+
+    watched.py DIRECTORY HANG_AFTER WHAT RANK
+
+WHAT happens to RANK in its fifth step: "stopped" (SIGSTOP), "asleep" (for ever), "waits" for its data for
+four times HANG_AFTER, "blocked" (so long the port of its watchdog answers nobody, from the start), "nothing".
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from launch.machine import watchdog
+from launch.machine.watchdog import Phase, Watchdog
+
+
+def main(directory: str, hang_after: str, what: str, rank: str) -> None:
+    dist.init_process_group("gloo")
+    group, mine = dist.group.WORLD, dist.get_rank() == int(rank)
+    if what == "blocked" and mine:
+        watchdog._own_address = lambda rank: "127.0.0.1:nowhere"
+    seconds = float(hang_after)
+    with Watchdog(Path(directory), seconds).running(group, lambda text: print(text, flush=True)) as watch:
+        for step in range(1, 8):
+            watch.enter(Phase.DATA, step)
+            if mine and step == 5 and what == "waits":
+                time.sleep(4 * seconds)
+            watch.enter(Phase.COMPUTING)
+            if mine and step == 5 and what == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if mine and step == 5 and what == "asleep":
+                signal.pause()
+            watch.advance()
+            dist.all_reduce(torch.zeros(1))
+            watch.enter(Phase.COMPUTED)
+            watch.enter(Phase.VALIDATING)
+    if dist.get_rank() == 0:
+        print("all steps done", flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+main(*sys.argv[1:])
