@@ -42,7 +42,7 @@ class Events(Silence):
     def say(self, text):
         self.seen.append(["say", text])
 
-    def step(self, step, outcome, seconds, waited):
+    def step(self, step, outcome, seconds, waited, ranks):
         self.seen.append(["step", step])
 
     def saved(self, saved):
