@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launch.console import arguments, ends, output, quiet, terminal
 from launch.machine import abilities, ending, orphans, out_of_memory, processes
+from launch.machine.determinism import demand_determinism
 from launch.machine.meeting import Meeting
 from launch.training.job import Job, plan_job
 from recipes import catalog
@@ -61,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--compile", action="store_true", help="use torch.compile and print the measured gain")
     emulated = "let a CPU run fp16, to exercise the loss scaler: slow, and said in the results"
     how.add_argument("--emulate_fp16", action="store_true", help=emulated)
+    same = "use kernels that give the same bits in every run on GPUs too; an error where there is none"
+    how.add_argument("--deterministic", action="store_true", help=same)
     plan = (
         "check everything, show the resolved plan (without a launcher: of as many processes as it asks for)"
     )
@@ -101,6 +104,8 @@ def main() -> None:
     if processes.world_size() > 1:
         check_shared(job, meeting)
     with ending.clean_exit(lambda text: ending.keep_error(job.directory, text)):
+        if args.deterministic:
+            demand_determinism()
         processes.start_processes(store=meeting.store)
         run(job, directory, facts, meeting)
 
