@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch.nn import Parameter
+
 from modeling import bert, gpt2
 from modeling.family import Family
+from modeling.initialization import Init, canonical_name
 from modeling.layer_list import ModelShape
 from recipes.schema import Model, Recipe
 
@@ -20,3 +23,17 @@ def family_of(model: Model) -> Family:
 def model_shape(recipe: Recipe, padded_vocab: int) -> ModelShape:
     """The shape of a recipe's model with `padded_vocab` rows of the embedding."""
     return family_of(recipe.model).shape(recipe, padded_vocab)
+
+
+def meta_parameters(recipe: Recipe) -> dict[str, Parameter]:
+    """Every parameter of a recipe's model by its canonical name, unpadded, on the meta device."""
+    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, meta=True)
+    shape = model_shape(recipe, recipe.model.vocab_size)
+    model = family_of(recipe.model).plain(shape, group=None, init=init)
+    return {canonical_name(parameter): parameter for parameter in model.parameters()}
+
+
+def with_few_layers(recipe: Recipe, stored: int) -> Recipe:
+    """At most one layer more than `stored` tensors could fill: of a billion layers none can be made."""
+    few = min(recipe.model.layers, stored + 1)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": few})})

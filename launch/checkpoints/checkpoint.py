@@ -23,11 +23,12 @@ from data import durable_files
 from launch.checkpoints import manifest, tensor_file
 from launch.checkpoints.manifest import Manifest
 from recipes import files
-from recipes.problems import some
+from recipes.problems import Problem, some
 
 WRITING, PRUNED = ".writing", ".pruned"
 EARLIER = "complete.json"  # in checkpoints of versions before manifests
 NAME = re.compile(r"step-(\d+)")
+GIVEN = "give a run directory, its checkpoints/, or one step-NNNNNN of them"
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,47 @@ def found(root: Path) -> list[Checkpoint | Damaged]:
     """Every checkpoint below `root`, whole or damaged, the newest first."""
     every = (entry for entry in root.glob("step-*") if NAME.fullmatch(entry.name))
     return [read(directory) for directory in sorted(every, key=_step, reverse=True)]
+
+
+def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
+    """Every checkpoint of a run directory or of its checkpoints/, the newest first, or the one in `path`.
+
+    `step`: only the one after so many steps. Raises FileError: there is none.
+    """
+    try:
+        there = path.is_dir()
+    except OSError as error:  # a name too long, no permission
+        files.refuse(str(path)[:200], f"cannot be read ({error.strerror})", fix=GIVEN)
+    if not there:
+        files.refuse(path, "is no directory" if path.exists() else "does not exist", fix=GIVEN)
+    if path.name.endswith((WRITING, PRUNED)):
+        files.refuse(path, "is half written or half removed", "killed runs leave such", GIVEN)
+    if NAME.fullmatch(path.name) or files.is_file(path / manifest.NAME):
+        every = [read(path)]
+    else:
+        every = found(path / "checkpoints") or found(path)
+    if not every:
+        files.refuse(path, "holds no checkpoint", "they are directories step-NNNNNN", GIVEN)
+    chosen = [each for each in every if step in (None, each.step)]
+    if not chosen:
+        steps = some([str(each.step) for each in reversed(every)])
+        files.refuse(f"--step {step}", f"{path} holds no checkpoint of that step", f"only of {steps}")
+    return chosen
+
+
+def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple[Damaged, ...]]:
+    """The newest checkpoint of `below` that is not seen to be damaged, and the damaged ones before it.
+
+    Raises FileError: there is none.
+    """
+    damaged: list[Damaged] = []
+    for each in below(path, step):
+        if isinstance(each, Checkpoint):
+            return each, tuple(damaged)
+        damaged.append(each)
+    raise files.FileError(
+        [Problem(str(d.directory), "is damaged", d.why, "restore it", str(d.directory)) for d in damaged]
+    )
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:

@@ -93,6 +93,17 @@ def copies(source: Iterable[Rectangle], target: Sequence[Rectangle]) -> Iterator
                 yield Copy(bottom - top, right - left, there, there_stride, here, here_stride)
 
 
+def overlap(pieces: Iterable[Rectangle]) -> bool:
+    """Whether two of the rectangles share an element."""
+    open_: list[Rectangle] = []
+    for each in sorted(pieces):
+        open_ = [other for other in open_ if other.bottom > each.top]
+        if any(max(each.left, other.left) < min(each.right, other.right) for other in open_):
+            return True
+        open_.append(each)
+    return False
+
+
 def share(count: int, part: int, parts: int) -> tuple[int, int]:
     """(first, number) of the elements of `count` that fall to `part` of `parts` nearly equal ones."""
     first = count * part // parts

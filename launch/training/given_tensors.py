@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from launch.machine import processes
-from modeling.families import family_of, model_shape
+from modeling.families import family_of, meta_parameters, with_few_layers
 from modeling.huggingface.config_forms import FORMS, MEGATRON_FORMS, Forms
 from modeling.huggingface.weight_files import read_state_dict
-from modeling.initialization import Init, canonical_name
 from modeling.lazy_weights import LazyWeights
 from modeling.megatron import files, names
 from modeling.megatron.checkpoint import Checkpoint, open_checkpoint
@@ -84,13 +83,14 @@ class TransformersWeights:
             stored = read_state_dict(self.directory)
         except FileError as error:
             return list(error.problems)
-        return [] if recipe is None else list(self._problems(stored, _with_few_layers(recipe, len(stored))))
+        return [] if recipe is None else list(self._problems(stored, with_few_layers(recipe, len(stored))))
 
     def _problems(self, stored: dict[str, torch.Tensor], recipe: Recipe) -> Iterator[Problem]:
         conversion = family_of(recipe.model).conversion
         selected, kind = conversion.select(stored, recipe.model), conversion.class_name(recipe.model)
         shapes = {
-            name: t.shape for name, t in conversion.to_transformers(_shapes(recipe), recipe.model).items()
+            name: t.shape
+            for name, t in conversion.to_transformers(meta_parameters(recipe), recipe.model).items()
         }
         missing = [name for name in shapes if name not in selected.tensors]
         fix = f"give a directory in which save_pretrained wrote a whole {kind}"
@@ -128,11 +128,11 @@ class MegatronWeights:
     def problems(self, recipe: Recipe | None) -> list[Problem]:
         if recipe is None:  # what hinders opening it was said where its config was asked for
             return []
-        return list(self._problems(_with_few_layers(recipe, self.checkpoint.layers)))
+        return list(self._problems(with_few_layers(recipe, self.checkpoint.layers)))
 
     def _problems(self, recipe: Recipe) -> Iterator[Problem]:
         model, found = recipe.model, self.checkpoint.tensors
-        shapes = {name: parameter.shape for name, parameter in _shapes(recipe).items()}
+        shapes = {name: parameter.shape for name, parameter in meta_parameters(recipe).items()}
         theirs = {ours: name for ours, name in names.name_map(model).items() if ours in shapes}
         unused = tuple(f"{head}." for head in names.SENTENCE_HEAD.values() if model.sentence_head == "none")
         tensors = {
@@ -241,20 +241,6 @@ def _untied(stored: Tied, recipe: Recipe) -> Iterator[Problem]:
     for copy, original in stored.untied() if processes.local_rank() == 0 else ():
         rule = f"our {recipe.model.family} has one tensor for both, and would lose the other"
         yield Problem(KEY, f"{copy} differs from {original}", rule, "give weights with tied embeddings")
-
-
-def _with_few_layers(recipe: Recipe, stored: int) -> Recipe:
-    """So that a config with a billion layers makes no billion layers: one more than there can be."""
-    few = min(recipe.model.layers, stored + 1)
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": few})})
-
-
-def _shapes(recipe: Recipe) -> dict[str, torch.nn.Parameter]:
-    """Every parameter of the recipe's model by its canonical name, on the meta device."""
-    family = family_of(recipe.model)
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, meta=True)
-    model = family.plain(model_shape(recipe, recipe.model.vocab_size), group=None, init=init)
-    return {canonical_name(parameter): parameter for parameter in model.parameters()}
 
 
 def _readable(tensor: Header) -> bool:

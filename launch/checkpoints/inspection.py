@@ -1,0 +1,237 @@
+"""Looking into checkpoints: reading every byte of one, and comparing two, a bucket or a tensor at a time."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from pydantic import ValidationError
+
+from launch.checkpoints import manifest
+from launch.checkpoints.checkpoint import EARLIER, Checkpoint
+from launch.checkpoints.geometry import overlap
+from launch.checkpoints.manifest import Manifest
+from launch.checkpoints.stored import StoredTensors
+from launch.checkpoints.tensor_file import BUCKET, NAMES
+from modeling.families import meta_parameters, with_few_layers
+from recipes import files
+from recipes.problems import Problem, ProblemsError, some
+from recipes.schema import Recipe
+
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+SHOWN = 3  # tensors of each problem
+Seen = Callable[[int], None]  # hears the bytes of each part that is read
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a file of a checkpoint.
+
+    Attributes:
+        file: its name.
+        came: what is wrong with it.
+        tensors: what that concerns.
+        numbers: the file is as it was written, and holds numbers that are not finite.
+    """
+
+    file: str
+    came: str
+    tensors: tuple[str, ...] = ()
+    numbers: bool = False
+
+    def __str__(self) -> str:
+        joined = "in" if self.numbers else "it holds"
+        held = some(self.tensors, SHOWN)
+        return f"{self.file} {self.came}" + (f"; {joined} {held}" if held else "")
+
+
+def faults(directory: Path, seen: Seen = lambda number: None) -> Iterator[Fault]:
+    """Everything wrong with a checkpoint, its numbers included. Reads each file once, a bucket at a time."""
+    try:
+        held = manifest.read(directory)
+    except files.FileError as error:
+        if (directory / EARLIER).exists():
+            yield Fault(EARLIER, "is of an earlier version, whose pickled files are not read")
+            return
+        for problem in error.problems:
+            said = (problem.came, problem.rule)
+            yield Fault(manifest.NAME, ": ".join(str(part) for part in said if part))
+        return
+    yield from _model_faults(directory, held)
+    expected: dict[str, dict[str, int]] = {name: {} for name in held.files}
+    for name, tensor in held.tensors.items():
+        for piece in tensor.pieces:
+            if name in expected[piece.file]:
+                yield Fault(manifest.NAME, f"has two pieces in {piece.file}", (name,))
+            expected[piece.file][name] = piece.count
+    for file, counts in expected.items():
+        yield from _file_faults(directory / file, held, counts, seen)
+
+
+def not_whole(directory: Path, kinds: Collection[str], seen: Seen = lambda number: None) -> list[Problem]:
+    """What keeps the tensors of some kinds in a checkpoint from being used, as problems of its directory."""
+    found = faults(directory, seen)
+    # Other numbers that are not finite are of no concern.
+    used = (f for f in found if not f.numbers or any(name.split("/", 1)[0] in kinds for name in f.tensors))
+    return [Problem(each.file, str(each), where=str(directory)) for each in used]
+
+
+def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
+    """Pieces that overlap, and tensors that are not those of the recipe's model."""
+    double = [
+        name
+        for name, tensor in held.tensors.items()
+        if overlap(r for piece in tensor.pieces for r in piece.rectangles(tensor.shape))
+    ]
+    if double:
+        yield Fault(manifest.NAME, "has pieces that overlap, and gaps", tuple(double))
+    try:
+        recipe = Recipe.model_validate(held.recipe)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        yield Fault(manifest.NAME, f"has a recipe that cannot be read ({where}: {error.errors()[0]['msg']})")
+        return
+    stored = StoredTensors(directory, held)
+    expected = {n: tuple(p.shape) for n, p in meta_parameters(with_few_layers(recipe, len(stored))).items()}
+    if missing := tuple(name for name in expected if name not in stored):
+        yield Fault(manifest.NAME, "lacks tensors of the recipe's model", missing)
+    if more := tuple(name for name in stored if name not in expected):
+        yield Fault(manifest.NAME, "has tensors that the recipe's model has not", more)
+    both = ((name, stored.shape(name), shape) for name, shape in expected.items() if name in stored)
+    for name, has, shape in both:
+        if has != shape:
+            yield Fault(manifest.NAME, f"has shape {list(has)} where the recipe has {list(shape)}", (name,))
+
+
+def _file_faults(path: Path, held: Manifest, counts: dict[str, int], seen: Seen) -> Iterator[Fault]:
+    """What is wrong with a file that should hold `counts` elements of tensors."""
+    told, names = held.files[path.name], tuple(counts)
+    try:
+        size = path.stat().st_size
+        if size != told.bytes:
+            yield Fault(path.name, f"has {size} bytes instead of {told.bytes}", names)
+            return
+        problem, header = "", dict[str, files.StoredTensor]()
+        try:
+            header = files.read_safetensors_header(path)
+        except files.FileError as error:
+            problem = "; ".join(f"{each.came} ({each.rule})" for each in error.problems)
+        with path.open("rb") as file:
+            checksum, odd = _read_through(file, size, header, seen)
+    except OSError as error:
+        yield Fault(path.name, f"cannot be read ({error.strerror})", names)
+        return
+    if checksum != told.crc32:
+        yield Fault(path.name, f"has checksum {checksum} instead of {told.crc32}", names)
+    if problem:
+        yield Fault(path.name, problem, names)
+        return
+    expected = {f"{kind}/{name}": count for kind in held.kinds for name, count in counts.items()}
+    if missing := tuple(key for key in expected if key not in header):
+        yield Fault(path.name, f"lacks {some(missing, SHOWN)}, which the manifest says it holds")
+    if more := tuple(key for key in header if key not in expected):
+        yield Fault(path.name, f"holds {some(more, SHOWN)}, of which the manifest says nothing")
+    for key, tensor in header.items():
+        right = (expected.get(key),)
+        if key in expected and (tensor.shape != right or tensor.dtype not in DTYPES):
+            has = f"{list(tensor.shape)} of {tensor.dtype}"
+            yield Fault(path.name, f"holds {key} as {has} instead of {list(right)} of a float type")
+    if odd:
+        yield Fault(path.name, "holds numbers that are not finite", tuple(odd), numbers=True)
+
+
+def _read_through(
+    file: BinaryIO, size: int, header: dict[str, files.StoredTensor], seen: Seen
+) -> tuple[str, list[str]]:
+    """The checksum of a file, and its keys whose numbers are not all finite."""
+    tensors = sorted(header.items(), key=lambda item: item[1].start)
+    begin = size - sum(tensor.end - tensor.start for _, tensor in tensors)
+    spans = [("", None, begin)] + [(key, DTYPES.get(t.dtype), t.end - t.start) for key, t in tensors]
+    checksum, odd = 0, dict[str, None]()
+    bucket = memoryview(bytearray(min(BUCKET, size)))
+    for key, dtype, left in spans:
+        while left:
+            count = file.readinto(part := bucket[: min(left, BUCKET)])  # type: ignore[attr-defined]
+            if count < len(part):
+                raise OSError(0, "it became shorter meanwhile")
+            checksum, left = zlib.crc32(part, checksum), left - count
+            if dtype is not None and not _finite(torch.frombuffer(part, dtype=dtype)):
+                odd[key] = None
+            seen(count)
+    return f"{checksum:08x}", list(odd)
+
+
+def _finite(numbers: torch.Tensor) -> bool:
+    """Whether there is neither NaN, which any extreme of it is, nor infinity."""
+    # An eighth of the time of `isfinite`.
+    return bool(torch.stack(torch.aminmax(numbers)).isfinite().all())
+
+
+def dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
+    """Of each tensor the types of its kinds, by the headers of the files. Raises FileError."""
+    found: dict[str, dict[str, str]] = {name: {} for name in checkpoint.manifest.tensors}
+    for file in checkpoint.manifest.files:
+        for key, tensor in files.read_safetensors_header(checkpoint.directory / file).items():
+            kind, _, name = key.partition("/")
+            if name in found:
+                found[name][kind] = str(DTYPES.get(tensor.dtype, tensor.dtype)).removeprefix("torch.")
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor of one kind differs between two checkpoints.
+
+    Attributes:
+        absolute: the largest difference of an element.
+        relative: that by the largest magnitude of an element in either.
+        equal: to the last bit.
+    """
+
+    tensor: str
+    kind: str
+    absolute: float
+    relative: float
+    equal: bool
+
+
+def differences(
+    first: Checkpoint, second: Checkpoint, seen: Callable[[str], None] = lambda name: None
+) -> Iterator[Difference]:
+    """Every tensor of the kinds that both have, one after the other. `seen` hears what is read next.
+
+    Raises ProblemsError with all tensors that only one has, or that have another shape.
+    """
+    ours, theirs = (StoredTensors(each.directory, each.manifest) for each in (first, second))
+    if problems := list(_other_model(ours, theirs)):
+        raise ProblemsError(problems)
+    for kind in (kind for kind in first.manifest.kinds if kind in second.manifest.kinds):
+        for name in ours:
+            seen(f"{kind}/{name}")
+            yield _difference(name, kind, ours.canonical(name, kind), theirs.canonical(name, kind))
+
+
+def _other_model(ours: StoredTensors, theirs: StoredTensors) -> Iterator[Problem]:
+    where, rule = f"{ours.directory} and {theirs.directory}", "only checkpoints of one model are compared"
+    for one, other in ((ours, theirs), (theirs, ours)):
+        if alone := [name for name in one if name not in other]:
+            yield Problem("", f"only {one.directory} has {some(alone, SHOWN)}", rule, where=where)
+    both = ((name, ours.shape(name), theirs.shape(name)) for name in ours if name in theirs)
+    if shapes := [f"{name} {list(a)} and {list(b)}" for name, a, b in both if a != b]:
+        yield Problem("", f"their shapes are other ones: {some(shapes, SHOWN)}", rule, where=where)
+
+
+def _difference(name: str, kind: str, one: torch.Tensor, other: torch.Tensor) -> Difference:
+    """Of two float32 tensors, a bucket at a time."""
+    if torch.equal(one.view(torch.int32), other.view(torch.int32)):
+        return Difference(name, kind, 0.0, 0.0, True)
+    absolute = largest = torch.zeros(())
+    for a, b in zip(one.view(-1).split(BUCKET // 4), other.view(-1).split(BUCKET // 4), strict=True):
+        absolute = torch.maximum(absolute, (a - b).abs().max())  # NaN stays
+        largest = torch.maximum(largest, torch.maximum(a.abs().max(), b.abs().max()))
+    relative = absolute / largest if largest else absolute
+    return Difference(name, kind, float(absolute), float(relative), False)
