@@ -202,14 +202,15 @@ def _saved_under(held: Manifest) -> str:
 def verify(args: argparse.Namespace) -> int:
     """Read checkpoints and print what is damaged."""
     from launch.checkpoints import checkpoint, inspection
+    from launch.console.progress import bar
 
     every = [each.directory for each in checkpoint.below(path_of(args.run, "RUN"), args.step)]
     total = sum(file.stat().st_size for directory in every for file in directory.glob("*.safetensors"))
     found: dict[Path, list[inspection.Fault]] = {}
-    with _bar(total=total, unit="B", unit_scale=True) as bar:
+    with bar(sys.stderr, total=total, unit="B", unit_scale=True) as shown:
         for directory in every:
-            bar.set_description_str(directory.name)
-            found[directory] = list(inspection.faults(directory, bar.update))
+            shown.set_description_str(directory.name)
+            found[directory] = list(inspection.faults(directory, shown.update))
     if args.json:
         values = [{"directory": str(d), "faults": [asdict(f) for f in faults]} for d, faults in found.items()]
         print(json.dumps(values, indent=2))
@@ -227,6 +228,7 @@ def verify(args: argparse.Namespace) -> int:
 def diff(args: argparse.Namespace) -> int:
     """Print how far the tensors of two checkpoints differ."""
     from launch.checkpoints import checkpoint, inspection
+    from launch.console.progress import bar
 
     found = [checkpoint.newest_whole(path_of(text, "RUN"), args.step) for text in (args.a, args.b)]
     for _, passed_over in found:
@@ -234,11 +236,11 @@ def diff(args: argparse.Namespace) -> int:
             terminal.say(f"WARNING: {damaged}; an older one is compared", sys.stderr)
     a, b = (chosen for chosen, _ in found)
     kinds = [kind for kind in a.manifest.kinds if kind in b.manifest.kinds]
-    with _bar(total=len(kinds) * len(a.manifest.tensors), unit="tensor") as bar:
+    with bar(sys.stderr, total=len(kinds) * len(a.manifest.tensors), unit="tensor") as shown:
         different: list[Difference] = []
         for each in inspection.differences(a, b):
             different += [] if each.equal else [each]
-            bar.update()
+            shown.update()
     different.sort(key=lambda each: each.relative if each.relative == each.relative else float("inf"))
     different.reverse()
     alone = {str(c.directory): [k for k in c.manifest.kinds if k not in kinds] for c in (a, b)}
@@ -273,13 +275,6 @@ def _say_differences(
         print(f"\n{table(rows, ('tensor', 'kind', 'absolute', 'relative'), 'llrr', terminal.columns())}")
         if left := len(different) - len(shown):
             terminal.say(f"and {left:,} more (--most 0 shows all)")
-
-
-def _bar(**how: Any) -> Any:
-    """A bar on a terminal; nothing in a log."""
-    from tqdm import tqdm
-
-    return tqdm(file=sys.stderr, disable=None, leave=False, dynamic_ncols=True, **how)
 
 
 if __name__ == "__main__":

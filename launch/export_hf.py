@@ -5,11 +5,13 @@ python launch/export_hf.py runs/default-sotu-zero3_offload --out exported
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.console import arguments, ends, output, quiet
+from launch.console import arguments, ends, output, quiet, terminal
 from launch.machine import ending
 from recipes.family_words import WORDS
 from recipes.schema import Recipe
@@ -26,10 +28,12 @@ examples:
 
 one process is enough, and no GPU. A GPT-2 becomes a GPT2LMHeadModel; a BERT a BertForPreTraining (post-LN) or
 MegatronBertForPreTraining (pre-LN), or their ForMaskedLM without a sentence head; a model with banded layers
-(model.attention) is none of these, and refused. The export is loaded again with transformers and its logits
-are compared with those of our own model before it appears under its name; `pretrain.py --init_from exported`
-starts another run from it.
-exit codes: 0 exported and checked, 1 the logits differ, 2 refused."""
+(model.attention) is none of these, and refused. First the checkpoint's checksums are compared, then tensor
+after tensor is converted: memory holds a few times the largest. Where a model fits into memory, the export is
+loaded again with transformers and its logits are compared with those of our own model before it appears under
+its name; a larger one is read again tensor by tensor, and that is said. More than 5 GB are written in shards.
+`pretrain.py --init_from` takes an export, or the run directory itself.
+exit codes: 0 exported and checked, 1 the logits or the written tensors differ, 2 refused."""
 
 
 def build_parser() -> ArgumentParser:
@@ -41,6 +45,8 @@ def build_parser() -> ArgumentParser:
     add("--step", type=arguments.whole(0), metavar="N", help=step)
     dtype = "of the exported weights (default: %(default)s, as the run keeps them whatever it computes in)"
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help=dtype)
+    force = "compare logits even where memory seems too small for it"
+    add("--compare_logits", action="store_true", help=force)
     return parser
 
 
@@ -53,7 +59,8 @@ def main() -> None:
 
     logging.disable_progress_bar()
     try:
-        done, recipe = export(args.run, args.out, step=args.step, dtype=args.dtype)
+        how = dict(step=args.step, dtype=args.dtype, compare_logits=args.compare_logits)
+        done, recipe = export(args.run, args.out, **how)
     except ValueError as e:
         ending.refuse(e)
     except ExportMismatch as e:
@@ -62,36 +69,59 @@ def main() -> None:
 
 
 def export(
-    run: str | Path, out: str | Path, *, step: int | None = None, dtype: str = "float32"
+    run: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    compare_logits: bool = False,
 ) -> tuple[Export, Recipe]:
     """Export one checkpoint of `run` to the new directory `out`; what was written, and the run's recipe.
 
     Raises:
         ValueError: no run, no such complete checkpoint, a model that `transformers` does not have, files
             that are damaged, or `out` is not empty.
-        ExportMismatch: `transformers` computes other logits than our model from the same weights.
+        ExportMismatch: `transformers` computes other logits than our model from the same weights, or other
+            numbers were written.
     """
+    from launch.console.progress import bar
     from launch.runs import vocabulary
     from launch.training import export as exporting
 
     run = Path(run)
     recipe = exporting.recipe_of(run)
-    checkpoint = exporting.choose_checkpoint(run, recipe, step)
+    warn = partial(terminal.say, stream=sys.stderr)
+    checkpoint = exporting.choose_checkpoint(run, recipe, step, warn)
     place = output.new_directory("--out", out)
     place = place.resolve() if place.is_symlink() else place  # an export takes its place whole
-    return exporting.export(checkpoint, recipe, vocabulary.load(run), place, dtype, run=run), recipe
+    tokenizer, size = vocabulary.load(run), checkpoint.manifest.bytes
+    with bar(sys.stderr, total=size, unit="B", unit_scale=True, desc="checksums") as shown:
+        done = exporting.export(
+            checkpoint, recipe, tokenizer, place, dtype, run=run, compare_logits=compare_logits,
+            seen=shown.update,
+        )  # fmt: skip
+    return done, recipe
 
 
 def describe(done: Export, recipe: Recipe) -> str:
     """What was exported and a few lines of Python that use it."""
     from modeling.families import family_of
 
-    rounding = f"; rounding to {done.dtype} changed them by {done.rounding:.1e}" if done.rounding else ""
+    if done.difference is None:
+        checked = (
+            "each tensor was read again and is the checkpoint's; what transformers computes with them was "
+            f"not compared with our model: that takes {done.needed / 1e9:.3g} GB of memory, and "
+            f"{done.free / 1e9:.3g} GB are free (--compare_logits compares anyway)"
+        )
+    else:
+        rounding = f"; rounding to {done.dtype} changed them by {done.rounding:.1e}" if done.rounding else ""
+        checked = f"logits of transformers and of our model differ by at most {done.difference:.1e}{rounding}"
+    files = f" in {done.files} files" if done.files > 1 else ""
     usage = family_of(recipe.model).conversion.usage
     prompt = recipe.run.prompt or WORDS[recipe.model.family].prompt
     lines = "\n  ".join(usage.format(directory=done.directory, prompt=repr(prompt)).splitlines())
-    return f"""{done.checkpoint} -> {done.directory}: {done.dtype}, step {done.step}
-logits of transformers and of our model differ by at most {done.difference:.1e}{rounding}
+    return f"""{done.checkpoint} -> {done.directory}: {done.dtype}{files}, step {done.step}
+{checked}
 
 use it
   {lines}"""

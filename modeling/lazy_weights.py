@@ -25,6 +25,9 @@ class LazyWeights(Mapping[str, Tensor]):
     def __init__(self, sources: Mapping[str, Callable[[], Tensor]]):
         self._sources = dict(sources)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources  # Mapping's own would read it
+
     def __getitem__(self, name: str) -> Tensor:
         stored = self._sources[name]()
         return stored.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -16,13 +16,12 @@ from launch.checkpoints.checkpoint import EARLIER, Checkpoint
 from launch.checkpoints.geometry import overlap
 from launch.checkpoints.manifest import Manifest
 from launch.checkpoints.stored import StoredTensors
-from launch.checkpoints.tensor_file import BUCKET, NAMES
+from launch.checkpoints.tensor_file import BUCKET, DTYPES
 from modeling.families import meta_parameters, with_few_layers
 from recipes import files
 from recipes.problems import Problem, ProblemsError, some
 from recipes.schema import Recipe
 
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
 SHOWN = 3  # tensors of each problem
 Seen = Callable[[int], None]  # hears the bytes of each part that is read
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from launch.checkpoints import manifest
 from launch.checkpoints.geometry import Copy, copies, rectangles
 from launch.checkpoints.manifest import WEIGHT, Manifest, StoredTensor
 from launch.checkpoints.placement import Placement
+from launch.checkpoints.tensor_file import Reader
 from modeling.families import family_of
 from modeling.huggingface.conversion import Form
 from recipes import files
 from recipes.schema import Recipe
 
-MOST_READ = 2**22  # elements that are read at a time where rows of a piece are longer than what is needed
+MOST_READ = 2**22  # elements that are read at a time
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
@@ -29,13 +28,16 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         """`held`: the directory's manifest, read where it is not given. Raises FileError: it is damaged."""
         self.directory, self.kind = directory, kind
         self.manifest = held or manifest.read(directory)
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, Reader] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.tensors)
 
     def __len__(self) -> int:
         return len(self.manifest.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.manifest.tensors  # Mapping's own would read it
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.canonical(name, self.kind)
@@ -93,23 +95,20 @@ class StoredTensors(Mapping[str, torch.Tensor]):
                 self._copy_rectangle(target, piece.file, f"{kind}/{name}", copy)
 
     def _copy_rectangle(self, target: torch.Tensor, file: str, key: str, copy: Copy) -> None:
-        source = self._slice(file, key)
-        step = copy.rows if copy.columns == copy.source_stride else max(1, MOST_READ // copy.source_stride)
+        source = self._opened(file)
+        step = max(1, MOST_READ // copy.source_stride)
         for row in range(0, copy.rows, step):
             rows = min(step, copy.rows - row)
             start = copy.source + row * copy.source_stride
-            read = source[start : start + (rows - 1) * copy.source_stride + copy.columns]
+            read = source.elements(key, start, (rows - 1) * copy.source_stride + copy.columns)
             part = read.as_strided((rows, copy.columns), (copy.source_stride, 1))
             at = target.storage_offset() + copy.target + row * copy.target_stride
             target.as_strided((rows, copy.columns), (copy.target_stride, 1), at).copy_(part)
 
-    def _slice(self, file: str, key: str) -> Any:
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(self.directory / file, framework="pt")
-            return self._open[file].get_slice(key)
-        except (OSError, SafetensorError) as error:
-            files.refuse(self.directory / file, f"{key} cannot be read ({error})")
+    def _opened(self, file: str) -> Reader:
+        if file not in self._open:
+            self._open[file] = Reader(self.directory / file)
+        return self._open[file]
 
     @cached_property
     def _forms(self) -> dict[str, tuple[Form, int]]:

@@ -16,11 +16,13 @@ from pathlib import Path
 import torch
 
 from launch.checkpoints.manifest import StoredFile
+from recipes import files
 
 BUCKET = 32 * 2**20  # bytes that are copied from a device, and summed up, at a time
 NAMES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64",
 }  # fmt: skip
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,44 @@ def write(path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None 
         os.fsync(file.fileno())
         size = file.tell()
     return StoredFile(size, f"{checksum:08x}")
+
+
+class Reader:
+    """The numbers of a file, read when they are asked for.
+
+    It is not mapped into memory: a file that is cut or cannot be read meanwhile would kill the process, and
+    what was read would count as its memory. Raises FileError.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.tensors = path, files.read_safetensors_header(path)
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 # closed with this object
+        except OSError as error:
+            files.refuse(path, "cannot be read", str(error.strerror))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor in its shape."""
+        shape = torch.Size(self.tensors[name].shape)
+        return self.elements(name, 0, shape.numel()).view(shape)
+
+    def elements(self, name: str, first: int, count: int) -> torch.Tensor:
+        """Elements [first, first + count) of a tensor, flat."""
+        stored = self.tensors.get(name)
+        if stored is None or stored.dtype not in DTYPES:
+            refused = "holds no" if stored is None else f"holds as {stored.dtype}, which is no float,"
+            files.refuse(self.path, f"{refused} {name}")
+        found = torch.empty(count, dtype=DTYPES[stored.dtype])
+        at = stored.start + first * found.itemsize
+        left = found.view(torch.uint8).numpy().data
+        try:
+            while left and (got := os.preadv(self._file.fileno(), [left], at)):
+                left, at = left[got:], at + got
+        except OSError as error:
+            files.refuse(self.path, f"{name} cannot be read", str(error.strerror))
+        if left or at > stored.end:
+            files.refuse(self.path, f"ends within {name}", "it was cut off, or the tensor is shorter")
+        return found
 
 
 def checksum(path: Path, seen: Callable[[int], None] = lambda number: None) -> StoredFile:

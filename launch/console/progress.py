@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -100,3 +100,8 @@ def _redraws(stream: TextIO) -> bool:
         return os.get_terminal_size(stream.fileno()).lines > 2
     except (OSError, ValueError):
         return True
+
+
+def bar(stream: TextIO, **how: Any) -> Any:
+    """A tqdm bar on a terminal that vanishes at its end; nothing in a log."""
+    return tqdm(file=stream, disable=None, leave=False, dynamic_ncols=True, **how)
