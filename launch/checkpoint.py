@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -247,10 +248,18 @@ def diff(args: argparse.Namespace) -> int:
     alone = {directory: more for directory, more in alone.items() if more}
     if args.json:
         values = {"a": str(a.directory), "b": str(b.directory), "kinds": kinds, "only_in": alone}
-        print(json.dumps({**values, "different": [asdict(each) for each in different]}, indent=2))
+        print(json.dumps({**values, "different": [_numbers(each) for each in different]}, indent=2))
     else:
         _say_differences(a, b, kinds, different, alone, args.most)
     return int(bool(different or alone))
+
+
+def _numbers(each: Difference) -> dict[str, Any]:
+    """For programs; null where a difference is not finite, for which JSON has no number."""
+    values = asdict(each).items()
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values
+    }
 
 
 def _say_differences(

@@ -17,6 +17,7 @@ from launch.console import arguments, ends, output, quiet, terminal
 from launch.machine import abilities, ending, orphans, out_of_memory, processes
 from launch.machine.determinism import demand_determinism
 from launch.machine.meeting import Meeting
+from launch.training import initial_weights as given_weights
 from launch.training.job import Job, plan_job
 from recipes import catalog
 from recipes.problems import ProblemsError
@@ -73,7 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     resume = "continue from the newest complete checkpoint of the run directory"
     keep.add_argument("--resume", action="store_true", help=resume)
     given = (
-        "start from the weights in DIR instead of random ones: a GPT-2 or BERT of transformers or Megatron"
+        "start from the weights in DIR instead of random ones: a run or one of its checkpoints, or a GPT-2 "
+        "or BERT of transformers or Megatron"
     )
     keep.add_argument("--init_from", metavar="DIR", help=given)
     return parser
@@ -130,6 +132,8 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
         recipe, args.ds_config, machine, compiled=args.compile, initial_weights=weights,
         elsewhere=args.plan and not processes.launched(),
     )  # fmt: skip
+    # Now, since a run that is still training saves newer ones meanwhile.
+    weights = weights and given_weights.resolved(weights)
     facts = Facts(catalog.load(args.recipe), args.tiny, machine.emulated_fp16)
     if args.out and processes.rank() == 0:
         output.directory("--out", args.out)
@@ -215,7 +219,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
     # One process of a machine prepares a large corpus, and the others wait for hours.
     corpus = meeting.settle(lambda: build_corpus(job), PREPARATION)
     try:
-        agreement.check(job.plan, corpus, grid.control_group)
+        agreement.check(job.plan, corpus, grid.control_group, job.initial_weights)
         # Once, and before anything in the run directory is cut back to it.
         chosen = reading.Choice(None)
         if job.resume:

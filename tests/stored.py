@@ -1,13 +1,34 @@
 """Checkpoints made by hand, for tests without an engine."""
 
+import torch
+
 from launch.checkpoints import checkpoint, manifest, tensor_file
 from launch.checkpoints.geometry import share
 from launch.checkpoints.manifest import WEIGHT, Manifest, Piece, Progress, StoredTensor
 from launch.checkpoints.tensor_file import Entry
+from modeling.families import family_of, meta_parameters
+from modeling.huggingface.conversion import SAME
 
 
-def write_checkpoint(root, step, tensors, recipe=None, corpus=None, kinds=(WEIGHT,), ranks=1, data=None):
-    """Write a whole checkpoint below `root`, each tensor cut over `ranks` files; its directory."""
+def model_tensors(recipe, seed=1):
+    """Random weights of a recipe's model."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = meta_parameters(recipe)
+    return {name: 0.02 * torch.randn(p.shape, generator=random) for name, p in shapes.items()}
+
+
+def write_checkpoint(
+    root, step, tensors, recipe=None, corpus=None, kinds=(WEIGHT,), ranks=1, data=None, form="canonical"
+):
+    """Write a whole checkpoint below `root`, each tensor cut over `ranks` files; its directory.
+
+    `form` "transformers": as a run of `transformers`' modules stores them.
+    """
+    forms = dict.fromkeys(tensors, "canonical")
+    if form == "transformers":
+        entries = {e.ours: e.form for e in family_of(recipe.model).conversion.name_map(recipe.model)}
+        forms = {name: "canonical" if entries[name] is SAME else form for name in tensors}
+        tensors = {n: entries[n].to_theirs(t, recipe.model.heads)[0] for n, t in tensors.items()}
     directory = checkpoint.begin(root, step)
     files, pieces = {}, {name: [] for name in tensors}
     for rank in range(ranks):
@@ -18,7 +39,9 @@ def write_checkpoint(root, step, tensors, recipe=None, corpus=None, kinds=(WEIGH
             part = tensor.reshape(-1)[first : first + count]
             entries += [Entry(f"{k}/{name}", part.dtype, (count,), lambda p=part: p) for k in kinds]
         files[file] = tensor_file.write(directory / file, entries)
-    held = {name: StoredTensor(tuple(t.shape), tuple(pieces[name])) for name, t in tensors.items()}
+    held = {
+        name: StoredTensor(tuple(t.shape), tuple(pieces[name]), forms[name]) for name, t in tensors.items()
+    }
     progress = Progress(step, step if len(kinds) > 1 else 0, step)
     values = recipe.model_dump(mode="json", by_alias=True) if recipe else {}
     made = Manifest(progress, data or {}, corpus, values, {}, {}, files, held, kinds)

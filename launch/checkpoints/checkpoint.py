@@ -144,6 +144,19 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
     return chosen
 
 
+def holds_ours(path: Path) -> bool:
+    """Whether the directory is a run's, its checkpoints/, or a checkpoint, of earlier versions too."""
+    try:
+        if any((path / name).exists() for name in (manifest.NAME, EARLIER)):
+            return True
+        if (path / "config.json").exists():  # others, too, call directories step-1000
+            return False
+        named = bool(NAME.fullmatch(path.name)) and path.is_dir()
+        return named or (path / "recipe.yaml").exists() or any(NAME.fullmatch(p.name) for p in path.iterdir())
+    except (OSError, ValueError):
+        return False
+
+
 def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple[Damaged, ...]]:
     """The newest checkpoint of `below` that is not seen to be damaged, and the damaged ones before it.
 

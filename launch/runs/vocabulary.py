@@ -62,7 +62,11 @@ def load(run: Path) -> PreTrainedTokenizerFast:
 
 def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
     """A warning where given weights number the tokens otherwise; None where they do not, or do not say."""
-    file = next((weights / name for name in KEPT_BY_OTHERS if (weights / name).exists()), None)
+    # Next to them; those of a run, RUN/checkpoints/step-NNNNNN, have it in RUN/tokenizer.
+    places = [weights / name for name in KEPT_BY_OTHERS]
+    if weights.parent.name == "checkpoints":
+        places.append(weights.parent.parent / FOLDER / "tokenizer.json")
+    file = next((place for place in places if place.exists()), None)
     if file is None:
         return None
     try:

@@ -15,8 +15,8 @@ from launch.machine.processes import gathered
 from recipes import catalog
 
 
-def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup) -> None:
-    """Refuse to train where ranks read other data, or run other code or settings. Collective.
+def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup, initial_weights: str | None = None) -> None:
+    """Refuse to train where ranks read other data or weights, or run other code or settings. Collective.
 
     Every machine prepares its own copy of the corpus; a package or file of another version there would train
     silently on something else. Raises ValueError with what differs.
@@ -27,6 +27,7 @@ def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup) -> None:
         "vocabulary": corpus.summary.get("vocabulary_digest", "absent"),
         "recipe": catalog.digest(plan.recipe)[:12],
         "training tokens (crc32)": corpus.summary.get("train_tokens_crc32", "absent"),
+        "initial weights": initial_weights or "random",
         "resolved DeepSpeed configuration": hashlib.sha256(ds).hexdigest()[:12],
         **{f"version of {name}": version for name, version in description.versions().items()},
     }

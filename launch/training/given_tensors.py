@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from pydantic import TypeAdapter
 
+from launch.checkpoints import checkpoint as checkpoints
+from launch.checkpoints import inspection, manifest
+from launch.checkpoints.checkpoint import Damaged
+from launch.checkpoints.manifest import WEIGHT
+from launch.checkpoints.stored import StoredTensors
 from launch.machine import processes
 from modeling.families import family_of, meta_parameters, with_few_layers
-from modeling.huggingface.config_forms import FORMS, MEGATRON_FORMS, Forms
+from modeling.huggingface.config_forms import FORMS, MEGATRON_FORMS, RUN_FORMS, Forms, form_of
 from modeling.huggingface.weight_files import read_state_dict
 from modeling.lazy_weights import LazyWeights
 from modeling.megatron import files, names
 from modeling.megatron.checkpoint import Checkpoint, open_checkpoint
 from modeling.transformer import BERT_NORM_EPS
-from recipes.files import FileError, read_json_object, refuse
+from recipes.files import FileError, checked, read_json_object
+from recipes.nested import flatten
 from recipes.problems import Problem, some
 from recipes.schema import Recipe
 from recipes.vocabularies import PUBLISHED_VOCABULARIES
@@ -47,10 +54,15 @@ class Saved(Protocol):
     def weights(self, recipe: Recipe) -> LazyWeights:
         """Canonical weights. Raises ValueError where they are not the recipe's model's."""
 
+    def damage(self, weights: LazyWeights) -> list[Problem]:
+        """What is wrong with their numbers, all of which are read."""
+
 
 def saved_in(directory: str | Path) -> Saved:
     """The weights in a directory, of whatever kind."""
     path = Path(directory)
+    if checkpoints.holds_ours(path):
+        return RunWeights(path)
     return MegatronWeights(path) if files.is_checkpoint(path) else TransformersWeights(path)
 
 
@@ -60,10 +72,10 @@ def read(directory: str | Path, recipe: Recipe) -> LazyWeights:
     Raises ValueError where the directory holds none of the recipe's model, or numbers that are not finite,
     for which one process of a machine reads them all.
     """
-    weights = saved_in(directory).weights(recipe)
-    if odd := weights.not_finite() if processes.local_rank() == 0 else []:
-        rule = "a model with NaN or infinity never leaves it"
-        refuse(directory, f"holds numbers that are not finite, in {some(odd)}", rule, "give other weights")
+    saved = saved_in(directory)
+    weights = saved.weights(recipe)
+    if problems := saved.damage(weights) if processes.local_rank() == 0 else []:
+        raise FileError(problems)
     return weights.first_rows(family_of(recipe.model).conversion.positions, recipe.sequence_length)
 
 
@@ -104,10 +116,13 @@ class TransformersWeights:
         yield from _untied(selected, recipe)
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
-        yield from ()
+        yield from _trained_dense(recipe)
 
     def weights(self, recipe: Recipe) -> LazyWeights:
         return family_of(recipe.model).conversion.read(self.directory, recipe.model)
+
+    def damage(self, weights: LazyWeights) -> list[Problem]:
+        return _not_finite(self.directory, weights)
 
 
 class MegatronWeights:
@@ -155,6 +170,7 @@ class MegatronWeights:
         yield from _untied(self.checkpoint, recipe)
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
+        yield from _trained_dense(recipe)
         found, model = self.checkpoint, recipe.model
         slices = f"{found.slices} tensor slice{'s' if found.slices > 1 else ''}"
         yield f"a Megatron checkpoint of version {found.version:g} in {slices}, {found.where}"
@@ -173,6 +189,85 @@ class MegatronWeights:
 
     def weights(self, recipe: Recipe) -> LazyWeights:
         return self.checkpoint.weights(recipe.model)
+
+    def damage(self, weights: LazyWeights) -> list[Problem]:
+        return _not_finite(self.directory, weights)
+
+
+class RunWeights:
+    """A checkpoint of this project: that in the directory, or the newest whole one of a run."""
+
+    forms = RUN_FORMS
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    @cached_property
+    def _found(self) -> tuple[checkpoints.Checkpoint, tuple[Damaged, ...]]:
+        return checkpoints.newest_whole(self.directory)
+
+    @property
+    def checkpoint(self) -> checkpoints.Checkpoint:
+        return self._found[0]
+
+    @cached_property
+    def _recipe(self) -> Recipe:
+        """That of the run."""
+        where = self.checkpoint.directory / manifest.NAME
+        held: Recipe = checked(TypeAdapter(Recipe), self.checkpoint.manifest.recipe, where)
+        return held
+
+    def config(self, recipe: Recipe) -> Mapping[str, Any]:
+        form = form_of(self._recipe.model, RUN_FORMS)
+        assert form is not None, "every model of a recipe has one"
+        return {"model_type": form.model_type, **dict(flatten(self._recipe.model_dump()))}
+
+    def problems(self, recipe: Recipe | None) -> list[Problem]:
+        if recipe is None:  # as for Megatron's
+            return []
+        stored = StoredTensors(self.checkpoint.directory, self.checkpoint.manifest)
+        return list(self._problems(stored, with_few_layers(recipe, len(stored))))
+
+    def _problems(self, stored: StoredTensors, recipe: Recipe) -> Iterator[Problem]:
+        shapes = {name: parameter.shape for name, parameter in meta_parameters(recipe).items()}
+        heads = tuple(f"{head}." for head in names.SENTENCE_HEAD)
+        unused = heads if recipe.model.sentence_head == "none" else ()
+        found = {
+            name: (name, Plain(torch.Size(stored.shape(name))))
+            for name in stored
+            if not name.startswith(unused or ("\0",))
+        }
+        missing = [name for name in shapes if name not in stored]
+        without = missing and all(name.startswith(heads) for name in missing)
+        why = "they have no head for sentences; add --set model.sentence_head=none to train without one"
+        words = Words(f"the {recipe.model.family} of its recipe", "its recipe", "give a whole checkpoint")
+        yield from _differences(found, shapes, words, why if without else "")
+
+    def remarks(self, recipe: Recipe) -> Iterator[str]:
+        yield f"of that run step {self.checkpoint.step}, {self.checkpoint.directory}"
+        for damaged in self._found[1]:
+            yield f"WARNING: {damaged}; an older checkpoint is taken"
+        was, now = self._recipe.model, recipe.model
+        if was.windows != now.windows:
+            there = f"model.attention={list(was.attention)}, model.attention_window={was.attention_window}"
+            here = f"{list(now.attention)} and {now.attention_window}"
+            yield f"they were trained with {there}, and here these are {here}: the loss starts higher"
+
+    def weights(self, recipe: Recipe) -> LazyWeights:
+        stored = StoredTensors(self.checkpoint.directory, self.checkpoint.manifest)
+        wanted = meta_parameters(recipe)
+        return LazyWeights({name: partial(stored.__getitem__, name) for name in stored if name in wanted})
+
+    def damage(self, weights: LazyWeights) -> list[Problem]:
+        return inspection.not_whole(self.checkpoint.directory, (WEIGHT,))
+
+
+class Plain(NamedTuple):
+    """What is known of a tensor of ours: a file with another type is found damaged when it is read."""
+
+    shape: torch.Size
+    dtype: torch.dtype = torch.float32
+    layout: torch.layout = torch.strided
 
 
 class WithoutPadding(NamedTuple):
@@ -234,6 +329,22 @@ def _differences(
     ]:
         yield Problem(
             KEY, f"holds {some(differing, SHOWN)}", f"that is its shape by {words.source}", words.fix
+        )
+
+
+def _not_finite(directory: Path, weights: LazyWeights) -> list[Problem]:
+    odd, rule = weights.not_finite(), "a model with NaN or infinity never leaves it"
+    came = f"holds numbers that are not finite, in {some(odd)}"
+    return [Problem(str(directory), came, rule, "give other weights", str(directory))] if odd else []
+
+
+def _trained_dense(recipe: Recipe) -> Iterator[str]:
+    model = recipe.model
+    if banded := [str(i) for i, window in enumerate(model.windows) if window is not None]:
+        seen = f"{model.attention_window} of {recipe.sequence_length} positions (model.attention_window)"
+        yield (
+            f"they were trained in dense layers, and layers {', '.join(banded)} are banded here: they see "
+            f"{seen}, so the loss starts above that of the dense model"
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.findings import Notice
-from modeling.huggingface.config_forms import FORMS, MEGATRON_FORMS, ConfigForm, Forms, form_of
+from modeling.huggingface.config_forms import FORMS, MEGATRON_FORMS, RUN_FORMS, ConfigForm, Forms, form_of
 from recipes.files import FileError
 from recipes.nested import flatten
 from recipes.problems import Problem, ProblemsError
@@ -18,11 +18,11 @@ from recipes.schema import Recipe
 from recipes.vocabularies import PUBLISHED_VOCABULARIES, TRAINED_BY_FAMILY
 
 KEY = "--init_from"
-SAVED = "give a directory that save_pretrained or launch/export_hf.py wrote, or a checkpoint of Megatron"
+SAVED = "give a directory that save_pretrained or export_hf.py wrote, a run, or a checkpoint of Megatron"
 TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}
 FAMILIES = {
     form.model_type: family
-    for table in (FORMS, MEGATRON_FORMS)
+    for table in (FORMS, MEGATRON_FORMS, RUN_FORMS)
     for family, forms in table.items()
     for form in forms
 }
@@ -87,16 +87,18 @@ def check(path: str | Path, recipe: Recipe) -> tuple[Notice, ...]:
     return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
 
 
+def resolved(path: str) -> str:
+    """The directory with the weights: of a run that of its newest whole checkpoint, which may change."""
+    from launch.training.given_tensors import RunWeights, saved_in
+
+    saved = saved_in(path)
+    return str(saved.checkpoint.directory) if isinstance(saved, RunWeights) else path
+
+
 def _remarks(given: GivenModel, recipe: Recipe) -> Iterator[str]:
-    model, positions = recipe.model, given.shape["sequence_length"]
+    positions = given.shape["sequence_length"]
     if positions > recipe.sequence_length:
         yield f"of their {positions:,} positions the first {recipe.sequence_length:,} (sequence_length)"
-    if banded := [str(i) for i, window in enumerate(model.windows) if window is not None]:
-        seen = f"{model.attention_window} of {recipe.sequence_length} positions (model.attention_window)"
-        yield (
-            f"they were trained in dense layers, and layers {', '.join(banded)} are banded here: they see "
-            f"{seen}, so the loss starts above that of the dense model"
-        )
 
 
 def _no_directory(path: Path) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""How `transformers`' config.json and Megatron's arguments state what our models have; needs no torch."""
+"""How config.json of `transformers`, Megatron's arguments and our recipes state a model; needs no torch."""
 
 from __future__ import annotations
 
@@ -100,6 +100,18 @@ def _megatron(model_type: str, fixed: Fixed, layer_norm: str | None = None) -> C
 MEGATRON_FORMS: Forms = {
     "gpt2": (_megatron("megatron-lm-gpt", {"gelu": ("tanh",), "layernorm_epsilon": (1e-5,)}),),
     "bert": (_megatron("megatron-lm-bert", {}, "pre"),),
+}
+
+
+def _run(model_type: str, layer_norm: str | None = None) -> ConfigForm:
+    """A run of this project: keys of its recipe are ours."""
+    shape = _shape(" ".join(SHAPE), 0, 0, 0, 0, 0)
+    return ConfigForm(model_type, shape, ("", None), {}, layer_norm, "its recipe says")
+
+
+RUN_FORMS: Forms = {
+    "gpt2": (_run("megarecipes-gpt2"),),
+    "bert": (_run("megarecipes-bert-pre-LN", "pre"), _run("megarecipes-bert-post-LN", "post")),
 }
 
 

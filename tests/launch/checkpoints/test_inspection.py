@@ -1,0 +1,279 @@
+"""What is damaged in a checkpoint is found and named; two checkpoints are compared, whatever saved them."""
+
+import json
+import os
+import re
+import sys
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from stored import model_tensors, rewrite_manifest, write_checkpoint
+
+from launch import checkpoint as command
+from launch.checkpoints import checkpoint, inspection, tensor_file
+from launch.checkpoints.geometry import Cut, overlap, rectangles
+from launch.checkpoints.manifest import MOMENTS, WEIGHT
+from launch.console import ends
+from recipes import catalog
+from recipes.files import FileError
+
+KINDS = (WEIGHT, *MOMENTS)
+RECIPE = catalog.load("default/sotu", ["model.layers=1"], tiny=True)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A whole checkpoint of two ranks."""
+    return write_checkpoint(tmp_path / "checkpoints", 4, model_tensors(RECIPE), RECIPE, kinds=KINDS, ranks=2)
+
+
+def run(monkeypatch, capsys, *line):
+    """Exit code, output and errors of the command."""
+    monkeypatch.setattr(sys, "argv", [command.__file__, *map(str, line)])
+    with pytest.raises(SystemExit) as ended:
+        ends.run(command.main)
+    said = capsys.readouterr()
+    return ended.value.code, said.out, said.err
+
+
+def rewrite(directory, name, change):
+    """Write a file of a checkpoint anew with other tensors; its size and checksum in the manifest fit."""
+    path = directory / name
+    reader = tensor_file.Reader(path)
+    tensors = {key: reader.whole(key) for key in reader.tensors}
+    change(tensors)
+    path.unlink()
+    entries = [tensor_file.Entry(k, t.dtype, tuple(t.shape), lambda t=t: t) for k, t in tensors.items()]
+    told = tensor_file.write(path, entries)
+    rewrite_manifest(directory, lambda held: replace(held, files={**held.files, name: told}))
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 8
+    path.write_bytes(content)
+
+
+def change_tensors(directory, change):
+    def changed(held):
+        tensors = dict(held.tensors)
+        change(tensors)
+        return replace(held, tensors=tensors)
+
+    rewrite_manifest(directory, changed)
+
+
+def set_piece(number, **values):
+    """Another piece of word.weight."""
+
+    def change(tensors):
+        tensor = tensors["word.weight"]
+        pieces = [*tensor.pieces]
+        pieces[number] = replace(pieces[number], **values)
+        tensors["word.weight"] = replace(tensor, pieces=tuple(pieces))
+
+    return change
+
+
+FILE, KEY = "rank-00001.safetensors", "exp_avg_sq/final_norm.bias"
+HALF = RECIPE.model.vocab_size * RECIPE.model.hidden // 2
+# What is done to a checkpoint -> what is said.
+DAMAGE = {
+    "a flipped bit": (
+        lambda d: flip(d / FILE), "rank-00001.safetensors has checksum .* it holds word.weight",
+    ),
+    "a cut file": (lambda d: os.truncate(d / FILE, 999), "rank-00001.safetensors has 999 bytes instead of"),
+    "a lost file": (lambda d: (d / FILE).unlink(), "rank-00001.* cannot be read .No such .* it holds word.w"),
+    "NaN": (
+        lambda d: rewrite(d, FILE, lambda t: t[KEY].fill_(torch.nan)),
+        f"rank-00001.safetensors holds numbers that are not finite; in {KEY}$",
+    ),
+    "infinity": (
+        lambda d: rewrite(d, FILE, lambda t: t["weight/word.weight"][7:8].fill_(-torch.inf)),
+        "not finite; in weight/word.weight$",
+    ),
+    "a tensor that is not in its file": (
+        lambda d: rewrite(d, FILE, lambda t: t.pop(KEY)), f"lacks {KEY}, which the manifest",
+    ),
+    "a tensor of which nobody knows": (
+        lambda d: rewrite(d, FILE, lambda t: t.update(x=torch.ones(2))), "holds x, of which the manifest",
+    ),
+    "a piece of another length": (
+        lambda d: rewrite(d, FILE, lambda t: t.update({KEY: torch.ones(3)})),
+        rf"holds {KEY} as \[3\] of F32 instead of \[32\] of a float",
+    ),
+    "no recipe": (
+        lambda d: rewrite_manifest(d, lambda held: replace(held, recipe={})), "a recipe that cannot be read",
+    ),
+    "another model": (
+        lambda d: rewrite_manifest(
+            d, lambda held: replace(held, recipe={**held.recipe, "sequence_length": 32})
+        ),
+        r"has shape \[64, 64\] where the recipe has \[32, 64\]; it holds position.weight",
+    ),
+    "a tensor less": (
+        lambda d: change_tensors(d, lambda t: t.pop("final_norm.weight")),
+        "lacks tensors of the recipe's model; it holds final_norm.weight",
+    ),
+    "a gap": (
+        lambda d: change_tensors(d, set_piece(1, first=HALF, count=HALF - 1)), "word.weight has gaps",
+    ),
+    "a gap as large as an overlap": (
+        lambda d: change_tensors(d, set_piece(1, first=HALF - 64)),
+        "has pieces that overlap, and gaps; it holds word.weight",
+    ),
+    "an edited manifest": (
+        lambda d: (d / "manifest.json").write_text(
+            (d / "manifest.json").read_text().replace('"step": 4', '"step": 5')
+        ),
+        "manifest.json its own checksum is another",
+    ),
+    "a checkpoint of an earlier version": (
+        lambda d: (d / "manifest.json").rename(d / "complete.json"), "of an earlier version, whose pickled",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_verify_finds_damage_and_names_it(case, directory, monkeypatch, capsys):
+    assert [*inspection.faults(directory)] == []
+    damage, said = DAMAGE[case]
+    damage(directory)
+    found = [str(fault) for fault in inspection.faults(directory)]
+    assert found and any(re.search(said, line) for line in found), found
+    code, out, _ = run(monkeypatch, capsys, "verify", directory.parent.parent)
+    assert code == 1 and out.splitlines() == [f"{directory}: damaged", *(f"  {line}" for line in found)]
+
+
+def test_verify_reads_each_file_once_and_in_small_parts(directory):
+    held = checkpoint.read(directory).manifest
+    seen = []
+    assert not [*inspection.faults(directory, seen.append)]
+    assert sum(seen) == held.bytes and max(seen) <= tensor_file.BUCKET
+
+
+def test_overlapping_pieces_of_a_tensor_are_seen_in_any_cut():
+    def pieces(*cuts):
+        return [
+            r
+            for cut in cuts
+            for first, count in ((0, 7), (7, 5))
+            for r in rectangles((6, 4), cut, first, count)
+        ]
+
+    columns, rows = (Cut(1, 0, 2), Cut(1, 2, 2)), (Cut(0, 0, 3), Cut(0, 3, 3))
+    assert not overlap(pieces(*columns)) and not overlap(pieces(*rows))
+    assert overlap(pieces(columns[0], Cut(1, 1, 2))) and overlap(pieces(rows[0], columns[1]))
+
+
+def test_numbers_that_are_of_no_concern_do_not_keep_weights_from_being_used(directory):
+    rewrite(directory, FILE, lambda tensors: tensors[KEY].fill_(torch.nan))
+    assert inspection.not_whole(directory, [WEIGHT]) == []
+    assert [problem.key for problem in inspection.not_whole(directory, ["exp_avg_sq"])] == [FILE]
+
+
+# --- show
+
+
+def test_show_lists_whole_and_damaged_checkpoints(directory, monkeypatch, capsys):
+    root = directory.parent
+    write_checkpoint(root, 8, model_tensors(RECIPE), RECIPE)
+    (root / "step-000008" / "rank-00000.safetensors").unlink()
+    (root / "step-000012").mkdir()
+    (root / "step-000012" / "complete.json").write_text("{}")
+    code, out, _ = run(monkeypatch, capsys, "show", root.parent)
+    lines = out.splitlines()
+    assert code == 0 and [line.split()[0] for line in lines[1:5]] == ["step", "12", "8", "4"]
+    assert "earlier version" in lines[2] and "cannot be read" in lines[3] and lines[4].endswith("whole")
+    code, out, _ = run(monkeypatch, capsys, "show", root.parent, "--json")
+    assert code == 0 and [(e["step"], bool(e["damaged"])) for e in json.loads(out)] == [
+        (12, True), (8, True), (4, False),
+    ]  # fmt: skip
+
+
+def test_show_says_what_is_in_one_checkpoint(directory, monkeypatch, capsys):
+    rewrite(directory, FILE, lambda t: t.update({k: v.bfloat16() for k, v in t.items() if "exp" in k}))
+    code, out, _ = run(monkeypatch, capsys, "show", directory)
+    assert code == 0 and RECIPE.title in out and "2 files" in out
+    rows = {line.split()[0]: line.split()[1:] for line in out.split("\n\n")[1].splitlines()}
+    assert (
+        rows["word.weight"][:5] == ["509", "x", "64", "2", "weight"] and "bfloat16" in rows["word.weight"][-1]
+    )
+    code, out, _ = run(monkeypatch, capsys, "show", directory.parent, "--step", "4", "--json")
+    ((tensor, *_),) = (each["tensors"] for each in json.loads(out))
+    assert code == 0 and tensor["name"] == "word.weight" and tensor["shape"] == [509, 64]
+
+
+@pytest.mark.parametrize("name", ["show", "verify", "diff"])
+def test_what_is_no_run_is_refused(name, directory, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "step-000001.writing").mkdir()
+    (tmp_path / "file").touch()
+    for given, said in {
+        "nowhere": "does not exist; give a run directory", "file": "is no directory",
+        "empty": "holds no checkpoint", "step-000001.writing": "half written",
+        "x" * 300: "File name too long",
+    }.items():  # fmt: skip
+        code, out, err = run(monkeypatch, capsys, name, *[tmp_path / given] * (1 + (name == "diff")))
+        assert code == 2 and not out and said in " ".join(err.split()), err
+    line = [name, *[tmp_path] * (1 + (name == "diff")), "--step", "5"]
+    code, _, err = run(monkeypatch, capsys, *line)
+    assert code == 2 and "holds no checkpoint of that step: only of 4" in " ".join(err.split())
+
+
+# --- diff
+
+
+def test_diff_compares_checkpoints_of_any_layouts(directory, tmp_path, monkeypatch, capsys):
+    """Of two ranks and of one, whose tensors are those of transformers."""
+    recipe, tensors = RECIPE, model_tensors(RECIPE)
+    other = write_checkpoint(
+        tmp_path / "other" / "checkpoints", 9, tensors, recipe, kinds=KINDS, form="transformers"
+    )
+    code, out, _ = run(monkeypatch, capsys, "diff", tmp_path, other)
+    assert code == 0 and out.count("are equal to the bit") == 3
+    tensors["word.weight"][3, 4] += 0.5
+    tensors["final_norm.bias"][0] = torch.nan
+    write_checkpoint(other.parent, 10, tensors, recipe, form="transformers")
+    code, out, _ = run(monkeypatch, capsys, "diff", tmp_path, other.parent)
+    assert code == 1 and f"only {directory} has exp_avg, exp_avg_sq" in out
+    assert [line.split()[:3] for line in out.split("\n\n")[1].splitlines()[1:]] == [
+        ["final_norm.bias", "weight", "nan"], ["word.weight", "weight", "0.5"],
+    ]  # fmt: skip
+    code, out, _ = run(monkeypatch, capsys, "diff", directory, other.parent, "--json")
+    assert code == 1 and [e["absolute"] for e in json.loads(out)["different"]] == [None, 0.5]
+
+
+def test_diff_refuses_another_model_with_every_other_shape(directory, tmp_path, monkeypatch, capsys):
+    recipe = catalog.load("default/sotu", ["model.layers=1", "sequence_length=32"], tiny=True)
+    tensors = model_tensors(recipe)
+    del tensors["final_norm.bias"]
+    write_checkpoint(tmp_path / "other", 4, tensors, recipe)
+    code, _, err = run(monkeypatch, capsys, "diff", directory, tmp_path / "other")
+    said = " ".join(err.split())
+    assert code == 2 and "position.weight [64, 64] and [32, 64]" in said and "has final_norm.bias" in said
+
+
+def test_diff_holds_one_tensor_of_each(directory, monkeypatch):
+    alive, most = [], 0
+    read = inspection.StoredTensors.canonical
+
+    def canonical(stored, name, kind):
+        nonlocal most
+        made = read(stored, name, kind)
+        alive.append(weakref.ref(made))
+        most = max(most, sum(each() is not None for each in alive))
+        return made
+
+    monkeypatch.setattr(inspection.StoredTensors, "canonical", canonical)
+    found = checkpoint.read(directory)
+    assert all(each.equal for each in inspection.differences(found, found)) and most == 2
+
+
+def test_reading_a_file_that_was_cut_meanwhile_is_refused(directory):
+    reader = tensor_file.Reader(directory / FILE)
+    os.truncate(directory / FILE, 5000)
+    with pytest.raises(FileError, match="ends within exp_avg_sq/layers"):
+        reader.whole("exp_avg_sq/layers.0.mlp.contract.weight")
