@@ -1,0 +1,151 @@
+"""A run starts from the weights of another one, or is refused with everything that does not fit."""
+
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stored import model_tensors, write_checkpoint
+
+from data.vocabularies.trained import train_bpe
+from ds_configs.plan import Machine
+from launch.checkpoints.manifest import MOMENTS, WEIGHT
+from launch.runs import vocabulary
+from launch.training import build_model, given_tensors, initial_weights, transformers_model
+from launch.training.job import plan_job
+from recipes import catalog
+from recipes.files import FileError
+from recipes.problems import ProblemsError
+
+MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+
+
+def tiny(name="default/sotu", *settings):
+    return catalog.load(name, [*settings, "precision=fp32"], tiny=True)
+
+
+def make_run(path, recipe, step=4, **how):
+    path.mkdir(exist_ok=True)
+    (path / "recipe.yaml").write_text(catalog.dump(recipe))
+    return write_checkpoint(path / "checkpoints", step, model_tensors(recipe, step), recipe, ranks=2, **how)
+
+
+def planned(path, recipe):
+    return plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=str(path))
+
+
+def refusal(path, recipe):
+    with pytest.raises(ProblemsError) as refused:
+        planned(path, recipe)
+    return str(refused.value)
+
+
+def built(plan, path):
+    """Canonical weights of the model that is built."""
+    if plan.recipe.model.implementation == "transformers":
+        module = transformers_model.build(plan.recipe, str(path))
+        return {
+            p.canonical_name: p.shard.form.to_ours([p.detach()], p.shard.heads) for p in module.parameters()
+        }
+    module = build_model.build_module(plan, SimpleNamespace(tp=1, pp=1), str(path))
+    full = given_tensors.meta_parameters(plan.recipe)
+    return {p.canonical_name: p.detach()[: len(full[p.canonical_name])] for p in module.parameters()}
+
+
+@pytest.mark.parametrize("form", ["canonical", "transformers"])
+@pytest.mark.parametrize("implementation", ["megarecipes", "transformers"])
+def test_weights_of_any_form_become_those_of_any_model(form, implementation, tmp_path):
+    given = tiny()
+    directory = make_run(tmp_path / "run", given, kinds=(WEIGHT, *MOMENTS), form=form)
+    recipe = tiny("default/sotu", "sequence_length=40", f"model.implementation={implementation}")
+    for path in (tmp_path / "run", directory.parent, directory):
+        plan = planned(path, recipe)
+        assert initial_weights.resolved(str(path)) == str(directory)
+    expected = model_tensors(given, 4)
+    expected["position.weight"] = expected["position.weight"][:40]
+    made = built(plan, directory)
+    assert made.keys() == expected.keys() and all(torch.equal(made[n], expected[n]) for n in made)
+    said = [str(notice) for notice in plan.notices if notice.key == "init_from"]
+    assert any("step 4" in text for text in said) and any("first 40" in text for text in said)
+
+
+def test_everything_that_does_not_fit_is_said_at_once(tmp_path):
+    directory = make_run(tmp_path / "run", tiny("bert/sotu"))
+    said = refusal(directory, tiny("bert/sotu", "model.layer_norm=post", "model.hidden=32", "model.layers=1"))
+    assert 'is a model of type "megarecipes-bert-pre-LN"' in said
+    assert "model.hidden=64, but the recipe's model.hidden is 32" in said
+    assert re.search(r"--set model.layer_norm=pre .*--set model.hidden=64", said)
+    said = refusal(directory, tiny("default/sotu"))
+    assert "only megarecipes-gpt2 can be given to model.family=gpt2" in said
+    assert "--set model.family=bert" in said
+
+
+def test_a_sentence_head_that_is_not_needed_is_left_and_one_that_is_missing_is_said(tmp_path):
+    without = tiny("bert/sotu", "model.sentence_head=none")
+    directory = make_run(tmp_path / "with", tiny("bert/sotu"))
+    assert not any("head.sentence" in name for name in built(planned(directory, without), directory))
+    said = refusal(make_run(tmp_path / "without", without), tiny("bert/sotu"))
+    assert "lacks head.pooler.weight" in said and "--set model.sentence_head=none" in said
+
+
+def test_banded_layers_are_remarked_where_they_differ(tmp_path):
+    banded = tiny("default/sotu", "model.attention=[banded]", "model.attention_window=8")
+    directory = make_run(tmp_path / "run", banded)
+    assert "loss starts higher" in str(planned(directory, tiny()).notices)
+    assert "loss starts" not in str(planned(directory, banded).notices)
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_refused(tmp_path):
+    recipe = tiny()
+    make_run(tmp_path / "run", recipe, step=4)
+    newest = make_run(tmp_path / "run", recipe, step=8)
+    assert initial_weights.resolved(str(tmp_path / "run")) == str(newest)
+    file = newest / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 8
+    file.write_bytes(content)
+    with pytest.raises(FileError, match="step-000008: rank-00001.safetensors has checksum"):
+        given_tensors.read(newest, recipe)
+    file.unlink()
+    plan = planned(tmp_path / "run", recipe)
+    assert "WARNING" in str(plan.notices) and "step-000008 is damaged" in str(plan.notices)
+    assert initial_weights.resolved(str(tmp_path / "run")).endswith("step-000004")
+    assert "is damaged" in refusal(newest, recipe)
+    (newest / "manifest.json").rename(newest / "complete.json")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    assert "of an earlier version" in refusal(tmp_path / "run", recipe)
+
+
+def test_a_rank_reads_a_tensor_when_it_builds_it_and_not_before(tmp_path, monkeypatch):
+    directory = make_run(tmp_path / "run", tiny())
+    read = []
+    canonical = given_tensors.StoredTensors.canonical
+
+    def noted(stored, name, kind):
+        read.append(name)
+        return canonical(stored, name, kind)
+
+    monkeypatch.setattr(given_tensors.StoredTensors, "canonical", noted)
+    weights = given_tensors.read(directory, tiny())
+    assert "word.weight" in weights and not read
+    assert weights["word.weight"].shape == (509, 64) and read == ["word.weight"]
+
+
+def test_the_vocabulary_of_the_run_is_compared(tmp_path):
+    def tokenizer(text):
+        return vocabulary.PreTrainedTokenizerFast(tokenizer_object=train_bpe([text] * 3, 262))
+
+    directory = make_run(tmp_path / "run", tiny())
+    first = tokenizer("the thin thing this there")
+    assert vocabulary.foreign_tokens(directory, first) is None
+    first.save_pretrained(tmp_path / "run" / "tokenizer")
+    assert vocabulary.foreign_tokens(directory, first) is None
+    assert "tokens differ" in (vocabulary.foreign_tokens(directory, tokenizer("on and on anon")) or "")
+
+
+def test_directories_of_others_are_not_taken_for_runs(tmp_path):
+    (tmp_path / "step-1000").mkdir()
+    (tmp_path / "step-1000" / "config.json").write_text("{}")
+    saved = given_tensors.saved_in(tmp_path / "step-1000")
+    assert isinstance(saved, given_tensors.TransformersWeights)
