@@ -71,12 +71,14 @@ def faults(directory: Path, seen: Seen = lambda number: None) -> Iterator[Fault]
         yield from _file_faults(directory / file, held, counts, seen)
 
 
-def not_whole(directory: Path, kinds: Collection[str], seen: Seen = lambda number: None) -> list[Problem]:
-    """What keeps the tensors of some kinds in a checkpoint from being used, as problems of its directory."""
+def not_whole(
+    directory: Path, kinds: Collection[str], fix: str, seen: Seen = lambda number: None
+) -> list[Problem]:
+    """What keeps the tensors of some kinds in a checkpoint from being used. Reads all of it, as `faults`."""
     found = faults(directory, seen)
     # Other numbers that are not finite are of no concern.
     used = (f for f in found if not f.numbers or any(name.split("/", 1)[0] in kinds for name in f.tensors))
-    return [Problem(each.file, str(each), where=str(directory)) for each in used]
+    return [Problem(each.file, str(each), fix=fix, where=str(directory)) for each in used]
 
 
 def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:

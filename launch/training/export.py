@@ -178,9 +178,11 @@ def checked_weights(
         rule = "its tensors are those of the run's recipe"
         refuse(checkpoint.directory, f"holds or lacks {some(other)}", rule, RESTORE)
     shapes = ((name, stored.shape(name), shape) for name, shape in expected.items())
-    if odd := [f"{name} has shape {has}, not {wanted}" for name, has, wanted in shapes if has != wanted]:
+    if odd := [
+        f"{name} has shape {list(has)}, not {list(wanted)}" for name, has, wanted in shapes if has != wanted
+    ]:
         refuse(checkpoint.directory, some(odd, 3), "they are not of the run's recipe", RESTORE)
-    if problems := inspection.not_whole(checkpoint.directory, (WEIGHT,), seen):
+    if problems := inspection.not_whole(checkpoint.directory, (WEIGHT,), RESTORE, seen):
         raise FileError(problems)
     return stored
 

@@ -32,6 +32,7 @@ from recipes.vocabularies import PUBLISHED_VOCABULARIES
 KEY = "--init_from"
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHOWN = 3  # tensors of each problem
+RESTORE = "restore it, or give another step-NNNNNN"
 
 
 class Saved(Protocol):
@@ -259,7 +260,7 @@ class RunWeights:
         return LazyWeights({name: partial(stored.__getitem__, name) for name in stored if name in wanted})
 
     def damage(self, weights: LazyWeights) -> list[Problem]:
-        return inspection.not_whole(self.checkpoint.directory, (WEIGHT,))
+        return inspection.not_whole(self.checkpoint.directory, (WEIGHT,), RESTORE)
 
 
 class Plain(NamedTuple):

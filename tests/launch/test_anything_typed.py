@@ -28,6 +28,7 @@ from ds_configs.jsonfile import ConfigError, available
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints import manifest
+from launch.checkpoints.inspection import faults
 from launch.console import ends
 from launch.planning.plan_text import describe_plan
 from launch.reports.runs import read_run
@@ -58,6 +59,11 @@ WORK = {
     "recipe": ["launch.tables.verifying.verification:verify"],
     "report": ["launch.reports.document:assemble"],
     "export_hf": ["launch.training.export:choose_checkpoint"],
+    "checkpoint": [
+        "launch.checkpoints.inspection:faults",
+        "launch.checkpoints.inspection:dtypes",
+        "launch.checkpoints.inspection:differences",
+    ],
     "prepare_data": ["data.prepare.pipeline:process_chunks"],
     "show_data": ["data.corpus:build"],
     "benchmark": [
@@ -314,7 +320,7 @@ def made(tmp_path_factory) -> Path:
         for step in (1, 2, 3):
             records.step(step, Outcome(5.0 - step / 10), 0.5, 0.1)
         records.finish("ok")
-    write_checkpoint(path / "checkpoints", 3, {"word.weight": torch.ones(4, 2)})
+    write_checkpoint(path / "checkpoints", 3, {"word.weight": torch.ones(4, 2)}, plan().recipe)
     return path
 
 
@@ -366,6 +372,7 @@ def test_a_damaged_run_is_read_or_named(made, name, at, put, text):
             run.launches,
             lambda: read_result(run.result_json),
             lambda: manifest.read(run.checkpoints / "step-000003"),
+            lambda: list(faults(run.checkpoints / "step-000003")),
         ):
             try:
                 read()
