@@ -303,7 +303,8 @@ def test_a_shorter_sequence_takes_the_first_positions(case, saved, tmp_path):
         module = build_model.build_module(plan, SimpleNamespace(tp=1, pp=1), str(directory))
         built = {parameter.canonical_name: parameter for parameter in module.parameters()}
         assert torch.equal(built[conversion.positions], weights[conversion.positions])
-    export.write_model(recipe, weights, SimpleNamespace(eos_token_id=0, pad_token_id=0), tmp_path / "out")
+    special = SimpleNamespace(eos_token_id=0, pad_token_id=0)
+    export.write_model(recipe, weights, special, tmp_path / "out", torch.float32)
     assert export.compare(ours, export.their_logits(recipe, tmp_path / "out", batch), directory) < 1e-4
     noticed(tmp_path / "out", recipe)
     assert "40, but the recipe's sequence_length is 64" in refusal(tmp_path / "out", tiny(name, settings))
