@@ -12,7 +12,7 @@ from data.vocabularies.trained import train_bpe
 from ds_configs.plan import Machine
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.runs import vocabulary
-from launch.training import build_model, given_tensors, initial_weights, transformers_model
+from launch.training import agreement, build_model, given_tensors, initial_weights, transformers_model
 from launch.training.job import plan_job
 from recipes import catalog
 from recipes.files import FileError
@@ -142,6 +142,19 @@ def test_the_vocabulary_of_the_run_is_compared(tmp_path):
     first.save_pretrained(tmp_path / "run" / "tokenizer")
     assert vocabulary.foreign_tokens(directory, first) is None
     assert "tokens differ" in (vocabulary.foreign_tokens(directory, tokenizer("on and on anon")) or "")
+
+
+def test_ranks_that_would_start_from_other_checkpoints_are_refused(monkeypatch):
+    """Of a run that saves while ranks look which one is its newest."""
+
+    def gathered(own, group):
+        return [own, {**own, "initial weights": "runs/a/checkpoints/step-000008", "host": "other"}]
+
+    monkeypatch.setattr(agreement, "gathered", gathered)
+    plan, corpus = SimpleNamespace(ds={}, recipe=tiny()), SimpleNamespace(summary={})
+    agreement.check(plan, corpus, None, "runs/a/checkpoints/step-000008")
+    with pytest.raises(ValueError, match="initial weights: .*step-000004 on .*step-000008 on other"):
+        agreement.check(plan, corpus, None, "runs/a/checkpoints/step-000004")
 
 
 def test_directories_of_others_are_not_taken_for_runs(tmp_path):
