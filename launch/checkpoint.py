@@ -43,7 +43,8 @@ examples:
 
 RUN is a run directory, its checkpoints/, or one step-NNNNNN of them. No GPU is needed, and the memory of one
 tensor. Any layout reads any checkpoint: `pretrain.py --resume` goes on from it, `--init_from` takes its
-weights, and `export_hf.py` writes them for transformers."""
+weights, and `export_hf.py` writes them for transformers.
+exit codes: 0 shown, whole, or equal; 1 damaged, or different; 2 refused."""
 SHOW = "exit codes: 0 shown, 2 refused."
 VERIFY = "exit codes: 0 all whole; 1 damaged: each file is named, with the tensors it holds; 2 refused."
 DIFF = """\
