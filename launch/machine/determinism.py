@@ -20,4 +20,4 @@ def demand_determinism() -> None:
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     # Ours reads no memory that it has not written, and filling all of it first takes longer than the step.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
