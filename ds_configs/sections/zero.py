@@ -142,6 +142,10 @@ def _check_nvme_op(machine: Machine, findings: Findings) -> None:
         rule = "DeepSpeed compiles its asynchronous I/O at first use"
         fix = "install g++ and ninja, or --ds_config zero3_offload"
         findings.refuse("device", "NVMe offload, but there is no compiler", rule, fix)
+    if not machine.cuda_compiler:
+        rule = "DeepSpeed compiles its asynchronous I/O against CUDA's headers"
+        fix = "install it and set CUDA_HOME, or --ds_config zero3_offload"
+        findings.refuse("device", "NVMe offload, but there is no CUDA toolkit (nvcc)", rule, fix)
 
 
 def _unusable(path: Path) -> str | None:

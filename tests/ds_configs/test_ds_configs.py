@@ -720,6 +720,9 @@ def test_nvme_wants_a_directory_libaio_and_a_compiler(tmp_path, nvme):
     bare = dataclasses.replace(CPU, libaio=False, compiler=False)
     found = "\n".join(problems("zero_infinity", environ=nvme, machine=bare))
     assert "apt-get install libaio-dev" in found and "install g++ and ninja" in found
+    without_nvcc = dataclasses.replace(GPU, cuda_compiler=False)
+    found = problems("zero_infinity", environ=nvme, machine=without_nvcc)
+    assert "set CUDA_HOME" in "\n".join(found)
 
 
 def test_nvme_paths_that_cannot_be_written(tmp_path, written):

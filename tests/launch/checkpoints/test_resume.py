@@ -2,14 +2,18 @@
 
 import json
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from launching import ROOT, WORKERS, environment, run, run_ranks
 
+from launch.checkpoints import manifest, tensor_file
 from launch.checkpoints.checkpoint import complete_checkpoints, newest
 from launch.runs.metrics import read_metrics
 
@@ -34,7 +38,10 @@ TWO_RANKS = {
     ]),
 }  # fmt: skip
 # The same ways to save and load as above, in other combinations.
-REPEATED = {name: TWO_RANKS.pop(name) for name in ("zero1", "zero3", "zero2_offload", "bert-pipeline")}
+REPEATED = {
+    name: TWO_RANKS.pop(name)
+    for name in ("zero0", "zero1", "zero3", "zero2_offload", "bert", "bert-pipeline")
+}
 FOUR_RANKS = {
     "tensor-data-zero2": ("zero2", 2, 1, 2, "bf16", []),
     "tensor-pipeline": ("3d", 2, 2, 1, "bf16", ["batch.accumulation=2"]),
@@ -232,6 +239,77 @@ def test_killed_while_saving(tmp_path):
     assert resumed.returncode == 0 and "step-000004" in resumed.stdout, resumed.stdout[-3000:]
     assert newest(out / "checkpoints").step == 20
     assert not [*(out / "checkpoints").glob("*.writing")]
+
+
+# --- damaged checkpoints
+
+
+class Payload:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(uninterrupted, tmp_path):
+    whole, _ = uninterrupted
+    out = shutil.copytree(whole, tmp_path / "run")
+    newest, older = (out / "checkpoints" / f"step-{step:06d}" for step in (20, 16))
+    flip(newest / "rank-00000.safetensors")
+    resumed = run([sys.executable, *TINY, "--out", str(out), "--resume"])
+    assert resumed.returncode == 0, resumed.stdout[-3000:]
+    said = " ".join(resumed.stdout.split())
+    assert f"WARNING: {newest} is damaged: rank-00000.safetensors has checksum" in said
+    assert "it holds word.weight" in said and f"resumed from {older}" in said
+    assert losses(out) == losses(whole)
+    aside = newest.with_name("step-000020.damaged-1")
+    assert (aside / "manifest.json").exists(), "what is damaged is left"
+    sums = [checkpoint_files(directory / "checkpoints" / newest.name) for directory in (whole, out)]
+    assert sums[0] == sums[1]
+
+
+def checkpoint_files(directory):
+    return manifest.read(directory).files
+
+
+def test_where_every_checkpoint_is_damaged_a_run_is_refused_and_kept(uninterrupted, tmp_path):
+    """By checksum, by size, and one of an earlier version, whose pickle is not run."""
+    out = shutil.copytree(uninterrupted[0], tmp_path / "run")
+    flip(out / "checkpoints" / "step-000020" / "rank-00000.safetensors")
+    os.truncate(out / "checkpoints" / "step-000016" / "rank-00000.safetensors", 1000)
+    earlier = out / "checkpoints" / "step-000004"
+    earlier.mkdir()
+    (earlier / "complete.json").write_text("{}")
+    (earlier / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    before = (out / "metrics.jsonl").read_bytes()
+    done = run([sys.executable, *TINY, "--out", str(out), "--resume"])
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 2 and "Traceback" not in done.stdout, done.stdout[-3000:]
+    assert "step-000020 is damaged: rank-00000.safetensors has checksum" in said
+    assert "step-000016 is damaged: rank-00000.safetensors has 1000 bytes" in said
+    assert "step-000004 is damaged: of an earlier version" in said
+    assert (out / "metrics.jsonl").read_bytes() == before and not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_in_the_place_of_tensors_is_not_run(uninterrupted, tmp_path):
+    out = shutil.copytree(uninterrupted[0], tmp_path / "run")
+    for directory in (out / "checkpoints").iterdir():
+        file, size = directory / "rank-00000.safetensors", checkpoint_files(directory)
+        file.write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+        held = manifest.read(directory)
+        manifest.write(replace(held, files={file.name: tensor_file.checksum(file)}), directory)
+        assert size
+    done = run([sys.executable, *TINY, "--steps", "22", "--out", str(out), "--resume"])
+    assert done.returncode != 0 and not (tmp_path / "ran").exists(), done.stdout[-3000:]
 
 
 # --- other text
