@@ -65,6 +65,7 @@ def test_two_launches_on_one_port_are_told_apart(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_the_partitioned_activations_of_a_json_are_honoured(tmp_path):
     config = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())
     config["activation_checkpointing"] = {"partition_activations": True, "cpu_checkpointing": True}
