@@ -298,6 +298,7 @@ def descendants(process: int) -> list[int]:
     return [found for child in children for found in (child, *descendants(child))]
 
 
+@pytest.mark.long
 def test_killed_and_continued(full, vocabulary, evaluation, texts, tmp_path):
     """SIGKILL once chunks are there, SIGTERM once there are two more, then to the end."""
     rng = random.Random(5)

@@ -205,6 +205,7 @@ def test_a_signal_saves_and_exits_with_0(uninterrupted, tmp_path, number):
     assert losses(out) == losses(uninterrupted[0])
 
 
+@pytest.mark.long
 def test_a_stop_file_stops_every_rank_of_a_launch(tmp_path):
     out = tmp_path / "run"
     (out).mkdir()

@@ -96,8 +96,5 @@ def test_a_disk_that_fills_up(tmp_path):
         assert len(records.steps) == 20
         assert [save.problem is None for save in records.saves] == [True, True, False, False, False]
         assert [c.step for c in complete_checkpoints(disk / "run" / "checkpoints")] == [4, 8]
-        resumed = run([*command, "--resume", "--set", "run.keep_checkpoints=1"])
-        assert resumed.returncode == 1 and "resumed from" in resumed.stdout, "there is no room for one more"
-        assert len(read_metrics(disk / "run" / "metrics.jsonl").steps) == 20
     finally:
         subprocess.run(["umount", disk], check=True)

@@ -40,7 +40,7 @@ POSSIBLE = [case for case in CASES if case.name != "tp3"]  # 4 heads, with --tin
 # The others are in the long test of all.
 FAST = [
     "accumulation 4", "recomputed by 2", "tp2", "tp2 zero3", "pp2", "pp2 accumulation 4, recomputed",
-    "dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp2 zero3 offload", "tp2 pp2 dp2",
+    "dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp2 zero3 offload", "tp2 pp2",
 ]  # fmt: skip
 
 
