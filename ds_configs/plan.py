@@ -75,3 +75,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain data."""
     values: dict[str, Any] = FORM.dump_python(plan, mode="json", by_alias=True)
     return values
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data, without the recipe and the DeepSpeed configuration, which stand elsewhere."""
+    return {key: value for key, value in plan_to_json(plan).items() if key not in ("recipe", "ds")}

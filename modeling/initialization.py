@@ -125,11 +125,16 @@ class Shard:
     def of(self, full: Tensor) -> Tensor:
         """This rank's slice of a full, unpadded tensor (a copy)."""
         length = self.local_shape(tuple(full.shape))[self.dim]
-        start = min(self.rank * length, full.shape[self.dim])
-        kept = full.narrow(self.dim, start, min(length, full.shape[self.dim] - start))
-        missing = list(kept.shape)
-        missing[self.dim] = length - kept.shape[self.dim]
-        return torch.cat([kept, kept.new_zeros(missing)], self.dim)
+        return padded_slice(full, self.dim, self.rank * length, length)
+
+
+def padded_slice(full: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """`length` entries of a dimension from `start` on (a copy); zeros where the tensor has ended."""
+    start = min(start, full.shape[dim])
+    kept = full.narrow(dim, start, min(length, full.shape[dim] - start))
+    missing = list(kept.shape)
+    missing[dim] = length - kept.shape[dim]
+    return torch.cat([kept, kept.new_zeros(missing)], dim)
 
 
 def label(parameter: Parameter, name: str, shard: Any) -> None:
@@ -143,9 +148,14 @@ def canonical_name(parameter: Parameter) -> str:
     return parameter.canonical_name  # type: ignore[attr-defined]
 
 
+def shard_of(parameter: Parameter) -> Any:
+    """The shard, or what stands in its place, that `label` attached; None: the parameter is not cut."""
+    return parameter.shard  # type: ignore[attr-defined]
+
+
 def full_shape(parameter: Parameter) -> list[int]:
     """Shape of the full, unpadded tensor that this rank's `parameter` is a slice of."""
-    shape, shard = list(parameter.shape), parameter.shard  # type: ignore[attr-defined]
+    shape, shard = list(parameter.shape), shard_of(parameter)
     if shard is not None:
         shape[shard.dim] = shard.entries
     return shape

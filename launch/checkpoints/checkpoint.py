@@ -94,6 +94,11 @@ def directory_of(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
 
 
+def written_in(root: Path, step: int) -> Path:
+    """Where a checkpoint is until it is whole."""
+    return directory_of(root, step).with_suffix(WRITING)
+
+
 def read(directory: Path) -> Checkpoint | Damaged:
     """The checkpoint in a directory; its files are there in their sizes, their content is not read."""
     try:
@@ -184,7 +189,7 @@ def newest(root: Path) -> Checkpoint | None:
 
 def begin(root: Path, step: int) -> Path:
     """Make the directory in which a checkpoint is written. Raises OSError."""
-    directory = directory_of(root, step).with_suffix(WRITING)
+    directory = written_in(root, step)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     return directory

@@ -29,6 +29,7 @@ from launch.checkpoints.geometry import share
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.deepspeed_fixes.cpu_adam_bias_correction import replay_bias_correction
 from launch.deepspeed_fixes.zero0 import MasterWeights
+from modeling.initialization import shard_of
 from modeling.parallel.process_grid import ProcessGrid
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # state of a DynamicLossScaler
@@ -191,7 +192,7 @@ class EngineState:
         """Whether no other tensor-parallel rank or pipeline stage writes the same numbers."""
         if getattr(parameter, "ds_pipe_replicated", False):  # a copy that is tied, on a later stage
             return False
-        shard = parameter.shard  # type: ignore[attr-defined]
+        shard = shard_of(parameter)
         return self.grid.at.tp == 0 or (shard is not None and shard.size > 1)
 
     def _partitions(self) -> Iterator[Partition]:

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from launch.checkpoints import manifest
 from launch.checkpoints.checkpoint import EARLIER, Checkpoint
-from launch.checkpoints.geometry import overlap
 from launch.checkpoints.manifest import Manifest
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import BUCKET, DTYPES
@@ -82,14 +81,7 @@ def not_whole(
 
 
 def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
-    """Pieces that overlap, and tensors that are not those of the recipe's model."""
-    double = [
-        name
-        for name, tensor in held.tensors.items()
-        if overlap(r for piece in tensor.pieces for r in piece.rectangles(tensor.shape))
-    ]
-    if double:
-        yield Fault(manifest.NAME, "has pieces that overlap, and gaps", tuple(double))
+    """Tensors that are not those of the recipe's model."""
     try:
         recipe = Recipe.model_validate(held.recipe)
     except ValidationError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.checkpoints.geometry import Cut, Rectangle, rectangles
+from launch.checkpoints.geometry import Cut, Rectangle, overlap, rectangles
 from recipes import files
 
 NAME = "manifest.json"
@@ -126,13 +127,13 @@ class Manifest:
         return [n for n, tensor in self.tensors.items() if any(p.file == file for p in tensor.pieces)]
 
     def gaps(self) -> Iterator[str]:
-        """Names of tensors whose pieces do not add up to them."""
+        """Names of tensors whose pieces do not make them up: each element once."""
         for name, tensor in self.tensors.items():
-            held = sum(r.elements for piece in tensor.pieces for r in piece.rectangles(tensor.shape))
-            wanted = 1
-            for entries in tensor.shape:
-                wanted *= entries
-            if held != wanted or any(piece.file not in self.files for piece in tensor.pieces):
+            covered = [r for piece in tensor.pieces for r in piece.rectangles(tensor.shape)]
+            held = -1 if overlap(covered) else sum(each.elements for each in covered)
+            if held != math.prod(tensor.shape) or any(
+                piece.file not in self.files for piece in tensor.pieces
+            ):
                 yield name
 
 
@@ -158,7 +159,9 @@ def read(directory: Path) -> Manifest:
     except AssertionError as error:
         files.refuse(path, str(error), "a piece lies within its tensor")
     if gaps:
-        files.refuse(path, f"{gaps[0]} has gaps", "the pieces of a tensor add up to it")
+        files.refuse(
+            path, f"the pieces of {gaps[0]} leave gaps or overlap", "they hold each of its elements once"
+        )
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 
 from launch.checkpoints.geometry import Cut
 from launch.checkpoints.manifest import Form
-from modeling.initialization import Shard
+from modeling.initialization import Shard, canonical_name, padded_slice, shard_of
 
 
 class Placement(NamedTuple):
@@ -22,7 +22,7 @@ class Placement(NamedTuple):
     @classmethod
     def of(cls, parameter: torch.nn.Parameter) -> Placement:
         """Of a parameter that `modeling.initialization.label` has labelled."""
-        name, shard = parameter.canonical_name, parameter.shard  # type: ignore[attr-defined]
+        name, shard = canonical_name(parameter), shard_of(parameter)
         # ZeRO-3 leaves an empty tensor behind.
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if shard is None:
@@ -35,11 +35,4 @@ class Placement(NamedTuple):
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """The slice of a full tensor, padding zero."""
-        if self.cut is None:
-            return full
-        dim, start, length = self.cut
-        kept = max(0, min(length, full.shape[dim] - start))
-        part = full.narrow(dim, min(start, full.shape[dim]), kept)
-        missing = list(part.shape)
-        missing[dim] = length - kept
-        return torch.cat([part, part.new_zeros(missing)], dim)
+        return full if self.cut is None else padded_slice(full, *self.cut)

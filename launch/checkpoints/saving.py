@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from data.loader import merge_states
-from ds_configs.plan import Plan, plan_to_json
+from ds_configs.plan import Plan, plan_facts
 from launch.checkpoints import checkpoint, tensor_file
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import MOMENTS, WEIGHT, Manifest, Piece, Progress, StoredFile, StoredTensor
@@ -115,7 +115,7 @@ class Saver:
         """
         self.finish()
         started = time.perf_counter()
-        directory = checkpoint.directory_of(self.root, progress.step).with_suffix(checkpoint.WRITING)
+        directory = checkpoint.written_in(self.root, progress.step)
         if problem := self._on_rank_0(partial(checkpoint.begin, self.root, progress.step)):
             took = time.perf_counter() - started
             self._over(Saved(progress.step, 0, took, took, False, problem))
@@ -179,14 +179,13 @@ class Saver:
             self.listener.say(f"an old checkpoint could not be removed: {error}")
 
     def _manifest(self, pending: _Pending, parts: list[Part]) -> Manifest:
-        facts = plan_to_json(self.plan)
         files, tensors = assembled(parts)
         return Manifest(
             pending.progress,
             merge_states([part.data for part in parts]),
             pending.corpus,
             self.plan.recipe.model_dump(mode="json", by_alias=True),
-            {key: value for key, value in facts.items() if key not in ("recipe", "ds")},
+            plan_facts(self.plan),
             description.versions(),
             files,
             tensors,

@@ -34,13 +34,11 @@ from pydantic import TypeAdapter
 from data.durable_files import Lock, write_atomically
 from ds_configs.findings import Notice
 from ds_configs.plan import FORM as PLAN
-from ds_configs.plan import Plan, plan_to_json
+from ds_configs.plan import Plan, plan_facts, plan_to_json
 from launch.machine import description
 from recipes import catalog, files
 from recipes.layout import Layout
 from recipes.problems import RecipeError
-
-OWN_FILES = ("recipe", "ds")  # parts of a plan that have a file of their own, and are no facts of a launch
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Launch:
 
     @classmethod
     def now(cls, plan: Plan, *, name: str, command: Sequence[str], tiny: bool, emulated_fp16: bool) -> Launch:
-        facts = {key: value for key, value in plan_to_json(plan).items() if key not in OWN_FILES}
+        facts = plan_facts(plan)
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         machine = description.describe()
         return cls(started, tuple(command), os.getcwd(), name, tiny, emulated_fp16, facts, machine)

@@ -118,11 +118,11 @@ DAMAGE = {
         "lacks tensors of the recipe's model; it holds final_norm.weight",
     ),
     "a gap": (
-        lambda d: change_tensors(d, set_piece(1, first=HALF, count=HALF - 1)), "word.weight has gaps",
+        lambda d: change_tensors(d, set_piece(1, first=HALF, count=HALF - 1)), "the pieces of word.weight leave gaps or overlap",
     ),
     "a gap as large as an overlap": (
         lambda d: change_tensors(d, set_piece(1, first=HALF - 64)),
-        "has pieces that overlap, and gaps; it holds word.weight",
+        "the pieces of word.weight leave gaps or overlap",
     ),
     "an edited manifest": (
         lambda d: (d / "manifest.json").write_text(
