@@ -118,7 +118,8 @@ DAMAGE = {
         "lacks tensors of the recipe's model; it holds final_norm.weight",
     ),
     "a gap": (
-        lambda d: change_tensors(d, set_piece(1, first=HALF, count=HALF - 1)), "the pieces of word.weight leave gaps or overlap",
+        lambda d: change_tensors(d, set_piece(1, first=HALF, count=HALF - 1)),
+        "the pieces of word.weight leave gaps or overlap",
     ),
     "a gap as large as an overlap": (
         lambda d: change_tensors(d, set_piece(1, first=HALF - 64)),

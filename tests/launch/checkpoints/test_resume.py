@@ -27,7 +27,8 @@ TWO_RANKS = {
     "zero3_offload": ("zero3_offload", 1, 1, 2, "bf16", ["activation_checkpointing=full"]),
     "tensor-zero3": ("zero3", 2, 1, 1, "fp32", ["activation_checkpointing=2"]),
     "pipeline": ("pipeline", 1, 2, 1, "bf16", ["batch.accumulation=4"]),
-    "fp16": ("zero2", 1, 1, 2, "fp16", []),
+    # Its loss scale doubles after every third step: a scaler that starts afresh is seen.
+    "fp16": ("OUT/fp16.json", 1, 1, 2, "fp16", []),
     "bert": ("zero1", 1, 1, 2, "bf16", ["batch.accumulation=2"]),
     "bert-pipeline": ("pipeline", 1, 2, 1, "fp32", ["model.layer_norm=post", "model.sentence_head=nsp"]),
     # Each rank reads files of its own; the checkpoint holds the places of both.
@@ -54,7 +55,11 @@ def resume_cases(tmp_path_factory, ranks, table):
     out = tmp_path_factory.mktemp("resume")
     keys = ("ds_config", "tp", "pp", "dp", "precision", "settings")
     cases = [{"name": name, **dict(zip(keys, values, strict=True))} for name, values in table.items()]
+    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    config["fp16"] |= {"initial_scale_power": 4, "loss_scale_window": 3}
+    (out / "fp16.json").write_text(json.dumps(config))
     for case in cases:
+        case["ds_config"] = case["ds_config"].replace("OUT", str(out))
         case["settings"] = [setting.replace("OUT", str(out)) for setting in case["settings"]]
     for file in range(4):
         lines = (
