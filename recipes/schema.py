@@ -246,6 +246,8 @@ class Hardware(Strict):
     """What the row was measured on, or is meant for; a text alone is its name."""
 
     name: str
+    node: str | None = None
+    """node of the planner's hardware catalogue (launch/planning/hardware.yaml)"""
     gpus: Count | None = Field(default=None, description="of the whole run, as printed")
     gpus_per_node: Count | None = None
     gpu_memory_gb: PositiveFloat | None = Field(default=None, description="GB of each GPU")
@@ -268,6 +270,8 @@ class Published(Strict):
     row: str | None = None
     """the row word for word, cells separated by |, in the order of the table's columns"""
     framework: str | None = Field(default=None, description="what the source ran")
+    software: str | None = None
+    """training system as which the planner predicts the row (launch/planning/software.py)"""
     date: str | None = None
     size_label: str | None = Field(default=None, description="model size as printed, e.g. 48B")
     parameters: Parameters | None = Field(default=None, description="model size where printed to the unit")
@@ -278,7 +282,7 @@ class Published(Strict):
     tflops_by: Literal["formula", "exact"] = "formula"
     """what tflops counts: 2 x parameters x passes per token (Jean Zay), or every matrix product (NVIDIA)"""
     cached_gb: PositiveFloat | None = None
-    """GB of memory cached by PyTorch, per GPU"""
+    """memory cached by PyTorch, per GPU; in GiB, as PyTorch prints it"""
     weak_scaling_percent: PositiveFloat | None = None
     peak_percent: PositiveFloat | None = Field(default=None, description="share of the GPU's peak TFLOPS")
     validation_loss: PositiveFloat | None = None

@@ -9,7 +9,8 @@ from typing import Any
 from ds_configs.plan import Plan
 from launch.console.terminal import wrapped
 from launch.console.text_table import aligned
-from launch.planning.memory_fit import state_widths
+from launch.planning.memory_fit import needs
+from launch.planning.rank_memory import RankMemory
 from modeling import cost
 from recipes.family_words import WORDS
 from recipes.plural import counted
@@ -36,9 +37,6 @@ def describe_plan(
     recipe, layout = plan.recipe, plan.layout
     model, o, s, length = recipe.model, recipe.optimizer, recipe.schedule, recipe.sequence_length
     parameters = cost.parameters(model, length)
-    share = parameters / (layout.tp * layout.pp)
-    states = cost.model_state_bytes(share, plan.zero_stage, layout.dp, state_widths(plan))
-    before = ", before offloading" if plan.offload != "none" else ""
     asked = "" if started in (None, layout.world) else ", as the layout asks; not started here"
     degrees = f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data parallel"
     chunks = f"chunks of {counted(recipe.checkpoint_interval, 'layer')}"
@@ -47,7 +45,6 @@ def describe_plan(
         f"hidden size {model.hidden}, {counted(model.heads, 'head')}, sequence length {length}, "
         f"vocabulary {model.vocab_size} (padded to {plan.padded_vocab})"
     )
-    held = f"{states / 1e9:.3g} GB per process (weights, gradients, optimizer"
     betas = f"betas {o.betas[0]:g} {o.betas[1]:g}"
     warmup, steps = counted(s.warmup_steps, "warm-up step"), counted(recipe.steps, "step")
     decay = f"{s.kind}, {warmup}, to {s.min_lr:g} at step {recipe.decay_steps}"
@@ -61,7 +58,7 @@ def describe_plan(
         ("batch", layout.identity()),
         ("precision", plan.precision),
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
-        ("model states", f"{held}; formula of the ZeRO paper{before}), activations on top"),
+        ("memory", describe_memory(needs(plan))),
         ("recomputed", {0: "nothing", 1: "every layer"}.get(recipe.checkpoint_interval, chunks)),
         ("optimizer", f"AdamW, lr {o.lr:g}, {betas}, weight decay {o.weight_decay:g}, clip {o.clip:g}"),
         ("schedule", f"{decay}; {tokens}"),
@@ -72,6 +69,25 @@ def describe_plan(
     ]
     notices = (wrapped(f"\n  ! {notice}", width) for notice in plan.notices)
     return "\n".join([aligned(lines, indent=2, width=width), *notices])
+
+
+def describe_memory(rank: RankMemory) -> str:
+    """What a process of the fullest pipeline stage needs, by kind and place."""
+    activations, other = rank.activations + rank.working, rank.buffers + rank.fragmentation + rank.context
+    kinds = (
+        ("model states", rank.states),
+        ("activations", activations),
+        ("loss", rank.logits),
+        ("other", other),
+    )
+    split = ", ".join(f"{name} {_gb(size)}" for name, size in kinds if size)
+    away = ((rank.host, "in host memory"), (rank.nvme, "on NVMe"))
+    more = "".join(f"; {_gb(size)} GB {place}" for size, place in away if size)
+    return f"{_gb(rank.total)} GB per process, as predicted ({split}){more}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g}"
 
 
 def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 from launch.console import terminal, text_table
 from launch.machine.memory import Memory, this_machine
-from launch.planning.memory_fit import processes, verdict
+from launch.planning.memory_fit import verdict
+from launch.planning.resolved_plans import processes
 from modeling import cost
 from recipes import catalog, files
 from recipes.plural import counted
@@ -68,8 +69,8 @@ def add_parser(commands: Any) -> None:
     add("--hardware", metavar="TEXT", help=hardware)
     add("--published", action="store_true", help="only rows of published tables")
     add("--oom", action="store_true", help="only rows that ran out of memory")
-    states = "only rows whose weights, gradients and optimizer states fit this machine"
-    fits = f"{states}, as published or with fewer data-parallel ranks (activations come on top)"
+    states = "only rows that fit this machine by the planner's memory, activations included"
+    fits = f"{states}, as published or with fewer data-parallel ranks"
     add("--fits", action="store_true", help=fits)
     add("--json", action="store_true", help="as JSON, one object per row")
     parser.set_defaults(run=run)
@@ -166,7 +167,7 @@ def as_text(rows: Sequence[Row], memory: Memory | None = None, width: int | None
         blocks.append([f"{name}: {rows[own[0]].table.title}", *block])
     notes = [f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"]
     if memory:
-        notes.append(f"this machine: {memory}; model states only, activations come on top")
+        notes.append(f"this machine: {memory}; memory as launch/plan.py predicts it")
     if any(row.stands_in for row in rows):
         notes.append("?: values that no source gives stand in for some of the row; show says which")
     if any(row.gpus and row.processes and row.gpus != row.processes for row in rows):

@@ -13,8 +13,8 @@ from ds_configs.plan import Plan
 from launch.console import terminal
 from launch.console.text_table import aligned
 from launch.planning.comparability import not_comparable
-from launch.planning.memory_fit import processes, published_plan, state_bytes
 from launch.planning.plan_text import describe_plan
+from launch.planning.resolved_plans import processes, published_plan
 from launch.tables.verifying import evidence
 from modeling import cost
 from recipes import catalog
@@ -129,13 +129,9 @@ def _original(recipe: Recipe, asked: str, *, changed: bool) -> Recipe | None:
 
 
 def derived(plan: Plan, original: Recipe | None, *, tiny: bool = False) -> Iterator[tuple[str, str]]:
-    """Sizes, memory, and the published time in both kinds of TFLOPS where the recipe's work is the row's."""
+    """Sizes, and the published time in both kinds of TFLOPS where the recipe's work is the row's."""
     published = plan.recipe.published
     yield from _padded_size(plan)
-    named = zip(state_bytes(plan), ("on its GPU", "in CPU memory", "on NVMe"), strict=True)
-    places = [(size, place) for size, place in named if size]
-    held = ", ".join(f"{size / 1e9:.3g} GB {place}" for size, place in places)
-    yield "fullest rank", f"model states while it steps: {held}"
     if published and published.time_per_iteration_s:
         other = not_comparable(original, plan, tiny=tiny)
         none = f"none: the published {published.time_per_iteration_s:g} s are of something else: {other}"

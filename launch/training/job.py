@@ -8,7 +8,7 @@ from pathlib import Path
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
 from launch.machine import processes
-from launch.planning import memory_fit
+from launch.planning import resolved_plans
 from launch.training import deepspeed_judgement
 from launch.training import initial_weights as given_weights
 from recipes.schema import Recipe
@@ -57,7 +57,7 @@ def plan_job(
 
     config = ds_config or recipe.ds_config
     if elsewhere:
-        plan = memory_fit.anywhere(recipe, config, machine)
+        plan = resolved_plans.anywhere(recipe, config, machine)
     else:
         plan = resolve(recipe, config, processes.world_size(), machine)
     deepspeed_judgement.check(plan, config)

@@ -7,18 +7,36 @@ data-parallel degree. A multiply-add counts as two operations.
 Imports neither torch nor deepspeed, so that planning is instant and runs anywhere.
 """
 
+from modeling.cost.activation_bytes import LayerActivations
+from modeling.cost.matrix_products import Product, attention_products, head_products, layer_products
 from modeling.cost.operation_count import band, exact_flops_per_step, exact_tflops, published_tflops, tflops
 from modeling.cost.parameter_count import parameters, parameters_per_rank
-from modeling.cost.state_bytes import FP32, MIXED, StateBytes, Widths, model_state_bytes, placed_state_bytes
+from modeling.cost.state_bytes import (
+    FP32,
+    MIXED,
+    Place,
+    PlacedStates,
+    StateBytes,
+    Widths,
+    model_state_bytes,
+    placed_state_bytes,
+)
 
 __all__ = [
     "FP32",
     "MIXED",
+    "LayerActivations",
+    "Place",
+    "PlacedStates",
+    "Product",
     "StateBytes",
     "Widths",
+    "attention_products",
     "band",
     "exact_flops_per_step",
     "exact_tflops",
+    "head_products",
+    "layer_products",
     "model_state_bytes",
     "parameters",
     "parameters_per_rank",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Place = Literal["gpu", "host", "nvme"]
 
 
 class StateBytes(NamedTuple):
@@ -37,17 +40,32 @@ def model_state_bytes(parameters: float, zero_stage: int, dp: int, widths: Width
     return sum(_kinds(parameters, zero_stage, dp, widths))
 
 
+@dataclass(frozen=True)
+class PlacedStates:
+    """Bytes of each kind of model state of one process, each where it lies while the optimizer steps."""
+
+    weights: StateBytes
+    gradients: StateBytes
+    optimizer: StateBytes
+
+    @property
+    def total(self) -> StateBytes:
+        """All kinds together."""
+        kinds = (self.weights, self.gradients, self.optimizer)
+        return StateBytes(*(sum(places) for places in zip(*kinds, strict=True)))
+
+
 def placed_state_bytes(
     parameters: float,
     zero_stage: int,
     dp: int,
     *,
     widths: Widths = MIXED,
-    optimizer: str = "gpu",
-    weights: str = "gpu",
+    optimizer: Place = "gpu",
+    weights: Place = "gpu",
     accumulates: bool = False,
     sub_group: float = 1e9,
-) -> StateBytes:
+) -> PlacedStates:
     """The same where it lies at the fullest moment of a step, which is when Adam gets its gradients in fp32.
 
     Nothing offloaded: ZeRO-0 in half precision holds all gradients in fp32 until the step is done
@@ -75,17 +93,22 @@ def placed_state_bytes(
     assert weights == "gpu" or zero_stage == 3, "only sharded weights are offloaded"
     weight, gradient, states = _kinds(parameters, zero_stage, dp, widths)
     share = parameters / dp if zero_stage else parameters
-    at = dict.fromkeys(StateBytes._fields, 0.0)
-    at[weights] += weight
     if optimizer != "gpu":
-        at[optimizer] += states + widths.master * share
-        at["host"] += widths.weight * share * (2 if accumulates and zero_stage < 3 else 1)
-        at["gpu"] += gradient if zero_stage == 1 else 0.0
+        copies = widths.weight * share * (2 if accumulates and zero_stage < 3 else 1)
+        taken = _at("gpu", gradient if zero_stage == 1 else 0.0)
+        gradients = StateBytes(taken.gpu, copies, 0.0)
+        stepped = _at(optimizer, states + widths.master * share)
     elif zero_stage == 3:
-        at["gpu"] += states + gradient + widths.master * min(share, sub_group)
+        gradients = _at("gpu", gradient + widths.master * min(share, sub_group))
+        stepped = _at("gpu", states)
     else:
-        at["gpu"] += states + max(gradient, widths.master * share)
-    return StateBytes(**at)
+        gradients = _at("gpu", max(gradient, widths.master * share))
+        stepped = _at("gpu", states)
+    return PlacedStates(_at(weights, weight), gradients, stepped)
+
+
+def _at(place: Place, size: float) -> StateBytes:
+    return StateBytes(**{"gpu": 0.0, "host": 0.0, "nvme": 0.0, place: size})
 
 
 def _kinds(parameters: float, zero_stage: int, dp: int, widths: Widths) -> tuple[float, float, float]:

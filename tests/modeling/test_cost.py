@@ -277,6 +277,11 @@ def test_model_states_in_fp32():
     assert cost.model_state_bytes(1, 3, dp=8, widths=cost.FP32) == 20 / 8
 
 
+def placed(*sizes, **how):
+    """Bytes of all kinds of model states, on GPU, host and NVMe."""
+    return cost.placed_state_bytes(*sizes, **how).total
+
+
 def test_half_precision_states_of_the_optimizer_are_half_as_wide():
     # DeepSpeed 0.19.8, base_optimizer.py: bf16 weights in the optimizer, with moments in fp32, and in bf16
     # as well.
@@ -284,9 +289,9 @@ def test_half_precision_states_of_the_optimizer_are_half_as_wide():
     assert cost.model_state_bytes(1, 2, 8, cost.Widths(master=2, moment=2)) == 2 + (2 + 6) / 8
     assert cost.model_state_bytes(1, 1, 8, cost.Widths(gradient=4)) == 6 + 12 / 8
     low = cost.Widths(master=2, moment=2)
-    assert cost.placed_state_bytes(1, 2, 1, widths=low).gpu == 2 + 2 + 6
-    assert cost.placed_state_bytes(1, 3, 1, widths=low).gpu == 2 + 2 + 6 + 2
-    assert cost.placed_state_bytes(1, 2, 1, widths=low, optimizer="host") == (2, 6 + 2 + 2, 0)
+    assert placed(1, 2, 1, widths=low).gpu == 2 + 2 + 6
+    assert placed(1, 3, 1, widths=low).gpu == 2 + 2 + 6 + 2
+    assert placed(1, 2, 1, widths=low, optimizer="host") == (2, 6 + 2 + 2, 0)
 
 
 # Bytes per parameter of a whole model on one rank, while it steps. Those of DeepSpeed 0.19.8 are what its
@@ -318,32 +323,28 @@ def test_half_precision_states_of_the_optimizer_are_half_as_wide():
     ],
 )
 def test_model_states_lie_where_the_offload_puts_them(stage, mixed, away, gpu, host, nvme):
-    assert cost.placed_state_bytes(1, stage, 1, widths=cost.MIXED if mixed else cost.FP32, **away) == (
-        gpu,
-        host,
-        nvme,
-    )
+    assert placed(1, stage, 1, widths=cost.MIXED if mixed else cost.FP32, **away) == (gpu, host, nvme)
 
 
 def test_model_states_of_a_step_are_sharded():
     def gpu(stage: int, dp: int, parameters: float = 1, **more) -> float:
-        return cost.placed_state_bytes(parameters, stage, dp, **more).gpu
+        return placed(parameters, stage, dp, **more).gpu
 
     assert [gpu(stage, 8) for stage in (0, 1, 2, 3)] == [18, 4 + 12 / 8, 2 + 16 / 8, 20 / 8]
     assert gpu(1, 8, widths=cost.FP32) == 8 + 12 / 8
     assert gpu(3, 4, 40.0, sub_group=5.0) == 10 * 16 + 5 * 4, (
         "stage 3 has fp32 gradients of one sub-group at a time"
     )
-    assert cost.placed_state_bytes(1, 2, 8, optimizer="host") == (2, 18 / 8, 0)
-    assert cost.placed_state_bytes(1, 3, 8, optimizer="host") == (2 / 8, 18 / 8, 0)
+    assert placed(1, 2, 8, optimizer="host") == (2, 18 / 8, 0)
+    assert placed(1, 3, 8, optimizer="host") == (2 / 8, 18 / 8, 0)
 
 
 def test_zero_offload_trains_13_billion_parameters_on_one_v100():
     # Ren et al., arXiv 2101.06840, table 2: 13B on one 32 GB V100 with 1.5 TB of host memory, where plain
     # data parallelism has 1.4B.
-    states = cost.placed_state_bytes(13e9, 2, 1, optimizer="host")
+    states = placed(13e9, 2, 1, optimizer="host")
     assert states.gpu <= 32e9 and 16 * 13e9 <= states.host <= 1.5e12
-    assert cost.placed_state_bytes(1.4e9, 0, 1).gpu <= 32e9 < cost.placed_state_bytes(13e9, 0, 1).gpu
+    assert placed(1.4e9, 0, 1).gpu <= 32e9 < placed(13e9, 0, 1).gpu
 
 
 def test_planning_imports_neither_torch_nor_deepspeed():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ds_configs.jsonfile import ConfigError
-from launch.planning import memory_fit
+from launch.planning.memory_fit import needs
+from launch.planning.resolved_plans import published_plan
 from launch.tables.verifying.relations import alike
 from launch.tables.verifying.rows import Check, Row
 
@@ -33,7 +34,7 @@ def checks(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
 
 def states_gb(row: Row) -> float:
     """Model states on the fullest GPU while it steps, in GB (10^9). Raises ConfigError."""
-    return memory_fit.state_bytes(memory_fit.published_plan(row.recipe)).gpu / 1e9
+    return needs(published_plan(row.recipe)).states / 1e9
 
 
 def _out_of_memory(row: Row, rows: Sequence[Row], states: float, memory: float | None) -> Check:

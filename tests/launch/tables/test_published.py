@@ -10,7 +10,7 @@ from launching import ROOT, run
 from launch import recipe as command
 from launch.console import ends
 from launch.machine import memory
-from launch.planning import memory_fit
+from launch.planning import memory_fit, resolved_plans
 from launch.tables import listing, showing
 from recipes import catalog
 from recipes.problems import RecipeError
@@ -49,7 +49,7 @@ def test_a_row_says_what_is_printed_and_where_the_rest_is_from(table, row):
         table.name, set()
     )  # the paper's own section
     assert explained >= set(NEVER_PRINTED) - from_text
-    assert memory_fit.published_plan(recipe).notices == (), (
+    assert resolved_plans.published_plan(recipe).notices == (), (
         "the row runs as published on GPUs that can do everything"
     )
 
@@ -65,8 +65,8 @@ def test_tiny_keeps_the_kind_of_run(name):
     )
     shared = [[getattr(recipe.parallel, key) > 1 for key in ("tp", "pp", "dp")] for recipe in (full, tiny)]
     assert shared[0] == shared[1]
-    assert memory_fit.processes(tiny) <= 8
-    plans = [memory_fit.published_plan(recipe) for recipe in (full, tiny)]
+    assert resolved_plans.processes(tiny) <= 8
+    plans = [resolved_plans.published_plan(recipe) for recipe in (full, tiny)]
     assert (
         len(
             {
@@ -104,7 +104,7 @@ def test_training_is_as_the_megatron_paper_says():
         and bert.data.masking.whole_words
         and bert.data.masking.max_ngram > 1
     )
-    assert memory_fit.published_plan(gpt2).padded_vocab == 51200
+    assert resolved_plans.published_plan(gpt2).padded_vocab == 51200
 
 
 def test_a_run_says_what_no_source_gives():
@@ -284,7 +284,7 @@ def test_show_carries_the_settings_into_the_launch_lines(capsys):
 def test_show_is_about_the_machine_of_the_row(capsys):
     sparse = output(capsys, "show", "sber_path_to_13b/07-gpt3-large-sparse")
     assert (
-        "attention     layers dense, banded, repeated" in sparse
+        "attention   layers dense, banded, repeated" in sparse
         and "banded by" not in sparse
         and "CPU" not in sparse
     )
@@ -321,7 +321,7 @@ def test_show_of_a_users_row(capsys, tmp_path):
     assert [row["recipe"] for row in rows] == [f"{table}/small", f"{table}/own", "default/sotu"]
     assert "small" in output(capsys, "show", rows[0]["recipe"]), "what list prints is what show takes"
     text = output(capsys, "show", f"{table}/small")
-    assert "hardware      any" in text and "published" not in text and f"--recipe '{table}/small'" in text
+    assert "hardware    any" in text and "published" not in text and f"--recipe '{table}/small'" in text
     assert f"--ds_config {tmp_path}/own.json --recipe" in output(capsys, "show", f"{table}/own")
 
 

@@ -4,7 +4,7 @@ import pytest
 from launching import deepspeed, run
 
 from launch.machine.abilities import detect_machine
-from launch.planning import memory_fit
+from launch.planning import resolved_plans
 from launch.runs.metrics import read_metrics
 from launch.runs.result import read_result
 from recipes import catalog
@@ -13,7 +13,7 @@ from recipes import catalog
 def code_path(name: str) -> tuple:
     """What decides which code a shrunk row runs through."""
     recipe = catalog.load(name, tiny=True)
-    plan = memory_fit.published_plan(recipe)
+    plan = resolved_plans.published_plan(recipe)
     model = recipe.model
     return (
         model.family, model.layer_norm, model.sentence_head, model.implementation, model.attention,
@@ -36,11 +36,11 @@ def one_of_each() -> list[str]:
 def test_a_published_row_runs_shrunk(name, tmp_path):
     recipe, out = catalog.load(name, tiny=True), tmp_path / "run"
     command = ["launch/pretrain.py", "--recipe", name, "--tiny", "--out", str(out)]
-    done = run([*deepspeed(memory_fit.processes(recipe)), *command], timeout=400)
+    done = run([*deepspeed(resolved_plans.processes(recipe)), *command], timeout=400)
     assert done.returncode == 0, done.stdout[-3000:]
     result = read_result(out / "result.json")
     assert result.status == "ok" and result.tiny and result.ds_config == recipe.ds_config
-    assert result.layout and result.layout.world == memory_fit.processes(recipe)
+    assert result.layout and result.layout.world == resolved_plans.processes(recipe)
     if not detect_machine().fp16:
         stated = [str(each) for each in result.deviations]
         assert any("INSTEAD OF fp16" in line for line in stated), "said where a CPU has no fp16"

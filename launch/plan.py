@@ -1,0 +1,36 @@
+"""What fits, how fast it will be, and which layout to take, before a GPU is paid for.
+
+python launch/plan.py --recipe dgx2_gpt2_model_parallel/72x3072-h32-tp8
+python launch/plan.py --recipe openwebtext/gpt2-124m --hardware a100-80x8 --nodes 2
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from launch.console import arguments, ends
+from launch.planning import forecast_command
+
+EXAMPLES = """\
+examples:
+  python launch/plan.py --recipe dgx2_gpt2_model_parallel/72x3072-h32-tp8
+      memory and time of a published row on the hardware that it names
+
+exit codes: 0 shown; 2 refused."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The subcommands' flags stand with the subcommands."""
+    parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
+    forecast_command.add_arguments(parser)
+    return parser
+
+
+def main() -> int:
+    """Run the subcommand; the exit code."""
+    args = build_parser().parse_args()
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    ends.run(main)

@@ -1,0 +1,52 @@
+"""The planner's few fitted constants, with what they were fitted on: `constants.yaml` next to this file.
+
+`python launch/plan.py validate --refit` fits them again and writes that file.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from recipes.schema import Strict
+
+FILE = Path(__file__).with_name("constants.yaml")
+
+
+class Constants(Strict):
+    """Shares are of the catalogue's figures."""
+
+    matrix: float = Field(gt=0, le=1.5)
+    """of `matrix_share` x peak: what the products of training reach"""
+    depth: NonNegativeFloat
+    """K in k / (k + K), the share that a product over k keeps of that rate: filling and emptying its tiles"""
+    traffic: PositiveFloat
+    """of everything besides matrix products: bytes moved, relative to each operand read and written once"""
+    link: float = Field(gt=0, le=1)
+    """of the bandwidth inside a node: what collectives reach"""
+    network: float = Field(gt=0, le=1)
+    """of the bandwidth between nodes: what collectives reach"""
+    kernel_us: NonNegativeFloat
+    """microseconds of the host for each kernel that it starts"""
+    fragmentation: NonNegativeFloat
+    """of activations, gradients and buffers: memory between them that the allocator cannot use"""
+    idle: float = Field(ge=0, le=1)
+    """of the smaller of a step's two moments, backward pass and update: what the allocator keeps cached
+    because the larger moment could not take it over; given back where memory runs short"""
+
+
+@functools.cache
+def fitted() -> Constants:
+    """Those of the file."""
+    return Constants.model_validate(document()["constants"])
+
+
+@functools.cache
+def document() -> dict[str, Any]:
+    """The file: constants, what they were fitted on, the errors found."""
+    loaded: dict[str, Any] = yaml.safe_load(FILE.read_text())
+    return loaded

@@ -1,0 +1,225 @@
+"""What the planner says of a step on given nodes: memory, time, verdict, what the run would cost, remarks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from launch.planning import rank_memory
+from launch.planning.constants import Constants, fitted
+from launch.planning.hardware import Node
+from launch.planning.rank_memory import RankMemory
+from launch.planning.step_time import StepTime, step_time
+from launch.planning.workload import Workload
+from modeling import cost
+
+Verdict = Literal["fits", "snug", "out of memory"]
+RemarkKind = Literal[
+    "tensor across nodes", "bubble", "larger batch", "no precision", "partly filled node", "recomputation",
+    "host memory", "nvme unknown", "implausible",
+]  # fmt: skip
+# Of a GPU's memory: a margin below it is within the error that memory predictions were found to have.
+SNUG = 0.08
+LARGE_BUBBLE = 0.10
+ROOM = 1.25  # times the micro-batch: room for a batch that is worth trying
+MOST_MICRO = 4096
+# % of the peak rate, every product counted: what no published row of this repository leaves (it has 3 to 52).
+LEAST_SHARE, MOST_SHARE = 1.0, 75.0
+HOURS, DAYS = 3600.0, 86400.0
+
+
+@dataclass(frozen=True)
+class Remark:
+    """Something that a user should know of a plan; `forecast_text` words it.
+
+    Attributes:
+        values: numbers and names that belong to it, by name.
+    """
+
+    kind: RemarkKind
+    values: dict[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest micro-batches that fit: as planned, with every layer recomputed, and with none; 0: none."""
+
+    as_planned: int
+    recomputed: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the time of a step means.
+
+    Attributes:
+        tflops: per GPU, by the published tables' formula.
+        exact_tflops: per GPU, every matrix product counted, recomputed ones too.
+        mfu: share of the peak rate, without recomputation (Chowdhery et al. 2022, appendix B).
+    """
+
+    samples: float
+    tokens: float
+    tflops: float
+    exact_tflops: float
+    mfu: float
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a number of steps takes. `kwh` is of boards at their power limit and of nodes; None: unknown."""
+
+    steps: int
+    tokens: int
+    days: float
+    gpu_hours: float
+    kwh: float | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The planner's answer.
+
+    Attributes:
+        nodes: that the ranks take, the last one perhaps in part.
+        stages: memory of a rank of each pipeline stage.
+        host, nvme: bytes in a node's host memory and on its NVMe.
+        time: None where the GPU lacks the precision.
+    """
+
+    work: Workload
+    node: Node
+    nodes: int
+    stages: list[RankMemory]
+    host: float
+    nvme: float
+    verdict: Verdict
+    largest: Largest
+    time: StepTime | None
+    speed: Speed | None
+    remarks: list[Remark]
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda rank: rank.total)
+
+    @property
+    def margin(self) -> float:
+        """Bytes left on the fullest GPU; negative: missing."""
+        return self.node.gpu.memory_bytes - self.fullest.total
+
+    def bill(self, steps: int) -> Bill | None:
+        """For that many optimizer steps."""
+        if self.time is None:
+            return None
+        seconds, gpus = steps * self.time.total, self.work.layout.world
+        tokens = steps * self.work.layout.global_batch * self.work.sequence_length
+        other, watts = self.node.form.other_watts, self.node.gpu.watts * gpus
+        energy = None if other is None else (watts + other * self.nodes) * seconds / 3.6e6
+        return Bill(steps, tokens, seconds / DAYS, gpus * seconds / HOURS, energy)
+
+
+def forecast(work: Workload, node: Node, constants: Constants | None = None) -> Forecast:
+    """Predict a step on as many of the nodes as its layout takes."""
+    constants = constants or fitted()
+    layout, gpu = work.layout, node.gpu
+    stages = rank_memory.of_stages(work, gpu, constants)
+    here = min(layout.world, node.gpus)
+    host, nvme = (here * max(getattr(rank, place) for rank in stages) for place in ("host", "nvme"))
+    time = step_time(work, node, constants) if work.precision in gpu.tflops else None
+    found = Forecast(
+        work=work, node=node, nodes=math.ceil(layout.world / node.gpus), stages=stages, host=host, nvme=nvme,
+        verdict=_verdict(stages, host, node), largest=largest_micro(work, node, constants), time=time,
+        speed=speed(work, node, time.total) if time else None, remarks=[],
+    )  # fmt: skip
+    return replace(found, remarks=_remarks(found))
+
+
+def _verdict(stages: list[RankMemory], host: float, node: Node) -> Verdict:
+    needed, there = max(rank.total for rank in stages), node.gpu.memory_bytes
+    if needed > there or host > node.form.host.memory_gb * 1e9:
+        return "out of memory"
+    return "snug" if needed > (1 - SNUG) * there else "fits"
+
+
+def speed(work: Workload, node: Node, seconds: float) -> Speed:
+    """Rates of a step of `seconds`, predicted or measured."""
+    layout, length = work.layout, work.sequence_length
+    per_second = layout.global_batch / seconds
+    predictions = None if work.software.predicts_everywhere else work.predictions
+
+    def exact(checkpointing: bool) -> float:
+        flops = cost.exact_flops_per_step(
+            work.model, length, layout.global_batch, padded_vocab=work.padded_vocab,
+            checkpointing=checkpointing, predictions=predictions,
+        )  # fmt: skip
+        return cost.exact_tflops(flops, seconds, layout.world)
+
+    size = cost.parameters(work.model, length)
+    by_formula = cost.published_tflops(
+        size, length, layout.global_batch, seconds, layout.world, checkpointing=work.recomputed > 0
+    )
+    mfu = exact(False) / node.gpu.tflops[work.precision]
+    return Speed(per_second, per_second * length, by_formula, exact(work.recomputed > 0), mfu)
+
+
+def largest_micro(work: Workload, node: Node, constants: Constants) -> Largest:
+    """The largest micro-batch of each kind of recomputation; activations on the host fill that."""
+    sizes = (work, replace(work, recomputed=1, selective=False), replace(work, recomputed=0, selective=False))
+    return Largest(*(_largest(each, node, constants) for each in sizes))
+
+
+def _largest(work: Workload, node: Node, constants: Constants) -> int:
+    """By bisection, since memory grows with the micro-batch."""
+    here = min(work.layout.world, node.gpus)
+
+    def fits(micro: int) -> bool:
+        rank = rank_memory.fullest(work.with_micro(micro), node.gpu, constants)
+        return rank.total <= node.gpu.memory_bytes and rank.host * here <= node.form.host.memory_gb * 1e9
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= MOST_MICRO and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _remarks(found: Forecast) -> list[Remark]:
+    """What the documents teach, where it applies."""
+    work, node, layout = found.work, found.node, found.work.layout
+    said: list[Remark] = []
+
+    def say(kind: RemarkKind, **values: float | int | str) -> None:
+        said.append(Remark(kind, values))
+
+    if layout.tp > node.gpus:
+        say("tensor across nodes", tp=layout.tp, gpus=node.gpus)
+    if found.time and found.time.bubble_share > LARGE_BUBBLE:
+        chunks = math.ceil((layout.pp - 1) / work.interleave * (1 - LARGE_BUBBLE) / LARGE_BUBBLE)
+        if chunks > layout.accumulation:
+            say("bubble", share=found.time.bubble_share, chunks=chunks, now=layout.accumulation)
+    if found.verdict != "out of memory" and found.largest.as_planned >= ROOM * layout.micro:
+        say("larger batch", micro=layout.micro, largest=found.largest.as_planned, seconds=0)
+    if found.verdict == "fits" and work.recomputed and found.largest.kept >= layout.micro:
+        say("recomputation", micro=layout.micro)
+    if work.precision not in node.gpu.tflops:
+        has = ", ".join(name for name in node.gpu.tflops if name != "fp32")
+        say("no precision", precision=work.precision, gpu=node.gpu.title, has=has or "fp32")
+    if over := layout.world % node.gpus if layout.world > node.gpus else 0:
+        say("partly filled node", ranks=over, gpus=node.gpus)
+    if found.host > node.form.host.memory_gb * 1e9:
+        say("host memory", needed=found.host / 1e9, there=node.form.host.memory_gb)
+    if found.nvme and node.form.nvme_gb_s is None:
+        say("nvme unknown", node=node.name)
+    if found.speed:
+        share = 100 * found.speed.exact_tflops / node.gpu.tflops[work.precision]
+        if not LEAST_SHARE <= share <= MOST_SHARE:
+            say("implausible", share=share)
+    return said

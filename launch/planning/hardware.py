@@ -1,0 +1,190 @@
+"""The hardware catalogue: GPUs, nodes and what connects them, every figure with its source.
+
+`hardware.yaml` next to this file is the catalogue; a file of the user's in the same form adds to it and may
+use its GPUs. Figures there are mappings {is: number, source: key of `sources`}, or plain numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+
+from recipes import files
+from recipes.problems import Problem, ProblemsError, did_you_mean
+from recipes.schema import Strict
+
+CATALOGUE = Path(__file__).with_name("hardware.yaml")
+GIB = 2**30
+THIS = "this"  # the machine that the planner runs on, as --hardware names it
+
+
+class Gpu(Strict):
+    """One accelerator, or all cores of a machine without any."""
+
+    title: str
+    compute_capability: str | None = None
+    memory_gib: PositiveFloat
+    """as the driver reports it to torch"""
+    context_gib: float = Field(default=1.5, ge=0)
+    """of CUDA's context and kernels, before the first tensor"""
+    memory_gb_s: PositiveFloat
+    """bandwidth of its memory, 10^9 bytes per second"""
+    tflops: dict[str, PositiveFloat]
+    """peak rate of dense matrix products by precision; a precision that the GPU lacks is absent"""
+    matrix_share: float = Field(default=0.8, gt=0, le=1)
+    """largest share of that peak that somebody measured on large matrices"""
+    multiprocessors: PositiveInt
+    watts: PositiveFloat
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory_gib * GIB
+
+
+class Link(Strict):
+    """What connects the GPUs of a node."""
+
+    kind: str
+    gb_s: PositiveFloat | None = None
+    """10^9 bytes per second, each way, per GPU; null: one GPU, linked to none"""
+
+
+class Network(Strict):
+    """What connects nodes."""
+
+    gb_s: PositiveFloat
+    """10^9 bytes per second, each way, per node"""
+    reached_gb_s: PositiveFloat | None = None
+    """what collectives were measured to reach there, per node; null: the planner's usual share"""
+
+
+class Host(Strict):
+    """The node besides its GPUs."""
+
+    memory_gb: PositiveFloat
+    memory_gb_s: PositiveFloat
+    cores: PositiveInt
+
+
+class NodeForm(Strict):
+    """A node as the catalogue's file has it."""
+
+    title: str
+    gpu: str
+    gpus: PositiveInt
+    link: Link
+    network: Network | None = None
+    pcie_gb_s: PositiveFloat
+    """between host and GPU, each way, 10^9 bytes per second"""
+    host: Host
+    nvme_gb_s: PositiveFloat | None = None
+    other_watts: PositiveFloat | None = None
+    """of the node besides its GPUs"""
+    slurm_constraint: str | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the catalogue with its GPU.
+
+    Attributes:
+        kernel_seconds: of starting one kernel or operation; None: as GPUs need.
+    """
+
+    name: str
+    form: NodeForm
+    gpu: Gpu
+    kernel_seconds: float | None = None
+
+    @property
+    def gpus(self) -> int:
+        return self.form.gpus
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks share the host's cores and memory instead of having GPUs."""
+        return self.form.link.kind == "shared memory"
+
+    def shared_by(self, ranks: int) -> Node:
+        """The machine as `ranks` ranks see it that share its cores, its memory and what they copy through."""
+        gpu = self.gpu.model_copy(update={
+            "memory_gib": self.gpu.memory_gib / ranks, "memory_gb_s": self.gpu.memory_gb_s / ranks,
+            "tflops": {name: rate / ranks for name, rate in self.gpu.tflops.items()},
+            "watts": self.gpu.watts / ranks,
+        })  # fmt: skip
+        return replace(self, gpu=gpu, form=self.form.model_copy(update={"gpus": ranks}))
+
+
+def find(name: str) -> Node:
+    """The node of the catalogue called `name`, or NODE of a user's file given as FILE.yaml:NODE.
+
+    Raises ProblemsError: no such node, with near matches; a file that is no catalogue.
+    """
+    written, colon, node = name.rpartition(":")
+    if colon and written.endswith((".yaml", ".yml")):
+        document = _read(files.path_of(written, "--hardware"), written)
+        gpus = {**catalogue()["gpus"], **document["gpus"]}
+        return _node(node, document["nodes"], gpus, f"of {written}")
+    known = catalogue()
+    return _node(name, known["nodes"], known["gpus"], "of the catalogue (launch/planning/hardware.yaml)")
+
+
+def this() -> Node:
+    """The machine that the planner runs on, measured once. Raises ProblemsError."""
+    raise ProblemsError([Problem("--hardware", "this", "is not measured yet", "")])
+
+
+def names() -> list[str]:
+    """Every node of the catalogue."""
+    return list(catalogue()["nodes"])
+
+
+@functools.cache
+def catalogue() -> dict[str, Any]:
+    """The catalogue's file as plain numbers: sources, gpus, nodes."""
+    return _read(CATALOGUE, CATALOGUE.name)
+
+
+def _read(path: Path, shown: str) -> dict[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        document = yaml.load(files.read_text(path), loader)
+    except yaml.YAMLError as error:
+        raise ProblemsError(
+            [Problem("--hardware", f"{shown}: {error}", "is no YAML", "correct it")]
+        ) from None
+    if not isinstance(document, dict) or not {"gpus", "nodes"} & document.keys():
+        rule = "a catalogue has gpus and nodes, as launch/planning/hardware.yaml"
+        raise ProblemsError([Problem("--hardware", shown, rule, "write them so")])
+    parts = {key: document.get(key) or {} for key in ("sources", "gpus", "nodes")}
+    return {key: _plain(part) if key != "sources" else part for key, part in parts.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Figures without their sources."""
+    if isinstance(value, dict):
+        return value["is"] if "is" in value else {key: _plain(below) for key, below in value.items()}
+    return value
+
+
+def _node(name: str, nodes: dict[str, Any], gpus: dict[str, Any], where: str) -> Node:
+    if name not in nodes:
+        fix = did_you_mean(name, nodes)
+        raise ProblemsError([Problem("--hardware", f"--hardware {name[:100]}", f"no such node {where}", fix)])
+    try:
+        form = NodeForm.model_validate(nodes[name])
+        if form.gpu not in gpus:
+            came, rule = f"{name}.gpu={form.gpu}", f"no such GPU {where}"
+            raise ProblemsError([Problem("--hardware", came, rule, did_you_mean(form.gpu, gpus))])
+        return Node(name, form, Gpu.model_validate(gpus[form.gpu]))
+    except ValidationError as error:
+        told = [(".".join(map(str, detail["loc"])), detail["msg"]) for detail in error.errors()]
+        fix = "write it as in launch/planning/hardware.yaml"
+        raise ProblemsError(
+            [Problem("--hardware", f"{name}: {key}", message, fix) for key, message in told]
+        ) from None

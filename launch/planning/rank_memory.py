@@ -1,0 +1,175 @@
+"""Memory of one rank of each pipeline stage, in bytes by category, while a step is at its fullest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from launch.planning.constants import Constants
+from launch.planning.hardware import GIB, Gpu
+from launch.planning.workload import Workload
+from modeling import cost
+
+NOT_IN_THE_TOTAL = ("stage", "idle", "host", "nvme")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on a rank of pipeline stage `stage`.
+
+    Attributes:
+        weights, gradients, optimizer: model states; the optimizer's with its fp32 master weights.
+        buffers: of DeepSpeed's communication, and parameters that stage 3 has gathered.
+        activations: kept for the backward pass, of all micro-batches in flight.
+        working: a recomputed chunk, and gradients of a layer's backward pass.
+        logits: of the loss, on the last stage.
+        fragmentation: what the caching allocator holds and nothing uses.
+        idle: cached by the allocator at the step's other moment; given back where memory runs short, and no
+            part of the total.
+        context: CUDA's own, and that of the communication library; no part of what torch reports as cached.
+        host, nvme: outside the GPU.
+    """
+
+    stage: int
+    weights: float
+    gradients: float
+    optimizer: float
+    buffers: float
+    activations: float
+    working: float
+    logits: float
+    fragmentation: float
+    context: float
+    idle: float
+    host: float
+    nvme: float
+
+    @property
+    def on_gpu(self) -> dict[str, float]:
+        """The categories on the GPU, which make the total."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in NOT_IN_THE_TOTAL}
+
+    @property
+    def total(self) -> float:
+        """Bytes on the GPU."""
+        return sum(self.on_gpu.values())
+
+    @property
+    def states(self) -> float:
+        """Bytes of model states on the GPU."""
+        return self.weights + self.gradients + self.optimizer
+
+    def cached(self, memory: float) -> float:
+        """Bytes that torch reports as cached (reserved) at most, on a GPU of so many bytes."""
+        return min(self.total - self.context + self.idle, memory - self.context)
+
+
+def of_stages(work: Workload, gpu: Gpu, constants: Constants) -> list[RankMemory]:
+    """Each pipeline stage's; all data- and tensor-parallel ranks of a stage hold as much."""
+    return [of_stage(work, stage, gpu, constants) for stage in range(work.layout.pp)]
+
+
+def fullest(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
+    """That of the stage with the fullest GPUs; without building those between the ends one by one."""
+    pp = work.layout.pp
+    stages = {0, 1, pp - 1} & {*range(pp)}
+    return max((of_stage(work, stage, gpu, constants) for stage in stages), key=lambda rank: rank.total)
+
+
+def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> RankMemory:
+    """A rank of one stage, at the fuller of two moments.
+
+    In the backward pass all activations are held, in the optimizer's step the gradients that it takes.
+    """
+    placed, computing = _states(work, stage)
+    kept, working, logits = _activations(work, stage)
+    buffers = _buffers(work, stage)
+    backward = dict(gradients=computing, activations=kept.gpu, working=working, logits=logits)
+    update = dict(gradients=placed.gradients.gpu, activations=0.0, working=0.0, logits=0.0)
+    larger, smaller = sorted((backward, update), key=lambda moment: -sum(moment.values()))
+    return RankMemory(
+        stage=stage,
+        weights=placed.weights.gpu,
+        optimizer=placed.optimizer.gpu,
+        buffers=buffers,
+        **larger,
+        fragmentation=constants.fragmentation * (sum(larger.values()) + buffers),
+        context=gpu.context_gib * GIB,
+        idle=constants.idle * sum(smaller.values()),
+        host=placed.total.host + kept.host,
+        nvme=placed.total.nvme,
+    )
+
+
+def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
+    """(model states while the optimizer steps, bytes of gradients on the GPU in the backward pass)."""
+    parameters, software, dp = work.parameters_of(stage), work.software, work.layout.dp
+    share = parameters / (dp if work.zero_stage >= 2 else 1)
+    if software.states:
+        widths = cost.FP32 if work.precision == "fp32" else software.states
+        placed = cost.placed_state_bytes(parameters, work.zero_stage, dp, widths=widths)
+        stepped = widths.gradient if work.precision == "fp32" else software.step_gradients
+        gradients = placed.gradients._replace(gpu=stepped * share)
+        return replace(placed, gradients=gradients), widths.gradient * share
+    placed = cost.placed_state_bytes(
+        parameters, work.zero_stage, dp, widths=work.widths, optimizer=work.optimizer_at,
+        weights=work.weights_at, accumulates=work.layout.accumulation > 1, sub_group=work.sub_group,
+    )  # fmt: skip
+    if work.zero_stage == 0:  # its gradients are in fp32 throughout (deepspeed_fixes/zero0)
+        return placed, placed.gradients.gpu
+    stays = work.optimizer_at == "gpu" or work.zero_stage == 1
+    return placed, work.widths.gradient * share if stays else 0.0
+
+
+def _buffers(work: Workload, stage: int) -> float:
+    """Bytes of ZeRO's buckets and gathered parameters."""
+    parameters, buffers = work.parameters_of(stage), work.buffers
+    reduce = buffers.reduce if work.layout.dp > 1 or work.layout.pp > 1 or work.zero_stage else 0.0
+    gathered = 0.0
+    if work.zero_stage == 3:
+        gathered = min(parameters, buffers.live + buffers.prefetch) if buffers.live else _two_layers(work)
+    return work.width * (reduce + gathered)
+
+
+def _two_layers(work: Workload) -> float:
+    """Parameters of the layer that is computed and the one that is gathered ahead."""
+    one = cost.parameters_per_rank(
+        work.model, work.sequence_length, work.padded_vocab, work.layout.tp, layers=1, first=False, last=False
+    )
+    return 2 * one
+
+
+def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, float]:
+    """(kept over a stage, at work in one layer, logits) in bytes."""
+    layer, layers, flights = work.activations, work.layers_of(stage), work.in_flight(stage)
+    chunk = work.recomputed
+    if chunk:
+        kept = layer.stream * -(-layers // chunk) * flights
+        if work.cuts_checkpoints and not work.sequence_parallel:
+            kept /= work.layout.tp
+        working = layer.kept * min(chunk, layers) + layer.transient
+    else:
+        each = layer.kept - (layer.kept_scores if work.selective and layer.keeps_scores else 0.0)
+        kept = each * layers * flights
+        working = layer.transient + (layer.kept_scores if work.selective and layer.keeps_scores else 0.0)
+    logits = 0.0
+    if stage == work.layout.pp - 1:
+        logits = logit_elements(work) * work.software.logit_bytes * (1.0 if work.width == 2 else 16 / 14)
+        # The last norm's output and input.
+        kept += 2 * layer.stream
+    if stage == 0:
+        kept += layer.stream * flights  # the embedding's output before dropout
+    # While the loss is at its fullest no layer is at work yet.
+    larger = max(working, logits)
+    working, logits = (working, 0.0) if larger == working else (0.0, logits)
+    places = (
+        cost.StateBytes(0.0, kept, 0.0) if work.checkpoints_at == "host" else cost.StateBytes(kept, 0.0, 0.0)
+    )
+    return places, working, logits
+
+
+def logit_elements(work: Workload) -> float:
+    """Logits of a micro-batch on one tensor rank: b S V / t, of a BERT those of its predicted positions."""
+    everywhere = work.predictions is None or work.software.predicts_everywhere
+    positions = work.sequence_length if everywhere else work.predictions
+    assert positions is not None
+    return work.layout.micro * positions * work.padded_vocab / work.layout.tp

@@ -1,0 +1,307 @@
+"""Time of one optimizer step: matrix products, everything between them, communication, offload, the update.
+
+A roofline with few constants (`constants.yaml`). Symbols as in `modeling.cost`; p pipeline stages, m
+micro-batches of a step, v chunks of layers per stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from launch.planning.constants import Constants
+from launch.planning.hardware import Node
+from launch.planning.workload import Workload
+from modeling import cost
+
+TILE = 128  # rows and columns that one multiprocessor computes at a time
+TENSORS = 12  # parameter tensors of a layer
+# Of Adam on the host per parameter: gradient, master weight and two moments read, the last three written, and
+# the weight in half precision.
+HOST_UPDATE_BYTES = 30
+LATENCY, FAR_LATENCY = 2.5e-6, 10e-6  # seconds of a hop of a collective, inside a node and between nodes
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step by cause, on the slowest path; their sum is the step.
+
+    Attributes:
+        matrix: products of weights, attention and the heads; recomputation included.
+        elementwise: everything else that layers compute, and time in which the host starts kernels.
+        tensor: all-reduces, or gathers and scatters, of tensor parallelism.
+        boundary: what pipeline stages hand to each other.
+        bubble: waiting for the pipeline to fill and to empty.
+        data: gradients over data-parallel ranks and ZeRO's gathering, as far as computation does not hide it.
+        offload: transfers to and from the host or NVMe.
+        update: the optimizer, on GPU or CPU.
+    """
+
+    matrix: float
+    elementwise: float
+    tensor: float
+    boundary: float
+    bubble: float
+    data: float
+    offload: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.split.values())
+
+    @property
+    def split(self) -> dict[str, float]:
+        """Seconds by cause."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def bubble_share(self) -> float:
+        """The bubble's share of the pipeline's time (Narayanan et al. 2021, section 2.2)."""
+        return self.bubble / (self.total - self.data - self.offload - self.update or 1.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of a node as training reaches them: operations and bytes per second."""
+
+    node: Node
+    constants: Constants
+    ranks: int  # of the run
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of a full node."""
+        return min(self.ranks, self.node.gpus)
+
+    @property
+    def kernel_seconds(self) -> float:
+        """Seconds in which the host starts one kernel."""
+        own = self.node.kernel_seconds
+        return self.constants.kernel_us * 1e-6 if own is None else own
+
+    def product_seconds(self, product: cost.Product, precision: str) -> float:
+        """A matrix product: the slower of computing and moving its operands.
+
+        The share of the rate falls with the last wave of tiles that does not fill the GPU, and with short
+        sums.
+        """
+        gpu, width = self.node.gpu, 4 if precision == "fp32" else 2
+        rate = gpu.tflops[precision] * 1e12 * gpu.matrix_share * self.constants.matrix
+        tiles = math.ceil(product.m / TILE) * math.ceil(product.n / TILE) * product.times
+        waves = tiles / gpu.multiprocessors
+        filled = waves / math.ceil(waves)
+        deep = product.k / (product.k + self.constants.depth)
+        moved = (
+            width * product.times * (product.m * product.k + product.k * product.n + product.m * product.n)
+        )
+        return max(product.operations / (rate * filled * deep), moved / (gpu.memory_gb_s * 1e9))
+
+    def collective_seconds(self, size: float, ranks: int, spread: int, *, passes: int = 2) -> float:
+        """A ring over `ranks` ranks that are `spread` apart in rank order: `passes` x (n - 1) / n x size.
+
+        Two passes are an all-reduce, one is a gather or a scatter (Patarasuk and Yuan 2009). Inside a node
+        each rank has its link; between nodes the groups that cross share the node's network.
+        """
+        if ranks == 1 or not size:
+            return 0.0
+        return passes * (ranks - 1) / ranks * size / self.ring_rate(ranks, spread) + self._latency(
+            ranks, spread, passes
+        )
+
+    def ring_rate(self, ranks: int, spread: int) -> float:
+        """Bytes per second of each rank of such a ring."""
+        inside = (self.node.form.link.gb_s or math.inf) * 1e9 * self.constants.link
+        if ranks * spread <= self.node.gpus:
+            return inside
+        members = max(1, self.node.gpus // spread)  # of a group in one node
+        groups = self.node.gpus / members  # that cross the node's border
+        return min(inside, self.network / groups)
+
+    @property
+    def network(self) -> float:
+        """Bytes per second of a node; a catalogue entry without a network runs on one node."""
+        form = self.node.form
+        if form.network and form.network.reached_gb_s:
+            return form.network.reached_gb_s * 1e9
+        return (form.network.gb_s if form.network else form.pcie_gb_s) * 1e9 * self.constants.network
+
+    def _latency(self, ranks: int, spread: int, passes: int) -> float:
+        hop = LATENCY if ranks * spread <= self.node.gpus else FAR_LATENCY
+        return passes * min(ranks - 1, 2 * math.ceil(math.log2(ranks))) * hop
+
+    def hop_seconds(self, size: float, spread: int) -> float:
+        """Sending `size` to the rank that is `spread` further; every rank of a node sends at once."""
+        if not size:
+            return 0.0
+        here = self.ranks_here
+        rate = (self.node.form.link.gb_s or math.inf) * 1e9 * self.constants.link
+        if spread >= self.node.gpus:
+            rate = min(rate, self.network / here)
+        return size / rate + FAR_LATENCY
+
+
+def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
+    """The step of `work` on nodes of that kind, as many as it takes."""
+    layout = work.layout
+    machine = Machine(node, constants, layout.world)
+    passes, m = Passes(work, machine), layout.accumulation
+    slowest = max({0, layout.pp - 1}, key=lambda stage: passes.of_stage(stage).total)
+    own = passes.of_stage(slowest)
+    typical = passes.of_stage(min(1, layout.pp - 1) if layout.pp > 2 else 0)
+    bubble = (layout.pp - 1) / work.interleave * typical.total
+    data, hidden = _data_seconds(work, machine, m * own.matrix + m * own.elementwise)
+    return StepTime(
+        matrix=m * own.matrix, elementwise=m * own.elementwise, tensor=m * own.tensor,
+        boundary=m * own.boundary, bubble=bubble, data=max(0.0, data - hidden),
+        offload=_offload_seconds(work, machine), update=_update_seconds(work, machine),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one micro-batch on a stage, forward, recomputation and backward."""
+
+    matrix: float
+    elementwise: float
+    tensor: float
+    boundary: float
+
+    @property
+    def total(self) -> float:
+        return self.matrix + self.elementwise + self.tensor + self.boundary
+
+
+class Passes:
+    """What a micro-batch takes on the stages of a pipeline."""
+
+    def __init__(self, work: Workload, machine: Machine):
+        self.work, self.machine = work, machine
+        layout, model, software = work.layout, work.model, work.software
+        self.again = 1.0 if work.recomputed else 0.0
+        layer = cost.layer_products(model, work.tokens, work.sequence_length, layout.tp)
+        square = cost.attention_products(model, work.tokens, work.sequence_length, layout.tp)
+        self.weights = self._products(layer)
+        # Kernels that keep no scores skip what causal attention masks, and compute scores again backward.
+        flash = not software.keeps_scores
+        skipped = 0.5 if flash and model.family == "gpt2" else 1.0
+        self.scores = skipped * self._products(square)
+        self.scores_backward = 2.5 if flash else 2.0
+        predictions = None if software.predicts_everywhere else work.predictions
+        heads = cost.head_products(
+            model, layout.micro, work.sequence_length, work.padded_vocab, layout.tp, predictions
+        )
+        self.heads = self._products(heads)
+
+    def of_stage(self, stage: int) -> Pass:
+        work, layers, software = self.work, self.work.layers_of(stage), self.work.software
+        last = stage == work.layout.pp - 1
+        weights = (3 + self.again) * self.weights
+        scores = (1 + self.again + work.selective * (not self.again) + self.scores_backward) * self.scores
+        matrix = layers * (weights + scores) + (3 * self.heads if last else 0.0)
+        between = self._between() * (3 + self.again) * layers
+        started = software.passes.kernels * (3 + self.again) * layers * self.machine.kernel_seconds
+        between = max(between, started - matrix)
+        if last:
+            between += self._loss()
+        return Pass(matrix, between, self._tensor() * layers, self._boundary())
+
+    def _products(self, products: Iterable[cost.Product]) -> float:
+        return sum(self.machine.product_seconds(product, self.work.precision) for product in products)
+
+    def _between(self) -> float:
+        """Seconds of a layer's forward pass besides matrix products: bytes over the memory's bandwidth."""
+        work, gpu = self.work, self.machine.node.gpu
+        cut = work.layout.tp if work.sequence_parallel else 1
+        size = work.width * work.tokens * work.model.hidden
+        passes = work.software.passes
+        moved = size * (passes.whole / cut + passes.cut / work.layout.tp)
+        if work.software.keeps_scores:
+            moved += passes.scores * work.activations.scores
+        return self.machine.constants.traffic * moved / (gpu.memory_gb_s * 1e9)
+
+    def _loss(self) -> float:
+        """Seconds of the loss over its logits, three passes in fp32 and two in half precision."""
+        predictions = None if self.work.software.predicts_everywhere else self.work.predictions
+        positions = self.work.sequence_length if predictions is None else predictions
+        logits = self.work.layout.micro * positions * self.work.padded_vocab / self.work.layout.tp
+        return 32 * logits / (self.machine.node.gpu.memory_gb_s * 1e9)
+
+    def _tensor(self) -> float:
+        """Seconds of a layer's all-reduces: two forward, two backward, two recomputed.
+
+        Sequence parallelism moves as much by gathers and scatters (Korthikanti et al. 2022, section 4.2.2).
+        """
+        work = self.work
+        size = work.width * work.tokens * work.model.hidden
+        each = self.machine.collective_seconds(size, work.layout.tp, 1)
+        return each * (4 + 2 * self.again)
+
+    def _boundary(self) -> float:
+        """Seconds of handing activations on and gradients back, for each of v chunks."""
+        work, layout = self.work, self.work.layout
+        if layout.pp == 1:
+            return 0.0
+        size: float = work.width * work.tokens * work.model.hidden
+        if work.software.cuts_boundaries or work.sequence_parallel:
+            size /= layout.tp
+        return 2 * work.interleave * self.machine.hop_seconds(size, layout.tp * layout.dp)
+
+
+def _data_seconds(work: Workload, machine: Machine, computed: float) -> tuple[float, float]:
+    """(seconds of data parallelism's communication, seconds of it that run under computation).
+
+    Reductions run under the backward pass where a system overlaps them. Stage 3's gathering counts in full: a
+    fitted share of it that is hidden came out as 0 on the published rows of stage 3 of all four documents."""
+    layout, stage = work.layout, work.zero_stage
+    parameters, dp, tp, m = work.parameters_of(0), layout.dp, layout.tp, layout.accumulation
+    size, gradients = work.width * parameters, work.width * parameters
+    backward = computed / (2 * m)  # of the last micro-batch
+    if stage == 3:  # gathered forward and backward, and gradients scattered, for every micro-batch
+        each = 2 * machine.collective_seconds(size, dp, tp, passes=1)
+        each += machine.collective_seconds(gradients, dp, tp, passes=1)
+        return m * each, 0.0
+    reduced = machine.collective_seconds(gradients, dp, tp, passes=1 if stage else 2)
+    times = m if stage == 2 else 1
+    gathered = machine.collective_seconds(size, dp, tp, passes=1) if stage else 0.0
+    hidden = 0.0
+    if work.overlaps_gradients or work.software.overlaps_gradients:
+        hidden = min(times * reduced, times * backward)
+    if work.software.overlaps_weights:
+        hidden += min(gathered, backward)
+    return times * reduced + gathered, hidden
+
+
+def _offload_seconds(work: Workload, machine: Machine) -> float:
+    """Seconds of PCIe and NVMe transfers, of which DeepSpeed hides few."""
+    layout, form, here = work.layout, machine.node.form, machine.ranks_here
+    pcie = form.pcie_gb_s * 1e9
+    parameters, m = work.parameters_of(0), layout.accumulation
+    share = parameters / layout.dp
+    seconds = 0.0
+    if work.optimizer_at != "gpu":
+        times = m if work.zero_stage >= 2 else 1
+        seconds += work.width * share * (times + 1) / pcie  # gradients out, weights back
+    if work.weights_at != "gpu":
+        seconds += 2 * m * work.width * share / pcie
+    if work.checkpoints_at == "host":
+        kept = work.activations.stream * work.layers_of(0) / max(1, work.recomputed)
+        seconds += 2 * m * kept / (layout.tp if work.cuts_checkpoints else 1) / pcie
+    if form.nvme_gb_s and "nvme" in (work.optimizer_at, work.weights_at):
+        states = 32 * share if work.optimizer_at == "nvme" else 0.0  # 16 read and 16 written
+        states += 2 * m * work.width * share if work.weights_at == "nvme" else 0.0
+        seconds += states * here / (form.nvme_gb_s * 1e9)
+    return seconds
+
+
+def _update_seconds(work: Workload, machine: Machine) -> float:
+    """Seconds of Adam over the rank's share: a stream through the GPU's memory, or the host's."""
+    layout, node = work.layout, machine.node
+    parameters = max(work.parameters_of(stage) for stage in {0, layout.pp - 1})
+    share = parameters / (layout.dp if work.zero_stage else 1)
+    if work.optimizer_at == "gpu":
+        started = work.software.update_kernels * TENSORS * work.layers_of(0) * machine.kernel_seconds
+        moved = work.software.update_bytes * share / (node.gpu.memory_gb_s * 1e9)
+        return max(moved, started)
+    return HOST_UPDATE_BYTES * share * machine.ranks_here / (node.form.host.memory_gb_s * 1e9)

@@ -1,0 +1,184 @@
+"""One optimizer step as the planner sees it: model, layout, precision, and what a system does with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ds_configs.plan import Plan, Precision
+from launch.planning.software import OURS, SYSTEMS, Software
+from modeling import cost
+from recipes.layout import Layout
+from recipes.schema import Dropout, Model
+
+PLACES: dict[str, cost.Place] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}  # of DeepSpeed's devices
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Elements of the buffers through which DeepSpeed's ZeRO communicates.
+
+    Attributes:
+        reduce: gradients on their way to other ranks, all buffers of that kind together.
+        live: gathered parameters of stage 3, at most.
+        prefetch: parameters of stage 3 that are gathered ahead.
+    """
+
+    reduce: float = 0.0
+    live: float = 0.0
+    prefetch: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step computes, keeps and sends.
+
+    Attributes:
+        predictions: P of a BERT; None: logits at every position.
+        recomputed: layers per recomputed chunk; 0: none.
+        selective: attention's scores alone are recomputed (Korthikanti et al. 2022, section 5).
+        sequence_parallel: the residual stream is cut over tensor ranks (there, section 4.2.2).
+        interleave: chunks of layers per pipeline stage (Narayanan et al. 2021, section 2.2); 1: plain 1F1B.
+        optimizer_at, weights_at: where the optimizer states with the step, and stage 3's weights, lie.
+        checkpoints_at: where the inputs of recomputed chunks lie.
+        cuts_checkpoints: each tensor rank keeps 1/t of them.
+    """
+
+    model: Model
+    dropout: Dropout
+    sequence_length: int
+    predictions: int | None
+    padded_vocab: int
+    layout: Layout
+    precision: Precision
+    recomputed: int
+    zero_stage: int
+    software: Software = OURS
+    widths: cost.Widths = cost.MIXED
+    optimizer_at: cost.Place = "gpu"
+    weights_at: cost.Place = "gpu"
+    checkpoints_at: cost.Place = "gpu"
+    cuts_checkpoints: bool = False
+    sub_group: float = 1e9
+    buffers: Buffers = Buffers()
+    overlaps_gradients: bool = False
+    selective: bool = False
+    sequence_parallel: bool = False
+    interleave: int = 1
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of the activations."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.layout.micro * self.sequence_length
+
+    @property
+    def activations(self) -> cost.LayerActivations:
+        """What a layer keeps of a micro-batch."""
+        return cost.LayerActivations(
+            self.model, self.dropout, self.tokens, self.sequence_length, self.width, self.layout.tp,
+            self.sequence_parallel, self.software.keeps_scores, self.software.gelu_copies,
+        )  # fmt: skip
+
+    def layers_of(self, stage: int) -> int:
+        """Transformer layers of a pipeline stage; the first stages have one more where they do not divide."""
+        each, over = divmod(self.model.layers, self.layout.pp)
+        return each + (stage < over)
+
+    def parameters_of(self, stage: int) -> int:
+        """Parameters on a rank of a pipeline stage."""
+        return cost.parameters_per_rank(
+            self.model, self.sequence_length, self.padded_vocab, self.layout.tp,
+            layers=self.layers_of(stage), first=stage == 0, last=stage == self.layout.pp - 1,
+        )  # fmt: skip
+
+    def in_flight(self, stage: int) -> float:
+        """Micro-batches whose activations a stage holds at most, of all its layers.
+
+        1F1B: as many as there are stages from this one on (Narayanan et al. 2021, section 2.2.1); with
+        interleaving the first stage holds (1 + (p - 1) / (p v)) p (Korthikanti et al. 2022, section 4.2.3).
+        """
+        pp, chunks = self.layout.pp, self.interleave
+        most = pp - stage + (0 if chunks == 1 else (pp - 1) / chunks)
+        return min(self.layout.accumulation, most)
+
+    def with_micro(self, micro: int) -> Workload:
+        """The same with another micro-batch, and as many of them."""
+        layout = self.layout
+        total = micro * layout.accumulation * layout.dp
+        return replace(self, layout=replace(layout, micro=micro, global_batch=total))
+
+
+def of_plan(plan: Plan) -> Workload:
+    """The step of a resolved plan."""
+    recipe, ds = plan.recipe, plan.ds
+    zero, checkpointing = ds.get("zero_optimization") or {}, ds.get("activation_checkpointing") or {}
+    optimizer, weights = (PLACES[section.get("device") or "none"] for section in offloads(plan))
+    away = checkpointing.get("cpu_checkpointing") and recipe.checkpoint_interval
+    cut = checkpointing.get("partition_activations") and recipe.model.implementation == "megarecipes"
+    ours = recipe.model.implementation == "megarecipes"
+    return Workload(
+        model=recipe.model, dropout=recipe.dropout, sequence_length=recipe.sequence_length,
+        predictions=recipe.predictions if recipe.model.family == "bert" else None,
+        padded_vocab=plan.padded_vocab, layout=plan.layout, precision=plan.precision,
+        recomputed=recipe.checkpoint_interval, zero_stage=plan.zero_stage,
+        software=OURS if ours else SYSTEMS["transformers"], widths=state_widths(plan),
+        optimizer_at=optimizer, weights_at=weights, checkpoints_at="host" if away else "gpu",
+        cuts_checkpoints=bool(cut), sub_group=zero.get("sub_group_size", 1e9),
+        buffers=_buffers(plan.zero_stage, zero), overlaps_gradients=bool(zero.get("overlap_comm")),
+    )  # fmt: skip
+
+
+def as_run_by(work: Workload, software: str) -> Workload:
+    """The step of one of our plans on another system; one with states of its own shards nothing."""
+    system = SYSTEMS[software]
+    stage = 0 if system.states else work.zero_stage
+    buffers = Buffers() if system.states else work.buffers
+    return replace(work, software=system, zero_stage=stage, buffers=buffers)
+
+
+def offloads(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The sections offload_optimizer and offload_param of the resolved JSON; empty where there is none."""
+    zero = plan.ds.get("zero_optimization") or {}
+    return zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
+
+
+def _buffers(stage: int, zero: dict[str, Any]) -> Buffers:
+    """DeepSpeed 0.19.8: `setup_buckets` of stage_1_and_2.py and `__ipg_bucket_flat_buffer` of stage3.py.
+
+    There is a second bucket with overlap_comm.
+    """
+    usual = usual_buffers(stage)
+    reduce = zero.get("reduce_bucket_size", usual.reduce) * (2 if zero.get("overlap_comm") else 1)
+    if stage < 3:
+        return replace(usual, reduce=reduce if stage else 0.0)
+    live = zero.get("stage3_max_live_parameters", usual.live)
+    return Buffers(reduce, live, zero.get("stage3_prefetch_bucket_size", usual.prefetch))
+
+
+def usual_buffers(stage: int) -> Buffers:
+    """DeepSpeed's defaults for a ZeRO stage."""
+    return (Buffers(), Buffers(5e8), Buffers(5e8), Buffers(5e8, live=1e9, prefetch=5e7))[stage]
+
+
+def state_widths(plan: Plan) -> cost.Widths:
+    """Bytes of a number of each kind, as the resolved JSON has them.
+
+    DeepSpeed 0.19.8: `<half>_master_weights_and_grads` keeps the optimizer's weights, and the gradients that
+    it takes, in half precision; Adam's moments follow with `bf16_optimizer_states` on the GPU, and on the CPU
+    with `fp32_optimizer_states: false` (ops/adam/cpu_adam.py); `grad_accum_dtype` is that of the gradients.
+    """
+    if plan.precision == "fp32":
+        return cost.FP32
+    ds, half = plan.ds, plan.precision
+    accumulated = (ds.get("data_types") or {}).get("grad_accum_dtype") or half
+    gradient = 4 if accumulated == "fp32" else 2
+    if not ds.get(half, {}).get(f"{half}_master_weights_and_grads"):
+        return cost.Widths(gradient=gradient)
+    params = (ds.get("optimizer") or {}).get("params") or {}
+    halved = ds.get(half, {}).get("bf16_optimizer_states") or params.get("fp32_optimizer_states") is False
+    return cost.Widths(gradient=gradient, master=2, moment=2 if halved else 4)

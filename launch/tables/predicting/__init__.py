@@ -1,0 +1,1 @@
+"""Predictions of published rows, and how wrong they are."""

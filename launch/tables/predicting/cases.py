@@ -1,0 +1,134 @@
+"""A published row as the planner sees it: what ran, on which nodes, and what was printed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_configs.jsonfile import ConfigError
+from launch.planning import hardware, workload
+from launch.planning.resolved_plans import published_plan
+from launch.planning.workload import Workload
+from launch.tables.verifying import evidence
+from launch.tables.verifying.rows import Row, published_rows
+from modeling import cost
+from recipes import catalog
+
+# Errata of a row that make its time, or its running out of memory, worthless as a measurement.
+CONTRADICTED = {"time": ("GPUs", "time"), "memory": ("GPUs", "out of memory")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row to predict.
+
+    Attributes:
+        document: short name of its source; constants are fitted leaving one document out.
+        work: None where the row cannot be predicted, for which `excluded` says why.
+        seconds: of an iteration, as printed or as the printed TFLOPS and sizes give it.
+        cached: bytes that torch reported as cached, or that the device had in use.
+        by_device: whether that is the device's own figure, with CUDA's context, as nvidia-smi shows it.
+        oom: whether it ran out of memory; None: not told.
+        parameters: as printed, to the unit.
+        excluded: why the printed time, or the memory, is not compared, by "time" or "memory".
+    """
+
+    document: str
+    table: str
+    name: str
+    node: hardware.Node
+    work: Workload | None
+    seconds: float | None = None
+    cached: float | None = None
+    by_device: bool = False
+    oom: bool | None = None
+    parameters: int | None = None
+    excluded: dict[str, str] | None = None
+
+    def leaves_out(self, quantity: str) -> str | None:
+        """Why a quantity of it is not compared; None where it is."""
+        return (self.excluded or {}).get(quantity)
+
+
+def of_published_tables() -> list[Case]:
+    """Every row of recipes/ that prints a time, TFLOPS, cached memory, or that memory ran out."""
+    tables = catalog.tables()
+    errata = {table.name: evidence.read(table) for table in tables}
+    cases = (of_row(row, errata[row.table.name]) for row in published_rows(tables))
+    return [case for case in cases if case.seconds or case.cached or case.oom or case.parameters]
+
+
+def of_row(row: Row, errata: evidence.Evidence) -> Case:
+    """A row of recipes/, run as its source ran it."""
+    published, recipe = row.published, row.recipe
+    node = hardware.find(recipe.hardware.node if recipe.hardware and recipe.hardware.node else "dgx2")
+    excluded = {
+        quantity: erratum.difference
+        for quantity, errors in CONTRADICTED.items()
+        for erratum in errata.errata_of(row.name)
+        if erratum.quantity in errors
+    }
+    work, why = None, None
+    if published.software is None:
+        why = f"{published.framework or 'its software'} is none that the planner knows"
+    elif guessed := row.unknown("model"):
+        why = f"the model is a guess: {guessed}"
+    else:
+        try:
+            work = workload.as_run_by(workload.of_plan(published_plan(recipe)), published.software)
+        except ConfigError as error:
+            why = str(error)
+    if why:
+        excluded |= {"time": why, "memory": why}
+    return Case(
+        document=_document(row.table.source or row.table.title), table=row.table.name, name=row.name,
+        node=node, work=work,
+        seconds=_seconds(row, work), cached=published.cached_gb and published.cached_gb * hardware.GIB,
+        oom=published.oom if published.oom or published.cached_gb or published.time_per_iteration_s else None,
+        parameters=published.parameters, excluded=excluded,
+    )  # fmt: skip
+
+
+def _document(source: str) -> str:
+    """The document of a table: what its source says before the first comma."""
+    return source.split(",")[0].split(" (")[0].strip('"')
+
+
+def _seconds(row: Row, work: Workload | None) -> float | None:
+    published = row.published
+    if published.time_per_iteration_s:
+        return published.time_per_iteration_s
+    if published.samples_per_s:
+        return row.recipe.batch.global_ / published.samples_per_s
+    gpus = row.as_printed("hardware.gpus")
+    if published.tflops and gpus and work:
+        return seconds_of(work, published.tflops, gpus, published.tflops_by)
+    return None
+
+
+def seconds_of(work: Workload, tflops: float, gpus: int, counted: str) -> float:
+    """Seconds of an iteration from TFLOPS per GPU.
+
+    counted: "exact", all products of weights and attention, recomputed ones too; "model", without
+    recomputation; "formula", two operations per parameter, token and pass.
+    """
+    layout, model, length = work.layout, work.model, work.sequence_length
+    recomputed = work.recomputed > 0
+    if counted == "formula":
+        size = cost.parameters(model, length)
+        return cost.published_tflops(
+            size, length, layout.global_batch, 1.0, gpus, checkpointing=recomputed
+        ) / tflops  # fmt: skip
+    flops = cost.exact_flops_per_step(
+        model, length, layout.global_batch, padded_vocab=work.padded_vocab,
+        checkpointing=recomputed and counted == "exact",
+    )  # fmt: skip
+    return cost.exact_tflops(flops, 1.0, gpus) / tflops
+
+
+def by_document(cases: Sequence[Case]) -> dict[str, list[Case]]:
+    """The cases of each document."""
+    documents: dict[str, list[Case]] = {}
+    for case in cases:
+        documents.setdefault(case.document, []).append(case)
+    return documents
