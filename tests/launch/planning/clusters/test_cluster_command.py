@@ -86,6 +86,12 @@ def test_steps_and_tiny_are_carried_into_what_is_launched():
     assert job("3d").command.count("--steps") == 0
 
 
+def test_other_hardware_has_its_own_number_of_gpus():
+    there = job("--recipe a100_blog_table1/3.9b --hardware v100-32x4")
+    assert (there.nodes, there.gpus) == (128, 4)
+    assert job("--recipe a100_blog_table1/3.9b").gpus == 16
+
+
 def test_an_open_degree_is_filled_by_the_nodes():
     assert job("open").layout.dp == 16
     assert job("--recipe openwebtext/gpt2-124m --hardware a100-80x8").layout.dp == 8
