@@ -16,7 +16,7 @@ from launch.planning.clusters import dockerfile, kubernetes, map_text, slurm
 from launch.planning.clusters.job import PORT, WRITTEN_BY, Job, Wishes, hostfile
 from launch.planning.clusters.nodes import node_of
 from launch.planning.clusters.placement import placed
-from recipes import catalog
+from recipes import catalog, files
 from recipes.problems import Problem, ProblemsError
 
 ABOUT = """\
@@ -89,16 +89,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Exit code 0. Raises ProblemsError for what is refused."""
     job = job_of(args)
-    files = {name: text(job) for name, text in FILES.items()} if args.out else {}
-    _check_places(args.out, files)
+    texts = {name: text(job) for name, text in FILES.items()} if args.out else {}
+    _check_places(args.out, texts)
     width = terminal.columns()
     if args.json:
         print(json.dumps(map_text.as_json(job), indent=1))
     else:
         print(describe(job, args.out, whole=args.all, width=width))
-    if files:
+    if texts:
         args.out.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
+        for name, text in texts.items():
             write_atomically(args.out / name, text)
     return 0
 
@@ -115,20 +115,12 @@ def job_of(args: argparse.Namespace) -> Job:
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     told = launch_lines.arguments(args.recipe, ds_config, args.set)
     told += ["--tiny"] * args.tiny + (["--steps", str(args.steps)] if args.steps else [])
+    name = " ".join(name.split())  # it stands in comments, which a line's end would end
     default = launch_lines.run_directory(name, placement.plan.ds_name)
+    run_directory = str(files.path_of(args.run_directory, "--run")) if args.run_directory else default
     seconds = slurm.seconds(args.time)
     wishes = Wishes(seconds, args.partition, args.account, args.constraint, args.cpus_per_task)
-    return Job(
-        name,
-        tuple(told),
-        placement,
-        node,
-        args.run_directory or default,
-        hosts,
-        bool(args.hosts),
-        wishes,
-        args.image,
-    )
+    return Job(name, tuple(told), placement, node, run_directory, hosts, bool(args.hosts), wishes, args.image)
 
 
 def describe(job: Job, out: Path | None, *, whole: bool, width: int | None) -> str:
@@ -232,12 +224,12 @@ def _check_hosts(hosts: tuple[str, ...], nodes: int) -> None:
         raise ProblemsError([Problem("--hosts", came, rule, f"name {nodes}, or give --nodes {len(hosts)}")])
 
 
-def _check_places(out: Path | None, files: dict[str, str]) -> None:
+def _check_places(out: Path | None, texts: dict[str, str]) -> None:
     """Before anything is written: a place for every file, where nothing is but what this command wrote."""
     if out is None or not output.directory("--out", out).exists():
         return
     problems: list[Problem] = []
-    for name, text in files.items():
+    for name, text in texts.items():
         own = text[: text.index(WRITTEN_BY) + len(WRITTEN_BY)]  # how each of its files begins
         try:
             output.new_file("--out", out / name, own=own.encode())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster_jobs import CASES, job
+from launching import ROOT
 
 from launch.planning.clusters import slurm
 from recipes.problems import ProblemsError
@@ -190,3 +191,10 @@ def test_a_time_of_another_form_is_refused(time):
 def test_a_word_that_would_add_a_line_is_refused(flag):
     with pytest.raises(ProblemsError, match="one word"):
         job(f"{CASES['part']} --{flag} 'a\n#SBATCH --nodes=99'")
+
+
+def test_a_file_of_any_name_stays_inside_its_comment(tmp_path):
+    row = (ROOT / "recipes" / "parallel_kinds.yaml").read_text()
+    (tmp_path / "a\ntouch evil\n.yaml").write_text(row)
+    there = job(f"--recipe '{tmp_path}/a\ntouch evil\n.yaml/3d' --gpus-per-node 8")
+    assert not re.search("^touch evil", slurm.script(there).split("srun ")[0], re.M)
