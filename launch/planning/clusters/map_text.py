@@ -53,7 +53,7 @@ def describe_spreads(job: Job, width: int | None) -> str:
     """How far the groups of each kind of parallelism reach."""
     rows = []
     for each in spreads(job.layout, job.gpus):
-        where = f"up to {each.hosts} nodes, {each.crossing} of them over more than one"
+        where = f"{each.crossing} of them over {counted(each.hosts, 'node')}, the others inside one"
         rows.append([each.kind, f"{counted(each.groups, 'group')} of {each.degree}", where])
         if not each.crossing:
             rows[-1][-1] = "each inside a node"
@@ -78,7 +78,8 @@ def _tensor_crosses(job: Job, spread: Spread) -> str:
     hosts = sorted({rank // job.gpus for rank in spread.example})
     where = ", ".join(job.hosts[host] for host in hosts[:4]) + (", ..." if len(hosts) > 4 else "")
     ranks = _ranks(spread.example[0], spread.example[-1])
-    inside = max(degree for degree in range(1, spread.degree + 1) if job.gpus % degree == 0)
+    heads = job.placement.plan.recipe.model.heads
+    inside = max(each for each in range(1, spread.degree + 1) if job.gpus % each == heads % each == 0)
     cure = f"with --set parallel.tp={inside} and more pipeline stages or data ranks each would be inside one"
     return (
         f"tensor parallelism crosses nodes: {spread.crossing} of {counted(spread.groups, 'group')} of "
@@ -118,7 +119,7 @@ def _line(part: Stretch, job: Job) -> list[str]:
     if data == str(first.at.dp):
         tensor = _ranks(first.at.tp, last.at.tp)
     elif (first.at.tp, last.at.tp) != (0, job.layout.tp - 1):
-        tensor = f"from {first.at.tp} of {first.at.dp} to {last.at.tp} of {last.at.dp}"
+        tensor = f"{first.at.tp} (data {first.at.dp}) to {last.at.tp} (data {last.at.dp})"
     return [str(first.at.pp), _ranks(first.rank, last.rank), data, tensor, _where(part, job)]
 
 

@@ -58,6 +58,13 @@ def test_tensor_parallelism_across_nodes_is_remarked_with_a_cure():
     assert "2 of 2 groups of 4 (ranks 0-3 lie on node-0, node-1)" in said and "parallel.tp=2" in said
 
 
+def test_the_cure_is_a_degree_that_the_model_can_have():
+    """Four heads on six GPUs: not 3, which would fill a node."""
+    layout = "--set parallel.tp=4 --set parallel.pp=1 --set parallel.dp=3 --set batch.global=12"
+    (said,) = map_text.remarks(job(f"--recipe parallel_kinds/3d --gpus-per-node 6 {layout}"))
+    assert "1 of 3 groups of 4 (ranks 4-7 lie on node-0, node-1)" in said and "parallel.tp=2" in said
+
+
 def test_part_of_a_node_is_remarked():
     (said,) = map_text.remarks(job("part"))
     assert said.startswith("8 of the 16 GPUs of each node are not taken")
