@@ -10,6 +10,7 @@ import argparse
 
 from launch.console import arguments, ends
 from launch.planning import forecast_command
+from launch.planning.clusters import cluster_command
 
 EXAMPLES = """\
 examples:
@@ -23,6 +24,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The subcommands' flags stand with the subcommands."""
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     forecast_command.add_arguments(parser)
+    commands = parser.add_subparsers(title="other questions", metavar="")
+    for command in (cluster_command,):
+        command.add_parser(commands)
     return parser
 
 

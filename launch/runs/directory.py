@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from ds_configs.findings import Notice
 from ds_configs.plan import FORM as PLAN
 from ds_configs.plan import Plan, plan_facts, plan_to_json
 from launch.machine import description
+from launch.planning.launch_lines import run_directory
 from recipes import catalog, files
 from recipes.layout import Layout
 from recipes.problems import RecipeError
@@ -174,7 +174,7 @@ class RunDirectory:
 
 def default_path(name: str, ds_name: str) -> Path:
     """runs/default-sotu-zero3_offload for recipe "default/sotu"."""
-    return Path("runs") / re.sub(r"[^A-Za-z0-9._]+", "-", f"{name}-{ds_name}").strip("-")
+    return Path(run_directory(name, ds_name))
 
 
 def _json(value: Any) -> str:

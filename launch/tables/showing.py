@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ds_configs.jsonfile import ConfigError, available
+from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
 from launch.console import terminal
 from launch.console.text_table import aligned
 from launch.planning.comparability import not_comparable
+from launch.planning.launch_lines import SCRIPT, arguments, deepspeed, quoted
 from launch.planning.plan_text import describe_plan
 from launch.planning.resolved_plans import processes, published_plan
 from launch.tables.verifying import evidence
@@ -215,34 +215,31 @@ def _value(recipe: Recipe, key: str) -> Any:
 
 def launch_lines(recipe: Recipe, name: str, tiny: bool = False, settings: Sequence[str] = ()) -> list[str]:
     """Command lines: for the row's hardware, and for any machine. `recipe` has the `settings` already."""
-    config = recipe.ds_config  # one of ds_configs/ by its path, the user's own as it is written
-    json_file = f"ds_configs/{config}.json" if config in available() else shlex.quote(config)
-    script = f"launch/pretrain.py --ds_config {json_file} --recipe {shlex.quote(name)}"
-    sets = "".join(f" --set {shlex.quote(setting)}" for setting in settings)
+    script = f"{SCRIPT} {quoted(arguments(name, recipe.ds_config, settings))}"
     lines, shrunk = [], recipe
     if not tiny:
         where, launcher = _launcher(recipe)
-        lines = [f"# on {where}", f"deepspeed {launcher}{script}{sets}"]
+        lines = [f"# on {where}", f"{launcher} {script}"]
         try:
             shrunk = catalog.load(name, settings, tiny=True)
             published_plan(shrunk)
         except (RecipeError, ConfigError) as error:  # a setting that the smaller model cannot have
             problems = [f"#   {problem}" for problem in error.problems]
             return [*lines, "# cannot be shrunk with these settings:", *problems]
-    small = f"deepspeed --num_gpus {processes(shrunk)} {script} --tiny{sets}"
+    small = f"{deepspeed(1, processes(shrunk))} {script} --tiny"
     return [*lines, "# shrunk, on any machine, with the same code path", small]
 
 
 def _launcher(recipe: Recipe) -> tuple[str, str]:
-    """(where the recipe runs, the launcher's flags for that)."""
+    """(where the recipe runs, the launcher for that)."""
     world, per_node = processes(recipe), recipe.hardware.gpus_per_node if recipe.hardware else None
     if recipe.parallel.dp is None:
-        return "any number of GPUs of one machine that divides the batch", ""
+        return "any number of GPUs of one machine that divides the batch", "deepspeed"
     if per_node and world > per_node:
         nodes = -(-world // per_node)
         where = f"{nodes} machines of {per_node} GPUs; hosts has a line 'name slots={per_node}' for each"
-        return where, f"--hostfile hosts --num_nodes {nodes} --num_gpus {per_node} "
-    return f"{counted(world, 'GPU')} of one machine", f"--num_gpus {world} "
+        return where, deepspeed(nodes, per_node)
+    return f"{counted(world, 'GPU')} of one machine", deepspeed(1, world)
 
 
 def _indented(*paragraphs: str | None) -> list[str]:

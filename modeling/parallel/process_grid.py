@@ -1,55 +1,17 @@
-"""The grid of processes: tensor x data x pipeline.
-
-Rank order is DeepSpeed's PipeModelDataParallelTopology: tensor fastest, pipeline slowest. With tp=2, dp=2,
-pp=2:
-
-                 stage 0                stage 1
-              tp 0    tp 1           tp 0    tp 1
-    dp 0   rank 0   rank 1        rank 4   rank 5
-    dp 1   rank 2   rank 3        rank 6   rank 7
-
-    tensor groups    [0 1] [2 3] [4 5] [6 7]    share every layer
-    data groups      [0 2] [1 3] [4 6] [5 7]    hold the same slice, see other samples
-    pipeline groups  [0 4] [1 5] [2 6] [3 7]    hold consecutive layers
-"""
+"""The grid of processes: tensor x data x pipeline, in the rank order of `recipes/rank_order.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
+from recipes.rank_order import coordinates, data_groups, pipeline_groups, tensor_groups
+
 Group = dist.ProcessGroup | None  # of tensor parallelism; None: one rank
-
-
-class Coordinates(NamedTuple):
-    """Place of one rank in the grid."""
-
-    tp: int
-    dp: int
-    pp: int
-
-
-def coordinates(rank: int, tp: int, dp: int) -> Coordinates:
-    """Place of global `rank` in a grid of tensor degree `tp` and data degree `dp`."""
-    return Coordinates(tp=rank % tp, dp=rank // tp % dp, pp=rank // (tp * dp))
-
-
-def tensor_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
-    return [list(range(start, start + tp)) for start in range(0, tp * pp * dp, tp)]
-
-
-def data_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
-    stage = tp * dp
-    return [[s * stage + d * tp + t for d in range(dp)] for s in range(pp) for t in range(tp)]
-
-
-def pipeline_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
-    stage = tp * dp
-    return [[s * stage + i for s in range(pp)] for i in range(stage)]
 
 
 def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:

@@ -19,7 +19,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
-from modeling.parallel.process_grid import Coordinates
+from recipes.rank_order import Coordinates
 
 TENSOR_PARALLEL_STREAM = "model-parallel-rng"  # the name that DeepSpeed's tracker forks by default
 

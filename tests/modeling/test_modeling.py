@@ -20,13 +20,7 @@ from modeling.gpt2 import GPT2, GPT2Shape
 from modeling.huggingface.gpt2 import CONVERSION, config, from_transformers
 from modeling.initialization import Init, Shard, canonical_name
 from modeling.layer_list import first, recomputed_chunks
-from modeling.parallel.process_grid import (
-    Coordinates,
-    coordinates,
-    data_groups,
-    pipeline_groups,
-    tensor_groups,
-)
+from recipes.rank_order import Coordinates, coordinates, data_groups, pipeline_groups, tensor_groups
 from recipes.schema import Model
 
 SHAPE = GPT2Shape(layers=2, hidden=32, heads=4, vocab=300, padded_vocab=384, positions=16)
@@ -102,7 +96,7 @@ def test_on_ranks(on_ranks, name):
 
 
 def test_grid_of_eight_is_the_picture():
-    """The table of process_grid.py: tensor fastest, pipeline slowest."""
+    """The table of rank_order.py: tensor fastest, pipeline slowest."""
     assert tensor_groups(2, 2, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert data_groups(2, 2, 2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert pipeline_groups(2, 2, 2) == [[0, 4], [1, 5], [2, 6], [3, 7]]

@@ -31,8 +31,9 @@ from modeling.initialization import Init, canonical_name
 from modeling.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from modeling.parallel.cross_entropy import token_losses
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from modeling.parallel.process_grid import ProcessGrid, data_groups, pipeline_groups, tensor_groups
+from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import MLP, Attention, LayerShape, TransformerLayer
+from recipes.rank_order import data_groups, pipeline_groups, tensor_groups
 
 B, S, H, HEADS = 2, 6, 32, 4
 VOCAB, PADDED = (

@@ -1,0 +1,91 @@
+"""Which global rank sits on which host, on which of its GPUs, with which coordinates; and what groups span.
+
+Ranks go from host to host in the order of the hostfile (deepspeed), of `--node_rank` (torchrun), of Slurm's
+node list (srun, block distribution) and of pods, as many on each as GPUs are taken of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from recipes.layout import Layout
+from recipes.rank_order import Coordinates, coordinates, data_groups, pipeline_groups, tensor_groups
+
+Kind = Literal["tensor", "pipeline", "data"]
+GROUPS = {"tensor": tensor_groups, "pipeline": pipeline_groups, "data": data_groups}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank sits. `host`: counted from 0; `gpu`: counted on that host."""
+
+    rank: int
+    host: int
+    gpu: int
+    at: Coordinates
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive ranks of one pipeline stage."""
+
+    first: Place
+    last: Place
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the groups of one kind of parallelism lie over the hosts.
+
+    Attributes:
+        degree: ranks of one group.
+        groups: how many there are.
+        crossing: of these, how many have ranks on more than one host.
+        hosts: the most hosts on which one group lies.
+        example: ranks of the first group that crosses, else of the first.
+    """
+
+    kind: Kind
+    degree: int
+    groups: int
+    crossing: int
+    hosts: int
+    example: tuple[int, ...]
+
+
+def place(rank: int, layout: Layout, gpus: int) -> Place:
+    """Where global `rank` sits, with `gpus` ranks on each host."""
+    return Place(rank, rank // gpus, rank % gpus, coordinates(rank, layout.tp, layout.dp))
+
+
+def places(layout: Layout, gpus: int) -> list[Place]:
+    """Where every rank sits, in their order."""
+    return [place(rank, layout, gpus) for rank in range(layout.world)]
+
+
+def stretches(layout: Layout, gpus: int, *, by_host: bool) -> Iterator[Stretch]:
+    """All ranks, cut where a pipeline stage ends and, `by_host`, where a host does."""
+    stage = layout.tp * layout.dp
+    ends = {*range(stage, layout.world + 1, stage)}
+    if by_host:
+        ends |= {*range(gpus, layout.world + 1, gpus)}
+    first = 0
+    for end in sorted(ends):
+        yield Stretch(place(first, layout, gpus), place(end - 1, layout, gpus))
+        first = end
+
+
+def spreads(layout: Layout, gpus: int) -> list[Spread]:
+    """Of tensor, pipeline and data groups; those of one rank are left out."""
+    degrees: dict[Kind, int] = {"tensor": layout.tp, "pipeline": layout.pp, "data": layout.dp}
+    return [_spread(kind, degree, layout, gpus) for kind, degree in degrees.items() if degree > 1]
+
+
+def _spread(kind: Kind, degree: int, layout: Layout, gpus: int) -> Spread:
+    groups = GROUPS[kind](layout.tp, layout.pp, layout.dp)
+    hosts = [len({rank // gpus for rank in group}) for group in groups]
+    crossing = [group for group, number in zip(groups, hosts, strict=True) if number > 1]
+    example = tuple((crossing or groups)[0])
+    return Spread(kind, degree, len(groups), len(crossing), max(hosts), example)
