@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import socket
+import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,17 +24,19 @@ from ds_configs import jsonfile, known_keys
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends, quiet, terminal
-from launch.console.text_table import aligned
 from launch.machine import abilities, checks, checkup, places, processes
-from launch.machine.checks import Check
+from launch.machine.checks import Check, Verdict
 from launch.machine.meeting import Meeting
 from launch.machine.memory import Memory, this_machine
 from launch.planning import launch_checkup, memory_fit
 from launch.planning.launch_checkup import Hosts
 from recipes import catalog
+from recipes.files import path_of
 from recipes.plural import counted
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
+
+ORDER: tuple[Verdict, ...] = ("ok", "warning", "failed", "not checked")
 
 EXAMPLES = """\
 examples:
@@ -65,16 +70,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = build_parser().parse_args()
+    environ = dict(os.environ)  # before libraries add theirs
     quiet.quiet_libraries()
     processes.check_launch(start=False)
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     config = jsonfile.find(args.ds_config or recipe.ds_config)
     hosts = launch_checkup.read_hosts(args.hostfile) if args.hostfile else None
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
-    directory = Path(args.out).expanduser() if args.out else default_directory(name, config)
-    found = checkup_of(recipe, config, hosts, directory)
-    if processes.world_size() > 1:
-        found = together(found, directory)
+    directory = path_of(args.out, "--out") if args.out else default_directory(name, config)
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no JSON
+        found = checkup_of(recipe, config, hosts, directory, environ)
+        if processes.world_size() > 1:
+            found = together(found, directory)
     if processes.rank() != 0:
         return 0
     if args.json:
@@ -91,7 +98,13 @@ def default_directory(name: str, config: Path) -> Path:
     return default_path(name, config.stem)
 
 
-def checkup_of(recipe: Recipe, config: Path, hosts: Hosts | None, directory: Path) -> list[Check]:
+def checkup_of(
+    recipe: Recipe,
+    config: Path,
+    hosts: Hosts | None,
+    directory: Path,
+    environ: Mapping[str, str] = os.environ,
+) -> list[Check]:
     """All checks that this process can make alone."""
     machine, memory = abilities.detect_machine(), this_machine()
     world = processes_of(recipe, hosts, memory)
@@ -106,7 +119,7 @@ def checkup_of(recipe: Recipe, config: Path, hosts: Hosts | None, directory: Pat
     listed = checkup.functions(machine, ranks, world or (plan.layout.world if plan else 1), several)
     listed |= {"launcher": launch_checkup.launcher, "port": launch_checkup.port}
     if hosts is not None:
-        listed |= launch_checkup.of_hosts(hosts, memory.gpus)
+        listed |= launch_checkup.of_hosts(hosts, memory.gpus, environ)
     listed["configuration"] = lambda: resolved
     if plan is not None:
         listed |= launch_checkup.of_plan(plan, memory, hosts)
@@ -241,15 +254,21 @@ def merged(told: Sequence[tuple[str, list[Check]]]) -> list[Check]:
 
 def text(found: Sequence[Check], width: int | None) -> str:
     """A line per check, with its fix below it, and how many there are of each verdict."""
-    label = max(len(check.verdict) for check in found)
-    rows: list[tuple[str, object]] = []
+    verdicts = max(len(check.verdict) for check in found) + 2
+    column = verdicts + max(len(check.key) for check in found) + 2
+    lines = []
     for check in found:
-        rows.append((f"{check.verdict:<{label}}  {check.key}", check.found))
+        label = f"{check.verdict:<{verdicts}}{check.key}"
+        lines.append(terminal.wrapped(f"{label:<{column}}{check.found}", width, hang=column))
         if check.fix:
-            rows.append((f"{'':<{label}}  {'  fix'}", check.fix))
-    verdicts = [check.verdict for check in found]
-    counts = ", ".join(f"{verdicts.count(each)} {each}" for each in dict.fromkeys(("ok", *verdicts)))
-    return f"{aligned(rows, width=width)}\n\n{counted(len(found), 'check')}: {counts}"
+            lines.append(terminal.wrapped(f"{'':<{column}}fix: {check.fix}", width, hang=5))
+    counts = Counter(check.verdict for check in found)
+    said = ", ".join(
+        counted(counts[each], each) if each == "warning" else f"{counts[each]} {each}"
+        for each in ORDER
+        if counts[each]
+    )
+    return "\n".join([*lines, "", f"{counted(len(found), 'check')}: {said}"])
 
 
 if __name__ == "__main__":

@@ -45,6 +45,9 @@ def _made(key: str, function: Function) -> list[Check]:
         return [found] if isinstance(found, Check) else list(found)
     except ProblemsError as error:
         return refused(key, error.problems)
+    except OSError as error:
+        told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return [Check(key, "failed", f"the system refuses it ({told[:200]})")]
     except Exception as error:  # a check must not take the others along
         at = traceback.extract_tb(error.__traceback__)[-1]
         told = " ".join(str(error).split())[:200]

@@ -73,7 +73,7 @@ def read_hosts(path: str | Path) -> Hosts:
         line, place = written.strip(), f"{file}:{number}"
         if not line or line.startswith("#"):
             continue
-        told = re.match(r"(\S+)\s+slots=(\d+)", line)
+        told = re.match(r"(\S+)\s+slots=(\d{1,4})(?!\d)", line)
         if told is None:
             rule = "a line is a machine and its GPUs, as the launcher reads it"
             problems.append(Problem(str(file), line[:60], rule, "write: name slots=8", where=place))
@@ -191,12 +191,12 @@ def several_machines(hosts: Hosts | None = None, environ: Mapping[str, str] = os
     return told and not near and processes.local_world_size() < processes.world_size()
 
 
-def of_hosts(hosts: Hosts, devices: int) -> dict[str, Function]:
+def of_hosts(hosts: Hosts, devices: int, environ: Mapping[str, str]) -> dict[str, Function]:
     """The checks of a hostfile by their keys. `devices`: GPUs of this machine, 0 without any."""
     return {
         "hostfile": partial(hostfile, hosts, devices),
         "hosts": partial(reachable, hosts),
-        "environment": partial(environment, hosts),
+        "environment": partial(environment, hosts, environ),
     }
 
 
