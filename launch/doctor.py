@@ -107,6 +107,8 @@ def checkup_of(
 ) -> list[Check]:
     """All checks that this process can make alone."""
     machine, memory = abilities.detect_machine(), this_machine()
+    if machine.accelerator == "cpu":  # by choice, where there are GPUs
+        memory = Memory(0, 0.0, memory.host_bytes)
     world = processes_of(recipe, hosts, memory)
     plan: Plan | None = None
     try:
@@ -240,16 +242,21 @@ def compared(ranks: Sequence[Told], path: str) -> list[Check]:
 
 
 def merged(told: Sequence[tuple[str, list[Check]]]) -> list[Check]:
-    """Every check once, in the order of the first machine; with its machines where not all say the same."""
-    said: dict[Check, list[str]] = {}
+    """Every check once, in the order of the first machine; with its machines where not all say the same.
+
+    What one machine could not check and another could is left out.
+    """
+    said: dict[str, dict[Check, list[str]]] = {}
     for host, found in told:
         for check in found:
-            said.setdefault(check, []).append(host)
-    order = {key: place for place, key in enumerate(dict.fromkeys(check.key for check in said))}
-    return [
-        check if len(hosts) == len(told) else replace(check, found=f"{', '.join(hosts)}: {check.found}")
-        for check, hosts in sorted(said.items(), key=lambda each: order[each[0].key])
-    ]
+            said.setdefault(check.key, {}).setdefault(check, []).append(host)
+    every = []
+    for checks_of in said.values():
+        able = {check: hosts for check, hosts in checks_of.items() if check.verdict != "not checked"}
+        for check, hosts in (able or checks_of).items():
+            everywhere = len(able or checks_of) == 1 or len(hosts) == len(told)
+            every.append(check if everywhere else replace(check, found=f"{', '.join(hosts)}: {check.found}"))
+    return every
 
 
 def text(found: Sequence[Check], width: int | None) -> str:

@@ -57,7 +57,6 @@ def functions(machine: Machine, ranks: int, world: int, several: bool) -> dict[s
 def quick(ranks: int, several: bool) -> dict[str, Function]:
     """Those that a start can afford, and that nothing else at a start does."""
     chosen: dict[str, Function] = {
-        "packages": packages,
         "GPU kernels": gpu_checkup.kernels,
         "variables": variables,
         "shared memory": partial(gpu_checkup.shared_memory, ranks),

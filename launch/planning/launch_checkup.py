@@ -96,8 +96,7 @@ def launcher(environ: Mapping[str, str] = os.environ) -> Check:
     key, told = "launcher", _started(environ)
     rank, world = processes.rank(), processes.world_size()
     if told is None:
-        by = "one process" if world == 1 else f"process {rank} of {world}"
-        return Check(key, "ok", by)
+        return Check(key, "ok", counted(world, "process"))
     name, place, count = told
     if world == 1 and "RANK" not in environ:
         came = (
@@ -111,11 +110,11 @@ def launcher(environ: Mapping[str, str] = os.environ) -> Check:
     joined = next((environ[variable] for variable in MACHINES if variable in environ), None)
     if joined is not None:
         if joined == str(count):
-            return Check(key, "ok", f"process {rank} of {world}; {name} started {count} launchers")
+            return Check(key, "ok", f"{counted(world, 'process')}; {name} started {count} launchers")
         came = f"{name} started {count} launchers, and this one has joined {joined}: groups of their own"
         return Check(key, "warning", came, f"give torchrun --nnodes {count} and one --rdzv_endpoint for all")
     if (place, count) == (rank, world):
-        return Check(key, "ok", f"process {rank} of {world}, as {name} says")
+        return Check(key, "ok", f"{counted(world, 'process')}, as {name} says")
     came = f"{name} says process {place} of {count}, and RANK and WORLD_SIZE say {rank} of {world}"
     fix = "unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT in the job script or the shell's profile"
     return Check(key, "failed", came, fix)
@@ -126,6 +125,7 @@ def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
     here = processes.local_world_size()
     chosen: dict[str, Function] = {"launcher": launcher, **checkup.quick(here, several_machines())}
     if processes.rank() == 0:
+        chosen["packages"] = checkup.packages
         chosen["disk"] = partial(places.space, directory, *checkpoint_bytes(recipe))
     return chosen
 

@@ -180,6 +180,8 @@ def test_machines_that_differ_are_told_apart():
     same, other = Check("port", "ok", "free"), Check("port", "failed", "taken")
     assert doctor.merged([("a", [same]), ("b", [same])]) == [same]
     assert [c.found for c in doctor.merged([("a", [same]), ("b", [other])])] == ["a: free", "b: taken"]
+    blind = Check("port", "not checked", "not mine")
+    assert doctor.merged([("a", [same]), ("b", [blind])]) == [same], "the one that could tell"
 
 
 TINY = ["launch/pretrain.py", "--tiny", "--steps", "2", "--set", "precision=fp32", "--ds_config", "zero1"]
