@@ -72,14 +72,14 @@ def main() -> int:
     args = build_parser().parse_args()
     environ = dict(os.environ)  # before libraries add theirs
     quiet.quiet_libraries()
-    processes.check_launch(start=False)
+    launcher = check_launcher()
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     config = jsonfile.find(args.ds_config or recipe.ds_config)
     hosts = launch_checkup.read_hosts(args.hostfile) if args.hostfile else None
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     directory = path_of(args.out, "--out") if args.out else default_directory(name, config)
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no JSON
-        found = checkup_of(recipe, config, hosts, directory, environ)
+        found = [*launcher, *checkup_of(recipe, config, hosts, directory, environ)]
         if processes.world_size() > 1:
             found = together(found, directory)
     if processes.rank() != 0:
@@ -90,6 +90,17 @@ def main() -> int:
     else:
         print(text(found, terminal.columns()))
     return int(any(check.verdict == "failed" for check in found))
+
+
+def check_launcher() -> list[Check]:
+    """What launchers tell this process of its place; where they contradict each other, it goes on alone."""
+    try:
+        processes.check_launch(start=False)
+    except ProblemsError as error:
+        for name in processes.VARIABLES:
+            os.environ.pop(name, None)
+        return checks.refused("launcher", error.problems)
+    return [Check("launcher", "ok", counted(processes.world_size(), "process"))]
 
 
 def default_directory(name: str, config: Path) -> Path:
@@ -119,7 +130,7 @@ def checkup_of(
     ranks = launch_checkup.ranks_here(plan, memory, hosts) if plan else processes.local_world_size()
     several = launch_checkup.several_machines(hosts)
     listed = checkup.functions(machine, ranks, world or (plan.layout.world if plan else 1), several)
-    listed |= {"launcher": launch_checkup.launcher, "port": launch_checkup.port}
+    listed["port"] = launch_checkup.port
     if hosts is not None:
         listed |= launch_checkup.of_hosts(hosts, memory.gpus, environ)
     listed["configuration"] = lambda: resolved

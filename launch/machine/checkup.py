@@ -13,7 +13,6 @@ import re
 import resource
 import shutil
 import socket
-from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +31,7 @@ VARIABLES = {
     "MEGARECIPES_CACHE": "directory of vocabularies, tokens and compiled ops",
     "MEGARECIPES_NVME": "directory for NVMe offload",
     "MEGARECIPES_VERBOSE": "1: what the libraries say, too",
+    "MEGARECIPES_LOCAL_RANK": "a run's own",
 }
 FILES, FILES_PER_RANK = 128, 8  # that a process may need open: libraries and data; connections
 
@@ -52,19 +52,6 @@ def functions(machine: Machine, ranks: int, world: int, several: bool) -> dict[s
         "variables": variables,
         "host name": partial(host_name, several),
     }
-
-
-def quick(ranks: int, several: bool) -> dict[str, Function]:
-    """Those that a start can afford, and that nothing else at a start does."""
-    chosen: dict[str, Function] = {
-        "GPU kernels": gpu_checkup.kernels,
-        "variables": variables,
-        "shared memory": partial(gpu_checkup.shared_memory, ranks),
-    }
-    if several:
-        # A warning: what the launcher's variables call machines may be one, where a loopback address is fine.
-        chosen["host name"] = _warned_of_host_name
-    return chosen
 
 
 def python() -> Check:
@@ -212,11 +199,6 @@ def host_name(several: bool) -> Check:
         came = f"{name} resolves to {', '.join(found)}, where every machine reaches itself alone"
         return Check(key, "failed", came, fix)
     return Check(key, "ok", f"{name} is {', '.join(found)}")
-
-
-def _warned_of_host_name() -> Check:
-    found = host_name(True)
-    return replace(found, verdict="warning") if found.verdict == "failed" else found
 
 
 def addresses(name: str) -> list[str]:

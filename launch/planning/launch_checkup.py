@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ds_configs.plan import Plan
-from launch.machine import checkup, places, processes
+from launch.machine import checkup, gpu_checkup, places, processes
 from launch.machine.checks import Check, Function
 from launch.machine.memory import Memory
 from launch.planning import memory_fit
@@ -24,20 +24,10 @@ from recipes.problems import Problem, some
 from recipes.schema import Recipe
 
 DEFAULT_PORT = 29500  # of deepspeed and torchrun
-# Who starts processes without torch's variables, innermost first: place and number of the processes.
-STARTERS = {
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "mpiexec": ("PMI_RANK", "PMI_SIZE"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-}
-MACHINES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")  # how many torchrun's and deepspeed's launcher have joined
 # What the deepspeed launcher of 0.19.8 hands to other machines (launcher/runner.py, cuda_accelerator.py), and
-# beginnings of what a run, torch, NCCL's companions or Hugging Face's libraries read.
+# beginnings of what is read there all the same. The rest a run takes from rank 0 by itself.
 EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-READ = (
-    "MEGARECIPES_", "HF_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS",
-    "DS_", "TRITON_", "XDG_CACHE_HOME", "LD_LIBRARY_PATH",
-)  # fmt: skip
+READ = ("OMP_NUM_THREADS", "LD_LIBRARY_PATH", "DS_", "TRITON_", "XDG_CACHE_HOME", "HF_TOKEN")
 LOCAL = ("localhost", "127.")
 
 
@@ -91,52 +81,17 @@ def read_hosts(path: str | Path) -> Hosts:
     return Hosts(slots, tuple(problems))
 
 
-def launcher(environ: Mapping[str, str] = os.environ) -> Check:
-    """What several launchers at once tell this process of its place, where they contradict each other."""
-    key, told = "launcher", _started(environ)
-    rank, world = processes.rank(), processes.world_size()
-    if told is None:
-        return Check(key, "ok", counted(world, "process"))
-    name, place, count = told
-    if world == 1 and "RANK" not in environ:
-        came = (
-            f"{name} started {count} processes that do not know of each other (no RANK): {count} runs of one"
-        )
-        fix = (
-            "one torchrun on each machine: srun --ntasks-per-node=1 torchrun --nnodes $SLURM_NNODES "
-            "--nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 launch/pretrain.py …"
-        )
-        return Check(key, "failed", came, fix)
-    joined = next((environ[variable] for variable in MACHINES if variable in environ), None)
-    if joined is not None:
-        if joined == str(count):
-            return Check(key, "ok", f"{counted(world, 'process')}; {name} started {count} launchers")
-        came = f"{name} started {count} launchers, and this one has joined {joined}: groups of their own"
-        return Check(key, "warning", came, f"give torchrun --nnodes {count} and one --rdzv_endpoint for all")
-    if (place, count) == (rank, world):
-        return Check(key, "ok", f"{counted(world, 'process')}, as {name} says")
-    came = f"{name} says process {place} of {count}, and RANK and WORLD_SIZE say {rank} of {world}"
-    fix = "unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT in the job script or the shell's profile"
-    return Check(key, "failed", came, fix)
-
-
 def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
     """Those that a start can afford, and that nothing else at a start does. `directory`: of the run."""
-    here = processes.local_world_size()
-    chosen: dict[str, Function] = {"launcher": launcher, **checkup.quick(here, several_machines())}
+    chosen: dict[str, Function] = {
+        "GPU kernels": gpu_checkup.kernels,
+        "variables": checkup.variables,
+        "shared memory": partial(gpu_checkup.shared_memory, processes.local_world_size()),
+    }
     if processes.rank() == 0:
         chosen["packages"] = checkup.packages
         chosen["disk"] = partial(places.space, directory, *checkpoint_bytes(recipe))
     return chosen
-
-
-def _started(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """(who, place, number) of the innermost that started several processes."""
-    for name, (place, count) in STARTERS.items():
-        written = environ.get(place, ""), environ.get(count, "")
-        if all(map(processes.WHOLE.fullmatch, written)):
-            return (name, int(written[0]), int(written[1])) if int(written[1]) > 1 else None
-    return None
 
 
 def port(environ: Mapping[str, str] = os.environ) -> Check:

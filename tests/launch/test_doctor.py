@@ -138,6 +138,14 @@ def test_what_of_the_json_nothing_checks_is_named(diagnose, tmp_path):
     assert code == 0
 
 
+def test_launcher_variables_that_contradict_each_other(diagnose, monkeypatch):
+    for name, value in {"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}.items():
+        monkeypatch.setenv(name, value)
+    code, found = diagnose("--tiny")
+    assert code == 1 and failed(found).keys() == {"launcher"}, "and goes on as one process"
+    assert "LOCAL_RANK='x'" in failed(found)["launcher"]
+
+
 REFUSED = (("--recipe", "nobody/knows"), ("--ds_config", "zero9"), ("--hostfile", "gone"), ("--set", "x=1"))
 
 
@@ -191,13 +199,6 @@ def test_a_start_warns_in_one_line(tmp_path):
     done = run([sys.executable, *TINY, "--out", str(tmp_path / "run")], env={"MEGARECIPES_CAHCE": "x"})
     warning = "warning: MEGARECIPES_CAHCE is read nowhere; did you mean MEGARECIPES_CACHE?\n"
     assert done.returncode == 0 and done.stdout.count(warning) == 1, done.stdout
-
-
-def test_a_start_under_srun_that_nobody_has_told_of_its_ranks_is_refused(tmp_path):
-    env = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
-    done = run([sys.executable, *TINY, "--out", str(tmp_path / "run")], env=env)
-    assert done.returncode == 2 and "srun started 8 processes" in done.stdout, done.stdout
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_start_without_kernels_or_room_is_refused(monkeypatch, tmp_path):

@@ -24,31 +24,6 @@ def plan(name="default/sotu", *settings):
     return memory_fit.published_plan(catalog.load(name, settings))
 
 
-def started(monkeypatch, **variables: str):
-    """What the check of the launcher says where these variables are set."""
-    with monkeypatch.context() as scope:
-        for name, value in variables.items():
-            scope.setenv(name, value)
-        return launch_checkup.launcher(variables)
-
-
-def test_launchers_that_contradict_each_other_are_told(monkeypatch):
-    assert started(monkeypatch).verdict == "ok"
-    assert started(monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="8").verdict == "ok", "a job script, not srun"
-    found = started(monkeypatch, SLURM_PROCID="3", SLURM_STEP_NUM_TASKS="8")
-    assert found.verdict == "failed" and "srun started 8 processes" in found.found
-    found = started(monkeypatch, SLURM_PROCID="3", SLURM_STEP_NUM_TASKS="8", RANK="0", WORLD_SIZE="1")
-    assert found.verdict == "failed" and "process 3 of 8, and RANK and WORLD_SIZE say 0 of 1" in found.found
-    mpi = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "RANK": "3", "WORLD_SIZE": "8"}
-    assert started(monkeypatch, **mpi).verdict == "ok"
-    two = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-    assert started(monkeypatch, **mpi, **two).verdict == "ok", "mpirun starts its own by srun"
-    torchrun = {**two, "RANK": "0", "WORLD_SIZE": "16"}
-    assert started(monkeypatch, **torchrun, GROUP_WORLD_SIZE="2").verdict == "ok", "any order"
-    assert started(monkeypatch, **torchrun, GROUP_WORLD_SIZE="1").verdict == "warning"
-    assert started(monkeypatch, **torchrun, CROSS_SIZE="2").verdict == "ok", "deepspeed --no_ssh"
-
-
 def test_a_taken_port_names_a_free_one():
     with socket.socket() as other:
         other.bind(("", 0))
@@ -113,13 +88,13 @@ def test_all_of_a_hostfile_is_judged_at_once(tmp_path, monkeypatch):
 def test_variables_that_other_machines_do_not_get(tmp_path, monkeypatch):
     there, environ = (
         hosts(tmp_path, "a slots=1", "b slots=1"),
-        {"NCCL_DEBUG": "INFO", "HOME": "/", "HF_HOME": "/hf"},
+        {"NCCL_DEBUG": "INFO", "HOME": "/", "DS_ACCELERATOR": "cpu"},
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     found = launch_checkup.environment(there, environ)
-    assert found.verdict == "warning" and "hand HF_HOME to" in found.found
-    (tmp_path / ".deepspeed_env").write_text("HF_HOME=/hf\n")
+    assert found.verdict == "warning" and "hand DS_ACCELERATOR to" in found.found
+    (tmp_path / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\n")
     assert launch_checkup.environment(there, environ).verdict == "ok"
 
 
@@ -172,7 +147,7 @@ def test_how_much_disk_the_checkpoints_take():
 
 def test_the_start_runs_the_quick_part(monkeypatch, tmp_path):
     functions = launch_checkup.quick(catalog.load(), tmp_path)
-    assert {"launcher", "packages", "GPU kernels", "variables", "disk"} <= set(functions)
+    assert {"packages", "GPU kernels", "variables", "disk"} <= set(functions)
     assert checkup.files_needed(8) == 192
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
