@@ -60,6 +60,7 @@ def test_a_hostfile_is_read_as_the_launcher_reads_it(tmp_path):
             _parse_hostfile([wrong] if wrong[0] == "#" else ["node1 slots=4", wrong])
         bad = hosts(tmp_path, wrong) if wrong[0] == "#" else hosts(tmp_path, "node1 slots=4", wrong)
         assert len(bad.problems) == 1, wrong
+    assert hosts(tmp_path, "node1 slots=99999").problems, "no machine has so many GPUs"
     with pytest.raises(FileError, match="no such file"):
         launch_checkup.read_hosts(tmp_path / "none")
 
@@ -127,6 +128,11 @@ def test_the_memory_is_that_of_this_machines_processes(tmp_path):
     assert launch_checkup.fits(large, LAPTOP, None).verdict == "failed"
     one = hosts(tmp_path, *(f"n{i} slots=1" for i in range(16)))
     assert launch_checkup.fits(large, Memory(0, 0, 20e9), one).verdict == "ok", "one process a machine"
+    offloaded = plan("default/sotu", "ds_config=zero2_offload", "parallel.dp=8")
+    host = 8 * memory_fit.state_bytes(offloaded).host
+    for room, verdict in ((1.01 * host, "ok"), (0.99 * host, "failed")):
+        assert launch_checkup.fits(offloaded, Memory(8, 32e9, room), None).verdict == verdict
+        assert launch_checkup.fits(offloaded, Memory(0, 0, room), None).verdict == "failed", "weights as well"
 
 
 def test_how_much_disk_the_checkpoints_take():
