@@ -136,7 +136,7 @@ def test_what_of_the_json_nothing_checks_is_named(diagnose, tmp_path):
     (rest,) = [check for check in found if check.key == "rest of the JSON"]
     assert rest.verdict == "not checked" and rest.found.startswith("autotuning, compile: handed to DeepSpeed")
     assert "compile.deepcompile" in rest.found and code == 0
-    assert [check.verdict for check in found if check.key == "configuration"] == ["ok"], "said once"
+    assert not any("deepcompile" in check.found for check in found if check is not rest), "said once"
 
 
 def test_launcher_variables_that_contradict_each_other(diagnose, monkeypatch):
