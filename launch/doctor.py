@@ -28,7 +28,7 @@ from launch.machine import abilities, checks, checkup, places, processes
 from launch.machine.checks import Check, Verdict
 from launch.machine.meeting import Meeting
 from launch.machine.memory import Memory, this_machine
-from launch.planning import launch_checkup, memory_fit
+from launch.planning import launch_checkup
 from launch.planning.launch_checkup import Hosts
 from recipes import catalog
 from recipes.files import path_of
@@ -147,10 +147,9 @@ def processes_of(recipe: Recipe, hosts: Hosts | None, memory: Memory) -> int | N
     """What a launch would start by launcher, hostfile or GPUs here; None: as many as the layout asks for."""
     if processes.launched():
         return processes.world_size()
-    asked = None if recipe.parallel.dp is None else memory_fit.processes(recipe)
-    if hosts is not None and hosts.total:
-        return min(hosts.total, asked or hosts.total)  # deepspeed's --num_nodes and --num_gpus take fewer
-    return None if asked else memory.gpus or None
+    if recipe.parallel.dp is not None:
+        return None
+    return (hosts.total if hosts else memory.gpus) or None
 
 
 def configuration(plan: Plan) -> list[Check]:

@@ -226,6 +226,10 @@ def layout(plan: Plan, memory: Memory, hosts: Hosts | None) -> list[Check]:
         came = f"{degrees}, each with a GPU of its own; this machine has {memory.gpus}"
         fix = "name the machines with --hostfile, or make it smaller (--set parallel.dp=, parallel.tp=, …)"
         return [Check("layout", "failed", came, fix), *found]
+    if hosts is not None and hosts.slots and world > hosts.total:
+        came = f"{degrees}, and the hostfile has {counted(hosts.total, 'slot')}: one for each"
+        fix = "name more machines there, or make it smaller (--set parallel.dp=, parallel.tp=, …)"
+        return [Check("layout", "failed", came, fix), *found]
     slots = set(hosts.slots.values()) if hosts else set()
     if slots and shape.tp > 1 and any(count % shape.tp for count in slots):
         came = f"{degrees}: tensor parallelism crosses machines of {min(slots)} slots, over a slower network"
