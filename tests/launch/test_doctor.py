@@ -77,10 +77,7 @@ def test_a_good_set_up_of_several_gpus(diagnose, gpu_machine):
 
 
 BAD = {
-    "too few slots": (
-        ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--hostfile", "hosts"],
-        "configuration",
-    ),
+    "too few slots": (["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--hostfile", "hosts"], "layout"),
     "a batch that does not divide": (["--set", "batch.global=7", "--set", "batch.micro=2"], "configuration"),
     "pipeline under ZeRO-3": (["--ds_config", "zero3", "--set", "parallel.pp=2"], "configuration"),
     "no text": (["--set", "data.source=jsonl", "--set", "data.name=gone.jsonl"], "data"),
