@@ -127,7 +127,7 @@ def checkup_of(
         resolved = configuration(plan)
     except ProblemsError as error:
         resolved = checks.refused("configuration", error.problems)
-    ranks = launch_checkup.ranks_here(plan, memory, hosts) if plan else processes.local_world_size()
+    ranks = launch_checkup.ranks_here(plan, memory, hosts) if plan else memory.gpus or 1
     several = launch_checkup.several_machines(hosts)
     listed = checkup.functions(machine, ranks, world or (plan.layout.world if plan else 1), several)
     listed["port"] = launch_checkup.port

@@ -49,6 +49,7 @@ def gpu_machine(monkeypatch):
         monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_70", "sm_80", "sm_90"])
         monkeypatch.setattr(gpu_checkup, "torch_cuda", lambda: "12.6")
         monkeypatch.setattr(gpu_checkup, "nvcc_version", lambda: "12.4")
+        monkeypatch.setattr(gpu_checkup, "free_shared_memory", lambda: 1e9)
 
     return put
 
@@ -101,13 +102,17 @@ def test_all_that_the_resolver_refuses_is_listed(diagnose):
     assert len([check for check in found if check.key == "configuration"]) == 2
 
 
-def test_bf16_on_a_v100(diagnose, gpu_machine):
+def test_bf16_on_a_v100(diagnose, gpu_machine, monkeypatch):
     gpu_machine(V100, bf16=False)
+    monkeypatch.setattr(gpu_checkup, "free_shared_memory", lambda: 64e6)
     code, found = diagnose("--ds_config", "bf16")
     assert code == 1 and "bf16" in failed(found)["configuration"]
+    assert failed(found).keys() == {"configuration", "shared memory"}, (
+        "eight processes are expected all the same"
+    )
     assert next(check.found for check in found if check.key == "precision") == "fp32, fp16; no bf16"
     code, found = diagnose("--ds_config", "zero1")
-    assert code == 0, "auto falls to fp32"
+    assert failed(found).keys() == {"shared memory"}, "auto falls to fp32"
     assert [check.verdict for check in found if check.key == "configuration"] == ["ok", "warning"]
 
 
