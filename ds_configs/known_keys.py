@@ -256,6 +256,18 @@ def check(config: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
     return _usable("", config, {**TOP, "parallel": SECTION}, findings)
 
 
+def unread(config: Mapping[str, Any]) -> list[str]:
+    """Sections of a JSON that are handed on to DeepSpeed with whatever they hold: no table is about them."""
+    known = {"": TOP, **SECTIONS}
+    within = {"": config, **{name: lookup(config, name) for name in SECTIONS}}
+    dotted = ((f"{name}.{key}" if name else key, key, name) for name in known for key in within[name] or ())
+    return [
+        full
+        for full, key, name in dotted
+        if known[name].get(key) is SECTION and full not in SECTIONS and lookup(config, full)
+    ]
+
+
 def _usable(name: str, section: Mapping[str, Any], known: Table, findings: Findings) -> dict[str, Any]:
     usable: dict[str, Any] = {}
     for key, value in section.items():

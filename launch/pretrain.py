@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import abilities, ending, orphans, out_of_memory, processes
+from launch.machine import abilities, checks, checkup, ending, orphans, out_of_memory, processes
 from launch.machine.determinism import demand_determinism
 from launch.machine.meeting import Meeting
+from launch.planning import launch_checkup
 from launch.training import initial_weights as given_weights
 from launch.training.job import Job, plan_job
 from recipes import catalog
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from launch.runs.recorder import Silence
 
 DIVERGED = 3  # exit code
-FILES, FILES_PER_RANK = 128, 8  # that a process may need open: libraries and data; connections
 PREPARATION = timedelta(days=2)  # that a corpus may take
 
 EXAMPLES = """\
@@ -125,7 +125,7 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
     """The job that the flags ask for. Raises ValueError with every problem of recipe and configuration."""
     from launch.runs.directory import default_path
 
-    take_file_handles(FILES + FILES_PER_RANK * processes.world_size())
+    take_file_handles(checkup.files_needed(processes.world_size()))
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     machine, weights = abilities.detect_machine(args.emulate_fp16), args.init_from
     plan = plan_job(
@@ -149,6 +149,7 @@ def open_run_directory(job: Job, facts: Facts) -> RunDirectory | None:
     from launch.runs.admission import Kept, admit
 
     processes.check_device()
+    check_quickly(job)
     if processes.rank() != 0:
         return None
     every = found(job.checkpoints)
@@ -166,6 +167,15 @@ def open_run_directory(job: Job, facts: Facts) -> RunDirectory | None:
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     watchdog.forget(directory.path)
     return directory
+
+
+def check_quickly(job: Job) -> None:
+    """The part of doctor.py that takes no time: rank 0 says warnings; what fails raises ProblemsError."""
+    found = checks.run(launch_checkup.quick(job.plan.recipe, job.directory))
+    checks.refuse(found)
+    for check in found:
+        if check.verdict == "warning":
+            say_on_rank_0(f"warning: {check.found}; {check.fix}")
 
 
 def refuse_by_system(error: OSError, place: Path) -> NoReturn:

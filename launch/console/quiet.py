@@ -6,6 +6,9 @@ import logging
 import os
 import warnings
 
+# How torch's warnings begin that it has no kernels for a GPU: all that comes later is an error in the first.
+NO_KERNELS = r"Found GPU\d|\n.* with CUDA capability "
+
 
 def quiet_libraries() -> None:
     """Keep DeepSpeed's and torch's start-up chatter off the screen; MEGARECIPES_VERBOSE=1 brings it back.
@@ -17,6 +20,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", message=NO_KERNELS)
     # Not its level, which DeepSpeed sets to WARNING when it is imported.
     logging.getLogger("DeepSpeed").addFilter(_is_an_error)
 

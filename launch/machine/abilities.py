@@ -53,7 +53,7 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
         accelerator=device,
         fp16=bool(accelerator.is_fp16_supported()),
         bf16=bool(bf16),
-        compiler=_can_compile(),
+        compiler=not missing_for_compiling(),
         cuda_compiler=cuda_compiler,
         libaio=ctypes.util.find_library("aio") is not None,
         emulated_fp16=emulated_fp16 and device == "cpu",
@@ -61,11 +61,13 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
     )
 
 
-def _can_compile() -> bool:
-    """Whether DeepSpeed's ops can be built: there are torch's C++ compiler, ninja, and Python's headers."""
+def missing_for_compiling() -> list[str]:
+    """What DeepSpeed's ops cannot be built without and is missing: torch's C++ compiler, ninja, headers."""
     folder = os.path.dirname(sys.executable)
     if not shutil.which("ninja") and os.path.exists(os.path.join(folder, "ninja")):
         # The ninja wheel puts its program next to the interpreter, which need not be on PATH.
         os.environ["PATH"] = folder + os.pathsep + os.environ.get("PATH", "")
     programs = (os.environ.get("CXX", "c++"), "ninja")
-    return all(map(shutil.which, programs)) and Path(sysconfig.get_path("include"), "Python.h").exists()
+    missing = [program for program in programs if not shutil.which(program)]
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    return missing if headers else [*missing, "Python.h"]

@@ -120,6 +120,14 @@ def environment_key() -> str:
     return f"py{python}-torch{torch.__version__}-deepspeed{deepspeed.__version__}-{digest}"
 
 
+def is_built(op: Op) -> bool:
+    """Whether a run would find `op` compiled, by an earlier run or by whoever installed DeepSpeed."""
+    builder = get_accelerator().create_op_builder(op.builder)
+    if builder is None or _installed(builder.name):
+        return True
+    return Path(_get_build_directory(builder.name, False), BUILT).exists()
+
+
 def build(op: Op, say: Say = print) -> None:
     """Load `op`, compiled first where that is not done yet. Raises CompileError."""
     builder = get_accelerator().create_op_builder(op.builder)

@@ -70,6 +70,16 @@ class Meeting:
         heard: T = json.loads(self.store.get(key))
         return heard
 
+    def to_rank_0(self, value: T) -> list[T]:
+        """Every rank's `value`, which JSON can carry: on rank 0 of all, elsewhere its own. Collective."""
+        if world_size() == 1:
+            return [value]
+        key = self._round()
+        if rank() != 0:
+            self.store.set(f"{key}/{rank()}", json.dumps(value))
+            return [value]
+        return [value, *(json.loads(self.store.get(f"{key}/{other}")) for other in range(1, world_size()))]
+
     def _hear_all(self, own: str | None, patience: timedelta) -> bool:
         """Whether any rank refuses; then rank 0 has said why."""
         key = self._round()

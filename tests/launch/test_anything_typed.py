@@ -54,6 +54,7 @@ class Started(BaseException):
 # Command -> where its work begins, as module:attribute.
 WORK = {
     "pretrain": ["launch.machine.ending:clean_exit"],
+    "doctor": ["launch.doctor:text", "launch.doctor:asdict"],  # where it has checked, and tells
     "compare_layouts": ["launch.compare_layouts:run_cases"],
     "figure1": ["launch.figure1:run"],
     "recipe": ["launch.tables.verifying.verification:verify"],

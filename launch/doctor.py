@@ -1,0 +1,292 @@
+"""Check a machine and a launch before anything starts: one line per check, with the fix.
+
+python launch/doctor.py --recipe bert/sotu --ds_config zero2
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from ds_configs import jsonfile, known_keys
+from ds_configs.plan import Plan
+from ds_configs.resolver import resolve
+from launch.console import arguments, ends, quiet, terminal
+from launch.machine import abilities, checks, checkup, places, processes
+from launch.machine.checks import Check, Verdict
+from launch.machine.meeting import Meeting
+from launch.machine.memory import Memory, this_machine
+from launch.planning import launch_checkup
+from launch.planning.launch_checkup import Hosts
+from recipes import catalog
+from recipes.files import path_of
+from recipes.plural import counted
+from recipes.problems import ProblemsError
+from recipes.schema import Recipe
+
+ORDER: tuple[Verdict, ...] = ("ok", "warning", "failed", "not checked")
+
+EXAMPLES = """\
+examples:
+  python launch/doctor.py
+      this machine, and the default recipe on it
+  python launch/doctor.py --recipe bert/sotu --ds_config zero2 --set batch.micro=4 --out /scratch/run
+      one launch: its batch, its memory, the disk for its checkpoints
+  python launch/doctor.py --recipe megatron_paper_table1/8.3b-mp-dp --hostfile hosts
+      a launch on several machines, as far as it can be seen from this one
+  torchrun --nnodes 2 --nproc_per_node 8 … launch/doctor.py --recipe … --out /shared/run
+      on the machines themselves: they meet, and compare file system, clocks and versions
+  python launch/doctor.py --json | jq -r '.checks[] | select(.verdict == "failed") | .fix'
+      for programs
+
+ok: as it should be; warning: may break a run, or costs speed or results; failed: will break it; not checked:
+the reason stands there. Nothing is started, and nothing written but a file that is removed again.
+exit codes: 0 nothing failed, 1 something did, 2 refused: no such recipe, configuration or hostfile."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES)
+    arguments.add_recipe_arguments(parser)
+    add = parser.add_argument_group("how to run it").add_argument
+    config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
+    add("--ds_config", metavar="FILE", help=config)
+    add("--hostfile", metavar="FILE", help='machines of the launch, as deepspeed reads them: "name slots=8"')
+    add("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
+    add("--json", action="store_true", help="print JSON, for programs")
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    environ = dict(os.environ)  # before libraries add theirs
+    quiet.quiet_libraries()
+    launcher = check_launcher()
+    recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
+    config = jsonfile.find(args.ds_config or recipe.ds_config)
+    hosts = launch_checkup.read_hosts(args.hostfile) if args.hostfile else None
+    name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
+    directory = path_of(args.out, "--out") if args.out else default_directory(name, config)
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no JSON
+        found = [*launcher, *checkup_of(recipe, config, hosts, directory, environ)]
+        if processes.world_size() > 1:
+            found = together(found, directory)
+    if processes.rank() != 0:
+        return 0
+    if args.json:
+        facts = {"recipe": name, "ds_config": str(config), "checks": [*map(asdict, found)]}
+        print(json.dumps(facts, indent=2))
+    else:
+        print(text(found, terminal.columns()))
+    return int(any(check.verdict == "failed" for check in found))
+
+
+def check_launcher() -> list[Check]:
+    """What launchers tell this process of its place; where they contradict each other, it goes on alone."""
+    try:
+        processes.check_launch(start=False)
+    except ProblemsError as error:
+        for name in processes.VARIABLES:
+            os.environ.pop(name, None)
+        return checks.refused("launcher", error.problems)
+    return [Check("launcher", "ok", counted(processes.world_size(), "process"))]
+
+
+def default_directory(name: str, config: Path) -> Path:
+    from launch.runs.directory import default_path
+
+    return default_path(name, config.stem)
+
+
+def checkup_of(
+    recipe: Recipe,
+    config: Path,
+    hosts: Hosts | None,
+    directory: Path,
+    environ: Mapping[str, str] = os.environ,
+) -> list[Check]:
+    """All checks that this process can make alone."""
+    machine, memory = abilities.detect_machine(), this_machine()
+    if machine.accelerator == "cpu":  # by choice, where there are GPUs
+        memory = Memory(0, 0.0, memory.host_bytes)
+    world = processes_of(recipe, hosts, memory)
+    plan: Plan | None = None
+    try:
+        plan = resolve(recipe, config, world, machine)
+        resolved = configuration(plan)
+    except ProblemsError as error:
+        resolved = checks.refused("configuration", error.problems)
+    ranks = launch_checkup.ranks_here(plan, memory, hosts) if plan else memory.gpus or 1
+    several = launch_checkup.several_machines(hosts)
+    listed = checkup.functions(machine, ranks, world or (plan.layout.world if plan else 1), several)
+    listed["port"] = launch_checkup.port
+    if hosts is not None:
+        listed |= launch_checkup.of_hosts(hosts, memory.gpus, environ)
+    listed["configuration"] = lambda: resolved
+    if plan is not None:
+        listed |= launch_checkup.of_plan(plan, memory, hosts)
+        listed |= {"ops": partial(checkup.ops, plan.ds), "DeepSpeed": partial(judged, plan, config)}
+        listed["rest of the JSON"] = partial(rest, plan, config)
+    listed["data"] = partial(data, recipe)
+    listed |= places.functions(directory, *launch_checkup.checkpoint_bytes(recipe), several)
+    return checks.run(listed)
+
+
+def processes_of(recipe: Recipe, hosts: Hosts | None, memory: Memory) -> int | None:
+    """What a launch would start by launcher, hostfile or GPUs here; None: as many as the layout asks for."""
+    if processes.launched():
+        return processes.world_size()
+    if recipe.parallel.dp is not None:
+        return None
+    return (hosts.total if hosts else memory.gpus) or None
+
+
+def configuration(plan: Plan) -> list[Check]:
+    """That the recipe and the JSON go together, and in what the plan differs from them."""
+    notices = [notice for notice in plan.notices if notice.key != "unchecked"]
+    said = f"{plan.ds_name}: ZeRO-{plan.zero_stage}, offload {plan.offload}, {plan.precision}"
+    differs = [Check("configuration", "warning", str(notice)) for notice in notices]
+    return [Check("configuration", "ok", said), *differs]
+
+
+def judged(plan: Plan, config: Path) -> Check:
+    """DeepSpeed's own reading of the resolved JSON."""
+    from launch.training import deepspeed_judgement
+
+    deepspeed_judgement.check(plan, str(config))
+    return Check("DeepSpeed", "ok", "reads the resolved JSON without complaint")
+
+
+def rest(plan: Plan, config: Path) -> Check:
+    """What of the JSON nothing here checks."""
+    untried = [str(notice) for notice in plan.notices if notice.key == "unchecked"]
+    return launch_checkup.unread(known_keys.unread(jsonfile.read(config)), "; ".join(untried))
+
+
+def data(recipe: Recipe) -> Check:
+    """Whether the recipe's text is there, as far as can be told without reading it."""
+    from data.corpus import check_sources
+
+    try:
+        check_sources(recipe)
+    except ProblemsError:
+        raise
+    except ValueError as error:
+        return Check("data", "failed", str(error))
+    return Check("data", "ok", f"{recipe.data.source}: as far as can be told without reading it")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells rank 0 of itself.
+
+    Attributes:
+        sees: rank 0's file in the run directory.
+        ahead: seconds that its clock is ahead of rank 0's.
+        checks: of the first rank of a machine, else none.
+    """
+
+    host: str
+    sees: bool
+    ahead: float
+    versions: dict[str, str | None]
+    checks: list[Check]
+
+
+TOLD = TypeAdapter(Told)
+
+
+def together(own: list[Check], directory: Path) -> list[Check]:
+    """On rank 0 the checks of all machines, with those that take several. Collective."""
+    from launch.machine import description
+    from launch.runs import shared_directory
+
+    meeting, place, path = Meeting(), places.existing(directory), str(directory.absolute())
+    meeting.settle(lambda: None)
+    ahead = time.time() - meeting.from_rank_0(time.time())
+    first = processes.rank() == 0
+    with shared_directory.token(place) if first else contextlib.nullcontext("") as name:
+        there, token, theirs = meeting.from_rank_0((str(place), name, path))
+        sees = first or (path == theirs and shared_directory.shows(Path(there), token))
+        mine = own if processes.local_rank() == 0 else []
+        told = Told(socket.gethostname(), sees, ahead, description.versions(), mine)
+        every = meeting.to_rank_0(TOLD.dump_python(told, mode="json"))
+    ranks = [TOLD.validate_python(each) for each in every]
+    return [*merged([(rank.host, rank.checks) for rank in ranks if rank.checks]), *compared(ranks, path)]
+
+
+def compared(ranks: Sequence[Told], path: str) -> list[Check]:
+    """What the ranks of a launch have in common; `path`: the run directory."""
+    versions = {rank.host: rank.versions for rank in ranks}
+    met = f"{len(ranks)} have met, on {counted(len(versions), 'machine')}: {', '.join(versions)}"
+    found = [Check("ranks", "ok", met)]
+    if blind := sorted({rank.host for rank in ranks if not rank.sees}):
+        came = f"{', '.join(blind)} does not see in {path} what rank 0 writes there"
+        fix = "name a directory on a file system that all machines share with --out, by its absolute path"
+        found.append(Check("shared files", "failed", came, fix))
+    else:
+        found.append(Check("shared files", "ok", f"all see in {path} what rank 0 writes there"))
+    if len(versions) == 1:
+        return found
+    farthest = max(ranks, key=lambda rank: abs(rank.ahead))
+    found.append(places.said_of_clock(f"the clock of {farthest.host}, of all the farthest,", farthest.ahead))
+    differ = [name for name in ranks[0].versions if len({said[name] for said in versions.values()}) > 1]
+    if not differ:
+        return [*found, Check("same versions", "ok", "on all machines")]
+    listed = (
+        f"{host}: {', '.join(f'{name} {said[name]}' for name in differ)}" for host, said in versions.items()
+    )
+    fix = "pip install -r requirements.txt on each of them"
+    return [*found, Check("same versions", "failed", "; ".join(listed), fix)]
+
+
+def merged(told: Sequence[tuple[str, list[Check]]]) -> list[Check]:
+    """Every check once, in the order of the first machine; with its machines where not all say the same.
+
+    What one machine could not check and another could is left out.
+    """
+    said: dict[str, dict[Check, list[str]]] = {}
+    for host, found in told:
+        for check in found:
+            said.setdefault(check.key, {}).setdefault(check, []).append(host)
+    every = []
+    for checks_of in said.values():
+        able = {check: hosts for check, hosts in checks_of.items() if check.verdict != "not checked"}
+        for check, hosts in (able or checks_of).items():
+            everywhere = len(able or checks_of) == 1 or len(hosts) == len(told)
+            every.append(check if everywhere else replace(check, found=f"{', '.join(hosts)}: {check.found}"))
+    return every
+
+
+def text(found: Sequence[Check], width: int | None) -> str:
+    """A line per check, with its fix below it, and how many there are of each verdict."""
+    verdicts = max(len(check.verdict) for check in found) + 2
+    column = verdicts + max(len(check.key) for check in found) + 2
+    lines = []
+    for check in found:
+        label = f"{check.verdict:<{verdicts}}{check.key}"
+        lines.append(terminal.wrapped(f"{label:<{column}}{check.found}", width, hang=column))
+        if check.fix:
+            lines.append(terminal.wrapped(f"{'':<{column}}fix: {check.fix}", width, hang=5))
+    counts = Counter(check.verdict for check in found)
+    said = ", ".join(
+        counted(counts[each], each) if each == "warning" else f"{counts[each]} {each}"
+        for each in ORDER
+        if counts[each]
+    )
+    return "\n".join([*lines, "", f"{counted(len(found), 'check')}: {said}"])
+
+
+if __name__ == "__main__":
+    ends.run(main)

@@ -1,0 +1,67 @@
+"""What one check of a machine or of a launch found, and how lists of checks are run."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from recipes.problems import Problem, ProblemsError, pieces
+
+Verdict = Literal["ok", "warning", "failed", "not checked"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of what was checked.
+
+    Attributes:
+        key: what was looked at, e.g. "port".
+        verdict: `failed` will break a run; `warning` may, or costs speed or results; `not checked`: the
+            reason is in `found`.
+        found: what there is, and the rule where that breaks one.
+        fix: what to do; "" where there is nothing to do.
+    """
+
+    key: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+Function = Callable[[], "Check | Iterable[Check]"]
+
+
+def run(functions: Mapping[str, Function]) -> list[Check]:
+    """What all of them find, in their order; a key's function that breaks is a failed line of that key."""
+    return [check for key, function in functions.items() for check in _made(key, function)]
+
+
+def _made(key: str, function: Function) -> list[Check]:
+    try:
+        found = function()
+        return [found] if isinstance(found, Check) else list(found)
+    except ProblemsError as error:
+        return refused(key, error.problems)
+    except OSError as error:
+        told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return [Check(key, "failed", f"the system refuses it ({told[:200]})")]
+    except Exception as error:  # a check must not take the others along
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        told = " ".join(str(error).split())[:200]
+        came = f"the check itself broke: {type(error).__name__}: {told} ({at.name}, line {at.lineno})"
+        return [Check(key, "failed", came, "report this line; the other checks hold without it")]
+
+
+def refused(key: str, problems: Iterable[Problem]) -> list[Check]:
+    """Each problem as a failed check."""
+    bare = ((dataclasses.replace(problem, fix=""), problem.fix) for problem in problems)
+    return [Check(key, "failed", str(found), "".join(map(str, pieces(fix)))) for found, fix in bare]
+
+
+def refuse(checks: Sequence[Check]) -> None:
+    """Raise ProblemsError with all that failed, if anything did."""
+    if failed := [check for check in checks if check.verdict == "failed"]:
+        raise ProblemsError(Problem(check.key, check.found, "", check.fix) for check in failed)

@@ -1,0 +1,239 @@
+"""Checks of the GPUs, and of what is compiled for them and connects them.
+
+What is asked of torch and the system stands in functions of its own (`gpus`, `built_for`, `nvcc_version`, …),
+so that tests can put another machine in their place.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_configs.plan import Machine
+from launch.machine.checks import Check, Verdict
+from recipes.plural import counted
+
+# Bytes of /dev/shm. Docker gives 64 MB, in which NCCL failed on four GPUs: a segment of a connection has
+# 9,637,888 bytes (https://github.com/NVIDIA/nccl/issues/342, /525); containers are advised to have 1 GB
+# (--shm-size=1g, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html).
+LEAST_SHARED, ADVISED_SHARED = 64 * 2**20, 10**9
+VOLTA_WHEELS = "12.6"  # CUDA of the newest wheels with kernels for Volta and older
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A visible GPU: name, (major, minor) of its compute capability, bytes in all and free."""
+
+    name: str
+    capability: tuple[int, int]
+    total: float
+    free: float
+
+    @property
+    def architecture(self) -> str:
+        """As in torch's lists: sm_70."""
+        return "sm_{}{}".format(*self.capability)
+
+
+def accelerator() -> Check:
+    """Which GPUs torch sees and what is free on them."""
+    found = gpus()
+    if not found:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        why = cpu_only()
+        verdict: Verdict = "warning" if why else "ok"
+        fix = "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES=" if why else ""
+        return Check("accelerator", verdict, f"no GPU{why}: {counted(cores, 'core')} of the CPU", fix)
+    names = ", ".join(dict.fromkeys(f"{gpu.name} ({gpu.total / 1e9:.3g} GB)" for gpu in found))
+    text = f"{counted(len(found), 'GPU')}: {names}"
+    if len({gpu.name for gpu in found}) > 1:
+        return Check(
+            "accelerator",
+            "warning",
+            f"{text}: the slowest sets the pace",
+            "choose equal ones: CUDA_VISIBLE_DEVICES",
+        )
+    taken = [number for number, gpu in enumerate(found) if gpu.free < 0.9 * gpu.total]
+    if taken:
+        came = f"{text}; of the memory of {', '.join(map(str, taken))} more than a tenth is taken"
+        return Check("accelerator", "warning", came, "look with nvidia-smi which process holds it")
+    return Check("accelerator", "ok", text)
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that this process sees; none with DS_ACCELERATOR=cpu."""
+    import torch
+
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+        return []
+    found = []
+    for number in range(torch.cuda.device_count()):
+        facts, (free, _) = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)
+        found.append(Gpu(facts.name, (facts.major, facts.minor), float(facts.total_memory), float(free)))
+    return found
+
+
+def cpu_only() -> str:
+    """Why no GPU is used though the system shows one; "" where it shows none or the user wants none."""
+    import torch
+
+    hidden = os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if hidden or not list(Path("/dev").glob("nvidia[0-9]*")):
+        return ""
+    built = torch.version.cuda
+    return f", though there is /dev/nvidia0: torch {torch.__version__} " + (
+        "cannot use it (driver?)" if built else "is a build for CPUs"
+    )
+
+
+def kernels() -> Check:
+    """Whether torch has machine code, or code to translate (PTX), for every visible GPU."""
+    found = gpus_without_context()
+    if not found:
+        return Check("GPU kernels", "not checked", "no GPU")
+    built = built_for()
+    without = {gpu.architecture: gpu for gpu in found if not runs_on(gpu.capability, built)}
+    if not without or not built:
+        said = (
+            f"torch is built for {', '.join(built)}" if built else "torch does not say what it is built for"
+        )
+        return Check("GPU kernels", "ok" if built else "not checked", said)
+    named = ", ".join(f"{gpu.name} ({name})" for name, gpu in without.items())
+    came = f"torch {torch_version()} has none for {named}: it is built for {', '.join(built)}"
+    return Check("GPU kernels", "failed", came, torch_for([gpu.capability for gpu in without.values()]))
+
+
+def gpus_without_context() -> list[Gpu]:
+    """As `gpus`, without what is free, which takes a context on each of them, and time."""
+    import torch
+
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+        return []
+    every = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return [Gpu(each.name, (each.major, each.minor), float(each.total_memory), 0.0) for each in every]
+
+
+def built_for() -> list[str]:
+    """Architectures in this torch: sm_80 (machine code), compute_90 (PTX)."""
+    import torch
+
+    return torch.cuda.get_arch_list()
+
+
+def torch_version() -> str:
+    import torch
+
+    return torch.__version__
+
+
+def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
+    """Whether one of `built` runs on a GPU of that compute capability.
+
+    Machine code runs on the same major and an equal or higher minor version, PTX on everything later, and
+    code with a letter on its own architecture alone (CUDA C++ Programming Guide, "Compute Capability").
+    """
+    for each in built:
+        if not (parts := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", each)):
+            continue
+        of = int(parts[2]), int(parts[3])
+        if of == capability:
+            return True
+        later = capability > of if parts[1] == "compute" else capability[0] == of[0] and capability > of
+        if later and not parts[4]:
+            return True
+    return False
+
+
+def torch_for(capabilities: list[tuple[int, int]]) -> str:
+    """The command that installs the pinned torch with kernels for these GPUs.
+
+    torch itself lists what its wheels are built for; Volta and older are in those of CUDA 12.6 alone.
+    """
+    import torch
+
+    releases = getattr(torch.cuda, "PYTORCH_RELEASES_CODE_CC", {})
+    machine = "aarch64" if platform.machine().lower() in ("aarch64", "arm64") else "x86_64"
+    fit = [
+        cuda
+        for cuda, by_machine in releases.items()
+        if all(runs_on(one, [f"sm_{code}" for code in by_machine.get(machine, ())]) for one in capabilities)
+    ]
+    if releases and not fit:
+        return "no published torch of this version has them: take an older one, or build it from source"
+    cuda, version = fit[0] if fit else VOLTA_WHEELS, torch.__version__.partition("+")[0]
+    return (
+        f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cu{cuda.replace('.', '')}"
+    )
+
+
+def precision(machine: Machine) -> Check:
+    """What the accelerator trains in."""
+    there = {"fp32": True, "bf16": machine.bf16, "fp16": machine.fp16}
+    able, unable = ([name for name, has in there.items() if has is wanted] for wanted in (True, False))
+    return Check("precision", "ok", ", ".join(able) + (f"; no {', no '.join(unable)}" if unable else ""))
+
+
+def cuda_compiler() -> Check:
+    """nvcc, whose major version has to be that of torch's CUDA: what it compiles is loaded into torch."""
+    wanted, key = torch_cuda(), "CUDA compiler"
+    if wanted is None or not gpus_without_context():
+        return Check(key, "not checked", "no GPU" if wanted else f"torch {torch_version()} has no CUDA")
+    found = nvcc_version()
+    if found is None:
+        came = "no nvcc: torch's optimizer in place of DeepSpeed's fused one, and no NVMe offload"
+        return Check(key, "warning", came, f"install the CUDA toolkit {wanted} and set CUDA_HOME")
+    if found.split(".")[0] == wanted.split(".")[0]:
+        return Check(key, "ok", f"nvcc {found}; torch has CUDA {wanted}")
+    came = f"nvcc {found}, and torch has CUDA {wanted}: DeepSpeed's CUDA ops need the same major version"
+    return Check(
+        key, "failed", came, f"set CUDA_HOME to a CUDA toolkit {wanted}, or install torch for CUDA {found}"
+    )
+
+
+def torch_cuda() -> str | None:
+    """The CUDA that torch was built with, such as 13.0; None: a build for CPUs."""
+    import torch
+
+    return torch.version.cuda
+
+
+def nvcc_version() -> str | None:
+    """Version of the nvcc that torch and DeepSpeed compile with, such as 12.6; None: there is none."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    try:
+        command = [str(Path(CUDA_HOME or "", "bin", "nvcc")), "--version"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found[1] if (found := re.search(r"release (\d+\.\d+)", said)) else None
+
+
+def shared_memory(ranks: int) -> Check:
+    """Room in /dev/shm for NCCL's connections within a machine; gloo and the loader use none."""
+    key = "shared memory"
+    if ranks < 2 or not gpus_without_context():
+        return Check(key, "ok", "none is needed: " + ("one process here" if ranks < 2 else "no GPU"))
+    free = free_shared_memory()
+    if free is None:
+        return Check(key, "not checked", "there is no /dev/shm")
+    came = f"{free / 1e6:,.0f} MB free in /dev/shm"
+    if free > ADVISED_SHARED * 0.9:
+        return Check(key, "ok", came)
+    fix = "docker run --shm-size=1g (or --ipc=host); elsewhere: mount -o remount,size=1g /dev/shm"
+    if free > LEAST_SHARED:
+        return Check(key, "warning", f"{came}: NCCL is advised to have 1 GB", fix)
+    return Check(key, "failed", f"{came}: NCCL takes some 10 MB for each connection of GPUs", fix)
+
+
+def free_shared_memory() -> float | None:
+    """Bytes free in /dev/shm; None where there is none."""
+    try:
+        facts = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return float(facts.f_bavail * facts.f_frsize)

@@ -1,0 +1,140 @@
+"""Checks of the directory that a run is to be kept in: rights, room, kind of file system, clock."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from launch.console import output
+from launch.machine.checks import Check, Function
+
+# File systems that other machines may see as well; all others lie in this machine.
+NETWORK = re.compile(
+    r"nfs|lustre|gpfs|beegfs|ceph|cifs|smb|glusterfs|fuse\.|9p|virtiofs|wekafs|panfs|orangefs|pvfs|afs|daos"
+)
+IN_MEMORY = ("tmpfs", "ramfs")
+CLOCK_S = 2.0  # seconds between two clocks from which on times of files mislead
+
+
+def functions(directory: Path, checkpoint: float, kept: int | None, several: bool) -> dict[str, Function]:
+    """The checks by their keys. `several`: machines write there; the others: see `space`."""
+    return {
+        "run directory": partial(writable, directory),
+        "disk": partial(space, directory, checkpoint, kept),
+        "file system": partial(file_system, directory, several),
+        "clock": partial(clock, directory),
+    }
+
+
+def writable(directory: Path) -> Check:
+    """Whether the run directory is there or can be made, tried with a file."""
+    output.directory("--out", directory)
+    return Check(
+        "run directory", "ok", f"{directory} " + ("is writable" if directory.exists() else "can be made")
+    )
+
+
+def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
+    """Room for checkpoints, each of `checkpoint` bytes.
+
+    `kept`: the most that lie there at once; None: all that are saved, of which nobody knows how many.
+    """
+    key = "disk"
+    free = free_bytes(existing(directory))
+    room = f"{amount(free)} free"
+    if kept == 0 or not checkpoint:
+        return Check(key, "ok", f"{room}; the recipe saves no checkpoint")
+    came = f"{room}, and a checkpoint takes {amount(checkpoint)}"
+    fit = int(free // checkpoint)
+    if not fit:
+        return Check(key, "failed", came, "make room, or name another disk with --out")
+    if kept is None:
+        fix = f"keep fewer, e.g. --set run.keep_checkpoints={min(fit, 3) - 1 or 1}" if fit < 100 else ""
+        more = f": room for {fit:,}; all that are saved are kept"
+        return Check(key, "warning" if fix else "ok", came + more, fix)
+    if fit < kept:
+        which = f"keep fewer (--set run.keep_checkpoints={max(1, fit - 1)}), make room, or take another disk"
+        return Check(
+            key, "warning", f"{came}: room for {fit} of the {kept} that lie there at once", f"{which} (--out)"
+        )
+    return Check(key, "ok", f"{came}; {kept} at most lie there at once")
+
+
+def file_system(directory: Path, several: bool) -> Check:
+    """The kind of file system: whether it outlives the machine, and whether other machines may see it."""
+    key, kind = "file system", kind_of(existing(directory))
+    if kind is None:
+        return Check(key, "not checked", "there is no /proc/mounts")
+    network = bool(NETWORK.match(kind))
+    if several and not network:
+        came = f"{kind}, of this machine: all machines write into one run directory"
+        return Check(
+            key, "warning", came, "name one on a shared file system with --out, by its absolute path"
+        )
+    if kind in IN_MEMORY:
+        return Check(
+            key, "warning", f"{kind}: it takes memory, and is gone after a restart", "name a disk with --out"
+        )
+    return Check(key, "ok", f"{kind}, " + ("over the network" if network else "of this machine"))
+
+
+def clock(directory: Path) -> Check:
+    """The clock of a file server against this machine's, by the time of a new file."""
+    place = existing(directory)
+    if not NETWORK.match(kind_of(place) or ""):
+        return Check(
+            "clock", "not checked", "the file system is this machine's: no other clock to compare with"
+        )
+    return said_of_clock("the file server", server_time(place) - time.time())
+
+
+def said_of_clock(whose: str, ahead: float) -> Check:
+    """`ahead`: seconds that another clock is ahead of this one."""
+    if abs(ahead) <= CLOCK_S:
+        return Check("clock", "ok", f"{whose} is {abs(ahead):.1f} s away")
+    came = f"{whose} is {abs(ahead):,.1f} s {'ahead' if ahead > 0 else 'behind'}"
+    return Check(
+        "clock", "warning", f"{came}: times of files and logs mislead", "set the clocks by NTP (chronyd)"
+    )
+
+
+def server_time(place: Path) -> float:
+    """Seconds since 1970 on the machine that keeps the files of `place`."""
+    with tempfile.TemporaryFile(dir=place) as file:
+        file.write(b"x")
+        file.flush()
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_mtime
+
+
+def existing(path: Path) -> Path:
+    """The path, or what is above it, as far as it exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+def free_bytes(place: Path) -> float:
+    """Bytes that this user may still write there; quotas are not seen."""
+    facts = os.statvfs(place)
+    return float(facts.f_bavail * facts.f_frsize)
+
+
+def kind_of(place: Path) -> str | None:
+    """The type of the file system that holds `place`, such as ext4; None where the system does not say."""
+    try:
+        lines = Path("/proc/mounts").read_text().splitlines()
+    except OSError:
+        return None
+    mounts = [(line.split(" ")[1].encode().decode("unicode_escape"), line.split(" ")[2]) for line in lines]
+    real = place.resolve()
+    holding = [(mount, kind) for mount, kind in mounts if real.is_relative_to(mount)]
+    # The last of equals: what was mounted over the others.
+    return max(reversed(holding), key=lambda held: len(held[0]))[1] if holding else None
+
+
+def amount(size: float) -> str:
+    """Bytes as 3.73 GB."""
+    return f"{size / 1e9:,.3g} GB" if size >= 1e8 else f"{size / 1e6:,.3g} MB"

@@ -1,0 +1,256 @@
+"""Checks of a machine: a good one, and bad ones of which each has one function of the system's replaced."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from launching import ROOT
+
+from ds_configs.plan import Machine
+from launch.console import quiet
+from launch.machine import abilities, checks, checkup, gpu_checkup, places
+from launch.machine.checks import Check
+from launch.machine.gpu_checkup import Gpu
+from recipes.problems import ProblemsError
+
+V100 = Gpu("Tesla V100-SXM2-32GB", (7, 0), 32e9, 32e9)
+H200 = Gpu("NVIDIA H200", (9, 0), 141e9, 140e9)
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]  # of torch 2.13's wheels
+MACHINE = Machine("cpu", fp16=True, bf16=True, compiler=True, libaio=True)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Have the machine these GPUs."""
+
+    def put(*found: Gpu, built=CUDA_13, cuda="13.0") -> None:
+        monkeypatch.setattr(gpu_checkup, "gpus", lambda: list(found))
+        monkeypatch.setattr(gpu_checkup, "gpus_without_context", lambda: list(found))
+        monkeypatch.setattr(gpu_checkup, "built_for", lambda: built)
+        monkeypatch.setattr(gpu_checkup, "torch_cuda", lambda: cuda)
+
+    return put
+
+
+def test_nothing_fails_on_a_good_machine():
+    """This one, as the tests demand it: the pinned packages, a compiler, no misspelt variable."""
+    functions = checkup.functions(MACHINE, ranks=2, world=2, several=False)
+    found = checks.run(functions)
+    assert [check.key for check in found] == list(functions), "one line each"
+    assert {check.verdict for check in found} <= {"ok", "not checked"}, found
+
+
+def test_a_check_that_breaks_is_a_failed_line_and_the_others_go_on():
+    def broken() -> Check:
+        return Check("x", "ok", str(1 // 0))
+
+    def unreadable() -> Check:
+        raise PermissionError(13, "Permission denied", "/place")
+
+    found = checks.run({"one": broken, "two": unreadable, "three": lambda: Check("three", "ok", "here")})
+    assert [check.verdict for check in found] == ["failed", "failed", "ok"]
+    assert "ZeroDivisionError" in found[0].found and "/place: Permission denied" in found[1].found
+
+
+def test_what_failed_is_refused_with_its_fix():
+    checks.refuse([Check("a", "warning", "meh"), Check("b", "ok", "fine")])
+    with pytest.raises(ProblemsError, match="^bad; mend it$"):
+        checks.refuse([Check("a", "failed", "bad", "mend it")])
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((7, 0), CUDA_13, False),
+        ((7, 0), ["sm_50", "sm_60", "sm_70", "sm_75"], True),
+        ((7, 0), ["compute_60"], True),
+        ((9, 0), CUDA_13, True),
+        ((8, 9), ["sm_86"], True),
+        ((8, 0), ["sm_86"], False),
+        ((8, 9), ["sm_80", "sm_100"], True),
+        ((10, 3), ["sm_90", "sm_120"], False),
+        ((12, 1), CUDA_13, True),
+        ((13, 0), CUDA_13, True),
+        ((13, 0), CUDA_13[:-1], False),
+        ((10, 0), ["sm_90a", "compute_90a"], False),
+        ((9, 0), ["sm_90a"], True),
+    ],
+)
+def test_which_code_runs_on_which_gpu(capability, built, runs):
+    assert gpu_checkup.runs_on(capability, built) is runs
+
+
+def test_a_torch_without_kernels_for_the_gpu_names_the_one_that_has_them(gpus):
+    gpus(V100)
+    found = gpu_checkup.kernels()
+    assert found.verdict == "failed" and "Tesla V100-SXM2-32GB (sm_70)" in found.found
+    assert re.search(
+        r"pip install torch==[\d.]+ --index-url https://download.pytorch.org/whl/cu126$", found.fix
+    )
+    gpus(H200)
+    assert gpu_checkup.kernels().verdict == "ok"
+    gpus(V100, built=["sm_70", "sm_80"])
+    assert gpu_checkup.kernels().verdict == "ok"
+
+
+def test_what_torch_itself_says_of_missing_kernels_is_not_hidden(monkeypatch):
+    monkeypatch.delenv("MEGARECIPES_VERBOSE", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name, value in {
+        "get_arch_list": lambda: CUDA_13, "device_count": lambda: 1,
+        "get_device_capability": lambda device: (6, 0), "get_device_name": lambda device: "Tesla P100",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    with warnings.catch_warnings(record=True) as said:
+        quiet.quiet_libraries()
+        warnings.warn("whatever else a library has to say", stacklevel=1)
+        torch.cuda._check_capability()
+        torch.cuda._check_cubins()
+    assert ["Tesla P100" in str(each.message) for each in said] == [True, True]
+
+
+def test_gpus_that_differ_or_are_taken_are_warned_of(gpus):
+    gpus(H200, H200)
+    assert gpu_checkup.accelerator() == Check("accelerator", "ok", "2 GPUs: NVIDIA H200 (141 GB)")
+    gpus(H200, V100)
+    assert gpu_checkup.accelerator().verdict == "warning"
+    gpus(H200, Gpu("NVIDIA H200", (9, 0), 141e9, 60e9))
+    assert "of 1 more than a tenth is taken" in gpu_checkup.accelerator().found
+
+
+def test_an_nvcc_of_another_major_version_fails(gpus, monkeypatch):
+    gpus(H200)
+    verdicts = {}
+    for version in ("13.2", "12.6", None):
+        monkeypatch.setattr(gpu_checkup, "nvcc_version", lambda version=version: version)
+        verdicts[version] = gpu_checkup.cuda_compiler().verdict
+    assert verdicts == {"13.2": "ok", "12.6": "failed", None: "warning"}
+    gpus(cuda=None)
+    assert gpu_checkup.cuda_compiler().verdict == "not checked"
+
+
+def test_docker_gives_too_little_shared_memory_for_nccl(gpus, monkeypatch):
+    monkeypatch.setattr(gpu_checkup, "free_shared_memory", lambda: 64e6)
+    assert gpu_checkup.shared_memory(8).verdict == "ok", "gloo needs none"
+    gpus(H200, H200)
+    assert gpu_checkup.shared_memory(1).verdict == "ok", "alone"
+    found = gpu_checkup.shared_memory(2)
+    assert found.verdict == "failed" and "--shm-size=1g" in found.fix
+    monkeypatch.setattr(gpu_checkup, "free_shared_memory", lambda: 5e8)
+    assert gpu_checkup.shared_memory(2).verdict == "warning"
+    monkeypatch.setattr(gpu_checkup, "free_shared_memory", lambda: 1e9)
+    assert gpu_checkup.shared_memory(2).verdict == "ok"
+
+
+def test_packages_other_than_pinned(monkeypatch):
+    assert checkup.packages().verdict == "ok"
+    real = checkup.installed
+
+    def put(**versions):
+        monkeypatch.setattr(checkup, "installed", lambda name: versions.get(name, real(name)))
+
+    pinned = dict(
+        re.findall(r"^(torch|deepspeed|ruff)==(\S+)", (ROOT / "requirements.txt").read_text(), re.M)
+    )
+    put(torch=f"{pinned['torch']}+cu126", ruff="0.0.1")
+    assert checkup.packages().verdict == "ok", "another build is as good, and a tool decides no number"
+    put(deepspeed="0.16.0")
+    found = checkup.packages()
+    assert found.verdict == "warning" and f"deepspeed 0.16.0, pinned {pinned['deepspeed']}" in found.found
+    put(deepspeed=None, torch="1.0")
+    found = checkup.packages()
+    assert found.verdict == "failed" and found.found == "not installed: deepspeed"
+    put(ruff=None)
+    assert checkup.packages().verdict == "ok"
+
+
+def test_no_compiler_is_a_warning_that_names_what_is_missing(monkeypatch, tmp_path):
+    assert checkup.compiler().verdict == "ok"
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    found = checkup.compiler()
+    assert found.verdict == "warning" and f"no {tmp_path / 'none'}:" in found.found and "g++" in found.fix
+    assert abilities.detect_machine().compiler is False
+
+
+def test_too_few_open_files(monkeypatch):
+    monkeypatch.setattr(checkup, "file_limit", lambda: 1024)
+    assert checkup.open_files(100).verdict == "ok"
+    assert checkup.open_files(1000) == Check(
+        "open files", "failed", "a process may have 1,024 files open, and 8,128 are needed",
+        "raise the hard limit: ulimit -Hn 8128",
+    )  # fmt: skip
+
+
+def test_every_variable_of_the_project_is_known():
+    read = set()
+    for package in ("recipes", "ds_configs", "modeling", "data", "launch"):
+        for file in (ROOT / package).rglob("*.py"):
+            read |= set(re.findall(r"\bMEGARECIPES_[A-Z_]+[A-Z]\b", file.read_text()))
+    assert {"MEGARECIPES_CACHE", "MEGARECIPES_NVME", "MEGARECIPES_VERBOSE"} <= read <= set(checkup.VARIABLES)
+
+
+def test_a_misspelt_variable_is_noticed(monkeypatch):
+    for name in checkup.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert checkup.variables().verdict == "ok"
+    monkeypatch.setenv("MEGARECIPES_CAHCE", "/x")
+    found = checkup.variables()
+    assert found.verdict == "warning" and found.fix == "did you mean MEGARECIPES_CACHE?"
+    monkeypatch.delenv("MEGARECIPES_CAHCE")
+    monkeypatch.setenv("MEGARECIPES_VERBOSE", "true")
+    assert "MEGARECIPES_VERBOSE=true does nothing" in checkup.variables().found
+
+
+def test_a_host_name_that_is_the_loopback_fails_on_several_machines(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(checkup, "addresses", lambda name: ["127.0.1.1"])
+    assert checkup.host_name(several=False).verdict == "ok"
+    assert checkup.host_name(several=True).verdict == "failed"
+    monkeypatch.setattr(checkup, "addresses", lambda name: [])
+    assert "does not resolve" in checkup.host_name(several=True).found
+    monkeypatch.setattr(checkup, "addresses", lambda name: ["127.0.1.1", "10.0.0.4"])
+    assert checkup.host_name(several=True).verdict == "ok"
+    monkeypatch.setattr(checkup, "addresses", lambda name: ["::1"])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert checkup.host_name(several=True).verdict == "ok"
+
+
+def test_a_small_disk(monkeypatch, tmp_path):
+    assert places.space(tmp_path, 12.0, 3).verdict == "ok"
+    monkeypatch.setattr(places, "free_bytes", lambda place: 25e9)
+    found = places.space(tmp_path / "not" / "yet", 30e9, 3)
+    assert found.verdict == "failed" and "25 GB free, and a checkpoint takes 30 GB" in found.found
+    found = places.space(tmp_path, 10e9, 3)
+    assert found.verdict == "warning" and "--set run.keep_checkpoints=1" in found.fix
+    assert places.space(tmp_path, 10e9, None).verdict == "warning", "nobody knows how many there will be"
+    assert places.space(tmp_path, 30e9, 0).verdict == "ok", "none is saved"
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    functions = places.functions(tmp_path / "file" / "run", 1.0, 1, several=False)
+    assert checks.run(functions)[0].verdict == "failed"
+    assert places.writable(tmp_path / "run").verdict == "ok" and not (tmp_path / "run").exists()
+
+
+def test_the_kind_of_file_system_matters(monkeypatch, tmp_path):
+    assert places.kind_of(tmp_path) is not None and places.kind_of(places.Path("/proc/self")) == "proc"
+    verdicts = {}
+    for kind in ("ext4", "nfs4", "tmpfs", "lustre"):
+        monkeypatch.setattr(places, "kind_of", lambda place, kind=kind: kind)
+        verdicts[kind] = [places.file_system(tmp_path, several).verdict for several in (False, True)]
+    assert verdicts == {
+        "ext4": ["ok", "warning"], "nfs4": ["ok", "ok"], "tmpfs": ["warning"] * 2, "lustre": ["ok", "ok"],
+    }  # fmt: skip
+
+
+def test_a_file_server_whose_clock_is_wrong(monkeypatch, tmp_path):
+    assert abs(places.server_time(tmp_path) - places.time.time()) < 60 and not list(tmp_path.iterdir())
+    monkeypatch.setattr(places, "kind_of", lambda place: "nfs4")
+    assert places.clock(tmp_path).verdict == "ok"
+    monkeypatch.setattr(places, "server_time", lambda place: places.time.time() - 300)
+    found = places.clock(tmp_path)
+    assert found.verdict == "warning" and "300.0 s behind" in found.found
+    monkeypatch.setattr(places, "kind_of", lambda place: "ext4")
+    assert places.clock(tmp_path).verdict == "not checked"

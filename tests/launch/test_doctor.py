@@ -1,0 +1,221 @@
+"""The doctor as it is typed: a good set-up, bad ones, several ranks; and its part in pretrain.py."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+from launching import run, run_ranks
+
+from ds_configs.plan import Machine
+from launch import doctor
+from launch.machine import abilities, checkup, gpu_checkup, places
+from launch.machine.checks import Check
+from launch.machine.gpu_checkup import Gpu
+from launch.machine.memory import Memory
+from recipes.problems import ProblemsError
+
+HOSTS = "node1 slots=4\nnode2 slots=4\n"
+
+
+@pytest.fixture
+def diagnose(monkeypatch, capsys, tmp_path):
+    """Run the command in this process; returns its exit code and its checks."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor.quiet, "quiet_libraries", lambda: None)  # for good, in this process
+    monkeypatch.setattr(doctor.launch_checkup, "why_taken", lambda number: None)
+
+    def call(*flags: str) -> tuple[int, list[Check]]:
+        monkeypatch.setattr(sys, "argv", ["doctor", *flags, "--json"])
+        code = doctor.main()
+        return code, [Check(**each) for each in json.loads(capsys.readouterr().out)["checks"]]
+
+    return call
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch):
+    """Have the doctor see a machine of so many GPUs, whose torch is built for sm_70 and up."""
+
+    def put(gpu: Gpu, count: int = 8, bf16: bool = True) -> None:
+        found = [gpu] * count
+        machine = Machine("cuda", fp16=True, bf16=bf16, compiler=True, libaio=True)
+        monkeypatch.setattr(abilities, "detect_machine", lambda: machine)
+        monkeypatch.setattr(doctor, "this_machine", lambda: Memory(count, gpu.total, 1e12))
+        monkeypatch.setattr(gpu_checkup, "gpus", lambda: found)
+        monkeypatch.setattr(gpu_checkup, "gpus_without_context", lambda: found)
+        monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_70", "sm_80", "sm_90"])
+        monkeypatch.setattr(gpu_checkup, "torch_cuda", lambda: "12.6")
+        monkeypatch.setattr(gpu_checkup, "nvcc_version", lambda: "12.4")
+        monkeypatch.setattr(gpu_checkup, "free_shared_memory", lambda: 1e9)
+
+    return put
+
+
+V100 = Gpu("Tesla V100-SXM2-32GB", (7, 0), 32e9, 32e9)
+
+
+def failed(found: list[Check]) -> dict[str, str]:
+    return {check.key: check.found for check in found if check.verdict == "failed"}
+
+
+def test_a_good_set_up(diagnose):
+    code, found = diagnose("--tiny", "--ds_config", "zero1")
+    assert code == 0 and not failed(found), found
+    keys = {check.key for check in found}
+    assert {"packages", "compiler", "port", "batch", "memory", "disk", "rest of the JSON"} <= keys
+    assert all(check.found for check in found)
+
+
+def test_a_good_set_up_of_several_gpus(diagnose, gpu_machine):
+    gpu_machine(V100)
+    code, found = diagnose("--ds_config", "fp16_dynamic", "--set", "precision=fp16")
+    assert code == 0, failed(found)
+    batch = next(check for check in found if check.key == "batch")
+    assert "8 dp" in batch.found, "as many as deepspeed would start here"
+
+
+BAD = {
+    "too few slots": (["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--hostfile", "hosts"], "layout"),
+    "a batch that does not divide": (["--set", "batch.global=7", "--set", "batch.micro=2"], "configuration"),
+    "pipeline under ZeRO-3": (["--ds_config", "zero3", "--set", "parallel.pp=2"], "configuration"),
+    "no text": (["--set", "data.source=jsonl", "--set", "data.name=gone.jsonl"], "data"),
+    "no room": (["--recipe", "jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"], "memory"),
+    "a run directory that is a file": (["--out", "hosts"], "run directory"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_set_up_is_told_with_its_fix(what, diagnose, tmp_path):
+    (tmp_path / "hosts").write_text(HOSTS)
+    flags, key = BAD[what]
+    code, found = diagnose(*flags)
+    assert code == 1 and key in failed(found), found
+    assert all(check.fix for check in found if check.verdict == "failed" and check.key == key != "data")
+
+
+def test_all_that_the_resolver_refuses_is_listed(diagnose):
+    settings = ["parallel.pp=2", "batch.micro=3", "batch.accumulation=2"]
+    _, found = diagnose("--ds_config", "zero3", *(word for s in settings for word in ("--set", s)))
+    assert len([check for check in found if check.key == "configuration"]) == 2
+
+
+def test_bf16_on_a_v100(diagnose, gpu_machine, monkeypatch):
+    gpu_machine(V100, bf16=False)
+    monkeypatch.setattr(gpu_checkup, "free_shared_memory", lambda: 64e6)
+    code, found = diagnose("--ds_config", "bf16")
+    assert code == 1 and "bf16" in failed(found)["configuration"]
+    assert failed(found).keys() == {"configuration", "shared memory"}, (
+        "eight processes are expected all the same"
+    )
+    assert next(check.found for check in found if check.key == "precision") == "fp32, fp16; no bf16"
+    code, found = diagnose("--ds_config", "zero1")
+    assert failed(found).keys() == {"shared memory"}, "auto falls to fp32"
+    assert [check.verdict for check in found if check.key == "configuration"] == ["ok", "warning"]
+
+
+def test_more_processes_than_gpus(diagnose, gpu_machine):
+    gpu_machine(V100, count=2)
+    code, found = diagnose("--ds_config", "3d", "--recipe", "parallel_kinds/3d", "--set", "parallel.dp=2")
+    assert code == 1 and "this machine has 2" in failed(found)["layout"]
+
+
+def test_no_libaio_for_nvme(diagnose, monkeypatch, tmp_path):
+    machine = dataclasses.replace(abilities.detect_machine(), libaio=False)
+    monkeypatch.setattr(abilities, "detect_machine", lambda: machine)
+    monkeypatch.setenv("MEGARECIPES_NVME", str(tmp_path))
+    code, found = diagnose("--ds_config", "zero_infinity")
+    assert code == 1 and "libaio is missing" in failed(found)["configuration"]
+
+
+def test_what_of_the_json_nothing_checks_is_named(diagnose, tmp_path):
+    config = {"zero_optimization": {"stage": 1}, "autotuning": {"fast": True}}
+    config["compile"] = {"deepcompile": True}
+    (tmp_path / "own.json").write_text(json.dumps(config))
+    code, found = diagnose("--ds_config", "own.json")
+    (rest,) = [check for check in found if check.key == "rest of the JSON"]
+    assert rest.verdict == "not checked" and rest.found.startswith("autotuning, compile: handed to DeepSpeed")
+    assert "compile.deepcompile" in rest.found and code == 0
+    assert not any("deepcompile" in check.found for check in found if check is not rest), "said once"
+
+
+def test_launcher_variables_that_contradict_each_other(diagnose, monkeypatch):
+    for name, value in {"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}.items():
+        monkeypatch.setenv(name, value)
+    code, found = diagnose("--tiny")
+    assert code == 1 and failed(found).keys() == {"launcher"}, "and goes on as one process"
+    assert "LOCAL_RANK='x'" in failed(found)["launcher"]
+
+
+REFUSED = (("--recipe", "nobody/knows"), ("--ds_config", "zero9"), ("--hostfile", "gone"), ("--set", "x=1"))
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_cannot_be_read_is_refused(flags, diagnose):
+    with pytest.raises(ProblemsError):
+        diagnose(*flags)
+
+
+def test_lines_fit_the_terminal():
+    found = [
+        Check("packages", "ok", "32 as pinned"),
+        Check("port", "failed", "29500 is taken, " + "by a process " * 9, "give deepspeed another " * 6),
+        Check("clock", "not checked", "alone"),
+    ]
+    lines = doctor.text(found, 80).splitlines()
+    assert max(map(len, lines)) <= 80 and lines[0] == "ok           packages  32 as pinned"
+    assert any(line.strip().startswith("fix: give deepspeed") for line in lines)
+    assert lines[-1] == "3 checks: 1 ok, 1 failed, 1 not checked"
+
+
+def test_ranks_meet_and_compare_what_they_see(tmp_path):
+    done = run_ranks(2, "launch/doctor.py", "--tiny", "--ds_config", "zero1", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("packages") == 1, "rank 0 says it for all"
+    assert "2 have met, on 1 machine" in done.stdout and "dp 2 = 2 processes" in done.stdout
+    assert not (tmp_path / "run").exists() and not list(tmp_path.iterdir())
+
+
+def told(host, sees=True, ahead=0.0, python="3.11.7"):
+    return doctor.Told(host, sees, ahead, {"python": python, "torch": "2.13.0"}, [])
+
+
+def test_machines_that_differ_are_told_apart():
+    assert [check.verdict for check in doctor.compared([told("a"), told("b")], "/run")] == ["ok"] * 4
+    found = doctor.compared([told("a"), told("b", sees=False, ahead=-60, python="3.10.1")], "/run")
+    assert [check.verdict for check in found] == ["ok", "failed", "warning", "failed"]
+    assert "b does not see" in found[1].found and "60.0 s behind" in found[2].found
+    assert found[3].found == "a: python 3.11.7; b: python 3.10.1"
+    same, other = Check("port", "ok", "free"), Check("port", "failed", "taken")
+    assert doctor.merged([("a", [same]), ("b", [same])]) == [same]
+    assert [c.found for c in doctor.merged([("a", [same]), ("b", [other])])] == ["a: free", "b: taken"]
+    blind = Check("port", "not checked", "not mine")
+    assert doctor.merged([("a", [same]), ("b", [blind])]) == [same], "the one that could tell"
+
+
+TINY = ["launch/pretrain.py", "--tiny", "--steps", "2", "--set", "precision=fp32", "--ds_config", "zero1"]
+
+
+def test_a_start_warns_in_one_line(tmp_path):
+    done = run([sys.executable, *TINY, "--out", str(tmp_path / "run")], env={"MEGARECIPES_CAHCE": "x"})
+    warning = "warning: MEGARECIPES_CAHCE is read nowhere; did you mean MEGARECIPES_CACHE?\n"
+    assert done.returncode == 0 and done.stdout.count(warning) == 1, done.stdout
+
+
+def test_a_start_without_kernels_or_room_is_refused(monkeypatch, tmp_path):
+    from recorded import plan
+
+    from launch import pretrain
+    from launch.training.job import Job
+
+    job = Job(plan(), "default/sotu", tmp_path / "run")
+    pretrain.check_quickly(job)
+    monkeypatch.setattr(gpu_checkup, "gpus_without_context", lambda: [V100])
+    monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_75"])
+    monkeypatch.setattr(places, "free_bytes", lambda place: 1e3)
+    monkeypatch.setattr(checkup, "installed", lambda name: "1.0")
+    with pytest.raises(ProblemsError, match=r"Tesla V100.*\n.*a checkpoint takes") as refused:
+        pretrain.check_quickly(job)
+    assert len(refused.value.problems) == 2, "other versions are a warning"
