@@ -50,3 +50,15 @@ def document() -> dict[str, Any]:
     """The file: constants, what they were fitted on, the errors found."""
     loaded: dict[str, Any] = yaml.safe_load(FILE.read_text())
     return loaded
+
+
+def left_out() -> dict[str, Constants]:
+    """For each document the constants that were fitted without it."""
+    fits = document().get("left_out") or {}
+    return {name: Constants.model_validate(values) for name, values in fits.items()}
+
+
+def forget() -> None:
+    """Read the file again when it is next asked for."""
+    fitted.cache_clear()
+    document.cache_clear()

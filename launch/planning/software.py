@@ -114,10 +114,11 @@ SYSTEMS = {
             "megatron-core", FUSED, logit_bytes=10, overlaps_gradients=True, overlaps_weights=True,
             cuts_boundaries=True, has_interleaving=True, has_sequence_parallelism=True,
         ),
-        # torch's FSDP with flash attention: fp32 shards, gathered in half precision.
+        # torch's FSDP as llm-foundry runs it: fp32 shards, gathered in half precision, flash attention, and a
+        # fused cross-entropy that writes the gradient of half-precision logits over them.
         Software(
-            "fsdp", FUSED, states=Widths(weight=4, gradient=4, master=0, moment=4), step_gradients=4,
-            overlaps_gradients=True,
+            "fsdp", FUSED, logit_bytes=4, states=Widths(weight=4, gradient=4, master=0, moment=4),
+            step_gradients=4, overlaps_gradients=True,
         ),
         # transformers' GPT-2 of 2021 under DeepSpeed: eager attention that keeps its scores.
         Software("transformers-2021", UNFUSED, keeps_scores=True, gelu_copies=6, logit_bytes=16),

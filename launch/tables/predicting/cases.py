@@ -24,7 +24,7 @@ class Case:
 
     Attributes:
         document: short name of its source; constants are fitted leaving one document out.
-        work: None where the row cannot be predicted, for which `excluded` says why.
+        node, work: None where the row cannot be predicted, for which `excluded` says why.
         seconds: of an iteration, as printed or as the printed TFLOPS and sizes give it.
         cached: bytes that torch reported as cached, or that the device had in use.
         by_device: whether that is the device's own figure, with CUDA's context, as nvidia-smi shows it.
@@ -36,7 +36,7 @@ class Case:
     document: str
     table: str
     name: str
-    node: hardware.Node
+    node: hardware.Node | None
     work: Workload | None
     seconds: float | None = None
     cached: float | None = None
@@ -44,6 +44,12 @@ class Case:
     oom: bool | None = None
     parameters: int | None = None
     excluded: dict[str, str] | None = None
+
+    @property
+    def step(self) -> tuple[Workload, hardware.Node]:
+        """Of a row that can be predicted."""
+        assert self.work and self.node
+        return self.work, self.node
 
     def leaves_out(self, quantity: str) -> str | None:
         """Why a quantity of it is not compared; None where it is."""

@@ -7,6 +7,7 @@ is empty states nothing.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -21,7 +22,7 @@ from launch.planning.software import SYSTEMS
 from launch.planning.step_time import step_time
 from launch.planning.workload import Buffers, Workload, usual_buffers
 from launch.tables.predicting.cases import Case, seconds_of
-from modeling.cost import Widths
+from modeling.cost import FP32, MIXED
 from recipes import files
 from recipes.layout import Layout, divisors, padded_vocab
 from recipes.problems import Problem, ProblemsError
@@ -45,14 +46,15 @@ COLUMNS = {
     "micro_batch": "samples per forward pass and replica (default: the one that the planner finds fastest)",
     "global_batch": "samples per step (default: micro_batch x dp x gradient_accumulation)",
     "gradient_accumulation": "micro-batches per step and replica (default: what global_batch asks)",
-    "activation_checkpointing": "none, full, selective or N layers per chunk (default: none); yes is full",
+    "activation_checkpointing": "none, full (or yes), selective, or N layers per chunk (default: what fits)",
     "sequence_parallel": "yes or no (default)",
     "attention": "plain keeps its scores, flash does not (default: the software's)",
     "precision": "fp16 (default), bf16 or fp32",
     "zero_stage": "0 (default) to 3",
-    "offload": "none (default), optimizer, optimizer+parameters",
-    "hardware": "node of the catalogue, or FILE.yaml:NODE",
-    "software": f"{', '.join(SYSTEMS)} (default: megatron; deepspeed is megatron-deepspeed)",
+    "offload": "none (default), or of optimizer, parameters, activations, joined by +: to the host",
+    "hardware": "node of the catalogue, FILE.yaml:NODE, or V100, A100 40GB, … for its usual node",
+    "software": f"{', '.join(SYSTEMS)} (default: megatron; with ZeRO "
+    "megatron-deepspeed, on H100 megatron-core)",
     "time_per_iteration_s": "seconds per step, as published",
     "samples_per_s": "samples per second over all GPUs, as published",
     "tflops": "per GPU, as published; stands for the time where none is",
@@ -64,13 +66,25 @@ COLUMNS = {
     "note": "what else is known of it",
 }
 SPELLINGS = {
-    "row_id": "row", "seq_len": "sequence_length", "model": "row", "memory_gb": "cached_gb",
-    "time": "time_per_iteration_s",
-    "num_gpus": "gpus", "name": "row", "framework": "",
+    "row_id": "row", "model": "row", "name": "row", "num_layers": "layers", "hidden_size": "hidden",
+    "num_heads": "heads", "attention_heads": "heads", "vocab": "vocab_size", "seq_len": "sequence_length",
+    "seq": "sequence_length", "tensor_parallel": "tp", "pipeline_parallel": "pp", "data_parallel": "dp",
+    "virtual_stages": "interleave", "num_gpus": "gpus", "mbs": "micro_batch",
+    "micro_batch_size": "micro_batch", "gbs": "global_batch", "global_batch_size": "global_batch",
+    "batch": "global_batch",
+    "checkpointing": "activation_checkpointing", "recompute": "activation_checkpointing",
+    "zero": "zero_stage",
+    "memory_gb": "cached_gb", "time": "time_per_iteration_s", "time_s": "time_per_iteration_s",
+}  # fmt: skip
+# What stands in the place of a node's name -> the usual node of such, the first that is found.
+USUAL_NODES = {
+    "dgx-?2": "dgx2", "jean ?zay.*16": "v100-16x4", "jean ?zay.*v100": "v100-32x4",
+    "v100[^0-9]*16": "v100-16x4", "v100": "v100-32x8", "a100[^0-9]*40": "a100-40x8", "a100": "a100-80x8",
+    "h100": "h100-80x8", "h200": "h200x8",
 }  # fmt: skip
 SOFTWARE = {"deepspeed": "megatron-deepspeed", "pytorch": "fsdp", "megatron-lm": "megatron"}
-YES, NO = ("yes", "true", "1"), ("no", "false", "0", "")
-OFFLOADS = ("optimizer", "optimizer+parameters")
+YES, NO = ("yes", "true", "1"), ("no", "false", "0")
+OFFLOADED = {"optimizer", "parameters", "activations"}
 MOST_MICRO = 16  # samples that are tried where a row states no micro-batch
 
 
@@ -95,11 +109,21 @@ def read(path: Path) -> list[Case]:
                 values[key] = cell.strip()
         try:
             cases.append(_Line(path, line, values).case())
+        except NotPredictable as why:
+            document = values.get("document", path.stem)
+            excluded = dict.fromkeys(("time", "memory"), str(why))
+            cases.append(
+                Case(document, path.stem, values.get("row", f"line {line}"), None, None, excluded=excluded)
+            )
         except ProblemsError as error:
             problems += error.problems
     if problems:
         raise ProblemsError(problems)
     return cases
+
+
+class NotPredictable(Exception):
+    """A row that states too little, or what cannot be."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +137,7 @@ class _Line:
     def case(self) -> Case:
         """Raises ProblemsError."""
         cells, name = self.cells, self.cells.get("row", f"line {self.number}")
-        node = (
-            hardware.find(self.cells["hardware"])
-            if "hardware" in cells
-            else self.refuse("hardware", "is empty")
-        )
+        node = self.node()
         work = self.workload(node)
         gpus = self.whole("gpus") or work.layout.world
         seconds = self.real("time_per_iteration_s")
@@ -130,93 +150,122 @@ class _Line:
         cached, oom, doubtful = self.real("cached_gb"), status == "oom", status == "doubtful"
         document = cells.get("document", self.path.stem)
         return Case(
-            document=document, table=document, name=name,
+            document=document, table=self.path.stem, name=name,
             node=node, work=work, seconds=None if oom else seconds, cached=cached and cached * hardware.GIB,
             by_device=self.choice("memory_by", ("torch", "device"), "torch") == "device",
             oom=oom if oom or seconds or cached else None,
             excluded=dict.fromkeys(("time", "memory"), cells.get("note", "doubtful")) if doubtful else None,
         )  # fmt: skip
 
+    def node(self) -> hardware.Node:
+        """The node of the catalogue, or the usual one of a GPU that is named in its place."""
+        written = self.cells.get("hardware", "")
+        if written in hardware.names() or written.partition(":")[0].endswith((".yaml", ".yml")):
+            return hardware.find(written)
+        named = (node for words, node in USUAL_NODES.items() if re.search(words, written.lower()))
+        if (node := next(named, None)) is None:
+            raise NotPredictable(f"hardware {written!r} is no known GPU or node")
+        return hardware.find(node)
+
     def workload(self, node: hardware.Node) -> Workload:
-        """The step; a micro-batch that is not stated is the fastest that fits."""
-        family = self.choice("family", ("gpt2", "bert"), "gpt2")
-        hidden, length = (
-            self.needed("hidden"),
-            self.whole("sequence_length") or (512 if family == "bert" else 1024),
-        )
-        tp, pp = self.whole("tp") or 1, self.whole("pp") or 1
-        dp = self.whole("dp") or max(1, (self.whole("gpus") or tp * pp) // (tp * pp))
+        """The step. Of what a row leaves open, micro-batch and recomputation, the fastest that fits."""
+        base, constants = self.base(), fitted()
+        if base.precision not in node.gpu.tflops:
+            raise NotPredictable(f"{node.gpu.title} has no {base.precision}")
+
+        def rank(work: Workload) -> tuple[bool, float]:
+            need = rank_memory.fullest(work, node.gpu, constants).total
+            return need > node.gpu.memory_bytes, step_time(work, node, constants).total
+
+        options = [
+            replace(base, layout=layout, recomputed=recomputed, selective=selective)
+            for layout in self.layouts(base.layout)
+            for recomputed, selective in self.recomputations()
+        ]
+        return options[0] if len(options) == 1 else min(options, key=rank)
+
+    def base(self) -> Workload:
+        """The step with one micro-batch of one sample."""
+        family, system = self.choice("family", ("gpt2", "bert"), "gpt2"), SYSTEMS[self.software()]
+        length = self.whole("sequence_length") or (512 if family == "bert" else 1024)
         vocab = self.whole("vocab_size") or (30522 if family == "bert" else 50257)
-        system = SYSTEMS[self.software()]
-        if kernel := self.cells.get("attention"):
-            system = replace(
-                system, keeps_scores=self.choice("attention", ("plain", "flash"), kernel) == "plain"
-            )
-        recomputed, selective = self.recomputation()
-        offload = self.choice("offload", ("none", *OFFLOADS), "none")
-        stage, precision = (
-            self.whole("zero_stage") or 0,
+        tp, pp, hidden = self.whole("tp") or 1, self.whole("pp") or 1, self.needed("hidden")
+        dp = self.whole("dp") or max(1, (self.whole("gpus") or tp * pp) // (tp * pp))
+        if hidden % tp:
+            raise NotPredictable(f"tp={tp} does not divide hidden={hidden}")
+        if "attention" in self.cells:
+            plain = self.choice("attention", ("plain", "flash"), "") == "plain"
+            system = replace(system, keeps_scores=plain)
+        away = {*self.cells.get("offload", "none").lower().split("+")} - {"none"}
+        if away - OFFLOADED:
+            self.refuse("offload", f"{'+'.join(sorted(away - OFFLOADED))} cannot be offloaded")
+        precision, stage = (
             self.choice("precision", ("fp32", "bf16", "fp16"), "fp16"),
+            self.whole("zero_stage") or 0,
         )
+        if stage > 3:
+            self.refuse("zero_stage", "ZeRO has the stages 0 to 3")
+        heads = self.whole("heads") or max(1, hidden // 128)
         try:
             model = Model(
-                family=family, layers=self.needed("layers"), hidden=hidden, vocab_size=vocab,
-                heads=self.whole("heads") or max(1, hidden // 128),
-            )  # fmt: skip
+                family=family, layers=self.needed("layers"), hidden=hidden, heads=heads, vocab_size=vocab
+            )
         except ValidationError as error:
             self.refuse("layers", error.errors()[0]["msg"])
-        if hidden % tp:
-            self.refuse("tp", "does not divide hidden")
+        return Workload(
+            model=model, dropout=Dropout(hidden=0.1, attention=0.1), sequence_length=length, predictions=None,
+            padded_vocab=padded_vocab(vocab, tp), layout=Layout(tp, pp, dp, 1, 1, dp), precision=precision,
+            recomputed=0, zero_stage=stage, software=system, widths=FP32 if precision == "fp32" else MIXED,
+            optimizer_at="host" if stage and "optimizer" in away else "gpu",
+            weights_at="host" if stage == 3 and "parameters" in away else "gpu",
+            checkpoints_at="host" if "activations" in away else "gpu",
+            buffers=Buffers() if system.states else usual_buffers(stage),
+            sequence_parallel=self.choice("sequence_parallel", (*YES, *NO), "no") in YES,
+            interleave=self.whole("interleave") or 1,
+        )  # fmt: skip
 
-        def with_micro(micro: int, accumulation: int) -> Workload:
-            return Workload(
-                model=model, dropout=Dropout(hidden=0.1, attention=0.1), sequence_length=length,
-                predictions=None,
-                padded_vocab=padded_vocab(vocab, tp),
-                layout=Layout(tp, pp, dp, micro, accumulation, micro * accumulation * dp),
-                precision=precision, recomputed=recomputed, selective=selective, zero_stage=stage,
-                software=system,
-                widths=Widths() if precision != "fp32" else Widths(weight=4, gradient=4),
-                optimizer_at="host" if stage and offload in OFFLOADS else "gpu",
-                weights_at="host" if stage == 3 and offload == OFFLOADS[1] else "gpu",
-                buffers=usual_buffers(stage) if not system.states else Buffers(),
-                sequence_parallel=self.switch("sequence_parallel"), interleave=self.whole("interleave") or 1,
-            )  # fmt: skip
-
+    def layouts(self, base: Layout) -> list[Layout]:
+        """The layout with the row's micro-batch, or with each that divides a replica's share."""
         micro, accumulation = self.whole("micro_batch"), self.whole("gradient_accumulation")
         total = self.whole("global_batch")
+        if not micro and not total:
+            raise NotPredictable("neither micro_batch nor global_batch is stated")
+        per_rank = max(1, (total or 0) // base.dp)
         if micro:
-            share = accumulation or (max(1, round(total / (micro * dp))) if total else 1)
-            return with_micro(micro, share)
-        total = total or self.refuse("micro_batch", "neither micro_batch nor global_batch is given")
-        per_rank = max(1, total // dp)
-        options = (with_micro(size, per_rank // size) for size in divisors(per_rank) if size <= MOST_MICRO)
-        constants, room = fitted(), node.gpu.memory_bytes
-        ranked = [(rank_memory.fullest(work, node.gpu, constants).total > room,
-                   step_time(work, node, constants).total, work)
-                  for work in options]  # fmt: skip
-        return min(ranked, key=lambda option: option[:2])[2]
+            sizes = [(micro, accumulation or max(1, round(per_rank / micro)))]
+        elif accumulation:
+            sizes = [(max(1, per_rank // accumulation), accumulation)]
+        else:
+            sizes = [(size, per_rank // size) for size in divisors(per_rank) if size <= MOST_MICRO]
+        return [
+            replace(base, micro=each, accumulation=times, global_batch=each * times * base.dp)
+            for each, times in sizes
+        ]
 
-    def recomputation(self) -> tuple[int, bool]:
-        """(layers per chunk, whether attention's scores alone)."""
-        written = self.cells.get("activation_checkpointing", "none").lower()
-        if written == "selective":
-            return 0, True
+    def recomputations(self) -> list[tuple[int, bool]]:
+        """(layers per chunk, whether attention's scores alone): the row's, or what the planner may choose."""
+        written = self.cells.get("activation_checkpointing", "").lower()
+        if not written:
+            return [(0, False), (1, False)]
         if written.isdigit() and written != "0":
-            return int(written), False
-        chosen = self.choice("activation_checkpointing", ("none", "full", *YES, *NO), written)
-        return int(chosen in ("full", *YES)), False
+            return [(int(written), False)]
+        chosen = self.choice("activation_checkpointing", ("none", "full", "selective", *YES, *NO), "")
+        return [(int(chosen in ("full", *YES)), chosen == "selective")]
 
     def software(self) -> str:
-        written = self.cells.get("software", "megatron").lower()
-        return self.choice("software", tuple(SYSTEMS), SOFTWARE.get(written, written))
-
-    def switch(self, key: str) -> bool:
-        return self.choice(key, (*YES, *NO), self.cells.get(key, "").lower()) in YES
+        """The system, or the usual one of the row's ZeRO stage and GPU."""
+        written = self.cells.get("software", "").lower()
+        if not written:
+            newer = any(gpu in self.cells.get("hardware", "").lower() for gpu in ("h100", "h200"))
+            return (
+                "megatron-deepspeed" if self.whole("zero_stage") else "megatron-core" if newer else "megatron"
+            )
+        named = SOFTWARE.get(written, written)
+        return named if named in SYSTEMS else self.refuse("software", f"{written} is none of these")
 
     def choice(self, key: str, options: tuple[str, ...], default: str) -> Any:
-        written = default if key in ("software", "attention") else self.cells.get(key, default).lower()
-        written = default if key in ("activation_checkpointing", "sequence_parallel") else written
+        """One of `options` as the cell names it."""
+        written = self.cells.get(key, default).lower()
         return (
             written if written in options else self.refuse(key, f"{written} is none of {', '.join(options)}")
         )
@@ -228,7 +277,9 @@ class _Line:
         return self._number(key, float)
 
     def needed(self, key: str) -> int:
-        return self.whole(key) or self.refuse(key, "is empty")
+        if value := self.whole(key):
+            return value
+        raise NotPredictable(f"{key} is not stated")
 
     def _number(self, key: str, read: Callable[[str], Any]) -> Any:
         if key not in self.cells:

@@ -47,7 +47,7 @@ class Ratio:
 def time_ratios(cases: Iterable[Case], constants: Constants) -> list[Ratio]:
     """Of every row whose time is compared, in seconds."""
     return [
-        Ratio(case, step_time(case.work, case.node, constants).total, case.seconds)
+        Ratio(case, step_time(*case.step, constants).total, case.seconds)
         for case in cases
         if case.work and case.seconds and not case.leaves_out("time")
     ]
@@ -64,9 +64,9 @@ def memory_ratios(cases: Iterable[Case], constants: Constants) -> list[Ratio]:
 
 def predicted_memory(case: Case, constants: Constants) -> float:
     """Bytes that torch would report as cached, with the context where the device was asked."""
-    assert case.work
-    cached = fullest(case.work, case.node.gpu, constants).cached(case.node.gpu.memory_bytes)
-    return cached + (case.node.gpu.context_gib * GIB if case.by_device else 0.0)
+    work, node = case.step
+    cached = fullest(work, node.gpu, constants).cached(node.gpu.memory_bytes)
+    return cached + (node.gpu.context_gib * GIB if case.by_device else 0.0)
 
 
 def start() -> Constants:

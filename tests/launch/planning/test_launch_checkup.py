@@ -127,12 +127,12 @@ def test_the_memory_is_that_of_this_machines_processes(tmp_path):
     assert launch_checkup.fits(large, Memory(0, 0, 600e9), None).verdict == "ok"
     assert launch_checkup.fits(large, LAPTOP, None).verdict == "failed"
     one = hosts(tmp_path, *(f"n{i} slots=1" for i in range(16)))
-    assert launch_checkup.fits(large, Memory(0, 0, 20e9), one).verdict == "ok", "one process a machine"
+    assert launch_checkup.fits(large, Memory(0, 0, 30e9), one).verdict == "ok", "one process a machine"
     offloaded = plan("default/sotu", "ds_config=zero2_offload", "parallel.dp=8")
-    host = 8 * memory_fit.state_bytes(offloaded).host
-    for room, verdict in ((1.01 * host, "ok"), (0.99 * host, "failed")):
+    host = 8 * memory_fit.needs(offloaded).host
+    for room, verdict in ((1.2 * host, "ok"), (1.01 * host, "warning"), (0.99 * host, "failed")):
         assert launch_checkup.fits(offloaded, Memory(8, 32e9, room), None).verdict == verdict
-        assert launch_checkup.fits(offloaded, Memory(0, 0, room), None).verdict == "failed", "weights as well"
+        assert launch_checkup.fits(offloaded, Memory(0, 0, room), None).verdict == "failed", "all of it"
 
 
 def test_how_much_disk_the_checkpoints_take():
