@@ -26,7 +26,7 @@ ROOM = 1.25  # times the micro-batch: room for a batch that is worth trying
 MOST_MICRO = 4096
 # % of the peak rate, every product counted: what no published row of this repository leaves (it has 3 to 52).
 LEAST_SHARE, MOST_SHARE = 1.0, 75.0
-HOURS, DAYS = 3600.0, 86400.0
+HOURS = 3600.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Bill:
 
     steps: int
     tokens: int
-    days: float
+    seconds: float
     gpu_hours: float
     kwh: float | None
 
@@ -119,7 +119,7 @@ class Forecast:
         tokens = steps * self.work.layout.global_batch * self.work.sequence_length
         other, watts = self.node.form.other_watts, self.node.gpu.watts * gpus
         energy = None if other is None else (watts + other * self.nodes) * seconds / 3.6e6
-        return Bill(steps, tokens, seconds / DAYS, gpus * seconds / HOURS, energy)
+        return Bill(steps, tokens, seconds, gpus * seconds / HOURS, energy)
 
 
 def forecast(work: Workload, node: Node, constants: Constants | None = None) -> Forecast:

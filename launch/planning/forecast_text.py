@@ -55,12 +55,23 @@ def describe(found: Forecast, *, name: str, bill: Bill | None, width: int | None
         _time(found, width),
     ]  # fmt: skip
     if bill:
-        energy = "" if bill.kwh is None else f", about {bill.kwh:,.0f} kWh at the boards' power limit"
-        cost = f"{bill.days:,.3g} days, {bill.gpu_hours:,.0f} GPU-hours{energy}"
+        energy = "" if bill.kwh is None else f", about {_rounded(bill.kwh)} kWh at the boards' power limit"
+        cost = f"{_duration(bill.seconds)}, {_rounded(bill.gpu_hours)} GPU-hours{energy}"
         whole = f"{counted(bill.steps, 'step')}, {bill.tokens:,} tokens: {cost}"
         parts.append(aligned([("whole run", whole)], indent=2, width=width))
     parts += [wrapped(f"  ! {text}", width, hang=4) for text in map(remark_text, found.remarks)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _duration(seconds: float) -> str:
+    """In the largest unit of which there is at least one."""
+    sizes = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+    unit, size = next((each for each in sizes if seconds >= each[1]), sizes[-1])
+    return f"{seconds / size:,.3g} {unit}"
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
 
 
 def remark_text(remark: Remark) -> str:
@@ -108,6 +119,7 @@ def _memory(found: Forecast, width: int | None) -> str:
             *(f"{rank.cached(found.node.gpu.memory_bytes) / 1e9:.2f}" for rank in ranks),
         ]
     )
+    rows.append(["at its fullest in the", *(rank.moment for rank in ranks)])
     text = table(rows, headings, "l" + "r" * len(ranks), width)
     away = [("host memory", found.host), ("NVMe", found.nvme)]
     more = [f"{size / 1e9:,.1f} GB of {place} per node" for place, size in away if size]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from launch.planning.constants import Constants
 from launch.planning.hardware import GIB, Gpu
 from launch.planning.workload import Workload
 from modeling import cost
 
-NOT_IN_THE_TOTAL = ("stage", "idle", "host", "nvme")
+Moment = Literal["backward pass", "optimizer step"]
+NOT_IN_THE_TOTAL = ("stage", "moment", "idle", "host", "nvme")
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on a rank of pipeline stage `stage`.
+    """Bytes on a rank of pipeline stage `stage`, at the moment of a step that needs most.
 
     Attributes:
         weights, gradients, optimizer: model states; the optimizer's with its fp32 master weights.
@@ -30,6 +32,7 @@ class RankMemory:
     """
 
     stage: int
+    moment: Moment
     weights: float
     gradients: float
     optimizer: float
@@ -85,9 +88,11 @@ def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> Rank
     buffers = _buffers(work, stage)
     backward = dict(gradients=computing, activations=kept.gpu, working=working, logits=logits)
     update = dict(gradients=placed.gradients.gpu, activations=0.0, working=0.0, logits=0.0)
-    larger, smaller = sorted((backward, update), key=lambda moment: -sum(moment.values()))
+    moments: list[tuple[Moment, dict[str, float]]] = [("backward pass", backward), ("optimizer step", update)]
+    (name, larger), (_, smaller) = sorted(moments, key=lambda moment: -sum(moment[1].values()))
     return RankMemory(
         stage=stage,
+        moment=name,
         weights=placed.weights.gpu,
         optimizer=placed.optimizer.gpu,
         buffers=buffers,

@@ -1,0 +1,150 @@
+"""The planner's answer: verdict, largest micro-batch, cost, remarks; and the command that prints it."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from launching import ROOT, run
+
+from launch.planning import forecast_command, forecast_text, workload
+from launch.planning.constants import fitted
+from launch.planning.forecast import SNUG, forecast
+from launch.planning.hardware import find
+from launch.planning.rank_memory import fullest
+from launch.planning.resolved_plans import published_plan
+from recipes import catalog
+from recipes.problems import ProblemsError
+
+COMMAND = [sys.executable, str(ROOT / "launch" / "plan.py")]
+
+
+def predicted(name: str, node: str, *settings: str):
+    return forecast(workload.of_plan(published_plan(catalog.load(name, settings))), find(node))
+
+
+def kinds(found):
+    return {remark.kind for remark in found.remarks}
+
+
+def test_the_largest_micro_batch_is_the_largest_that_fits():
+    found = predicted("dgx2_gpt2_model_parallel/72x3072-h32-tp8", "dgx2")
+    for largest, recomputed in ((found.largest.recomputed, 1), (found.largest.kept, 0)):
+        step = replace(found.work, recomputed=recomputed)
+        need = [
+            fullest(step.with_micro(size), found.node.gpu, fitted()).total for size in (largest, largest + 1)
+        ]
+        assert need[0] <= found.node.gpu.memory_bytes < need[1]
+    assert found.largest.as_planned == found.largest.recomputed > found.largest.kept
+    assert predicted("dgx2_gpt2_data_parallel/54x1920-b2-oom", "dgx2").largest.as_planned == 0
+
+
+def test_the_verdict_is_about_the_fullest_gpu_and_the_host():
+    assert predicted("dgx2_gpt2_data_parallel/40x1536-b24-oom", "dgx2").verdict == "out of memory"
+    fits = predicted("dgx2_gpt2_model_parallel/72x3072-h32-tp8", "dgx2")
+    assert fits.verdict == "fits" and fits.margin == fits.node.gpu.memory_bytes - fits.fullest.total
+    room = fits.fullest.total / (1 - SNUG / 2) / 2**30
+    tight = replace(fits.node, gpu=fits.node.gpu.model_copy(update={"memory_gib": room}))
+    assert forecast(fits.work, tight).verdict == "snug"
+    # 20 bytes of each of 98.03B parameters over 64 ranks, 16 of them in each DGX-2 of 1.5 TB.
+    host = predicted("jeanzay_hf_deepspeed_max_size/91b-g64", "dgx2")
+    assert host.verdict == "fits" and host.host == pytest.approx(16 * 20 * 98.03e9 / 64, rel=1e-3)
+    small = replace(host.node, form=host.node.form.model_copy(update={"host": host.node.form.host.model_copy(
+        update={"memory_gb": 100.0})}))  # fmt: skip
+    assert forecast(host.work, small).verdict == "out of memory"
+    assert "host memory" in kinds(forecast(host.work, small))
+
+
+def test_the_bill_is_the_time_of_all_steps():
+    found = predicted("megatron_paper_table1/8.3b-mp-dp", "dgx2")
+    bill = found.bill(1000)
+    assert bill.seconds == 1000 * found.time.total and bill.gpu_hours == bill.seconds * 512 / 3600
+    assert bill.tokens == 1000 * 512 * 1024
+    assert bill.kwh == pytest.approx((512 * 300 + 32 * 4400) * bill.seconds / 3.6e6)
+
+
+def test_the_chunks_of_a_remark_cure_the_bubble():
+    found = predicted("jeanzay_megatron_max_size_32gb/61b-g64", "v100-32x4")
+    (remark,) = [remark for remark in found.remarks if remark.kind == "bubble"]
+    layout = found.work.layout
+    more = remark.values["chunks"]
+    cured = replace(layout, accumulation=more, global_batch=layout.micro * more * layout.dp)
+    again = forecast(replace(found.work, layout=cured), found.node)
+    assert found.time.bubble_share > 0.7 and again.time.bubble_share <= 0.105 and "bubble" not in kinds(again)
+
+
+def test_remarks_are_what_the_documents_teach():
+    tensor = predicted("dgx2_gpt2_model_parallel/72x3072-h32-tp8", "v100-32x4")
+    assert "tensor across nodes" in kinds(tensor)
+    assert "larger batch" in kinds(predicted("dgx2_gpt2_model_parallel/72x3072-h32-tp8", "dgx2"))
+    assert "recomputation" in kinds(predicted("a100_blog_table4/8.7b", "a100-40x8"))
+    half = predicted("openwebtext/gpt2-124m", "v100-32x4", "parallel.dp=2")
+    assert "no precision" in kinds(half) and half.time is None and half.bill(1) is None
+    for found in (tensor, half):
+        assert forecast_text.describe(found, name="x", bill=None, width=80)
+
+
+def test_bf16_on_a_v100_is_planned_as_it_would_run():
+    recipe = catalog.load("openwebtext/gpt2-124m")
+    plan = forecast_command.planned(recipe, recipe.ds_config, find("v100-32x8"), 2)
+    assert (plan.precision, plan.layout.world) == ("fp32", 16), "two nodes of eight; V100 has no bf16"
+
+
+def test_the_command_shows_a_row_beside_its_published_numbers():
+    done = run([*COMMAND, "--recipe", "dgx2_gpt2_data_parallel/40x1536-b8"], env={"COLUMNS": "100"})
+    assert done.returncode == 0
+    for words in (
+        "GB per GPU",
+        "verdict",
+        "seconds per step",
+        "whole run",
+        "as megatron-2019 ran it",
+        "2.533",
+    ):
+        assert words in done.stdout, words
+
+
+def test_json_has_every_number():
+    name = "jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"
+    done = run([*COMMAND, "--recipe", name, "--json", "--tokens", str(10**9)])
+    found = json.loads(done.stdout)
+    assert len(found["stages"]) == 16 and found["run"]["tokens"] >= 10**9
+    assert found["seconds"]["total"] == pytest.approx(
+        sum(v for k, v in found["seconds"].items() if k != "total")
+    )
+    assert found["verdict"] == "fits" and found["margin_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--recipe", "default/sotu"], "no --hardware, and the recipe names none"),
+        (["--recipe", "default/sotu", "--hardware", "a100x8"], "no such node of the catalogue"),
+        (
+            ["--recipe", "dgx2_gpt2_model_parallel/72x3072-h32-tp8", "--nodes", "3"],
+            "tp x pp x dp = processes",
+        ),
+        (["--recipe", "default/sotu", "--hardware", "dgx2", "--set", "model.heads=7"], "heads"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(flags, says):
+    done = run([*COMMAND, *flags], env={"COLUMNS": "400"})
+    assert done.returncode == 2 and says in done.stdout and "Traceback" not in done.stdout
+
+
+def test_a_forecast_loads_no_torch():
+    program = """
+import sys
+from launch.planning import forecast_command
+import launch.plan
+sys.argv = ["plan.py", "--recipe", "a100_blog_table4/8.7b"]
+launch.plan.main()
+sys.exit(" ".join({"torch", "numpy", "deepspeed", "matplotlib"} & set(sys.modules)) or 0)
+"""
+    done = run([sys.executable, "-c", program])
+    assert done.returncode == 0, done.stdout[-500:]
+
+
+def test_nodes_are_refused_by_name():
+    with pytest.raises(ProblemsError, match="no --hardware"):
+        forecast_command.node_of(catalog.load("default/sotu"), None)

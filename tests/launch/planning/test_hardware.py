@@ -1,0 +1,107 @@
+"""The catalogue of hardware: complete, sourced, and extended by a user's file."""
+
+import pytest
+import yaml
+
+from launch.planning import hardware
+from launch.planning.software import SYSTEMS
+from recipes import catalog
+from recipes.problems import ProblemsError
+
+DOCUMENT = yaml.safe_load(hardware.CATALOGUE.read_text())
+
+
+def figures(value, path=()):
+    """Every number of the file with where it stands, and its source where it has one."""
+    if isinstance(value, dict) and "is" in value:
+        yield path, value.get("source")
+    elif isinstance(value, dict):
+        for key, below in value.items():
+            yield from figures(below, (*path, key))
+    elif isinstance(value, (int, float)) and path[-1] != "gpus":
+        yield path, None
+
+
+def test_every_node_can_be_read():
+    for name in hardware.names():
+        node = hardware.find(name)
+        assert node.gpus >= 1 and node.gpu.memory_bytes > 1e10 and "fp32" in node.gpu.tflops, name
+        assert not node.is_cpu
+
+
+def test_every_figure_names_a_source_that_the_file_has():
+    found = [*figures(DOCUMENT["gpus"]), *figures(DOCUMENT["nodes"])]
+    assert len(found) > 150
+    for path, source in found:
+        assert source in DOCUMENT["sources"], path
+    assert set(DOCUMENT["sources"]) == {source for _, source in found}, "a source that nothing uses"
+
+
+def test_recipes_name_nodes_and_systems_that_there_are():
+    named = 0
+    for entry in catalog.names():
+        recipe = catalog.load(entry.name)
+        if recipe.hardware and recipe.hardware.node:
+            node = hardware.find(recipe.hardware.node)
+            named += 1
+            assert recipe.hardware.gpus_per_node in (None, node.gpus), entry.name
+            assert recipe.hardware.gpu_memory_gb == pytest.approx(node.gpu.memory_gib, abs=1), entry.name
+        if recipe.published and recipe.published.software:
+            assert recipe.published.software in SYSTEMS, entry.name
+    assert named == 104
+
+
+OWN = """
+gpus:
+  mine:
+    {title: My GPU, memory_gib: 20, memory_gb_s: 500, tflops: {fp32: 10, fp16: 40}, multiprocessors: 40,
+     watts: 200}
+nodes:
+  box:
+    title: My box
+    gpu: mine
+    gpus: 2
+    link: {kind: PCIe, gb_s: {is: 8, source: measured}}
+    pcie_gb_s: 8
+    host: {memory_gb: 64, memory_gb_s: 40, cores: 8}
+"""
+
+
+def test_a_users_file_adds_nodes_and_may_use_the_catalogues_gpus(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(OWN)
+    node = hardware.find(f"{path}:box")
+    assert (node.gpu.title, node.form.link.gb_s, node.form.network) == ("My GPU", 8, None)
+    path.write_text(OWN.replace("gpu: mine", "gpu: a100-40"))
+    assert hardware.find(f"{path}:box").gpu.title == hardware.find("a100-40x8").gpu.title
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("gpus: 2", "gpus: 0"), "box: gpus: Input should be greater than 0"),
+        (("pcie_gb_s: 8", "pcie_gbs: 8"), "box: pcie_gbs: Extra inputs"),
+        (("gpu: mine", "gpu: mime"), "no such GPU of .*did you mean mine"),
+        (("  box:", "  bex:"), "box: no such node of .*did you mean bex"),
+        (("gpus:\n", "cards:\n"), "no such GPU|gpus and nodes|mine"),
+        ((OWN, "[1, 2"), "is no YAML"),
+        ((OWN, "a: 1"), "a catalogue has gpus and nodes"),
+    ],
+)
+def test_what_is_wrong_with_a_users_file_is_said(tmp_path, change, says):
+    path = tmp_path / "mine.yaml"
+    path.write_text(OWN.replace(*change))
+    with pytest.raises(ProblemsError, match=says):
+        hardware.find(f"{path}:box")
+
+
+def test_an_unknown_node_is_answered_with_near_ones():
+    with pytest.raises(ProblemsError, match="no such node of the catalogue .*did you mean v100-32x8"):
+        hardware.find("v100-32-8")
+
+
+def test_ranks_share_a_machine_without_gpus():
+    node = hardware.find("v100-32x4")
+    half = node.shared_by(2)
+    assert half.gpus == 2 and half.gpu.tflops["fp16"] == 62.5
+    assert half.gpu.memory_bytes == node.gpu.memory_bytes / 2

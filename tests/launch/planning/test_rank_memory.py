@@ -1,0 +1,105 @@
+"""Memory of a rank, by category: its parts against arithmetic, its sum against what was published."""
+
+from dataclasses import replace
+
+import pytest
+
+from launch.planning import rank_memory, workload
+from launch.planning.constants import fitted
+from launch.planning.hardware import find
+from launch.planning.resolved_plans import published_plan
+from recipes import catalog
+
+V100 = find("dgx2").gpu
+NAME = "jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"
+
+
+def work(name: str = NAME, *settings: str) -> workload.Workload:
+    return workload.of_plan(published_plan(catalog.load(name, settings)))
+
+
+def stage(step: workload.Workload, number: int = 0) -> rank_memory.RankMemory:
+    return rank_memory.of_stage(step, number, V100, fitted())
+
+
+def test_the_categories_make_the_total():
+    rank = stage(work())
+    named = (
+        "weights",
+        "gradients",
+        "optimizer",
+        "buffers",
+        "activations",
+        "working",
+        "logits",
+        "fragmentation",
+    )
+    assert rank.total == sum(getattr(rank, name) for name in named) + rank.context
+    assert set(rank.on_gpu) == {*named, "context"}
+    assert rank.states == rank.weights + rank.gradients + rank.optimizer
+
+
+def test_zero_shares_out_what_its_stage_says():
+    """Between the backward pass and the step: gradients in half precision, states over all ranks."""
+    gpt = "sber_path_to_13b/08-gpt3-xl-checkpointing"
+    for number, expected in ((0, (2, 4, 12)), (1, (2, 2, 12 / 16)), (2, (2, 2 / 16, 12 / 16))):
+        step = work(gpt, f"ds_config=zero{number}")
+        rank, held = stage(step), step.parameters_of(0)
+        assert rank.moment == "backward pass"
+        found = (rank.weights / held, rank.gradients / held, rank.optimizer / held)
+        assert found == pytest.approx(expected), number
+    three = stage(work(gpt, "ds_config=zero3"))
+    assert three.weights == 2 * held / 16 and three.buffers > 2 * 1e9, (
+        "gathered parameters, 1e9 at most, are in buffers"
+    )
+
+
+def test_stages_hold_activations_of_the_micro_batches_in_flight():
+    step = work()
+    first, second, last = (stage(step, number) for number in (0, 1, 15))
+    stream = step.activations.stream
+    assert second.activations == 15 * 4 * stream, "15 micro-batches of 4 layers, the input of each"
+    assert first.activations == 16 * (4 + 1) * stream, "and the embedding's output"
+    assert first.total > second.total and last.moment == "optimizer step"
+    assert rank_memory.fullest(step, V100, fitted()) == first
+
+
+def test_recomputation_keeps_inputs_and_works_on_one_chunk():
+    step = work("dgx2_gpt2_model_parallel/72x3072-h32-tp8", "batch.micro=32", "batch.global=64")
+    none, every, chunks = (stage(replace(step, recomputed=n)) for n in (0, 1, 8))
+    layer = step.activations
+    assert none.activations - none.logits == pytest.approx(72 * layer.kept + 3 * layer.stream - none.logits)
+    assert every.activations == (72 + 3) * layer.stream
+    assert chunks.activations == (9 + 3) * layer.stream
+    assert chunks.working == pytest.approx(8 * layer.kept + layer.transient)
+    away = stage(replace(step, checkpoints_at="host", cuts_checkpoints=True))
+    assert away.activations == 0 and away.host == pytest.approx((72 / 8 + 3) * layer.stream)
+
+
+def test_logits_are_those_of_the_predicted_positions():
+    bert = work("dgx2_bert_data_parallel/24x1024-b14")
+    ours, theirs = bert, workload.as_run_by(bert, "megatron-2019")
+    assert rank_memory.logit_elements(ours) == 14 * 77 * bert.padded_vocab
+    assert rank_memory.logit_elements(theirs) == 14 * 512 * bert.padded_vocab
+    assert (
+        rank_memory.logit_elements(work("dgx2_gpt2_model_parallel/72x3072-h32-tp8")) == 8 * 1024 * 51200 / 8
+    )
+
+
+def test_memory_grows_with_the_micro_batch_and_falls_with_every_degree():
+    step = work("dgx2_gpt2_model_parallel/64x2304-h24-tp4")
+    totals = [rank_memory.fullest(step.with_micro(n), V100, fitted()).total for n in (1, 2, 4, 8, 64)]
+    assert totals == sorted(totals) and totals[-1] > 1.5 * totals[0]
+    layout = step.layout
+    for tp, pp in ((8, 1), (4, 2), (8, 2)):
+        other = replace(step, layout=replace(layout, tp=tp, pp=pp))
+        assert rank_memory.fullest(other, V100, fitted()).total < stage(step).total
+    assert stage(replace(step, sequence_parallel=True)).total < stage(step).total
+
+
+def test_what_is_cached_is_no_more_than_the_gpu_has():
+    rank = stage(workload.as_run_by(work("dgx2_gpt2_data_parallel/40x1536-b24-oom"), "megatron-2019"))
+    assert (
+        rank.total > V100.memory_bytes and rank.cached(V100.memory_bytes) == V100.memory_bytes - rank.context
+    )
+    assert rank.cached(1e12) == rank.total - rank.context + rank.idle

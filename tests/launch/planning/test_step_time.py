@@ -1,0 +1,133 @@
+"""A step's time by cause: laws that hold whatever the constants are."""
+
+from dataclasses import replace
+
+import pytest
+
+from launch.planning import workload
+from launch.planning.constants import fitted
+from launch.planning.forecast import speed
+from launch.planning.hardware import find
+from launch.planning.resolved_plans import published_plan
+from launch.planning.step_time import FAR_LATENCY, Machine, step_time
+from modeling.cost import Product
+from recipes import catalog
+
+DGX2, JEAN_ZAY, A100 = find("dgx2"), find("v100-32x4"), find("a100-80x8")
+PIPELINE = "jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"
+TENSOR = "dgx2_gpt2_model_parallel/72x3072-h32-tp8"
+
+
+def work(name: str = TENSOR, *settings: str) -> workload.Workload:
+    return workload.of_plan(published_plan(catalog.load(name, settings)))
+
+
+def seconds(step: workload.Workload, node=DGX2):
+    return step_time(step, node, fitted())
+
+
+def laid(step: workload.Workload, **degrees: int) -> workload.Workload:
+    values = {n: getattr(step.layout, n) for n in ("tp", "pp", "dp", "micro", "accumulation")} | degrees
+    total = values["micro"] * values["accumulation"] * values["dp"]
+    return replace(step, layout=type(step.layout)(**values, global_batch=total))
+
+
+def test_the_causes_make_the_total():
+    time = seconds(work(PIPELINE), JEAN_ZAY)
+    assert time.total == pytest.approx(sum(time.split.values())) and set(time.split) >= {"bubble", "tensor"}
+
+
+def test_the_bubble_is_that_of_narayanan_et_al():
+    """(p - 1) / m of the ideal time, 1 / v of it with v chunks (arXiv 2104.04473, section 2.2)."""
+    step = work(PIPELINE)
+    # Without logits every stage is as slow as any other.
+    even = replace(step, padded_vocab=step.layout.tp * 2, predictions=None)
+    time = seconds(even, JEAN_ZAY)
+    ideal = time.matrix + time.elementwise + time.tensor + time.boundary
+    assert time.bubble / ideal == pytest.approx(15 / 256, rel=0.01)
+    chunked = seconds(replace(even, interleave=4), JEAN_ZAY)
+    assert chunked.bubble == pytest.approx(time.bubble / 4, rel=0.2), "boundaries are crossed more often"
+    assert time.bubble_share == pytest.approx(15 / (256 + 15), rel=0.01)
+    assert seconds(laid(step, pp=1), JEAN_ZAY).bubble == 0
+
+
+def test_computing_never_beats_the_gpus_peak():
+    machine = Machine(A100, fitted(), 8)
+    for product in (Product(8192, 8192, 8192), Product(128, 128, 64, 96), Product(1, 50304, 768)):
+        assert product.operations / machine.product_seconds(product, "bf16") < 312e12
+    large, small = (
+        product.operations / machine.product_seconds(product, "bf16")
+        for product in (Product(8192, 8192, 8192), Product(512, 512, 512))
+    )
+    assert large > 2 * small, "small matrices do not fill the GPU"
+    step = work(TENSOR)
+    assert speed(step, DGX2, seconds(step).total).mfu < 0.6
+
+
+def test_an_all_reduce_moves_twice_what_a_gather_does():
+    machine = Machine(DGX2, fitted(), 16)
+    size = 1e9
+    rate = 150e9 * fitted().link
+    assert machine.collective_seconds(size, 8, 1) == pytest.approx(2 * 7 / 8 * size / rate, rel=0.01)
+    assert machine.collective_seconds(size, 8, 1, passes=1) == pytest.approx(7 / 8 * size / rate, rel=0.01)
+    assert machine.collective_seconds(size, 1, 1) == 0
+
+
+def test_groups_that_cross_nodes_share_the_network():
+    machine = Machine(A100, fitted(), 64)
+    whole = 200e9 * fitted().network
+    inside = A100.form.link.gb_s * 1e9 * fitted().link
+    assert machine.ring_rate(8, 1) == inside, "tensor parallelism of a node"
+    assert machine.ring_rate(64, 1) == whole, "one group has the whole network of a node"
+    assert machine.ring_rate(8, 8) == whole / 8, "a rank of a node in each of eight groups"
+    assert machine.ring_rate(16, 4) == whole / 4
+    assert Machine(JEAN_ZAY, fitted(), 64).network == 8e9, "measured there"
+
+
+def test_tensor_parallelism_across_nodes_is_slow():
+    step = laid(work(TENSOR), tp=8, dp=1)
+    assert seconds(step, JEAN_ZAY).tensor > 10 * seconds(step, DGX2).tensor
+
+
+def test_more_accumulation_is_proportionally_more_work():
+    once, four = (seconds(laid(work(TENSOR), accumulation=n)) for n in (1, 4))
+    assert four.matrix == pytest.approx(4 * once.matrix) and four.tensor == pytest.approx(4 * once.tensor)
+    assert four.data == pytest.approx(once.data) and four.update == once.update
+
+
+def test_recomputation_costs_a_forward_pass():
+    step = work(TENSOR)
+    none, full = (seconds(replace(step, recomputed=n)) for n in (0, 1))
+    assert full.matrix / none.matrix == pytest.approx(4 / 3, rel=0.03)
+    assert full.tensor == pytest.approx(1.5 * none.tensor)
+    selective = seconds(replace(step, recomputed=0, selective=True))
+    assert none.matrix < selective.matrix < full.matrix
+
+
+def test_zero_communicates_as_its_stage_says():
+    step = replace(
+        laid(work("sber_path_to_13b/08-gpt3-xl-checkpointing"), accumulation=4), overlaps_gradients=False
+    )
+    zero, one, two, three = (seconds(replace(step, zero_stage=n)).data for n in range(4))
+    assert one == pytest.approx(zero, rel=0.02), "a scatter and a gather in the place of an all-reduce"
+    assert two > 2 * one, "gradients are reduced for every micro-batch"
+    assert three == pytest.approx(4 * 1.5 * zero, rel=0.05), "three passes for every micro-batch"
+    assert seconds(replace(step, zero_stage=0, overlaps_gradients=True)).data < 0.1 * zero
+
+
+def test_offload_pays_for_pcie_and_the_hosts_memory():
+    step = work("jeanzay_hf_deepspeed_max_size/91b-g64")
+    kept = replace(step, optimizer_at="gpu", weights_at="gpu")
+    away, here = seconds(step, JEAN_ZAY), seconds(kept, JEAN_ZAY)
+    assert here.offload == 0 < away.offload and away.update > 2 * here.update
+    held = step.parameters_of(0) / 64
+    assert away.offload == pytest.approx((2 * held * 2 + 2 * 2 * held) / 12e9)
+
+
+def test_a_hop_between_nodes_is_shared_by_the_nodes_ranks():
+    machine = Machine(A100, fitted(), 64)
+    near, far = machine.hop_seconds(1e8, 1), machine.hop_seconds(1e8, 8)
+    assert far - FAR_LATENCY == pytest.approx(1e8 / (200e9 * fitted().network / 8)) and near < far
+    cut = work(PIPELINE)
+    whole = replace(cut, software=replace(cut.software, cuts_boundaries=False))
+    assert seconds(whole, JEAN_ZAY).boundary > 3 * seconds(cut, JEAN_ZAY).boundary

@@ -1,0 +1,124 @@
+"""What the planner takes from a resolved plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from ds_configs.jsonfile import ConfigError
+from ds_configs.plan import Machine
+from launch.planning import workload
+from launch.planning.constants import fitted
+from launch.planning.hardware import find
+from launch.planning.rank_memory import of_stage
+from launch.planning.resolved_plans import anywhere, published_plan
+from modeling import cost
+from recipes import catalog
+
+GPU = find("v100-32x4").gpu
+
+
+def plan(name: str, *settings: str):
+    return published_plan(catalog.load(name, settings))
+
+
+def states(made):
+    """Bytes of model states while the optimizer steps, on GPU, host and NVMe."""
+    work = workload.of_plan(made)
+    return cost.placed_state_bytes(
+        work.parameters_of(0), work.zero_stage, work.layout.dp, widths=work.widths,
+        optimizer=work.optimizer_at, weights=work.weights_at, accumulates=work.layout.accumulation > 1,
+        sub_group=work.sub_group,
+    ).total  # fmt: skip
+
+
+def test_both_offload_devices_count():
+    name, share = "jeanzay_hf_deepspeed_max_size/91b-g64", 98_029_093_888 / 64
+    assert states(plan(name)) == pytest.approx((0, 20 * share, 0))
+    assert states(plan(name, "ds_config=zero3_offload_optimizer")) == pytest.approx(
+        (2 * share, 18 * share, 0)
+    )
+    assert states(plan(name, "ds_config=zero_infinity")) == pytest.approx((0, 2 * share, 18 * share))
+    mixed = plan(name, "ds_config=zero_infinity")
+    mixed.ds["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    assert states(mixed) == pytest.approx((0, 4 * share, 16 * share))
+    mixed.ds["zero_optimization"]["offload_optimizer"] = {"device": "none"}
+    mixed.ds["zero_optimization"]["sub_group_size"] = 1e8
+    assert states(mixed) == pytest.approx((14 * share + 4e8, 2 * share, 0))
+
+
+def test_accumulated_gradients_are_on_the_host_under_zero2_offload():
+    of = plan("default/sotu", "ds_config=zero2_offload", "precision=fp16", "batch.micro=1", "batch.global=1")
+    held = workload.of_plan(of).parameters_of(0)
+    assert states(of) == (2 * held, 18 * held, 0)
+    layout = replace(of.layout, accumulation=4, global_batch=4)
+    assert states(replace(of, layout=layout)) == (2 * held, 20 * held, 0)
+    work = workload.of_plan(of)
+    assert of_stage(work, 0, GPU, fitted()).host == 18 * held
+
+
+def test_the_jsons_half_precision_states_count():
+    def widths(half="bf16", /, params=None, **ds):
+        made = plan("default/sotu", f"precision={half}", "ds_config=zero2")
+        params = {**made.ds["optimizer"]["params"], **(params or {})}
+        changed = {**made.ds, "optimizer": {"params": params}, **ds}
+        return workload.state_widths(replace(made, ds=changed))
+
+    low = {"enabled": True, "bf16_master_weights_and_grads": True}
+    assert widths() == widths("fp16") == cost.MIXED and widths("fp32") == cost.FP32
+    assert widths(bf16=low) == cost.Widths(master=2)
+    assert widths("fp16", fp16={"fp16_master_weights_and_grads": True}) == cost.Widths(master=2)
+    narrow = cost.Widths(master=2, moment=2)
+    assert widths(bf16={**low, "bf16_optimizer_states": True}) == narrow
+    assert widths(bf16=low, params={"fp32_optimizer_states": False}) == narrow
+    assert widths(params={"fp32_optimizer_states": False}) == cost.MIXED, "its weights are in fp32"
+    assert widths(data_types={"grad_accum_dtype": "fp32"}) == cost.Widths(gradient=4)
+
+
+def test_buckets_are_those_of_the_json():
+    def buffers(config, *settings):
+        return workload.of_plan(plan("default/sotu", f"ds_config={config}", *settings)).buffers
+
+    assert buffers("zero0") == workload.Buffers()
+    assert buffers("zero1").reduce == 5e8, "DeepSpeed's own size, where the JSON has none"
+    two = buffers("zero2")
+    assert two.reduce == 2 * max(384**2, 1_000_000), "overlap_comm takes turns with two"
+    three = buffers("zero3")
+    assert three.live == 1e9 and three.prefetch == int(0.9 * 384**2)
+
+
+def test_recomputation_and_its_place_are_the_plans():
+    work = workload.of_plan(plan("jeanzay_megatron_deepspeed_zero/48b-tp4-mb48-0527"))
+    assert (work.recomputed, work.checkpoints_at, work.cuts_checkpoints) == (1, "host", True)
+    chunks = workload.of_plan(plan("default/sotu", "activation_checkpointing=3"))
+    assert (chunks.recomputed, chunks.checkpoints_at) == (3, "gpu")
+
+
+def test_a_stage_holds_its_layers_and_the_micro_batches_in_flight():
+    work = workload.of_plan(plan("jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"))
+    uneven = replace(work, model=work.model.model_copy(update={"layers": 60}))
+    assert sum(uneven.layers_of(stage) for stage in range(16)) == 60
+    assert [uneven.layers_of(stage) for stage in (0, 11, 12, 15)] == [4, 4, 3, 3]
+    assert [work.in_flight(stage) for stage in (0, 1, 15)] == [16, 15, 1], "1F1B"
+    few = replace(work, layout=replace(work.layout, accumulation=4, global_batch=16))
+    assert few.in_flight(0) == 4, "no more than there are"
+    # Korthikanti et al. 2022, section 4.2.3: p (1 + (p - 1) / (p v)).
+    assert replace(work, interleave=3).in_flight(0) == 16 * (1 + 15 / (16 * 3))
+
+
+def test_a_system_with_states_of_its_own_shards_nothing():
+    work = workload.of_plan(plan("jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"))
+    theirs = workload.as_run_by(work, "megatron")
+    assert (work.zero_stage, theirs.zero_stage, theirs.buffers) == (1, 0, workload.Buffers())
+    assert workload.as_run_by(work, "megatron-deepspeed").zero_stage == 1
+
+
+def test_a_plan_for_another_machine_says_what_this_one_refuses():
+    bare = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+    made = anywhere(catalog.load("megatron_paper_table1/8.3b-mp-dp"), "fp16_dynamic", bare)
+    assert made.layout.world == 512 and made.precision == "fp16"
+    (notice,) = [notice for notice in made.notices if notice.key == "machine"]
+    assert "refused on this machine: ds_configs/fp16_dynamic.json: fp16.enabled=true: the cpu" in str(notice)
+    assert anywhere(catalog.load(), "3d", bare).layout.world == 4
+    with pytest.raises(ConfigError, match="heads") as refused:
+        anywhere(catalog.load("default", ["parallel.tp=4"]), "fp16_dynamic", bare)
+    assert "no fp16" in str(refused.value), "both reasons"
