@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import abilities, checks, checkup, ending, orphans, out_of_memory, processes
+from launch.machine import (
+    abilities,
+    checks,
+    checkup,
+    ending,
+    interfaces,
+    launch_environment,
+    orphans,
+    out_of_memory,
+    processes,
+)
 from launch.machine.determinism import demand_determinism
 from launch.machine.meeting import Meeting
 from launch.planning import launch_checkup
@@ -100,8 +112,13 @@ def main() -> None:
         return
     if processes.launched():
         orphans.end_with_launcher()
+    elif said := launch_environment.forgotten_srun(os.environ):
+        terminal.say(said, sys.stderr)
     meeting = Meeting()
+    take_environment(meeting)
     job, facts = meeting.settle(lambda: checked_job(args))
+    if processes.world_size() > 1:
+        meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
     directory = meeting.settle(lambda: open_run_directory(job, facts))
     if processes.world_size() > 1:
         check_shared(job, meeting)
@@ -110,6 +127,18 @@ def main() -> None:
             demand_determinism()
         processes.start_processes(store=meeting.store)
         run(job, directory, facts, meeting)
+
+
+def take_environment(meeting: Meeting) -> None:
+    """Set what rank 0's environment has, and the launcher has not carried to this machine. Collective.
+
+    Before anything reads it: libraries do when they are imported.
+    """
+    theirs = meeting.from_rank_0(launch_environment.carried(os.environ))
+    lacking = {name: value for name, value in theirs.items() if name not in os.environ}
+    os.environ.update(lacking)
+    if lacking and processes.local_rank() == 0:
+        terminal.say(f"{socket.gethostname()} has from rank 0's machine: {', '.join(sorted(lacking))}")
 
 
 @dataclass(frozen=True)
@@ -140,6 +169,13 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     directory = Path(args.out) if args.out else default_path(name, plan.ds_name)
     return Job(plan, name, directory, args.resume, args.compile, initial_weights=weights), facts
+
+
+def own_place() -> tuple[str, str] | None:
+    """The device of this rank, where it is a GPU. Raises ValueError: there is none, or no way to it."""
+    processes.check_device()
+    interfaces.check_own_address(os.environ, processes.local_world_size() < processes.world_size())
+    return processes.device_identity()
 
 
 def open_run_directory(job: Job, facts: Facts) -> RunDirectory | None:

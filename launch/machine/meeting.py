@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +23,7 @@ from launch.machine.processes import TIMEOUT, port_is_taken, rank, world_size
 from recipes.problems import Problem, ProblemsError
 
 T = TypeVar("T")
+SAY_AFTER_S = 20.0  # that others are awaited
 LEAVE_S = 5.0  # that rank 0, which may serve the store, gives the others to read why all end
 
 
@@ -80,6 +82,14 @@ class Meeting:
             return [value]
         return [value, *(json.loads(self.store.get(f"{key}/{other}")) for other in range(1, world_size()))]
 
+    def compare(self, own: T, judge: Callable[[list[T]], None]) -> None:
+        """Have rank 0 `judge` what every rank has, and all ranks end where it refuses. Collective.
+
+        `own` is what JSON can carry; `judge` gets a list in the order of ranks, and raises ValueError.
+        """
+        everyone = self.to_rank_0(own)
+        self.settle(lambda: judge(everyone) if rank() == 0 else None)
+
     def _hear_all(self, own: str | None, patience: timedelta) -> bool:
         """Whether any rank refuses; then rank 0 has said why."""
         key = self._round()
@@ -129,17 +139,24 @@ def sentences(told: list[tuple[str, str | None]]) -> str:
 def _join() -> Any:
     import torch.distributed as dist
 
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    waiting = f"waiting at {where} for all {world_size()} ranks, up to {TIMEOUT.seconds // 60} minutes"
+    notice = threading.Timer(SAY_AFTER_S, terminal.say, (waiting, sys.stderr))
+    notice.daemon = True
+    if rank() == 0:
+        notice.start()
     try:
         store, *_ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         return dist.PrefixStore(_attempt(store), store)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise port_is_taken("address already in use") from None
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         came = f"rank {rank()} on {socket.gethostname()} met no other rank at {where}"
         rule = str(error).splitlines()[0]
         fix = "check that every machine was started, and reaches that address"
         raise ProblemsError([Problem("MASTER_ADDR", came, rule, fix)]) from None
+    finally:
+        notice.cancel()
 
 
 def _attempt(store: Any) -> str:
