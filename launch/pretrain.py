@@ -33,7 +33,7 @@ from launch.planning import launch_checkup
 from launch.training import initial_weights as given_weights
 from launch.training.job import Job, plan_job
 from recipes import catalog
-from recipes.problems import ProblemsError
+from recipes.problems import Problem, ProblemsError
 from recipes.refused_by_system import take_file_handles
 from recipes.schema import Recipe
 
@@ -81,6 +81,10 @@ def build_parser() -> argparse.ArgumentParser:
         "check everything, show the resolved plan (without a launcher: of as many processes as it asks for)"
     )
     how.add_argument("--plan", action="store_true", help=f"{plan} and exit")
+    planned = (
+        "with --plan: of N processes, on machines like this one, or on GPUs where it cannot train the row"
+    )
+    how.add_argument("--processes", type=arguments.whole(most=10**6), metavar="N", help=planned)
     keep = parser.add_argument_group("where it is kept")
     keep.add_argument("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
     resume = "continue from the newest complete checkpoint of the run directory"
@@ -101,6 +105,7 @@ def main() -> None:
     quiet.quiet_libraries()
     try:
         processes.check_launch(start=not args.plan)
+        check_processes(args)
     except ValueError as e:
         ending.refuse(e)
     if args.plan:
@@ -127,6 +132,20 @@ def main() -> None:
             demand_determinism()
         processes.start_processes(store=meeting.store)
         run(job, directory, facts, meeting)
+
+
+def check_processes(args: argparse.Namespace) -> None:
+    """Raise ProblemsError where --processes says what a launcher decides."""
+    if args.processes is None:
+        return
+    came, key = f"--processes {args.processes}", "--processes"
+    if not args.plan:
+        rule = "it plans on paper, and a launcher decides how many are started"
+        fix = f"add --plan, or start with torchrun --nproc_per_node {args.processes}"
+        raise ProblemsError([Problem(key, f"{came} without --plan", rule, fix)])
+    if processes.launched() and args.processes != processes.world_size():
+        given = f"{came} with {processes.world_size()} that a launcher started"
+        raise ProblemsError([Problem(key, given, "a launcher decides it", "leave --processes out")])
 
 
 def take_environment(meeting: Meeting) -> None:
@@ -159,7 +178,7 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
     machine, weights = abilities.detect_machine(args.emulate_fp16), args.init_from
     plan = plan_job(
         recipe, args.ds_config, machine, compiled=args.compile, initial_weights=weights,
-        elsewhere=args.plan and not processes.launched(),
+        elsewhere=args.plan and not processes.launched(), planned=args.processes,
     )  # fmt: skip
     # Now, since a run that is still training saves newer ones meanwhile.
     weights = weights and given_weights.resolved(weights)
@@ -236,11 +255,14 @@ def check_shared(job: Job, meeting: Meeting) -> None:
 
 def show_plan(job: Job) -> None:
     from launch.machine import description
+    from launch.planning.resolved_plans import assumed_machine
     from launch.planning.plan_text import describe_plan
     from launch.training.build_model import band_kernel
 
     if processes.rank() == 0:
         hardware, kernel = description.summary(description.describe()), band_kernel(job.plan)
+        if job.plan.layout.world != processes.world_size():
+            hardware = assumed_machine(job.plan, hardware)
         how = describe_plan(
             job.plan, name=job.name, hardware=hardware, run_directory=job.directory, band_kernel=kernel,
             started=processes.world_size(), width=terminal.columns(),
