@@ -193,6 +193,7 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
 def own_place() -> tuple[str, str] | None:
     """The device of this rank, where it is a GPU. Raises ValueError: there is none, or no way to it."""
     processes.check_device()
+    interfaces.follow_nccl()
     interfaces.check_own_address(os.environ, processes.local_world_size() < processes.world_size())
     return processes.device_identity()
 

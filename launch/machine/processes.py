@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from launch.machine import interfaces, launch_environment
+from launch.machine import launch_environment
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
@@ -146,7 +146,6 @@ def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None =
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    interfaces.follow_nccl()
     if accelerator.device_name() == "cpu":
         _share_cores()
         switch_shared_memory_op_off()
