@@ -115,6 +115,7 @@ def main() -> None:
             ending.refuse(e)
         show_plan(job)
         return
+    take_file_handles(0)  # rank 0 has a connection to each rank, from the first meeting on
     if processes.launched():
         orphans.end_with_launcher()
     elif said := launch_environment.forgotten_srun(os.environ):
