@@ -288,6 +288,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     # One process of a machine prepares a large corpus, and the others wait for hours.
     corpus = meeting.settle(lambda: build_corpus(job), PREPARATION)
+    meeting.end()
     try:
         agreement.check(job.plan, corpus, grid.control_group, job.initial_weights)
         # Once, and before anything in the run directory is cut back to it.

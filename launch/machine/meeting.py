@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from launch.console import terminal
 from launch.machine import ending
+from launch.machine.lifeline import Lifeline
 from launch.machine.processes import TIMEOUT, port_is_taken, rank, world_size
 from recipes.problems import Problem, ProblemsError
 
@@ -36,6 +37,12 @@ class Meeting:
     def __init__(self) -> None:
         self.store: Any = None
         self._rounds = 0
+        self._lifeline: Lifeline | None = None
+
+    def end(self) -> None:
+        """Let ranks end by themselves: they train, or all of them refuse."""
+        if self._lifeline:
+            self._lifeline.end()
 
     def settle(self, check: Callable[[], T], patience: timedelta = TIMEOUT) -> T:
         """What `check` returns on this rank, once it has returned on all of them. Collective.
@@ -98,6 +105,7 @@ class Meeting:
             self.store.set(f"{key}/{rank()}", json.dumps((socket.gethostname(), own)))
             refused = bool(json.loads(self.store.get(f"{key}/refused")))
             if refused:
+                self.end()
                 with contextlib.suppress(RuntimeError):  # rank 0 has left
                     self.store.add(f"{key}/left", 1)
             return refused
@@ -105,6 +113,7 @@ class Meeting:
         told += [json.loads(self.store.get(f"{key}/{other}")) for other in range(1, world_size())]
         if text := sentences(told):
             terminal.say(f"\n{text}\n", sys.stderr)
+            self.end()
         self.store.set(f"{key}/refused", json.dumps(bool(text)))
         deadline = time.monotonic() + LEAVE_S
         while text and self.store.add(f"{key}/left", 0) < world_size() - 1 and time.monotonic() < deadline:
@@ -114,6 +123,7 @@ class Meeting:
     def _round(self) -> str:
         if self.store is None:
             self.store = _join()
+            self._lifeline = Lifeline(self.store, rank(), world_size())
         self._rounds += 1
         return f"round-{self._rounds}"
 
