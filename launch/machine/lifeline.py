@@ -1,7 +1,7 @@
 """A connection of every rank to rank 0, from their meeting until they train: one that dies ends all at once.
 
-Without it the others wait for it: half an hour, or days where a corpus is prepared. srun does not end them, as
-torchrun and deepspeed do. Once they train, the process group and the watchdog notice.
+Without it the others wait for it: half an hour, or days where a corpus is prepared. srun does not end them,
+as torchrun and deepspeed do. Once they train, the process group and the watchdog notice.
 """
 
 from __future__ import annotations

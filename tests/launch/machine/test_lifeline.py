@@ -2,12 +2,9 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 from launching import environment
-
-from launch.machine.lifeline import SETTLE_S
 
 PROGRAM = """
 import os, sys, time
@@ -48,14 +45,9 @@ def test_a_death_before_training_ends_all(tmp_path, dying, how):
         )
         for rank in range(3)
     ]  # fmt: skip
-    began = time.monotonic()
     said = [rank.communicate(timeout=50)[1] for rank in ranks]
     left = 0 if how == "in order" else 1
     assert [rank.returncode for rank in ranks] == [9 if rank == dying else left for rank in range(3)], said
-    told = (
-        f"rank 1 on {said[0].partition(' on ')[2].split()[0]} (pid {ranks[1].pid}) has ended"
-        if said[0]
-        else ""
-    )
-    assert bool(told) == (dying == 1 and how == "dies") and told in said[0] and not said[2], said
-    assert time.monotonic() - began < 45, SETTLE_S
+    # Rank 0 says of another one what it knows; what it said itself last, others do not repeat.
+    told = f"(pid {ranks[1].pid}) has ended before training" in said[0]
+    assert told == (dying == 1 and how == "dies") and not said[2], said
