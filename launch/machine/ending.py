@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,8 +22,26 @@ from recipes.problems import ProblemsError
 from recipes.refused_by_system import problem, told_by
 
 LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|Timed out waiting|NCCL|gloo")
-LOST_RANKS = "lost_ranks"  # attribute of the same: sentences on those that are gone, which this rank says
 AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception that a rank meets once asked to stop
+
+
+LOST_RANKS = "lost_ranks"  # attribute of an exception over the end of others: a `Lost`
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Ranks that are gone, a sentence each, where this one is to say so; how it ends those that are left."""
+
+    sentences: Sequence[str]
+    end_others: Callable[[], None]
+
+    def tell(self) -> None:
+        """Say it, and end the others."""
+        if self.sentences:
+            first = f"rank {rank()} of {world_size()} on {socket.gethostname()} cannot go on without:"
+            fix = "what these said last tells why; --resume continues from the newest complete checkpoint"
+            terminal.say("\n".join(["", first, *(f"  {each}" for each in self.sentences), fix]), sys.stderr)
+        self.end_others()
 
 
 class Failed(Exception):
@@ -105,7 +124,7 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
         note_failure(text)
         lost = getattr(error, LOST_RANKS, None)
         if lost is not None:
-            _tell_of_lost(lost)
+            lost.tell()
             return
     note_failure(text)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun prints what is in there as the root cause
@@ -116,16 +135,6 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
         said = problem(told, Path.cwd(), "use another disk, with the run directory moved there")
         text = f"{said} (the traceback is in error-rank-{rank()}.txt of the run directory, if it took it)\n"
     print(f"\nrank {rank()} of {world_size()} failed:\n{text}", file=sys.stderr, flush=True)
-
-
-def _tell_of_lost(lost: Sequence[str]) -> None:
-    """Say which ranks are gone, where this is the one to say it."""
-    if lost:
-        first = f"rank {rank()} of {world_size()} on {socket.gethostname()} cannot go on without:"
-        fix = (
-            "what these or their machines said last tells why; --resume continues from the newest checkpoint"
-        )
-        terminal.say("\n".join(["", first, *(f"  {each}" for each in lost), fix]), sys.stderr)
 
 
 def lost_peers(error: BaseException) -> bool:

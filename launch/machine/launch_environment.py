@@ -126,6 +126,14 @@ def started(environ: Environ, at_terminal: bool = False) -> Start | None:
     return slurm
 
 
+def refuse_tasks(environ: Environ) -> None:
+    """Raise ProblemsError where a command that starts its processes itself was started several times."""
+    start = started(environ)
+    if start and start.size > 1:
+        rule = f"this command starts its processes itself, and {start.by} started it {start.size} times"
+        raise _refused("processes", start.named, rule, "start it once, as with srun -n 1")
+
+
 def carried(environ: Environ) -> dict[str, str]:
     """The variables that a rank on another machine takes from rank 0, where it has none of its own."""
     return {

@@ -200,13 +200,19 @@ class Watchdog:
                     server.shutdown(socket.SHUT_RDWR)  # or its thread would wait on
                 server.close()
 
-    def _lost(self) -> list[str] | None:
+    def _lost(self) -> ending.Lost | None:
         """Which ranks are gone, for the lowest that is left to say; None where all answer."""
         if not self._is_judge():
-            return []
+            return ending.Lost((), lambda: None)
         others = [place for place in self.places if place.rank != self._rank]
-        silent = self._ask_all(others)[1]
-        return [f"{self.places[rank]} {how}" for rank, how in sorted(silent.items())] or None
+        left, silent = self._ask_all(others)
+        said = tuple(f"{self.places[rank]} {how}" for rank, how in sorted(silent.items()))
+        # Those that wait for this rank would fail over its end in turn, and name it.
+        places = [self.places[rank] for rank in left]
+        return ending.Lost(said, lambda: self._dismiss(places)) if said else None
+
+    def _dismiss(self, places: Sequence[Place]) -> None:
+        self._ask_all(places, b"leave")
 
     def _answer(self, server: socket.socket) -> None:
         while True:
@@ -225,6 +231,8 @@ class Watchdog:
                 connection.shutdown(socket.SHUT_RDWR)
                 if wish == b"end":
                     os._exit(HANGING)
+                if wish == b"leave":
+                    os._exit(1)
 
     def _watch(self) -> None:
         tick = min(5.0, self._hang_after / 10)

@@ -10,6 +10,7 @@ from launch.machine.launch_environment import (
     forgotten_srun,
     hosts,
     missing_variables,
+    refuse_tasks,
     sees_own_device,
     tasks_per_node,
 )
@@ -202,6 +203,13 @@ def test_a_part_of_mpi_variables_is_refused(lost):
     assert lost in refusal(environ)
     contradicting = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
     assert "contradict each other" in refusal(contradicting)
+
+
+def test_a_command_that_starts_its_own_processes_is_started_once():
+    with pytest.raises(ProblemsError, match="starts its processes itself, and srun started it 8 times"):
+        refuse_tasks(srun_environment(5, 8, 4))
+    for once in ({}, BATCH, srun_environment(0, 1, 1)):
+        refuse_tasks(once)
 
 
 def test_a_plain_python_is_left_alone():
