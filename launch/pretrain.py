@@ -54,6 +54,10 @@ examples:
       two processes, on GPUs or on a CPU, with the recipe shrunk to seconds
   torchrun --nproc_per_node 8 launch/pretrain.py --ds_config ds_configs/3d.json --recipe parallel_kinds/3d
       2 x 2 x 2 tensor, pipeline and data parallel
+  srun --ntasks-per-node 4 python launch/pretrain.py --ds_config zero1 --out $SCRATCH/run --resume
+      in a job of Slurm's, one process for each task; launch/README.md has mpirun, and several nodes without Slurm
+  python launch/pretrain.py --plan --processes 64 --recipe openwebtext/gpt2-124m
+      the plan of 64 processes, checked on a laptop; nothing is started
   python launch/pretrain.py --ds_config bf16 --set optimizer.lr=3e-4 --steps 100 --out runs/try1
       one process, one field of the recipe changed
   deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json --resume
@@ -61,6 +65,7 @@ examples:
 
 to stop: Ctrl-C, SIGTERM, SIGUSR1 or `touch <run directory>/STOP` finish the step, save and exit 0. (The
 deepspeed and torchrun launchers report 1 when a signal reaches them; with the STOP file they report 0.)
+result.json then has the status "interrupted", and --resume goes on.
 exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything was started, 3 diverged,
 4 a rank hung (run.hang_after)."""
 
@@ -257,8 +262,8 @@ def check_shared(job: Job, meeting: Meeting) -> None:
 
 def show_plan(job: Job) -> None:
     from launch.machine import description
-    from launch.planning.resolved_plans import assumed_machine
     from launch.planning.plan_text import describe_plan
+    from launch.planning.resolved_plans import assumed_machine
     from launch.training.build_model import band_kernel
 
     if processes.rank() == 0:
