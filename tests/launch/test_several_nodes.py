@@ -48,6 +48,7 @@ def test_tasks_of_srun_on_two_nodes_train_one_run(tmp_path, cache, alone):
     done = run_ranks(2, WORKERS / "srun_task.py", 1, tmp_path, SCRIPT, *TINY, "--out", out, env=cache)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "has from rank 0's machine: MEGARECIPES_CACHE" in done.stdout
+    assert not (tmp_path / "node002" / "cache").exists(), "and it takes what that names"
     assert losses(out) == pytest.approx(alone, abs=1e-5) and len(alone) == 4
     assert json.loads((out / "result.json").read_text())["layout"]["dp"] == 2
 

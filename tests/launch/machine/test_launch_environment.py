@@ -147,6 +147,7 @@ CONTRADICTIONS = {
     "SLURM_LOCALID=4": "contradict each other",
     "SLURM_NODEID=2": "contradict each other",
     "SLURM_STEP_TASKS_PER_NODE=4": "contradict each other",
+    "SLURM_STEP_TASKS_PER_NODE=4,5": "contradict each other",
     "SLURM_STEP_NODELIST=node[001-003]": "contradict each other",
     "SLURM_STEP_NODELIST=node[001": "SLURM_STEP_NODELIST='node[001': a bracket of its own",
     "SLURMD_NODENAME=login": "another step's",
