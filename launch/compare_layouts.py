@@ -6,13 +6,14 @@ python launch/compare_layouts.py --tiny
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import abilities, ending
+from launch.machine import abilities, ending, launch_environment
 from launch.machine.processes import device_limit
 from launch.parity.comparison import compare, reasons, table
 from launch.parity.layout_cases import CASES, DECIDED, FORCED, REFERENCE, LayoutCase, why_impossible
@@ -56,6 +57,7 @@ def main() -> None:
         print("\n".join(f"{c.name:<36} {counted(c.processes, 'process')}, {c.ds_config}" for c in cases))
         return
     try:
+        launch_environment.refuse_tasks(os.environ)
         out = output.new_directory("--out", args.out) if args.out else None
         picture = output.new_file("--plot", args.plot, PICTURES) if args.plot else None
         recipe = chosen_recipe(args)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,14 +16,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import abilities, checks, checkup, ending, orphans, out_of_memory, processes
+from launch.machine import (
+    abilities,
+    checks,
+    checkup,
+    ending,
+    interfaces,
+    launch_environment,
+    orphans,
+    out_of_memory,
+    processes,
+)
 from launch.machine.determinism import demand_determinism
 from launch.machine.meeting import Meeting
 from launch.planning import launch_checkup
 from launch.training import initial_weights as given_weights
 from launch.training.job import Job, plan_job
 from recipes import catalog
-from recipes.problems import ProblemsError
+from recipes.problems import Problem, ProblemsError
 from recipes.refused_by_system import take_file_handles
 from recipes.schema import Recipe
 
@@ -42,6 +54,10 @@ examples:
       two processes, on GPUs or on a CPU, with the recipe shrunk to seconds
   torchrun --nproc_per_node 8 launch/pretrain.py --ds_config ds_configs/3d.json --recipe parallel_kinds/3d
       2 x 2 x 2 tensor, pipeline and data parallel
+  srun --ntasks-per-node 4 python launch/pretrain.py --ds_config zero1 --out $SCRATCH/run --resume
+      in a job of Slurm, one process a task; launch/README.md has mpirun, and several nodes without Slurm
+  python launch/pretrain.py --plan --processes 64 --recipe openwebtext/gpt2-124m
+      the plan of 64 processes, checked on a laptop; nothing is started
   python launch/pretrain.py --ds_config bf16 --set optimizer.lr=3e-4 --steps 100 --out runs/try1
       one process, one field of the recipe changed
   deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json --resume
@@ -49,6 +65,7 @@ examples:
 
 to stop: Ctrl-C, SIGTERM, SIGUSR1 or `touch <run directory>/STOP` finish the step, save and exit 0. (The
 deepspeed and torchrun launchers report 1 when a signal reaches them; with the STOP file they report 0.)
+result.json then has the status "interrupted", and --resume goes on.
 exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything was started, 3 diverged,
 4 a rank hung (run.hang_after)."""
 
@@ -69,6 +86,10 @@ def build_parser() -> argparse.ArgumentParser:
         "check everything, show the resolved plan (without a launcher: of as many processes as it asks for)"
     )
     how.add_argument("--plan", action="store_true", help=f"{plan} and exit")
+    planned = (
+        "with --plan: of N processes, on machines like this one, or on GPUs where it cannot train the row"
+    )
+    how.add_argument("--processes", type=arguments.whole(most=10**6), metavar="N", help=planned)
     keep = parser.add_argument_group("where it is kept")
     keep.add_argument("--out", metavar="DIR", help="run directory (default: runs/<recipe>-<ds_config>)")
     resume = "continue from the newest complete checkpoint of the run directory"
@@ -89,6 +110,7 @@ def main() -> None:
     quiet.quiet_libraries()
     try:
         processes.check_launch(start=not args.plan)
+        check_processes(args)
     except ValueError as e:
         ending.refuse(e)
     if args.plan:
@@ -98,10 +120,16 @@ def main() -> None:
             ending.refuse(e)
         show_plan(job)
         return
+    take_file_handles(0)  # rank 0 has a connection to each rank, from the first meeting on
     if processes.launched():
         orphans.end_with_launcher()
+    elif said := launch_environment.forgotten_srun(os.environ):
+        terminal.say(said, sys.stderr)
     meeting = Meeting()
+    take_environment(meeting)
     job, facts = meeting.settle(lambda: checked_job(args))
+    if processes.world_size() > 1:
+        meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
     directory = meeting.settle(lambda: open_run_directory(job, facts))
     if processes.world_size() > 1:
         check_shared(job, meeting)
@@ -110,6 +138,32 @@ def main() -> None:
             demand_determinism()
         processes.start_processes(store=meeting.store)
         run(job, directory, facts, meeting)
+
+
+def check_processes(args: argparse.Namespace) -> None:
+    """Raise ProblemsError where --processes says what a launcher decides."""
+    if args.processes is None:
+        return
+    came, key = f"--processes {args.processes}", "--processes"
+    if not args.plan:
+        rule = "it plans on paper, and a launcher decides how many are started"
+        fix = f"add --plan, or start with torchrun --nproc_per_node {args.processes}"
+        raise ProblemsError([Problem(key, f"{came} without --plan", rule, fix)])
+    if processes.launched() and args.processes != processes.world_size():
+        given = f"{came} with {processes.world_size()} that a launcher started"
+        raise ProblemsError([Problem(key, given, "a launcher decides it", "leave --processes out")])
+
+
+def take_environment(meeting: Meeting) -> None:
+    """Set what rank 0's environment has, and the launcher has not carried to this machine. Collective.
+
+    Before anything reads it: libraries do when they are imported.
+    """
+    theirs = meeting.from_rank_0(launch_environment.carried(os.environ))
+    lacking = {name: value for name, value in theirs.items() if name not in os.environ}
+    os.environ.update(lacking)
+    if lacking and processes.local_rank() == 0:
+        terminal.say(f"{socket.gethostname()} has from rank 0's machine: {', '.join(sorted(lacking))}")
 
 
 @dataclass(frozen=True)
@@ -130,7 +184,7 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
     machine, weights = abilities.detect_machine(args.emulate_fp16), args.init_from
     plan = plan_job(
         recipe, args.ds_config, machine, compiled=args.compile, initial_weights=weights,
-        elsewhere=args.plan and not processes.launched(),
+        elsewhere=args.plan and not processes.launched(), planned=args.processes,
     )  # fmt: skip
     # Now, since a run that is still training saves newer ones meanwhile.
     weights = weights and given_weights.resolved(weights)
@@ -140,6 +194,14 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     directory = Path(args.out) if args.out else default_path(name, plan.ds_name)
     return Job(plan, name, directory, args.resume, args.compile, initial_weights=weights), facts
+
+
+def own_place() -> tuple[str, str] | None:
+    """The device of this rank, where it is a GPU. Raises ValueError: there is none, or no way to it."""
+    processes.check_device()
+    interfaces.follow_nccl()
+    interfaces.check_own_address(os.environ, processes.local_world_size() < processes.world_size())
+    return processes.device_identity()
 
 
 def open_run_directory(job: Job, facts: Facts) -> RunDirectory | None:
@@ -201,10 +263,13 @@ def check_shared(job: Job, meeting: Meeting) -> None:
 def show_plan(job: Job) -> None:
     from launch.machine import description
     from launch.planning.plan_text import describe_plan
+    from launch.planning.resolved_plans import assumed_machine
     from launch.training.build_model import band_kernel
 
     if processes.rank() == 0:
         hardware, kernel = description.summary(description.describe()), band_kernel(job.plan)
+        if job.plan.layout.world != processes.world_size():
+            hardware = assumed_machine(job.plan, hardware)
         how = describe_plan(
             job.plan, name=job.name, hardware=hardware, run_directory=job.directory, band_kernel=kernel,
             started=processes.world_size(), width=terminal.columns(),
@@ -228,6 +293,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     # One process of a machine prepares a large corpus, and the others wait for hours.
     corpus = meeting.settle(lambda: build_corpus(job), PREPARATION)
+    meeting.end()
     try:
         agreement.check(job.plan, corpus, grid.control_group, job.initial_weights)
         # Once, and before anything in the run directory is cut back to it.

@@ -10,7 +10,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +23,25 @@ from recipes.refused_by_system import problem, told_by
 
 LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|Timed out waiting|NCCL|gloo")
 AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception that a rank meets once asked to stop
+
+
+LOST_RANKS = "lost_ranks"  # attribute of an exception over the end of others: a `Lost`
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Ranks that are gone, a sentence each, where this one is to say so; how it ends those that are left."""
+
+    sentences: Sequence[str]
+    end_others: Callable[[], None]
+
+    def tell(self) -> None:
+        """Say it, and end the others."""
+        if self.sentences:
+            first = f"rank {rank()} of {world_size()} on {socket.gethostname()} cannot go on without:"
+            fix = "what these said last tells why; --resume continues from the newest complete checkpoint"
+            terminal.say("\n".join(["", first, *(f"  {each}" for each in self.sentences), fix]), sys.stderr)
+        self.end_others()
 
 
 class Failed(Exception):
@@ -53,7 +73,7 @@ def error_kept(directory: Path, but: tuple[type[Exception], ...]) -> Iterator[No
     try:
         yield
     except Exception as e:
-        if not isinstance(e, but) and not (world_size() > 1 and _lost_peers(e)):
+        if not isinstance(e, but) and not (world_size() > 1 and lost_peers(e)):
             keep_error(directory, "".join(traceback.format_exception(e)))
         raise
 
@@ -93,7 +113,7 @@ def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Itera
 def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
     """Leave this rank's traceback on the screen and with `note_failure`, unless another's end caused it."""
     text = "".join(traceback.format_exception(error))
-    if world_size() > 1 and _lost_peers(error):
+    if world_size() > 1 and lost_peers(error):
         if getattr(error, AFTER_STOP_REQUEST, False):
             return
         # A consequence of another rank's end. Say nothing, so that the cause stays last on the screen, and
@@ -101,6 +121,11 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         time.sleep(20)
+        note_failure(text)
+        lost = getattr(error, LOST_RANKS, None)
+        if lost is not None:
+            lost.tell()
+            return
     note_failure(text)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun prints what is in there as the root cause
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -112,6 +137,7 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
     print(f"\nrank {rank()} of {world_size()} failed:\n{text}", file=sys.stderr, flush=True)
 
 
-def _lost_peers(error: BaseException) -> bool:
+def lost_peers(error: BaseException) -> bool:
+    """Whether this rank fails over the end of another one."""
     lost = isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
     return lost and out_of_memory.said_by(error) is None  # NCCL may be what found no memory

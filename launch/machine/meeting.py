@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,10 +19,12 @@ from typing import Any, TypeVar
 
 from launch.console import terminal
 from launch.machine import ending
+from launch.machine.lifeline import Lifeline
 from launch.machine.processes import TIMEOUT, port_is_taken, rank, world_size
 from recipes.problems import Problem, ProblemsError
 
 T = TypeVar("T")
+SAY_AFTER_S = 20.0  # that others are awaited
 LEAVE_S = 5.0  # that rank 0, which may serve the store, gives the others to read why all end
 
 
@@ -34,6 +37,12 @@ class Meeting:
     def __init__(self) -> None:
         self.store: Any = None
         self._rounds = 0
+        self._lifeline: Lifeline | None = None
+
+    def end(self) -> None:
+        """Let ranks end by themselves: they train, or all of them refuse."""
+        if self._lifeline:
+            self._lifeline.end()
 
     def settle(self, check: Callable[[], T], patience: timedelta = TIMEOUT) -> T:
         """What `check` returns on this rank, once it has returned on all of them. Collective.
@@ -80,6 +89,14 @@ class Meeting:
             return [value]
         return [value, *(json.loads(self.store.get(f"{key}/{other}")) for other in range(1, world_size()))]
 
+    def compare(self, own: T, judge: Callable[[list[T]], None]) -> None:
+        """Have rank 0 `judge` what every rank has, and all ranks end where it refuses. Collective.
+
+        `own` is what JSON can carry; `judge` gets a list in the order of ranks, and raises ValueError.
+        """
+        everyone = self.to_rank_0(own)
+        self.settle(lambda: judge(everyone) if rank() == 0 else None)
+
     def _hear_all(self, own: str | None, patience: timedelta) -> bool:
         """Whether any rank refuses; then rank 0 has said why."""
         key = self._round()
@@ -88,6 +105,7 @@ class Meeting:
             self.store.set(f"{key}/{rank()}", json.dumps((socket.gethostname(), own)))
             refused = bool(json.loads(self.store.get(f"{key}/refused")))
             if refused:
+                self.end()
                 with contextlib.suppress(RuntimeError):  # rank 0 has left
                     self.store.add(f"{key}/left", 1)
             return refused
@@ -95,6 +113,7 @@ class Meeting:
         told += [json.loads(self.store.get(f"{key}/{other}")) for other in range(1, world_size())]
         if text := sentences(told):
             terminal.say(f"\n{text}\n", sys.stderr)
+            self.end()
         self.store.set(f"{key}/refused", json.dumps(bool(text)))
         deadline = time.monotonic() + LEAVE_S
         while text and self.store.add(f"{key}/left", 0) < world_size() - 1 and time.monotonic() < deadline:
@@ -104,6 +123,7 @@ class Meeting:
     def _round(self) -> str:
         if self.store is None:
             self.store = _join()
+            self._lifeline = Lifeline(self.store, rank(), world_size())
         self._rounds += 1
         return f"round-{self._rounds}"
 
@@ -129,17 +149,24 @@ def sentences(told: list[tuple[str, str | None]]) -> str:
 def _join() -> Any:
     import torch.distributed as dist
 
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    waiting = f"waiting at {where} for all {world_size()} ranks, up to {TIMEOUT.seconds // 60} minutes"
+    notice = threading.Timer(SAY_AFTER_S, terminal.say, (waiting, sys.stderr))
+    notice.daemon = True
+    if rank() == 0:
+        notice.start()
     try:
         store, *_ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         return dist.PrefixStore(_attempt(store), store)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise port_is_taken("address already in use") from None
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         came = f"rank {rank()} on {socket.gethostname()} met no other rank at {where}"
         rule = str(error).splitlines()[0]
         fix = "check that every machine was started, and reaches that address"
         raise ProblemsError([Problem("MASTER_ADDR", came, rule, fix)]) from None
+    finally:
+        notice.cancel()
 
 
 def _attempt(store: Any) -> str:

@@ -7,9 +7,10 @@ import datetime
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from launch.machine import launch_environment
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
@@ -29,7 +30,13 @@ VARIABLES = {
     "MASTER_PORT": (1, 65535),
 }
 TIMEOUT = datetime.timedelta(minutes=30)  # that ranks wait for each other: at the start, in a collective
-UNSET = "start with deepspeed, torchrun or plain python, and unset what a shell or a job script has set"
+UNSET = (
+    "start with deepspeed, torchrun, srun, mpirun or plain python, and unset what a shell or a job script "
+    "has set"
+)
+# As a launcher said it, once LOCAL_RANK is the number of the device that this rank alone sees; DeepSpeed and
+# accelerate take LOCAL_RANK for that.
+OWN_LOCAL_RANK = "MEGARECIPES_LOCAL_RANK"
 
 
 def rank() -> int:
@@ -38,7 +45,7 @@ def rank() -> int:
 
 def local_rank() -> int:
     """This process's place among those of its machine."""
-    return _variable("LOCAL_RANK", 0)
+    return _variable(OWN_LOCAL_RANK, _variable("LOCAL_RANK", 0))
 
 
 def local_world_size() -> int:
@@ -59,10 +66,13 @@ def _variable(name: str, default: int) -> int:
 def check_launch(start: bool) -> None:
     """Check the variables by which a launcher tells a process its place, and the port where all meet.
 
+    Those of Slurm and MPIs are translated first, so that everything else knows torchrun's alone.
+
     `start`: a run is to be started, for which none may be missing; a plan needs none.
 
     Raises ProblemsError: no numbers, out of range, only some of them, or a port that is taken.
     """
+    os.environ.update(launch_environment.missing_variables(os.environ, at_terminal=os.isatty(0)))
     problems = []
     for name, (least, most) in VARIABLES.items():
         written = os.environ.get(name)
@@ -95,7 +105,10 @@ def port_is_taken(because: str | None) -> ProblemsError:
     """The refusal where rank 0 cannot listen at the launcher's port."""
     port = os.environ["MASTER_PORT"]
     rule = f"all processes of a launch meet there, and rank 0 cannot listen ({because}): does another run?"
-    fix = f"give deepspeed or torchrun another --master_port, e.g. {int(port) + 1}"
+    fix = (
+        f"give deepspeed or torchrun another --master_port, e.g. {int(port) + 1}; with srun and mpirun, set "
+        "MASTER_PORT for all ranks"
+    )
     return ProblemsError([Problem("MASTER_PORT", f"port {port}", rule, fix)])
 
 
@@ -136,15 +149,12 @@ def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None =
     if accelerator.device_name() == "cpu":
         _share_cores()
         switch_shared_memory_op_off()
-        backend = "gloo"
+        backend, device = "gloo", 0
     else:
-        check_device()
-        accelerator.set_device(local_rank())
+        device = take_device()
         backend = accelerator.communication_backend_name()
     if store is not None:
-        place = (
-            accelerator.device(local_rank()) if accelerator.device_name() == "cuda" else None
-        )  # as DeepSpeed
+        place = accelerator.device(device) if accelerator.device_name() == "cuda" else None  # as DeepSpeed
         dist.init_process_group(
             backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout, device_id=place
         )
@@ -195,18 +205,70 @@ def device_limit() -> int | None:
     return None if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
 
 
-def check_device() -> None:
-    """Raise ProblemsError where this rank has no device of its own. On a CPU ranks need none."""
+def check_device() -> int:
+    """Index of the device of this rank. Raises ProblemsError: it has none of its own. CPUs are shared.
+
+    A rank to which Slurm or a wrapper shows one device alone has that one, whatever its local rank.
+    """
     from deepspeed.accelerator import get_accelerator
 
     limit, local = device_limit(), local_rank()
-    if limit is not None and local >= limit:
-        came = f"local rank {local} has no {get_accelerator().device_name()} device of its own"
-        rule = f"this machine has {limit}"
-        fix = (
-            "start as many processes as devices, or set DS_ACCELERATOR=cpu and CUDA_VISIBLE_DEVICES= for CPUs"
-        )
-        raise ProblemsError([Problem("LOCAL_RANK", came, rule, fix)])
+    if limit is None or local < limit:
+        return local
+    accelerator = get_accelerator()
+    if limit == 1 and launch_environment.sees_own_device(os.environ, accelerator.visible_devices_envs()):
+        return 0
+    came = f"local rank {local} has no {accelerator.device_name()} device of its own"
+    rule = f"this machine has {limit}"
+    fix = "start as many processes as devices, or set DS_ACCELERATOR=cpu and CUDA_VISIBLE_DEVICES= for CPUs"
+    raise ProblemsError([Problem("LOCAL_RANK", came, rule, fix)])
+
+
+def take_device() -> int:
+    """Take the device of this rank, also for DeepSpeed and accelerate, and return its index.
+
+    They take LOCAL_RANK for the index: where it is another, `local_rank` remembers what the launcher said.
+    Raises ProblemsError as `check_device`.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    device, local = check_device(), local_rank()
+    if device != local:
+        os.environ[OWN_LOCAL_RANK] = str(local)
+        os.environ["LOCAL_RANK"] = str(device)
+        if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed's engine insists that it is the same
+            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(device)
+    get_accelerator().set_device(device)
+    return device
+
+
+def device_identity() -> tuple[str, str] | None:
+    """This machine's name and its GPU's serial number (UUID), by which ranks that share one are found."""
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cuda":
+        return None
+    import torch
+
+    return socket.gethostname(), str(torch.cuda.get_device_properties(check_device()).uuid)
+
+
+def check_shared_devices(identities: Sequence[Sequence[str] | None]) -> None:
+    """Raise ProblemsError where ranks have the same GPU. `identities`: `device_identity` of each rank."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for number, identity in enumerate(identities):
+        if identity is not None:
+            host, gpu = identity
+            ranks.setdefault((host, gpu), []).append(number)
+    rule = "each rank needs one of its own"
+    fix = "give every task its own (srun --gpus-per-task=1), or all of them to all (--gres, no binding)"
+    shared = [
+        Problem("LOCAL_RANK", f"ranks {', '.join(map(str, some))} on {host} have one GPU, {gpu}", rule, fix)
+        for (host, gpu), some in ranks.items()
+        if len(some) > 1
+    ]
+    if shared:
+        raise ProblemsError(shared)
 
 
 def _share_cores() -> None:

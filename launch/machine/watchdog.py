@@ -34,6 +34,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from launch.console import terminal
+from launch.machine import ending
 from launch.machine.processes import gathered
 
 HANGING = 4  # exit code
@@ -167,7 +168,9 @@ class Watchdog:
             yield self
             return
         self._rank = dist.get_rank(group)
-        with contextlib.closing(socket.create_server(("", 0), backlog=dist.get_world_size(group))) as server:
+        server = socket.create_server(("", 0), backlog=dist.get_world_size(group))
+        asked = False  # for as long as this process lives
+        try:
             host, port = socket.gethostname(), server.getsockname()[1]
             own = Place(self._rank, host, os.getpid(), _own_address(self._rank), port)
             told = gathered((own, secrets.token_hex(16)), group)
@@ -180,16 +183,36 @@ class Watchdog:
             except Unreachable as error:
                 failure = f"{neighbour} {error}"
             failures = [text for text in gathered(failure, group) if text]
-            try:
-                if failures:
-                    say(f"no watchdog, a hanging rank will be noticed late: {failures[0]}")
-                else:
-                    threading.Thread(target=self._watch, daemon=True).start()
-                yield self
-            finally:
-                self._ended.set()
+            if failures:
+                say(f"no watchdog, a hanging rank will be noticed late: {failures[0]}")
+            else:
+                threading.Thread(target=self._watch, daemon=True).start()
+            yield self
+        except RuntimeError as error:
+            if self.places and ending.lost_peers(error):
+                asked = True  # by others that fail over the same rank
+                setattr(error, ending.LOST_RANKS, self._lost())
+            raise
+        finally:
+            self._ended.set()
+            if not asked:
                 with contextlib.suppress(OSError):
                     server.shutdown(socket.SHUT_RDWR)  # or its thread would wait on
+                server.close()
+
+    def _lost(self) -> ending.Lost | None:
+        """Which ranks are gone, for the lowest that is left to say; None where all answer."""
+        if not self._is_judge():
+            return ending.Lost((), lambda: None)
+        others = [place for place in self.places if place.rank != self._rank]
+        left, silent = self._ask_all(others)
+        said = tuple(f"{self.places[rank]} {how}" for rank, how in sorted(silent.items()))
+        # Those that wait for this rank would fail over its end in turn, and name it.
+        places = [self.places[rank] for rank in left]
+        return ending.Lost(said, lambda: self._dismiss(places)) if said else None
+
+    def _dismiss(self, places: Sequence[Place]) -> None:
+        self._ask_all(places, b"leave")
 
     def _answer(self, server: socket.socket) -> None:
         while True:
@@ -208,6 +231,8 @@ class Watchdog:
                 connection.shutdown(socket.SHUT_RDWR)
                 if wish == b"end":
                     os._exit(HANGING)
+                if wish == b"leave":
+                    os._exit(1)
 
     def _watch(self) -> None:
         tick = min(5.0, self._hang_after / 10)

@@ -37,7 +37,7 @@ def describe_plan(
     recipe, layout = plan.recipe, plan.layout
     model, o, s, length = recipe.model, recipe.optimizer, recipe.schedule, recipe.sequence_length
     parameters = cost.parameters(model, length)
-    asked = "" if started in (None, layout.world) else ", as the layout asks; not started here"
+    asked = "" if started in (None, layout.world) else ", planned; not started here"
     degrees = f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data parallel"
     chunks = f"chunks of {counted(recipe.checkpoint_interval, 'layer')}"
     shape = (

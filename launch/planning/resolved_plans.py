@@ -39,18 +39,25 @@ def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
     return plan
 
 
-def anywhere(recipe: Recipe, ds_config: str, machine: Machine) -> Plan:
-    """The plan of as many processes as the layout asks for.
+def anywhere(recipe: Recipe, ds_config: str, machine: Machine, world: int | None = None) -> Plan:
+    """The plan of `world` processes, or of as many as the layout asks for.
 
     Where `machine` alone is in the way, it is a plan for a GPU that can do everything, and a notice says so.
     Raises ConfigError: it cannot run on any machine.
     """
     try:
-        return resolve(recipe, ds_config, None, machine)
+        return resolve(recipe, ds_config, world, machine)
     except ConfigError as refused:
         try:
-            plan = resolve(recipe, ds_config, None, ANY_GPU)
+            plan = resolve(recipe, ds_config, world, ANY_GPU)
         except ConfigError:
             raise refused from None
         here = [Notice("machine", f"refused on this machine: {problem}") for problem in refused.problems]
         return replace(plan, notices=(*plan.notices, *here))
+
+
+def assumed_machine(plan: Plan, here: str) -> str:
+    """On what a plan of `anywhere` would run, where this machine, called `here`, does not start it."""
+    if any(notice.key == "machine" for notice in plan.notices):
+        return f"planned for GPUs that have fp16, bf16 and every op of DeepSpeed's; here: {here}"
+    return f"planned for machines like this one: {here}"

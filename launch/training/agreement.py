@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,7 +22,7 @@ def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup, initial_weights:
     Every machine prepares its own copy of the corpus; a package or file of another version there would train
     silently on something else. Raises ValueError with what differs.
     """
-    ds = json.dumps(plan.ds, sort_keys=True).encode()
+    ds = json.dumps(without_paths(plan.ds), sort_keys=True).encode()
     own = {
         "host": socket.gethostname(),
         "vocabulary": corpus.summary.get("vocabulary_digest", "absent"),
@@ -37,6 +38,15 @@ def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup, initial_weights:
         lines = [f"  {k}: " + ", ".join(sorted({f"{f[k]} on {f['host']}" for f in facts})) for k in differing]
         first = "the ranks of this run do not train on the same thing; make the machines equal in:"
         raise ValueError("\n".join([first, *lines]))
+
+
+def without_paths(ds: dict[str, Any]) -> dict[str, Any]:
+    """The resolved JSON but for where each machine offloads to, which may be a place of its own."""
+    zero = dict(ds.get("zero_optimization") or {})
+    for kind in ("offload_optimizer", "offload_param"):
+        if isinstance(section := zero.get(kind), dict):
+            zero[kind] = {key: value for key, value in section.items() if key != "nvme_path"}
+    return {**ds, "zero_optimization": zero}
 
 
 def peak_memory(group: dist.ProcessGroup) -> dict[str, int | None]:

@@ -46,18 +46,20 @@ def plan_job(
     compiled: bool,
     initial_weights: str | None,
     elsewhere: bool = False,
+    planned: int | None = None,
 ) -> Plan:
     """The plan of `recipe` on this launch's processes, where it can be trained here.
 
-    `ds_config` None: the recipe's own; `elsewhere`: nothing is started, so that the plan is of as many
-    processes as the layout asks for, and what this machine alone refuses is a notice. Raises ValueError with
-    every problem of recipe and configuration, or with what is missing of the given weights or the data.
+    `ds_config` None: the recipe's own; `elsewhere`: nothing is started, so that the plan is of `planned`
+    processes, or of as many as the layout asks for, and what this machine alone refuses is a notice. Raises
+    ValueError with every problem of recipe and configuration, or with what is missing of the given weights or
+    the data.
     """
     from data.corpus import check_sources  # takes transformers along, which no --help should wait for
 
     config = ds_config or recipe.ds_config
     if elsewhere:
-        plan = resolved_plans.anywhere(recipe, config, machine)
+        plan = resolved_plans.anywhere(recipe, config, machine, planned)
     else:
         plan = resolve(recipe, config, processes.world_size(), machine)
     deepspeed_judgement.check(plan, config)

@@ -7,6 +7,8 @@ import sys
 import pytest
 from launching import ROOT, WORKERS, deepspeed, run
 
+from ds_configs.plan import Machine
+from launch import pretrain
 from launch.runs.metrics import read_metrics
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -63,6 +65,44 @@ def test_two_launches_on_one_port_are_told_apart(tmp_path):
     assert done.returncode != 0 and f"port {port}: all processes of a launch meet there" in done.stdout
     assert "--master_port" in done.stdout and "Traceback" not in done.stdout, done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_of_two_processes_is_that_of_two_that_are_started(monkeypatch):
+    row = ["--tiny", "--ds_config", "zero2"]
+    parse = pretrain.build_parser().parse_args
+    planned, _ = pretrain.checked_job(parse([*row, "--plan", "--processes", "2"]))
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    started, _ = pretrain.checked_job(parse(row))
+    assert planned.plan == started.plan and planned.plan.layout.dp == 2
+
+
+def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
+    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+    monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
+    parse = pretrain.build_parser().parse_args
+    row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--set", "parallel.dp=null", "--plan"]
+    for config, said in {
+        "fp16_dynamic": "planned for GPUs that",
+        "zero1": "planned for machines like",
+    }.items():
+        job, _ = pretrain.checked_job(parse([*row, "--processes", "64", "--ds_config", config]))
+        pretrain.show_plan(job)
+        shown = capsys.readouterr().out
+        assert "8 data parallel = 64 processes, planned; not started here" in shown and said in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "said"),
+    [
+        (["--processes", "2"], {}, "--processes 2 without --plan: it plans on paper"),
+        (["--processes", "2", "--plan"], {"WORLD_SIZE": "4"}, "--processes 2 with 4 that a launcher started"),
+        (["--processes", "0", "--plan"], {}, "give a whole number from 1"),
+    ],
+)
+def test_the_number_of_processes_is_a_launcher_s(flags, env, said):
+    done = run([sys.executable, "launch/pretrain.py", *flags], env=env)
+    assert done.returncode == 2 and said in done.stdout, done.stdout
 
 
 @pytest.mark.long

@@ -111,7 +111,7 @@ def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys)
     job, _ = pretrain.checked_job(parse([*row, "--plan"]))
     pretrain.show_plan(job)
     shown = capsys.readouterr().out
-    assert "= 512 processes, as the layout asks; not started here" in shown
+    assert "= 512 processes, planned; not started here" in shown
     assert "! refused on this machine: ds_configs/fp16_dynamic.json: fp16.enabled=true" in shown
     for arguments, launcher in ((row, {}), ([*row, "--plan"], {"RANK": "0", "WORLD_SIZE": "1"})):
         with monkeypatch.context() as environment, pytest.raises(ValueError) as refused:

@@ -183,10 +183,10 @@ def test_exceptions_that_are_an_oom():
         RuntimeError("out of tune"),
     ):
         assert out_of_memory.said_by(error) is None
-    assert not ending._lost_peers(RuntimeError("NCCL error: Cuda failure 2 'out of memory'")), (
+    assert not ending.lost_peers(RuntimeError("NCCL error: Cuda failure 2 'out of memory'")), (
         "it would wait to be ended, and say nothing"
     )
-    assert ending._lost_peers(RuntimeError("NCCL communicator was aborted"))
+    assert ending.lost_peers(RuntimeError("NCCL communicator was aborted"))
 
 
 def test_an_oom_of_any_rank_is_an_oom_without_a_result(tables, tmp_path):

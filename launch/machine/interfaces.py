@@ -1,0 +1,82 @@
+"""The network interface by which gloo's groups of a run's ranks reach each other.
+
+gloo listens at the address that this machine's own name resolves to, unless GLOO_SOCKET_IFNAME names an
+interface (torch 2.13, ProcessGroupGloo.cpp). Where that is a loopback address, ranks on other machines
+connect to themselves and wait for half an hour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+
+from recipes.problems import Problem, ProblemsError
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def follow_nccl() -> None:
+    """Have gloo take the interface that NCCL_SOCKET_IFNAME names, unless gloo's own variable is set."""
+    if GLOO not in os.environ and (chosen := gloo_interface(os.environ.get(NCCL, ""), with_address())):
+        os.environ[GLOO] = chosen
+
+
+def gloo_interface(nccl: str, interfaces: Sequence[str]) -> str | None:
+    """The one of `interfaces` that NCCL_SOCKET_IFNAME=`nccl` means; None where it leaves that open.
+
+    NCCL's list has prefixes, exact names after "=", and what is left out after "^" (NCCL 2.29, documentation
+    of environment variables); gloo knows exact names alone. Of those left over by "^" one is taken if it is
+    the only one that is not the loopback.
+    """
+    sign = nccl[:2] if nccl[:2] in ("^=", "=^") else nccl[:1] if nccl[:1] in ("^", "=") else ""
+    listed = [name for name in nccl[len(sign) :].split(",") if name]
+
+    def meant(interface: str) -> bool:
+        return any(interface == name if "=" in sign else interface.startswith(name) for name in listed)
+
+    if "^" in sign:
+        left = [name for name in interfaces if not meant(name) and name != "lo"]
+        return left[0] if len(left) == 1 else None
+    return next(filter(meant, interfaces), None) if listed else None
+
+
+def with_address() -> list[str]:
+    """Names of the interfaces that have an IPv4 address."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(name)
+    return found
+
+
+def check_own_address(environ: Mapping[str, str], several_machines: bool) -> None:
+    """Raise ProblemsError where this machine's name resolves to itself alone, and others have to reach it."""
+    master = environ.get("MASTER_ADDR", "localhost")
+    if not several_machines or GLOO in environ or is_loopback(master):
+        return
+    name = socket.gethostname()
+    if is_loopback(name):
+        came = f"{name}, this machine's own name, resolves to {_resolved(name) or 'nothing'}"
+        rule = "ranks on other machines would connect to themselves (gloo listens there)"
+        fix = f"set {GLOO} to the interface that the machines share, e.g. eth0, or correct /etc/hosts"
+        raise ProblemsError([Problem(GLOO, came, rule, fix)])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name means this machine alone; one that does not resolve does, for gloo."""
+    address = _resolved(host)
+    return address is None or ipaddress.ip_address(address).is_loopback
+
+
+def _resolved(host: str) -> str | None:
+    with contextlib.suppress(OSError, UnicodeError):
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]).partition("%")[0]
+    return None

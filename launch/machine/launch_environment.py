@@ -1,0 +1,318 @@
+"""What Slurm, Open MPI and other MPIs tell each process of a launch, as the variables that torchrun sets.
+
+torchrun and deepspeed set RANK, LOCAL_RANK and WORLD_SIZE themselves, and what they set counts. What Slurm
+sets: its src/common/env.c (`env_array_for_step`, `env_array_for_batch_job`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from recipes.problems import Problem, ProblemsError
+
+Environ = Mapping[str, str]
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500  # torchrun's and deepspeed's
+# Below those from 32768 on, which Linux gives to outgoing connections.
+FIRST_PORT, PORTS, PORTS_PER_JOB = 15_000, 16_000, 8
+STEPS = 0xFFFF_0000  # Slurm numbers steps below; from there on are the batch script and other shells
+MOST_HOSTS = 10**6  # that a list may name
+
+# Beginnings of what every rank needs alike. Not every launcher carries it to other machines (deepspeed 0.19.8
+# takes along what begins with PYTHON, NCCL, UCX, MV2 or MLFLOW). No tokens: ranks talk in the open.
+CARRIED = (
+    *("MEGARECIPES_", "HF_", "GLOO_", "NCCL_", "PYTORCH_"),
+    *("TORCH_EXTENSIONS_DIR", "CUDA_DEVICE_MAX_CONNECTIONS"),
+)
+NOT_CARRIED = ("TOKEN", "MEGARECIPES_LOCAL_RANK", "NCCL_HOSTID")
+
+# Rank, size, rank on the machine, size on the machine.
+_KINDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+OPEN_MPI, MVAPICH = (tuple(f"{prefix}_COMM_WORLD_{kind}" for kind in _KINDS) for prefix in ("OMPI", "MV2"))
+PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # of hydra: MPICH and Intel MPI
+CRAY = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+OF_A_LAUNCH = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # the same on all ranks of an mpirun
+PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun and deepspeed set, both
+LAUNCHES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")  # over how many of its own a torchrun or deepspeed launches
+
+INDEPENDENT = "they would train independently of each other, into one run directory"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How this process was started among others.
+
+    Attributes:
+        by: the program that started it.
+        named: the variables that say so, as they came.
+        address, port: where rank 0 listens; address None where `by` does not say.
+    """
+
+    by: str
+    named: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str | None
+    port: int
+
+    def variables(self) -> dict[str, str]:
+        """As torchrun sets them."""
+        places = {"RANK": self.rank, "WORLD_SIZE": self.size}
+        places |= {"LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_size}
+        return {**{name: str(value) for name, value in places.items()}, "MASTER_PORT": str(self.port)}
+
+
+def missing_variables(environ: Environ, at_terminal: bool = False) -> dict[str, str]:
+    """What has to be set for this process to find its place; nothing where it is alone, or knows it already.
+
+    `at_terminal`: a person types at its standard input. In a shell that `srun --pty` opened, a command is not
+    one of srun's tasks.
+
+    Raises ProblemsError: only some variables, or such that contradict each other.
+    """
+    if all(name in environ for name in PLACES):
+        try:
+            start = started(environ, at_terminal)
+        except ProblemsError:
+            return {}  # what is incomplete there is not needed
+        if start:
+            _check_launcher(environ, start)
+        return {}
+    start = started(environ, at_terminal)
+    if start is None:
+        return {}
+    wanted = start.variables()
+    for name in (*PLACES, "LOCAL_WORLD_SIZE"):
+        if environ.get(name, wanted[name]) != wanted[name]:
+            came = f"{name}={environ[name]} with {start.named}"
+            rule = f"{start.by} says {wanted[name]}"
+            raise _refused(name, came, rule, f"unset {name}")
+    if start.size == 1 and not any(name in environ for name in PLACES):
+        return {}
+    if start.address is None and "MASTER_ADDR" not in environ:
+        raise _no_address(start)
+    if start.address is not None:
+        wanted["MASTER_ADDR"] = start.address
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def started(environ: Environ, at_terminal: bool = False) -> Start | None:
+    """By whom and as which of how many this process was started; None where it was started alone.
+
+    An MPI's own variables count before Slurm's: mpirun starts one task of Slurm on each machine, and its
+    ranks inherit from that. Raises ProblemsError.
+    """
+    if at_terminal and "SLURM_PTY_PORT" in environ:
+        return None
+    for by, names in (("Open MPI", OPEN_MPI), ("MVAPICH2", MVAPICH)):
+        if any(name in environ for name in names[:2]):
+            return _mpi(environ, by, names)
+    slurm = _slurm(environ)
+    place = (environ.get("PMI_RANK"), environ.get("PMI_SIZE"))
+    # Set by `srun --mpi=pmi2` as well, which says the same.
+    if place != (None, None) and not (slurm and place == (str(slurm.rank), str(slurm.size))):
+        return _mpi(environ, "mpiexec", CRAY if "PMI_LOCAL_RANK" in environ else PMI)
+    if slurm is None and "PMIX_RANK" in environ:
+        rule = "it does not say how many ranks there are"
+        fix = "start with mpirun, srun, torchrun or deepspeed, or unset PMIX_RANK"
+        raise _refused("PMIX_RANK", f"PMIX_RANK={environ['PMIX_RANK']} alone", rule, fix)
+    return slurm
+
+
+def refuse_tasks(environ: Environ) -> None:
+    """Raise ProblemsError where a command that starts its processes itself was started several times."""
+    start = started(environ)
+    if start and start.size > 1:
+        rule = f"this command starts its processes itself, and {start.by} started it {start.size} times"
+        raise _refused("processes", start.named, rule, "start it once, as with srun -n 1")
+
+
+def carried(environ: Environ) -> dict[str, str]:
+    """The variables that a rank on another machine takes from rank 0, where it has none of its own."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(CARRIED) and not any(word in name for word in NOT_CARRIED)
+    }
+
+
+def sees_own_device(environ: Environ, visible: Iterable[str]) -> bool:
+    """Whether the one device that this process sees is meant for it alone, and not for all of its machine.
+
+    `visible`: the variables that say which devices are visible. What torchrun and deepspeed start sees alike.
+    """
+    binding = environ.get("SLURM_GPU_BIND", "none").removeprefix("verbose,")
+    if "SLURM_GPUS_PER_TASK" in environ or not binding.startswith("none"):
+        return True
+    named = [environ[name].split(",") for name in visible if name in environ]
+    return not any(name in environ for name in LAUNCHES) and any(len(devices) == 1 for devices in named)
+
+
+def forgotten_srun(environ: Environ) -> str | None:
+    """What to say to a single process in a job of Slurm's that has room for more; None elsewhere."""
+    tasks = environ.get("SLURM_NTASKS", "")
+    if "SLURM_JOB_ID" not in environ or not tasks.isdigit() or int(tasks) < 2:
+        return None
+    return (
+        f"this is one process, in a job of {tasks} tasks (SLURM_NTASKS): `srun python …` starts one for each"
+    )
+
+
+def hosts(written: str) -> list[str]:
+    """The hosts of a list of Slurm's: "node[003-006,010],gpu-b[1-2]". Raises ValueError: it is none."""
+    names: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[,\[\]]", written):
+        if item in "[]":
+            raise ValueError(f"a bracket of its own in {written!r}")
+        if item != ",":
+            parts = re.split(r"\[([^\]]*)\]", item)  # outside, inside, outside, ...
+            spelt = [[*_numbers(part)] if inside % 2 else [part] for inside, part in enumerate(parts)]
+            names += itertools.islice(map("".join, itertools.product(*spelt)), MOST_HOSTS)
+    if not names:
+        raise ValueError(f"no host in {written!r}")
+    return names
+
+
+def tasks_per_node(written: str) -> list[int]:
+    """The tasks of each node, in order: "4(x2),3" is 4, 4, 3. Raises ValueError: it is none."""
+    counts: list[int] = []
+    for item in written.split(","):
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
+        if match is None:
+            raise ValueError(f"{item!r} is no number of tasks")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _numbers(written: str) -> Iterator[str]:
+    """ "003-005,010" as 003, 004, 005, 010."""
+    for item in written.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
+        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(MOST_HOSTS):
+            raise ValueError(f"{item!r} is no range of numbers")
+        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
+            yield f"{number:0{len(match[1])}}"
+
+
+def _slurm(environ: Environ) -> Start | None:
+    """The task of a step that srun started. A batch script and the shell of salloc are none."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    if not step.isdigit() or int(step) >= STEPS:
+        if environ.get("SLURM_PROCID", "0") != "0":
+            came = f"SLURM_PROCID={environ['SLURM_PROCID']} without SLURM_STEP_ID"
+            rule = "this is not the only task, and srun sets both"
+            raise _refused(
+                "SLURM_STEP_ID", came, rule, "pass all of srun's variables on, into containers too"
+            )
+        return None
+    # NTASKS and TASKS_PER_NODE are the job's, and not the step's, under `srun --preserve-env`.
+    tasks = next((n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if n in environ), None)
+    if tasks is None or "SLURM_PROCID" not in environ or "SLURM_LOCALID" not in environ:
+        lacking = "SLURM_NTASKS" if tasks is None else "SLURM_PROCID or SLURM_LOCALID"
+        rule, fix = "srun sets them all", "pass all of srun's variables on, into containers too"
+        raise _refused("SLURM_STEP_ID", f"SLURM_STEP_ID={step} without {lacking}", rule, fix)
+    size, rank, local_rank = (_whole(environ, name) for name in (tasks, "SLURM_PROCID", "SLURM_LOCALID"))
+    named = f"{tasks}={size}, SLURM_PROCID={rank}"
+    nodes = _listed(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    every = hosts(nodes[1]) if nodes else []
+    counts = _listed(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    each = tasks_per_node(counts[1]) if counts else [size]
+    if counts and counts[0] == "SLURM_NTASKS_PER_NODE":
+        each *= max(1, len(every))
+    node = _whole(environ, "SLURM_NODEID") if len(each) > 1 else 0
+    local_size = each[node] if node < len(each) else 0
+    said = f"{named}, SLURM_LOCALID={local_rank}"
+    said += "".join(f", {name}={value}" for name, value in filter(None, (counts, nodes)))
+    here = environ.get("SLURMD_NODENAME")
+    if rank >= size or local_rank >= local_size or sum(each) != size or (every and len(every) != len(each)):
+        raise _refused("SLURM_NTASKS", said, "they contradict each other", _STALE)
+    if every and here and here not in every:
+        raise _refused("SLURM_STEP_NODELIST", f"{said}, SLURMD_NODENAME={here}", "another step's", _STALE)
+    address = LOOPBACK if len(each) == 1 else every[0] if every else None
+    job = environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", ""))
+    launch = int(job) * PORTS_PER_JOB + int(step) % PORTS_PER_JOB if job.isdigit() else None
+    return Start("srun", named, rank, size, local_rank, local_size, address, _port(launch))
+
+
+_STALE = "start with srun, and unset the SLURM_* variables that a shell or a job script has set"
+
+
+def _mpi(environ: Environ, by: str, names: tuple[str, ...]) -> Start:
+    there = [name for name in names if name in environ]
+    if len(there) < len(names):
+        lacking = ", ".join(name for name in names if name not in environ)
+        fix = "start with torchrun, deepspeed or srun, or export what is missing"
+        raise _refused(lacking, f"{', '.join(there)} without {lacking}", f"of {by} all are needed", fix)
+    rank, size, local_rank, local_size = (_whole(environ, name) for name in names)
+    named = f"{names[0]}={rank}, {names[1]}={size}"
+    if rank >= size or local_rank >= local_size or local_size > size:
+        came = f"{named}, {names[2]}={local_rank}, {names[3]}={local_size}"
+        raise _refused(names[0], came, "they contradict each other", f"start with {by} alone")
+    of_a_launch = next((environ[name] for name in OF_A_LAUNCH if name in environ), None)
+    port = _port(zlib.crc32(of_a_launch.encode()) if of_a_launch else None)
+    return Start(
+        by, named, rank, size, local_rank, local_size, LOOPBACK if local_size == size else None, port
+    )
+
+
+def _check_launcher(environ: Environ, start: Start) -> None:
+    """Refuse variables of torchrun's kind that were not set by a launch over all that `start` started."""
+    rank, world = environ["RANK"], environ["WORLD_SIZE"]
+    launches = next((environ[name] for name in LAUNCHES if name in environ), world)
+    if launches.isdigit() and int(launches) < start.size:
+        came = f"{start.named} with RANK={rank}, WORLD_SIZE={world}"
+        rule = f"{start.by} started {start.size} launches of {world}: {INDEPENDENT}"
+        fix = (
+            f"unset {', '.join(PLACES)} for plain `srun python`; or start torchrun once on each machine, "
+            "with --nnodes, --rdzv_backend c10d and --rdzv_endpoint"
+        )
+        raise _refused("WORLD_SIZE", came, rule, fix)
+    if launches == world == str(start.size) and rank != str(start.rank):
+        came = f"RANK={rank} with {start.named}"
+        raise _refused("RANK", came, f"{start.by} says {start.rank}", f"unset {', '.join(PLACES)}")
+
+
+def _no_address(start: Start) -> ProblemsError:
+    came = f"{start.named} without MASTER_ADDR"
+    rule = f"{start.by} does not tell the ranks of several machines where rank 0 is"
+    how = {
+        "Open MPI": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
+        "mpiexec": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
+        "MVAPICH2": "mpirun_rsh … MASTER_ADDR=HOST MASTER_PORT=29500",
+    }.get(start.by, "export MASTER_ADDR=HOST")
+    return _refused("MASTER_ADDR", came, rule, f"{how}, where HOST is the machine of rank 0")
+
+
+def _listed(environ: Environ, *names: str) -> tuple[str, str] | None:
+    """The first of the variables that is set, checked to be a list of hosts or of tasks."""
+    name = next((name for name in names if environ.get(name)), None)
+    if name is None:
+        return None
+    try:
+        (hosts if name.endswith("NODELIST") else tasks_per_node)(environ[name])
+    except ValueError as error:
+        raise _refused(name, f"{name}={environ[name]!r}", str(error), _STALE) from None
+    return name, environ[name]
+
+
+def _whole(environ: Environ, name: str) -> int:
+    written = environ.get(name, "")
+    if not re.fullmatch("[0-9]{1,9}", written):
+        raise _refused(name, f"{name}={written!r}", "a launcher sets a whole number", f"unset {name}")
+    return int(written)
+
+
+def _port(launch: int | None) -> int:
+    """A port that another launch, which may share the machine, is unlikely to have."""
+    return DEFAULT_PORT if launch is None else FIRST_PORT + launch % PORTS
+
+
+def _refused(key: str, came: str, rule: str, fix: str) -> ProblemsError:
+    return ProblemsError([Problem(key, came, rule, fix)])

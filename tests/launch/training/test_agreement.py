@@ -1,0 +1,56 @@
+"""Ranks train on the same thing, or none does; where each offloads to is its own affair."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from ds_configs.plan import Machine
+from ds_configs.resolver import resolve
+from launch.machine import description
+from launch.training import agreement
+from recipes import catalog
+
+GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
+CORPUS = SimpleNamespace(summary={})
+
+
+def plan(scratch):
+    recipe = catalog.load(catalog.DEFAULT_RECIPE)
+    return resolve(recipe, "zero_infinity", 2, GPU, {"MEGARECIPES_NVME": str(scratch)})
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Checks a rank after the ranks that were checked before."""
+    facts = []
+
+    def gathered(own, group):
+        facts.append(own)
+        return facts
+
+    monkeypatch.setattr(agreement, "gathered", gathered)
+    return lambda plan: agreement.check(plan, CORPUS, None)
+
+
+def test_each_machine_has_its_own_scratch_disk(ranks, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        resolved = plan(tmp_path / name)
+        assert str(tmp_path / name) in str(resolved.ds)
+        ranks(resolved)
+
+
+def test_another_configuration_is_refused(ranks, tmp_path):
+    ranks(plan(tmp_path))
+    other = plan(tmp_path)
+    zero = {**other.ds["zero_optimization"], "sub_group_size": 1}
+    with pytest.raises(ValueError, match="resolved DeepSpeed configuration"):
+        ranks(replace(other, ds={**other.ds, "zero_optimization": zero}))
+
+
+def test_another_version_of_a_package_is_refused(ranks, tmp_path, monkeypatch):
+    ranks(plan(tmp_path))
+    monkeypatch.setattr(description, "versions", lambda: {"python": "3.1"})
+    with pytest.raises(ValueError, match="version of python"):
+        ranks(plan(tmp_path))
