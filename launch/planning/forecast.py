@@ -17,7 +17,7 @@ from modeling import cost
 Verdict = Literal["fits", "snug", "out of memory"]
 RemarkKind = Literal[
     "tensor across nodes", "bubble", "larger batch", "no precision", "partly filled node", "recomputation",
-    "host memory", "nvme unknown", "implausible",
+    "host memory", "saving waits", "nvme unknown", "implausible",
 ]  # fmt: skip
 # Of a GPU's memory: a margin below it is within the error that memory predictions were found to have.
 SNUG = 0.08
@@ -27,6 +27,7 @@ MOST_MICRO = 4096
 # % of the peak rate, every product counted: what no published row of this repository leaves (it has 3 to 52).
 LEAST_SHARE, MOST_SHARE = 1.0, 75.0
 HOURS = 3600.0  # seconds
+SAVED = 12.0  # bytes of a checkpoint per parameter: fp32 weights and two moments, shared over data ranks
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,9 @@ def _remarks(found: Forecast) -> list[Remark]:
         say("partly filled node", ranks=over, gpus=node.gpus)
     if found.host > node.form.host.memory_gb * 1e9:
         say("host memory", needed=found.host / 1e9, there=node.form.host.memory_gb)
+    copy = found.host + min(layout.world, node.gpus) * SAVED * work.parameters_of(0) / layout.dp
+    if not node.is_cpu and found.host <= node.form.host.memory_gb * 1e9 < copy:
+        say("saving waits", needed=copy / 1e9, there=node.form.host.memory_gb)
     if found.nvme and node.form.nvme_gb_s is None:
         say("nvme unknown", node=node.name)
     if found.speed:

@@ -32,6 +32,8 @@ REMARKS = {
     "no precision": "{gpu} has no {precision} (it has {has}): no time is predicted; --set precision={has}",
     "partly filled node": "the last node has {ranks} of {gpus} GPUs at work",
     "host memory": "offload needs {needed:,.0f} GB of a node's {there:,.0f} GB of host memory",
+    "saving waits": "a checkpoint that is written while training goes on takes {needed:,.0f} GB of a node's "
+    "{there:,.0f} GB of host memory: training will wait for each instead",
     "nvme unknown": "no NVMe rate of {node} is known: its time is left out",
     "implausible": "{share:.1f} % of the peak is outside what published rows reach (3 to 52 %): "
     "something is wrong",

@@ -56,6 +56,10 @@ WORK = {
     "pretrain": ["launch.machine.ending:clean_exit"],
     "doctor": ["launch.doctor:text", "launch.doctor:asdict"],  # where it has checked, and tells
     "compare_layouts": ["launch.compare_layouts:run_cases"],
+    "plan": [
+        "launch.tables.predicting.validation:validate",
+        "launch.tables.predicting.validation_command:refit",
+    ],
     "figure1": ["launch.figure1:run"],
     "recipe": ["launch.tables.verifying.verification:verify"],
     "report": ["launch.reports.document:assemble"],
@@ -169,6 +173,8 @@ def command_lines(draw: st.DrawFn, parser: argparse.ArgumentParser) -> list[str]
     """Some of the parser's flags, and those that it requires nearly always."""
     line, optional = [], []
     for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and not (action.required or draw(st.booleans())):
+            continue
         if isinstance(action, argparse._SubParsersAction):
             name = draw(st.sampled_from([*action.choices]))
             return [name, *draw(command_lines(action.choices[name]))]
