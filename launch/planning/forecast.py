@@ -133,13 +133,14 @@ def forecast(work: Workload, node: Node, constants: Constants | None = None) -> 
     time = step_time(work, node, constants) if work.precision in gpu.tflops else None
     found = Forecast(
         work=work, node=node, nodes=math.ceil(layout.world / node.gpus), stages=stages, host=host, nvme=nvme,
-        verdict=_verdict(stages, host, node), largest=largest_micro(work, node, constants), time=time,
+        verdict=verdict_of(stages, host, node), largest=largest_micro(work, node, constants), time=time,
         speed=speed(work, node, time.total) if time else None, remarks=[],
     )  # fmt: skip
     return replace(found, remarks=_remarks(found))
 
 
-def _verdict(stages: list[RankMemory], host: float, node: Node) -> Verdict:
+def verdict_of(stages: list[RankMemory], host: float, node: Node) -> Verdict:
+    """Whether these ranks, with `host` bytes of a node's host memory, have room on the node."""
     needed, there = max(rank.total for rank in stages), node.gpu.memory_bytes
     if needed > there or host > node.form.host.memory_gb * 1e9:
         return "out of memory"

@@ -117,6 +117,8 @@ def of_plan(plan: Plan) -> Workload:
     """The step of a resolved plan."""
     recipe, ds = plan.recipe, plan.ds
     zero, checkpointing = ds.get("zero_optimization") or {}, ds.get("activation_checkpointing") or {}
+    if plan.layout.pp > 1:  # DeepSpeed 0.19.8, engine.py: a pipeline switches it off
+        zero = {**zero, "overlap_comm": False}
     optimizer, weights = (PLACES[section.get("device") or "none"] for section in offloads(plan))
     away = checkpointing.get("cpu_checkpointing") and recipe.checkpoint_interval
     cut = checkpointing.get("partition_activations") and recipe.model.implementation == "megarecipes"

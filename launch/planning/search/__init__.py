@@ -1,0 +1,1 @@
+"""Which layout to take on given nodes, and the largest model that a node trains."""

@@ -1,0 +1,188 @@
+"""The layouts of a number of GPUs that a recipe can have, and why it cannot have the others."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ds_configs.jsonfile import ConfigError
+from ds_configs.plan import Plan
+from ds_configs.resolver import resolve
+from ds_configs.sections import transformers_modules
+from launch.planning import forecast_command, workload
+from launch.planning.hardware import Node
+from launch.planning.search import ways
+from launch.planning.search.ways import WAYS, Way
+from launch.planning.software import OURS, SYSTEMS, Software
+from launch.planning.workload import Workload
+from recipes.layout import Layout, divisors
+from recipes.problems import Problem
+from recipes.schema import Recipe
+
+MOST_MICRO = 128  # samples
+STUDIED = ("megatron", "megatron-deepspeed", "megatron-core")  # other systems that have all degrees
+
+Dimension = Literal[
+    "tensor", "pipeline", "data", "model states", "recomputation", "micro-batch", "sequence", "chunks"
+]
+Value = tuple[Dimension, object]  # a value of a dimension
+
+
+class Degrees(NamedTuple):
+    """tp, pp and dp of a number of processes."""
+
+    tp: int
+    pp: int
+    dp: int
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Whether there is tensor, and whether there is pipeline parallelism."""
+        return self.tp > 1, self.pp > 1
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is looked for.
+
+    Attributes:
+        recipe: its degrees, micro-batch and accumulation are pinned where it states them.
+        recomputation: the recipe's own is pinned.
+        base: DeepSpeed JSON of the user's, whose stage and offload are replaced; None: those of ds_configs/.
+    """
+
+    recipe: Recipe
+    node: Node
+    nodes: int
+    recomputation: bool = False
+    base: dict[str, Any] | None = None
+    software: Software = OURS
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.node.gpus
+
+
+@dataclass
+class Excluded:
+    """What is no candidate, and why.
+
+    Attributes:
+        indivisible: value -> the rule.
+        refused: (way, (tensor, pipeline parallelism)) -> the resolver's problems.
+    """
+
+    indivisible: dict[Value, str] = field(default_factory=dict)
+    refused: dict[tuple[Way, tuple[bool, bool]], tuple[Problem, ...]] = field(default_factory=dict)
+
+
+def degrees(question: Question, excluded: Excluded) -> list[Degrees]:
+    """Every tp x pp x dp of all processes that divides heads, layers and batch as our engine asks."""
+    recipe, found = question.recipe, []
+    model, batch, pinned = recipe.model, recipe.batch.global_, recipe.parallel
+    for tp in divisors(question.ranks) if pinned.tp is None else [pinned.tp]:
+        if model.heads % tp:
+            excluded.indivisible["tensor", tp] = f"{model.heads} heads are not divisible by it"
+            continue
+        for pp in divisors(question.ranks // tp) if pinned.pp is None else [pinned.pp]:
+            dp, over = divmod(question.ranks, tp * pp)
+            if over or pinned.dp not in (None, dp):
+                continue
+            if pp > model.layers:
+                excluded.indivisible["pipeline", pp] = f"there are {model.layers} layers"
+            elif batch % dp:
+                excluded.indivisible["data", dp] = f"a batch of {batch} is not divisible by it"
+            else:
+                found.append(Degrees(tp, pp, dp))
+    return found
+
+
+class Templates:
+    """The steps of each way, with and without recomputation, as the resolver has them."""
+
+    def __init__(self, question: Question, kinds: set[tuple[bool, bool]], excluded: Excluded):
+        """Resolve each way for each kind of parallelism; what is refused goes to `excluded`."""
+        self.question, self.plans = question, {}
+        recipe = question.recipe
+        pinned = [recipe.activation_checkpointing]
+        self.recomputations = pinned if question.recomputation else ["none", "full"]
+        with tempfile.TemporaryDirectory() as folder:
+            for way in ways_of(question.software):
+                path = ways.written(ways.config(way, question.base), Path(folder) / "ds_config.json")
+                for kind in sorted(kinds):
+                    self._probe(way, kind, path, excluded)
+
+    def _probe(self, way: Way, kind: tuple[bool, bool], path: Path, excluded: Excluded) -> None:
+        for again in self.recomputations:
+            try:
+                self.plans[way, kind, again] = self._plan(kind, again, path)
+            except ConfigError as error:
+                excluded.refused[way, kind] = error.problems
+                return
+
+    def _plan(self, kind: tuple[bool, bool], again: Any, path: Path) -> Plan:
+        """A stand-in of the kind of parallelism: what is refused does not hang on the degrees."""
+        recipe = self.question.recipe
+        kind = kind if self.question.software is OURS else (False, False)
+        tp = next(d for d in divisors(recipe.model.heads) if d > 1) if kind[0] else 1
+        parallel = recipe.parallel.model_copy(update={"tp": tp, "pp": 2 if kind[1] else 1, "dp": None})
+        batch = recipe.batch.model_copy(update={"micro": 1, "accumulation": 1, "global_": 1})
+        changed = {"parallel": parallel, "batch": batch, "activation_checkpointing": again}
+        machine = forecast_command.machine_of(self.question.node)
+        return resolve(recipe.model_copy(update=changed), path, None, machine)
+
+    def step(self, way: Way, at: Degrees, again: Any) -> Workload | None:
+        """One micro-batch of one sample under these degrees; None: refused."""
+        plan = self.plans.get((way, at.kind, again))
+        if plan is None:
+            return None
+        work = workload.of_plan(plan)
+        if self.question.software is not OURS:
+            work = workload.as_run_by(work, self.question.software.name)
+        vocab = transformers_modules.embedding_rows(self.question.recipe, at.tp)
+        return replace(work, layout=Layout(*at, 1, 1, at.dp), padded_vocab=vocab)
+
+
+def ways_of(software: Software) -> tuple[Way, ...]:
+    """Another system's states are its own, or those of ZeRO-0 and -1 without DeepSpeed's limits."""
+    if software is OURS:
+        return WAYS
+    return WAYS[:1] if software.states else WAYS[:2]
+
+
+def micro_batches(question: Question, at: Degrees) -> list[int]:
+    """Micro-batches that divide a rank's share of the batch, ascending."""
+    batch = question.recipe.batch
+    share = batch.global_ // at.dp
+    sizes = [size for size in divisors(share) if size <= MOST_MICRO]
+    if batch.micro:
+        sizes = [size for size in [batch.micro] if share % size == 0]
+    return [size for size in sizes if batch.accumulation in (None, share // size)]
+
+
+def variants(work: Workload) -> Iterator[Workload]:
+    """The same with what its system has besides.
+
+    Sequence parallelism and selective recomputation came together (Korthikanti et al. 2022).
+    """
+    software, layout = work.software, work.layout
+    both = software.has_sequence_parallelism
+    for sequence in (False, True) if both and layout.tp > 1 else (False,):
+        for selective in (False, True) if both and software.keeps_scores and not work.recomputed else (False,):
+            for chunks in chunk_counts(work):
+                yield replace(work, sequence_parallel=sequence, selective=selective, interleave=chunks)
+
+
+def chunk_counts(work: Workload) -> list[int]:
+    """Chunks of layers per stage: equal ones, and micro-batches in whole rounds of the stages."""
+    layout, layers = work.layout, work.model.layers
+    plain = layout.pp == 1 or layers % layout.pp or layout.accumulation % layout.pp
+    if plain or not work.software.has_interleaving:
+        return [1]
+    return divisors(layers // layout.pp)
+
+
+assert {*STUDIED} <= {*SYSTEMS}

@@ -1,0 +1,76 @@
+"""The ways in which DeepSpeed can keep model states, each as a DeepSpeed JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_configs import jsonfile
+from recipes.layout import Layout
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+PLACED = ("stage", "offload_optimizer", "offload_param")  # of zero_optimization: what a way decides
+
+
+@dataclass(frozen=True)
+class Way:
+    """A ZeRO stage with what is offloaded to the host.
+
+    Attributes:
+        file: of ds_configs/, which does it.
+        offload: another of them, whose offload of the optimizer is added; None: that file does it as it is.
+    """
+
+    name: str
+    file: str
+    stage: int
+    offload: str | None = None
+
+
+WAYS = (
+    Way("ZeRO-0", "zero0", 0),
+    Way("ZeRO-1", "zero1", 1),
+    Way("ZeRO-1, optimizer offloaded", "zero1", 1, offload="zero2_offload"),
+    Way("ZeRO-2", "zero2", 2),
+    Way("ZeRO-2, optimizer offloaded", "zero2_offload", 2),
+    Way("ZeRO-3", "zero3", 3),
+    Way("ZeRO-3, optimizer offloaded", "zero3_offload_optimizer", 3),
+    Way("ZeRO-3, all offloaded", "zero3_offload", 3),
+)
+
+
+def config(way: Way, base: dict[str, Any] | None = None, layout: Layout | None = None) -> dict[str, Any]:
+    """The JSON of a way: its file of ds_configs/, or `base` with the way's stage and offload in it.
+
+    With a layout its numbers stand in the JSON, so that the JSON is refused with any other.
+    """
+    own = jsonfile.read(jsonfile.find(way.file))
+    document: dict[str, Any] = copy.deepcopy(own if base is None else base)
+    given = (document.get("zero_optimization") or {}).items()
+    kept = {key: value for key, value in given if key not in PLACED}
+    zero = {**own["zero_optimization"], **kept, "stage": way.stage}
+    if way.offload:
+        section = jsonfile.read(jsonfile.find(way.offload))["zero_optimization"]
+        zero["offload_optimizer"] = section["offload_optimizer"]
+    document["zero_optimization"] = zero
+    degrees: tuple[Any, Any] = ("auto", "auto") if layout is None else (layout.tp, layout.pp)
+    document["parallel"] = dict(zip(("tensor", "pipeline"), degrees, strict=True))
+    numbers: Sequence[Any] = ["auto"] * len(BATCH)
+    if layout:
+        numbers = layout.global_batch, layout.micro, layout.accumulation
+    return {**document, **dict(zip(BATCH, numbers, strict=True))}
+
+
+def written(document: dict[str, Any], path: Path) -> Path:
+    """Write such a JSON; its path."""
+    path.write_text(text(document))
+    return path
+
+
+def text(document: dict[str, Any]) -> str:
+    """Such a JSON as a file holds it."""
+    return json.dumps(document, indent=2) + "\n"
