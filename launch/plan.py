@@ -11,12 +11,15 @@ import argparse
 from launch.console import arguments, ends
 from launch.planning import forecast_command
 from launch.planning.clusters import cluster_command
+from launch.planning.search import search_command
 from launch.tables.predicting import validation_command
 
 EXAMPLES = """\
 examples:
   python launch/plan.py --recipe dgx2_gpt2_model_parallel/72x3072-h32-tp8
       memory and time of a published row on the hardware that it names
+  python launch/plan.py search --model 13b --hardware v100-32x8 --nodes 8
+      the fastest layout of a GPT of 13 billion parameters on 64 V100
 
 exit codes: 0 shown; 2 refused."""
 
@@ -26,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     forecast_command.add_arguments(parser)
     commands = parser.add_subparsers(title="other questions", metavar="")
-    for command in (cluster_command, validation_command):
+    for command in (search_command, cluster_command, validation_command):
         command.add_parser(commands)
     return parser
 

@@ -105,7 +105,8 @@ class Templates:
 
     def __init__(self, question: Question, kinds: set[tuple[bool, bool]], excluded: Excluded):
         """Resolve each way for each kind of parallelism; what is refused goes to `excluded`."""
-        self.question, self.plans = question, {}
+        self.question = question
+        self.plans: dict[tuple[Way, tuple[bool, bool], Any], Plan] = {}
         recipe = question.recipe
         pinned = [recipe.activation_checkpointing]
         self.recomputations = pinned if question.recomputation else ["none", "full"]
@@ -171,7 +172,9 @@ def variants(work: Workload) -> Iterator[Workload]:
     software, layout = work.software, work.layout
     both = software.has_sequence_parallelism
     for sequence in (False, True) if both and layout.tp > 1 else (False,):
-        for selective in (False, True) if both and software.keeps_scores and not work.recomputed else (False,):
+        for selective in (
+            (False, True) if both and software.keeps_scores and not work.recomputed else (False,)
+        ):
             for chunks in chunk_counts(work):
                 yield replace(work, sequence_parallel=sequence, selective=selective, interleave=chunks)
 

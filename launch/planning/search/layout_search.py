@@ -17,8 +17,10 @@ from launch.planning.workload import Workload
 from recipes.layout import Layout
 from recipes.problems import Problem, ProblemsError
 
-WORTH = 1.02  # of the fastest one's time: what a layout that fits with a margin may take and still be preferred
-NAMED: dict[int, str] = {0: "none", 1: "every layer"}
+WORTH = (
+    1.02  # of the fastest one's time: what a layout that fits with a margin may take and still be preferred
+)
+NAMED: dict[int, str] = {0: "nothing", 1: "every layer"}
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,9 @@ def search(question: Question, constants: Constants | None = None) -> Answer:
     if not tried:
         came = f"batch.global={question.recipe.batch.global_} on {question.ranks} GPUs"
         rule = "no micro-batch and accumulation as pinned make that batch"
-        raise ProblemsError([Problem("batch", came, rule, "pin fewer of them, or give another --global-batch")])
+        raise ProblemsError(
+            [Problem("batch", came, rule, "pin fewer of them, or give another --global-batch")]
+        )
     ranked = _ranked([each for each in tried if each.time])
     return Answer(question, ranked, _families(question, tried, ranked, excluded), len(tried))
 
@@ -215,12 +219,18 @@ def _families(
         for value, rule in excluded.indivisible.items()
         if value not in known
     ]
+    return found + _refused(excluded)
+
+
+def _refused(excluded: Excluded) -> list[Family]:
+    """What the resolver refuses: a rule for pipelines holds for those of several tensor ranks as well."""
+    found: dict[tuple[Way, str], Family] = {}
     for (way, (tensor, pipeline)), problems in excluded.refused.items():
-        with_ = " and ".join(["tensor"] * tensor + ["pipeline"] * pipeline)
-        value = f"{way.name}, {with_} parallel" if with_ else way.name
+        parts = " and ".join(["tensor"] * tensor + ["pipeline"] * pipeline)
+        value = f"{way.name} with {parts}" if parts else way.name
         rule = "; ".join(dict.fromkeys(str(problem.rule or problem.came) for problem in problems))
-        found.append(Family("model states", value, "DeepSpeed cannot", rule=rule))
-    return found
+        found.setdefault((way, rule), Family("model states", value, "DeepSpeed cannot", rule=rule))
+    return list(found.values())
 
 
 def recomputation(work: Workload) -> str:

@@ -18,7 +18,7 @@ PLACED = ("stage", "offload_optimizer", "offload_param")  # of zero_optimization
 
 @dataclass(frozen=True)
 class Way:
-    """A ZeRO stage with what is offloaded to the host.
+    """A ZeRO stage with what is offloaded to the host: the optimizer, or all model states.
 
     Attributes:
         file: of ds_configs/, which does it.
@@ -34,12 +34,12 @@ class Way:
 WAYS = (
     Way("ZeRO-0", "zero0", 0),
     Way("ZeRO-1", "zero1", 1),
-    Way("ZeRO-1, optimizer offloaded", "zero1", 1, offload="zero2_offload"),
+    Way("ZeRO-1 offload", "zero1", 1, offload="zero2_offload"),
     Way("ZeRO-2", "zero2", 2),
-    Way("ZeRO-2, optimizer offloaded", "zero2_offload", 2),
+    Way("ZeRO-2 offload", "zero2_offload", 2),
     Way("ZeRO-3", "zero3", 3),
-    Way("ZeRO-3, optimizer offloaded", "zero3_offload_optimizer", 3),
-    Way("ZeRO-3, all offloaded", "zero3_offload", 3),
+    Way("ZeRO-3 offload", "zero3_offload_optimizer", 3),
+    Way("ZeRO-3 offload all", "zero3_offload", 3),
 )
 
 
