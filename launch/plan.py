@@ -11,6 +11,7 @@ import argparse
 from launch.console import arguments, ends
 from launch.planning import forecast_command
 from launch.planning.clusters import cluster_command
+from launch.planning.search import largest_command, search_command
 from launch.planning.search import search_command
 from launch.tables.predicting import validation_command
 
@@ -29,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     forecast_command.add_arguments(parser)
     commands = parser.add_subparsers(title="other questions", metavar="")
-    for command in (search_command, cluster_command, validation_command):
+    for command in (search_command, largest_command, cluster_command, validation_command):
         command.add_parser(commands)
     return parser
 

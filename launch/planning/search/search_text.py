@@ -14,8 +14,8 @@ from recipes.plural import counted
 
 HEADINGS = ["#", "layout", "batch", "GB", "of GPU", "s/step", "tokens/s", "model states"]
 LEGEND = (
-    "layout: tensor x pipeline x data parallel; batch: micro-batch x accumulation; offload: the optimizer on the "
-    "host, or all model states"
+    "layout: tensor x pipeline x data parallel; batch: micro-batch x accumulation; offload: the optimizer on "
+    "the host, or all model states"
 )
 # Heading -> causes of a step's time.
 SPLIT = {
