@@ -98,7 +98,7 @@ def _largest(setting: Setting, way: Way, tp: int, recomputed: bool, constants: C
 
 
 def _most(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` of which something holds that holds of all smaller ones; 0: none."""
+    """The largest number from 1 to `most` that has what all smaller ones have; 0: none."""
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from launch.console import arguments, terminal
 from launch.console.text_table import aligned, table
 from launch.planning import forecast_command, hardware
+from launch.planning.forecast import SNUG
 from launch.planning.search import largest
 from launch.planning.search.largest import LargestModel, Setting
 from recipes import catalog
@@ -102,7 +103,10 @@ def describe(setting: Setting, found: list[LargestModel], printed: float | None,
     if printed:
         said += f"; they print {printed / 1e9:g} billion for this GPU as the practical upper bound"
     said += ". That leaves nothing for activations; ZeRO-0 here takes 18 bytes, as its gradients are in fp32"
-    note = "B: billion parameters; layers x hidden size. These fill the memory: leave a tenth of it, within which predictions have been wrong."
+    note = (
+        "B: billion parameters; layers x hidden size. These fill the memory; a margin of "
+        f"{SNUG:.0%} is within the error that predictions were found to have"
+    )
     parts = [aligned(lines, indent=2, width=width), table(rows, HEADINGS, "llll", width)]
     return "\n\n".join(
         [*parts, "\n".join(terminal.wrapped(f"  {text}", width, hang=0) for text in (said, note))]

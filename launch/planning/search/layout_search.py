@@ -135,8 +135,8 @@ def search(question: Question, constants: Constants | None = None) -> Answer:
         raise ProblemsError(
             [Problem("batch", came, rule, "pin fewer of them, or give another --global-batch")]
         )
-    ranked = _ranked([each for each in tried if each.time])
-    return Answer(question, ranked, _families(question, tried, ranked, excluded), len(tried))
+    fitting = ranked([each for each in tried if each.time])
+    return Answer(question, fitting, _families(tried, fitting, excluded), len(tried))
 
 
 def _no_layout(question: Question, excluded: Excluded) -> Problem:
@@ -185,20 +185,29 @@ def _predicted(question: Question, way: Way, work: Workload, constants: Constant
     return Tried(way, work, fullest, verdict, 0.0, False, step_time(work, node, constants))
 
 
-def _ranked(fitting: list[Tried]) -> list[Tried]:
-    """By time; first the fastest that fits with a margin, where it takes hardly longer than the fastest."""
+def ranked(fitting: list[Tried]) -> list[Tried]:
+    """By time, but for the first: of those that take hardly longer than the fastest it is the simplest.
+
+    It fits with a margin, offloads nothing and has the least model parallelism, in this order, where one does.
+    """
     by_time = sorted(fitting, key=lambda tried: tried.seconds)
-    close = (tried for tried in by_time if tried.seconds <= WORTH * by_time[0].seconds)
-    winner = next((tried for tried in close if tried.verdict == "fits"), by_time[0] if by_time else None)
-    return [winner, *(tried for tried in by_time if tried is not winner)] if winner else []
+    close = [tried for tried in by_time if tried.seconds <= WORTH * by_time[0].seconds]
+    if not close:
+        return []
+    winner = min(close, key=_complexity)
+    return [winner, *(tried for tried in by_time if tried is not winner)]
 
 
-def _families(
-    question: Question, tried: list[Tried], ranked: list[Tried], excluded: Excluded
-) -> list[Family]:
+def _complexity(tried: Tried) -> tuple[bool, bool, int, float]:
+    work, layout = tried.work, tried.work.layout
+    offloaded = (work.optimizer_at, work.weights_at) != ("gpu", "gpu")
+    return tried.verdict != "fits", offloaded, layout.tp * layout.pp, tried.seconds
+
+
+def _families(tried: list[Tried], fitting: list[Tried], excluded: Excluded) -> list[Family]:
     """What became of each value of each dimension, and of what the resolver refuses."""
     best: dict[Value, Tried] = {}
-    for each in ranked:
+    for each in fitting:
         for value in each.values:
             best.setdefault(value, each)
     nearest: dict[Value, Tried] = {}
@@ -208,8 +217,8 @@ def _families(
     found: list[Family] = []
     for value in {**best, **nearest}:
         if value in best:
-            slower = best[value].seconds / ranked[0].seconds
-            why: Why = "best" if value in ranked[0].values else "dominated"
+            slower = best[value].seconds / fitting[0].seconds
+            why: Why = "best" if value in fitting[0].values else "dominated"
             found.append(Family(*value, why, best[value], slower))
         else:
             found.append(Family(*value, "memory", nearest[value]))

@@ -23,6 +23,7 @@ from launch.planning.search.candidates import Question
 from launch.planning.search.layout_search import Answer, Tried
 from launch.planning.software import OURS, SYSTEMS
 from recipes import catalog
+from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
 
 ABOUT = """\
@@ -102,8 +103,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0: shown, 1: nothing fits. Raises ProblemsError."""
-    if args.out and output.directory("--out", args.out).exists():
-        output.new_file("--out", args.out / JSON_NAME)
+    _check_out(args)
     asked, question = question_of(args)
     answer = layout_search.search(question)
     winner = answer.winner
@@ -124,6 +124,15 @@ def run(args: argparse.Namespace) -> int:
     if winner and plan:
         print("\n" + "\n".join(_how(answer, asked, args, plan, width)))
     return 0 if winner else 1
+
+
+def _check_out(args: argparse.Namespace) -> None:
+    """Before anything is predicted: a place for the JSON, and our engine to run it."""
+    if args.out and args.software:
+        came, rule = f"--out with --software {args.software}", "only what this engine runs is written"
+        raise ProblemsError([Problem("--out", came, rule, "leave one of the two out")])
+    if args.out and output.directory("--out", args.out).exists():
+        output.new_file("--out", args.out / JSON_NAME)
 
 
 def question_of(args: argparse.Namespace) -> tuple[Asked, Question]:

@@ -8,14 +8,14 @@ from typing import Any, get_args
 from launch.console.terminal import wrapped
 from launch.console.text_table import aligned, table
 from launch.planning.search.candidates import Dimension
-from launch.planning.search.layout_search import Answer, Family, Tried, recomputation
+from launch.planning.search.layout_search import WORTH, Answer, Family, Tried, recomputation
 from modeling import cost
 from recipes.plural import counted
 
 HEADINGS = ["#", "layout", "batch", "GB", "of GPU", "s/step", "tokens/s", "model states"]
 LEGEND = (
     "layout: tensor x pipeline x data parallel; batch: micro-batch x accumulation; offload: the optimizer on "
-    "the host, or all model states"
+    f"the host, or all model states. First stands the simplest that is within {WORTH - 1:.0%} of the fastest."
 )
 # Heading -> causes of a step's time.
 SPLIT = {
@@ -124,9 +124,8 @@ def _reason(family: Family) -> str:
         cannot = family.why == "DeepSpeed cannot"
         return f"cannot be run: {family.rule}" if cannot else f"not divisible: {family.rule}"
     if family.why == "memory":
-        place = "host memory per node" if family.best.on_host else "memory per GPU"
-        missing = f"{family.best.missing / 1e9:,.1f} GB of {place}"
-        return f"out of memory: at least {missing} too much ({layout_words(family.best)})"
+        place = "of host memory per node" if family.best.on_host else "per GPU"
+        return f"out of memory by {family.best.missing / 1e9:,.1f} GB {place} ({layout_words(family.best)})"
     return f"{family.slower:.2f} x the time ({layout_words(family.best)})"
 
 
