@@ -173,7 +173,7 @@ def _of_degrees(question: Question, at: Degrees, templates: Templates, constants
 def _predicted(question: Question, way: Way, work: Workload, constants: Constants) -> Tried:
     """Memory first; the time only of what fits."""
     node = question.node
-    # The first stage holds most micro-batches, the last one the logits: none between holds more than both.
+    # The first stage holds most micro-batches, the last one the logits: none between is fuller than both.
     ends = [rank_memory.of_stage(work, stage, node.gpu, constants) for stage in {0, work.layout.pp - 1}]
     fullest = max(ends, key=lambda rank: rank.total)
     host = min(question.ranks, node.gpus) * max(rank.host for rank in ends)
@@ -186,9 +186,9 @@ def _predicted(question: Question, way: Way, work: Workload, constants: Constant
 
 
 def ranked(fitting: list[Tried]) -> list[Tried]:
-    """By time, but for the first: of those that take hardly longer than the fastest it is the simplest.
+    """By time, but for the first: it is the simplest of those that take hardly longer than the fastest.
 
-    It fits with a margin, offloads nothing and has the least model parallelism, in this order, where one does.
+    It fits with a margin, offloads nothing, has the least model parallelism: in this order, where one does.
     """
     by_time = sorted(fitting, key=lambda tried: tried.seconds)
     close = [tried for tried in by_time if tried.seconds <= WORTH * by_time[0].seconds]

@@ -163,12 +163,13 @@ def settings(asked: Asked, winner: Tried) -> list[str]:
         RECOMPUTATION: {0: "none", 1: "full"}.get(winner.work.recomputed, winner.work.recomputed),
     }  # fmt: skip
     follow = {"parallel.dp", "batch.accumulation"}  # from the rest, where the recipe leaves them open
-    kept = [text for text in asked.overrides if text.partition("=")[0].strip() not in decided]
+    sets = {text.partition("=")[0].strip(): text for text in asked.overrides}  # the last of each key holds
     for key, value in decided.items():
+        sets.pop(key, None)
         stated = attrgetter(key)(own)
         if stated != value and not (stated is None and key in follow):
-            kept.append(f"{key}={value}")
-    return kept
+            sets[key] = f"{key}={value}"
+    return list(sets.values())
 
 
 def resolved(asked: Asked, question: Question, winner: Tried) -> Plan:

@@ -1,0 +1,224 @@
+"""plan.py search: the first layout is the best there is, runs as predicted, and the others' reasons hold."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from ds_configs.jsonfile import ConfigError
+from ds_configs.resolver import resolve
+from launch.planning import forecast_command, workload
+from launch.planning.forecast import forecast
+from launch.planning.resolved_plans import ANY_GPU
+from launch.planning.search import layout_search, search_command, ways
+from launch.planning.search.layout_search import WORTH
+from recipes import catalog
+from recipes.layout import divisors
+from recipes.problems import ProblemsError
+
+# The four that a user is shown, a published row that states its layout, one whose degrees are pinned, a BERT.
+CASES = {
+    "13b": "--model 13b --hardware v100-32x8 --nodes 8",
+    "13b, small nodes": "--model 13b --hardware v100-32x4 --nodes 16",
+    "345m": "--model 345m --hardware v100-32-pciex8",
+    "175b": "--model 175b --hardware a100-80x8 --nodes 128",
+    "row": "--recipe dgx2_gpt2_model_parallel/72x3072-h32-tp8",
+    "pinned": "--recipe megatron_paper_table1/8.3b-mp-dp --nodes 4 --set parallel.pp=2 --set batch.micro=1 "
+    "--set activation_checkpointing=full --global-batch 1024",
+    "bert": "--recipe wikipedia/bert-336m --hardware a100-40x8 --nodes 2",
+    "offload": "--model 6.7b --hardware v100-32x4",
+}
+
+
+def parsed(line: str) -> argparse.Namespace:
+    """The flags of plan.py search, as a user writes them."""
+    parser = argparse.ArgumentParser()
+    search_command.add_parser(parser.add_subparsers())
+    return parser.parse_args(["search", *shlex.split(line)])
+
+
+def answer(line: str) -> layout_search.Answer:
+    return layout_search.search(search_command.question_of(parsed(line))[1])
+
+
+def told(capsys, line: str) -> dict:
+    """What --json prints."""
+    assert search_command.run(parsed(f"{line} --json")) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_written_winner_is_the_layout_that_was_predicted(case, capsys, tmp_path):
+    """The JSON and the flags of the launch line resolve to its layout, memory and time."""
+    args = parsed(CASES[case])
+    found = told(capsys, f"{CASES[case]} --out {tmp_path / 'out'}")
+    words = shlex.split(found["launch"])
+    launched = words[words.index("launch/pretrain.py") + 1 :]
+    named = dict(zip(launched[:-1], launched[1:], strict=True))
+    assert named["--ds_config"] == str(tmp_path / "out" / "ds_config.json")
+    sets = [value for flag, value in itertools.pairwise(launched) if flag == "--set"]
+    assert sets == found["settings"]
+    recipe = catalog.load(named["--recipe"], sets)
+    plan = resolve(recipe, named["--ds_config"], found["gpus"], ANY_GPU)
+    best = found["layouts"][0]
+    assert {**best["layout"]} == vars(plan.layout) and plan.layout.world == found["gpus"]
+    node = forecast_command.node_of(catalog.load(named["--recipe"]), args.hardware)
+    again = forecast(workload.of_plan(plan), node)
+    assert again.fullest.total == best["bytes"] and again.verdict == best["verdict"] != "out of memory"
+    assert again.time is not None and again.time.total == best["seconds"]["total"]
+    assert json.loads((tmp_path / "out" / "ds_config.json").read_text()) == found["ds_config"]
+
+
+def test_no_layout_of_the_ready_made_files_is_faster():
+    """Every degree, JSON, recomputation and micro-batch through the resolver and plan.py's own forecast."""
+    line = "--model 760m --hardware v100-16x4 --global-batch 8 --set model.layers=10"
+    found = answer(line)
+    question, node = found.question, found.question.node
+    seconds = {}
+    for tp, pp, file, again in itertools.product(
+        divisors(4), divisors(4), {way.file for way in ways.WAYS if way.offload is None}, ("none", "full")
+    ):
+        for micro in divisors(8):
+            sets = {"tp": tp, "pp": pp}
+            batch = question.recipe.batch.model_copy(update={"micro": micro})
+            changed = {
+                "parallel": question.recipe.parallel.model_copy(update=sets), "batch": batch,
+                "activation_checkpointing": again,
+            }  # fmt: skip
+            try:
+                plan = resolve(question.recipe.model_copy(update=changed), file, 4, ANY_GPU)
+            except ConfigError:
+                continue
+            each = forecast(workload.of_plan(plan), node)
+            if each.verdict != "out of memory" and each.time:
+                seconds[tp, pp, micro, file, again] = each.time.total
+    own = [tried for tried in found.ranked if tried.way.offload is None]
+    predicted = {
+        (
+            tried.work.layout.tp, tried.work.layout.pp, tried.work.layout.micro, tried.way.file,
+            "full" if tried.work.recomputed else "none",
+        ): tried.seconds
+        for tried in own
+    }  # fmt: skip
+    assert len(seconds) > 50 and predicted == seconds
+    assert found.winner is not None and found.winner.seconds <= WORTH * min(seconds.values())
+
+
+def test_the_first_fits_with_a_margin_where_that_costs_little():
+    found = answer(CASES["345m"])
+    first, second = found.ranked[:2]
+    assert first.time and second.time
+    snug = replace(first, verdict="snug")
+    assert layout_search.ranked([snug, second])[0] is second
+    slow = replace(second.time, matrix=second.time.matrix + 0.1 * first.seconds)
+    assert layout_search.ranked([snug, replace(second, time=slow)])[0] is snug
+    offloaded = next(tried for tried in found.ranked if tried.way.name == "ZeRO-1 offload")
+    assert layout_search.ranked([replace(offloaded, time=first.time), first])[0] is first
+    assert layout_search.ranked([]) == []
+
+
+def test_every_family_that_is_not_taken_has_its_reason():
+    found = answer(CASES["13b"])
+    assert found.winner is not None
+    families = {(family.dimension, family.value): family for family in found.families}
+    assert families["tensor", 16].rule == "40 heads are not divisible by it"
+    assert families["pipeline", 64].why == "divisibility"
+    dominated = families["tensor", 8]
+    assert dominated.why == "dominated" and dominated.best and dominated.best.work.layout.tp == 8
+    assert dominated.slower == dominated.best.seconds / found.winner.seconds > 1
+    assert families["micro-batch", 32].why == "memory" and families["micro-batch", 32].best.missing > 0
+    with pytest.raises(ConfigError) as refused:
+        resolve(catalog.load("openwebtext/gpt2-124m", ["parallel.pp=2"]), "zero3", 2, ANY_GPU)
+    (problem,) = refused.value.problems
+    assert families["model states", "ZeRO-3 with pipeline"].rule == problem.rule
+    assert {family.why for family in found.families} == {
+        "best", "dominated", "memory", "divisibility", "DeepSpeed cannot",
+    }  # fmt: skip
+    assert ("data", 1024) in {
+        (family.dimension, family.value) for family in answer(CASES["175b"]).families if family.rule
+    }
+
+
+def test_nothing_is_proposed_that_the_engine_lacks():
+    ours = answer(CASES["175b"])
+    for tried in ours.ranked:
+        work = tried.work
+        assert not work.sequence_parallel and not work.selective and work.interleave == 1
+        assert work.layout.pp == 1 or work.zero_stage == 1
+    theirs = answer(CASES["175b"] + " --software megatron")
+    assert theirs.winner and ours.winner and theirs.winner.work.interleave > 1
+    assert {tried.work.sequence_parallel for tried in theirs.ranked} == {True, False}
+
+
+def test_what_is_set_stays():
+    for tried in answer(CASES["pinned"]).ranked:
+        layout = tried.work.layout
+        assert (layout.pp, layout.micro, layout.global_batch, tried.work.recomputed) == (2, 1, 1024, 1)
+    chunks = answer("--model 2.7b --hardware v100-32x4 --set activation_checkpointing=4")
+    assert {tried.work.recomputed for tried in chunks.ranked} == {4}
+
+
+def test_host_memory_excludes_what_is_offloaded():
+    found = answer("--model 13b --hardware v100-32x4 --set parallel.tp=1 --set parallel.pp=1")
+    missing = {family.value: family.best for family in found.families if family.why == "memory"}
+    assert missing["ZeRO-3 offload all"] is not None and missing["ZeRO-3 offload all"].on_host
+
+
+def test_where_nothing_fits_it_says_what_is_missing(capsys):
+    args = parsed("--model 175b --hardware 2080tix8")
+    assert search_command.run(args) == 1
+    out = capsys.readouterr().out
+    assert "NOTHING FITS" in out and "ZeRO-3 offload all: out of memory by" in out and "to launch" not in out
+
+
+def test_the_users_json_is_kept_but_for_its_stage_and_offload(capsys, tmp_path):
+    base = ways.config(ways.WAYS[5])  # ZeRO-3
+    base["zero_optimization"]["reduce_bucket_size"] = 3_000_000
+    base["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    base["train_micro_batch_size_per_gpu"] = 3
+    mine = ways.written({**base, "gradient_clipping": 1.0}, tmp_path / "mine.json")
+    found = told(capsys, f"{CASES['345m']} --ds_config {mine} --out {tmp_path / 'out'}")
+    written = json.loads((tmp_path / "out" / "ds_config.json").read_text())
+    best = found["layouts"][0]
+    assert written["zero_optimization"]["reduce_bucket_size"] == 3_000_000
+    assert written["zero_optimization"]["stage"] == best["zero_stage"] < 3
+    assert "offload_param" not in written["zero_optimization"] and written["gradient_clipping"] == 1.0
+    assert written["train_micro_batch_size_per_gpu"] == best["layout"]["micro"]
+
+
+ONE = "--model 13b --hardware v100-32x8 --set parallel.tp=1 --set parallel.pp=1"
+REFUSED = {
+    "--model 13b --hardware v100-32x9": "did you mean v100-32x",
+    f"{ONE} --global-batch 7": "a batch of 7 is not divisible",
+    "--recipe default/sotu": "no --hardware",
+    "--model 13b --hardware v100-32x8 --set parallel.tp=3": "40 heads are not divisible",
+    "--model 345m --hardware v100-32-pciex8 --set batch.micro=3": "batch.global=256",
+    "--model 345m --hardware v100-32-pciex8 --ds_config nothere.json": "no such file",
+    "--model 345m --hardware v100-32-pciex8 --software megatron --out x": "leave one of the two out",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_cannot_be_searched_is_refused_with_the_reason(line):
+    with pytest.raises(ProblemsError, match=REFUSED[line]):
+        search_command.run(parsed(line))
+
+
+def test_nothing_of_the_users_is_overwritten(tmp_path):
+    (tmp_path / "ds_config.json").write_text("mine")
+    with pytest.raises(ProblemsError, match="exists already"):
+        search_command.run(parsed(f"{CASES['345m']} --out {tmp_path}"))
+    assert (tmp_path / "ds_config.json").read_text() == "mine"
+
+
+def test_the_page_has_the_winner_first_and_its_launch_line(capsys):
+    assert search_command.run(parsed(f"{CASES['13b']} --top 2")) == 0
+    out = capsys.readouterr().out
+    assert "64 GPUs on 8 nodes" in out and "12.9 billion parameters" in out and "MFU" in out
+    assert "--num_nodes 8 --num_gpus 8 launch/pretrain.py --ds_config ds_configs/zero1.json" in out
+    assert "tensor 16, 32, 64: not divisible: 40 heads" in out
