@@ -136,6 +136,7 @@ def test_every_family_that_is_not_taken_has_its_reason():
         resolve(catalog.load("openwebtext/gpt2-124m", ["parallel.pp=2"]), "zero3", 2, ANY_GPU)
     (problem,) = refused.value.problems
     assert families["model states", "ZeRO-3 with pipeline"].rule == problem.rule
+    assert not any("with tensor and pipeline" in str(value) for _, value in families)  # the same rule again
     assert {family.why for family in found.families} == {
         "best", "dominated", "memory", "divisibility", "DeepSpeed cannot",
     }  # fmt: skip
@@ -159,6 +160,8 @@ def test_what_is_set_stays():
     for tried in answer(CASES["pinned"]).ranked:
         layout = tried.work.layout
         assert (layout.pp, layout.micro, layout.global_batch, tried.work.recomputed) == (2, 1, 1024, 1)
+    data = answer("--model 2.7b --hardware v100-32x8 --set parallel.dp=2")
+    assert {tried.work.layout.dp for tried in data.ranked} == {2}
     chunks = answer("--model 2.7b --hardware v100-32x4 --set activation_checkpointing=4")
     assert {tried.work.recomputed for tried in chunks.ranked} == {4}
 
