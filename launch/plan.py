@@ -12,7 +12,6 @@ from launch.console import arguments, ends
 from launch.planning import forecast_command
 from launch.planning.clusters import cluster_command
 from launch.planning.search import largest_command, search_command
-from launch.planning.search import search_command
 from launch.tables.predicting import validation_command
 
 EXAMPLES = """\
@@ -21,6 +20,8 @@ examples:
       memory and time of a published row on the hardware that it names
   python launch/plan.py search --model 13b --hardware v100-32x8 --nodes 8
       the fastest layout of a GPT of 13 billion parameters on 64 V100
+  python launch/plan.py largest --hardware 2080ti
+      the largest model that one GPU of 11 GB trains, by configuration
 
 exit codes: 0 shown; 2 refused."""
 
