@@ -59,6 +59,8 @@ WORK = {
     "plan": [
         "launch.tables.predicting.validation:validate",
         "launch.tables.predicting.validation_command:refit",
+        "launch.planning.search.search_text:describe",  # where the search is done
+        "launch.planning.search.search_text:as_json",
     ],
     "figure1": ["launch.figure1:run"],
     "recipe": ["launch.tables.verifying.verification:verify"],

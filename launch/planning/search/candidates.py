@@ -147,6 +147,11 @@ class Templates:
         return replace(work, layout=Layout(*at, 1, 1, at.dp), padded_vocab=vocab)
 
 
+def half_precision(node: Node) -> str:
+    """The one to train in on such a node; fp32 where it has none."""
+    return next((kind for kind in ("bf16", "fp16") if kind in node.gpu.tflops), "fp32")
+
+
 def ways_of(software: Software) -> tuple[Way, ...]:
     """Another system's states are its own, or those of ZeRO-0 and -1 without DeepSpeed's limits."""
     if software is OURS:

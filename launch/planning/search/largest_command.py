@@ -10,7 +10,7 @@ from launch.console import arguments, terminal
 from launch.console.text_table import aligned, table
 from launch.planning import forecast_command, hardware
 from launch.planning.forecast import SNUG
-from launch.planning.search import largest
+from launch.planning.search import candidates, largest
 from launch.planning.search.largest import LargestModel, Setting
 from recipes import catalog
 from recipes.plural import counted
@@ -78,7 +78,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
     """What is asked. Raises ProblemsError."""
     name = RECIPES[args.family]
     node = forecast_command.node_of(catalog.load(name), args.hardware)
-    half = next((kind for kind in ("bf16", "fp16") if kind in node.gpu.tflops), "fp32")
+    half = candidates.half_precision(node)
     length = args.sequence_length or {"gpt2": 1024, "bert": 512}[args.family]
     recipe = catalog.load(name, [f"sequence_length={length}", f"precision={half}"])
     return Setting(recipe, forecast_command.shared(node, args.nodes * node.gpus), args.nodes, args.micro)

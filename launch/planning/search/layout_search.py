@@ -15,7 +15,7 @@ from launch.planning.search.ways import Way
 from launch.planning.step_time import StepTime, step_time
 from launch.planning.workload import Workload
 from recipes.layout import Layout
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import Problem, ProblemsError, some
 
 WORTH = (
     1.02  # of the fastest one's time: what a layout that fits with a margin may take and still be preferred
@@ -142,7 +142,10 @@ def search(question: Question, constants: Constants | None = None) -> Answer:
 def _no_layout(question: Question, excluded: Excluded) -> Problem:
     pinned = {key: value for key, value in question.recipe.parallel.model_dump().items() if value}
     came = f"{question.ranks} GPUs" + "".join(f", parallel.{key}={value}" for key, value in pinned.items())
-    whys = (f"{name} {value}: {rule}" for (name, value), rule in excluded.indivisible.items())
+    values: dict[tuple[str, str], list[str]] = {}
+    for (name, value), why in excluded.indivisible.items():
+        values.setdefault((name, why), []).append(str(value))
+    whys = (f"{name} {some(found, 4)}: {why}" for (name, why), found in values.items())
     rule = "; ".join(whys) or "the degrees' product is the number of GPUs"
     return Problem("--nodes", came, rule, "give another number of --nodes, or another --global-batch")
 

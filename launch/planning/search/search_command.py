@@ -141,8 +141,7 @@ def question_of(args: argparse.Namespace) -> tuple[Asked, Question]:
     overrides: list[str] = list(args.set)
     node = forecast_command.node_of(catalog.load(name), args.hardware)
     if args.model:
-        half = next((kind for kind in ("bf16", "fp16") if kind in node.gpu.tflops), "fp32")
-        overrides = [*shapes.settings(args.model, half), *overrides]
+        overrides = [*shapes.settings(args.model, candidates.half_precision(node)), *overrides]
     if args.global_batch:
         overrides.append(f"batch.global={args.global_batch}")
     asked = Asked(name, overrides, args.tiny, args.steps)
@@ -216,6 +215,9 @@ def _how(answer: Answer, asked: Asked, args: argparse.Namespace, plan: Plan, wid
         if each.kind not in ("larger batch", "recomputation")
     ]
     told += [str(notice) for notice in plan.notices]
+    half = candidates.half_precision(answer.question.node)
+    if half not in (plan.precision, "fp32") and plan.precision == "fp32":
+        told.append(f"this GPU has {half}, which is several times as fast: --set precision={half}")
     return lines + [terminal.wrapped(f"  ! {text}", width, hang=4) for text in told]
 
 

@@ -197,7 +197,7 @@ def test_the_users_json_is_kept_but_for_its_stage_and_offload(capsys, tmp_path):
 ONE = "--model 13b --hardware v100-32x8 --set parallel.tp=1 --set parallel.pp=1"
 REFUSED = {
     "--model 13b --hardware v100-32x9": "did you mean v100-32x",
-    f"{ONE} --global-batch 7": "a batch of 7 is not divisible",
+    f"{ONE} --global-batch 7": "data 8: a batch of 7 is not divisible",
     "--recipe default/sotu": "no --hardware",
     "--model 13b --hardware v100-32x8 --set parallel.tp=3": "40 heads are not divisible",
     "--model 345m --hardware v100-32-pciex8 --set batch.micro=3": "batch.global=256",
@@ -210,6 +210,14 @@ REFUSED = {
 def test_what_cannot_be_searched_is_refused_with_the_reason(line):
     with pytest.raises(ProblemsError, match=REFUSED[line]):
         search_command.run(parsed(line))
+
+
+def test_a_precision_that_the_gpu_lacks_is_said_with_the_one_that_it_has(capsys):
+    line = "--recipe openwebtext/gpt2-124m --hardware v100-32-pciex8"
+    search_command.run(parsed(line))
+    assert "this GPU has fp16, which is several times as fast" in capsys.readouterr().out
+    search_command.run(parsed(f"{line} --set precision=fp16"))
+    assert "several times" not in capsys.readouterr().out
 
 
 def test_nothing_of_the_users_is_overwritten(tmp_path):
