@@ -20,6 +20,7 @@ TENSORS = 12  # parameter tensors of a layer
 # Of Adam on the host per parameter: gradient, master weight and two moments read, the last three written, and
 # the weight in half precision.
 HOST_UPDATE_BYTES = 30
+MESH = "NVLink"  # kind of a link whose lines lead from each GPU to each other one; NVSwitch joins them
 LATENCY, FAR_LATENCY = 2.5e-6, 10e-6  # seconds of a hop of a collective, inside a node and between nodes
 
 
@@ -112,12 +113,21 @@ class Machine:
 
     def ring_rate(self, ranks: int, spread: int) -> float:
         """Bytes per second of each rank of such a ring."""
-        inside = (self.node.form.link.gb_s or math.inf) * 1e9 * self.constants.link
+        inside = self.link
         if ranks * spread <= self.node.gpus:
-            return inside
+            return inside * self._meshed(ranks)
         members = max(1, self.node.gpus // spread)  # of a group in one node
         groups = self.node.gpus / members  # that cross the node's border
         return min(inside, self.network / groups)
+
+    @property
+    def link(self) -> float:
+        """Bytes per second of a GPU to the others of its node."""
+        return (self.node.form.link.gb_s or math.inf) * 1e9 * self.constants.link
+
+    def _meshed(self, ranks: int) -> float:
+        """The share of a GPU's NVLinks that lead to the others of a group, where no switch joins them all."""
+        return (ranks - 1) / (self.node.gpus - 1) if self.node.form.link.kind == MESH else 1.0
 
     @property
     def network(self) -> float:
@@ -136,9 +146,9 @@ class Machine:
         if not size:
             return 0.0
         here = self.ranks_here
-        rate = (self.node.form.link.gb_s or math.inf) * 1e9 * self.constants.link
+        rate = self.link * self._meshed(2)
         if spread >= self.node.gpus:
-            rate = min(rate, self.network / here)
+            rate = min(self.link, self.network / here)
         return size / rate + FAR_LATENCY
 
 
@@ -301,7 +311,9 @@ def _update_seconds(work: Workload, machine: Machine) -> float:
     parameters = max(work.parameters_of(stage) for stage in {0, layout.pp - 1})
     share = parameters / (layout.dp if work.zero_stage else 1)
     if work.optimizer_at == "gpu":
-        started = work.software.update_kernels * TENSORS * work.layers_of(0) * machine.kernel_seconds
+        flat = work.zero_stage and not work.software.states  # DeepSpeed steps a few flat partitions
+        tensors = 1 if flat else TENSORS * work.layers_of(0)
+        started = work.software.update_kernels * tensors * machine.kernel_seconds
         moved = work.software.update_bytes * share / (node.gpu.memory_gb_s * 1e9)
         return max(moved, started)
     return HOST_UPDATE_BYTES * share * machine.ranks_here / (node.form.host.memory_gb_s * 1e9)

@@ -81,7 +81,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
     half = candidates.half_precision(node)
     length = args.sequence_length or {"gpt2": 1024, "bert": 512}[args.family]
     recipe = catalog.load(name, [f"sequence_length={length}", f"precision={half}"])
-    return Setting(recipe, forecast_command.shared(node, args.nodes * node.gpus), args.nodes, args.micro)
+    return Setting(recipe, forecast_command.shared(node, node.gpus), args.nodes, args.micro)
 
 
 def describe(setting: Setting, found: list[LargestModel], printed: float | None, width: int | None) -> str:

@@ -149,7 +149,7 @@ def question_of(args: argparse.Namespace) -> tuple[Asked, Question]:
     pinned = any(text.partition("=")[0].strip() == RECOMPUTATION for text in overrides)
     base = jsonfile.read(jsonfile.find(args.ds_config)) if args.ds_config else None
     software = SYSTEMS[args.software] if args.software else OURS
-    node = forecast_command.shared(node, args.nodes * node.gpus)
+    node = forecast_command.shared(node, node.gpus)
     return asked, Question(recipe, node, args.nodes, pinned, base, software)
 
 
