@@ -52,6 +52,8 @@ class Link(Strict):
     kind: str
     gb_s: PositiveFloat | None = None
     """10^9 bytes per second, each way, per GPU; null: one GPU, linked to none"""
+    pair_gb_s: PositiveFloat | None = None
+    """of it between two GPUs; null: all, through a switch"""
 
 
 class Network(Strict):

@@ -20,7 +20,6 @@ TENSORS = 12  # parameter tensors of a layer
 # Of Adam on the host per parameter: gradient, master weight and two moments read, the last three written, and
 # the weight in half precision.
 HOST_UPDATE_BYTES = 30
-MESH = "NVLink"  # kind of a link whose lines lead from each GPU to each other one; NVSwitch joins them
 LATENCY, FAR_LATENCY = 2.5e-6, 10e-6  # seconds of a hop of a collective, inside a node and between nodes
 
 
@@ -113,21 +112,21 @@ class Machine:
 
     def ring_rate(self, ranks: int, spread: int) -> float:
         """Bytes per second of each rank of such a ring."""
-        inside = self.link
+        inside = self.link(ranks)
         if ranks * spread <= self.node.gpus:
-            return inside * self._meshed(ranks)
+            return inside
         members = max(1, self.node.gpus // spread)  # of a group in one node
         groups = self.node.gpus / members  # that cross the node's border
         return min(inside, self.network / groups)
 
-    @property
-    def link(self) -> float:
-        """Bytes per second of a GPU to the others of its node."""
-        return (self.node.form.link.gb_s or math.inf) * 1e9 * self.constants.link
+    def link(self, ranks: int) -> float:
+        """Bytes per second of a GPU to the others of a group of its node.
 
-    def _meshed(self, ranks: int) -> float:
-        """The share of a GPU's NVLinks that lead to the others of a group, where no switch joins them all."""
-        return (ranks - 1) / (self.node.gpus - 1) if self.node.form.link.kind == MESH else 1.0
+        Without a switch only the lines that lead to them count.
+        """
+        link = self.node.form.link
+        between = (link.pair_gb_s or math.inf) * (ranks - 1)
+        return min(link.gb_s or math.inf, between) * 1e9 * self.constants.link
 
     @property
     def network(self) -> float:
@@ -146,9 +145,9 @@ class Machine:
         if not size:
             return 0.0
         here = self.ranks_here
-        rate = self.link * self._meshed(2)
+        rate = self.link(2)
         if spread >= self.node.gpus:
-            rate = min(self.link, self.network / here)
+            rate = min(rate, self.network / here)
         return size / rate + FAR_LATENCY
 
 

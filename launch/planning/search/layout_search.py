@@ -18,7 +18,7 @@ from recipes.layout import Layout
 from recipes.problems import Problem, ProblemsError, some
 
 WORTH = (
-    1.02  # of the fastest one's time: what a layout that fits with a margin may take and still be preferred
+    1.05  # of the fastest one's time: what a layout that fits with a margin may take and still be preferred
 )
 NAMED: dict[int, str] = {0: "nothing", 1: "every layer"}
 
