@@ -7,6 +7,7 @@ use its GPUs. Figures there are mappings {is: number, source: key of `sources`},
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,17 @@ from typing import Any
 import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
+from launch.console import terminal
+from launch.machine import rates
+from launch.machine.rates import Rates
 from recipes import files
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Strict
 
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 GIB = 2**30
+SHARED = "shared memory"  # what connects ranks that have no GPUs
+USUAL_WATTS = 300.0  # of a machine whose power limit nothing says
 THIS = "this"  # the machine that the planner runs on, as --hardware names it
 
 
@@ -96,12 +102,14 @@ class Node:
 
     Attributes:
         kernel_seconds: of starting one kernel or operation; None: as GPUs need.
+        measured: constants of the planner, by name, that were measured on this machine.
     """
 
     name: str
     form: NodeForm
     gpu: Gpu
     kernel_seconds: float | None = None
+    measured: tuple[tuple[str, float], ...] = ()
 
     @property
     def gpus(self) -> int:
@@ -110,7 +118,7 @@ class Node:
     @property
     def is_cpu(self) -> bool:
         """Whether ranks share the host's cores and memory instead of having GPUs."""
-        return self.form.link.kind == "shared memory"
+        return self.form.link.kind == SHARED
 
     def shared_by(self, ranks: int) -> Node:
         """The machine as `ranks` ranks see it that share its cores, its memory and what they copy through."""
@@ -136,9 +144,60 @@ def find(name: str) -> Node:
     return _node(name, known["nodes"], known["gpus"], "of the catalogue (launch/planning/hardware.yaml)")
 
 
-def this() -> Node:
-    """The machine that the planner runs on, measured once. Raises ProblemsError."""
-    raise ProblemsError([Problem("--hardware", "this", "is not measured yet", "")])
+def this(*, again: bool = False, measure: bool = True) -> Node:
+    """The machine that the planner runs on, measured once, or `again`.
+
+    Raises ProblemsError: not measured, and not to `measure`.
+    """
+    found = None if again else rates.cached()
+    if found is None and not measure:
+        rule, fix = "this machine is not measured", "python launch/plan.py --recipe TABLE/ROW --hardware this"
+        raise ProblemsError([Problem("--hardware", THIS, rule, fix)])
+    if found is None:
+        line = "measuring this machine, once: matrix products, memory, copies, a collective, an empty process"
+        terminal.say(line, sys.stderr)
+        found = rates.measured()
+    return of_rates(found)
+
+
+def of_rates(found: Rates) -> Node:
+    """The node of a machine that was measured."""
+    known = gpu_named(found.accelerator)
+    peaks = dict(Gpu.model_validate(known).tflops) if known else found.tflops
+    # Largest measured rate of large products, where a peak is published.
+    reached = [found.tflops[name] / peaks[name] for name in peaks.keys() & found.tflops.keys() if known]
+    gpu = Gpu(
+        title=found.accelerator, memory_gib=found.memory_bytes / GIB, context_gib=found.context_bytes / GIB,
+        memory_gb_s=found.memory_gb_s, tflops=peaks, matrix_share=min(1.0, max(reached, default=1.0)),
+        multiprocessors=found.multiprocessors,
+        watts=found.watts or (known or {}).get("watts") or USUAL_WATTS,
+    )  # fmt: skip
+    host = Host(memory_gb=found.host_bytes / 1e9, memory_gb_s=found.host_gb_s, cores=found.cores)
+    cpu = found.accelerators == 0
+    form = NodeForm(
+        title="this machine", gpu=found.accelerator, gpus=found.accelerators or 1,
+        link=Link(kind=SHARED if cpu else "measured copy", gb_s=found.link_gb_s), pcie_gb_s=found.copy_gb_s,
+        host=host,
+    )  # fmt: skip
+    return Node(THIS, form, gpu, found.start_us * 1e-6, _own_constants(found) if cpu else ())
+
+
+def _own_constants(found: Rates) -> tuple[tuple[str, float], ...]:
+    """What a CPU has in the place of constants that were fitted on GPUs.
+
+    `matrix` is chosen so that the products of a layer take what they were measured to take, and `traffic` so
+    that what stands between them does. Cores have no waves of tiles; `link` was measured by a collective,
+    and no allocator keeps what it does not use.
+    """
+    shares = [rate / found.tflops[name] for name, rate in found.layer_tflops.items()]
+    own = {"matrix": sum(shares) / len(shares), "traffic": found.memory_gb_s / found.layer_gb_s}
+    return (*own.items(), ("depth", 0.0), ("link", 1.0), ("fragmentation", 0.0), ("idle", 0.0))
+
+
+def gpu_named(title: str) -> dict[str, Any] | None:
+    """The GPU of the catalogue that torch calls so; None: there is none, or there are several."""
+    found = [gpu for gpu in catalogue()["gpus"].values() if gpu["title"] == title]
+    return found[0] if len(found) == 1 else None
 
 
 def names() -> list[str]:
