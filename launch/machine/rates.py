@@ -34,7 +34,11 @@ LINK_ELEMENTS = 2**21  # of an all-reduce: about a layer's activations or gradie
 STARTS = 300
 # Of each. The fastest counts: what is kept is to be the machine's, not that of what else ran meanwhile.
 REPEATS = 9
-LIBRARIES = "torch, deepspeed, transformers"  # what a training process has imported before its first tensor
+# What a training process has imported, and done, before its first tensor.
+BEFORE = """import resource, torch, deepspeed, matplotlib.pyplot, torch.utils.tensorboard
+from transformers import PreTrainedTokenizerFast
+torch.ones(1024, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"""
 GIB = 2**30
 
 
@@ -42,10 +46,14 @@ GIB = 2**30
 class Rates:
     """What was measured. Operations and bytes per second are of all cores, or of one GPU.
 
+    Those of cores are one core's times their number, but for memory, which they share: ranks that compute
+    have a core each, and threads that wait for each other measure what else runs.
+
     Attributes:
         accelerator: its name as torch has it, or "cpu".
         tflops: 10^12 operations/s of the fastest products, by precision.
         layer_tflops: the same of a layer's products, forward and backward; empty: not measured.
+        attention_tflops: the same of causal attention, whose masked half is not counted.
         memory_gb_s: of a stream copy, reading and writing, 10^9 bytes/s.
         layer_gb_s: of what a layer does between products, each operand read and written once.
         host_gb_s: of the host's memory.
@@ -62,6 +70,7 @@ class Rates:
     cores: int
     tflops: dict[str, float]
     layer_tflops: dict[str, float]
+    attention_tflops: dict[str, float]
     memory_gb_s: float
     layer_gb_s: float
     host_gb_s: float
@@ -85,7 +94,7 @@ def cached() -> Rates | None:
 
 
 def measured() -> Rates:
-    """Measure this machine, which takes seconds, and keep that; a cache that cannot be written is no error."""
+    """Measure this machine, which takes seconds, and keep that, where the cache can be written."""
     import torch
 
     rates = _of_gpu(torch) if _has_gpu(torch) else _of_cpu(torch)
@@ -125,16 +134,22 @@ def _of_cpu(torch: Any) -> Rates:
     if torch.ops.mkldnn._is_mkldnn_fp16_supported():  # else emulated
         precisions["fp16"] = torch.float16
     stream = _stream_gb_s(torch, "cpu")
-    layers = {name: _layer_tflops(torch, "cpu", kind) for name, kind in precisions.items()}
-    # The peak is that of the fastest products: large ones need not be it where caches hold small ones.
-    large = {name: _large_tflops(torch, "cpu", kind) for name, kind in precisions.items()}
-    between = _layer_gb_s(torch, "cpu", torch.bfloat16)
+    threads, cores = torch.get_num_threads(), _cores()
+    torch.set_num_threads(1)
+    try:
+        large, layers, attention = (
+            {name: cores * of(torch, "cpu", kind) for name, kind in precisions.items()}
+            for of in (_large_tflops, _layer_tflops, _attention_tflops)
+        )
+        between, start = cores * _layer_gb_s(torch, "cpu", torch.bfloat16), _start_us(torch, "cpu")
+    finally:
+        torch.set_num_threads(threads)
     return Rates(
-        accelerator="cpu", accelerators=0, cores=_cores(), layer_tflops=layers,
+        accelerator="cpu", accelerators=0, cores=cores, layer_tflops=layers, attention_tflops=attention,
+        # Large products need not be the fastest where caches hold small ones.
         tflops={name: max(large[name], layers[name]) for name in precisions}, memory_gb_s=stream,
-        layer_gb_s=between, host_gb_s=stream, copy_gb_s=stream / 2, link_gb_s=link,
-        start_us=_start_us(torch, "cpu"), memory_bytes=host_memory(), host_bytes=host_memory(),
-        context_bytes=context,
+        layer_gb_s=between, host_gb_s=stream, copy_gb_s=stream / 2, link_gb_s=link, start_us=start,
+        memory_bytes=host_memory(), host_bytes=host_memory(), context_bytes=context,
     )  # fmt: skip
 
 
@@ -146,10 +161,13 @@ def _of_gpu(torch: Any) -> Rates:
     precisions = {"fp32": torch.float32, "fp16": torch.float16}
     if torch.cuda.is_bf16_supported(including_emulation=False):
         precisions["bf16"] = torch.bfloat16
+    large, layers, attention = (
+        {name: of(torch, "cuda", kind) for name, kind in precisions.items()}
+        for of in (_large_tflops, _layer_tflops, _attention_tflops)
+    )
     return Rates(
-        accelerator=torch.cuda.get_device_name(0), accelerators=count, cores=_cores(),
-        tflops={name: _large_tflops(torch, "cuda", kind) for name, kind in precisions.items()},
-        layer_tflops={name: _layer_tflops(torch, "cuda", kind) for name, kind in precisions.items()},
+        accelerator=torch.cuda.get_device_name(0), accelerators=count, cores=_cores(), tflops=large,
+        layer_tflops=layers, attention_tflops=attention,
         memory_gb_s=_stream_gb_s(torch, "cuda"), layer_gb_s=_layer_gb_s(torch, "cuda", torch.float16),
         host_gb_s=_stream_gb_s(torch, "cpu"), copy_gb_s=_pinned_gb_s(torch),
         link_gb_s=_peer_gb_s(torch) if count > 1 else None, start_us=_start_us(torch, "cuda"),
@@ -190,6 +208,21 @@ def _layer_tflops(torch: Any, device: str, kind: Any) -> float:
         torch.autograd.grad(outputs, [*streams, *weights], given)
 
     return 72 * tokens * hidden**2 / _seconds(torch, work, device) / 1e12
+
+
+def _attention_tflops(torch: Any, device: str, kind: Any) -> float:
+    """Two products forward and five backward, of heads of 64 numbers and sequences of 256 tokens."""
+    tokens, hidden = LAYER[device]
+    sequence, head = 256, 64
+    shape = (tokens // sequence, hidden // head, sequence, head)
+    given = torch.randn(shape, device=device).to(kind)
+    parts = [torch.randn(shape, device=device).to(kind).requires_grad_() for _ in range(3)]
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def work() -> None:
+        torch.autograd.grad(attention(*parts, is_causal=True), parts, given)
+
+    return 7 * tokens * sequence * hidden / _seconds(torch, work, device) / 1e12
 
 
 def _layer_gb_s(torch: Any, device: str, kind: Any) -> float:
@@ -251,7 +284,8 @@ def _gloo_gb_s(torch: Any) -> float | None:
             _reduce(torch, rank, folder)
         children.append(child)
     try:
-        if any([os.waitpid(child, 0)[1] for child in children]):
+        ends = [os.waitpid(child, 0)[1] for child in children]
+        if any(ends):
             return None
         return 2 * LINK_ELEMENTS / float(Path(folder, "seconds").read_text()) / 1e9
     finally:
@@ -276,8 +310,7 @@ def _reduce(torch: Any, rank: int, folder: str) -> None:
 
 def _context_bytes() -> float:
     """The largest resident set of a process that has imported the libraries and does nothing."""
-    said = f"import resource, {LIBRARIES}; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", BEFORE], capture_output=True, text=True, timeout=300)
     lines = done.stdout.split()
     if done.returncode or not lines:
         return 0.5 * GIB

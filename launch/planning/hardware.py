@@ -25,6 +25,7 @@ from recipes.schema import Strict
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 GIB = 2**30
 SHARED = "shared memory"  # what connects ranks that have no GPUs
+RATES = ("tflops", "reached_tflops", "attention_tflops")  # of a Gpu, by precision
 USUAL_WATTS = 300.0  # of a machine whose power limit nothing says
 THIS = "this"  # the machine that the planner runs on, as --hardware names it
 
@@ -33,6 +34,8 @@ class Gpu(Strict):
     """One accelerator, or all cores of a machine without any."""
 
     title: str
+    torch_names: tuple[str, ...] = ()
+    """what torch.cuda.get_device_name says of it"""
     compute_capability: str | None = None
     memory_gib: PositiveFloat
     """as the driver reports it to torch"""
@@ -42,6 +45,10 @@ class Gpu(Strict):
     """bandwidth of its memory, 10^9 bytes per second"""
     tflops: dict[str, PositiveFloat]
     """peak rate of dense matrix products by precision; a precision that the GPU lacks is absent"""
+    reached_tflops: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """what a layer's products were measured to reach; empty: shares of the peak, fitted elsewhere"""
+    attention_tflops: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """what attention was measured to reach; empty: as other products"""
     matrix_share: float = Field(default=0.8, gt=0, le=1)
     """largest share of that peak that somebody measured on large matrices"""
     multiprocessors: PositiveInt
@@ -124,8 +131,8 @@ class Node:
         """The machine as `ranks` ranks see it that share its cores, its memory and what they copy through."""
         gpu = self.gpu.model_copy(update={
             "memory_gib": self.gpu.memory_gib / ranks, "memory_gb_s": self.gpu.memory_gb_s / ranks,
-            "tflops": {name: rate / ranks for name, rate in self.gpu.tflops.items()},
             "watts": self.gpu.watts / ranks,
+            **{key: {name: rate / ranks for name, rate in getattr(self.gpu, key).items()} for key in RATES},
         })  # fmt: skip
         return replace(self, gpu=gpu, form=self.form.model_copy(update={"gpus": ranks}))
 
@@ -162,18 +169,20 @@ def this(*, again: bool = False, measure: bool = True) -> Node:
 
 def of_rates(found: Rates) -> Node:
     """The node of a machine that was measured."""
-    known = gpu_named(found.accelerator)
-    peaks = dict(Gpu.model_validate(known).tflops) if known else found.tflops
+    cpu = found.accelerators == 0
+    key = gpu_named(found.accelerator)
+    known = Gpu.model_validate(catalogue()["gpus"][key]) if key else None
+    peaks = known.tflops if known else found.tflops
     # Largest measured rate of large products, where a peak is published.
     reached = [found.tflops[name] / peaks[name] for name in peaks.keys() & found.tflops.keys() if known]
     gpu = Gpu(
         title=found.accelerator, memory_gib=found.memory_bytes / GIB, context_gib=found.context_bytes / GIB,
         memory_gb_s=found.memory_gb_s, tflops=peaks, matrix_share=min(1.0, max(reached, default=1.0)),
-        multiprocessors=found.multiprocessors,
-        watts=found.watts or (known or {}).get("watts") or USUAL_WATTS,
+        multiprocessors=found.multiprocessors, reached_tflops=found.layer_tflops if cpu else {},
+        attention_tflops=found.attention_tflops if cpu else {},
+        watts=found.watts or (known.watts if known else USUAL_WATTS),
     )  # fmt: skip
     host = Host(memory_gb=found.host_bytes / 1e9, memory_gb_s=found.host_gb_s, cores=found.cores)
-    cpu = found.accelerators == 0
     form = NodeForm(
         title="this machine", gpu=found.accelerator, gpus=found.accelerators or 1,
         link=Link(kind=SHARED if cpu else "measured copy", gb_s=found.link_gb_s), pcie_gb_s=found.copy_gb_s,
@@ -185,19 +194,24 @@ def of_rates(found: Rates) -> Node:
 def _own_constants(found: Rates) -> tuple[tuple[str, float], ...]:
     """What a CPU has in the place of constants that were fitted on GPUs.
 
-    `matrix` is chosen so that the products of a layer take what they were measured to take, and `traffic` so
-    that what stands between them does. Cores have no waves of tiles; `link` was measured by a collective,
-    and no allocator keeps what it does not use.
+    `traffic` is chosen so that what a layer does between its products takes what it was measured to take.
+    The link was measured by a collective, and no allocator keeps what nothing uses.
     """
-    shares = [rate / found.tflops[name] for name, rate in found.layer_tflops.items()]
-    own = {"matrix": sum(shares) / len(shares), "traffic": found.memory_gb_s / found.layer_gb_s}
-    return (*own.items(), ("depth", 0.0), ("link", 1.0), ("fragmentation", 0.0), ("idle", 0.0))
+    own = {"traffic": found.memory_gb_s / found.layer_gb_s, "link": 1.0, "fragmentation": 0.0, "idle": 0.0}
+    return tuple(own.items())
 
 
-def gpu_named(title: str) -> dict[str, Any] | None:
-    """The GPU of the catalogue that torch calls so; None: there is none, or there are several."""
-    found = [gpu for gpu in catalogue()["gpus"].values() if gpu["title"] == title]
-    return found[0] if len(found) == 1 else None
+def gpu_named(name: str) -> str | None:
+    """The key of the catalogue's GPU that torch calls so; None: there is none."""
+    return next((key for key, gpu in catalogue()["gpus"].items() if name in gpu.get("torch_names", ())), None)
+
+
+def recognised(accelerator: str, count: int) -> Node | None:
+    """The catalogue's node with so many of the GPUs that torch calls so, or else a larger one; None: none."""
+    gpu = gpu_named(accelerator)
+    nodes = [find(name) for name, form in catalogue()["nodes"].items() if form["gpu"] == gpu]
+    large = [node for node in nodes if node.gpus >= count]
+    return min(large, key=lambda node: node.gpus, default=None)
 
 
 def names() -> list[str]:
