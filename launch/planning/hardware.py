@@ -34,7 +34,7 @@ class Gpu(Strict):
     """One accelerator, or all cores of a machine without any."""
 
     title: str
-    torch_names: tuple[str, ...] = ()
+    torch_names: list[str] = Field(default_factory=list)
     """what torch.cuda.get_device_name says of it"""
     compute_capability: str | None = None
     memory_gib: PositiveFloat
