@@ -158,8 +158,8 @@ def this(*, again: bool = False, measure: bool = True) -> Node:
     """
     found = None if again else rates.cached()
     if found is None and not measure:
-        rule, fix = "this machine is not measured", "python launch/plan.py --recipe TABLE/ROW --hardware this"
-        raise ProblemsError([Problem("--hardware", THIS, rule, fix)])
+        fix = "python launch/plan.py --recipe default/sotu --hardware this measures it once"
+        raise ProblemsError([Problem("--hardware", "this machine", "it is not measured", fix)])
     if found is None:
         line = "measuring this machine, once: matrix products, memory, copies, a collective, an empty process"
         terminal.say(line, sys.stderr)

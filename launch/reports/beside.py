@@ -116,7 +116,8 @@ def _of_row(name: str, recipe: Recipe, published: Published) -> Line:
             mfu=reached.mfu if reached else None, predicted_mfu=theirs.speed.mfu,
             tflops=reached.exact_tflops if reached else None,
             left=1 - memory * hardware.GIB / room if memory else None,
-            predicted_left=1 - theirs.fullest.cached(room) / room, predicted_oom=theirs.verdict == "out of memory",
+            predicted_left=1 - theirs.fullest.cached(room) / room,
+            predicted_oom=theirs.verdict == "out of memory",
         )  # fmt: skip
     return replace(line, samples_per_s=batch / seconds if seconds else None)
 
