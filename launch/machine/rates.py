@@ -111,15 +111,16 @@ def place() -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """What the rates belong to: found without torch."""
+    """What the rates belong to: found without torch, and the same in a command and in what a launcher starts."""
     gpus = sorted(path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        gpus = []
     names = [line for text in gpus for line in text.splitlines() if line.startswith("Model")]
-    hidden = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")}
     version = None
     with contextlib.suppress(metadata.PackageNotFoundError):
         version = metadata.version("torch")
     facts = {"host": socket.gethostname(), "cpu": cpu_model(), "cores": _cores(), "torch": version}
-    return {**facts, "gpus": names, "visible": hidden}
+    return {**facts, "gpus": names}
 
 
 def _has_gpu(torch: Any) -> bool:

@@ -38,6 +38,13 @@ def test_kept_rates_are_those_of_this_machine_alone(monkeypatch):
     assert rates.cached() is None
 
 
+def test_what_a_launcher_starts_finds_what_a_command_kept(monkeypatch):
+    keep(KEPT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # as the deepspeed launcher sets it, on CPUs too
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert rates.cached() == KEPT
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rates": {"cores": 2}}', '{"rates": 3}'])
 def test_a_broken_file_of_rates_is_as_good_as_none(text):
     keep(KEPT)
