@@ -111,7 +111,7 @@ def place() -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """What the rates belong to: found without torch, and the same in a command and in what a launcher starts."""
+    """What the rates belong to, found without torch: the same in a command and in what a launcher starts."""
     gpus = sorted(path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
     if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         gpus = []
