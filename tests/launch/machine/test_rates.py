@@ -56,8 +56,8 @@ def test_measuring_finds_every_rate_and_keeps_them(cache):
     """In a process of its own, with small products: it forks, and sets torch's threads."""
     program = """
 from launch.machine import rates
-rates.LARGE["cpu"], rates.LAYER["cpu"], rates.STREAM_BYTES["cpu"], rates.REPEATS = 256, (256, 64), 2**22, 2
-rates.LINK_ELEMENTS, rates.BEFORE = 2**14, "print(1024)"
+rates.LARGE["cpu"], rates.LAYER["cpu"], rates.STREAM_BYTES["cpu"] = 256, (256, 64), 2**22
+rates.REPEATS, rates.REPEAT_S, rates.LINK_ELEMENTS, rates.BEFORE = 2, 0.0, 2**14, "print(1024)"
 found = rates.measured()
 assert found == rates.cached()
 assert {"fp32", "bf16"} <= found.tflops.keys() == found.layer_tflops.keys() == found.attention_tflops.keys()
