@@ -74,7 +74,7 @@ def _cells(entry: Entry) -> dict[str, Any]:
 
 
 def _beside(entry: Entry, lines: Mapping[tuple[str, str], Line]) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     labels = [("published_", PUBLISHED_LINE), *([("", label_of(entry.run))] if entry.run else [])]
     for prefix, label in labels:
         if line := lines.get((entry.row.full_name, label)):

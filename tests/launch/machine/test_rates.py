@@ -8,7 +8,7 @@ import sys
 import pytest
 from launching import run
 
-from launch.machine import rates
+from launch.machine import measuring, rates
 from launch.machine.rates import Rates
 
 KEPT = Rates(
@@ -55,10 +55,11 @@ def test_a_broken_file_of_rates_is_as_good_as_none(text):
 def test_measuring_finds_every_rate_and_keeps_them(cache):
     """In a process of its own, with small products: it forks, and sets torch's threads."""
     program = """
-from launch.machine import rates
-rates.LARGE["cpu"], rates.LAYER["cpu"], rates.STREAM_BYTES["cpu"] = 256, (256, 64), 2**22
-rates.REPEATS, rates.REPEAT_S, rates.LINK_ELEMENTS, rates.BEFORE = 2, 0.0, 2**14, "print(1024)"
-found = rates.measured()
+from launch.machine import measuring, rates
+measuring.LARGE["cpu"], measuring.LAYER["cpu"], measuring.STREAM_BYTES["cpu"] = 256, (256, 64), 2**22
+measuring.REPEATS, measuring.REPEAT_S, measuring.LINK_ELEMENTS = 2, 0.0, 2**14
+measuring.BEFORE = "print(1024)"
+found = measuring.measured()
 assert found == rates.cached()
 assert {"fp32", "bf16"} <= found.tflops.keys() == found.layer_tflops.keys() == found.attention_tflops.keys()
 assert all(found.tflops[name] >= rate > 0 for name, rate in found.layer_tflops.items())
@@ -72,6 +73,6 @@ assert found.context_bytes == 2**20 and (found.link_gb_s is None or found.link_g
 
 def test_a_cache_that_cannot_be_written_loses_nothing(monkeypatch, cache):
     cache.write_text("a file where the directory would be")
-    monkeypatch.setattr(rates, "_has_gpu", lambda torch: False)
-    monkeypatch.setattr(rates, "_of_cpu", lambda torch: KEPT)
-    assert rates.measured() == KEPT and rates.cached() is None
+    monkeypatch.setattr(measuring, "_has_gpu", lambda: False)
+    monkeypatch.setattr(measuring, "_of_cpu", lambda: KEPT)
+    assert measuring.measured() == KEPT and rates.cached() is None

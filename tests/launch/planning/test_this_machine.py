@@ -10,7 +10,7 @@ from launching import run
 
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
-from launch.machine import rates
+from launch.machine import measuring, rates
 from launch.machine.rates import Rates
 from launch.planning import hardware, workload
 from launch.planning.forecast import forecast
@@ -99,7 +99,7 @@ def test_a_gpu_is_recognised_by_the_name_that_torch_gives_it(named, count, node)
 def test_it_is_measured_once_and_again_where_asked(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(rates, "cached", lambda: CPU if asked else None)
-    monkeypatch.setattr(rates, "measured", lambda: asked.append(1) or CPU)
+    monkeypatch.setattr(measuring, "measured", lambda: asked.append(1) or CPU)
     with pytest.raises(ProblemsError, match="not measured"):
         hardware.this(measure=False)
     assert hardware.this() == hardware.this() == hardware.of_rates(CPU) and len(asked) == 1

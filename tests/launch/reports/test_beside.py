@@ -11,7 +11,7 @@ import pytest
 from reported import MACHINE, Page, make_run, write_tables
 
 from launch import report
-from launch.machine import rates
+from launch.machine import measuring
 from launch.planning import forecast_command, hardware, workload
 from launch.planning.forecast import forecast
 from launch.reports import beside
@@ -80,7 +80,7 @@ def made(tmp_path_factory):
     tables, runs, out = write_tables(tmp_path_factory.mktemp("recipes")), root / "runs", root / "out"
     said = Predicted("this", 0.25, 1e9, 0.4, 4e9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rates, "measured", lambda: pytest.fail("a report measures nothing"))
+        patch.setattr(measuring, "measured", lambda: pytest.fail("a report measures nothing"))
         make_run(runs / "one", tables, "widgets/fast", environment=GPU)
         result = read_result(runs / "one" / "result.json")
         write_result(runs / "one" / "result.json", replace(result, predicted=said))

@@ -10,7 +10,7 @@ from reported import MACHINE, step
 
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
-from launch.machine import rates
+from launch.machine import measuring, rates
 from launch.machine.rates import Rates
 from launch.planning import hardware, workload
 from launch.planning.forecast import forecast, speed
@@ -56,7 +56,7 @@ def test_a_machine_that_was_measured_is_predicted(plan, known):
 
 def test_nothing_is_measured_for_a_run(plan, monkeypatch):
     monkeypatch.setattr(rates, "cached", lambda: None)
-    monkeypatch.setattr(rates, "measured", lambda: pytest.fail("a run waits for a measurement"))
+    monkeypatch.setattr(measuring, "measured", lambda: pytest.fail("a run waits for a measurement"))
     said = prediction.predicted(plan, MACHINE)
     assert said.seconds_per_step is None and "not measured" in said.why_not
     text = result_text(made(plan, said))
