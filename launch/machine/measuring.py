@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -218,7 +219,8 @@ def _reduce(rank: int, folder: str) -> NoReturn:
     code = 1
     try:
         torch.set_num_threads(1)
-        torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+        meet, most = f"file://{folder}/meet", timedelta(seconds=30)
+        torch.distributed.init_process_group("gloo", meet, rank=rank, world_size=2, timeout=most)
         values = torch.ones(LINK_ELEMENTS, dtype=torch.bfloat16)
         seconds = _rounds(lambda: torch.distributed.all_reduce(values))
         if rank == 0:
