@@ -29,7 +29,7 @@ STARTS = 300
 # not that of what else ran meanwhile.
 REPEATS, REPEAT_S = 5, 0.4
 # What a training process has imported, and done, before its first tensor.
-BEFORE = """import resource, torch, deepspeed, matplotlib.pyplot, torch.utils.tensorboard
+BEFORE = """import resource, torch, torch._dynamo, torch.utils.tensorboard, deepspeed, matplotlib.pyplot
 from transformers import PreTrainedTokenizerFast
 torch.ones(1024, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"""
