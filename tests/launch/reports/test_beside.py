@@ -111,6 +111,10 @@ def test_a_run_without_a_prediction_says_so(made):
     assert record["predicted_s"] == record["mfu"] == ""
 
 
+def test_a_tiny_run_is_compared_with_none(made):
+    assert not any(record["normalised"] for record in made.records)  # its model is the only other one
+
+
 def test_runs_are_compared_on_one_machine_and_tiny_ones_with_none():
     base = beside.Line("t/a", "a", where="run on x", gpus=1, parameters=10, samples_per_s=8.0, tflops=4.0)
     others = [replace(base, name="t/b", gpus=4, samples_per_s=28.0, tflops=3.5),
