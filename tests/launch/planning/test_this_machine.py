@@ -75,7 +75,7 @@ def test_what_is_offloaded_lies_in_the_memory_of_the_process():
 
 
 def test_a_bucket_takes_the_memory_that_is_written_to_it():
-    """DeepSpeed allocates 5e8 elements, a gigabyte in bf16: no more of it is written than there are gradients."""
+    """DeepSpeed allocates 5e8 elements, a gigabyte in bf16; what is written of it are the gradients."""
     found = predict(CPU, "zero1", 2)
     assert found.work.buffers.reduce == 5e8
     assert found.fullest.buffers == 2 * found.work.parameters_of(0)
