@@ -125,7 +125,7 @@ class Forecast:
 
 def forecast(work: Workload, node: Node, constants: Constants | None = None) -> Forecast:
     """Predict a step on as many of the nodes as its layout takes."""
-    constants = (constants or fitted()).model_copy(update=dict(node.measured))
+    constants = constants or fitted(node.measured)
     layout, gpu = work.layout, node.gpu
     stages = rank_memory.of_stages(work, gpu, constants)
     if node.is_cpu:
