@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
-from ds_configs.jsonfile import ConfigError
 from launch.console import numbers
 from launch.planning import forecast_command, hardware, workload
 from launch.planning.forecast import Forecast, forecast, speed
@@ -14,7 +13,6 @@ from launch.reports.entries import Entry
 from launch.reports.runs import Run
 from launch.runs.result import Result
 from modeling import cost
-from recipes.problems import ProblemsError
 from recipes.schema import Published, Recipe
 
 PUBLISHED = "published"
@@ -124,13 +122,14 @@ def _of_row(name: str, recipe: Recipe, published: Published) -> Line:
 
 def _planned(recipe: Recipe, published: Published) -> Forecast | None:
     """The row on its hardware as its system ran it; None where the catalogue or the planner has not both."""
-    if published.software is None or recipe.hardware is None or recipe.hardware.node is None:
+    named = recipe.hardware.node if recipe.hardware else None
+    if published.software is None or named in (None, hardware.THIS):  # a report measures nothing
         return None
     try:
         node = forecast_command.node_of(recipe, None)
         plan = forecast_command.planned(recipe, recipe.ds_config, node, None)
         return forecast(workload.as_run_by(workload.of_plan(plan), published.software), node)
-    except (ProblemsError, ConfigError):
+    except (ValueError, OSError):  # of a user's recipe, configuration or catalogue
         return None
 
 
