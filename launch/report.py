@@ -37,7 +37,8 @@ examples:
 A run is a directory with recipe.yaml, metrics.jsonl and, once it has ended, result.json; one that is still
 running is shown as unfinished. Tiny runs are marked. They get no ratio to published numbers, nor do runs that
 change the model, the sequence length, the batch, what is recomputed, tp, pp, dp or what ZeRO shards and
-offloads, nor emulated fp16. A † marks published rows that have errata.
+offloads, nor emulated fp16. A † marks published rows that have errata. Next to rows and runs stands what the
+planner predicts of them: of rows on the hardware that they name, of runs on the machine that they ran on.
 Writes report.md, report.csv and report.html (plots inside, no network, no scripts). A former report there is
 replaced; other files never. Long curves are drawn as means of neighbouring steps, at most 1000 points each.
 exit codes: 0 written; 1 written, but some file of a run or of a table could not be read (they are named);

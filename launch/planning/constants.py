@@ -40,9 +40,9 @@ class Constants(Strict):
 
 
 @functools.cache
-def fitted() -> Constants:
-    """Those of the file."""
-    return Constants.model_validate(document()["constants"])
+def fitted(measured: tuple[tuple[str, float], ...] = ()) -> Constants:
+    """Those of the file; `measured`: others by name, that a machine has in their place."""
+    return Constants.model_validate({**document()["constants"], **dict(measured)})
 
 
 @functools.cache

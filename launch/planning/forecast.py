@@ -125,9 +125,11 @@ class Forecast:
 
 def forecast(work: Workload, node: Node, constants: Constants | None = None) -> Forecast:
     """Predict a step on as many of the nodes as its layout takes."""
-    constants = constants or fitted()
+    constants = constants or fitted(node.measured)
     layout, gpu = work.layout, node.gpu
     stages = rank_memory.of_stages(work, gpu, constants)
+    if node.is_cpu:
+        stages = [rank_memory.resident(work, rank) for rank in stages]
     here = min(layout.world, node.gpus)
     host, nvme = (here * max(getattr(rank, place) for rank in stages) for place in ("host", "nvme"))
     time = step_time(work, node, constants) if work.precision in gpu.tflops else None

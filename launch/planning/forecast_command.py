@@ -40,6 +40,7 @@ def add_hardware(parser: argparse.ArgumentParser, add) -> None:  # type: ignore[
     known = ", ".join(hardware.names())
     node = f"{known}, this (measured once), or FILE.yaml:NODE of your own (default: the recipe's)"
     add("--hardware", metavar="NODE", help=node)
+    add("--remeasure", action="store_true", help="measure this machine again (with --hardware this)")
     add(
         "--nodes",
         type=arguments.whole(1, 10**5),
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     name, node = (
         catalog.full_name(args.recipe) + ("-tiny" if args.tiny else ""),
-        node_of(recipe, args.hardware),
+        node_of(recipe, args.hardware, remeasure=args.remeasure),
     )
     plan = planned(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
     work = workload.of_plan(plan)
@@ -76,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def node_of(recipe: Recipe, asked: str | None) -> hardware.Node:
+def node_of(recipe: Recipe, asked: str | None, *, remeasure: bool = False) -> hardware.Node:
     """The node that the user names, or the recipe's. Raises ProblemsError: neither is there."""
     named = asked or (recipe.hardware.node if recipe.hardware else None)
     if named == hardware.THIS:
-        return hardware.this()
+        return hardware.this(again=remeasure)
     if named is None:
         came, rule = "no --hardware, and the recipe names none", "a plan is for a kind of node"
         fix = f"--hardware {', '.join(hardware.names()[:6])}, … or this"

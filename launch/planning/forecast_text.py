@@ -47,7 +47,7 @@ def describe(found: Forecast, *, name: str, bill: Bill | None, width: int | None
     """A page: what runs where, memory by kind and stage, verdict, time by cause, the whole run, remarks."""
     work, node, layout = found.work, found.node, found.work.layout
     degrees = f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data parallel"
-    gpus = f"{counted(layout.world, 'GPU')} on {counted(found.nodes, 'node')}"
+    gpus = f"{counted(layout.world, _unit(found))} on {counted(found.nodes, 'node')}"
     kept = "sequence parallel, " * work.sequence_parallel + _recomputation(found)
     lines = [
         ("recipe", name),
@@ -61,7 +61,8 @@ def describe(found: Forecast, *, name: str, bill: Bill | None, width: int | None
     ]  # fmt: skip
     if bill:
         energy = "" if bill.kwh is None else f", about {_rounded(bill.kwh)} kWh at the boards' power limit"
-        cost = f"{_duration(bill.seconds)}, {_rounded(bill.gpu_hours)} GPU-hours{energy}"
+        hours = f"{_rounded(bill.gpu_hours)} {_unit(found)}-hours"
+        cost = f"{_duration(bill.seconds)}, {hours}{energy}"
         whole = f"{counted(bill.steps, 'step')}, {bill.tokens:,} tokens: {cost}"
         parts.append(aligned([("whole run", whole)], indent=2, width=width))
     parts += [wrapped(f"  ! {text}", width, hang=4) for text in map(remark_text, found.remarks)]
@@ -82,6 +83,11 @@ def _rounded(number: float) -> str:
 def remark_text(remark: Remark) -> str:
     """A remark as a sentence."""
     return REMARKS[remark.kind].format(**remark.values)
+
+
+def _unit(found: Forecast) -> str:
+    """What holds a rank's memory and computes for it."""
+    return "process" if found.node.is_cpu else "GPU"
 
 
 def _recomputation(found: Forecast) -> str:
@@ -111,19 +117,17 @@ def _memory(found: Forecast, width: int | None) -> str:
         groups.setdefault(tuple(rank.on_gpu.values()), []).append(rank.stage)
     shown = _columns(list(groups.values()))
     ranks = [found.stages[stages[0]] for stages in shown]
-    headings = ["GB per GPU", *(_stages(stages, len(found.stages)) for stages in shown)]
+    names = {**CATEGORIES, "context": "imported libraries"} if found.node.is_cpu else CATEGORIES
+    headings = [f"GB per {_unit(found)}", *(_stages(stages, len(found.stages)) for stages in shown)]
     rows = [
-        [CATEGORIES[key], *(f"{rank.on_gpu[key] / 1e9:.2f}" for rank in ranks)]
+        [names[key], *(f"{rank.on_gpu[key] / 1e9:.2f}" for rank in ranks)]
         for key in CATEGORIES
         if any(rank.on_gpu[key] for rank in ranks)
     ]
     rows.append(["sum", *(f"{rank.total / 1e9:.2f}" for rank in ranks)])
-    rows.append(
-        [
-            "torch would report cached",
-            *(f"{rank.cached(found.node.gpu.memory_bytes) / 1e9:.2f}" for rank in ranks),
-        ]
-    )
+    if not found.node.is_cpu:
+        cached = (f"{rank.cached(found.node.gpu.memory_bytes) / 1e9:.2f}" for rank in ranks)
+        rows.append(["torch would report cached", *cached])
     rows.append(["at its fullest in the", *(rank.moment for rank in ranks)])
     text = table(rows, headings, "l" + "r" * len(ranks), width)
     away = [("host memory", found.host), ("NVMe", found.nvme)]
@@ -169,7 +173,7 @@ def _time(found: Forecast, width: int | None) -> str:
     lines = [
         ("throughput", f"{rates.samples:,.4g} samples/s, {rates.tokens:,.0f} tokens/s"),
         (
-            "TFLOPS per GPU",
+            f"TFLOPS per {_unit(found)}",
             f"{rates.tflops:.4g} by the published formula, {rates.exact_tflops:.4g} by exact count",
         ),
         ("MFU", f"{rates.mfu:.1%} of {found.node.gpu.tflops[found.work.precision]:g} TFLOPS"),

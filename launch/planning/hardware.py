@@ -7,6 +7,7 @@ use its GPUs. Figures there are mappings {is: number, source: key of `sources`},
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,18 @@ from typing import Any
 import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
+from launch.console import terminal
+from launch.machine import rates
+from launch.machine.rates import Rates
 from recipes import files
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Strict
 
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 GIB = 2**30
+SHARED = "shared memory"  # what connects ranks that have no GPUs
+RATES = ("tflops", "reached_tflops", "attention_tflops")  # of a Gpu, by precision
+USUAL_WATTS = 300.0  # of a machine whose power limit nothing says
 THIS = "this"  # the machine that the planner runs on, as --hardware names it
 
 
@@ -27,6 +34,8 @@ class Gpu(Strict):
     """One accelerator, or all cores of a machine without any."""
 
     title: str
+    torch_names: list[str] = Field(default_factory=list)
+    """what torch.cuda.get_device_name says of it"""
     compute_capability: str | None = None
     memory_gib: PositiveFloat
     """as the driver reports it to torch"""
@@ -36,6 +45,10 @@ class Gpu(Strict):
     """bandwidth of its memory, 10^9 bytes per second"""
     tflops: dict[str, PositiveFloat]
     """peak rate of dense matrix products by precision; a precision that the GPU lacks is absent"""
+    reached_tflops: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """what a layer's products were measured to reach; empty: shares of the peak, fitted elsewhere"""
+    attention_tflops: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """what attention was measured to reach; empty: as other products"""
     matrix_share: float = Field(default=0.8, gt=0, le=1)
     """largest share of that peak that somebody measured on large matrices"""
     multiprocessors: PositiveInt
@@ -96,12 +109,14 @@ class Node:
 
     Attributes:
         kernel_seconds: of starting one kernel or operation; None: as GPUs need.
+        measured: constants of the planner, by name, that were measured on this machine.
     """
 
     name: str
     form: NodeForm
     gpu: Gpu
     kernel_seconds: float | None = None
+    measured: tuple[tuple[str, float], ...] = ()
 
     @property
     def gpus(self) -> int:
@@ -110,14 +125,14 @@ class Node:
     @property
     def is_cpu(self) -> bool:
         """Whether ranks share the host's cores and memory instead of having GPUs."""
-        return self.form.link.kind == "shared memory"
+        return self.form.link.kind == SHARED
 
     def shared_by(self, ranks: int) -> Node:
         """The machine as `ranks` ranks see it that share its cores, its memory and what they copy through."""
         gpu = self.gpu.model_copy(update={
             "memory_gib": self.gpu.memory_gib / ranks, "memory_gb_s": self.gpu.memory_gb_s / ranks,
-            "tflops": {name: rate / ranks for name, rate in self.gpu.tflops.items()},
             "watts": self.gpu.watts / ranks,
+            **{key: {name: rate / ranks for name, rate in getattr(self.gpu, key).items()} for key in RATES},
         })  # fmt: skip
         return replace(self, gpu=gpu, form=self.form.model_copy(update={"gpus": ranks}))
 
@@ -136,9 +151,69 @@ def find(name: str) -> Node:
     return _node(name, known["nodes"], known["gpus"], "of the catalogue (launch/planning/hardware.yaml)")
 
 
-def this() -> Node:
-    """The machine that the planner runs on, measured once. Raises ProblemsError."""
-    raise ProblemsError([Problem("--hardware", "this", "is not measured yet", "")])
+def this(*, again: bool = False, measure: bool = True) -> Node:
+    """The machine that the planner runs on, measured once, or `again`.
+
+    Raises ProblemsError: not measured, and not to `measure`.
+    """
+    found = None if again else rates.cached()
+    if found is None and not measure:
+        fix = "python launch/plan.py --recipe default/sotu --hardware this measures it once"
+        raise ProblemsError([Problem("--hardware", "this machine", "it is not measured", fix)])
+    if found is None:
+        line = "measuring this machine, once: matrix products, memory, copies, a collective, an empty process"
+        terminal.say(line, sys.stderr)
+        from launch.machine import measuring  # with torch
+
+        found = measuring.measured()
+    return of_rates(found)
+
+
+def of_rates(found: Rates) -> Node:
+    """The node of a machine that was measured."""
+    cpu = found.accelerators == 0
+    key = gpu_named(found.accelerator)
+    known = Gpu.model_validate(catalogue()["gpus"][key]) if key else None
+    peaks = known.tflops if known else found.tflops
+    # Largest measured rate of large products, where a peak is published.
+    reached = [found.tflops[name] / peaks[name] for name in peaks.keys() & found.tflops.keys() if known]
+    gpu = Gpu(
+        title=found.accelerator, memory_gib=found.memory_bytes / GIB, context_gib=found.context_bytes / GIB,
+        memory_gb_s=found.memory_gb_s, tflops=peaks, matrix_share=min(1.0, max(reached, default=1.0)),
+        multiprocessors=found.multiprocessors, reached_tflops=found.layer_tflops if cpu else {},
+        attention_tflops=found.attention_tflops if cpu else {},
+        watts=found.watts or (known.watts if known else USUAL_WATTS),
+    )  # fmt: skip
+    host = Host(memory_gb=found.host_bytes / 1e9, memory_gb_s=found.host_gb_s, cores=found.cores)
+    form = NodeForm(
+        title="this machine", gpu=found.accelerator, gpus=found.accelerators or 1,
+        link=Link(kind=SHARED if cpu else "measured copy", gb_s=found.link_gb_s), pcie_gb_s=found.copy_gb_s,
+        host=host,
+    )  # fmt: skip
+    return Node(THIS, form, gpu, found.start_us * 1e-6, _own_constants(found) if cpu else ())
+
+
+def _own_constants(found: Rates) -> tuple[tuple[str, float], ...]:
+    """What a CPU has in the place of constants that were fitted on GPUs.
+
+    `traffic` is chosen so that what a layer does between its products takes what it was measured to take.
+    The link was measured by a collective, and no allocator keeps what nothing uses.
+    """
+    own = {"traffic": found.memory_gb_s / found.layer_gb_s, "link": 1.0, "fragmentation": 0.0, "idle": 0.0}
+    return tuple(own.items())
+
+
+def gpu_named(name: str) -> str | None:
+    """The key of the catalogue's GPU that torch calls so; None: there is none."""
+    return next((key for key, gpu in catalogue()["gpus"].items() if name in gpu.get("torch_names", ())), None)
+
+
+def recognised(accelerator: str, count: int) -> Node | None:
+    """The catalogue's node with so many of the GPUs that torch calls so, or else a larger one; None: none."""
+    gpu = gpu_named(accelerator)
+    nodes = [find(name) for name, form in catalogue()["nodes"].items() if form["gpu"] == gpu]
+    large = [node for node in nodes if node.gpus >= count]
+    return min(large, key=lambda node: node.gpus, default=None)
 
 
 def names() -> list[str]:

@@ -71,6 +71,16 @@ def of_stages(work: Workload, gpu: Gpu, constants: Constants) -> list[RankMemory
     return [of_stage(work, stage, gpu, constants) for stage in range(work.layout.pp)]
 
 
+def resident(work: Workload, rank: RankMemory) -> RankMemory:
+    """The same on a machine without GPUs, where memory is what a process has written to.
+
+    What is offloaded lies in that memory too, and of a reduction's bucket the gradients that are there.
+    """
+    written = work.width * work.parameters_of(rank.stage) * (2 if work.zero_stage == 3 else 1)
+    optimizer = rank.optimizer + rank.host
+    return replace(rank, optimizer=optimizer, buffers=min(rank.buffers, written), host=0.0)
+
+
 def fullest(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
     """That of the stage with the fullest GPUs; without building those between the ends one by one."""
     pp = work.layout.pp

@@ -79,8 +79,8 @@ SYSTEMS = {
     system.name: system
     for system in (
         # modeling/transformer.py: torch's scaled_dot_product_attention, F.gelu, sums and dropout one by one;
-        # the loss holds fp32 log-probabilities and two fp32 gradients: 12.0 bytes per logit, as torch's profiler
-        # measured on a CPU in bf16 and in fp32.
+        # the loss holds fp32 log-probabilities and two fp32 gradients: 12.0 bytes per logit, as torch's
+        # profiler measured on a CPU in bf16 and in fp32.
         Software(
             "megarecipes", Passes(whole=18, cut=24, scores=0, kernels=34), logit_bytes=12,
             predicts_everywhere=False, cuts_boundaries=True, dropout_bytes=9,

@@ -7,7 +7,7 @@ micro-batches of a step, v chunks of layers per stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from launch.planning.constants import Constants
@@ -88,6 +88,8 @@ class Machine:
         sums.
         """
         gpu, width = self.node.gpu, 4 if precision == "fp32" else 2
+        if reached := gpu.reached_tflops.get(precision):  # of cores, which have no waves of tiles
+            return product.operations / (reached * 1e12)
         rate = gpu.tflops[precision] * 1e12 * gpu.matrix_share * self.constants.matrix
         tiles = math.ceil(product.m / TILE) * math.ceil(product.n / TILE) * product.times
         waves = tiles / gpu.multiprocessors
@@ -226,10 +228,17 @@ class Passes:
             work.model, work.tokens, work.sequence_length, work.layout.tp, window
         )
         causal = work.model.family == "gpt2" and window is None and not work.software.keeps_scores
-        return (0.5 if causal else 1.0) * self._products(square)
+        return (0.5 if causal else 1.0) * self._attention(square)
 
     def _products(self, products: Iterable[cost.Product]) -> float:
         return sum(self.machine.product_seconds(product, self.work.precision) for product in products)
+
+    def _attention(self, square: Sequence[cost.Product]) -> float:
+        """Seconds of scores and values, by what attention was measured to reach where it was."""
+        reached = self.machine.node.gpu.attention_tflops.get(self.work.precision)
+        if reached is None:
+            return self._products(square)
+        return sum(product.operations for product in square) / (reached * 1e12)
 
     def _between(self) -> float:
         """Seconds of a layer's forward pass besides matrix products: bytes over the memory's bandwidth."""
@@ -247,7 +256,8 @@ class Passes:
         predictions = None if self.work.software.predicts_everywhere else self.work.predictions
         positions = self.work.sequence_length if predictions is None else predictions
         logits = self.work.layout.micro * positions * self.work.padded_vocab / self.work.layout.tp
-        return 32 * logits / (self.machine.node.gpu.memory_gb_s * 1e9)
+        moved = self.machine.constants.traffic * 32 * logits
+        return moved / (self.machine.node.gpu.memory_gb_s * 1e9)
 
     def _tensor(self) -> float:
         """Seconds of a layer's all-reduces: two forward, two backward, two recomputed.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Mapping
 from typing import Any
 
+from launch.reports.beside import PUBLISHED as PUBLISHED_LINE
+from launch.reports.beside import Line, label_of
 from launch.reports.document import Document
 from launch.reports.entries import MEASURED, RATIO_NAMES, Entry
 
@@ -13,6 +16,8 @@ PUBLISHED = (
     *("size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb"),
     *("weak_scaling_percent", "peak_percent", "tflops_by", "validation_loss", "oom"),
 )
+# Of a line of launch/reports/beside.py, next to what was published, and to what was measured.
+BESIDE = ("predicted_s", "mfu", "predicted_mfu", "left", "predicted_left", "normalised", "scaling")
 COLUMNS = (
     *("table", "recipe", "published_columns", "published_row"),
     *(f"published_{key}" for key in PUBLISHED),
@@ -21,6 +26,8 @@ COLUMNS = (
     *("parameters_summed_over_tp_ranks", "train_loss"),
     *(f"ratio_{key}" for key in RATIO_NAMES),
     *("no_ratio", "hardware", "precision", "ds_config", "deviations"),
+    *(f"published_{key}" for key in BESIDE),
+    *BESIDE,
 )
 
 
@@ -31,7 +38,9 @@ def write(document: Document) -> str:
     writer.writeheader()
     for section in document.sections:
         table = {"table": section.table.name, "published_columns": " | ".join(section.table.columns)}
-        writer.writerows({**table, **_cells(entry)} for entry in section.entries)
+        besides = {(line.name, line.label): line for line in section.beside}
+        for entry in section.entries:
+            writer.writerow({**table, **_cells(entry), **_beside(entry, besides)})
     return buffer.getvalue()
 
 
@@ -62,3 +71,12 @@ def _cells(entry: Entry) -> dict[str, Any]:
         "ds_config": result.ds_config,
         "deviations": "; ".join(map(str, entry.deviations)),
     }
+
+
+def _beside(entry: Entry, lines: Mapping[tuple[str, str], Line]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    labels = [("published_", PUBLISHED_LINE), *([("", label_of(entry.run))] if entry.run else [])]
+    for prefix, label in labels:
+        if line := lines.get((entry.row.full_name, label)):
+            found |= {f"{prefix}{key}": getattr(line, key) for key in BESIDE}
+    return found

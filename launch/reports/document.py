@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from launch.reports import figures
+from launch.reports.beside import Line, lines_of
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
 from launch.reports.drawing import Figure
 from launch.reports.entries import Column, Entry, Scale, entries_of, measured_columns
@@ -35,6 +36,7 @@ class Section:
 
     Attributes:
         columns: measured ones, none where nothing was run.
+        beside: rows and runs next to what is predicted of them; empty: nothing is known of any.
         common: what all rows say of themselves; remarks: what each says besides that.
     """
 
@@ -44,6 +46,7 @@ class Section:
     common: Remarks
     remarks: list[tuple[Row, Remarks]]
     figures: list[Figure]
+    beside: list[Line]
 
     @property
     def anchor(self) -> str:
@@ -109,7 +112,10 @@ def assemble(
         ran = [entry.run for entry in entries if entry.run]
         drawn = figures.throughput(entries)
         drawn += figures.losses(ran) if comparison is None else []  # the comparison draws them, too
-        return Section(table, entries, measured_columns(table, ran), *split_remarks(table.rows), drawn)
+        lines = lines_of(entries)
+        beside = lines if any(line.known for line in lines) else []
+        columns = measured_columns(table, ran)
+        return Section(table, entries, columns, *split_remarks(table.rows), drawn, beside)
 
     sections, strangers = [], []
     for name in names:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from launch.reports.beside import EXPLAINED, HEADINGS
 from launch.reports.comparison import Comparison
 from launch.reports.document import Document, Section
 from launch.reports.entries import Entry, Scale
@@ -63,6 +64,9 @@ def _section(section: Section) -> list[str]:
     if section.with_errata:
         marked = "The source contradicts itself or what it names: see the row's footnote (*erratum*)."
         blocks.append(f"{DAGGER} {marked}")
+    if section.beside:
+        lines = ([*map(text, line.cells)] for line in section.beside)
+        blocks += ["**Predicted beside published and measured**", EXPLAINED, table(HEADINGS, lines)]
     if section.runs:
         blocks.append("**Deviations of the runs**")
     for entry in section.entries:

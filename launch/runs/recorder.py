@@ -35,6 +35,7 @@ from launch.runs.metrics import (
     finite,
     finite_parts,
 )
+from launch.runs.prediction import predicted
 from launch.runs.result import Entropies, Result, hardware_of, make_result, write_result
 from launch.runs.result_text import result_text
 from launch.runs.throughput import Throughput
@@ -169,7 +170,7 @@ class Recorder(Silence):
         self._band_kernel = band_kernel
         self._entropies = Entropies(corpus_facts.uniform_entropy, corpus_facts.unigram_entropy)
         self._stream = (stream or sys.stdout) if progress else None
-        self._throughput = Throughput(plan)
+        self._throughput, self._predicted = Throughput(plan), predicted(plan, described)
         self._memory_kind = peak_memory().kind
         self._step = start_step
         self._drawn: int | None = None  # records in loss.png
@@ -321,7 +322,7 @@ class Recorder(Silence):
         result = make_result(
             self._plan, records, name=self._name, described=self._described, original=self._original,
             entropies=self._entropies, **memory, tiny=self._tiny, emulated_fp16=self._emulated, status=status,
-            reason=because, band_kernel=self._band_kernel, sample=sample,
+            reason=because, band_kernel=self._band_kernel, sample=sample, predicted=self._predicted,
         )  # fmt: skip
         # Before the plot: where another rank has failed, this one is soon ended.
         with self._going_on(self.directory.result_json):

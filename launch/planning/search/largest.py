@@ -74,7 +74,7 @@ def largest(setting: Setting, constants: Constants | None = None) -> list[Larges
     degrees = [(way, 1) for way in WAYS if way.offload is None]
     if setting.node.gpus > 1:
         degrees.append((WAYS[1], setting.node.gpus))
-    constants = constants or fitted()
+    constants = constants or fitted(setting.node.measured)
     return [
         _largest(setting, way, tp, recomputed, constants)
         for way, tp in degrees

@@ -121,7 +121,7 @@ class Answer:
 
 def search(question: Question, constants: Constants | None = None) -> Answer:
     """Predict every layout's memory, and the time of those that fit. Raises ProblemsError: there is none."""
-    constants, excluded = constants or fitted(), Excluded()
+    constants, excluded = constants or fitted(question.node.measured), Excluded()
     found = candidates.degrees(question, excluded)
     if not found:
         raise ProblemsError([_no_layout(question, excluded)])

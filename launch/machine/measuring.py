@@ -1,0 +1,258 @@
+"""Measures how fast this machine is: products, memory, copies, a collective, starting an operation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from launch.machine.memory import host_memory
+from launch.machine.rates import Rates, cores, keep
+
+LARGE = {"cpu": 2048, "cuda": 8192}  # rows and columns of large products
+# Tokens and hidden size of a layer that stands for those that such a machine trains.
+LAYER = {"cpu": (1024, 512), "cuda": (8192, 2048)}
+STREAM_BYTES = {"cpu": 2**27, "cuda": 2**31}  # larger than caches
+LINK_ELEMENTS = 2**21  # of an all-reduce: about a layer's activations or gradients on such a machine
+STARTS = 300
+# Of each, at least so many, and for so many seconds. The fastest counts: what is kept is to be the machine's,
+# not that of what else ran meanwhile.
+REPEATS, REPEAT_S = 5, 0.4
+# What a training process has imported, and done, before its first tensor.
+BEFORE = """import resource, torch, torch._dynamo, torch.utils.tensorboard, deepspeed, matplotlib.pyplot
+from transformers import PreTrainedTokenizerFast
+torch.ones(1024, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"""
+GIB = 2**30
+
+
+def measured() -> Rates:
+    """Measure this machine, which takes seconds, and keep that."""
+    rates = _of_gpu() if _has_gpu() else _of_cpu()
+    keep(rates)
+    return rates
+
+
+def _has_gpu() -> bool:
+    return os.environ.get("DS_ACCELERATOR") != "cpu" and bool(torch.cuda.is_available())
+
+
+def _of_cpu() -> Rates:
+    # First: processes are forked while torch has no threads yet.
+    link = _gloo_gb_s()
+    context = _context_bytes()
+    precisions = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported():  # else emulated
+        precisions["fp16"] = torch.float16
+    together = _stream_gb_s("cpu")
+    threads, count = torch.get_num_threads(), cores()
+    torch.set_num_threads(1)
+    try:
+        large, layers, attention = (
+            {name: count * of("cpu", kind) for name, kind in precisions.items()}
+            for of in (_large_tflops, _layer_tflops, _attention_tflops)
+        )
+        between, start = count * _layer_gb_s("cpu", torch.bfloat16), _start_us("cpu")
+        stream = max(together, _stream_gb_s("cpu"))  # one core alone can fill a narrow memory
+    finally:
+        torch.set_num_threads(threads)
+    return Rates(
+        accelerator="cpu", accelerators=0, cores=count, layer_tflops=layers, attention_tflops=attention,
+        # Large products need not be the fastest where caches hold small ones.
+        tflops={name: max(large[name], layers[name]) for name in precisions}, memory_gb_s=stream,
+        layer_gb_s=between, host_gb_s=stream, copy_gb_s=stream / 2, link_gb_s=link, start_us=start,
+        memory_bytes=host_memory(), host_bytes=host_memory(), context_bytes=context,
+    )  # fmt: skip
+
+
+def _of_gpu() -> Rates:
+    facts, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
+    torch.zeros(1, device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    context = total - free - torch.cuda.memory_reserved()  # with what other processes hold, if there are any
+    precisions = {"fp32": torch.float32, "fp16": torch.float16}
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        precisions["bf16"] = torch.bfloat16
+    large, layers, attention = (
+        {name: of("cuda", kind) for name, kind in precisions.items()}
+        for of in (_large_tflops, _layer_tflops, _attention_tflops)
+    )
+    return Rates(
+        accelerator=torch.cuda.get_device_name(0), accelerators=count, cores=cores(), tflops=large,
+        layer_tflops=layers, attention_tflops=attention,
+        memory_gb_s=_stream_gb_s("cuda"), layer_gb_s=_layer_gb_s("cuda", torch.float16),
+        host_gb_s=_stream_gb_s("cpu"), copy_gb_s=_pinned_gb_s(),
+        link_gb_s=_peer_gb_s() if count > 1 else None, start_us=_start_us("cuda"),
+        memory_bytes=facts.total_memory, host_bytes=host_memory(), context_bytes=context,
+        multiprocessors=facts.multi_processor_count, watts=_board_watts(),
+    )  # fmt: skip
+
+
+def _seconds(work: Callable[[], object], device: str = "cpu") -> float:
+    """The fastest of several, after one that allocates and compiles."""
+    found: list[float] = []
+    while len(found) <= REPEATS or sum(found) < REPEAT_S:
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
+
+
+def _large_tflops(device: str, kind: torch.dtype) -> float:
+    size = LARGE[device]
+    one, other = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: one @ other, device) / 1e12
+
+
+def _layer_tflops(device: str, kind: torch.dtype) -> float:
+    """The four products of a transformer layer's weights, with those for both gradients: 72 T h^2."""
+    tokens, hidden = LAYER[device]
+    linear = torch.nn.functional.linear
+    sizes = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
+    weights = [torch.randn(n, k, device=device).to(kind).requires_grad_() for k, n in sizes]
+    streams = [torch.randn(tokens, k, device=device).to(kind).requires_grad_() for k, _ in sizes]
+    given = [torch.randn(tokens, n, device=device).to(kind) for _, n in sizes]
+
+    def work() -> None:
+        outputs = [linear(stream, weight) for stream, weight in zip(streams, weights, strict=True)]
+        torch.autograd.grad(outputs, [*streams, *weights], given)
+
+    return 72 * tokens * hidden**2 / _seconds(work, device) / 1e12
+
+
+def _attention_tflops(device: str, kind: torch.dtype) -> float:
+    """Two products forward and five backward, of heads of 64 numbers and sequences of 256 tokens."""
+    tokens, hidden = LAYER[device]
+    sequence, head = 256, 64
+    shape = (tokens // sequence, hidden // head, sequence, head)
+    given = torch.randn(shape, device=device).to(kind)
+    query, key, value = (torch.randn(shape, device=device).to(kind).requires_grad_() for _ in range(3))
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def work() -> None:
+        torch.autograd.grad(attention(query, key, value, is_causal=True), (query, key, value), given)
+
+    return 7 * tokens * sequence * hidden / _seconds(work, device) / 1e12
+
+
+def _layer_gb_s(device: str, kind: torch.dtype) -> float:
+    """Norm, residual sum, and GELU over 4 h, forward and backward; as many bytes thrice: 13 w T h each."""
+    tokens, hidden = LAYER[device]
+    functional = torch.nn.functional
+    narrow, wide = (torch.randn(tokens, n, device=device).to(kind) for n in (hidden, 4 * hidden))
+    given = (narrow.clone(), wide.clone())
+    narrow.requires_grad_(), wide.requires_grad_()
+
+    def work() -> None:
+        summed = narrow + functional.layer_norm(narrow, (hidden,))
+        torch.autograd.grad((summed, functional.gelu(wide, approximate="tanh")), (narrow, wide), given)
+
+    moved = 3 * 13 * tokens * hidden * narrow.element_size()
+    return float(moved / _seconds(work, device) / 1e9)
+
+
+def _stream_gb_s(device: str) -> float:
+    source = torch.ones(STREAM_BYTES[device] // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * STREAM_BYTES[device] / _seconds(lambda: target.copy_(source), device) / 1e9
+
+
+def _pinned_gb_s() -> float:
+    host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    board = torch.empty_like(host, device="cuda")
+    ways = (lambda: board.copy_(host, non_blocking=True), lambda: host.copy_(board, non_blocking=True))
+    return min(2**28 / _seconds(way, "cuda") / 1e9 for way in ways)
+
+
+def _peer_gb_s() -> float:
+    source = torch.empty(2**28, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty_like(source, device="cuda:1")
+    return 2**28 / _seconds(lambda: target.copy_(source), "cuda") / 1e9
+
+
+def _start_us(device: str) -> float:
+    """Of operations on a few numbers, forward and backward, which is as much as three of them."""
+    few = torch.ones(8, device=device, requires_grad=True)
+
+    def work() -> None:
+        value = few
+        for _ in range(STARTS):
+            value = value * few
+        value.sum().backward()
+
+    return _seconds(work, device) / (3 * STARTS) * 1e6
+
+
+def _gloo_gb_s() -> float | None:
+    """Bytes per second on the bus of an all-reduce between two processes; None: they cannot be forked."""
+    if not hasattr(os, "fork") or cores() < 2:
+        return None
+    folder = tempfile.mkdtemp()
+    children: list[int] = []
+    for rank in range(2):
+        if not (child := os.fork()):
+            _reduce(rank, folder)
+        children.append(child)
+    try:
+        ends = [os.waitpid(child, 0)[1] for child in children]
+        if any(ends):
+            return None
+        return 2 * LINK_ELEMENTS / float(Path(folder, "seconds").read_text()) / 1e9
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reduce(rank: int, folder: str) -> NoReturn:
+    """The forked process of a rank; it ends here. All-reduces of two bytes per number, as in training."""
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        meet, most = f"file://{folder}/meet", timedelta(seconds=30)
+        torch.distributed.init_process_group("gloo", meet, rank=rank, world_size=2, timeout=most)
+        values = torch.ones(LINK_ELEMENTS, dtype=torch.bfloat16)
+        seconds = _rounds(lambda: torch.distributed.all_reduce(values))
+        if rank == 0:
+            Path(folder, "seconds").write_text(str(seconds))
+        torch.distributed.barrier()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _rounds(work: Callable[[], object]) -> float:
+    """The fastest of as many as every rank makes."""
+    found = []
+    for _ in range(2 * REPEATS):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def _context_bytes() -> float:
+    """The largest resident set of a process that has imported the libraries and does nothing."""
+    done = subprocess.run([sys.executable, "-c", BEFORE], capture_output=True, text=True, timeout=300)
+    lines = done.stdout.split()
+    if done.returncode or not lines:
+        return 0.5 * GIB
+    return float(lines[-1]) * (1 if sys.platform == "darwin" else 1024)
+
+
+def _board_watts() -> float | None:
+    command = ["nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader,nounits", "--id=0"]
+    with contextlib.suppress(OSError, ValueError, IndexError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return float(done.stdout.split()[0])
+    return None

@@ -1,0 +1,102 @@
+"""How fast this machine is, as it was measured once (launch/machine/measuring.py) and kept in the cache.
+
+Nothing here imports torch: the planner reads what is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from data.cache import default_directory
+from data.durable_files import write_atomically
+from launch.machine.description import cpu_model
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured. Operations and bytes per second are of all cores, or of one GPU.
+
+    Those of cores are one core's times their number, but for memory, which they share: ranks that compute
+    have a core each, and threads that wait for each other measure what else runs.
+
+    Attributes:
+        accelerator: its name as torch has it, or "cpu".
+        tflops: 10^12 operations/s of the fastest products, by precision.
+        layer_tflops: the same of a layer's products, forward and backward; empty: not measured.
+        attention_tflops: the same of causal attention, whose masked half is not counted.
+        memory_gb_s: of a stream copy, reading and writing, 10^9 bytes/s.
+        layer_gb_s: of what a layer does between products, each operand read and written once.
+        host_gb_s: of the host's memory.
+        copy_gb_s: between host and accelerator, pinned, the slower way.
+        link_gb_s: on the bus of an all-reduce of two processes, or of a copy between two GPUs; None: one GPU.
+        start_us: microseconds to start an operation.
+        memory_bytes: of the accelerator, or what processes may use.
+        context_bytes: of a process before its first tensor.
+        watts: the board's power limit; None: nothing says it.
+    """
+
+    accelerator: str
+    accelerators: int
+    cores: int
+    tflops: dict[str, float]
+    layer_tflops: dict[str, float]
+    attention_tflops: dict[str, float]
+    memory_gb_s: float
+    layer_gb_s: float
+    host_gb_s: float
+    copy_gb_s: float
+    link_gb_s: float | None
+    start_us: float
+    memory_bytes: float
+    host_bytes: float
+    context_bytes: float
+    multiprocessors: int = 1
+    watts: float | None = None
+
+
+def cached() -> Rates | None:
+    """What was measured on this machine with this torch; None: nothing, or nothing that can be read."""
+    try:
+        values = json.loads(place().read_text(encoding="utf-8"))
+        return Rates(**values["rates"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def keep(rates: Rates) -> None:
+    """For `cached`, where the cache can be written."""
+    with contextlib.suppress(OSError):
+        place().parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place(), json.dumps({"machine": machine(), "rates": asdict(rates)}, indent=2) + "\n")
+
+
+def place() -> Path:
+    """The file of this machine in the cache."""
+    digest = sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()[:16]
+    return default_directory() / "rates" / f"{digest}.json"
+
+
+def machine() -> dict[str, Any]:
+    """What the rates belong to, found without torch: the same in a command and in what a launcher starts."""
+    gpus = sorted(path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        gpus = []
+    names = [line for text in gpus for line in text.splitlines() if line.startswith("Model")]
+    version = None
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        version = metadata.version("torch")
+    facts = {"host": socket.gethostname(), "cpu": cpu_model(), "cores": cores(), "torch": version}
+    return {**facts, "gpus": names}
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,126 @@
+"""Predicted stands beside published and measured, and what is not known is said to be so."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from reported import MACHINE, Page, make_run, write_tables
+
+from launch import report
+from launch.machine import measuring
+from launch.planning import forecast_command, hardware, workload
+from launch.planning.forecast import forecast
+from launch.reports import beside
+from launch.reports.entries import entries_of
+from launch.reports.tables import Tables
+from launch.runs.prediction import Predicted
+from launch.runs.result import read_result, write_result
+from recipes import catalog
+
+GPU = {**MACHINE, "accelerator": "Abacus GPU", "accelerators": 8, "accelerator_memory_gb": 4.0}
+HEADING = "Predicted beside published and measured"
+
+
+def lines(table, runs=()):
+    tables = Tables()
+    return {
+        line.name.rpartition("/")[2]: line for line in beside.lines_of(entries_of(tables.get(table), runs))
+    }
+
+
+def test_a_row_is_predicted_on_its_hardware_as_its_system_ran_it():
+    row = "dgx2_gpt2_model_parallel/72x3072-h32-tp8"
+    line = lines("dgx2_gpt2_model_parallel")["72x3072-h32-tp8"]
+    recipe, node = catalog.load(row), hardware.find("dgx2")
+    work = workload.of_plan(forecast_command.planned(recipe, recipe.ds_config, node, None))
+    theirs = forecast(workload.as_run_by(work, recipe.published.software), node)
+    assert line.predicted_s == theirs.time.total and line.seconds == recipe.published.time_per_iteration_s
+    assert line.mfu == pytest.approx(theirs.speed.mfu * line.predicted_s / line.seconds)
+    cached = recipe.published.cached_gb * 2**30
+    assert line.left == pytest.approx(1 - cached / node.gpu.memory_bytes)
+
+
+def test_normalised_throughput_is_that_of_the_document():
+    """Its table "normalized" takes 54x1920 and 72x3072 relative to 24x1024: 1.248780533 and 1.057068097."""
+    found = lines("dgx2_gpt2_model_parallel")
+    relative = found["72x3072-h32-tp8"].normalised / found["54x1920-h20-tp2"].normalised
+    assert relative == pytest.approx(1.057068097 / 1.248780533, rel=0.01)  # it counts parameters otherwise
+    assert found["54x1920-h20-tp2"].normalised == 1
+
+
+def test_weak_scaling_is_the_rate_per_gpu_relative_to_the_fewest_gpus():
+    found = lines("a100_blog_table4")
+    assert [f"{line.scaling:.3f}" for line in found.values()] == [
+        f"{rate / 111:.3f}" for rate in (111, 103, 97, 85)
+    ]
+    assert all(line.normalised is None for line in found.values())  # no two have as many GPUs
+
+
+def test_a_row_that_ran_out_of_memory_is_said_to_have():
+    found = beside.lines_of(entries_of(Tables().get("dgx2_gpt2_data_parallel"), []))
+    oom = [line for line in found if line.oom]
+    assert oom and all(line.cells[2] == "OOM" and line.cells[7] == "OOM" for line in oom)
+
+
+def test_what_is_not_known_is_said(tmp_path):
+    tables = Tables(write_tables(tmp_path))
+    (line,) = beside.lines_of(entries_of(tables.get("quiet"), []))
+    assert line.cells[2:] == ("0.04808", "not predicted", "", "not published", "not predicted",
+                              "not published", "not predicted", "", "")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Three runs: on 1 and 2 GPUs of one machine, and a tiny one; the first with a prediction."""
+    root = tmp_path_factory.mktemp("beside")
+    tables, runs, out = write_tables(tmp_path_factory.mktemp("recipes")), root / "runs", root / "out"
+    said = Predicted("this", 0.25, 1e9, 0.4, 4e9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "measured", lambda: pytest.fail("a report measures nothing"))
+        make_run(runs / "one", tables, "widgets/fast", environment=GPU)
+        result = read_result(runs / "one" / "result.json")
+        write_result(runs / "one" / "result.json", replace(result, predicted=said))
+        make_run(runs / "bare", tables, "widgets/fast", environment=GPU)
+        make_run(runs / "small", tables, "widgets/fast", environment=GPU, tiny=True)
+        code = report.main([str(runs), "--out", str(out)], tables)
+    texts = {name: (out / f"report.{name}").read_text(encoding="utf-8") for name in ("md", "csv", "html")}
+    return SimpleNamespace(code=code, records=list(csv.DictReader(io.StringIO(texts["csv"]))), **texts)
+
+
+def test_a_run_stands_next_to_its_prediction_in_every_form(made):
+    page = Page()
+    page.feed(made.html)
+    cells = ["one", "0.5", "0.25", "0.50", "20.0%", "40.0%", "75.0%", "75.0%"]
+    rows = [row for table in page.tables for row in table]
+    assert made.code == 0
+    assert cells in [row[1:9] for row in rows]
+    assert f"| {' | '.join(cells)} |" in made.md and f"**{HEADING}**" in made.md
+    record = next(record for record in made.records if record["run"].endswith("/one"))
+    numbers = {key: float(record[key]) for key in ("predicted_s", "mfu", "left", "predicted_left")}
+    assert numbers == {"predicted_s": 0.25, "mfu": 0.2, "left": 0.75, "predicted_left": 0.75}
+
+
+def test_a_run_without_a_prediction_says_so(made):
+    line = next(line for line in made.md.splitlines() if "| bare | 0.5 |" in line)
+    assert line.count("not predicted") == 3 and line.count("not measured") == 2
+    record = next(record for record in made.records if record["run"].endswith("/bare"))
+    assert record["predicted_s"] == record["mfu"] == ""
+
+
+def test_a_tiny_run_is_compared_with_none(made):
+    assert not any(record["normalised"] for record in made.records)  # its model is the only other one
+
+
+def test_runs_are_compared_on_one_machine_and_tiny_ones_with_none():
+    base = beside.Line("t/a", "a", where="run on x", gpus=1, parameters=10, samples_per_s=8.0, tflops=4.0)
+    others = [replace(base, name="t/b", gpus=4, samples_per_s=28.0, tflops=3.5),
+              replace(base, name="t/c", parameters=40, samples_per_s=3.0),
+              replace(base, name="t/d", where="", tflops=1.0),
+              replace(base, name="t/e", where="run on y", gpus=8)]  # fmt: skip
+    found = list(beside._compared([base, *others]))
+    assert [line.scaling for line in found] == [1.0, 0.875, 1.0, None, None]
+    assert [line.normalised for line in found] == [1.0, None, 1.5, None, None]
