@@ -263,16 +263,18 @@ def check_shared(job: Job, meeting: Meeting) -> None:
 def show_plan(job: Job) -> None:
     from launch.machine import description
     from launch.planning.plan_text import describe_plan
-    from launch.planning.resolved_plans import assumed_machine
+    from launch.planning.resolved_plans import assumed_machine, assumes_gpus
     from launch.training.build_model import band_kernel
 
     if processes.rank() == 0:
-        hardware, kernel = description.summary(description.describe()), band_kernel(job.plan)
+        described, kernel = description.describe(), band_kernel(job.plan)
+        hardware, elsewhere = description.summary(described), assumes_gpus(job.plan)
         if job.plan.layout.world != processes.world_size():
             hardware = assumed_machine(job.plan, hardware)
         how = describe_plan(
             job.plan, name=job.name, hardware=hardware, run_directory=job.directory, band_kernel=kernel,
-            started=processes.world_size(), width=terminal.columns(),
+            started=processes.world_size(), gpus=elsewhere or described["accelerators"] > 0,
+            width=terminal.columns(),
         )  # fmt: skip
         print(how)
 

@@ -251,7 +251,8 @@ def ranks_here(plan: Plan, memory: Memory, hosts: Hosts | None) -> int:
 
 def fits(plan: Plan, memory: Memory, hosts: Hosts | None) -> Check:
     """The planner's memory of this machine's processes against what it has."""
-    rank, ranks = memory_fit.needs(plan), ranks_here(plan, memory, hosts)
+    ranks = ranks_here(plan, memory, hosts)
+    rank = memory_fit.needs(plan, gpus=memory.gpus > 0)
     host = rank.host * ranks if memory.gpus else (rank.total + rank.host) * ranks
     rooms = [(host, memory.host_bytes, "of the host")]
     if memory.gpus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
@@ -16,13 +17,19 @@ from recipes.plural import counted
 from recipes.schema import Recipe
 
 USUAL = "a100-80x8"  # node whose CUDA context stands for that of a GPU that nothing is said of
+# Bytes of a process that has imported torch and DeepSpeed without CUDA, measured by `plan.py --hardware this`.
+IMPORTED = 0.4e9
 
 
-def needs(plan: Plan) -> rank_memory.RankMemory:
-    """Memory of a rank of the fullest pipeline stage, on the recipe's hardware where it names some."""
-    own = plan.recipe.hardware
+def needs(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
+    """Memory of a rank of the fullest pipeline stage, on the recipe's hardware where it names some.
+
+    Without `gpus` all of it is the host's, and counts as far as a process has written to it.
+    """
+    own, work = plan.recipe.hardware, workload.of_plan(plan)
     node = hardware.find(own.node if own and own.node else USUAL)
-    return rank_memory.fullest(workload.of_plan(plan), node.gpu, fitted())
+    rank = rank_memory.fullest(work, node.gpu, fitted())
+    return rank if gpus else replace(rank_memory.resident(work, rank), context=IMPORTED, fragmentation=0.0)
 
 
 def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
@@ -74,14 +81,14 @@ def _fits(plan: Plan, memory: Memory) -> bool:
 
 def _needed(plan: Plan, memory: Memory) -> tuple[float, ...]:
     """Bytes on a GPU and in the host's memory; without GPUs all in the host's."""
-    rank, world = needs(plan), plan.layout.world
+    rank, world = needs(plan, gpus=memory.gpus > 0), plan.layout.world
     return (rank.total, rank.host * world) if memory.gpus else ((rank.total + rank.host) * world,)
 
 
 def _least(plans: Sequence[Plan], memory: Memory) -> str:
     """What a process of the plan that needs the least on a GPU (in all, where there is none) would hold."""
     plan = min(plans, key=lambda plan: _needed(plan, memory))
-    rank, world = needs(plan), plan.layout.world
+    rank, world = needs(plan, gpus=memory.gpus > 0), plan.layout.world
     sizes = [(rank.total + rank.host, "")]
     if memory.gpus:
         sizes = [(rank.total, " on the GPU"), (rank.host, " in host memory")]

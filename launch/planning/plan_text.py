@@ -26,6 +26,7 @@ def describe_plan(
     data: Mapping[str, Any] | None = None,
     band_kernel: str | None = None,
     started: int | None = None,
+    gpus: bool = True,
     more: Iterable[tuple[str, str]] = (),
     width: int | None = None,
 ) -> str:
@@ -33,6 +34,7 @@ def describe_plan(
 
     `data`: the corpus' summary, once it is known. `band_kernel`: what will train banded layers on this
     machine, if there are any. `started`: the processes of this launch, where it is more than a plan on paper.
+    `gpus`: whether it is for machines that have any.
     """
     recipe, layout = plan.recipe, plan.layout
     model, o, s, length = recipe.model, recipe.optimizer, recipe.schedule, recipe.sequence_length
@@ -58,7 +60,7 @@ def describe_plan(
         ("batch", layout.identity()),
         ("precision", plan.precision),
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
-        ("memory", describe_memory(needs(plan))),
+        ("memory", describe_memory(needs(plan, gpus=gpus))),
         ("recomputed", {0: "nothing", 1: "every layer"}.get(recipe.checkpoint_interval, chunks)),
         ("optimizer", f"AdamW, lr {o.lr:g}, {betas}, weight decay {o.weight_decay:g}, clip {o.clip:g}"),
         ("schedule", f"{decay}; {tokens}"),

@@ -56,8 +56,13 @@ def anywhere(recipe: Recipe, ds_config: str, machine: Machine, world: int | None
         return replace(plan, notices=(*plan.notices, *here))
 
 
+def assumes_gpus(plan: Plan) -> bool:
+    """Whether a plan of `anywhere` is for GPUs that can do everything, since this machine refuses it."""
+    return any(notice.key == "machine" for notice in plan.notices)
+
+
 def assumed_machine(plan: Plan, here: str) -> str:
     """On what a plan of `anywhere` would run, where this machine, called `here`, does not start it."""
-    if any(notice.key == "machine" for notice in plan.notices):
+    if assumes_gpus(plan):
         return f"planned for GPUs that have fp16, bf16 and every op of DeepSpeed's; here: {here}"
     return f"planned for machines like this one: {here}"

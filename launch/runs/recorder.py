@@ -301,7 +301,7 @@ class Recorder(Silence):
         text = describe_plan(
             self._plan, name=self._name, hardware=description.summary(dict(self._described)), data=data,
             run_directory=self.directory.path, band_kernel=self._band_kernel,
-            width=terminal.columns(self._stream),
+            gpus=self._described["accelerators"] > 0, width=terminal.columns(self._stream),
         )  # fmt: skip
         token = WORDS[self._plan.recipe.model.family].predicted
         beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(self._entropies).items())

@@ -84,6 +84,49 @@ def test_remarks_are_what_the_documents_teach():
         assert forecast_text.describe(found, name="x", bill=None, width=80)
 
 
+def test_remarks_of_nodes():
+    few = predicted("openwebtext/gpt2-124m", "a100-80x8", "parallel.dp=16")
+    assert "partly filled node" not in kinds(few)
+    over = predicted(
+        "openwebtext/gpt2-124m", "a100-80x8", "parallel.dp=12", "batch.global=504", "batch.micro=null"
+    )
+    assert "partly filled node" in kinds(over)
+    lonely = predicted("openwebtext/gpt2-124m", "2080ti", "parallel.dp=2", "precision=fp16")
+    assert "network unknown" in kinds(lonely)
+    swapped = predicted("jeanzay_hf_deepspeed_max_size/91b-g64", "v100-32x4", "ds_config=zero_infinity")
+    assert "nvme unknown" in kinds(swapped)
+    tiny = predicted("default/sotu", "h100-80x8", "batch.micro=1")
+    assert "kernel starts" in kinds(tiny) and "implausible" not in kinds(tiny)
+    straddling = predicted("openwebtext/gpt2-124m", "a100-40x4", "parallel.tp=3", "parallel.dp=4")
+    assert "tensor across nodes" in kinds(straddling), "ranks 3 to 5 lie on two nodes"
+
+
+def test_what_no_gpu_reaches_is_remarked():
+    found = predicted("a100_blog_table4/8.7b", "a100-40x8")
+    fast = found.node.gpu.model_copy(update={"tflops": {"fp16": 312, "fp32": 19.5}, "matrix_share": 1.0,
+                                             "memory_gb_s": 1e6})  # fmt: skip
+    link = found.node.form.link.model_copy(update={"gb_s": 1e6})
+    node = replace(found.node, gpu=fast, form=found.node.form.model_copy(update={"link": link}))
+    rate = fitted().model_copy(update={"matrix": 1.4, "kernel_us": 0.0, "depth": 0.0})
+    assert "implausible" in kinds(forecast(found.work, node, rate)) and "implausible" not in kinds(found)
+
+
+def test_mfu_counts_no_recomputation():
+    found = predicted("a100_blog_table4/8.7b", "a100-40x8")
+    speed = found.speed
+    assert speed.mfu * 312 / speed.exact_tflops == pytest.approx(3 / 4, rel=0.02)
+    kept = forecast(replace(found.work, recomputed=0), found.node).speed
+    assert kept.mfu * 312 == pytest.approx(kept.exact_tflops)
+    assert speed.samples == 8 / found.time.total and speed.tokens == 1024 * speed.samples
+
+
+def test_a_host_that_is_too_small_limits_the_micro_batch():
+    found = predicted("jeanzay_megatron_deepspeed_zero_cpu_offload/48b-tp4-mb64", "v100-32x4")
+    host = found.node.form.host.model_copy(update={"memory_gb": 1.05 * found.host / 1e9})
+    small = replace(found.node, form=found.node.form.model_copy(update={"host": host}))
+    assert forecast(found.work, small).largest.as_planned < found.largest.as_planned
+
+
 def test_bf16_on_a_v100_is_planned_as_it_would_run():
     recipe = catalog.load("openwebtext/gpt2-124m")
     plan = forecast_command.planned(recipe, recipe.ds_config, find("v100-32x8"), 2)
@@ -113,6 +156,16 @@ def test_json_has_every_number():
         sum(v for k, v in found["seconds"].items() if k != "total")
     )
     assert found["verdict"] == "fits" and found["margin_bytes"] > 0
+
+
+def test_published_numbers_stand_beside_their_own_step_alone():
+    row = catalog.load("dgx2_gpt2_data_parallel/40x1536-b8")
+    plan = published_plan(row)
+    own, other = (forecast(workload.of_plan(plan), find(name)) for name in ("dgx2", "a100-80x8"))
+    assert "2.533" in forecast_command.published_beside(row, own)
+    assert forecast_command.published_beside(row, other) == ""
+    shrunk = run([*COMMAND, "--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny"])
+    assert "2.533" not in shrunk.stdout
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ def says(name: str, memory: memory.Memory, *settings: str) -> tuple[bool, str]:
     return memory_fit.verdict(catalog.load(name, settings), memory)
 
 
-def needed(name: str, *settings: str):
-    return memory_fit.needs(published_plan(catalog.load(name, settings)))
+def needed(name: str, *settings: str, gpus: bool = True):
+    return memory_fit.needs(published_plan(catalog.load(name, settings)), gpus=gpus)
 
 
 def test_what_fits_is_what_the_planner_predicts():
@@ -49,7 +49,9 @@ def test_what_does_not_fit_is_said_per_process():
     # in ZeRO-0, 18 bytes; activations and the loss come on top.
     assert rank.states == 18 * 8_348_393_472 / 8 < rank.total
     ok, why = says("dgx2_gpt2_torch_ddp/72x3072-h8-tp8", LAPTOP)
-    assert not ok and why == f"{rank.total / 1e9:.3g} GB per process, 8 processes"
+    without = needed("dgx2_gpt2_torch_ddp/72x3072-h8-tp8", gpus=False).total
+    assert not ok and why == f"{without / 1e9:.3g} GB per process, 8 processes"
+    assert rank.states < without < rank.total, "no CUDA context, and no bucket that nothing is written to"
     # 98.03B parameters, 20 bytes offloaded to the host, over the 16 ranks that can be had.
     ok, why = says("jeanzay_hf_deepspeed_max_size/91b-g64", V100S)
     assert not ok and why.endswith(f" and {20 * 98.03 / 16:.3g} GB in host memory per process, 16 processes")

@@ -97,6 +97,50 @@ def test_memory_grows_with_the_micro_batch_and_falls_with_every_degree():
     assert stage(replace(step, sequence_parallel=True)).total < stage(step).total
 
 
+def test_the_fullest_stage_may_be_the_last():
+    step = work(NAME)
+    wide = replace(step, padded_vocab=40 * step.padded_vocab)
+    stages = rank_memory.of_stages(wide, V100, fitted())
+    assert rank_memory.fullest(wide, V100, fitted()) == stages[-1] == max(stages, key=lambda r: r.total)
+
+
+def test_a_chunk_is_no_longer_than_its_stage():
+    step = work(NAME)
+    assert stage(replace(step, recomputed=100)).working == stage(replace(step, recomputed=4)).working
+
+
+def test_selective_recomputation_works_on_one_layers_scores():
+    step = replace(work(NAME), recomputed=0, software=workload.SYSTEMS["megatron"], zero_stage=0)
+    kept, selective = stage(step), stage(replace(step, selective=True))
+    scores = step.activations.kept_scores
+    assert kept.activations - selective.activations == pytest.approx(16 * 4 * scores)
+    assert selective.working - kept.working == pytest.approx(scores)
+
+
+def test_sharded_weights_are_gathered_layer_by_layer_without_deepspeeds_buffers():
+    step = replace(work("sber_path_to_13b/08-gpt3-xl-checkpointing"), software=workload.SYSTEMS["fsdp"])
+    sharded = replace(step, zero_stage=3, buffers=workload.Buffers())
+    assert stage(sharded).buffers == 2 * 2 * (12 * 2048**2 + 13 * 2048), "two layers in half precision"
+    assert stage(sharded).weights == 4 * step.parameters_of(0) / 16
+
+
+def test_a_pipelines_last_stage_holds_its_output_too():
+    step = work(NAME, "batch.accumulation=1", "batch.global=4")
+    last = replace(step, padded_vocab=40 * step.padded_vocab)
+    assert stage(last, 15).logits == 14 * rank_memory.logit_elements(last)
+    alone = work("dgx2_gpt2_data_parallel/24x1024-g8-b32")
+    assert stage(alone).logits == 12 * rank_memory.logit_elements(alone)
+
+
+def test_without_gpus_memory_counts_once_it_is_written():
+    step = work("default/sotu")
+    rank = stage(step)
+    there = rank_memory.resident(step, rank)
+    assert there.host == 0 and there.optimizer == rank.optimizer + rank.host
+    bucket = work("default/sotu", "ds_config=zero1")
+    assert rank_memory.resident(bucket, stage(bucket)).buffers < 0.1 * stage(bucket).buffers
+
+
 def test_what_is_cached_is_no_more_than_the_gpu_has():
     rank = stage(workload.as_run_by(work("dgx2_gpt2_data_parallel/40x1536-b24-oom"), "megatron-2019"))
     assert (

@@ -124,6 +124,73 @@ def test_offload_pays_for_pcie_and_the_hosts_memory():
     assert away.offload == pytest.approx((2 * held * 2 + 2 * 2 * held) / 12e9)
 
 
+def test_banded_layers_cost_their_band():
+    sparse = work("sber_path_to_13b/07-gpt3-large-sparse")
+    dense = replace(
+        sparse, model=sparse.model.model_copy(update={"attention": ("dense",), "attention_window": None})
+    )
+    assert seconds(sparse).matrix < seconds(dense).matrix
+
+
+def test_causal_kernels_skip_what_is_masked_and_others_do_not():
+    step = work("dgx2_bert_data_parallel/24x1024-b14")
+    long = replace(step, sequence_length=8192, predictions=77)
+    causal = replace(long, model=long.model.model_copy(update={"family": "gpt2"}))
+    plain = replace(long.software, keeps_scores=True)
+    both, whole = (seconds(replace(causal, software=s)).matrix for s in (long.software, plain))
+    assert both < 0.75 * whole and seconds(long).matrix > 1.3 * both
+
+
+def test_small_layers_wait_for_the_host():
+    step = work("default/sotu", "ds_config=zero1", "precision=fp16")
+    slow, fast = (step_time(step, DGX2, fitted().model_copy(update={"kernel_us": us})) for us in (40.0, 20.0))
+    passes, layers = 3, 6
+    assert slow.matrix == fast.matrix
+    assert slow.elementwise - fast.elementwise == pytest.approx(34 * passes * layers * 20e-6, rel=0.01)
+
+
+def test_offloaded_checkpoints_and_states_cross_pcie():
+    step = work("jeanzay_megatron_deepspeed_zero_cpu_offload/48b-tp4-mb64")
+    here = seconds(replace(step, checkpoints_at="gpu"), JEAN_ZAY).offload
+    moved = 2 * step.activations.stream * 60 / 4
+    assert seconds(step, JEAN_ZAY).offload - here == pytest.approx(moved / 12e9, rel=0.1)
+    two = work("openwebtext/gpt2-124m", "ds_config=zero2_offload", "precision=fp16", "parallel.dp=1")
+    m, share = two.layout.accumulation, two.parameters_of(0)
+    assert m > 1 and seconds(two).offload == pytest.approx(2 * m * 2 * share / 3e9)
+
+
+def test_ranks_of_a_node_share_its_host_and_its_nvme():
+    step = work("jeanzay_hf_deepspeed_max_size/91b-g64", "ds_config=zero_infinity")
+    held = step.parameters_of(0) / 64
+    half = DGX2.form.model_copy(update={"gpus": 8})
+    sixteen, eight = (seconds(step, node) for node in (DGX2, replace(DGX2, form=half)))
+    assert sixteen.update == pytest.approx(2 * eight.update) == pytest.approx(30 * held * 16 / 256e9)
+    swapped = sixteen.offload - eight.offload
+    assert swapped == pytest.approx((32 * held + 2 * 2 * held) * 8 / 25.6e9)
+
+
+def test_overlapped_traffic_hides_under_the_passes():
+    step = laid(work(TENSOR), dp=64, accumulation=1)
+    plain, core = (
+        replace(step, zero_stage=1, software=workload.SYSTEMS[n]) for n in ("megatron", "megatron-core")
+    )
+    shown, hidden = (seconds(each).data for each in (plain, core))
+    assert shown > 0.1 and hidden < 0.3 * shown
+
+
+def test_a_group_that_straddles_nodes_is_no_group_of_one():
+    machine = Machine(A100, fitted(), 24)
+    assert machine.inside(8, 1) and machine.inside(2, 4) and not machine.inside(3, 1)
+    assert Machine(A100, fitted(), 6).inside(3, 1), "one node holds them all"
+    assert machine.ring_rate(3, 1) <= 200e9 * fitted().network < machine.ring_rate(4, 1)
+
+
+def test_without_a_switch_a_pair_has_the_lines_between_them():
+    machine = Machine(JEAN_ZAY, fitted(), 4)
+    assert machine.ring_rate(2, 1) == pytest.approx(machine.ring_rate(4, 1) / 3)
+    assert Machine(DGX2, fitted(), 16).ring_rate(2, 1) == Machine(DGX2, fitted(), 16).ring_rate(16, 1)
+
+
 def test_a_hop_between_nodes_is_shared_by_the_nodes_ranks():
     machine = Machine(A100, fitted(), 64)
     near, far = machine.hop_seconds(1e8, 1), machine.hop_seconds(1e8, 8)

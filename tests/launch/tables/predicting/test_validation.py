@@ -157,6 +157,32 @@ def validation_command_args(**given):
     return argparse.Namespace(**{**flags, **given})
 
 
+def test_rows_that_contradict_themselves_are_not_compared(tmp_path):
+    lines = (
+        "a,24,2304,24,1,1,32,3,512,full,a100-80x8",
+        "b,24,2304,24,8,1,12,1,64,full,a100-80x8",
+        "c,24,2304,24,5,1,5,1,5,full,a100-80x8",
+        "d,24,2304,24,1,48,48,1,48,full,a100-80x8",
+        "e,24,2304,24,1,1,8,1,8,full,GH200",
+    )
+    cases = csv_cases.read(table(tmp_path, *lines))
+    assert [case.work for case in cases] == [None] * 5
+    whys = [next(iter(case.excluded.values())) for case in cases]
+    assert "global_batch 512" in whys[0] and "12 GPUs are not tp x pp x dp" in whys[1]
+    assert "24 heads" in whys[2] and "24 layers" in whys[3] and "no known GPU" in whys[4]
+
+
+def test_published_rates_become_seconds(tmp_path):
+    header = f"{HEADER},samples_per_s,tflops,tflops_by,status"
+    line = "a,24,2304,24,1,1,32,16,512,full,a100-80x8"
+    rate, exact, model, oom = csv_cases.read(
+        table(tmp_path, f"{line},128,,,", f"{line},,100,exact,", f"{line},,100,model,", f"{line},128,,,OOM",
+              header=header)
+    )  # fmt: skip
+    assert rate.seconds == 512 / 128 and oom.seconds is None and oom.oom
+    assert model.seconds / exact.seconds == pytest.approx(3 / 4, rel=0.03)
+
+
 def test_what_a_row_leaves_open_is_chosen(tmp_path):
     """The fastest micro-batch that fits, and recomputation where memory asks for it."""
     header = "row,layers,hidden,tp,gpus,micro_batch,global_batch,hardware,tflops"
