@@ -17,7 +17,7 @@ from modeling import cost
 Verdict = Literal["fits", "snug", "out of memory"]
 RemarkKind = Literal[
     "tensor across nodes", "bubble", "larger batch", "no precision", "partly filled node", "recomputation",
-    "host memory", "saving waits", "nvme unknown", "implausible",
+    "host memory", "saving waits", "nvme unknown", "network unknown", "implausible", "kernel starts",
 ]  # fmt: skip
 # Of a GPU's memory: a margin below it is within the error that memory predictions were found to have.
 SNUG = 0.08
@@ -203,8 +203,10 @@ def _remarks(found: Forecast) -> list[Remark]:
     def say(kind: RemarkKind, **values: float | int | str) -> None:
         said.append(Remark(kind, values))
 
-    if layout.tp > node.gpus:
+    if layout.world > node.gpus and (layout.tp > node.gpus or node.gpus % layout.tp):
         say("tensor across nodes", tp=layout.tp, gpus=node.gpus)
+    if found.nodes > 1 and node.form.network is None:
+        say("network unknown", node=node.name, rate=node.form.pcie_gb_s)
     if found.time and found.time.bubble_share > LARGE_BUBBLE:
         chunks = math.ceil((layout.pp - 1) / work.interleave * (1 - LARGE_BUBBLE) / LARGE_BUBBLE)
         if chunks > layout.accumulation:
@@ -227,6 +229,8 @@ def _remarks(found: Forecast) -> list[Remark]:
         say("nvme unknown", node=node.name)
     if found.speed:
         share = 100 * found.speed.exact_tflops / node.gpu.tflops[work.precision]
-        if not LEAST_SHARE <= share <= MOST_SHARE:
+        if found.time and found.time.elementwise > found.time.total / 2:
+            say("kernel starts", share=found.time.elementwise / found.time.total)
+        elif not LEAST_SHARE <= share <= MOST_SHARE:
             say("implausible", share=share)
     return said

@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     width = terminal.columns()
     print(forecast_text.describe(found, name=name, bill=bill, width=width))
-    if beside := published_beside(recipe, found):
+    as_printed = not (args.set or args.tiny or args.ds_config)
+    if as_printed and (beside := published_beside(recipe, found)):
         print("\n" + beside)
     for notice in plan.notices:
         print(terminal.wrapped(f"\n  ! {notice}", width))
@@ -115,7 +116,8 @@ def shared(node: hardware.Node, ranks: int) -> hardware.Node:
 def published_beside(recipe: Recipe, found: Forecast) -> str:
     """What the row's source printed, next to the same step as its system ran it; empty: nothing."""
     published = recipe.published
-    if published is None or published.software is None or found.node.is_cpu:
+    own = recipe.hardware.node if recipe.hardware else None
+    if published is None or published.software is None or found.node.name != own:
         return ""
     theirs = forecast(workload.as_run_by(found.work, published.software), found.node)
     pairs: list[tuple[str, float, float]] = []

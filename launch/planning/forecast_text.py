@@ -23,7 +23,7 @@ CAUSES = {
 }  # fmt: skip
 REMARKS = {
     "tensor across nodes": "tensor parallelism of {tp} crosses nodes of {gpus} GPUs: every layer's "
-    "all-reduces go over the network; keep parallel.tp at {gpus} or below and raise parallel.pp",
+    "all-reduces go over the network; take a parallel.tp that divides {gpus}, and raise parallel.pp",
     "bubble": "the pipeline waits {share:.0%} of its time with {now} micro-batches; {chunks} (--set "
     "batch.accumulation={chunks} with a batch.global to match) would make that 10 %",
     "larger batch": "memory leaves room: micro-batch {largest} fits as well as {micro}",
@@ -34,6 +34,9 @@ REMARKS = {
     "host memory": "offload needs {needed:,.0f} GB of a node's {there:,.0f} GB of host memory",
     "saving waits": "a checkpoint that is written while training goes on takes {needed:,.0f} GB of a node's "
     "{there:,.0f} GB of host memory: training will wait for each instead",
+    "network unknown": "no network of {node} is known: the {rate:g} GB/s of its PCIe stand in for one",
+    "kernel starts": "{share:.0%} of the step is not matrix products but what is between them and the "
+    "start of kernels: the model, or the micro-batch, is small for this GPU",
     "nvme unknown": "no NVMe rate of {node} is known: its time is left out",
     "implausible": "{share:.1f} % of the peak is outside what published rows reach (3 to 52 %): "
     "something is wrong",
@@ -128,7 +131,7 @@ def _memory(found: Forecast, width: int | None) -> str:
     rows.append(["at its fullest in the", *(rank.moment for rank in ranks)])
     text = table(rows, headings, "l" + "r" * len(ranks), width)
     away = [("host memory", found.host), ("NVMe", found.nvme)]
-    more = [f"{size / 1e9:,.1f} GB of {place} per node" for place, size in away if size]
+    more = [f"{size / 1e9:,.3g} GB of {place} per node" for place, size in away if size]
     return "\n".join(["  " + line for line in text.splitlines()] + [f"  and {each}" for each in more])
 
 

@@ -141,7 +141,7 @@ def _buffers(work: Workload, stage: int) -> float:
     reduce = buffers.reduce if work.layout.dp > 1 or work.layout.pp > 1 or work.zero_stage else 0.0
     gathered = 0.0
     if work.zero_stage == 3:
-        gathered = min(parameters, buffers.live + buffers.prefetch) if buffers.live else _two_layers(work)
+        gathered = min(parameters, buffers.live) if buffers.live else _two_layers(work)
     return work.width * (reduce + gathered)
 
 
@@ -168,7 +168,9 @@ def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, fl
         working = layer.transient + (layer.kept_scores if work.selective and layer.keeps_scores else 0.0)
     logits = 0.0
     if stage == work.layout.pp - 1:
-        logits = logit_elements(work) * work.software.logit_bytes * (1.0 if work.width == 2 else 16 / 14)
+        # A pipeline's engine holds the output as well.
+        each = work.software.logit_bytes + (work.width if work.layout.pp > 1 else 0)
+        logits = logit_elements(work) * each
         # The last norm's output and input.
         kept += 2 * layer.stream
     if stage == 0:

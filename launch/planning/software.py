@@ -42,7 +42,8 @@ class Software:
     Attributes:
         keeps_scores: attention keeps its S x S scores for the backward pass.
         gelu_copies: tensors of 4 h that the GELU's backward pass needs besides its input.
-        logit_bytes: bytes per logit at the fullest moment of the loss, in half precision.
+        logit_bytes: bytes per logit at the fullest moment of the loss.
+        dropout_bytes: of a dropout of the residual stream while it is computed, per element.
         states: bytes per number of the model states where DeepSpeed does not place them; None: DeepSpeed's.
         step_gradients: bytes per parameter of gradients during the optimizer's step, where `states` is given.
         update_kernels: of the optimizer's step for each parameter tensor; 1: as good as none.
@@ -60,6 +61,7 @@ class Software:
     keeps_scores: bool = False
     gelu_copies: int = 0
     logit_bytes: float = 14
+    dropout_bytes: float = 1
     states: Widths | None = None
     step_gradients: float = 0.0
     update_kernels: int = 1
@@ -77,11 +79,11 @@ SYSTEMS = {
     system.name: system
     for system in (
         # modeling/transformer.py: torch's scaled_dot_product_attention, F.gelu, sums and dropout one by one;
-        # the loss holds the logits in half precision, in fp32, and as fp32 log-probabilities, or two fp32
-        # gradients instead.
+        # the loss holds fp32 log-probabilities and two fp32 gradients: 12.0 bytes per logit, as torch's profiler
+        # measured on a CPU in bf16 and in fp32.
         Software(
-            "megarecipes", Passes(whole=18, cut=24, scores=0, kernels=34), predicts_everywhere=False,
-            cuts_boundaries=True,
+            "megarecipes", Passes(whole=18, cut=24, scores=0, kernels=34), logit_bytes=12,
+            predicts_everywhere=False, cuts_boundaries=True, dropout_bytes=9,
         ),
         # transformers' GPT-2 with SDPA under DeepSpeed; its GELU is eight kernels, its loss shifts a copy of
         # the logits.

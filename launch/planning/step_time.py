@@ -115,11 +115,16 @@ class Machine:
     def ring_rate(self, ranks: int, spread: int) -> float:
         """Bytes per second of each rank of such a ring."""
         inside = self.link(ranks)
-        if ranks * spread <= self.node.gpus:
+        if self.inside(ranks, spread):
             return inside
         members = max(1, self.node.gpus // spread)  # of a group in one node
         groups = self.node.gpus / members  # that cross the node's border
         return min(inside, self.network / groups)
+
+    def inside(self, ranks: int, spread: int) -> bool:
+        """Whether no such group crosses a node's border."""
+        reach = ranks * spread
+        return reach <= self.node.gpus and (self.node.gpus % reach == 0 or self.ranks <= self.node.gpus)
 
     def link(self, ranks: int) -> float:
         """Bytes per second of a GPU to the others of a group of its node.
@@ -139,7 +144,7 @@ class Machine:
         return (form.network.gb_s if form.network else form.pcie_gb_s) * 1e9 * self.constants.network
 
     def _latency(self, ranks: int, spread: int, passes: int) -> float:
-        hop = LATENCY if ranks * spread <= self.node.gpus else FAR_LATENCY
+        hop = LATENCY if self.inside(ranks, spread) else FAR_LATENCY
         return passes * min(ranks - 1, 2 * math.ceil(math.log2(ranks))) * hop
 
     def hop_seconds(self, size: float, spread: int) -> float:
@@ -192,13 +197,11 @@ class Passes:
         layout, model, software = work.layout, work.model, work.software
         self.again = 1.0 if work.recomputed else 0.0
         layer = cost.layer_products(model, work.tokens, work.sequence_length, layout.tp)
-        square = cost.attention_products(model, work.tokens, work.sequence_length, layout.tp)
         self.weights = self._products(layer)
-        # Kernels that keep no scores skip what causal attention masks, and compute scores again backward.
-        flash = not software.keeps_scores
-        skipped = 0.5 if flash and model.family == "gpt2" else 1.0
-        self.scores = skipped * self._attention(square)
-        self.scores_backward = 2.5 if flash else 2.0
+        windows = model.windows
+        self.scores = sum(windows.count(each) * self._scores(each) for each in {*windows}) / len(windows)
+        # Kernels that keep no scores compute them again backward.
+        self.scores_backward = 2.0 if software.keeps_scores else 2.5
         predictions = None if software.predicts_everywhere else work.predictions
         heads = cost.head_products(
             model, layout.micro, work.sequence_length, work.padded_vocab, layout.tp, predictions
@@ -217,6 +220,15 @@ class Passes:
         if last:
             between += self._loss()
         return Pass(matrix, between, self._tensor() * layers, self._boundary())
+
+    def _scores(self, window: int | None) -> float:
+        """Seconds of a layer's scores and values; kernels that keep none skip what causal attention masks."""
+        work = self.work
+        square = cost.attention_products(
+            work.model, work.tokens, work.sequence_length, work.layout.tp, window
+        )
+        causal = work.model.family == "gpt2" and window is None and not work.software.keeps_scores
+        return (0.5 if causal else 1.0) * self._attention(square)
 
     def _products(self, products: Iterable[cost.Product]) -> float:
         return sum(self.machine.product_seconds(product, self.work.precision) for product in products)
@@ -300,8 +312,9 @@ def _offload_seconds(work: Workload, machine: Machine) -> float:
     share = parameters / layout.dp
     seconds = 0.0
     if work.optimizer_at != "gpu":
-        times = m if work.zero_stage >= 2 else 1
-        seconds += work.width * share * (times + 1) / pcie  # gradients out, weights back
+        # Gradients out, weights back. ZeRO-2 adds up on the GPU: it fetches what it has for each micro-batch.
+        times = m if work.zero_stage == 3 else 2 * m - 1 if work.zero_stage == 2 else 1
+        seconds += work.width * share * (times + 1) / pcie
     if work.weights_at != "gpu":
         seconds += 2 * m * work.width * share / pcie
     if work.checkpoints_at == "host":

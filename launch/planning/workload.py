@@ -20,13 +20,11 @@ class Buffers:
 
     Attributes:
         reduce: gradients on their way to other ranks, all buffers of that kind together.
-        live: gathered parameters of stage 3, at most.
-        prefetch: parameters of stage 3 that are gathered ahead.
+        live: gathered parameters of stage 3, at most; those that are gathered ahead count.
     """
 
     reduce: float = 0.0
     live: float = 0.0
-    prefetch: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,7 @@ class Workload:
         return cost.LayerActivations(
             self.model, self.dropout, self.tokens, self.sequence_length, self.width, self.layout.tp,
             self.sequence_parallel, self.software.keeps_scores, self.software.gelu_copies,
+            self.software.dropout_bytes,
         )  # fmt: skip
 
     def layers_of(self, stage: int) -> int:
@@ -152,19 +151,18 @@ def offloads(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
 def _buffers(stage: int, zero: dict[str, Any]) -> Buffers:
     """DeepSpeed 0.19.8: `setup_buckets` of stage_1_and_2.py and `__ipg_bucket_flat_buffer` of stage3.py.
 
-    There is a second bucket with overlap_comm.
+    Stages 1 and 2 have a second bucket with overlap_comm.
     """
     usual = usual_buffers(stage)
-    reduce = zero.get("reduce_bucket_size", usual.reduce) * (2 if zero.get("overlap_comm") else 1)
-    if stage < 3:
-        return replace(usual, reduce=reduce if stage else 0.0)
-    live = zero.get("stage3_max_live_parameters", usual.live)
-    return Buffers(reduce, live, zero.get("stage3_prefetch_bucket_size", usual.prefetch))
+    reduce = zero.get("reduce_bucket_size", usual.reduce)
+    if stage == 3:
+        return Buffers(reduce, zero.get("stage3_max_live_parameters", usual.live))
+    return Buffers(reduce * (2 if zero.get("overlap_comm") else 1) if stage else 0.0)
 
 
 def usual_buffers(stage: int) -> Buffers:
     """DeepSpeed's defaults for a ZeRO stage."""
-    return (Buffers(), Buffers(5e8), Buffers(5e8), Buffers(5e8, live=1e9, prefetch=5e7))[stage]
+    return (Buffers(), Buffers(5e8), Buffers(5e8), Buffers(5e8, live=1e9))[stage]
 
 
 def state_widths(plan: Plan) -> cost.Widths:

@@ -24,6 +24,7 @@ class LayerActivations:
         sequence_parallel: what is whole on every tensor rank is cut over them instead (section 4.2.2).
         keeps_scores: attention keeps its S x S scores, as softmax kernels do; false for those that compute
             them again from queries and keys (Dao et al. 2022, arXiv 2205.14135).
+        dropout_bytes: per element, of a dropout of the residual stream while it is computed.
     """
 
     model: Model
@@ -35,6 +36,7 @@ class LayerActivations:
     sequence_parallel: bool = False
     keeps_scores: bool = False
     gelu_copies: int = 0
+    dropout_bytes: float = 1
 
     @property
     def stream(self) -> float:
@@ -75,10 +77,11 @@ class LayerActivations:
         """Bytes that a layer's backward pass needs next to what is kept, about: gradients of the widest step.
 
         The gradients of both sides of the GELU, 8 w h / t, and of the stream, 2 w h; or those of the scores
-        before and after the softmax, where they are kept.
+        before and after the softmax, where they are kept; or what a dropout computes its mask in.
         """
         mlp = self.width * self.tokens * self.model.hidden * (8 / self.tp + 2 / self._cut)
-        return max(mlp, 2 * self.scores if self.keeps_scores else 0.0)
+        dropped = self.dropout_bytes * self.tokens * self.model.hidden if self.dropout.hidden else 0.0
+        return max(mlp, dropped, 2 * self.scores if self.keeps_scores else 0.0)
 
     @property
     def _cut(self) -> int:

@@ -54,7 +54,7 @@ COLUMNS = {
     "offload": "none (default), or of optimizer, parameters, activations, joined by +: to the host",
     "hardware": "node of the catalogue, FILE.yaml:NODE, or V100, A100 40GB, … for its usual node",
     "software": f"{', '.join(SYSTEMS)} (default: megatron; with ZeRO "
-    "megatron-deepspeed, on H100 megatron-core)",
+    "megatron-deepspeed, on H100 megatron-core, on V100 without a pipeline megatron-2019)",
     "time_per_iteration_s": "seconds per step, as published",
     "samples_per_s": "samples per second over all GPUs, as published",
     "tflops": "per GPU, as published; stands for the time where none is",
@@ -79,8 +79,9 @@ SPELLINGS = {
 # What stands in the place of a node's name -> the usual node of such, the first that is found.
 USUAL_NODES = {
     "dgx-?2": "dgx2", "jean ?zay.*16": "v100-16x4", "jean ?zay.*v100": "v100-32x4",
-    "v100[^0-9]*16": "v100-16x4", "v100": "v100-32x8", "a100[^0-9]*40": "a100-40x8", "a100": "a100-80x8",
-    "h100": "h100-80x8", "h200": "h200x8",
+    "v100[^0-9]*16": "v100-16x4", "v100": "v100-32x8", r"\ba100\b[^0-9]*40": "a100-40x8",
+    r"\ba100\b": "a100-80x8",
+    r"\bh100\b(?!.*(nvl|pcie))": "h100-80x8", r"\bh200\b(?!.*(nvl|pcie))": "h200x8",
 }  # fmt: skip
 SOFTWARE = {"deepspeed": "megatron-deepspeed", "pytorch": "fsdp", "megatron-lm": "megatron"}
 YES, NO = ("yes", "true", "1"), ("no", "false", "0")
@@ -122,6 +123,12 @@ def read(path: Path) -> list[Case]:
     return cases
 
 
+def _whole(text: str) -> int:
+    if float(text) % 1:
+        raise ValueError(text)
+    return int(float(text))
+
+
 class NotPredictable(Exception):
     """A row that states too little, or what cannot be."""
 
@@ -139,7 +146,9 @@ class _Line:
         cells, name = self.cells, self.cells.get("row", f"line {self.number}")
         node = self.node()
         work = self.workload(node)
-        gpus = self.whole("gpus") or work.layout.world
+        gpus = work.layout.world
+        if (stated := self.whole("gpus")) and stated != gpus:
+            raise NotPredictable(f"{stated} GPUs are not tp x pp x dp = {gpus}")
         seconds = self.real("time_per_iteration_s")
         if not seconds and (rate := self.real("samples_per_s")):
             seconds = work.layout.global_batch / rate
@@ -191,8 +200,6 @@ class _Line:
         vocab = self.whole("vocab_size") or (30522 if family == "bert" else 50257)
         tp, pp, hidden = self.whole("tp") or 1, self.whole("pp") or 1, self.needed("hidden")
         dp = self.whole("dp") or max(1, (self.whole("gpus") or tp * pp) // (tp * pp))
-        if hidden % tp:
-            raise NotPredictable(f"tp={tp} does not divide hidden={hidden}")
         if "attention" in self.cells:
             plain = self.choice("attention", ("plain", "flash"), "") == "plain"
             system = replace(system, keeps_scores=plain)
@@ -212,6 +219,8 @@ class _Line:
             )
         except ValidationError as error:
             self.refuse("layers", error.errors()[0]["msg"])
+        if heads % tp or model.layers < pp:
+            raise NotPredictable(f"{heads} heads and {model.layers} layers cannot be cut by tp={tp}, pp={pp}")
         return Workload(
             model=model, dropout=Dropout(hidden=0.1, attention=0.1), sequence_length=length, predictions=None,
             padded_vocab=padded_vocab(vocab, tp), layout=Layout(tp, pp, dp, 1, 1, dp), precision=precision,
@@ -230,16 +239,23 @@ class _Line:
         total = self.whole("global_batch")
         if not micro and not total:
             raise NotPredictable("neither micro_batch nor global_batch is stated")
-        per_rank = max(1, (total or 0) // base.dp)
+        if total and total % base.dp:
+            raise NotPredictable(f"global_batch {total} is not divisible by dp={base.dp}")
+        per_rank = total // base.dp if total else (micro or 1) * (accumulation or 1)
+        if per_rank % ((micro or 1) * (accumulation or 1)):
+            shares = f"micro_batch {micro or 'open'} x accumulation {accumulation or 'open'} x dp {base.dp}"
+            raise NotPredictable(f"global_batch {total} is not {shares}")
         if micro:
-            sizes = [(micro, accumulation or max(1, round(per_rank / micro)))]
+            sizes = [micro]
         elif accumulation:
-            sizes = [(max(1, per_rank // accumulation), accumulation)]
+            sizes = [per_rank // accumulation]
         else:
-            sizes = [(size, per_rank // size) for size in divisors(per_rank) if size <= MOST_MICRO]
+            sizes = [size for size in divisors(per_rank) if size <= MOST_MICRO]
+        if micro and accumulation and micro * accumulation != per_rank:
+            raise NotPredictable(f"global_batch {total} is not {micro} x {accumulation} x {base.dp}")
         return [
-            replace(base, micro=each, accumulation=times, global_batch=each * times * base.dp)
-            for each, times in sizes
+            replace(base, micro=size, accumulation=per_rank // size, global_batch=per_rank * base.dp)
+            for size in sizes
         ]
 
     def recomputations(self) -> list[tuple[int, bool]]:
@@ -256,12 +272,18 @@ class _Line:
         """The system, or the usual one of the row's ZeRO stage and GPU."""
         written = self.cells.get("software", "").lower()
         if not written:
-            newer = any(gpu in self.cells.get("hardware", "").lower() for gpu in ("h100", "h200"))
-            return (
-                "megatron-deepspeed" if self.whole("zero_stage") else "megatron-core" if newer else "megatron"
-            )
+            return self.usual_software()
         named = SOFTWARE.get(written, written)
         return named if named in SYSTEMS else self.refuse("software", f"{written} is none of these")
+
+    def usual_software(self) -> str:
+        """By ZeRO stage, GPU and pipeline, which tell the years: Megatron-LM had no pipeline before 2021."""
+        gpu = self.node().gpu.compute_capability or ""
+        if self.whole("zero_stage"):
+            return "megatron-deepspeed"
+        if gpu.startswith("7") and (self.whole("pp") or 1) == 1:
+            return "megatron-2019"
+        return "megatron-core" if gpu.startswith("9") else "megatron"
 
     def choice(self, key: str, options: tuple[str, ...], default: str) -> Any:
         """One of `options` as the cell names it."""
@@ -271,7 +293,7 @@ class _Line:
         )
 
     def whole(self, key: str) -> int | None:
-        return self._number(key, lambda text: int(float(text)))
+        return self._number(key, _whole)
 
     def real(self, key: str) -> float | None:
         return self._number(key, float)

@@ -83,7 +83,7 @@ def test_buckets_are_those_of_the_json():
     two = buffers("zero2")
     assert two.reduce == 2 * max(384**2, 1_000_000), "overlap_comm takes turns with two"
     three = buffers("zero3")
-    assert three.live == 1e9 and three.prefetch == int(0.9 * 384**2)
+    assert three.live == 1e9 and three.reduce == max(384**2, 1_000_000)
 
 
 def test_recomputation_and_its_place_are_the_plans():
