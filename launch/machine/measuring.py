@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,7 @@ LAYER = {"cpu": (1024, 512), "cuda": (8192, 2048)}
 STREAM_BYTES = {"cpu": 2**27, "cuda": 2**31}  # larger than caches
 LINK_ELEMENTS = 2**21  # of an all-reduce: about a layer's activations or gradients on such a machine
 STARTS = 300
-# Of each, at least so many, and for so many seconds. The fastest counts: what is kept is to be the machine's,
-# not that of what else ran meanwhile.
+# Of each, at least so many, and for so many seconds; the median counts.
 REPEATS, REPEAT_S = 5, 0.4
 # What a training process has imported, and done, before its first tensor.
 BEFORE = """import resource, torch, torch._dynamo, torch.utils.tensorboard, deepspeed, matplotlib.pyplot
@@ -99,15 +99,19 @@ def _of_gpu() -> Rates:
 
 
 def _seconds(work: Callable[[], object], device: str = "cpu") -> float:
-    """The fastest of several, after one that allocates and compiles."""
+    """The median of several, after one that allocates and compiles.
+
+    On a CPU those in which the thread computed: others that wait for the same cores are not the machine.
+    """
+    clock = time.perf_counter if device == "cuda" else time.thread_time
     found: list[float] = []
     while len(found) <= REPEATS or sum(found) < REPEAT_S:
-        start = time.perf_counter()
+        start = clock()
         work()
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return min(found[1:])
+        found.append(clock() - start)
+    return statistics.median(found[1:])
 
 
 def _large_tflops(device: str, kind: torch.dtype) -> float:
@@ -232,13 +236,13 @@ def _reduce(rank: int, folder: str) -> NoReturn:
 
 
 def _rounds(work: Callable[[], object]) -> float:
-    """The fastest of as many as every rank makes."""
+    """The median of as many as every rank makes, waiting for the other included."""
     found = []
     for _ in range(2 * REPEATS):
         start = time.perf_counter()
         work()
         found.append(time.perf_counter() - start)
-    return min(found)
+    return statistics.median(found)
 
 
 def _context_bytes() -> float:
