@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 
 from launch.console import arguments, ends
-from launch.planning import forecast_command
 from launch.planning.clusters import cluster_command
+from launch.planning.prediction import forecast_command
 from launch.planning.search import largest_command, search_command
 from launch.tables.predicting import validation_command
 

@@ -247,7 +247,7 @@ class Hardware(Strict):
 
     name: str
     node: str | None = None
-    """node of the planner's hardware catalogue (launch/planning/hardware.yaml)"""
+    """node of the planner's hardware catalogue (launch/planning/prediction/hardware.yaml)"""
     gpus: Count | None = Field(default=None, description="of the whole run, as printed")
     gpus_per_node: Count | None = None
     gpu_memory_gb: PositiveFloat | None = Field(default=None, description="GB of each GPU")
@@ -271,7 +271,7 @@ class Published(Strict):
     """the row word for word, cells separated by |, in the order of the table's columns"""
     framework: str | None = Field(default=None, description="what the source ran")
     software: str | None = None
-    """training system as which the planner predicts the row (launch/planning/software.py)"""
+    """training system as which the planner predicts the row (launch/planning/prediction/software.py)"""
     date: str | None = None
     size_label: str | None = Field(default=None, description="model size as printed, e.g. 48B")
     parameters: Parameters | None = Field(default=None, description="model size where printed to the unit")

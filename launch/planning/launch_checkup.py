@@ -17,7 +17,7 @@ from launch.machine import checkup, gpu_checkup, places, processes
 from launch.machine.checks import Check, Function
 from launch.machine.memory import Memory
 from launch.planning import memory_fit
-from launch.planning.forecast import SNUG
+from launch.planning.prediction.forecast import SNUG
 from modeling import cost
 from recipes import files
 from recipes.plural import counted

@@ -9,15 +9,15 @@ from dataclasses import replace
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
 from launch.machine.memory import Memory
-from launch.planning import hardware, rank_memory, workload
-from launch.planning.constants import fitted
+from launch.planning.prediction import hardware, rank_memory, workload
+from launch.planning.prediction.constants import fitted
 from launch.planning.resolved_plans import processes, published_plan
 from recipes.layout import divisors
 from recipes.plural import counted
 from recipes.schema import Recipe
 
 USUAL = "a100-80x8"  # node whose CUDA context stands for that of a GPU that nothing is said of
-# Bytes of a process that has imported torch and DeepSpeed without CUDA, measured by `plan.py --hardware this`.
+# Bytes of a process that has imported torch and DeepSpeed without CUDA (`plan.py --hardware this` measures).
 IMPORTED = 0.4e9
 
 

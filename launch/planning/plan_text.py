@@ -10,7 +10,7 @@ from ds_configs.plan import Plan
 from launch.console.terminal import wrapped
 from launch.console.text_table import aligned
 from launch.planning.memory_fit import needs
-from launch.planning.rank_memory import RankMemory
+from launch.planning.prediction.rank_memory import RankMemory
 from modeling import cost
 from recipes.family_words import WORDS
 from recipes.plural import counted

@@ -11,7 +11,7 @@ from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
 from ds_configs.sections.zero import NVME_VARIABLE
-from launch.planning.workload import offloads
+from launch.planning.prediction.workload import offloads
 from recipes.schema import Recipe
 
 # For resolving a row that is meant for another machine: it refuses nothing.

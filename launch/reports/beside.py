@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 from launch.console import numbers
-from launch.planning import forecast_command, hardware, workload
-from launch.planning.forecast import Forecast, forecast, speed
+from launch.planning.prediction import forecast_command, hardware, workload
+from launch.planning.prediction.forecast import Forecast, forecast, speed
 from launch.reports.entries import Entry
 from launch.reports.runs import Run
 from launch.runs.result import Result

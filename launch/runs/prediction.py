@@ -9,8 +9,8 @@ from typing import Any
 from ds_configs.plan import Plan
 from launch.machine.memory import host_memory
 from launch.machine.processes import local_world_size
-from launch.planning import hardware, workload
-from launch.planning.forecast import forecast
+from launch.planning.prediction import hardware, workload
+from launch.planning.prediction.forecast import forecast
 from launch.runs.metrics import Finite
 from recipes.problems import ProblemsError
 

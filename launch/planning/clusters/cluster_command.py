@@ -57,7 +57,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--ds_config", metavar="FILE", help=config)
     where = parser.add_argument_group("on which cluster").add_argument
     where(
-        "--hardware", metavar="NAME", help="a node of launch/planning/hardware.yaml (default: the recipe's)"
+        "--hardware",
+        metavar="NAME",
+        help="a node of launch/planning/prediction/hardware.yaml (default: the recipe's)",
     )
     where(
         "--nodes",

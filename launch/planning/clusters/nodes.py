@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from launch.planning import hardware
+from launch.planning.prediction import hardware
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
 

@@ -12,12 +12,12 @@ from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from ds_configs.sections import transformers_modules
-from launch.planning import forecast_command, workload
-from launch.planning.hardware import Node
+from launch.planning.prediction import forecast_command, workload
+from launch.planning.prediction.hardware import Node
+from launch.planning.prediction.software import OURS, SYSTEMS, Software
+from launch.planning.prediction.workload import Workload
 from launch.planning.search import ways
 from launch.planning.search.ways import WAYS, Way
-from launch.planning.software import OURS, SYSTEMS, Software
-from launch.planning.workload import Workload
 from recipes.layout import Layout, divisors
 from recipes.problems import Problem
 from recipes.schema import Recipe

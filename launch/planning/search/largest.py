@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
-from launch.planning import forecast_command, rank_memory, workload
-from launch.planning.constants import Constants, fitted
-from launch.planning.forecast import Verdict, verdict_of
-from launch.planning.hardware import Node
-from launch.planning.rank_memory import RankMemory
+from launch.planning.prediction import forecast_command, rank_memory, workload
+from launch.planning.prediction.constants import Constants, fitted
+from launch.planning.prediction.forecast import Verdict, verdict_of
+from launch.planning.prediction.hardware import Node
+from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.search.shapes import usual_layers
 from launch.planning.search.ways import WAYS, Way
 from modeling import cost

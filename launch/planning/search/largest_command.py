@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 from launch.console import arguments, terminal
 from launch.console.text_table import aligned, table
-from launch.planning import forecast_command, hardware
-from launch.planning.forecast import SNUG
+from launch.planning.prediction import forecast_command, hardware
+from launch.planning.prediction.forecast import SNUG
 from launch.planning.search import candidates, largest
 from launch.planning.search.largest import LargestModel, Setting
 from recipes import catalog

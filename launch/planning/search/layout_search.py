@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from launch.planning import rank_memory
-from launch.planning.constants import Constants, fitted
-from launch.planning.forecast import Speed, Verdict, speed, verdict_of
-from launch.planning.rank_memory import RankMemory
+from launch.planning.prediction import rank_memory
+from launch.planning.prediction.constants import Constants, fitted
+from launch.planning.prediction.forecast import Speed, Verdict, speed, verdict_of
+from launch.planning.prediction.rank_memory import RankMemory
+from launch.planning.prediction.step_time import StepTime, step_time
+from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates
 from launch.planning.search.candidates import Degrees, Dimension, Excluded, Question, Templates, Value
 from launch.planning.search.ways import Way
-from launch.planning.step_time import StepTime, step_time
-from launch.planning.workload import Workload
 from recipes.layout import Layout
 from recipes.problems import Problem, ProblemsError, some
 

@@ -16,12 +16,13 @@ from ds_configs import jsonfile
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, output, terminal
-from launch.planning import forecast_command, forecast_text, hardware, launch_lines, workload
-from launch.planning.forecast import forecast
+from launch.planning import launch_lines
+from launch.planning.prediction import forecast_command, forecast_text, hardware, workload
+from launch.planning.prediction.forecast import forecast
+from launch.planning.prediction.software import OURS, SYSTEMS
 from launch.planning.search import candidates, layout_search, search_text, shapes, ways
 from launch.planning.search.candidates import Question
 from launch.planning.search.layout_search import Answer, Tried
-from launch.planning.software import OURS, SYSTEMS
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_configs.jsonfile import ConfigError
-from launch.planning import hardware, workload
+from launch.planning.prediction import hardware, workload
+from launch.planning.prediction.workload import Workload
 from launch.planning.resolved_plans import published_plan
-from launch.planning.workload import Workload
 from launch.tables.verifying import evidence
 from launch.tables.verifying.rows import Row, published_rows
 from modeling import cost

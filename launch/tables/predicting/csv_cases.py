@@ -16,11 +16,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from launch.planning import hardware, rank_memory
-from launch.planning.constants import fitted
-from launch.planning.software import SYSTEMS
-from launch.planning.step_time import step_time
-from launch.planning.workload import Buffers, Workload, usual_buffers
+from launch.planning.prediction import hardware, rank_memory
+from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.software import SYSTEMS
+from launch.planning.prediction.step_time import step_time
+from launch.planning.prediction.workload import Buffers, Workload, usual_buffers
 from launch.tables.predicting.cases import Case, seconds_of
 from modeling.cost import FP32, MIXED
 from recipes import files

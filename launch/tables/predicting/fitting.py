@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from launch.planning.constants import Constants
-from launch.planning.hardware import GIB
-from launch.planning.rank_memory import fullest
-from launch.planning.step_time import step_time
+from launch.planning.prediction.constants import Constants
+from launch.planning.prediction.hardware import GIB
+from launch.planning.prediction.rank_memory import fullest
+from launch.planning.prediction.step_time import step_time
 from launch.tables.predicting.cases import Case
 
 # Constants of the time with where the search starts and the range in which each stays physical.

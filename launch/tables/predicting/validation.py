@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from launch.planning.constants import Constants, fitted, left_out
-from launch.planning.rank_memory import fullest
+from launch.planning.prediction.constants import Constants, fitted, left_out
+from launch.planning.prediction.rank_memory import fullest
 from launch.tables.predicting.cases import Case
 from launch.tables.predicting.fitting import Ratio, memory_ratios, time_ratios
 from modeling import cost

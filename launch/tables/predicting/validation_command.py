@@ -14,14 +14,14 @@ import yaml
 from data.durable_files import write_atomically
 from launch.console import arguments, terminal
 from launch.console.output import new_file
-from launch.planning import constants
+from launch.planning.prediction import constants
 from launch.tables.predicting import csv_cases
 from launch.tables.predicting.cases import Case, by_document, of_published_tables
 
 ABOUT = """\
 Predict every published row that tells a time, a memory or that memory ran out, and print how far off the
-planner is: the rows of recipes/, and several hundred of other papers and logs. The few fitted
-constants (launch/planning/constants.yaml) were fitted once for each document without it, and its rows are
+planner is: the rows of recipes/, and several hundred of other papers and logs. The few fitted constants
+(launch/planning/prediction/constants.yaml) were fitted once for each document without it, and its rows are
 predicted by those."""
 EXAMPLES = """\
 examples:
@@ -32,11 +32,12 @@ examples:
   python launch/plan.py validate --table mine.csv
       the errors on rows of your own; --columns says what a row can state
   python launch/plan.py validate --refit
-      fit the constants again (about 3 minutes on two cores) and write launch/planning/constants.yaml
+      fit the constants again (two minutes on two cores), and write them to
+      launch/planning/prediction/constants.yaml
 
 exit codes: 0 shown, 2 refused."""
 HEADING = """\
-# The planner's constants. What each is: launch/planning/constants.py. Fitted by
+# The planner's constants. What each is: launch/planning/prediction/constants.py. Fitted by
 #     python launch/plan.py validate --refit
 # constants: on all documents; left_out: without that one, by which its own rows are predicted; fitted_on:
 # rows with a time, and with a memory.

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from launch.planning.hardware import GIB
+from launch.planning.prediction.hardware import GIB
 from launch.tables.predicting.fitting import Ratio
 from launch.tables.predicting.validation import Validation
 

@@ -12,8 +12,8 @@ from reported import MACHINE, Page, make_run, write_tables
 
 from launch import report
 from launch.machine import measuring
-from launch.planning import forecast_command, hardware, workload
-from launch.planning.forecast import forecast
+from launch.planning.prediction import forecast_command, hardware, workload
+from launch.planning.prediction.forecast import forecast
 from launch.reports import beside
 from launch.reports.entries import entries_of
 from launch.reports.tables import Tables

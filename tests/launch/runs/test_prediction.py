@@ -12,8 +12,8 @@ from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch.machine import measuring, rates
 from launch.machine.rates import Rates
-from launch.planning import hardware, workload
-from launch.planning.forecast import forecast, speed
+from launch.planning.prediction import hardware, workload
+from launch.planning.prediction.forecast import forecast, speed
 from launch.runs import prediction
 from launch.runs.metrics import Records
 from launch.runs.result import make_result, read_result, write_result

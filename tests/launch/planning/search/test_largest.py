@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from launch.planning import workload
-from launch.planning.forecast import forecast
+from launch.planning.prediction import workload
+from launch.planning.prediction.forecast import forecast
 from launch.planning.search import largest, largest_command, shapes
 
 

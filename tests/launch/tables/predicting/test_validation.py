@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from launch.planning import constants
-from launch.planning.constants import document, fitted, left_out
-from launch.planning.step_time import step_time
+from launch.planning.prediction import constants
+from launch.planning.prediction.constants import document, fitted, left_out
+from launch.planning.prediction.step_time import step_time
 from launch.tables.predicting import csv_cases, fitting, validation, validation_command, validation_text
 from launch.tables.predicting.cases import Case, by_document, of_published_tables
 from launch.tables.predicting.fitting import predicted_memory

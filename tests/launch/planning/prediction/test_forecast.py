@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from launching import ROOT, run
 
-from launch.planning import forecast_command, forecast_text, workload
-from launch.planning.constants import fitted
-from launch.planning.forecast import SNUG, forecast
-from launch.planning.hardware import find
-from launch.planning.rank_memory import fullest
+from launch.planning.prediction import forecast_command, forecast_text, workload
+from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.forecast import SNUG, forecast
+from launch.planning.prediction.hardware import find
+from launch.planning.prediction.rank_memory import fullest
 from launch.planning.resolved_plans import published_plan
 from recipes import catalog
 from recipes.problems import ProblemsError
@@ -188,7 +188,7 @@ def test_what_cannot_be_planned_is_refused(flags, says):
 def test_a_forecast_loads_no_torch():
     program = """
 import sys
-from launch.planning import forecast_command
+from launch.planning.prediction import forecast_command
 import launch.plan
 sys.argv = ["plan.py", "--recipe", "a100_blog_table4/8.7b"]
 launch.plan.main()

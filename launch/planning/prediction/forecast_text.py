@@ -7,7 +7,7 @@ from typing import Any
 
 from launch.console.terminal import wrapped
 from launch.console.text_table import aligned, table
-from launch.planning.forecast import Bill, Forecast, Remark
+from launch.planning.prediction.forecast import Bill, Forecast, Remark
 from recipes.plural import counted
 
 CATEGORIES = {

@@ -6,10 +6,10 @@ import pytest
 
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine
-from launch.planning import workload
-from launch.planning.constants import fitted
-from launch.planning.hardware import find
-from launch.planning.rank_memory import of_stage
+from launch.planning.prediction import workload
+from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.hardware import find
+from launch.planning.prediction.rank_memory import of_stage
 from launch.planning.resolved_plans import anywhere, published_plan
 from modeling import cost
 from recipes import catalog

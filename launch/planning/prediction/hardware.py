@@ -148,7 +148,9 @@ def find(name: str) -> Node:
         gpus = {**catalogue()["gpus"], **document["gpus"]}
         return _node(node, document["nodes"], gpus, f"of {written}")
     known = catalogue()
-    return _node(name, known["nodes"], known["gpus"], "of the catalogue (launch/planning/hardware.yaml)")
+    return _node(
+        name, known["nodes"], known["gpus"], "of the catalogue (launch/planning/prediction/hardware.yaml)"
+    )
 
 
 def this(*, again: bool = False, measure: bool = True) -> Node:
@@ -236,7 +238,7 @@ def _read(path: Path, shown: str) -> dict[str, Any]:
             [Problem("--hardware", f"{shown}: {error}", "is no YAML", "correct it")]
         ) from None
     if not isinstance(document, dict) or not {"gpus", "nodes"} & document.keys():
-        rule = "a catalogue has gpus and nodes, as launch/planning/hardware.yaml"
+        rule = "a catalogue has gpus and nodes, as launch/planning/prediction/hardware.yaml"
         raise ProblemsError([Problem("--hardware", shown, rule, "write them so")])
     parts = {key: document.get(key) or {} for key in ("sources", "gpus", "nodes")}
     return {key: _plain(part) if key != "sources" else part for key, part in parts.items()}
@@ -261,7 +263,7 @@ def _node(name: str, nodes: dict[str, Any], gpus: dict[str, Any], where: str) ->
         return Node(name, form, Gpu.model_validate(gpus[form.gpu]))
     except ValidationError as error:
         told = [(".".join(map(str, detail["loc"])), detail["msg"]) for detail in error.errors()]
-        fix = "write it as in launch/planning/hardware.yaml"
+        fix = "write it as in launch/planning/prediction/hardware.yaml"
         raise ProblemsError(
             [Problem("--hardware", f"{name}: {key}", message, fix) for key, message in told]
         ) from None

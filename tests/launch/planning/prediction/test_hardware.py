@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from launch.planning import hardware
-from launch.planning.software import SYSTEMS
+from launch.planning.prediction import hardware
+from launch.planning.prediction.software import SYSTEMS
 from recipes import catalog
 from recipes.problems import ProblemsError
 

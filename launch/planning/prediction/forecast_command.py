@@ -12,8 +12,8 @@ from ds_configs.resolver import resolve
 from ds_configs.sections.zero import NVME_VARIABLE
 from launch.console import arguments, terminal
 from launch.console.text_table import table
-from launch.planning import forecast_text, hardware, workload
-from launch.planning.forecast import Forecast, forecast
+from launch.planning.prediction import forecast_text, hardware, workload
+from launch.planning.prediction.forecast import Forecast, forecast
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from launch.planning import workload
-from launch.planning.constants import fitted
-from launch.planning.forecast import speed
-from launch.planning.hardware import find
+from launch.planning.prediction import workload
+from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.forecast import speed
+from launch.planning.prediction.hardware import find
+from launch.planning.prediction.node_rates import FAR_LATENCY, Machine
+from launch.planning.prediction.step_time import step_time
 from launch.planning.resolved_plans import published_plan
-from launch.planning.step_time import FAR_LATENCY, Machine, step_time
 from modeling.cost import Product
 from recipes import catalog
 

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from launch.planning import rank_memory
-from launch.planning.constants import Constants, fitted
-from launch.planning.hardware import Node
-from launch.planning.rank_memory import RankMemory
-from launch.planning.step_time import StepTime, step_time
-from launch.planning.workload import Workload
+from launch.planning.prediction import rank_memory
+from launch.planning.prediction.constants import Constants, fitted
+from launch.planning.prediction.hardware import Node
+from launch.planning.prediction.rank_memory import RankMemory
+from launch.planning.prediction.step_time import StepTime, step_time
+from launch.planning.prediction.workload import Workload
 from modeling import cost
 
 Verdict = Literal["fits", "snug", "out of memory"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_configs.plan import Plan, Precision
-from launch.planning.software import OURS, SYSTEMS, Software
+from launch.planning.prediction.software import OURS, SYSTEMS, Software
 from modeling import cost
 from recipes.layout import Layout
 from recipes.schema import Dropout, Model

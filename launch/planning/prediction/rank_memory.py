@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from launch.planning.constants import Constants
-from launch.planning.hardware import GIB, Gpu
-from launch.planning.workload import Workload
+from launch.planning.prediction.constants import Constants
+from launch.planning.prediction.hardware import GIB, Gpu
+from launch.planning.prediction.workload import Workload
 from modeling import cost
 
 Moment = Literal["backward pass", "optimizer step"]

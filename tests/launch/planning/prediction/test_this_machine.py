@@ -12,8 +12,8 @@ from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch.machine import measuring, rates
 from launch.machine.rates import Rates
-from launch.planning import hardware, workload
-from launch.planning.forecast import forecast
+from launch.planning.prediction import hardware, workload
+from launch.planning.prediction.forecast import forecast
 from modeling import cost
 from recipes import catalog
 from recipes.problems import ProblemsError

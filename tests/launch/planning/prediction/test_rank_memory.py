@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from launch.planning import rank_memory, workload
-from launch.planning.constants import fitted
-from launch.planning.hardware import find
+from launch.planning.prediction import rank_memory, workload
+from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.hardware import find
 from launch.planning.resolved_plans import published_plan
 from recipes import catalog
 
