@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from launch.planning import launch_lines
 from launch.planning.clusters.nodes import ClusterNode
 from launch.planning.clusters.placement import Placement
@@ -105,6 +103,8 @@ def hostfile(job: Job) -> str:
 
 def filled(template: str, **values: Any) -> str:
     """A file of templates/ with its values, which are quoted already as the file needs them."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here: a forecast does without
+
     loader = FileSystemLoader(TEMPLATES, encoding="utf-8")
     strict: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=False, keep_trailing_newline=True, **strict)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -15,8 +15,9 @@ from data.durable_files import write_atomically
 from launch.console import arguments, terminal
 from launch.console.output import new_file
 from launch.planning.prediction import constants
-from launch.tables.predicting import csv_cases
-from launch.tables.predicting.cases import Case, by_document, of_published_tables
+
+if TYPE_CHECKING:
+    from launch.tables.predicting.cases import Case
 
 ABOUT = """\
 Predict every published row that tells a time, a memory or that memory ran out, and print how far off the
@@ -71,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         new_file("--plot", args.plot, (".png", ".svg"))
     if args.json:
         new_file("--json", args.json, own=JSON_BEGINNING)
-    from launch.tables.predicting import validation, validation_text
+    # Here and below: a forecast does without.
+    from launch.tables.predicting import csv_cases, validation, validation_text
 
     cases = csv_cases.read(args.table) if args.table else published()
     if args.refit:
@@ -91,12 +93,16 @@ def run(args: argparse.Namespace) -> int:
 
 def published() -> list[Case]:
     """The rows of recipes/ and of other documents."""
+    from launch.tables.predicting import csv_cases
+    from launch.tables.predicting.cases import of_published_tables
+
     return [*of_published_tables(), *csv_cases.read(csv_cases.OURS)]
 
 
 def refit(cases: Sequence[Case]) -> None:
     """Fit the constants, on all documents and without each, and write them."""
     from launch.tables.predicting import fitting
+    from launch.tables.predicting.cases import by_document
 
     documents = by_document(cases)
     terminal.say(f"fitting {len(fitting.TIME) + len(fitting.MEMORY)} constants {len(documents) + 1} times …")
@@ -122,5 +128,6 @@ def refit(cases: Sequence[Case]) -> None:
 
 def _columns() -> str:
     from launch.console.text_table import aligned
+    from launch.tables.predicting import csv_cases
 
     return aligned(csv_cases.COLUMNS.items(), width=terminal.columns())
