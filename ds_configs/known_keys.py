@@ -47,7 +47,7 @@ TOP: Table = {
         SECTION,
         """
         optimizer fp16 bf16 torch_autocast data_types zero_optimization activation_checkpointing pipeline
-        checkpoint aio comms_logger tensorboard wandb csv_monitor comet flops_profiler autotuning compile
+        aio comms_logger tensorboard wandb csv_monitor comet flops_profiler autotuning compile
         timers
         """,
     ),

@@ -309,6 +309,7 @@ KEYS = [
     ),
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler: the schedule is the recipe's: --set schedule.kind="),
     ({"sparse_attention": {}}, "sparse_attention: was removed from DeepSpeed"),
+    ({"checkpoint": {"tag_validation": "Warn"}}, "checkpoint: DeepSpeed saves nothing here"),
     ({"amp": {"enabled": True}}, "amp: was removed from DeepSpeed, which refuses it; use fp16 or bf16"),
     ({"curriculum_learning": {}}, "curriculum_learning: was removed"),
     ({"progressive_layer_drop": {}}, "progressive_layer_drop: was removed"),
