@@ -19,6 +19,7 @@ import torch
 
 from launch.machine.memory import host_memory
 from launch.machine.rates import Rates, cores, keep
+from recipes.problems import Problem, ProblemsError
 
 LARGE = {"cpu": 2048, "cuda": 8192}  # rows and columns of large products
 # Tokens and hidden size of a layer that stands for those that such a machine trains.
@@ -33,7 +34,6 @@ BEFORE = """import resource, torch, torch._dynamo, torch.utils.tensorboard, deep
 from transformers import PreTrainedTokenizerFast
 torch.ones(1024, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"""
-GIB = 2**30
 
 
 def measured() -> Rates:
@@ -250,7 +250,9 @@ def _context_bytes() -> float:
     done = subprocess.run([sys.executable, "-c", BEFORE], capture_output=True, text=True, timeout=300)
     lines = done.stdout.split()
     if done.returncode or not lines:
-        return 0.5 * GIB
+        came = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        rule = "a process that imports torch, DeepSpeed and transformers is measured"
+        raise ProblemsError([Problem("--hardware", f"this: {came}", rule, "pip install -r requirements.txt")])
     return float(lines[-1]) * (1 if sys.platform == "darwin" else 1024)
 
 

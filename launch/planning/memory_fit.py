@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
@@ -26,10 +25,12 @@ def needs(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
 
     Without `gpus` all of it is the host's, and counts as far as a process has written to it.
     """
-    own, work = plan.recipe.hardware, workload.of_plan(plan)
-    node = hardware.find(own.node if own and own.node else USUAL)
-    rank = rank_memory.fullest(work, node.gpu, fitted())
-    return rank if gpus else replace(rank_memory.resident(work, rank), context=IMPORTED, fragmentation=0.0)
+    own = plan.recipe.hardware
+    gpu = hardware.find(own.node if own and own.node else USUAL).gpu
+    if gpus:
+        return rank_memory.fullest(workload.of_plan(plan), gpu, fitted())
+    cores = gpu.model_copy(update={"in_host": True, "context_gib": IMPORTED / hardware.GIB})
+    return rank_memory.fullest(workload.of_plan(plan), cores, fitted((("fragmentation", 0.0),)))
 
 
 def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 from launch.console import numbers
-from launch.planning.prediction import forecast_command, hardware, workload
+from launch.planning.prediction import forecast_command, hardware
 from launch.planning.prediction.forecast import Forecast, forecast, speed
+from launch.planning.prediction.published_step import as_published, published_seconds
 from launch.reports.entries import Entry
 from launch.reports.runs import Run
 from launch.runs.result import Result
@@ -95,18 +96,12 @@ def lines_of(entries: Sequence[Entry]) -> list[Line]:
 
 
 def _of_row(name: str, recipe: Recipe, published: Published) -> Line:
-    theirs, length, batch = _planned(recipe, published), recipe.sequence_length, recipe.batch.global_
-    seconds = published.time_per_iteration_s
-    if seconds is None and published.samples_per_s:
-        seconds = batch / published.samples_per_s
+    theirs, length, batch = _planned(recipe), recipe.sequence_length, recipe.batch.global_
+    seconds = published_seconds(recipe, published, theirs.work if theirs else None)
     world = recipe.hardware.gpus if recipe.hardware else None
     line = Line(name, PUBLISHED, gpus=world, oom=published.oom, seconds=seconds)
     line = replace(line, parameters=cost.parameters(recipe.model, length))
     if theirs and theirs.time and theirs.speed:
-        if seconds is None and published.tflops:
-            of_one = speed(theirs.work, theirs.node, 1.0)
-            counted = of_one.tflops if published.tflops_by == "formula" else of_one.exact_tflops
-            seconds = counted / published.tflops
         room, memory = theirs.node.gpu.memory_bytes, published.cached_gb
         reached = speed(theirs.work, theirs.node, seconds) if seconds else None
         line = replace(
@@ -120,15 +115,16 @@ def _of_row(name: str, recipe: Recipe, published: Published) -> Line:
     return replace(line, samples_per_s=batch / seconds if seconds else None)
 
 
-def _planned(recipe: Recipe, published: Published) -> Forecast | None:
+def _planned(recipe: Recipe) -> Forecast | None:
     """The row on its hardware as its system ran it; None where the catalogue or the planner has not both."""
     named = recipe.hardware.node if recipe.hardware else None
-    if published.software is None or named in (None, hardware.THIS):  # a report measures nothing
+    if named in (None, hardware.THIS):  # a report measures nothing
         return None
     try:
         node = forecast_command.node_of(recipe, None)
         plan = forecast_command.planned(recipe, recipe.ds_config, node, None)
-        return forecast(workload.as_run_by(workload.of_plan(plan), published.software), node)
+        step = as_published(plan)
+        return forecast(step, node) if step else None
     except (ValueError, OSError):  # of a user's recipe, configuration or catalogue
         return None
 

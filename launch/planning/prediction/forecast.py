@@ -128,8 +128,6 @@ def forecast(work: Workload, node: Node, constants: Constants | None = None) -> 
     constants = constants or fitted(node.measured)
     layout, gpu = work.layout, node.gpu
     stages = rank_memory.of_stages(work, gpu, constants)
-    if node.is_cpu:
-        stages = [rank_memory.resident(work, rank) for rank in stages]
     here = min(layout.world, node.gpus)
     host, nvme = (here * max(getattr(rank, place) for rank in stages) for place in ("host", "nvme"))
     time = step_time(work, node, constants) if work.precision in gpu.tflops else None
@@ -153,12 +151,11 @@ def speed(work: Workload, node: Node, seconds: float) -> Speed:
     """Rates of a step of `seconds`, predicted or measured."""
     layout, length = work.layout, work.sequence_length
     per_second = layout.global_batch / seconds
-    predictions = None if work.software.predicts_everywhere else work.predictions
 
     def exact(checkpointing: bool) -> float:
         flops = cost.exact_flops_per_step(
             work.model, length, layout.global_batch, padded_vocab=work.padded_vocab,
-            checkpointing=checkpointing, predictions=predictions,
+            checkpointing=checkpointing, predictions=work.predicted,
         )  # fmt: skip
         return cost.exact_tflops(flops, seconds, layout.world)
 
@@ -203,7 +200,7 @@ def _remarks(found: Forecast) -> list[Remark]:
     def say(kind: RemarkKind, **values: float | int | str) -> None:
         said.append(Remark(kind, values))
 
-    if layout.world > node.gpus and (layout.tp > node.gpus or node.gpus % layout.tp):
+    if not node.joins(layout.tp, 1, layout.world):
         say("tensor across nodes", tp=layout.tp, gpus=node.gpus)
     if found.nodes > 1 and node.form.network is None:
         say("network unknown", node=node.name, rate=node.form.pcie_gb_s)
@@ -212,7 +209,7 @@ def _remarks(found: Forecast) -> list[Remark]:
         if chunks > layout.accumulation:
             say("bubble", share=found.time.bubble_share, chunks=chunks, now=layout.accumulation)
     if found.verdict != "out of memory" and found.largest.as_planned >= ROOM * layout.micro:
-        say("larger batch", micro=layout.micro, largest=found.largest.as_planned, seconds=0)
+        say("larger batch", micro=layout.micro, largest=found.largest.as_planned)
     if found.verdict == "fits" and work.recomputed and found.largest.kept >= layout.micro:
         say("recomputation", micro=layout.micro)
     if work.precision not in node.gpu.tflops:

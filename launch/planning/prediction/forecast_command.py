@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 from pathlib import Path
 
 from ds_configs.plan import Machine, Plan
@@ -14,6 +15,7 @@ from launch.console import arguments, terminal
 from launch.console.text_table import table
 from launch.planning.prediction import forecast_text, hardware, workload
 from launch.planning.prediction.forecast import Forecast, forecast
+from launch.planning.prediction.published_step import as_published, printed_seconds
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
@@ -23,39 +25,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a forecast."""
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument_group("on what, and for how long").add_argument
-    add(
-        "--ds_config",
-        metavar="FILE",
-        help="DeepSpeed JSON, or the name of one of ds_configs/ (default: the recipe's)",
-    )
-    add_hardware(parser, add)
+    config = "DeepSpeed JSON, or the name of one of ds_configs/ (default: the recipe's)"
+    add("--ds_config", metavar="FILE", help=config)
+    node = f"{', '.join(hardware.names())}, this (measured once), or FILE.yaml:NODE of your own"
+    add("--hardware", metavar="NODE", help=f"{node} (default: the recipe's)")
+    add("--remeasure", action="store_true", help="measure this machine again (with --hardware this)")
+    nodes = "nodes (default: as many as the layout takes)"
+    add("--nodes", type=arguments.whole(1, 10**5), metavar="N", help=nodes)
     tokens = "what training on N tokens takes, instead of the recipe's steps"
     add("--tokens", type=arguments.whole(1, 10**15), metavar="N", help=tokens)
     add("--json", action="store_true", help="every number, in bytes and seconds")
     parser.set_defaults(run=run)
 
 
-def add_hardware(parser: argparse.ArgumentParser, add) -> None:  # type: ignore[no-untyped-def]
-    """--hardware and --nodes, as every subcommand has them."""
-    known = ", ".join(hardware.names())
-    node = f"{known}, this (measured once), or FILE.yaml:NODE of your own (default: the recipe's)"
-    add("--hardware", metavar="NODE", help=node)
-    add("--remeasure", action="store_true", help="measure this machine again (with --hardware this)")
-    add(
-        "--nodes",
-        type=arguments.whole(1, 10**5),
-        metavar="N",
-        help="nodes (default: as many as the layout takes)",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Exit code 0: shown, whatever the verdict. Raises ProblemsError."""
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
-    name, node = (
-        catalog.full_name(args.recipe) + ("-tiny" if args.tiny else ""),
-        node_of(recipe, args.hardware, remeasure=args.remeasure),
-    )
+    name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
+    node = node_of(recipe, args.hardware, remeasure=args.remeasure)
     plan = planned(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
     work = workload.of_plan(plan)
     found = forecast(work, shared(node, plan.layout.world))
@@ -70,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     width = terminal.columns()
     print(forecast_text.describe(found, name=name, bill=bill, width=width))
     as_printed = not (args.set or args.tiny or args.ds_config)
-    if as_printed and (beside := published_beside(recipe, found)):
+    if as_printed and (beside := published_beside(plan, found)):
         print("\n" + beside)
     for notice in plan.notices:
         print(terminal.wrapped(f"\n  ! {notice}", width))
@@ -98,7 +85,7 @@ def planned(recipe: Recipe, ds_config: str | Path, node: hardware.Node, nodes: i
         asked = math.prod(recipe.parallel.model_parallel) * (recipe.parallel.dp or 1)
         # A node that the layout leaves partly empty is its user's to choose.
         world = asked if (nodes - 1) * node.gpus < asked <= nodes * node.gpus else nodes * node.gpus
-    return resolve(recipe, ds_config, world, machine_of(node), {NVME_VARIABLE: "/tmp"})
+    return resolve(recipe, ds_config, world, machine_of(node), {NVME_VARIABLE: tempfile.gettempdir()})
 
 
 def machine_of(node: hardware.Node) -> Machine:
@@ -113,17 +100,16 @@ def shared(node: hardware.Node, ranks: int) -> hardware.Node:
     return node.shared_by(ranks) if node.is_cpu else node
 
 
-def published_beside(recipe: Recipe, found: Forecast) -> str:
+def published_beside(plan: Plan, found: Forecast) -> str:
     """What the row's source printed, next to the same step as its system ran it; empty: nothing."""
-    published = recipe.published
+    recipe = plan.recipe
+    published, step = recipe.published, as_published(plan)
     own = recipe.hardware.node if recipe.hardware else None
-    if published is None or published.software is None or found.node.name != own:
+    if published is None or step is None or found.node.name != own:
         return ""
-    theirs = forecast(workload.as_run_by(found.work, published.software), found.node)
+    theirs = forecast(step, found.node)
     pairs: list[tuple[str, float, float]] = []
-    seconds = published.time_per_iteration_s
-    if seconds is None and published.samples_per_s:
-        seconds = recipe.batch.global_ / published.samples_per_s
+    seconds = printed_seconds(recipe, published)
     if theirs.time and theirs.speed:
         if seconds:
             pairs.append(("seconds per step", theirs.time.total, seconds))

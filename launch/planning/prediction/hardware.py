@@ -24,7 +24,6 @@ from recipes.schema import Strict
 
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 GIB = 2**30
-SHARED = "shared memory"  # what connects ranks that have no GPUs
 RATES = ("tflops", "reached_tflops", "attention_tflops")  # of a Gpu, by precision
 USUAL_WATTS = 300.0  # of a machine whose power limit nothing says
 THIS = "this"  # the machine that the planner runs on, as --hardware names it
@@ -39,6 +38,8 @@ class Gpu(Strict):
     compute_capability: str | None = None
     memory_gib: PositiveFloat
     """as the driver reports it to torch"""
+    in_host: bool = False
+    """cores in the place of a GPU: their memory is the host's, which counts once it is written to"""
     context_gib: float = Field(default=1.5, ge=0)
     """of CUDA's context and kernels, before the first tensor"""
     memory_gb_s: PositiveFloat
@@ -125,7 +126,7 @@ class Node:
     @property
     def is_cpu(self) -> bool:
         """Whether ranks share the host's cores and memory instead of having GPUs."""
-        return self.form.link.kind == SHARED
+        return self.gpu.in_host
 
     def shared_by(self, ranks: int) -> Node:
         """The machine as `ranks` ranks see it that share its cores, its memory and what they copy through."""
@@ -135,6 +136,11 @@ class Node:
             **{key: {name: rate / ranks for name, rate in getattr(self.gpu, key).items()} for key in RATES},
         })  # fmt: skip
         return replace(self, gpu=gpu, form=self.form.model_copy(update={"gpus": ranks}))
+
+    def joins(self, ranks: int, spread: int, world: int) -> bool:
+        """Whether groups of ranks that are `spread` apart, of `world` in all, never cross a node's border."""
+        reach = ranks * spread
+        return reach <= self.gpus and (self.gpus % reach == 0 or world <= self.gpus)
 
 
 def find(name: str) -> Node:
@@ -180,7 +186,8 @@ def of_rates(found: Rates) -> Node:
     # Largest measured rate of large products, where a peak is published.
     reached = [found.tflops[name] / peaks[name] for name in peaks.keys() & found.tflops.keys() if known]
     gpu = Gpu(
-        title=found.accelerator, memory_gib=found.memory_bytes / GIB, context_gib=found.context_bytes / GIB,
+        title=found.accelerator, in_host=cpu, memory_gib=found.memory_bytes / GIB,
+        context_gib=found.context_bytes / GIB,
         memory_gb_s=found.memory_gb_s, tflops=peaks, matrix_share=min(1.0, max(reached, default=1.0)),
         multiprocessors=found.multiprocessors, reached_tflops=found.layer_tflops if cpu else {},
         attention_tflops=found.attention_tflops if cpu else {},
@@ -189,8 +196,8 @@ def of_rates(found: Rates) -> Node:
     host = Host(memory_gb=found.host_bytes / 1e9, memory_gb_s=found.host_gb_s, cores=found.cores)
     form = NodeForm(
         title="this machine", gpu=found.accelerator, gpus=found.accelerators or 1,
-        link=Link(kind=SHARED if cpu else "measured copy", gb_s=found.link_gb_s), pcie_gb_s=found.copy_gb_s,
-        host=host,
+        link=Link(kind="shared memory" if cpu else "measured copy", gb_s=found.link_gb_s),
+        pcie_gb_s=found.copy_gb_s, host=host,
     )  # fmt: skip
     return Node(THIS, form, gpu, found.start_us * 1e-6, _own_constants(found) if cpu else ())
 

@@ -74,8 +74,7 @@ class Machine:
 
     def inside(self, ranks: int, spread: int) -> bool:
         """Whether no such group crosses a node's border."""
-        reach = ranks * spread
-        return reach <= self.node.gpus and (self.node.gpus % reach == 0 or self.ranks <= self.node.gpus)
+        return self.node.joins(ranks, spread, self.ranks)
 
     def link(self, ranks: int) -> float:
         """Bytes per second of a GPU to the others of a group of its node.
@@ -88,7 +87,7 @@ class Machine:
 
     @property
     def network(self) -> float:
-        """Bytes per second of a node; a catalogue entry without a network runs on one node."""
+        """Bytes per second of a node; where the catalogue knows no network, of its PCIe."""
         form = self.node.form
         if form.network and form.network.reached_gb_s:
             return form.network.reached_gb_s * 1e9

@@ -71,10 +71,10 @@ def of_stages(work: Workload, gpu: Gpu, constants: Constants) -> list[RankMemory
     return [of_stage(work, stage, gpu, constants) for stage in range(work.layout.pp)]
 
 
-def resident(work: Workload, rank: RankMemory) -> RankMemory:
-    """The same on a machine without GPUs, where memory is what a process has written to.
+def _resident(work: Workload, rank: RankMemory) -> RankMemory:
+    """The same where a process's memory is the host's, which counts once it is written to.
 
-    What is offloaded lies in that memory too, and of a reduction's bucket the gradients that are there.
+    What is offloaded lies there too, and of a reduction's bucket the gradients that are in it.
     """
     written = work.width * work.parameters_of(rank.stage) * (2 if work.zero_stage == 3 else 1)
     optimizer = rank.optimizer + rank.host
@@ -100,7 +100,7 @@ def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> Rank
     update = dict(gradients=placed.gradients.gpu, activations=0.0, working=0.0, logits=0.0)
     moments: list[tuple[Moment, dict[str, float]]] = [("backward pass", backward), ("optimizer step", update)]
     (name, larger), (_, smaller) = sorted(moments, key=lambda moment: -sum(moment[1].values()))
-    return RankMemory(
+    rank = RankMemory(
         stage=stage,
         moment=name,
         weights=placed.weights.gpu,
@@ -113,6 +113,7 @@ def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> Rank
         host=placed.total.host + kept.host,
         nvme=placed.total.nvme,
     )
+    return _resident(work, rank) if gpu.in_host else rank
 
 
 def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
@@ -138,11 +139,10 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
 def _buffers(work: Workload, stage: int) -> float:
     """Bytes of ZeRO's buckets and gathered parameters."""
     parameters, buffers = work.parameters_of(stage), work.buffers
-    reduce = buffers.reduce if work.layout.dp > 1 or work.layout.pp > 1 or work.zero_stage else 0.0
     gathered = 0.0
     if work.zero_stage == 3:
         gathered = min(parameters, buffers.live) if buffers.live else _two_layers(work)
-    return work.width * (reduce + gathered)
+    return work.width * (buffers.reduce + gathered)
 
 
 def _two_layers(work: Workload) -> float:
@@ -166,27 +166,15 @@ def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, fl
         each = layer.kept - (layer.kept_scores if work.selective and layer.keeps_scores else 0.0)
         kept = each * layers * flights
         working = layer.transient + (layer.kept_scores if work.selective and layer.keeps_scores else 0.0)
-    logits = 0.0
+    logits = ends = 0.0
     if stage == work.layout.pp - 1:
         # A pipeline's engine holds the output as well.
         each = work.software.logit_bytes + (work.width if work.layout.pp > 1 else 0)
-        logits = logit_elements(work) * each
-        # The last norm's output and input.
-        kept += 2 * layer.stream
+        logits = work.logits * each
+        ends += 2 * layer.stream  # the last norm's output and input
     if stage == 0:
-        kept += layer.stream * flights  # the embedding's output before dropout
+        ends += layer.stream * flights  # the embedding's output before dropout
     # While the loss is at its fullest no layer is at work yet.
-    larger = max(working, logits)
-    working, logits = (working, 0.0) if larger == working else (0.0, logits)
-    places = (
-        cost.StateBytes(0.0, kept, 0.0) if work.checkpoints_at == "host" else cost.StateBytes(kept, 0.0, 0.0)
-    )
-    return places, working, logits
-
-
-def logit_elements(work: Workload) -> float:
-    """Logits of a micro-batch on one tensor rank: b S V / t, of a BERT those of its predicted positions."""
-    everywhere = work.predictions is None or work.software.predicts_everywhere
-    positions = work.sequence_length if everywhere else work.predictions
-    assert positions is not None
-    return work.layout.micro * positions * work.padded_vocab / work.layout.tp
+    working, logits = (working, 0.0) if working >= logits else (0.0, logits)
+    away = kept if work.checkpoints_at == "host" else 0.0
+    return cost.StateBytes(kept - away + ends, away, 0.0), working, logits

@@ -105,6 +105,17 @@ class Workload:
         most = pp - stage + (0 if chunks == 1 else (pp - 1) / chunks)
         return min(self.layout.accumulation, most)
 
+    @property
+    def predicted(self) -> int | None:
+        """Positions of a sample at which the system computes logits; None: all."""
+        return None if self.software.predicts_everywhere else self.predictions
+
+    @property
+    def logits(self) -> float:
+        """Logits of a micro-batch on one tensor rank: b S V / t, of a BERT those of its positions."""
+        positions = self.predicted or self.sequence_length
+        return self.layout.micro * positions * self.padded_vocab / self.layout.tp
+
     def with_micro(self, micro: int) -> Workload:
         """The same with another micro-batch, and as many of them."""
         layout = self.layout

@@ -17,9 +17,8 @@ from launch.planning.search.ways import Way
 from recipes.layout import Layout
 from recipes.problems import Problem, ProblemsError, some
 
-WORTH = (
-    1.05  # of the fastest one's time: what a layout that fits with a margin may take and still be preferred
-)
+# Of the fastest one's time: what a simpler layout may take and still be preferred.
+WORTH = 1.05
 NAMED: dict[int, str] = {0: "nothing", 1: "every layer"}
 
 

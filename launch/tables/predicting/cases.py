@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_configs.jsonfile import ConfigError
-from launch.planning.prediction import hardware, workload
+from launch.planning.prediction import hardware
+from launch.planning.prediction.published_step import as_published, published_seconds
 from launch.planning.prediction.workload import Workload
 from launch.planning.resolved_plans import published_plan
 from launch.tables.verifying import evidence
 from launch.tables.verifying.rows import Row, published_rows
-from modeling import cost
 from recipes import catalog
 
 # Errata of a row that make its time, or its running out of memory, worthless as a measurement.
@@ -81,7 +81,7 @@ def of_row(row: Row, errata: evidence.Evidence) -> Case:
         why = f"the model is a guess: {guessed}"
     else:
         try:
-            work = workload.as_run_by(workload.of_plan(published_plan(recipe)), published.software)
+            work = as_published(published_plan(recipe))
         except ConfigError as error:
             why = str(error)
     if why:
@@ -89,7 +89,8 @@ def of_row(row: Row, errata: evidence.Evidence) -> Case:
     return Case(
         document=_document(row.table.source or row.table.title), table=row.table.name, name=row.name,
         node=node, work=work,
-        seconds=_seconds(row, work), cached=published.cached_gb and published.cached_gb * hardware.GIB,
+        seconds=published_seconds(recipe, published, work),
+        cached=published.cached_gb and published.cached_gb * hardware.GIB,
         oom=published.oom if published.oom or published.cached_gb or published.time_per_iteration_s else None,
         parameters=published.parameters, excluded=excluded,
     )  # fmt: skip
@@ -98,38 +99,6 @@ def of_row(row: Row, errata: evidence.Evidence) -> Case:
 def _document(source: str) -> str:
     """The document of a table: what its source says before the first comma."""
     return source.split(",")[0].split(" (")[0].strip('"')
-
-
-def _seconds(row: Row, work: Workload | None) -> float | None:
-    published = row.published
-    if published.time_per_iteration_s:
-        return published.time_per_iteration_s
-    if published.samples_per_s:
-        return row.recipe.batch.global_ / published.samples_per_s
-    gpus = row.as_printed("hardware.gpus")
-    if published.tflops and gpus and work:
-        return seconds_of(work, published.tflops, gpus, published.tflops_by)
-    return None
-
-
-def seconds_of(work: Workload, tflops: float, gpus: int, counted: str) -> float:
-    """Seconds of an iteration from TFLOPS per GPU.
-
-    counted: "exact", all products of weights and attention, recomputed ones too; "model", without
-    recomputation; "formula", two operations per parameter, token and pass.
-    """
-    layout, model, length = work.layout, work.model, work.sequence_length
-    recomputed = work.recomputed > 0
-    if counted == "formula":
-        size = cost.parameters(model, length)
-        return cost.published_tflops(
-            size, length, layout.global_batch, 1.0, gpus, checkpointing=recomputed
-        ) / tflops  # fmt: skip
-    flops = cost.exact_flops_per_step(
-        model, length, layout.global_batch, padded_vocab=work.padded_vocab,
-        checkpointing=recomputed and counted == "exact",
-    )  # fmt: skip
-    return cost.exact_tflops(flops, 1.0, gpus) / tflops
 
 
 def by_document(cases: Sequence[Case]) -> dict[str, list[Case]]:

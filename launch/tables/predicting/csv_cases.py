@@ -17,17 +17,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from launch.planning.prediction import hardware, rank_memory
-from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.published_step import seconds_of
 from launch.planning.prediction.software import SYSTEMS
 from launch.planning.prediction.step_time import step_time
 from launch.planning.prediction.workload import Buffers, Workload, usual_buffers
-from launch.tables.predicting.cases import Case, seconds_of
+from launch.tables.predicting.cases import Case
+from launch.tables.predicting.fitting import start
 from modeling.cost import FP32, MIXED
 from recipes import files
 from recipes.layout import Layout, divisors, padded_vocab
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Dropout, Model
 
+BOM = "\ufeff"  # with which spreadsheets begin a file
 OURS = Path(__file__).with_name("other_documents.csv")
 COLUMNS = {
     "document": "short name of the source; constants are fitted leaving one out (default: the file's name)",
@@ -91,7 +93,7 @@ MOST_MICRO = 16  # samples that are tried where a row states no micro-batch
 
 def read(path: Path) -> list[Case]:
     """Every row of a CSV file. Raises ProblemsError: every line that cannot be read, with its number."""
-    lines = csv.DictReader(StringIO(files.read_text(path)))
+    lines = csv.DictReader(StringIO(files.read_text(path).removeprefix(BOM)))
     named = {
         name: SPELLINGS.get(name.strip().lower(), name.strip().lower()) for name in lines.fieldnames or ()
     }
@@ -177,8 +179,11 @@ class _Line:
         return hardware.find(node)
 
     def workload(self, node: hardware.Node) -> Workload:
-        """The step. Of what a row leaves open, micro-batch and recomputation, the fastest that fits."""
-        base, constants = self.base(), fitted()
+        """The step. Of what a row leaves open, micro-batch and recomputation, the fastest that fits.
+
+        By the constants with which fitting starts: fitted ones may have seen the row.
+        """
+        base, constants = self.base(), start()
         if base.precision not in node.gpu.tflops:
             raise NotPredictable(f"{node.gpu.title} has no {base.precision}")
 

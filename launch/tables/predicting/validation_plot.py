@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -36,12 +37,10 @@ def draw(found: Validation, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _panel(
-    axes: Axes, ratios: Sequence[Ratio], what: str, unit: float, colour: Callable[[str], object]
-) -> None:
+def _panel(axes: Axes, ratios: Sequence[Ratio], what: str, unit: float, colour: Callable[[str], Any]) -> None:
     for ratio in ratios:
         x, y = ratio.published / unit, ratio.predicted / unit
-        axes.plot(x, y, "o", markersize=3.5, alpha=0.8, color=colour(ratio.case.document))  # type: ignore[arg-type]
+        axes.plot(x, y, "o", markersize=3.5, alpha=0.8, color=colour(ratio.case.document))
     ends = [
         min((r.published for r in ratios), default=unit) / unit,
         max((r.published for r in ratios), default=unit) / unit,

@@ -7,16 +7,10 @@ import sys
 
 import pytest
 from launching import run
+from measured_machine import TWO_CORES
 
 from launch.machine import measuring, rates
 from launch.machine.rates import Rates
-
-KEPT = Rates(
-    accelerator="cpu", accelerators=0, cores=2, tflops={"fp32": 0.2, "bf16": 2.0},
-    layer_tflops={"fp32": 0.2, "bf16": 1.0}, attention_tflops={"fp32": 0.1, "bf16": 0.05}, memory_gb_s=20.0,
-    layer_gb_s=5.0, host_gb_s=20.0, copy_gb_s=10.0, link_gb_s=1.0, start_us=3.0, memory_bytes=16e9,
-    host_bytes=16e9, context_bytes=4e8,
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -32,22 +26,22 @@ def keep(kept: Rates) -> None:
 
 def test_kept_rates_are_those_of_this_machine_alone(monkeypatch):
     assert rates.cached() is None
-    keep(KEPT)
-    assert rates.cached() == KEPT
+    keep(TWO_CORES)
+    assert rates.cached() == TWO_CORES
     monkeypatch.setattr(rates, "cpu_model", lambda: "another processor")
     assert rates.cached() is None
 
 
 def test_what_a_launcher_starts_finds_what_a_command_kept(monkeypatch):
-    keep(KEPT)
+    keep(TWO_CORES)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # as the deepspeed launcher sets it, on CPUs too
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert rates.cached() == KEPT
+    assert rates.cached() == TWO_CORES
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rates": {"cores": 2}}', '{"rates": 3}'])
 def test_a_broken_file_of_rates_is_as_good_as_none(text):
-    keep(KEPT)
+    keep(TWO_CORES)
     rates.place().write_text(text)
     assert rates.cached() is None
 
@@ -74,5 +68,5 @@ assert found.context_bytes == 2**20 and (found.link_gb_s is None or found.link_g
 def test_a_cache_that_cannot_be_written_loses_nothing(monkeypatch, cache):
     cache.write_text("a file where the directory would be")
     monkeypatch.setattr(measuring, "_has_gpu", lambda: False)
-    monkeypatch.setattr(measuring, "_of_cpu", lambda: KEPT)
-    assert measuring.measured() == KEPT and rates.cached() is None
+    monkeypatch.setattr(measuring, "_of_cpu", lambda: TWO_CORES)
+    assert measuring.measured() == TWO_CORES and rates.cached() is None

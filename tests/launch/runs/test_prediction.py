@@ -6,12 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from measured_machine import TWO_CORES
 from reported import MACHINE, step
 
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch.machine import measuring, rates
-from launch.machine.rates import Rates
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import forecast, speed
 from launch.runs import prediction
@@ -20,12 +20,6 @@ from launch.runs.result import make_result, read_result, write_result
 from launch.runs.result_text import result_text
 from recipes import catalog
 
-CPU = Rates(
-    accelerator="cpu", accelerators=0, cores=2, tflops={"fp32": 0.2, "bf16": 2.0},
-    layer_tflops={"fp32": 0.2, "bf16": 1.0}, attention_tflops={"fp32": 0.1, "bf16": 0.05}, memory_gb_s=20.0,
-    layer_gb_s=5.0, host_gb_s=20.0, copy_gb_s=10.0, link_gb_s=1.0, start_us=3.0, memory_bytes=16e9,
-    host_bytes=16e9, context_bytes=4e8,
-)  # fmt: skip
 H200 = {"accelerator": "NVIDIA H200", "accelerators": 1, "accelerator_memory_gb": 150.0}
 
 
@@ -37,7 +31,7 @@ def plan():
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setattr(rates, "cached", lambda: CPU)
+    monkeypatch.setattr(rates, "cached", lambda: TWO_CORES)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(prediction, "host_memory", lambda: 16e9)
 
@@ -49,7 +43,7 @@ def made(plan, said, seconds=0.5):
 
 def test_a_machine_that_was_measured_is_predicted(plan, known):
     said = prediction.predicted(plan, MACHINE)
-    found = forecast(workload.of_plan(plan), hardware.of_rates(CPU).shared_by(2))
+    found = forecast(workload.of_plan(plan), hardware.of_rates(TWO_CORES).shared_by(2))
     assert said.node == "this" and said.why_not is None and said.available_bytes == 8e9
     assert said.seconds_per_step == found.time.total and said.bytes_per_process == found.fullest.total
 
@@ -77,7 +71,7 @@ def test_a_run_does_not_fail_with_the_planner(plan, known, monkeypatch):
 
 
 def test_a_precision_without_a_rate_is_not_predicted(plan, known, monkeypatch):
-    monkeypatch.setattr(rates, "cached", lambda: replace(CPU, tflops={"fp32": 0.2}))
+    monkeypatch.setattr(rates, "cached", lambda: replace(TWO_CORES, tflops={"fp32": 0.2}))
     said = prediction.predicted(plan, MACHINE)
     assert said.mfu is None and "bf16" in said.why_not and said.bytes_per_process > 0
 
@@ -85,7 +79,7 @@ def test_a_precision_without_a_rate_is_not_predicted(plan, known, monkeypatch):
 def test_the_share_of_the_peak_is_that_of_the_measured_time_without_recomputation(plan, known):
     said = prediction.predicted(plan, MACHINE)
     result = made(plan, said, seconds=0.5)
-    node = hardware.of_rates(CPU).shared_by(2)
+    node = hardware.of_rates(TWO_CORES).shared_by(2)
     assert result.mfu == pytest.approx(speed(workload.of_plan(plan), node, 0.5).mfu)
     assert made(plan, said, seconds=1.0).mfu == pytest.approx(result.mfu / 2)
     assert result.head_room == pytest.approx(1 - 1e9 / 8e9)

@@ -159,11 +159,10 @@ def test_json_has_every_number():
 
 
 def test_published_numbers_stand_beside_their_own_step_alone():
-    row = catalog.load("dgx2_gpt2_data_parallel/40x1536-b8")
-    plan = published_plan(row)
+    plan = published_plan(catalog.load("dgx2_gpt2_data_parallel/40x1536-b8"))
     own, other = (forecast(workload.of_plan(plan), find(name)) for name in ("dgx2", "a100-80x8"))
-    assert "2.533" in forecast_command.published_beside(row, own)
-    assert forecast_command.published_beside(row, other) == ""
+    assert "2.533" in forecast_command.published_beside(plan, own)
+    assert forecast_command.published_beside(plan, other) == ""
     shrunk = run([*COMMAND, "--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny"])
     assert "2.533" not in shrunk.stdout
 

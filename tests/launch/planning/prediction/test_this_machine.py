@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from launching import run
+from measured_machine import TWO_CORES
 
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
@@ -17,13 +18,6 @@ from launch.planning.prediction.forecast import forecast
 from modeling import cost
 from recipes import catalog
 from recipes.problems import ProblemsError
-
-CPU = Rates(
-    accelerator="cpu", accelerators=0, cores=2, tflops={"fp32": 0.2, "bf16": 2.0},
-    layer_tflops={"fp32": 0.2, "bf16": 1.0}, attention_tflops={"fp32": 0.1, "bf16": 0.05}, memory_gb_s=20.0,
-    layer_gb_s=5.0, host_gb_s=20.0, copy_gb_s=10.0, link_gb_s=1.0, start_us=3.0, memory_bytes=16e9,
-    host_bytes=16e9, context_bytes=4e8,
-)  # fmt: skip
 
 
 def plan(ds_config="zero0", ranks=1, *changes):
@@ -37,7 +31,7 @@ def predict(found: Rates, ds_config="zero0", ranks=1, *changes):
 
 
 def test_products_of_a_layer_take_what_they_were_measured_to_take():
-    found = predict(CPU)
+    found = predict(TWO_CORES)
     work = found.work
     layer = cost.layer_products(work.model, work.tokens, work.sequence_length)
     head = cost.head_products(work.model, work.layout.micro, work.sequence_length, work.padded_vocab)
@@ -48,14 +42,14 @@ def test_products_of_a_layer_take_what_they_were_measured_to_take():
 
 
 def test_what_stands_between_products_takes_what_it_was_measured_to_take():
-    slower = replace(CPU, layer_gb_s=CPU.layer_gb_s / 2)
-    assert predict(slower).time.elementwise == pytest.approx(2 * predict(CPU).time.elementwise)
+    slower = replace(TWO_CORES, layer_gb_s=TWO_CORES.layer_gb_s / 2)
+    assert predict(slower).time.elementwise == pytest.approx(2 * predict(TWO_CORES).time.elementwise)
     # The optimizer streams through memory as a copy does.
-    assert predict(slower).time.update == predict(CPU).time.update
+    assert predict(slower).time.update == predict(TWO_CORES).time.update
 
 
 def test_ranks_share_the_cores():
-    one, two = predict(CPU), predict(CPU, "zero1", 2)
+    one, two = predict(TWO_CORES), predict(TWO_CORES, "zero1", 2)
     assert two.time.matrix == pytest.approx(one.time.matrix)
     assert two.node.gpu.memory_bytes == one.node.gpu.memory_bytes / 2
     assert two.speed.mfu < one.speed.mfu < 1
@@ -63,27 +57,28 @@ def test_ranks_share_the_cores():
 
 def test_the_link_is_as_fast_as_its_collective_was():
     tensor = ("parallel.tp=2",)
-    slower = replace(CPU, link_gb_s=CPU.link_gb_s / 2)
-    fast, slow = (predict(each, "zero0", 2, *tensor).time.tensor for each in (CPU, slower))
+    slower = replace(TWO_CORES, link_gb_s=TWO_CORES.link_gb_s / 2)
+    fast, slow = (predict(each, "zero0", 2, *tensor).time.tensor for each in (TWO_CORES, slower))
     assert slow == pytest.approx(2 * fast, rel=0.05)
 
 
 def test_what_is_offloaded_lies_in_the_memory_of_the_process():
-    kept, offloaded = predict(CPU, "zero3", 2), predict(CPU, "zero3_offload", 2)
+    kept, offloaded = predict(TWO_CORES, "zero3", 2), predict(TWO_CORES, "zero3_offload", 2)
     assert offloaded.host == 0 and offloaded.fullest.host == 0
     assert offloaded.fullest.optimizer > kept.fullest.optimizer
 
 
 def test_a_bucket_takes_the_memory_that_is_written_to_it():
     """DeepSpeed allocates 5e8 elements, a gigabyte in bf16; what is written of it are the gradients."""
-    found = predict(CPU, "zero1", 2)
+    found = predict(TWO_CORES, "zero1", 2)
     assert found.work.buffers.reduce == 5e8
     assert found.fullest.buffers == 2 * found.work.parameters_of(0)
 
 
 def test_a_known_gpu_keeps_its_published_peak():
     board = replace(
-        CPU, accelerator="NVIDIA H200", accelerators=1, tflops={"fp32": 50.0, "bf16": 700.0}, layer_tflops={},
+        TWO_CORES, accelerator="NVIDIA H200", accelerators=1, tflops={"fp32": 50.0, "bf16": 700.0},
+        layer_tflops={},
         memory_bytes=150e9,
     )  # fmt: skip
     node = hardware.of_rates(board)
@@ -103,13 +98,13 @@ def test_a_gpu_is_recognised_by_the_name_that_torch_gives_it(named, count, node)
 
 def test_it_is_measured_once_and_again_where_asked(monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(rates, "cached", lambda: CPU if asked else None)
-    monkeypatch.setattr(measuring, "measured", lambda: asked.append(1) or CPU)
+    monkeypatch.setattr(rates, "cached", lambda: TWO_CORES if asked else None)
+    monkeypatch.setattr(measuring, "measured", lambda: asked.append(1) or TWO_CORES)
     with pytest.raises(ProblemsError, match="not measured"):
         hardware.this(measure=False)
-    assert hardware.this() == hardware.this() == hardware.of_rates(CPU) and len(asked) == 1
+    assert hardware.this() == hardware.this() == hardware.of_rates(TWO_CORES) and len(asked) == 1
     assert capsys.readouterr().err.count("measuring this machine, once") == 1
-    assert hardware.this(again=True) == hardware.of_rates(CPU) and len(asked) == 2
+    assert hardware.this(again=True) == hardware.of_rates(TWO_CORES) and len(asked) == 2
 
 
 def test_a_measured_machine_is_planned_for_without_torch(monkeypatch, tmp_path):
@@ -117,7 +112,7 @@ def test_a_measured_machine_is_planned_for_without_torch(monkeypatch, tmp_path):
 import json, sys
 from launch.machine import rates
 rates.place().parent.mkdir(parents=True)
-rates.place().write_text(json.dumps({{"rates": {vars(CPU)!r}}}))
+rates.place().write_text(json.dumps({{"rates": {vars(TWO_CORES)!r}}}))
 sys.argv = ["plan.py", "--recipe", "default/sotu", "--hardware", "this"]
 from launch import plan
 assert plan.main() == 0
