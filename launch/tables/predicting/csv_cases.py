@@ -29,7 +29,6 @@ from recipes.layout import Layout, divisors, padded_vocab
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Dropout, Model
 
-BOM = "\ufeff"  # with which spreadsheets begin a file
 OURS = Path(__file__).with_name("other_documents.csv")
 COLUMNS = {
     "document": "short name of the source; constants are fitted leaving one out (default: the file's name)",
@@ -93,7 +92,7 @@ MOST_MICRO = 16  # samples that are tried where a row states no micro-batch
 
 def read(path: Path) -> list[Case]:
     """Every row of a CSV file. Raises ProblemsError: every line that cannot be read, with its number."""
-    lines = csv.DictReader(StringIO(files.read_text(path).removeprefix(BOM)))
+    lines = csv.DictReader(StringIO(files.read_text(path)))
     named = {
         name: SPELLINGS.get(name.strip().lower(), name.strip().lower()) for name in lines.fieldnames or ()
     }

@@ -194,6 +194,13 @@ def test_what_a_row_leaves_open_is_chosen(tmp_path):
     assert small.seconds and large.seconds
 
 
+def test_a_table_of_a_spreadsheet_is_read(tmp_path):
+    path = table(tmp_path, "24,1024,a100-40x8,8", header="layers,hidden,hardware,global_batch")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    (case,) = csv_cases.read(path)
+    assert case.work.model.layers == 24, "it begins with a byte order mark"
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
