@@ -7,12 +7,14 @@ python launch/plan.py --recipe openwebtext/gpt2-124m --hardware a100-80x8 --node
 from __future__ import annotations
 
 import argparse
+import sys
 
 from launch.console import arguments, ends
 from launch.planning.clusters import cluster_command
 from launch.planning.prediction import forecast_command
 from launch.planning.search import largest_command, search_command
 from launch.tables.predicting import validation_command
+from recipes.problems import Problem, ProblemsError
 
 EXAMPLES = """\
 examples:
@@ -32,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The subcommands' flags stand with the subcommands."""
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     forecast_command.add_arguments(parser)
-    commands = parser.add_subparsers(title="other questions", metavar="")
+    commands = parser.add_subparsers(title="other questions", metavar="", dest="question")
     for command in (search_command, largest_command, cluster_command, validation_command):
         command.add_parser(commands)
     return parser
@@ -40,7 +42,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Run the subcommand; the exit code."""
-    args = build_parser().parse_args()
+    args, written = build_parser().parse_args(), sys.argv[1:]
+    if args.question and written[0] != args.question:  # the subcommand's defaults have taken their place
+        came, rule = (
+            " ".join(written[: written.index(args.question) + 1]),
+            "each question has flags of its own",
+        )
+        fix = f"write them after it: plan.py {args.question} {written[0]} …"
+        raise ProblemsError([Problem(written[0], came, rule, fix)])
     return args.run(args)
 
 

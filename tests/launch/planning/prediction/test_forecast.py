@@ -177,6 +177,10 @@ def test_published_numbers_stand_beside_their_own_step_alone():
             "tp x pp x dp = processes",
         ),
         (["--recipe", "default/sotu", "--hardware", "dgx2", "--set", "model.heads=7"], "heads"),
+        (
+            ["--recipe", "bert/sotu", "largest", "--hardware", "dgx2"],
+            "write them after it: plan.py largest --recipe",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(flags, says):
