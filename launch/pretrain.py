@@ -128,6 +128,7 @@ def main() -> None:
     meeting = Meeting()
     take_environment(meeting)
     job, facts = meeting.settle(lambda: checked_job(args))
+    os.environ.update(launch_environment.wanted_by_tensor_parallelism(os.environ, job.plan.layout.tp))
     if processes.world_size() > 1:
         meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
     directory = meeting.settle(lambda: open_run_directory(job, facts))

@@ -157,17 +157,19 @@ class Pipeline(PipelineModule):
     """
 
     def __init__(self, definitions: Definitions, loss: PipelineLoss, grid: ProcessGrid, interval: int):
-        super().__init__(
-            [
-                TiedLayerSpec(d.name, d.kind, **d.arguments) if d.tied else LayerSpec(d.kind, **d.arguments)
-                for d in definitions
-            ],
-            loss_fn=loss,
-            topology=PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp),
-            partition_method=f"type:^{TransformerLayer.__name__}$",  # equally many in every stage
-            activation_checkpoint_interval=interval,
-            checkpointable_layers=[TransformerLayer.__name__],
-        )
+        layers = [
+            TiedLayerSpec(d.name, d.kind, **d.arguments) if d.tied else LayerSpec(d.kind, **d.arguments)
+            for d in definitions
+        ]
+        with grid.lent():
+            super().__init__(
+                layers,
+                loss_fn=loss,
+                topology=PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp),
+                partition_method=f"type:^{TransformerLayer.__name__}$",  # equally many in every stage
+                activation_checkpoint_interval=interval,
+                checkpointable_layers=[TransformerLayer.__name__],
+            )
         self.loss_parts = loss.part_names
         self.salted = any(isinstance(m, HiddenDropout) and m.probability > 0 for m in self.modules())
         self._applies = [d.apply for d in definitions[self._local_start : self._local_stop]]

@@ -50,7 +50,7 @@ def build_module(
     """
     recipe, family = plan.recipe, family_of(plan.recipe.model)
     shape = model_shape(recipe, plan.padded_vocab)
-    group = grid.tensor_group if grid.tp > 1 else None
+    group = grid.tensor_group
     given = given_tensors.read(initial_weights, recipe) if initial_weights and drawn else None
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, drawn=drawn)
     if grid.pp > 1:

@@ -102,7 +102,7 @@ def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float
     recipe = plan.recipe
     device = torch.device(get_accelerator().current_device_name())
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, dtype=DTYPES[plan.precision])
-    layer = TransformerLayer(shape, group=grid.tensor_group if grid.tp > 1 else None, init=init).to(device)
+    layer = TransformerLayer(shape, group=grid.tensor_group, init=init).to(device)
     prepare(layer, plan)
     size = (plan.layout.micro, recipe.sequence_length, recipe.model.hidden)
     x = torch.randn(size, dtype=init.dtype, device=device, requires_grad=True)

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.initialization import Init, Shard
-from modeling.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
+from modeling.parallel.collectives import reduce_from_tensor_parallel
 from modeling.parallel.process_grid import Group
+from modeling.parallel.products import column_parallel, row_parallel
 
 
 def group_size(group: Group) -> int:
@@ -32,7 +33,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = init.zeros("bias", (outputs,), shard=shard)  # (outputs/t,)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, inputs) -> (B, S, outputs/t)
-        return F.linear(copy_to_tensor_parallel(x, self.group), self.weight, self.bias)
+        return column_parallel(x, self.weight, self.bias, self.group)
 
 
 class RowParallelLinear(nn.Module):
@@ -51,9 +52,7 @@ class RowParallelLinear(nn.Module):
         self.bias = init.zeros("bias", (outputs,))
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, inputs/t) -> (B, S, outputs)
-        if self.group is None:
-            return F.linear(x, self.weight, self.bias)
-        return reduce_from_tensor_parallel(F.linear(x, self.weight), self.group) + self.bias
+        return row_parallel(x, self.weight, self.bias, self.group)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -86,7 +85,7 @@ class VocabParallelEmbedding(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:  # (B, S, H) -> (B, S, V/t); t = 1: without padding
         if self.group is None:
             return F.linear(x, self.weight[: self.valid])
-        logits = F.linear(copy_to_tensor_parallel(x, self.group), self.weight)
+        logits = column_parallel(x, self.weight, None, self.group)
         if self.valid == self.rows:
             return logits
         padding = torch.arange(self.rows, device=x.device) >= self.valid

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -11,13 +13,32 @@ import torch.distributed as dist
 
 from recipes.rank_order import coordinates, data_groups, pipeline_groups, tensor_groups
 
-Group = dist.ProcessGroup | None  # of tensor parallelism; None: one rank
+Group = dist.ProcessGroup | None  # of an axis of the grid; None: one rank
 
 
-def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Create every group of the list, in the same order on every rank as NCCL and gloo demand; one's own."""
-    made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in groups]
-    return next(group for ranks, group in made if rank in ranks)
+class _Groups:
+    """Process groups by their ranks, each made once; the whole world is there already.
+
+    Every group is a communicator, which takes memory, and on a large cluster seconds. Ranks make all of an
+    axis, in the same order, as NCCL and gloo demand. (On CUDA `dist.split_group` could make an axis in one
+    call; that needs machines to try it on.)
+    """
+
+    def __init__(self, timeout: timedelta | None):
+        self.timeout = timeout
+        self.made: dict[tuple[int, ...], Any] = {tuple(range(dist.get_world_size())): dist.group.WORLD}
+
+    def of(self, ranks: Iterable[int]) -> Any:
+        """The group of these ranks; what stands for a group that this rank is not in."""
+        ranks = tuple(ranks)
+        if ranks not in self.made:
+            self.made[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
+        return self.made[ranks]
+
+    def own(self, groups: list[list[int]], rank: int) -> dist.ProcessGroup:
+        """Make every group of the list; the one of this rank."""
+        made = [(ranks, self.of(ranks)) for ranks in groups]
+        return next(group for ranks, group in made if rank in ranks)
 
 
 def _getter(path: str) -> Callable[[ProcessGrid], Any]:
@@ -38,11 +59,31 @@ class ProcessGrid:
         self.tp, self.pp, self.dp = tp, pp, dp
         self.rank = dist.get_rank()
         self.at = coordinates(self.rank, tp, dp)
-        self.tensor_group = _own_group(tensor_groups(tp, pp, dp), self.rank, timeout)
-        self.data_group = _own_group(data_groups(tp, pp, dp), self.rank, timeout)
-        self.pipeline_group = _own_group(pipeline_groups(tp, pp, dp), self.rank, timeout)
+        self._groups = _Groups(timeout)
+        own = partial(self._groups.own, rank=self.rank)
+        self.tensor_group: Group = own(tensor_groups(tp, pp, dp)) if tp > 1 else None
+        self.pipeline_group: Group = own(pipeline_groups(tp, pp, dp)) if pp > 1 else None
+        # Of one rank, too: DeepSpeed takes the world for a data group that is None.
+        self.data_group = own(data_groups(tp, pp, dp))
         # Small messages between hosts' CPUs (stop requests, barriers), on no accelerator's stream.
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Have DeepSpeed's own grid of a pipeline, built within, take the groups that are there.
+
+        It makes each again, and one for every rank alone where tp is 1, which nothing uses.
+        """
+        import deepspeed.comm
+
+        make, made = deepspeed.comm.new_group, self._groups.made
+        deepspeed.comm.new_group = lambda ranks: (
+            made.get(tuple(ranks)) if len(ranks) == 1 else self._groups.of(ranks)
+        )
+        try:
+            yield
+        finally:
+            deepspeed.comm.new_group = make
 
     # What DeepSpeed calls on an `mpu`.
     get_model_parallel_rank = get_tensor_model_parallel_rank = _getter("at.tp")

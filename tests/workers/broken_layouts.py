@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,8 +27,8 @@ from launch.training import micro_batches
 from modeling import bert
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
-from modeling.parallel import collectives, layers
-from modeling.parallel.collectives import reduce_from_tensor_parallel
+from modeling.parallel import collectives, products
+from modeling.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from modeling.parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from recipes import catalog
 
@@ -36,11 +36,31 @@ PROCESSES = 2
 
 
 def gradients_stay_apart_at_f() -> AbstractContextManager:
-    return mock.patch.object(collectives._F, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
+    backward = products._Column.backward
+
+    def apart(ctx, gradient):
+        with nothing_summed():
+            return backward(ctx, gradient)
+
+    return mock.patch.object(products._Column, "backward", staticmethod(apart))
 
 
 def summands_stay_apart_at_g() -> AbstractContextManager:
-    return mock.patch.object(collectives._G, "forward", staticmethod(lambda ctx, x, group: x.clone()))
+    forward = products._Row.forward
+
+    def apart(ctx, *args):
+        with nothing_summed():
+            return forward(ctx, *args)
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(products._Row, "forward", staticmethod(apart)))
+    keep = staticmethod(lambda ctx, x, group: x.clone())
+    stack.enter_context(mock.patch.object(collectives._G, "forward", keep))
+    return stack
+
+
+def nothing_summed() -> AbstractContextManager:
+    return mock.patch.object(products, "begin_sum", lambda x, group: x)
 
 
 def no_parameter_marked() -> AbstractContextManager:
@@ -75,7 +95,7 @@ def bias_on_every_rank() -> AbstractContextManager:
 
 def padding_gets_probability() -> AbstractContextManager:
     def logits(self, x):
-        return F.linear(layers.copy_to_tensor_parallel(x, self.group), self.weight)
+        return F.linear(copy_to_tensor_parallel(x, self.group), self.weight)
 
     return mock.patch.object(VocabParallelEmbedding, "_logits", logits)
 

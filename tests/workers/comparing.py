@@ -118,11 +118,26 @@ class Collectives(TorchDispatchMode):
         self.seen: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
+        name = function.__name__.split(".")[0]
+        if function.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
             tensors = [
                 t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
             ]
-            self.seen.append((function.__name__.split(".")[0], max(t.numel() for t in tensors)))
+            self.seen.append((name, max(t.numel() for t in tensors)))
+        return function(*args, **(kwargs or {}))
+
+
+class Order(TorchDispatchMode):
+    """Records the names of collectives, of their ends, and of matrix products, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        if function.namespace == "_c10d_functional" or name in ("mm", "addmm"):
+            self.seen.append(name)
         return function(*args, **(kwargs or {}))
 
 

@@ -30,7 +30,7 @@ def checks_of(tp: int) -> dict[str, Callable[[ProcessGrid, Path], None]]:
     found["imported weights"] = lambda grid, directory: tensor_parallel.imported_weights(
         grid.tensor_group, directory
     )
-    for_grid = {"process grid": tensor_parallel.process_grid, **randomness.CHECKS, **sparse.GRID_CHECKS}
+    for_grid = {**tensor_parallel.GRID_CHECKS, **randomness.CHECKS, **sparse.GRID_CHECKS}
     if tp < PROCESSES:
         for_grid |= randomness.DATA_PARALLEL_CHECKS
     for name, check in for_grid.items():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from comparing import (
     Group,
+    Order,
     both_passes,
     close,
     equal_on_all_ranks,
@@ -24,7 +25,9 @@ from comparing import (
     recorded_collectives,
     same_gradients,
 )
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d
 
 from modeling.gpt2 import GPT2, GPT2Shape
 from modeling.initialization import Init, canonical_name
@@ -33,7 +36,7 @@ from modeling.parallel.cross_entropy import token_losses
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import MLP, Attention, LayerShape, TransformerLayer
-from recipes.rank_order import data_groups, pipeline_groups, tensor_groups
+from recipes.rank_order import data_groups, tensor_groups
 
 B, S, H, HEADS = 2, 6, 32, 4
 VOCAB, PADDED = (
@@ -80,6 +83,35 @@ def column_parallel_linear(group: Group) -> None:
     close(output, dense.output, "output")
     close(cut.input_gradient, dense.input_gradient, "gradient of the input")
     same_gradients(cut.gradients, dense.gradients)
+
+
+def summed_while_multiplying(group: Group) -> None:
+    """f's all-reduce runs while the product of the weight's gradient does."""
+    module = ColumnParallelLinear(H, 3 * H, group=group, init=Init(seed=1, std=0.02, layers=1))
+    output = module(randn(B, S, H, dtype=torch.float32).requires_grad_())
+    with Order() as order:
+        output.sum().backward()
+    assert order.seen == ["mm", "all_reduce_", "mm", "wait_tensor"], order.seen
+
+
+def one_graph(group: Group) -> None:
+    """torch.compile traces a layer with its collectives, forward and backward, without a break."""
+
+    def build(group: Group, init: Init) -> torch.nn.Module:
+        return TransformerLayer(LayerShape(H, HEADS), group=group, init=init)
+
+    init, x, cotangent = given_weights(build), randn(B, S, H), randn(B, S, H, seed=1)
+    module = build(group, init)
+    eager = both_passes(module, x, cotangent, group)
+    module.zero_grad()
+    try:
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        found = both_passes(compiled, x, cotangent, group)
+    finally:
+        torch._dynamo.reset()
+    close(found.output, eager.output, "output")
+    close(found.input_gradient, eager.input_gradient, "gradient of the input")
+    same_gradients(found.gradients, eager.gradients)
 
 
 def row_parallel_linear(group: Group) -> None:
@@ -194,7 +226,7 @@ def block(kind: type, group: Group) -> None:
     close(y.grad, dense.input_gradient, "gradient of the input")
     same_gradients(found, dense.gradients)
     # One of g forward and one of f backward for each of attention and MLP (Megatron-LM, figure 4).
-    expected = [("allreduce_", B * S * H)] * (4 if kind is TransformerLayer else 2)
+    expected = [("all_reduce_", B * S * H)] * (4 if kind is TransformerLayer else 2)
     assert seen == expected, f"collectives {seen}, expected {expected}"
 
 
@@ -236,6 +268,20 @@ def initial_weights(group: Group) -> None:
     assert not any(getattr(p, "tensor_model_parallel", False) for p in dense.parameters())
 
 
+def pipeline_takes_the_groups(grid: ProcessGrid) -> None:
+    """DeepSpeed's own grid of a pipeline makes no communicator that is there."""
+    degrees = grid.tp, 4 // grid.tp, 1
+    own, made = ProcessGrid(*degrees), distributed_c10d._world.pg_map
+    before = {*made}
+    with own.lent():
+        topology = PipeModelDataParallelTopology(num_pp=own.pp, num_mp=own.tp, num_dp=own.dp)
+        theirs = PipelineParallelGrid(topology=topology)
+    assert {*made} == before, "one was made again"
+    assert theirs.get_slice_parallel_group() is own.tensor_group
+    assert theirs.get_data_parallel_group() is own.data_group
+    assert own.pipeline_group in (None, theirs.get_pipe_parallel_group())
+
+
 SHARDED = (
     "attention.qkv.weight", "attention.qkv.bias", "attention.projection.weight",
     "mlp.expand.weight", "mlp.expand.bias", "mlp.contract.weight",
@@ -258,22 +304,20 @@ def imported_weights(group: Group, directory: Path) -> None:
 
 def process_grid(grid: ProcessGrid) -> None:
     degrees = grid.tp, grid.pp, grid.dp
-    for group, layout in (
-        (grid.tensor_group, tensor_groups),
-        (grid.data_group, data_groups),
-        (grid.pipeline_group, pipeline_groups),
-    ):
+    for group, layout in ((grid.tensor_group, tensor_groups), (grid.data_group, data_groups)):
         (expected,) = [ranks for ranks in layout(*degrees) if grid.rank in ranks]
         assert dist.get_process_group_ranks(group) == expected, layout.__name__
+    assert grid.pipeline_group is None, "one stage has nobody to talk to"
+    assert (grid.tensor_group is dist.group.WORLD) == (grid.tp == dist.get_world_size())
     assert dist.get_rank(grid.tensor_group) == grid.at.tp == grid.get_model_parallel_rank()
     assert dist.get_rank(grid.data_group) == grid.at.dp == grid.get_data_parallel_rank()
-    assert dist.get_rank(grid.pipeline_group) == grid.at.pp == grid.get_pipeline_model_parallel_rank()
     assert equal_on_all_ranks(torch.tensor(grid.at.dp), grid.tensor_group)
 
 
 CHECKS = {
     "f and g": f_and_g,
     "column-parallel linear": column_parallel_linear,
+    "summed while multiplying": summed_while_multiplying,
     "row-parallel linear": row_parallel_linear,
     "vocabulary rows": vocabulary_rows,
     "embedding and tied projection": embedding_and_tied_projection,
@@ -283,6 +327,8 @@ CHECKS = {
     "attention": partial(block, Attention),
     "mlp": partial(block, MLP),
     "transformer layer": partial(block, TransformerLayer),
+    "one graph": one_graph,
     "whole model": whole_model,
     "initial weights": initial_weights,
 }
+GRID_CHECKS = {"process grid": process_grid, "groups of a pipeline": pipeline_takes_the_groups}

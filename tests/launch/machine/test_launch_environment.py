@@ -13,6 +13,7 @@ from launch.machine.launch_environment import (
     refuse_tasks,
     sees_own_device,
     tasks_per_node,
+    wanted_by_tensor_parallelism,
 )
 from recipes.problems import ProblemsError
 
@@ -233,3 +234,9 @@ def test_one_device_is_taken_for_a_rank_s_own_only_where_something_bound_it():
     assert sees_own_device(one, visible), "a wrapper that chose it"
     assert not sees_own_device(two, visible) and not sees_own_device({}, visible)
     assert not sees_own_device({**one, **TORCHRUN}, visible)
+
+
+def test_tensor_parallelism_orders_what_a_gpu_starts():
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    wanted = wanted_by_tensor_parallelism
+    assert wanted({}, 2) == {name: "1"} and wanted({}, 1) == wanted({name: "8"}, 2) == {}

@@ -23,6 +23,7 @@ def test_every_rank_is_where_training_puts_it(degrees, monkeypatch):
         alone = SimpleNamespace(
             get_world_size=lambda: world, get_rank=lambda rank=rank: rank,
             new_group=lambda ranks=None, **_: ranks, ProcessGroup=object,
+            group=SimpleNamespace(WORLD=[*range(world)]),
         )  # fmt: skip
         monkeypatch.setattr(process_grid, "dist", alone)
         grid = process_grid.ProcessGrid(tp, pp, dp)
@@ -30,7 +31,8 @@ def test_every_rank_is_where_training_puts_it(degrees, monkeypatch):
         assert (place.at, place.host * 2 + place.gpu) == (grid.at, rank)
         of_kind = {"tensor": grid.tensor_group, "pipeline": grid.pipeline_group, "data": grid.data_group}
         for kind, ranks in of_kind.items():
-            assert [group for group in rank_map.GROUPS[kind](tp, pp, dp) if rank in group] == [ranks]
+            own = [group for group in rank_map.GROUPS[kind](tp, pp, dp) if rank in group]
+            assert own == [[rank] if ranks is None else ranks]
 
 
 @pytest.mark.parametrize("gpus", [2, 3, 4, 8])

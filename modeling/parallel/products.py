@@ -1,0 +1,61 @@
+"""The products of column- and row-parallel layers, with f and g in them (Megatron-LM, 1909.08053, section 3).
+
+A product and its collective are one autograd function each, since autograd would begin f's all-reduce when
+both products of the backward pass are done.
+
+Shapes: N tokens in any number of dimensions, t ranks of the tensor group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from modeling.parallel.collectives import begin_sum, finished
+from modeling.parallel.process_grid import Group
+
+
+def column_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+    """f, then x (N, inputs) times weight (outputs/t, inputs) plus bias: (N, outputs/t)."""
+    return F.linear(x, weight, bias) if group is None else _Column.apply(x, weight, bias, group)
+
+
+def row_parallel(x: Tensor, weight: Tensor, bias: Tensor, group: Group) -> Tensor:
+    """x (N, inputs/t) times weight (outputs, inputs/t), then g; the bias once: (N, outputs)."""
+    return F.linear(x, weight, bias) if group is None else _Row.apply(x, weight, bias, group)
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.biased = group, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        of_x = begin_sum(gradient @ weight, ctx.group)
+        of_weight = _of_weight(gradient, x)  # while the ranks add up
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
+        return finished(of_x), of_weight, of_bias, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return finished(begin_sum(F.linear(x, weight), group)).add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, _of_weight(gradient, x), gradient.flatten(0, -2).sum(0), None
+
+
+def _of_weight(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
