@@ -177,7 +177,7 @@ SECTIONS: dict[str, Table] = {
     "optimizer.params": {
         **_each(JUDGED_LATER, "lr betas eps weight_decay adam_w_mode"),
         "bias_correction": only(True, f"without it, it {_RULE_OF_DESCENT}"),
-        **_each(SWITCH, "torch_adam fp32_optimizer_states foreach"),
+        **_each(SWITCH, "torch_adam fp32_optimizer_states foreach fused"),
     },
     "activation_checkpointing": {
         **_each(

@@ -71,7 +71,7 @@ def resolve(
     gradients.check(config, stage, findings)
     recomputation.check(recipe, config, findings)
     monitors.check(config, layout, machine, findings)
-    values = optimizer.fills(recipe, config, offload != "none", machine, findings)
+    values = optimizer.fills(recipe, config, offload, machine, findings)
     values |= zero.nvme_paths(config, environ, findings)
     # Where the layout is refused, another stands in, so that none of the "auto" that it fills is left over.
     shared = layout or Layout(tp=1, pp=1, dp=1, micro=1, accumulation=1, global_batch=1)

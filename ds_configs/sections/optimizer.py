@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ds_configs.findings import Findings
-from ds_configs.known_keys import lookup
-from ds_configs.plan import Machine
+from ds_configs.known_keys import lookup, stated
+from ds_configs.plan import Machine, Offload
+from ds_configs.values import shown
 from recipes.problems import Setting
 from recipes.schema import Recipe
 
 _TYPES = ("adam", "adamw")  # DeepSpeed runs both as AdamW unless adam_w_mode is false
+_ON_GPU = ("none", "parameters")  # where the accelerator steps the optimizer
+_WITHOUT = "remove the key: torch's AdamW steps as fast"
 
 
 def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
@@ -25,46 +28,64 @@ def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
     if lookup(config, key) is False:
         rule = "adds the decay to the gradient, while the recipe's adamw decays weights apart from it"
         findings.refuse(key, f"{key}=false", rule, "remove the key")
-    for key, stated in _numbers(recipe).items():
+    for key, setting in _numbers(recipe).items():
         written = lookup(config, key)
-        if written not in (None, "auto") and not _equal(written, stated.value):
-            findings.disagreement(key, written, stated)
+        if written not in (None, "auto") and not _equal(written, setting.value):
+            findings.disagreement(key, written, setting)
 
 
 def fills(
-    recipe: Recipe, config: dict[str, Any], offloads: bool, machine: Machine, findings: Findings
+    recipe: Recipe, config: dict[str, Any], offload: Offload, machine: Machine, findings: Findings
 ) -> dict[str, Any]:
-    """Values by dotted key: the recipe's numbers, and torch's Adam where DeepSpeed's cannot be compiled."""
-    values: dict[str, Any] = {key: stated.value for key, stated in _numbers(recipe).items()}
+    """Values by dotted key: the recipe's numbers, and which AdamW steps.
+
+    torch's, as one fused kernel, which compiles nothing and resumes exactly: on a CPU it is as fast as
+    DeepSpeed's compiled CPU Adam. That one steps where DeepSpeed or the JSON asks for it.
+    """
+    values: dict[str, Any] = {key: setting.value for key, setting in _numbers(recipe).items()}
     values["optimizer.type"] = "AdamW"
-    key = "optimizer.params.torch_adam"
-    torch_adam = None if (written := lookup(config, key)) == "auto" else written
-    if torch_adam is None and machine.accelerator == "cpu" and not offloads:
-        # DeepSpeed's fused Adam is a GPU kernel. Its CPU form compiles for half a minute and accumulates its
-        # bias correction (launch/deepspeed_fixes/cpu_adam_bias_correction.py).
-        torch_adam = True
-    missing = None
-    if not machine.compiler:
-        missing = "DeepSpeed's needs g++, ninja and Python's headers, which are missing"
-    elif not machine.cuda_compiler and not offloads:
-        missing = "DeepSpeed's fused Adam needs nvcc (the CUDA toolkit), which is missing"
-    if torch_adam is False and not machine.compiler:
+    key, asked = "optimizer.params.torch_adam", _asks_for_deepspeeds(config, offload)
+    written = stated(config, key)
+    torch_adam = asked is None if written is None else written is True
+    if not torch_adam and (missing := _missing(machine, offload)):
+        came = f"{key}=false" if asked is None else asked
         rule = "DeepSpeed's Adam is compiled at first use"
-        fix = "install g++, ninja and Python's headers, or remove the key"
-        findings.refuse(key, f"{key}=false, but there is no compiler", rule, fix)
-    elif torch_adam is None and missing:
-        findings.notice("optimizer", f"torch's AdamW, since {missing}; same rule, slower")
-        torch_adam = True
-    values[key] = torch_adam is True
-    _check_states(config, torch_adam is True, offloads, findings)
-    if torch_adam is True and offloads:
+        findings.refuse(key, f"{came}, but {missing} is missing", rule, f"install it, or {_WITHOUT}")
+    values[key] = torch_adam
+    if torch_adam and not stated(config, "optimizer.params.foreach"):
+        values["optimizer.params.fused"] = True
+    _check_states(config, torch_adam, offload not in _ON_GPU, findings)
+    if torch_adam and offload not in _ON_GPU:
         key = "zero_force_ds_cpu_optimizer"
         if config.get(key) is True:
             came, rule = f"{key}=true with torch's AdamW", "demands DeepSpeed's compiled CPU Adam"
-            fix = "remove the key, or install g++ and ninja and remove torch_adam"
-            findings.refuse(key, came, rule, fix)
+            findings.refuse(key, came, rule, "remove the key, or torch_adam")
         values[key] = False
     return values
+
+
+def _asks_for_deepspeeds(config: dict[str, Any], offload: Offload) -> str | None:
+    """What of a JSON DeepSpeed does with its own compiled CPU Adam alone; None: nothing."""
+    if offload in _ON_GPU:
+        return None
+    halves = [f"{half}.{half}_master_weights_and_grads" for half in ("fp16", "bf16")]
+    for key in (*halves, "zero_optimization.offload_optimizer.super_offload", "zero_force_ds_cpu_optimizer"):
+        if stated(config, key):
+            return f"{key}=true"
+    key = "optimizer.params.fp32_optimizer_states"
+    if (states := stated(config, key)) is not None:
+        return f"{key}={shown(states)}"
+    key = "zero_optimization.offload_optimizer.ratio"
+    if (ratio := stated(config, key)) not in (None, 1):
+        return f"{key}={ratio}"
+    return "NVMe offload" if offload == "nvme" else None
+
+
+def _missing(machine: Machine, offload: Offload) -> str | None:
+    """What DeepSpeed's Adam cannot be compiled without."""
+    if not machine.compiler:
+        return "a C++ compiler (g++, ninja, Python's headers)"
+    return "nvcc (the CUDA toolkit)" if offload in _ON_GPU and not machine.cuda_compiler else None
 
 
 def _check_states(config: dict[str, Any], torch_adam: bool, offloads: bool, findings: Findings) -> None:
@@ -76,17 +97,20 @@ def _check_states(config: dict[str, Any], torch_adam: bool, offloads: bool, find
     if lookup(config, key) is not None and (torch_adam or not offloads):
         rule = "is read by DeepSpeed's CPU Adam alone, which steps an offloaded optimizer"
         findings.refuse(key, key, rule, "remove the key, or offload the optimizer without torch_adam")
-    key = "optimizer.params.foreach"
-    if lookup(config, key) is not None and not torch_adam:
-        fix = "remove the key, or set torch_adam to true"
-        findings.refuse(key, key, "is read by torch's AdamW alone", fix)
+    for key in (names := ("optimizer.params.foreach", "optimizer.params.fused")):
+        if lookup(config, key) is not None and not torch_adam:
+            fix = "remove the key, or set torch_adam to true"
+            findings.refuse(key, key, "is read by torch's AdamW alone", fix)
+    if all(stated(config, key) for key in names):
+        came, rule = f"{' and '.join(names)} are both true", "they are two forms of one step"
+        findings.refuse(names[1], came, rule, "remove foreach: fused is the faster one")
 
 
 def _numbers(recipe: Recipe) -> dict[str, Setting]:
     """Key of the JSON -> what the recipe has for it."""
     numbers = recipe.optimizer.model_dump(mode="json", exclude={"name", "clip"})
-    stated = {f"optimizer.params.{key}": Setting(f"optimizer.{key}", numbers[key]) for key in numbers}
-    return stated | {"gradient_clipping": Setting("optimizer.clip", recipe.optimizer.clip)}
+    settings = {f"optimizer.params.{key}": Setting(f"optimizer.{key}", numbers[key]) for key in numbers}
+    return settings | {"gradient_clipping": Setting("optimizer.clip", recipe.optimizer.clip)}
 
 
 def _equal(written: Any, value: Any) -> bool:

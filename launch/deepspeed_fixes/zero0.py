@@ -13,7 +13,7 @@ DeepSpeed 0.19.8 runs it on optimizers (`runtime/fp16/fused_optimizer.py`, `unfu
 - grow the loss scale before they unscale with it, which halves that step's gradients.
 
 `MasterWeights` takes their place. Its arithmetic is ZeRO-1's, so that both stages train alike up to the
-rounding of the norm.
+rounding of the norm, and of the last elements of a shard, which torch's fused AdamW computes one by one.
 
 In fp32, `clip_grad_norm_` of `runtime/utils.py` adds up the squares of a whole gradient in float32, which on
 a CPU torch does in so few sums that an embedding's norm comes out too small: by 1.6e-4 of it with 3 million
@@ -30,7 +30,7 @@ Upstream: https://github.com/deepspeedai/DeepSpeed/pull/8393 (the unscaled fp16 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from torch.optim import Optimizer
 from modeling.parallel.process_grid import ProcessGrid
 
 BLOCK = 512  # elements whose squares float32 adds up without loss
+AT_ONCE = 2**26  # elements of a list of tensors that one kernel takes, about
 
 
 def initialize(*, config: dict[str, Any], mpu: ProcessGrid, **arguments: Any) -> DataParallelEngine:
@@ -118,7 +119,8 @@ class MasterWeights(DeepSpeedOptimizer):
     Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3. Gradients come averaged over the
     data-parallel ranks, in the parameters' precision. Per parameter 16 bytes between backward and step: 2 of
     weight, 2 of gradient, 12 of fp32 weight and moments. In a step 18: all gradients are in fp32 at once,
-    each in the place of its half-precision one, until the optimizer has stepped.
+    in the place of their half-precision ones, until the optimizer has stepped. Kernels take lists of tensors
+    of `AT_ONCE` elements, so that both precisions of the same gradients are few.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class MasterWeights(DeepSpeedOptimizer):
             masters = [p.detach().to(torch.float32, copy=True) for p in group["params"]]
             self.pairs += zip(group["params"], masters, strict=True)
             group["params"] = masters
+        self.lists = list(_lists(self.pairs))
 
     @property
     def cur_scale(self) -> float:
@@ -161,10 +164,12 @@ class MasterWeights(DeepSpeedOptimizer):
             return
         norm = self._global_grad_norm = scaled_norm / self.cur_scale
         divisor = self.cur_scale * (torch.clamp((norm + 1e-6) / self.clip, min=1.0) if self.clip else 1.0)
-        for parameter, master in self.pairs:
-            assert parameter.grad is not None
-            master.grad = parameter.grad.to(torch.float32).mul_(1.0 / divisor)
-            parameter.grad = None
+        for parameters, masters in self.lists:
+            gradients = [torch.empty_like(master) for master in masters]
+            torch._foreach_copy_(gradients, [parameter.grad for parameter in parameters])
+            torch._foreach_mul_(gradients, 1.0 / divisor)
+            for parameter, master, gradient in zip(parameters, masters, gradients, strict=True):
+                parameter.grad, master.grad = None, gradient
         self.optimizer.step()
         for _, master in self.pairs:
             master.grad = None
@@ -182,9 +187,27 @@ class MasterWeights(DeepSpeedOptimizer):
     @torch.no_grad()
     def round_weights(self) -> None:
         """Round the master weights into those of the model."""
-        for parameter, master in self.pairs:
-            parameter.copy_(master)
+        for parameters, masters in self.lists:
+            torch._foreach_copy_(parameters, masters)
 
     def destroy(self) -> None:
         """Let go of the weights; called by DeepSpeed."""
-        self.pairs = []
+        self.pairs, self.lists = [], []
+
+
+def _lists(
+    pairs: Iterable[tuple[torch.nn.Parameter, torch.Tensor]],
+) -> Iterator[tuple[list[torch.nn.Parameter], list[torch.Tensor]]]:
+    """The pairs as (parameters, masters), each list of `AT_ONCE` elements or little more."""
+    parameters: list[torch.nn.Parameter] = []
+    masters: list[torch.Tensor] = []
+    elements = 0
+    for parameter, master in pairs:
+        parameters.append(parameter)
+        masters.append(master)
+        elements += master.numel()
+        if elements >= AT_ONCE:
+            yield parameters, masters
+            parameters, masters, elements = [], [], 0
+    if masters:
+        yield parameters, masters

@@ -40,9 +40,7 @@ Say = Callable[[str], None]
 BUILT = "built"  # in an op's directory, once it was compiled whole
 LAST_LINES, LINE_WIDTH = 15, 300  # of the compiler's, that an explanation shows
 
-TORCH_ADAM = (
-    """set "torch_adam": true in optimizer.params of the DeepSpeed JSON: torch's AdamW, same rule, slower"""
-)
+TORCH_ADAM = """set "torch_adam": true in optimizer.params of the DeepSpeed JSON: torch's AdamW, same rule"""
 NO_NVME = "offload to memory instead of NVMe: --ds_config zero3_offload"
 
 

@@ -184,7 +184,7 @@ def cuda_compiler() -> Check:
         return Check(key, "not checked", "no GPU" if wanted else f"torch {torch_version()} has no CUDA")
     found = nvcc_version()
     if found is None:
-        came = "no nvcc: torch's optimizer in place of DeepSpeed's fused one, and no NVMe offload"
+        came = "no nvcc: no NVMe offload"
         return Check(key, "warning", came, f"install the CUDA toolkit {wanted} and set CUDA_HOME")
     if found.split(".")[0] == wanted.split(".")[0]:
         return Check(key, "ok", f"nvcc {found}; torch has CUDA {wanted}")

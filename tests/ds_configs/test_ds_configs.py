@@ -359,19 +359,49 @@ def test_what_passes_through(written):
 # --- filling
 
 
-def test_compiled_adam_is_kept_where_it_pays():
-    def torch_adam(name, machine):
-        return plan(name, machine=machine).ds["optimizer"]["params"]["torch_adam"]
+def test_torchs_fused_adam_steps_everywhere_but_on_nvme(written, nvme):
+    def params(name, machine):
+        found = plan(name, machine=machine, environ=nvme)
+        force = found.ds.get("zero_force_ds_cpu_optimizer")
+        asked = found.ds["optimizer"]["params"]
+        return asked["torch_adam"], asked.get("fused"), force
 
-    assert torch_adam("zero1", CPU) and not torch_adam("zero1", GPU)
-    assert not torch_adam("zero3_offload", CPU) and not torch_adam("zero3_offload", GPU)
+    for name in ("zero0", "zero1", "zero3", "fp32"):
+        assert params(name, CPU) == params(name, GPU) == (True, True, None)
+    for name in ("zero2_offload", "zero3_offload", "zero3_offload_optimizer"):
+        assert params(name, CPU) == params(name, GPU) == (True, True, False)
+    assert params("zero_infinity", CPU) == (False, None, None)
+    assert params(written(optimizer__params__torch_adam=False), CPU) == (False, None, None)
+    assert params(written(optimizer__params__foreach=True), CPU) == (True, None, None)
+    assert params(written(optimizer__params__fused=False), CPU) == (True, False, None)
+
+
+OF_DEEPSPEED = {
+    "bf16__bf16_master_weights_and_grads": True,
+    "zero_force_ds_cpu_optimizer": True,
+    "optimizer__params__fp32_optimizer_states": True,
+    "zero_optimization__offload_optimizer__ratio": 0.5,
+}
+
+
+@pytest.mark.parametrize("key", OF_DEEPSPEED)
+def test_what_deepspeeds_cpu_adam_alone_does_is_done_by_it(written, key):
+    path = written(base="zero3_offload", **{key: OF_DEEPSPEED[key]})
+    found = plan(path, "precision=bf16").ds["optimizer"]["params"]
+    assert found["torch_adam"] is False and "fused" not in found
+    bare = dataclasses.replace(CPU, compiler=False)
+    dotted = key.replace("__", ".")
+    assert f"{dotted}=" in (said := only(path, "precision=bf16", machine=bare)) and "g++" in said
 
 
 def test_autos_are_the_recipes():
     ds = plan("zero3", "optimizer.clip=0.5", "optimizer.eps=1e-6", world=2).ds
     assert ds["optimizer"] == {
         "type": "AdamW",
-        "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True},
+        "params": {
+            **{"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
+            **{"torch_adam": True, "fused": True},
+        },
     }
     assert ds["gradient_clipping"] == 0.5
     assert (
@@ -437,32 +467,20 @@ def test_another_optimizer_is_refused(written):
     assert "adds the decay to the gradient" in only(written(optimizer__params__adam_w_mode=False))
 
 
-def test_without_a_compiler_torchs_adam_is_taken_with_a_notice(written):
+def test_without_a_compiler_deepspeeds_adam_is_refused(written):
     bare = dataclasses.replace(CPU, compiler=False)
-    result = plan("zero3_offload", machine=bare)
-    assert result.ds["optimizer"]["params"]["torch_adam"] is True
-    assert result.ds["zero_force_ds_cpu_optimizer"] is False
-    assert any("needs g++, ninja and Python's headers" in notice.text for notice in result.notices)
-    on_a_gpu = plan("zero1", machine=dataclasses.replace(GPU, compiler=False))
-    assert any("needs g++" in notice.text for notice in on_a_gpu.notices)
-    without_toolkit = plan("zero1", machine=dataclasses.replace(GPU, cuda_compiler=False))
-    assert (
-        without_toolkit.ds["optimizer"]["params"]["torch_adam"]
-        and "needs nvcc" in without_toolkit.notices[0].text
+    for name in ("zero1", "zero2_offload", "zero3_offload"):
+        assert plan(name, machine=bare).notices == ()
+    own = written(optimizer__params__torch_adam=False)
+    assert "torch_adam=false, but a C++ compiler (g++, ninja, Python's headers) is missing" in only(
+        own, machine=bare
     )
-    assert not plan("zero2_offload", machine=dataclasses.replace(GPU, cuda_compiler=False)).notices, (
-        "CPU Adam needs no nvcc"
-    )
-    assert not any("needs g++" in notice.text for notice in plan("zero1", machine=bare).notices), (
-        "nothing would have been compiled"
-    )
-    assert "zero_force_ds_cpu_optimizer" not in plan("zero3_offload").ds
-    assert plan(written(optimizer__params__torch_adam=True), machine=bare).notices == ()
-    assert "torch_adam=false, but there is no compiler" in only(
-        written(optimizer__params__torch_adam=False), machine=bare
-    )
-    path = written(base="zero2_offload", zero_force_ds_cpu_optimizer=True)
-    assert "demands DeepSpeed's compiled CPU Adam" in only(path, machine=bare)
+    toolless = dataclasses.replace(GPU, cuda_compiler=False)
+    assert "torch_adam=false, but nvcc (the CUDA toolkit) is missing" in only(own, machine=toolless)
+    offloading = written(base="zero2_offload", optimizer__params__torch_adam=False)
+    assert not plan(offloading, machine=toolless).notices, "CPU Adam needs no nvcc"
+    changes = {"zero_force_ds_cpu_optimizer": True, "optimizer__params__torch_adam": True}
+    assert "demands DeepSpeed's compiled CPU Adam" in only(written(base="zero2_offload", **changes))
 
 
 # --- precision

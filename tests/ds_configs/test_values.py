@@ -174,7 +174,14 @@ TOGETHER = [
     ((0, {"bf16__bf16_master_weights_and_grads": True}), "stage=0: is for sharded states"),
     ((1, {"optimizer__params__fp32_optimizer_states": False}), "is read by DeepSpeed's CPU Adam alone"),
     ((1, {"optimizer__params__bias_correction": True}), "torch's AdamW, which has it, takes no such key"),
-    (("offload", {"optimizer__params__foreach": True}), "is read by torch's AdamW alone"),
+    (
+        ("offload", {"optimizer__params__foreach": True, "optimizer__params__torch_adam": False}),
+        "is read by torch's AdamW alone",
+    ),
+    (
+        (1, {"optimizer__params__foreach": True, "optimizer__params__fused": True}),
+        "are both true: they are two forms of one step; remove foreach",
+    ),
     ((2, {"zero_optimization__zero_hpz_partition_size": 2}), "with zero_optimization.stage=2: is of stage 3"),
     ((3, {"zero_optimization__zero_hpz_partition_size": 2}), "=2 with dp=1: the data-parallel ranks are"),
     ((1, {"zero_optimization__pipeline_loading_checkpoint": True}), "is of stage 3; remove the key"),

@@ -83,13 +83,23 @@ def train(case: dict, ds_config: str, out: Path) -> dict:
     return {"steps": records.steps, "norms": norms, "weights": weights}
 
 
+def alike(weight: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal, but for the last bit of a few elements.
+
+    torch's fused AdamW computes the last elements of a tensor one by one, with other roundings than those
+    that it computes 16 at a time; a shard ends where a parameter does not.
+    """
+    few = (weight != expected).sum() <= 16
+    return bool(few and torch.allclose(weight, expected, rtol=2**-22, atol=1e-9))
+
+
 def run(case: dict, out: Path) -> None:
     plain, sharded = (train(case, stage, out) for stage in ("zero0", "zero1"))
     weights, expected = plain.pop("weights"), sharded.pop("weights")
     if processes.rank() == 0:
         (out / f"{case['name']}.json").write_text(json.dumps({
             "zero0": plain, "zero1": sharded, "tensors": len(expected),
-            "different_weights": [n for n in expected if not torch.equal(weights[n], expected[n])],
+            "different_weights": [n for n in expected if not alike(weights[n], expected[n])],
         }))  # fmt: skip
 
 

@@ -23,7 +23,7 @@ TWO_RANKS = {
     "zero2": ("zero2", 1, 1, 2, "bf16", ["batch.accumulation=2"]),
     "zero3": ("zero3", 1, 1, 2, "bf16", []),
     "zero2_offload": ("zero2_offload", 1, 1, 2, "fp32", []),
-    "zero2_offload-late": ("zero2_offload", 1, 1, 2, "fp32", []),
+    "compiled-adam-late": ("OUT/compiled-adam.json", 1, 1, 2, "fp32", []),
     "zero3_offload": ("zero3_offload", 1, 1, 2, "bf16", ["activation_checkpointing=full"]),
     "tensor-zero3": ("zero3", 2, 1, 1, "fp32", ["activation_checkpointing=2"]),
     "pipeline": ("pipeline", 1, 2, 1, "bf16", ["batch.accumulation=4"]),
@@ -40,7 +40,7 @@ TWO_RANKS = {
 }  # fmt: skip
 # The same ways to save and load as above, in other combinations.
 IN_LONG = (
-    *("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero2_offload-late", "bert", "bert-pipeline"),
+    *("zero0", "zero1", "zero2", "zero3", "zero2_offload", "compiled-adam-late", "bert", "bert-pipeline"),
     "stream",
 )
 REPEATED = {name: TWO_RANKS.pop(name) for name in IN_LONG}
@@ -58,6 +58,9 @@ def resume_cases(tmp_path_factory, ranks, table):
     config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
     config["fp16"] |= {"initial_scale_power": 4, "loss_scale_window": 3}
     (out / "fp16.json").write_text(json.dumps(config))
+    config = json.loads((ROOT / "ds_configs" / "zero2_offload.json").read_text())
+    config["optimizer"]["params"]["torch_adam"] = False
+    (out / "compiled-adam.json").write_text(json.dumps(config))
     for case in cases:
         case["ds_config"] = case["ds_config"].replace("OUT", str(out))
         case["settings"] = [setting.replace("OUT", str(out)) for setting in case["settings"]]

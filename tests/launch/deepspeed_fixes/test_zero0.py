@@ -1,4 +1,4 @@
-"""ZeRO-0 in bf16 and fp16 against ZeRO-1, bit for bit: the same step without and with sharded states."""
+"""ZeRO-0 in bf16 and fp16 against ZeRO-1, to the last bit: the same step without and with sharded states."""
 
 import copy
 import json
