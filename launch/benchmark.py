@@ -1,7 +1,6 @@
-"""Measure speeds next to what bounds them: the steps of a data preparation, the whole of it, the loader.
+"""Measure speeds next to what bounds them and to what others reach: training steps, data, attention.
 
-Banded attention.
-
+python launch/benchmark.py step
 python launch/benchmark.py data --source jsonl --name 'corpus/*.jsonl.zst' --samples gpt bert --limit 20000
 python launch/benchmark.py attention
 """
@@ -19,7 +18,7 @@ from typing import Any
 from tabulate import tabulate
 
 from data.prepare.settings import PreparationFailed, Settings
-from launch.benchmarks import attention_speed, data_speed
+from launch.benchmarks import attention_speed, data_speed, step_command
 from launch.benchmarks.attention_speed import DTYPES, Row, Shape
 from launch.benchmarks.data_speed import LEAST_MB
 from launch.console import arguments, ends, output, preparation_flags, quiet
@@ -28,6 +27,8 @@ from recipes.plural import counted
 
 EXAMPLES = """\
 examples:
+  python launch/benchmark.py step
+      our training step next to transformers, a bare loop, a plain GPT-2, and the machine's matrix rate
   python launch/benchmark.py data --out speeds.json
       MB/s of each step of prepare_data.py and of the whole, next to raw tokenizers; the loader
   python launch/benchmark.py attention --positions 1024 2048 4096 --windows 128
@@ -97,6 +98,10 @@ def build_parser() -> argparse.ArgumentParser:
     preparation_flags.add_source(data.add_argument_group("what is read"))
     band = benchmarks.add_parser("attention", help="dense against banded", epilog=ATTENTION_EXAMPLES, **shown)
     parts = (data, DATA_FLAGS, measure_data), (band, ATTENTION_FLAGS, measure_attention)
+    step = benchmarks.add_parser("step", help="the training step", epilog=step_command.EXAMPLES, **shown)
+    step_command.add_flags(step)
+    step.add_argument("--out", metavar="FILE", help="write all numbers as JSON")
+    step.set_defaults(measure=step_command.measure)
     for part, flags, measure in parts:
         group = part.add_argument_group("what is measured")
         for flag, how in flags.items():

@@ -1,0 +1,36 @@
+"""What one measured system is, as the process that measures it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recipes import catalog
+from recipes.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Specification:
+    """One system: a recipe, a DeepSpeed JSON, and who trains it.
+
+    Attributes:
+        name: for tables.
+        system: key of `worker.SYSTEMS`.
+        settings: of the recipe, as --set has them.
+        ds_config: None: the recipe's own.
+        compiled: by torch.compile.
+        processes: ranks on this machine.
+    """
+
+    name: str
+    system: str
+    recipe: str
+    settings: tuple[str, ...] = ()
+    tiny: bool = False
+    ds_config: str | None = None
+    compiled: bool = False
+    processes: int = 1
+    emulate_fp16: bool = False
+
+    def load(self) -> Recipe:
+        """Its recipe. Raises ValueError."""
+        return catalog.load(self.recipe, self.settings, tiny=self.tiny)

@@ -1,0 +1,52 @@
+"""Runs the systems of `benchmark.py step` in one process, and writes what they computed.
+
+measured_systems.py OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from launch.benchmarks import systems, worker
+from launch.benchmarks.specification import Specification
+from launch.machine import ending, processes
+
+STEPS = 2
+GPT = ("precision=fp32", "batch.accumulation=2")
+
+
+def spec(system: str, recipe: str, config: str = "zero1", settings: tuple[str, ...] = GPT) -> Specification:
+    return Specification(system, system, recipe, settings, tiny=True, ds_config=config)
+
+
+def followed(system: systems.System) -> dict:
+    """Losses and work of the first steps, then the parts of one more."""
+    found = {"losses": [], "work": []}
+    for _ in range(STEPS):
+        (work,) = worker.run(system, 1)
+        found["losses"].append(system.loss)
+        found["work"].append(work[1:])
+    return {**found, "phases": worker.phases(system, 1)}
+
+
+def run(out: Path) -> None:
+    kinds = {"ours": systems.Ours, "bare": systems.Bare, "nano": systems.Nano}
+    kinds["transformers"] = systems.Transformers
+    found = {name: followed(kind(spec(name, "default/sotu"))) for name, kind in kinds.items()}
+    found["transformers zero3"] = followed(
+        kinds["transformers"](spec("transformers", "default/sotu", "zero3"))
+    )
+    for name in ("ours", "bare", "transformers"):
+        settings = ("precision=fp32", "optimizer.clip=1000")
+        found[f"{name} bert"] = followed(kinds[name](spec(name, "bert/sotu", settings=settings)))
+    found["profile"] = worker.profile(systems.Nano(spec("nano", "default/sotu")), None, 1)
+    found["rate"] = systems.MatrixRate(spec("rate", "bert/sotu", settings=())).rates(1)
+    out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    with ending.clean_exit():
+        processes.start_processes()
+        run(Path(sys.argv[1]))
