@@ -102,8 +102,8 @@ class DecoderBias(nn.Module):
         super().__init__()
         self.bias = init.zeros("bias", (vocab,), shard=Shard.over(group, 0, padded))
 
-    def forward(self, logits: Tensor) -> Tensor:  # (B, P, V/t), without padding when t = 1
-        return logits + self.bias[: logits.shape[-1]]
+    def forward(self, logits: Tensor) -> Tensor:  # (B, P, V/t)
+        return logits + self.bias
 
 
 # Streams: (tokens, token types, lengths, positions) -> (x, lengths, positions) -> (logits, sentence logits)
@@ -205,7 +205,7 @@ class Bert(Stack):
         salted = () if salts is None else (salts,)
         logits, sentence_logits = self.run((tokens, token_types, lengths, positions, *salted))
         if labels is None:
-            return logits, sentence_logits
+            return self.unpadded(logits), sentence_logits
         return self.loss(logits, sentence_logits, labels, *targets, self.group)
 
 

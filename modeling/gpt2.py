@@ -101,7 +101,9 @@ class GPT2(Stack):
         salts (B, S, 2): of hidden dropout in training.
         """
         logits = self.run(tokens if salts is None else (tokens, salts))
-        return logits if labels is None else self.loss(logits, labels, weights, self.group)
+        if labels is None:
+            return self.unpadded(logits)
+        return self.loss(logits, labels, weights, self.group)
 
 
 FAMILY = Family("gpt2", shape_of, layer_list, GPT2, weighted_loss, gpt2.CONVERSION, continue_prompt)

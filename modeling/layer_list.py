@@ -123,6 +123,10 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(m for m in built.values() if isinstance(m, TransformerLayer))
         self._in_order = [(d.apply, built[d.name]) for d in definitions]
 
+    def unpadded(self, logits: Tensor) -> Tensor:
+        """Logits of tokens alone, where one rank has them all; else its block as it is, -inf for padding."""
+        return logits[..., : self.shape.vocab] if self.group is None else logits
+
     def run(self, stream: Stream) -> Stream:
         """Every layer in turn."""
         interval = self.shape.checkpoint_interval if self.training else 0

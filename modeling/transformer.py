@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modeling.attention import attention
 from modeling.banded_attention import banded_attention, prepared_mask
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
@@ -91,7 +92,7 @@ class Attention(nn.Module):
         assert mask is None or not self.causal, "causal samples are packed and have no padding"
         with tensor_parallel_random(self.own_stream and self.training):
             if self.window is None:
-                out_BNSD = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=p, is_causal=self.causal)
+                out_BNSD = attention(q, k, v, causal=self.causal, mask=mask, dropout_p=p)
             else:
                 out_BNSD = banded_attention(q, k, v, self.window, p, mask=self.block_mask)
         return self.projection(out_BNSD.transpose(1, 2).reshape(B, S, -1))

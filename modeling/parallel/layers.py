@@ -7,7 +7,6 @@ because `deepspeed.zero.Init` partitions parameters as soon as that module's con
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -82,11 +81,9 @@ class VocabParallelEmbedding(nn.Module):
         embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
         return reduce_from_tensor_parallel(embedded.masked_fill(foreign.unsqueeze(-1), 0.0), self.group)
 
-    def _logits(self, x: Tensor) -> Tensor:  # (B, S, H) -> (B, S, V/t); t = 1: without padding
-        if self.group is None:
-            return F.linear(x, self.weight[: self.valid])
+    def _logits(self, x: Tensor) -> Tensor:  # (B, S, H) -> (B, S, V/t), -inf where a row is padding
+        # Of all rows: units of matrix products want whole tiles of columns, and 50257 has none.
         logits = column_parallel(x, self.weight, None, self.group)
-        if self.valid == self.rows:
-            return logits
-        padding = torch.arange(self.rows, device=x.device) >= self.valid
-        return logits.masked_fill(padding, float("-inf"))
+        if self.valid < self.rows:
+            logits.detach()[..., self.valid :] = float("-inf")  # whose gradient is 0 as it is
+        return logits

@@ -1,0 +1,160 @@
+"""The core of dense attention, softmax(q k' / sqrt(D)) v, by the kernel that suits device, precision, length.
+
+    sdpa    torch's scaled_dot_product_attention: on GPUs, where its kernels are the fastest there are, and
+            on a CPU in other precisions and for long sequences
+    blocks  on a CPU in bf16: products of whole matrices in both passes, one block of queries after
+            another, so that scores live for one block. torch's kernel makes the backward pass of small
+            products, and with dropout holds all scores in fp32
+
+`choose` rests on what was measured on a CPU (`launch/benchmark.py attention`); nothing was measured on CUDA.
+
+Shapes: B samples, N heads, S positions, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modeling.hidden_dropout import mixed
+
+Kernel = Literal["sdpa", "blocks"]
+
+QUERIES = 256  # of a block; a causal block leaves out the keys behind its last query
+LONGEST = 512  # positions up to which blocks are faster than SDPA without dropout
+_WORD = 1 << 32
+
+
+def choose(device: str, dtype: torch.dtype, dropout: float, positions: int) -> Kernel:
+    """The kernel of a training step; `dropout`: on the attention weights."""
+    if device != "cpu" or dtype != torch.bfloat16:  # fp16 could not hold products that are not scaled yet
+        return "sdpa"
+    return "blocks" if dropout or positions <= LONGEST else "sdpa"
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, dropout_p: float = 0.0
+) -> Tensor:
+    """softmax(q k' / sqrt(D)) v of q, k, v (B, N, S, D).
+
+    Args:
+        mask: (B, 1, 1, S), True for the keys that may be attended to; None: all. Every sample has one.
+        dropout_p: on the weights; it draws from the stream that is current.
+    """
+    if choose(q.device.type, q.dtype, dropout_p, q.shape[-2]) == "sdpa" or not _differentiated(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p, is_causal=causal)
+    rows = dropout_rows(q) if dropout_p else None
+    return _Blocks.apply(q, k, v, mask, rows, causal, dropout_p)
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+# Opaque to torch.compile, whose own generator would draw other numbers than an eager run.
+@torch.library.custom_op("megarecipes::dropout_rows", mutates_args=())
+def dropout_rows(q: Tensor) -> Tensor:
+    """Two random words (B, N, S, 2) int32 for each row of scores, of which `_kept` makes the row's mask."""
+    size = (*q.shape[:-1], 2)
+    return torch.randint(-(_WORD // 2), _WORD // 2, size, dtype=torch.int32, device=q.device)
+
+
+@dropout_rows.register_fake
+def _(q: Tensor) -> Tensor:
+    return q.new_empty((*q.shape[:-1], 2), dtype=torch.int32)
+
+
+def _kept(rows: Tensor, keys: int, p: float) -> Tensor:
+    """rows (..., 2) -> (..., keys), False with probability p: where (a c + b) mod 2^32 < p 2^32.
+
+    Within a row, any two keys are dropped independently of each other (Dietzfelbinger 1996, as in
+    `modeling/hidden_dropout.py`); rows have words of their own.
+    """
+    columns = mixed(torch.arange(keys, device=rows.device), 0).to(torch.int32)  # low words
+    words = rows[..., :1] * columns + rows[..., 1:]
+    return words >= round(p * _WORD) - _WORD // 2
+
+
+class _Blocks(torch.autograd.Function):
+    """Attention of which queries, keys, values, the output and one number per query are kept.
+
+    The backward pass makes the weights again from the logarithms of their sums (Dao et al. 2022, arXiv
+    2205.14135, section 3.1), block by block.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        rows: Tensor | None,
+        causal: bool,
+        p: float,
+    ) -> Tensor:
+        ctx.causal, ctx.p = causal, p
+        if rows is None:
+            bias = None if mask is None else torch.where(mask, 0.0, -torch.inf).to(q.dtype)
+            fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            out, sums = fused(q, k, v, 0.0, causal, attn_mask=bias)
+        else:
+            outs, logarithms = [], []
+            for start in range(0, q.shape[-2], QUERIES):
+                block, seen = _block(start, q.shape[-2], causal)
+                scores = _scores(q[..., block, :], k[..., seen, :], mask, start, causal)
+                logarithms.append(torch.logsumexp(scores, -1))
+                weights = torch.exp(scores - logarithms[-1][..., None])
+                dropped = weights * _kept(rows[..., block, :], seen.stop, p) * (1 / (1 - p))
+                outs.append(dropped.to(v.dtype) @ v[..., seen, :])
+            out, sums = torch.cat(outs, -2), torch.cat(logarithms, -1)
+        ctx.save_for_backward(q, k, v, mask, rows, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, rows, out, sums = ctx.saved_tensors
+        S, scale = q.shape[-2], q.shape[-1] ** -0.5
+        along = (gradient.float() * out.float()).sum(-1, keepdim=True)
+        of_q: list[Tensor] = []
+        of_k = of_v = torch.empty(0)
+        for start in reversed(range(0, S, QUERIES)):  # the last block, which sees all keys, first
+            block, seen = _block(start, S, ctx.causal)
+            queries, keys, incoming = q[..., block, :], k[..., seen, :], gradient[..., block, :]
+            scores = _scores(queries, keys, mask, start, ctx.causal)
+            weights = kept_weights = torch.exp(scores - sums[..., block, None])
+            of_weights = (incoming @ v[..., seen, :].mT).float()
+            if rows is not None:
+                kept = _kept(rows[..., block, :], seen.stop, ctx.p) * (1 / (1 - ctx.p))
+                kept_weights, of_weights = weights * kept, of_weights * kept
+            of_scores = (weights * (of_weights - along[..., block, :]) * scale).to(q.dtype)
+            of_q.insert(0, of_scores @ keys)
+            of_keys, of_values = of_scores.mT @ queries, kept_weights.to(v.dtype).mT @ incoming
+            if not of_k.numel():
+                wide = torch.float32 if S > QUERIES else k.dtype  # several are added up
+                of_k, of_v = of_keys.to(wide), of_values.to(wide)
+            else:
+                of_k[..., seen, :] += of_keys
+                of_v[..., seen, :] += of_values
+        return torch.cat(of_q, -2), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
+
+
+def _block(start: int, positions: int, causal: bool) -> tuple[slice, slice]:
+    """Queries of the block that begins at `start`, and the keys that it sees."""
+    end = min(start + QUERIES, positions)
+    return slice(start, end), slice(0, end if causal else positions)
+
+
+def _scores(queries: Tensor, keys: Tensor, mask: Tensor | None, start: int, causal: bool) -> Tensor:
+    """Scores of the queries from `start` on in fp32, -inf for the keys that they do not see."""
+    scores = (queries @ keys.mT).float() * queries.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if causal:
+        positions = torch.arange(keys.shape[-2], device=keys.device)
+        last = start + torch.arange(queries.shape[-2], device=keys.device)
+        scores = scores.masked_fill(positions > last[:, None], -torch.inf)
+    return scores
