@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -26,6 +26,7 @@ from launch.machine import (
     orphans,
     out_of_memory,
     processes,
+    start_up,
 )
 from launch.machine.determinism import demand_determinism
 from launch.machine.meeting import Meeting
@@ -120,6 +121,7 @@ def main() -> None:
             ending.refuse(e)
         show_plan(job)
         return
+    start_up.postpone_collections()
     take_file_handles(0)  # rank 0 has a connection to each rank, from the first meeting on
     if processes.launched():
         orphans.end_with_launcher()
@@ -174,6 +176,7 @@ class Facts:
     original: Recipe
     tiny: bool
     emulated_fp16: bool
+    clock: start_up.StartClock = field(default_factory=start_up.StartClock)
 
 
 def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
@@ -292,6 +295,8 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
     from launch.training.run import NotSavedError, checksum
     from modeling.parallel.process_grid import ProcessGrid
 
+    start_up.resume_collections()
+    facts.clock.reached("imports")
     layout = job.plan.layout
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     # One process of a machine prepares a large corpus, and the others wait for hours.
@@ -308,6 +313,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
         ending.refuse(e)
     except OSError as e:
         refuse_by_system(e, Path.cwd())
+    facts.clock.reached("data")
     try:
         opened = open_recorder(job, directory, facts, corpus, chosen)
     except OSError as e:
@@ -376,7 +382,7 @@ def open_recorder(
     recorder = Recorder(
         directory, job.plan, name=job.name, corpus_facts=corpus, start_step=first_step(chosen.checkpoint),
         described=description.describe(), original=facts.original, tiny=facts.tiny,
-        emulated=facts.emulated_fp16, band_kernel=band_kernel(job.plan),
+        emulated=facts.emulated_fp16, band_kernel=band_kernel(job.plan), clock=facts.clock,
     )  # fmt: skip
     given = job.initial_weights
     if given and (warning := vocabulary.foreign_tokens(Path(given), corpus.tokenizer)):

@@ -29,27 +29,29 @@ def end_with_launcher() -> None:
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):  # a system without prctl
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if parent == 1 and LAUNCHERS & {*os.environ} and not re.search("torch|deepspeed", _command(1)):
+    if parent == 1 and LAUNCHERS & {*os.environ} and not re.search("torch|deepspeed", command_of(1)):
         parent = 0  # it was killed already; unless it is a container's first process
-    grandparent = _parent_of(parent) if "deepspeed.launcher.launch" in _command(parent) else None
+    grandparent = parent_of(parent) if "deepspeed.launcher.launch" in command_of(parent) else None
     threading.Thread(target=_look, args=(parent, grandparent), daemon=True).start()
 
 
 def _look(parent: int, grandparent: int | None) -> None:
-    while os.getppid() == parent and (grandparent is None or _parent_of(parent) == grandparent):
+    while os.getppid() == parent and (grandparent is None or parent_of(parent) == grandparent):
         time.sleep(LOOK_EVERY_S)
     with contextlib.suppress(OSError):  # the screen may be gone with the launcher
         terminal.say("the launcher has ended: so does this rank", sys.stderr)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
+    """The command line of a process; "" where it is gone, or the system does not say."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
     return ""
 
 
-def _parent_of(pid: int) -> int | None:
+def parent_of(pid: int) -> int | None:
+    """The process that started it; None as above."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return None

@@ -25,6 +25,7 @@ from recipes.layout import Layout
 PART_NAMES = dict(
     mlm_loss="masked tokens", sentence_loss="sentence objective", sentence_accuracy="sentence accuracy"
 )
+START_PARTS = ("launcher", "imports", "data", "records", "engine", "weights", "first_step")
 MOST_NAMED = 5  # broken lines of one file
 MOST_LINE = 2**20  # bytes
 
@@ -155,9 +156,48 @@ class LaunchRecord:
     kind: Literal["launch"] = "launch"
 
 
-Record = LaunchRecord | StepRecord | ValidationRecord | SaveRecord | Note
+@dataclass(frozen=True, slots=True)
+class StartRecord:
+    """Where the seconds of a launch went, up to the end of its first optimizer step; on rank 0.
+
+    Attributes:
+        launcher: until deepspeed or torchrun had started this process.
+        imports: of the libraries, with the checks of recipe, configuration and run directory.
+        data: vocabulary and tokens, from the cache or made; what is known of a checkpoint to resume.
+        records: the plan on the screen and the files of the run.
+        engine: weights, DeepSpeed's engine, compiled ops.
+        weights: a checkpoint loaded, or the initial weights validated.
+        first_step: with its batch.
+        compiling: seconds of engine, weights and first_step that torch.compile took.
+    """
+
+    step: int
+    launcher: Finite
+    imports: Finite
+    data: Finite
+    records: Finite
+    engine: Finite
+    weights: Finite
+    first_step: Finite
+    compiling: Finite
+    time: float = 0.0
+    kind: Literal["start"] = "start"
+
+    @property
+    def seconds(self) -> float:
+        """From the launch to the end of the first step, without what torch.compile took."""
+        return math.fsum(getattr(self, part) for part in START_PARTS) - self.compiling
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{part.replace('_', ' ')} {getattr(self, part):.1f}" for part in START_PARTS)
+        apart = f"; compiling, {self.compiling:.1f} s of it, counted apart" if self.compiling else ""
+        return f"{self.seconds:.1f} s from launch to first step: {shown}{apart}"
+
+
+Record = LaunchRecord | StartRecord | StepRecord | ValidationRecord | SaveRecord | Note
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {
     "launch": TypeAdapter(LaunchRecord),
+    "start": TypeAdapter(StartRecord),
     "step": TypeAdapter(StepRecord),
     "validation": TypeAdapter(ValidationRecord),
     "test": TypeAdapter(ValidationRecord),
@@ -177,6 +217,7 @@ class Records:
     notes: tuple[Note, ...] = ()
     broken: bool = False
     launches: tuple[LaunchRecord, ...] = ()
+    starts: tuple[StartRecord, ...] = ()
 
     def __len__(self) -> int:
         kinds = self.steps, self.validations, self.tests, self.saves, self.notes
@@ -272,7 +313,8 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
             problems.append(f"{path}: {more} more lines like these")
     kinds = "step", "validation", "test", "save", "note"
     steps, validations, tests, saves, notes = (tuple(found[kind]) for kind in kinds)
-    return Records(steps, validations, tests, saves, notes, bool(broken), tuple(found["launch"]))
+    launches, starts = tuple(found["launch"]), tuple(found["start"])
+    return Records(steps, validations, tests, saves, notes, bool(broken), launches, starts)
 
 
 def truncate(path: Path, step: int) -> None:

@@ -20,16 +20,17 @@ from launch.console.numbers import short
 from launch.console.progress import Silent, screen
 from launch.machine import description
 from launch.machine.memory import peak_cached_bytes, peak_memory
+from launch.machine.start_up import StartClock, compiling_seconds
 from launch.planning.plan_text import describe_plan
 from launch.runs import metrics
 from launch.runs.directory import RunDirectory
-from launch.runs.loss_plot import plot_loss
 from launch.runs.metrics import (
     How,
     LaunchRecord,
     Note,
     Record,
     SaveRecord,
+    StartRecord,
     StepRecord,
     ValidationRecord,
     finite,
@@ -38,6 +39,7 @@ from launch.runs.metrics import (
 from launch.runs.prediction import predicted
 from launch.runs.result import Entropies, Result, hardware_of, make_result, write_result
 from launch.runs.result_text import result_text
+from launch.runs.step_fields import fields_of
 from launch.runs.throughput import Throughput
 from recipes.family_words import WORDS
 from recipes.refused_by_system import problem
@@ -119,6 +121,8 @@ class Silence:
 
     def say(self, text: str) -> None: ...
 
+    def reached(self, part: str) -> None: ...
+
     def step(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
     ) -> None: ...
@@ -155,6 +159,7 @@ class Recorder(Silence):
         tiny: bool,
         emulated: bool,
         band_kernel: str | None = None,
+        clock: StartClock | None = None,
         progress: bool = True,
         stream: TextIO | None = None,
     ) -> None:
@@ -162,17 +167,16 @@ class Recorder(Silence):
 
         `name`: the recipe's, as the user names it. `start_step`: steps of the checkpoint that the run
         resumes; 0: it starts. `described`: `description.describe()`. `original`: the recipe before --tiny,
-        --set and --steps. `band_kernel`: what computes banded layers. `progress`: show plan, steps and result
-        on `stream` (standard output).
+        --set and --steps. `band_kernel`: what computes banded layers. `clock`: what the start is timed by;
+        None: it is not. `progress`: show plan, steps and result on `stream` (standard output).
         """
         self.directory, self._plan, self._name, self._start_step = directory, plan, name, start_step
         self._described, self._original, self._tiny, self._emulated = described, original, tiny, emulated
-        self._band_kernel = band_kernel
+        self._band_kernel, self._clock = band_kernel, clock
         self._entropies = Entropies(corpus_facts.uniform_entropy, corpus_facts.unigram_entropy)
         self._stream = (stream or sys.stdout) if progress else None
         self._throughput, self._predicted = Throughput(plan), predicted(plan, described)
-        self._memory_kind = peak_memory().kind
-        self._step = start_step
+        self._memory_kind, self._step = peak_memory().kind, start_step
         self._drawn: int | None = None  # records in loss.png
         self._show_plan(corpus_facts.summary)
         metrics.truncate(directory.metrics_jsonl, start_step)
@@ -180,14 +184,15 @@ class Recorder(Silence):
         self._file = open(directory.metrics_jsonl, "ab", buffering=0)  # noqa: SIM115 (closed by _close)
         self._unwritten = b""  # lines that the disk has not taken
         self._lost: OSError | None = None  # why
-        purged = start_step + 1 if start_step else 0
         threading.excepthook = _untold
-        self._events = SummaryWriter(str(directory.tensorboard), purge_step=purged, flush_secs=10)
+        folder, purged = str(directory.tensorboard), start_step + 1 if start_step else 0
+        self._events = SummaryWriter(folder, purge_step=purged, flush_secs=10)
         self._screen = screen(self._stream, start_step, plan.recipe.steps) if self._stream else Silent()
         how = How.of(plan, hardware_of(described, plan.layout))
         self._write(LaunchRecord(start_step, how, time.time()))
         for notice in directory.notices:
             self.say(notice)
+        self.reached("records")
 
     def __exit__(self, *error: object) -> None:
         self._close()
@@ -197,6 +202,11 @@ class Recorder(Silence):
         """Record and show one line of text."""
         self._write(Note(self._step, text, time.time()))
         self._screen.line(text)
+
+    def reached(self, part: str) -> None:
+        """The start of the run has come to the end of this part of it."""
+        if self._clock:
+            self._clock.reached(part)
 
     def step(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
@@ -232,7 +242,12 @@ class Recorder(Silence):
         self._event("speed", record, speed)
         self._event("ranks", record, tuple(compared))
         self._event("memory", record, ("peak_memory_bytes",))
-        self._screen.step(step, _fields(record, show_scale=bool(scale)))
+        self._screen.step(step, fields_of(record, show_scale=bool(scale)))
+        if self._clock and step == self._start_step + 1:
+            self._clock.reached("first_step")
+            facts = self._clock.parts | {"compiling": compiling_seconds(), "time": time.time()}
+            self._write(start := StartRecord(step, **facts))
+            self._screen.line(str(start))
 
     def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None:
         """Record the loss on held-out text after `step` completed steps; `kind` "test": on the test split."""
@@ -298,10 +313,11 @@ class Recorder(Silence):
     def _show_plan(self, data: dict[str, Any]) -> None:
         if self._stream is None:
             return
+        hardware = description.summary(dict(self._described))
         text = describe_plan(
-            self._plan, name=self._name, hardware=description.summary(dict(self._described)), data=data,
-            run_directory=self.directory.path, band_kernel=self._band_kernel,
-            gpus=self._described["accelerators"] > 0, width=terminal.columns(self._stream),
+            self._plan, name=self._name, hardware=hardware, data=data, run_directory=self.directory.path,
+            band_kernel=self._band_kernel, gpus=self._described["accelerators"] > 0,
+            width=terminal.columns(self._stream),
         )  # fmt: skip
         token = WORDS[self._plan.recipe.model.family].predicted
         beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(self._entropies).items())
@@ -330,6 +346,8 @@ class Recorder(Silence):
         if self._drawn != len(records):
             references = {kind: nats for kind, nats in vars(self._entropies).items() if nats is not None}
             with self._going_on(self.directory.loss_png):
+                from launch.runs.loss_plot import plot_loss  # with matplotlib, which no first step needs
+
                 plot_loss(records, self.directory.loss_png, references, title=self._name)
             self._drawn = len(records)
         return result
@@ -381,20 +399,3 @@ def _untold(args: threading.ExceptHookArgs) -> None:
     """What ends the thread that writes events is raised again by the next event, which says it."""
     if not isinstance(args.thread, _AsyncWriterThread):
         threading.__excepthook__(args)
-
-
-def _fields(record: StepRecord, *, show_scale: bool) -> dict[str, str]:
-    """The numbers of a step for the screen, in their order."""
-    loss, masked, norm = record.loss, record.parts.get("mlm_loss"), record.grad_norm
-    shown = {
-        "skipped": "SKIPPED (overflow)" if record.skipped else "",
-        "loss": f"loss {'not finite' if loss is None else f'{loss:.4f}'}",
-        "mlm": "" if masked is None else f"mlm {masked:.4f}",
-        "lr": f"lr {record.lr:.1e}",
-        "norm": f"grad norm {'-' if norm is None else f'{norm:.3g}'}",
-        "scale": f"scale {short(record.loss_scale)}" if show_scale else "",
-        "samples": f"{short(record.samples_per_s)} samples/s",
-        "tokens": f"{short(record.tokens_per_s)} tokens/s",
-        "tflops": f"{record.exact_tflops:.3g} TFLOPS",
-    }
-    return {name: text for name, text in shown.items() if text}

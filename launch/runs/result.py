@@ -21,7 +21,17 @@ from launch.console.numbers import gigabytes
 from launch.machine import description
 from launch.planning.comparability import Incomparable, not_comparable
 from launch.planning.deviations import Deviation, deviations
-from launch.runs.metrics import Finite, How, Parts, Records, StepRecord, Stretch, ValidationRecord, stretches
+from launch.runs.metrics import (
+    Finite,
+    How,
+    Parts,
+    Records,
+    StartRecord,
+    StepRecord,
+    Stretch,
+    ValidationRecord,
+    stretches,
+)
 from launch.runs.prediction import Predicted
 from launch.runs.throughput import WARMUP_STEPS, SteadySeconds, Throughput, steady_seconds
 from modeling import cost
@@ -138,6 +148,7 @@ class Result:
         not_comparable: why there are no ratios; None also where nothing was published.
         banded_attention_kernel: what computed banded layers; None: all layers are dense.
         predicted: None: nothing was, as in files of earlier versions.
+        start: of the last launch that made a step.
     """
 
     recipe: str
@@ -169,6 +180,7 @@ class Result:
     banded_attention_kernel: str | None = None
     sample: str | None = None
     predicted: Predicted | None = None
+    start: StartRecord | None = None
     version: Literal[2] = 2
 
     @property
@@ -267,6 +279,7 @@ def make_result(
         banded_attention_kernel=band_kernel,
         sample=sample,
         predicted=None if elsewhere else predicted,
+        start=records.starts[-1] if records.starts else None,
     )
     comparable = not other and not elsewhere
     return replace(measured, comparison=compare_with(recipe.published, measured, comparable=comparable))

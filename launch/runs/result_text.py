@@ -52,6 +52,7 @@ def _lines(result: Result) -> list[tuple[str, str]]:
         lines += _parts("of test", losses.test.parts)
     return [
         *lines,
+        *([("start", str(result.start))] if result.start else []),
         ("time per step", _number(speed.seconds_per_step, f" s ({speed.measured_over})")),
         ("waiting for data", NOT_MEASURED if waited is None else f"{100 * waited:.2f} % of the time"),
         ("throughput", f"{samples}, {tokens}"),

@@ -22,6 +22,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
+from launch.deepspeed_fixes.muon_compilation import postpone_compilation
 from launch.machine import compiled_ops
 from launch.training import compiling, micro_batches
 from launch.training.build_model import build_module
@@ -56,6 +57,7 @@ def build_engine(
     """
     plan = job.plan
     compiled_ops.prepare(plan.ds, grid.control_group, say)
+    postpone_compilation()
     # Not left to DeepSpeed: the tracker of dropout states has to know the tensor group before a draw.
     deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
     module = build_module(plan, grid, job.initial_weights, drawn=not resumed)

@@ -44,6 +44,7 @@ def train(
         watchdog = stack.enter_context(watching(job, recorder, grid))
         engine = build_engine(job, grid, recorder.say, resumed=checkpoint is not None)
         batches = training_batches(plan, corpus, grid, checkpoint)
+        recorder.reached("engine")
         stack.enter_context(released(engine))
         stack.enter_context(contextlib.closing(batches))
         stop = stack.enter_context(StopRequest(job.stop_file))

@@ -48,6 +48,8 @@ class Recorder(Protocol):
 
     def say(self, text: str) -> None: ...
 
+    def reached(self, part: str, /) -> None: ...
+
     def step(
         self,
         step: int,
@@ -143,6 +145,7 @@ class TrainingRun:
             reading.load(self.state, checkpoint)
         else:
             recorder.validation(0, self.validate(self.held_out))
+        recorder.reached("weights")
 
     def __enter__(self) -> TrainingRun:
         return self

@@ -12,8 +12,9 @@ from recorded import Outcome, plan, recipe, recorder, run_steps
 
 from launch.console.progress import LINES_PER_RUN
 from launch.machine import memory
+from launch.machine.start_up import StartClock
 from launch.runs.loss_plot import plot_loss
-from launch.runs.metrics import Records, curve, read_metrics
+from launch.runs.metrics import START_PARTS, Records, curve, read_metrics
 from launch.runs.result import read_result
 from launch.runs.throughput import Throughput
 from modeling import cost
@@ -45,6 +46,22 @@ def test_a_killed_process_loses_no_line(tmp_path):
     )
     for _ in range(2):
         records.__exit__(None, None, None)
+
+
+def test_the_first_step_of_a_launch_ends_its_start(tmp_path):
+    shown = io.StringIO()
+    with recorder(tmp_path, plan(), stream=shown, clock=StartClock()) as records:
+        for part in ("imports", "data", "engine", "weights"):
+            records.reached(part)
+        for step in (1, 2):
+            records.step(step, Outcome(5.0), 0.1, 0.0)
+        records.finish("ok")
+    (start,) = read_metrics(tmp_path / "metrics.jsonl").starts
+    parts = [getattr(start, part) for part in START_PARTS]
+    assert start.step == 1 and all(part >= 0 for part in parts)
+    assert start.seconds == pytest.approx(sum(parts)) and start.compiling == 0
+    assert read_result(tmp_path / "result.json").start == start
+    assert shown.getvalue().count(f"{start.seconds:.1f} s from launch to first step: launcher") == 2
 
 
 def test_checkpointing_counts_as_work_done():
@@ -182,7 +199,7 @@ class TestTheEnd:
 
     def test_a_run_at_its_last_checkpoint_has_a_result_and_a_curve(self, records, monkeypatch):
         drawn = []
-        monkeypatch.setattr("launch.runs.recorder.plot_loss", lambda *_, **__: drawn.append(1))
+        monkeypatch.setattr("launch.runs.loss_plot.plot_loss", lambda *_, **__: drawn.append(1))
         records.saving({"peak_memory_bytes": 1, "cached_bytes": None})
         result = self.kept(records)
         assert (result.status, result.steps, result.speed.seconds_per_step, drawn) == ("saving", 20, 0.5, [1])

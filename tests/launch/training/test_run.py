@@ -22,6 +22,9 @@ class Events:
     def say(self, text):
         self.seen.append(("say", text))
 
+    def reached(self, part):
+        pass
+
     def step(self, step, outcome, seconds, data_seconds, ranks):
         self.seen.append(("step", step))
 
