@@ -18,7 +18,14 @@ from typing import Any
 from tabulate import tabulate
 
 from data.prepare.settings import PreparationFailed, Settings
-from launch.benchmarks import attention_speed, data_speed, step_command
+from launch.benchmarks import (
+    attention_speed,
+    checkpoint_command,
+    data_speed,
+    gpu_command,
+    layout_command,
+    step_command,
+)
 from launch.benchmarks.attention_speed import DTYPES, Row, Shape
 from launch.benchmarks.data_speed import LEAST_MB
 from launch.console import arguments, ends, output, preparation_flags, quiet
@@ -29,6 +36,14 @@ EXAMPLES = """\
 examples:
   python launch/benchmark.py step
       our training step next to transformers, a bare loop, a plain GPT-2, and the machine's matrix rate
+  python launch/benchmark.py layouts
+      tensor, pipeline and data parallelism here next to one process, and where the difference goes
+  python launch/benchmark.py scaling --plot scaling.png
+      weak and strong scaling over the cores or GPUs at hand
+  python launch/benchmark.py checkpoint --folder $SCRATCH
+      save and load next to the disk's own rate
+  python launch/benchmark.py gpu
+      everything that one GPU can tell, in steps of minutes
   python launch/benchmark.py data --out speeds.json
       MB/s of each step of prepare_data.py and of the whole, next to raw tokenizers; the loader
   python launch/benchmark.py attention --positions 1024 2048 4096 --windows 128
@@ -63,6 +78,24 @@ Attention alone (scores, softmax, values) of one layer, forward and backward, wi
 
 TOO_SMALL = f"starting worker processes takes longer than {LEAST_MB} MB of text; give more"
 SAMPLES = ["gpt", "bert"]
+COMMANDS: dict[str, tuple[str, str, Any, Any]] = {
+    "step": (
+        "the training step next to others", step_command.EXAMPLES,
+        step_command.add_flags, step_command.measure,
+    ),
+    "layouts": (
+        "what TP2, PP2 and DP2 cost here", layout_command.EXAMPLES,
+        layout_command.add_layout_flags, layout_command.measure_layouts,
+    ),
+    "scaling": (
+        "data parallelism over processes", layout_command.SCALING_EXAMPLES,
+        layout_command.add_scaling_flags, layout_command.measure_scaling,
+    ),
+    "checkpoint": (
+        "save and load", checkpoint_command.EXAMPLES, checkpoint_command.add_flags, checkpoint_command.measure
+    ),
+    "gpu": ("all that one GPU can tell", gpu_command.EXAMPLES, gpu_command.add_flags, gpu_command.measure),
+}  # fmt: skip
 COUNT: dict[str, Any] = dict(type=int, metavar="N")
 RECIPES = ["default/sotu", "bert/sotu"]
 DATA_FLAGS: dict[str, dict[str, Any]] = {
@@ -98,10 +131,11 @@ def build_parser() -> argparse.ArgumentParser:
     preparation_flags.add_source(data.add_argument_group("what is read"))
     band = benchmarks.add_parser("attention", help="dense against banded", epilog=ATTENTION_EXAMPLES, **shown)
     parts = (data, DATA_FLAGS, measure_data), (band, ATTENTION_FLAGS, measure_attention)
-    step = benchmarks.add_parser("step", help="the training step", epilog=step_command.EXAMPLES, **shown)
-    step_command.add_flags(step)
-    step.add_argument("--out", metavar="FILE", help="write all numbers as JSON")
-    step.set_defaults(measure=step_command.measure)
+    for name, (told, examples, add_flags, measure) in COMMANDS.items():
+        command = benchmarks.add_parser(name, help=told, epilog=examples, **shown)
+        add_flags(command)
+        command.add_argument("--out", metavar="FILE", help="write all numbers as JSON")
+        command.set_defaults(measure=measure)
     for part, flags, measure in parts:
         group = part.add_argument_group("what is measured")
         for flag, how in flags.items():

@@ -19,6 +19,8 @@ class Specification:
         ds_config: None: the recipe's own.
         compiled: by torch.compile.
         processes: ranks on this machine.
+        shared_device: all ranks on one GPU, through gloo.
+        threads: of torch on each rank's cores; None: the cores are shared by the ranks.
     """
 
     name: str
@@ -29,7 +31,9 @@ class Specification:
     ds_config: str | None = None
     compiled: bool = False
     processes: int = 1
+    threads: int | None = None
     emulate_fp16: bool = False
+    shared_device: bool = False
 
     def load(self) -> Recipe:
         """Its recipe. Raises ValueError."""

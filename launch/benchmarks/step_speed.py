@@ -46,6 +46,7 @@ class Measured:
     peak_bytes: int | None = None
     phases: list[dict[str, float]] = field(default_factory=list)  # of each rank
     profile: dict[str, Any] | None = None
+    graphs: dict[str, Any] | None = None  # of torch.compile
     rates: list[dict[str, float]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     others: list[float] = field(default_factory=list)  # share of the cores that other programs had, by turn
@@ -212,6 +213,8 @@ def finish(worker: Worker, measured: Measured, steps: int, profile: Path | None)
         return
     measured.peak_bytes = worker.ask("memory")["peak_bytes"]
     measured.phases = worker.ask("phases", steps)
+    if measured.spec.compiled:
+        measured.graphs = worker.ask("graphs")
     if profile is not None:
         trace = profile / f"{measured.spec.name.replace(',', '').replace(' ', '-')}.json"
         measured.profile = worker.ask("profile", str(trace), min(2, steps))

@@ -121,7 +121,8 @@ class Ours:
 
 
 def clock_engine(engine: Any, clock: Clock) -> None:
-    """Have the parts of the engine's step on the clock."""
+    """Have the parts of the engine's step on the clock, and the waiting for other ranks within them."""
+    torch.distributed.Work.wait = clock.timed("communication", torch.distributed.Work.wait)
     if isinstance(engine, PipelineEngine):
         timed = {kind: clock.timed(PIPELINE_PHASES[kind], f) for kind, f in engine._INSTRUCTION_MAP.items()}
         engine._INSTRUCTION_MAP = timed

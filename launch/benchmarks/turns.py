@@ -29,17 +29,18 @@ class WorkerFailed(Exception):
 class Worker:
     """The processes of one system, ready for turns. Raises WorkerFailed."""
 
-    def __init__(self, spec: Specification, folder: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, spec: Specification, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         written, self.spec, self._log = folder / "specification.json", spec, folder / "log.txt"
         written.write_text(json.dumps(dataclasses.asdict(spec)), encoding="utf-8")
         self._connection, theirs = multiprocessing.Pipe()
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         command = [sys.executable, "-m", "launch.benchmarks.worker", str(written), str(theirs.fileno())]
+        threads = {"OMP_NUM_THREADS": str(spec.threads)} if spec.threads else {}
         self._ranks = []
         with theirs, self._log.open("w") as log:
             for place in places(spec.processes):
-                own = {**os.environ, "PYTHONPATH": path, **place, **(environment or {})}
+                own = {**os.environ, "PYTHONPATH": path, **place, **threads}
                 passed = (theirs.fileno(),) if place["RANK"] == "0" else ()
                 how: dict[str, Any] = dict(env=own, stdout=log, stderr=subprocess.STDOUT, pass_fds=passed)
                 self._ranks.append(subprocess.Popen(command, **how))

@@ -16,10 +16,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from launch.benchmarks import checkpoint_speed
 from launch.benchmarks.specification import Specification
 from launch.console import quiet
 
-COMMUNICATION = ("gloo:", "nccl:", "c10d::", "nccl")  # how the profiler's events of collectives begin
+COLLECTIVES = "nccl"  # how a GPU's kernels of collectives begin
 SHOWN = 15  # lines of a profile
 
 
@@ -35,6 +36,8 @@ def main() -> None:
     with ending.clean_exit():
         try:
             abilities.detect_machine(spec.emulate_fp16)  # before anything takes the accelerator
+            if spec.shared_device:
+                share_device()
             processes.start_processes()
             from launch.benchmarks import systems
 
@@ -58,7 +61,7 @@ def serve(system: Any, parent: Connection | None) -> None:
 
     commands: dict[str, Callable[..., Any]] = {
         "run": run, "phases": phases, "profile": profile, "rates": lambda system, n: system.rates(n),
-        "memory": memory,
+        "memory": memory, "checkpoint": checkpoint_speed.measure, "graphs": graphs, "zeros": zeros,
     }  # fmt: skip
     while True:
         asked: list[Any] = [parent.recv() if parent else None]
@@ -95,9 +98,11 @@ def phases(system: Any, steps: int) -> list[dict[str, float]]:
 
 
 def profile(system: Any, trace: str | None, steps: int) -> dict[str, Any]:
-    """Seconds of a step in collectives, on rank 0, and what takes longest; a trace for chrome://tracing."""
+    """What takes longest in a step on rank 0, and a GPU's collectives; a trace for chrome://tracing."""
     import torch
     from torch.profiler import ProfilerActivity
+
+    from launch.benchmarks.gpu_kernels import ATTENTION
 
     gpu = torch.cuda.is_available()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
@@ -105,17 +110,48 @@ def profile(system: Any, trace: str | None, steps: int) -> dict[str, Any]:
         run(system, steps)
     averages = profiler.key_averages()
     lasting = "self_device_time_total" if gpu else "self_cpu_time_total"
-    collectives = {
-        e.key: getattr(e, lasting) / 1e6 / steps for e in averages if e.key.startswith(COMMUNICATION)
-    }
+    kernels = [e for e in averages if e.key.startswith(COLLECTIVES)]
     top = sorted(averages, key=lambda event: -getattr(event, lasting))[:SHOWN]
     if trace and os.environ.get("RANK", "0") == "0":
         profiler.export_chrome_trace(trace)
     return {
-        "communication": sum(collectives.values()),
-        "collectives": collectives,
+        "attention": sorted({e.key[:100] for e in averages if ATTENTION.search(e.key)}),
+        "collectives": sum(getattr(e, lasting) for e in kernels) / 1e6 / steps,
         "top": [(e.key[:80], getattr(e, lasting) / 1e6 / steps, e.count / steps) for e in top],
     }
+
+
+def share_device() -> None:
+    """Put every rank on the first GPU, where NCCL would refuse a second one: gloo takes its place."""
+    from deepspeed.accelerator import get_accelerator
+
+    os.environ["LOCAL_RANK"] = "0"
+    get_accelerator()._communication_backend_name = "gloo"
+
+
+def graphs(system: Any) -> dict[str, Any]:
+    """How many graphs torch.compile has made so far, and what broke them."""
+    from torch._dynamo.utils import counters
+
+    breaks = {reason[:200]: count for reason, count in counters["graph_break"].items()}
+    return {"graphs": counters["stats"].get("unique_graphs", 0), "breaks": breaks}
+
+
+def zeros(system: Any) -> float:
+    """Share of zeros among the gradients of the layers' matrices, of the micro-batches of a step."""
+    import torch
+
+    counts = torch.zeros(2, dtype=torch.float64)
+
+    def count(gradient: torch.Tensor) -> None:
+        counts.add_(torch.tensor([float((gradient == 0).sum()), gradient.numel()], dtype=torch.float64))
+
+    matrices = [p for p in system.engine.module.layers.parameters() if p.dim() > 1]
+    handles = [parameter.register_hook(count) for parameter in matrices]
+    run(system, 1)
+    for handle in handles:
+        handle.remove()
+    return float(counts[0] / counts[1])
 
 
 def memory(system: Any) -> dict[str, Any]:

@@ -77,6 +77,9 @@ WORK = {
         "launch.benchmarks.data_speed:measure_preparation",
         "launch.benchmarks.data_speed:measure_loader",
         "launch.benchmarks.attention_speed:measure_dtype",
+        "launch.benchmarks.step_speed:measure",
+        "launch.benchmarks.checkpoint_command:Worker",
+        "launch.benchmarks.gpu_command:taken",
     ],
 }
 
