@@ -126,9 +126,9 @@ class DecoderBias(nn.Module):
 # The first two end with the salts of hidden dropout where there are any.
 
 
-def _embed(embedding: Embedding, stream: tuple) -> tuple:
+def _embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
     x, token_types, lengths, positions, *salts = stream
-    token_types, *salts = (own_positions(each, embedding.cut_over) for each in (token_types, *salts))
+    token_types, *salts = (own_positions(each, cut_over) for each in (token_types, *salts))
     return embedding(x, token_types, *salts), lengths, positions, *salts
 
 
@@ -153,7 +153,7 @@ def layer_list(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefin
     bias = dict(vocab=shape.vocab, padded=shape.padded_vocab, group=group, init=init.child("decoder_bias"))
     return [
         LayerDefinition("word", VocabParallelEmbedding, word, words, tied=True),
-        LayerDefinition("embedding", Embedding, embedding, _embed),
+        LayerDefinition("embedding", Embedding, embedding, partial(_embed, **cut_over)),
         *transformer_layers(shape, group, init, _attend),
         *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm)]),
         LayerDefinition("head", Head, head, _head),

@@ -69,11 +69,11 @@ class PositionEmbedding(nn.Module):
 # Streams: tokens -> x -> logits; with salts of hidden dropout (tokens, salts) -> (x, salts) -> logits
 
 
-def _add_positions(layer: PositionEmbedding, stream: Stream) -> Stream:
+def _add_positions(layer: nn.Module, stream: Stream, cut_over: Group) -> Stream:
     """Salts come whole, as tokens do."""
     if not isinstance(stream, Tensor):
         x, salts = stream
-        stream = x, own_positions(salts, layer.cut_over)
+        stream = x, own_positions(salts, cut_over)
     return _drop(layer, stream)
 
 
@@ -97,7 +97,7 @@ def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefin
     final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), cut_over=cut_over)
     return [
         LayerDefinition("word", VocabParallelEmbedding, word, partial(embed_words, cut=cut), tied=True),
-        LayerDefinition("position", PositionEmbedding, position, _add_positions),
+        LayerDefinition("position", PositionEmbedding, position, partial(_add_positions, cut_over=cut_over)),
         *transformer_layers(shape, group, init, _drop),
         LayerDefinition("final_norm", LayerNorm, final_norm, _finish),
         LayerDefinition("word", VocabParallelEmbedding, word, partial(project_words, cut=cut), tied=True),

@@ -85,7 +85,7 @@ class Attention(nn.Module):
         self.own_stream = group is not None and shape.attention_dropout > 0
         self.recomputes_core = shape.recomputes_core
         self.cut_over = shape.positions_group(group)
-        how = dict(group=group, sequence=shape.sequence_parallel)
+        how: dict[str, Any] = dict(group=group, sequence=shape.sequence_parallel)
         self.qkv = ColumnParallelLinear(shape.hidden, 3 * shape.hidden, init=init.child("qkv"), **how)
         projection = init.child("projection")
         self.projection = RowParallelLinear(shape.hidden, shape.hidden, init=projection, **how)
@@ -134,7 +134,7 @@ class MLP(nn.Module):
         super().__init__()
         hidden, wide = shape.hidden, 4 * shape.hidden
         self.gelu = "tanh" if shape.tanh_gelu else "none"
-        how = dict(group=group, sequence=shape.sequence_parallel)
+        how: dict[str, Any] = dict(group=group, sequence=shape.sequence_parallel)
         self.expand = ColumnParallelLinear(hidden, wide, init=init.child("expand"), **how)
         self.contract = RowParallelLinear(wide, hidden, init=init.child("contract"), **how)
 

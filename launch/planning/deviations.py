@@ -150,7 +150,8 @@ def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Devia
 def _stated(reference: Recipe) -> dict[str, int | None]:
     parallel, batch = reference.parallel, reference.batch
     # A degree that the recipe does not state is the ds_config's, or the launcher's, to choose.
-    stated = {f"parallel.{key}": degree for key, degree in parallel.degrees.items() if degree is not None}
+    degrees = {key: degree for key, degree in parallel.degrees.items() if degree is not None}
+    stated: dict[str, int | None] = {f"parallel.{key}": degree for key, degree in degrees.items()}
     shares: tuple[int | None, int | None] | Problem = (batch.micro, batch.accumulation)
     if parallel.dp is not None and shares != (None, None):
         shares = share_batch(batch.micro, batch.accumulation, batch.global_, parallel.dp, parallel.pp or 1)

@@ -116,7 +116,7 @@ def bias_on_every_rank() -> AbstractContextManager:
 
 
 def padding_gets_probability() -> AbstractContextManager:
-    def logits(self, x):
+    def logits(self, x, cut):
         return F.linear(copy_to_tensor_parallel(x, self.group), self.weight)
 
     return mock.patch.object(VocabParallelEmbedding, "_logits", logits)
