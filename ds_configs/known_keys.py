@@ -234,7 +234,10 @@ REFUSED = {
         "is DeepSpeed's AutoTP, which trains with ZeRO 0 to 2 only; ours is set by parallel.tensor",
         "remove the section",
     ),
-    "sequence_parallel_size": ("the models have no sequence parallelism", "remove the key"),
+    "sequence_parallel_size": (
+        "is DeepSpeed-Ulysses', which the models have not; Megatron's is the recipe's: parallel.sequence",
+        "remove the key",
+    ),
     "expert_parallel": ("the models have no experts", "remove the section"),
     "data_efficiency": ("what is in a batch is the recipe's (data.*, batch.*)", "remove the section"),
     "hybrid_engine": ("is for reinforcement learning", "remove the section"),

@@ -72,7 +72,7 @@ def resolve(
     recomputation.check(recipe, config, findings)
     monitors.check(config, layout, machine, findings)
     values = optimizer.fills(recipe, config, offload, machine, findings)
-    values |= zero.nvme_paths(config, environ, findings)
+    values |= zero.nvme_paths(config, environ, findings) | parallel.sends(recipe)
     # Where the layout is refused, another stands in, so that none of the "auto" that it fills is left over.
     shared = layout or Layout(tp=1, pp=1, dp=1, micro=1, accumulation=1, global_batch=1)
     values |= {

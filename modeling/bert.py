@@ -23,9 +23,18 @@ from modeling.generation import fill_prompt
 from modeling.hidden_dropout import HiddenDropout
 from modeling.huggingface import bert
 from modeling.initialization import Init, Shard
-from modeling.layer_list import LayerDefinition, ModelShape, Stack, first, transformer_layers, word_embedding
+from modeling.layer_list import (
+    LayerDefinition,
+    ModelShape,
+    Stack,
+    embed_words,
+    project_words,
+    transformer_layers,
+    word_embedding,
+)
+from modeling.parallel.collectives import gather_positions, own_positions, with_summed_gradients
 from modeling.parallel.cross_entropy import weighted_loss
-from modeling.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from modeling.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, group_size
 from modeling.parallel.process_grid import Group
 from modeling.transformer import BERT_NORM_EPS, LayerNorm, LayerShape
 from recipes.schema import Recipe
@@ -41,9 +50,8 @@ class BertShape(ModelShape):
     sentence_head: Literal["none", "nsp", "sop"] = "none"
 
     def layer_at(self, index: int) -> LayerShape:
-        sizes = self.hidden, self.heads, self.hidden_dropout, self.attention_dropout
         original: dict[str, Any] = dict(causal=False, tanh_gelu=False, norm_eps=BERT_NORM_EPS)
-        return LayerShape(*sizes, post_norm=self.post_norm, **original)
+        return LayerShape(**self.of_every_layer, post_norm=self.post_norm, **original)
 
 
 def shape_of(recipe: Recipe, padded_vocab: int) -> BertShape:
@@ -54,19 +62,25 @@ def shape_of(recipe: Recipe, padded_vocab: int) -> BertShape:
 
 
 class Embedding(nn.Module):
-    """Adds learned positions and token types (segments A and B) to words; LayerNorm if post-LN; dropout."""
+    """Adds learned positions and token types (segments A and B) to words; LayerNorm if post-LN; dropout.
 
-    def __init__(self, shape: BertShape, *, init: Init):
+    `cut_over`: the group over which positions are cut, if they are.
+    """
+
+    def __init__(self, shape: BertShape, *, init: Init, cut_over: Group = None):
         super().__init__()
+        self.cut_over = cut_over
         self.position = init.normal("position", (shape.positions, shape.hidden), init.std)
         self.token_type = init.normal("token_type", (TOKEN_TYPES, shape.hidden), init.std)
-        norm = init.child("norm")
-        self.norm = LayerNorm(shape.hidden, init=norm, eps=BERT_NORM_EPS) if shape.post_norm else None
+        how: dict[str, Any] = dict(init=init.child("norm"), eps=BERT_NORM_EPS, cut_over=cut_over)
+        self.norm = LayerNorm(shape.hidden, **how) if shape.post_norm else None
         self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
 
     def forward(self, x: Tensor, token_types: Tensor, salts: Tensor | None = None) -> Tensor:
         """x (B, S, H), token_types (B, S) of 0 and 1; salts (B, S, 2) of hidden dropout in training."""
-        x = x + self.position[: x.shape[1]] + F.embedding(token_types, self.token_type)
+        position, token_type = with_summed_gradients(self.cut_over, self.position, self.token_type)
+        length = x.shape[1] * group_size(self.cut_over)
+        x = x + own_positions(position[None, :length], self.cut_over) + F.embedding(token_types, token_type)
         return self.dropout(x if self.norm is None else self.norm(x), salts)
 
 
@@ -74,11 +88,12 @@ class Head(nn.Module):
     """What comes before the tied decoder, and the sentence head; duplicated on every tensor rank.
 
     Masked tokens: dense, GELU, LayerNorm, at the predicted positions alone. Sentences: pooler (dense and tanh
-    of [CLS]), then two logits.
+    of [CLS]), then two logits. `cut_over`: the group over which positions are cut, if they are.
     """
 
-    def __init__(self, shape: BertShape, *, init: Init):
+    def __init__(self, shape: BertShape, *, init: Init, cut_over: Group = None):
         super().__init__()
+        self.cut_over = cut_over
         linear = partial(ColumnParallelLinear, shape.hidden, group=None)
         sentences = shape.sentence_head != "none"
         self.transform = linear(shape.hidden, init=init.child("transform"))
@@ -88,6 +103,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x (B, S, H), positions (B, P) or None: decoder input (B, P, H), sentence logits (B, 2) or None."""
+        x = gather_positions(x, self.cut_over, summed=False)
         chosen = x if positions is None else x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         decoded = self.norm(F.gelu(self.transform(chosen)))
         if self.pooler is None or self.sentence is None:
@@ -110,8 +126,9 @@ class DecoderBias(nn.Module):
 # The first two end with the salts of hidden dropout where there are any.
 
 
-def _embed(embedding: nn.Module, stream: tuple) -> tuple:
+def _embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
     x, token_types, lengths, positions, *salts = stream
+    token_types, *salts = (own_positions(each, cut_over) for each in (token_types, *salts))
     return embedding(x, token_types, *salts), lengths, positions, *salts
 
 
@@ -125,23 +142,22 @@ def _head(head: nn.Module, stream: tuple) -> tuple:
     return head(x, positions)
 
 
-def _decode(word: nn.Module, stream: tuple) -> tuple:
-    return first(partial(word, project=True), stream)
-
-
 def layer_list(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefinition]:
     """(tokens, token types, lengths, positions) -> (logits (B, P, V/t), sentence logits (B, 2) or None)."""
     word = word_embedding(shape, group, init)
-    embedding, head = (dict(shape=shape, init=init.child(name)) for name in ("embedding", "head"))
-    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=BERT_NORM_EPS)
+    cut_over: Any = dict(cut_over=shape.positions_group(group))
+    embedding, head = (dict(shape=shape, init=init.child(n), **cut_over) for n in ("embedding", "head"))
+    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), eps=BERT_NORM_EPS, **cut_over)
+    words = partial(embed_words, cut=shape.sequence_parallel)
+    decoded = partial(project_words, cut=False)  # at predicted positions, which every rank has
     bias = dict(vocab=shape.vocab, padded=shape.padded_vocab, group=group, init=init.child("decoder_bias"))
     return [
-        LayerDefinition("word", VocabParallelEmbedding, word, tied=True),
-        LayerDefinition("embedding", Embedding, embedding, _embed),
+        LayerDefinition("word", VocabParallelEmbedding, word, words, tied=True),
+        LayerDefinition("embedding", Embedding, embedding, partial(_embed, **cut_over)),
         *transformer_layers(shape, group, init, _attend),
         *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm)]),
         LayerDefinition("head", Head, head, _head),
-        LayerDefinition("word", VocabParallelEmbedding, word, _decode, tied=True),
+        LayerDefinition("word", VocabParallelEmbedding, word, decoded, tied=True),
         LayerDefinition("decoder_bias", DecoderBias, bias),
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -11,9 +12,19 @@ from modeling.generation import continue_prompt
 from modeling.hidden_dropout import HiddenDropout
 from modeling.huggingface import gpt2
 from modeling.initialization import Init
-from modeling.layer_list import LayerDefinition, ModelShape, Stack, Stream, transformer_layers, word_embedding
+from modeling.layer_list import (
+    LayerDefinition,
+    ModelShape,
+    Stack,
+    Stream,
+    embed_words,
+    project_words,
+    transformer_layers,
+    word_embedding,
+)
+from modeling.parallel.collectives import own_positions, with_summed_gradients
 from modeling.parallel.cross_entropy import weighted_loss
-from modeling.parallel.layers import VocabParallelEmbedding
+from modeling.parallel.layers import VocabParallelEmbedding, group_size
 from modeling.parallel.process_grid import Group
 from modeling.transformer import LayerNorm, LayerShape
 from recipes.schema import Recipe
@@ -28,7 +39,7 @@ class GPT2Shape(ModelShape):
     def layer_at(self, index: int) -> LayerShape:
         assert len(self.windows) in (0, self.layers), f"{len(self.windows)} windows for {self.layers} layers"
         window = self.windows[index] if self.windows else None
-        return LayerShape(self.hidden, self.heads, self.hidden_dropout, self.attention_dropout, window=window)
+        return LayerShape(**self.of_every_layer, window=window)
 
 
 def shape_of(recipe: Recipe, padded_vocab: int) -> GPT2Shape:
@@ -37,19 +48,33 @@ def shape_of(recipe: Recipe, padded_vocab: int) -> GPT2Shape:
 
 
 class PositionEmbedding(nn.Module):
-    """Adds learned positions to the word embeddings, then dropout."""
+    """Adds learned positions to the word embeddings, then dropout.
 
-    def __init__(self, shape: GPT2Shape, *, init: Init):
+    `cut_over`: the group over which positions are cut, if they are.
+    """
+
+    def __init__(self, shape: GPT2Shape, *, init: Init, cut_over: Group = None):
         super().__init__()
+        self.cut_over = cut_over
         self.weight = init.normal("weight", (shape.positions, shape.hidden), init.std)
         self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
 
     def forward(self, x: Tensor, salts: Tensor | None = None) -> Tensor:
         """x (B, S, H), S <= positions; salts (B, S, 2) of hidden dropout in training."""
-        return self.dropout(x + self.weight[: x.shape[1]], salts)
+        (weight,) = with_summed_gradients(self.cut_over, self.weight)
+        length = x.shape[1] * group_size(self.cut_over)
+        return self.dropout(x + own_positions(weight[None, :length], self.cut_over), salts)
 
 
 # Streams: tokens -> x -> logits; with salts of hidden dropout (tokens, salts) -> (x, salts) -> logits
+
+
+def _add_positions(layer: nn.Module, stream: Stream, cut_over: Group) -> Stream:
+    """Salts come whole, as tokens do."""
+    if not isinstance(stream, Tensor):
+        x, salts = stream
+        stream = x, own_positions(salts, cut_over)
+    return _drop(layer, stream)
 
 
 def _drop(layer: nn.Module, stream: Stream) -> Stream:
@@ -64,21 +89,18 @@ def _finish(norm: nn.Module, stream: Stream) -> Tensor:
     return norm(stream if isinstance(stream, Tensor) else stream[0])
 
 
-def _project(word: nn.Module, x: Tensor) -> Tensor:
-    return word(x, project=True)
-
-
 def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefinition]:
     """tokens (B, S) -> logits (B, S, V/t); the first layer and the last share a module."""
     word = word_embedding(shape, group, init)
-    position = dict(shape=shape, init=init.child("position"))
-    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"))
+    cut, cut_over = shape.sequence_parallel, shape.positions_group(group)
+    position = dict(shape=shape, init=init.child("position"), cut_over=cut_over)
+    final_norm = dict(hidden=shape.hidden, init=init.child("final_norm"), cut_over=cut_over)
     return [
-        LayerDefinition("word", VocabParallelEmbedding, word, tied=True),
-        LayerDefinition("position", PositionEmbedding, position, _drop),
+        LayerDefinition("word", VocabParallelEmbedding, word, partial(embed_words, cut=cut), tied=True),
+        LayerDefinition("position", PositionEmbedding, position, partial(_add_positions, cut_over=cut_over)),
         *transformer_layers(shape, group, init, _drop),
         LayerDefinition("final_norm", LayerNorm, final_norm, _finish),
-        LayerDefinition("word", VocabParallelEmbedding, word, _project, tied=True),
+        LayerDefinition("word", VocabParallelEmbedding, word, partial(project_words, cut=cut), tied=True),
     ]
 
 

@@ -3,6 +3,7 @@
 A family (`gpt2.py`, `bert.py`) defines its layers once, each with how it acts on the *stream*: what one layer
 hands to the next. That is one tensor, or a tuple whose first entry is the residual stream x (B, S, H) and
 whose others ride along: integers that later layers need, such as lengths and the salts of hidden dropout.
+With sequence parallelism x and salts hold this tensor rank's S/t positions, from the embedding to the head.
 `Stack` holds all layers as one module (ZeRO 0-3, with or without tensor parallelism); `Pipeline` hands them
 to DeepSpeed (pipeline and 3D).
 """
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
+from modeling.parallel.layers import group_size
 from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.transformer import LayerShape, TransformerLayer
 
@@ -71,10 +73,25 @@ class ModelShape:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     checkpoint_interval: int = 0  # layers per recomputed chunk; 0: all activations are kept
+    recomputes_core: bool = False  # of attention, in every layer
+    sequence_parallel: bool = False  # under tensor parallelism
 
     def layer_at(self, index: int) -> LayerShape:
         """Shape of one transformer layer."""
         raise NotImplementedError
+
+    @property
+    def of_every_layer(self) -> dict[str, Any]:
+        """What `layer_at` hands on as it is."""
+        return dict(
+            hidden=self.hidden, heads=self.heads, hidden_dropout=self.hidden_dropout,
+            attention_dropout=self.attention_dropout, sequence_parallel=self.sequence_parallel,
+            recomputes_core=self.recomputes_core,
+        )  # fmt: skip
+
+    def positions_group(self, group: Group) -> Group:
+        """The tensor group over which the stream's positions are cut; None: every rank holds them all."""
+        return group if self.sequence_parallel else None
 
     def layer_kinds(self) -> dict[LayerShape, int]:
         """How many layers there are of each shape, in the order in which the shapes first occur."""
@@ -85,6 +102,16 @@ def word_embedding(shape: ModelShape, group: Group, init: Init) -> dict[str, Any
     """Arguments of the tied word embedding, called "word"."""
     sizes = dict(vocab=shape.vocab, padded=shape.padded_vocab, hidden=shape.hidden)
     return dict(**sizes, group=group, init=init.child("word"))
+
+
+def embed_words(word: nn.Module, stream: Stream, cut: bool) -> Stream:
+    """Tokens become the residual stream, whose positions are `cut` over the tensor ranks or not."""
+    return first(partial(word, cut=cut), stream)
+
+
+def project_words(word: nn.Module, stream: Stream, cut: bool) -> Stream:
+    """The residual stream becomes logits; `cut` as above."""
+    return first(partial(word, project=True, cut=cut), stream)
 
 
 def transformer_layers(
@@ -116,6 +143,8 @@ class Stack(nn.Module):
     ):
         super().__init__()
         self.shape, self.group, self.loss, self.loss_parts = shape, group, loss, loss_parts
+        # The length of its inputs is a multiple of it.
+        self.position_ranks = group_size(shape.positions_group(group))
         built = build(definitions)
         for name, module in built.items():
             if not isinstance(module, TransformerLayer):

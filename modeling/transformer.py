@@ -6,16 +6,19 @@ Shapes: B samples, S positions, H hidden size, t tensor ranks, N = heads/t heads
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from modeling.attention import attention
 from modeling.banded_attention import banded_attention, prepared_mask
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
+from modeling.parallel.collectives import in_rank_order, in_sample_order, with_summed_gradients
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.parallel.random_state import tensor_parallel_random
@@ -36,19 +39,30 @@ class LayerShape:
     tanh_gelu: bool = True  # the tanh form of GELU that GPT-2 was trained with; else the exact one
     norm_eps: float = GPT2_NORM_EPS
     window: int | None = None  # causal: positions that each one sees, itself and those before; None: all
+    # Under tensor parallelism a rank holds 1/t of the positions of what is between attention and MLP.
+    sequence_parallel: bool = False
+    recomputes_core: bool = False  # attention's scores, softmax and values again in the backward pass
+
+    def positions_group(self, group: Group) -> Group:
+        """The tensor group over which positions are cut; None: every rank holds them all."""
+        return group if self.sequence_parallel else None
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm (arXiv 1607.06450), duplicated on every tensor rank."""
+    """LayerNorm (arXiv 1607.06450), duplicated on every tensor rank.
 
-    def __init__(self, hidden: int, *, init: Init, eps: float = GPT2_NORM_EPS):
+    `cut_over`: the group over which the positions of its input are cut, if they are.
+    """
+
+    def __init__(self, hidden: int, *, init: Init, eps: float = GPT2_NORM_EPS, cut_over: Group = None):
         super().__init__()
-        self.eps = eps
+        self.eps, self.cut_over = eps, cut_over
         self.weight = init.ones("weight", (hidden,))
         self.bias = init.zeros("bias", (hidden,))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+        weight, bias = with_summed_gradients(self.cut_over, self.weight, self.bias)
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
 
 
 def padding_mask(lengths: Tensor, positions: int) -> Tensor:
@@ -70,9 +84,12 @@ class Attention(nn.Module):
         assert self.causal or self.window is None, "the band looks back only"
         self.dropout = shape.attention_dropout
         self.own_stream = group is not None and shape.attention_dropout > 0
-        self.qkv = ColumnParallelLinear(shape.hidden, 3 * shape.hidden, group=group, init=init.child("qkv"))
+        self.recomputes_core = shape.recomputes_core
+        self.cut_over = shape.positions_group(group)
+        how: dict[str, Any] = dict(group=group, sequence=shape.sequence_parallel)
+        self.qkv = ColumnParallelLinear(shape.hidden, 3 * shape.hidden, init=init.child("qkv"), **how)
         projection = init.child("projection")
-        self.projection = RowParallelLinear(shape.hidden, shape.hidden, group=group, init=projection)
+        self.projection = RowParallelLinear(shape.hidden, shape.hidden, init=projection, **how)
 
     def prepare(self, positions: int, device: torch.device, dtype: torch.dtype) -> None:
         """Make a banded layer's block mask, which depends on the length alone, before `forward` is traced."""
@@ -82,20 +99,33 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """x (B, S, H), lengths (B,) or None where nothing is padded -> (B, S, H).
 
-        Without lengths no mask is built, which lets the fastest attention kernels run.
+        With sequence parallelism x and the result are (B, S/t, H). Without lengths no mask is built, which
+        lets the fastest attention kernels run.
         """
-        B, S, _ = x.shape
-        qkv_BSN3D = self.qkv(x).view(B, S, self.local_heads, 3, -1)
+        qkv = self.qkv(x)
+        if self.cut_over is not None:
+            qkv = in_sample_order(qkv, self.cut_over)
+        B, S, _ = qkv.shape
+        qkv_BSN3D = qkv.view(B, S, self.local_heads, 3, -1)
         q, k, v = qkv_BSN3D.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
-        p = self.dropout if self.training else 0.0
         mask = None if lengths is None else padding_mask(lengths, S)
         assert mask is None or not self.causal, "causal samples are packed and have no padding"
+        # Around the recomputation, too: it restores the state of the stream that is current here.
         with tensor_parallel_random(self.own_stream and self.training):
-            if self.window is None:
-                out_BNSD = attention(q, k, v, causal=self.causal, mask=mask, dropout_p=p)
+            if self.recomputes_core and self.training:
+                out_BNSD = checkpoint(self._core, q, k, v, mask, use_reentrant=False)
             else:
-                out_BNSD = banded_attention(q, k, v, self.window, p, mask=self.block_mask)
-        return self.projection(out_BNSD.transpose(1, 2).reshape(B, S, -1))
+                out_BNSD = self._core(q, k, v, mask)
+        out_BSND = out_BNSD.transpose(1, 2)
+        if self.cut_over is not None:
+            out_BSND = in_rank_order(out_BSND, self.cut_over)
+        return self.projection(out_BSND.flatten(2))
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:  # each (B, N, S, D)
+        p = self.dropout if self.training else 0.0
+        if self.window is None:
+            return attention(q, k, v, causal=self.causal, mask=mask, dropout_p=p)
+        return banded_attention(q, k, v, self.window, p, mask=self.block_mask)
 
 
 class MLP(nn.Module):
@@ -105,8 +135,9 @@ class MLP(nn.Module):
         super().__init__()
         hidden, wide = shape.hidden, 4 * shape.hidden
         self.gelu = "tanh" if shape.tanh_gelu else "none"
-        self.expand = ColumnParallelLinear(hidden, wide, group=group, init=init.child("expand"))
-        self.contract = RowParallelLinear(wide, hidden, group=group, init=init.child("contract"))
+        how: dict[str, Any] = dict(group=group, sequence=shape.sequence_parallel)
+        self.expand = ColumnParallelLinear(hidden, wide, init=init.child("expand"), **how)
+        self.contract = RowParallelLinear(wide, hidden, init=init.child("contract"), **how)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.contract(F.gelu(self.expand(x), approximate=self.gelu))
@@ -122,9 +153,10 @@ class TransformerLayer(nn.Module):
     def __init__(self, shape: LayerShape, *, group: Group, init: Init):
         super().__init__()
         self.post_norm = shape.post_norm
-        self.attention_norm = LayerNorm(shape.hidden, init=init.child("attention_norm"), eps=shape.norm_eps)
+        norm = partial(LayerNorm, shape.hidden, eps=shape.norm_eps, cut_over=shape.positions_group(group))
+        self.attention_norm = norm(init=init.child("attention_norm"))
         self.attention = Attention(shape, group=group, init=init.child("attention"))
-        self.mlp_norm = LayerNorm(shape.hidden, init=init.child("mlp_norm"), eps=shape.norm_eps)
+        self.mlp_norm = norm(init=init.child("mlp_norm"))
         self.mlp = MLP(shape, group=group, init=init.child("mlp"))
         self.attention_dropout, self.mlp_dropout = (
             HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child(name))
@@ -134,7 +166,8 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor | None = None, salts: Tensor | None = None) -> Tensor:
         """x (B, S, H), lengths (B,) of what is not padding, or None -> (B, S, H).
 
-        salts (B, S, 2): of hidden dropout in training.
+        salts (B, S, 2): of hidden dropout in training. With sequence parallelism x, salts and the result hold
+        S/t positions.
         """
         if self.post_norm:
             x = self.attention_norm(x + self.attention_dropout(self.attention(x, lengths), salts))

@@ -129,7 +129,7 @@ def _implementation(recipe: Recipe) -> Found:
             came = Setting(key, degree), " with ", implementation
             yield Problem(key, came, "its GPT-2 is cut by ZeRO alone", f"set {key} to 1")
     key = "activation_checkpointing"
-    if isinstance(recipe.activation_checkpointing, int):
+    if recipe.activation_checkpointing not in ("none", "full"):
         came = _together(recipe, key, implementation.key)
         yield Problem(key, came, "it recomputes all layers or none", "set full or none")
 

@@ -85,6 +85,15 @@ class Parallel(Strict):
     dp: Width | None = None
     """data-parallel degree; null: processes / (tp x pp)"""
 
+    sequence: bool = False
+    """sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198): between attention and MLP each tensor
+    rank holds 1/tp of the positions; with tp above 1, which divides sequence_length"""
+
+    @property
+    def degrees(self) -> dict[str, int | None]:
+        """tp, pp and dp by their names."""
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+
     @property
     def model_parallel(self) -> tuple[int, int]:
         """(tp, pp) as the recipe alone has them: 1 where it leaves a degree to the DeepSpeed JSON."""
@@ -304,8 +313,9 @@ class Recipe(Strict):
     dropout: Dropout = Dropout()
     init_std: PositiveFloat = 0.02
     """standard deviation of initial weights; residual projections: / sqrt(2 x layers)"""
-    activation_checkpointing: Literal["none", "full"] | Layers = "none"
-    """none; full: every layer is recomputed; N: recomputed in chunks of N layers"""
+    activation_checkpointing: Literal["none", "selective", "full"] | Layers = "none"
+    """none; selective: attention's scores, softmax and values are recomputed (Korthikanti et al. 2022); full:
+    every layer is recomputed; N: recomputed in chunks of N layers"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     data: Data = Data()
@@ -331,9 +341,14 @@ class Recipe(Strict):
 
     @property
     def checkpoint_interval(self) -> int:
-        """Layers per recomputed chunk; 0: nothing is recomputed."""
+        """Layers per recomputed chunk; 0: no whole layer is recomputed."""
         chunk = self.activation_checkpointing
-        return chunk if isinstance(chunk, int) else {"none": 0, "full": 1}[chunk]
+        return chunk if isinstance(chunk, int) else {"none": 0, "selective": 0, "full": 1}[chunk]
+
+    @property
+    def recomputes_core(self) -> bool:
+        """Whether attention's scores, softmax and values are recomputed, and nothing else."""
+        return self.activation_checkpointing == "selective"
 
     @property
     def predictions(self) -> int:

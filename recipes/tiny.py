@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import chain, groupby
 
-from recipes.schema import AttentionKind, Batch, Data, Model, Parallel, Recipe, Schedule, Tokenizer
+from recipes.schema import AttentionKind, Batch, Data, Model, Recipe, Schedule, Tokenizer
 from recipes.vocabularies import TRAINED_BY_FAMILY
 
 LAYERS = 4
@@ -29,14 +29,14 @@ def tiny(recipe: Recipe) -> Recipe:
     suffix, chunk = " (tiny)", recipe.activation_checkpointing
     length = SEQUENCE if recipe.model.attention_window is None else BANDED_SEQUENCE
     tokenizer = Tokenizer.model_validate({"kind": TRAINED_BY_FAMILY[recipe.model.family]})
-    parallel = {key: degree and min(2, degree) for key, degree in recipe.parallel}
+    degrees = {key: degree and min(2, degree) for key, degree in recipe.parallel.degrees.items()}
     most = {"validation_samples": 8, "validate_every": 10, "save_every": 10}
     run = {key: min(number, getattr(recipe.run, key)) for key, number in most.items()}
     shrunk = {
         "title": recipe.title.removesuffix(suffix) + suffix,
         "model": _model(recipe),
         "sequence_length": min(length, recipe.sequence_length),
-        "parallel": Parallel(**parallel),
+        "parallel": recipe.parallel.model_copy(update=degrees),
         "batch": Batch.model_validate(_batch(recipe.batch, recipe.parallel.dp)),
         "steps": min(STEPS, recipe.steps),
         "schedule": _schedule(recipe),

@@ -44,6 +44,7 @@ def layout(
     if tp is None or pp is None:
         return None
     _check_model(recipe, tp, pp, stage, findings)
+    _check_sequence(recipe, config, tp, findings)
     if world is None:
         world = tp.value * pp.value * (recipe.parallel.dp or 1)
     dp = _data_parallel(recipe, config, tp, pp, world, agreed, findings)
@@ -110,6 +111,36 @@ def _check_model(recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, fi
     if pp.value > 1 and stage == 0:
         rule = "DeepSpeed counts the tied embedding once per stage there, and clips gradients by a wrong norm"
         problems.append(Problem(pp.key, came, rule, stage_1))
+
+
+def _check_sequence(recipe: Recipe, config: Config, tp: _Degree, findings: Findings) -> None:
+    if not recipe.parallel.sequence:
+        return
+    key, length = "parallel.sequence", recipe.sequence_length
+    off, on = "--set parallel.sequence=false", Setting("parallel.sequence", "true")
+    if tp.value == 1:
+        came: Text = on, " with ", *tp.words
+        rule, fix = "it shares positions out over tensor-parallel ranks", f"--set parallel.tp=2, or {off}"
+        findings.problems.append(Problem(key, came, rule, fix))
+    if length % tp.value:
+        came = on, ": ", Setting("sequence_length", length), " is not divisible by ", *tp.words
+        fix = f"set sequence_length to {length // tp.value * tp.value or tp.value}, or {off}"
+        findings.problems.append(Problem(key, came, "each tensor rank takes as many positions", fix))
+    for name in ("pipe_partitioned", "grad_partitioned"):
+        if lookup(config, f"pipeline.{name}") is True:
+            came = f"pipeline.{name}=true with ", on
+            rule = "a tensor rank sends its own positions, and no part of what all of them have"
+            findings.problems.append(Problem(f"pipeline.{name}", came, rule, f"remove the key, or {off}"))
+
+
+def sends(recipe: Recipe) -> dict[str, Any]:
+    """How stages of a pipeline send activations and gradients, as DeepSpeed is told.
+
+    Where every tensor rank has all of them, each sends 1/tp (DeepSpeed's default).
+    """
+    if not recipe.parallel.sequence:
+        return {}
+    return {"pipeline.pipe_partitioned": False, "pipeline.grad_partitioned": False}
 
 
 def _data_parallel(

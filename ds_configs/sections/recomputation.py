@@ -7,6 +7,7 @@ from typing import Any
 from ds_configs.findings import Findings
 from ds_configs.known_keys import SECTIONS, stated
 from ds_configs.values import shown
+from recipes.problems import Setting
 from recipes.schema import Recipe
 
 _SECTION = "activation_checkpointing"
@@ -20,6 +21,11 @@ def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
     if asked and not chunk and recipe.model.implementation == "megarecipes":
         does = f"{' and '.join(asked)} of {findings.where} do{'es' if len(asked) == 1 else ''} nothing"
         findings.notice(_SECTION, f"{does}: the recipe recomputes no layer (--set {_SECTION}=full: all)")
+    if section["partition_activations"] and chunk and recipe.parallel.sequence:
+        key = f"{_SECTION}.partition_activations"
+        rule = "a tensor rank has its own positions already, of which DeepSpeed would keep a part"
+        fix = "set it to false, or --set parallel.sequence=false"
+        findings.refuse(key, (f"{key}=true with ", Setting("parallel.sequence", "true")), rule, fix)
     partition = "set partition_activations to true, or remove the key"
     key = f"{_SECTION}.cpu_checkpointing"
     if section["cpu_checkpointing"] and chunk and not section["partition_activations"]:

@@ -29,6 +29,7 @@ class LayoutCase:
     # micro-batches per optimizer step, of the recipe's global batch; None: as the recipe shares it out
     accumulation: int | None = 1
     checkpointing: str = "none"  # activation_checkpointing of the recipe
+    sequence: bool = False  # sequence parallelism over the tensor ranks
     compiled_from: str | None = None  # with compiled layers; the name of the same case without
 
     @property
@@ -75,6 +76,28 @@ CASES = (
     LayoutCase("tp2 pp2 recomputed", 2, 2, 1, "3d", checkpointing="full"),
     LayoutCase("tp4", 4, 1, 1, "zero1"),
     LayoutCase("tp2 pp2 dp2", 2, 2, 2, "3d", accumulation=4),
+    LayoutCase("sequence tp2", 2, 1, 1, "zero0", sequence=True),
+    LayoutCase("sequence tp2 zero1, recomputed", 2, 1, 1, "zero1", checkpointing="full", sequence=True),
+    LayoutCase("sequence tp2 zero3", 2, 1, 1, "zero3", sequence=True),
+    LayoutCase("sequence tp4", 4, 1, 1, "zero1", sequence=True),
+    LayoutCase("sequence tp2 dp2 zero2", 2, 1, 2, "zero2", accumulation=4, sequence=True),
+    LayoutCase(
+        "sequence tp2 dp2 zero3 offload, recomputed",
+        2,
+        1,
+        2,
+        "zero3_offload",
+        checkpointing="full",
+        sequence=True,
+    ),
+    LayoutCase("sequence tp2 pp2", 2, 2, 1, "3d", accumulation=4, sequence=True),
+    LayoutCase("sequence tp2 pp2 dp2, selective", 2, 2, 2, "3d", checkpointing="selective", sequence=True),
+    LayoutCase("selective", 1, 1, 1, "zero1", checkpointing="selective"),
+    LayoutCase("selective tp2", 2, 1, 1, "zero0", checkpointing="selective"),
+    LayoutCase("selective dp2 zero3", 1, 1, 2, "zero3", checkpointing="selective"),
+    LayoutCase(
+        "selective pp2 accumulation 4", 1, 2, 1, "pipeline", accumulation=4, checkpointing="selective"
+    ),
 )
 
 
@@ -84,8 +107,9 @@ def case_plan(recipe: Recipe, case: LayoutCase, machine: Machine) -> Plan:
     shares = {"micro": None, "accumulation": case.accumulation}
     if case.accumulation is None:
         shares = {"micro": batch.micro, "accumulation": None if batch.micro else batch.accumulation}
+    degrees = {"tp": case.tp, "pp": case.pp, "dp": case.dp, "sequence": case.sequence}
     settings = {
-        "parallel": recipe.parallel.model_copy(update={"tp": case.tp, "pp": case.pp, "dp": case.dp}),
+        "parallel": recipe.parallel.model_copy(update=degrees),
         "batch": batch.model_copy(update=shares),
         "activation_checkpointing": int(recomputed) if recomputed.isdigit() else recomputed,
     }

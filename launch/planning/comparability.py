@@ -83,7 +83,7 @@ def changed_degrees(row: Recipe, layout: Layout) -> list[str]:
     tp and pp that the row does not state are those of its ds_config; dp that it does not state is whatever
     was started.
     """
-    config, own = _config(row.ds_config), dict(row.parallel)
+    config, own = _config(row.ds_config), row.parallel.degrees
     for key, name in DEGREES.items():
         written = (lookup(config, f"parallel.{part}{name}") for part in ("", "default_"))
         own[key] = own[key] or next((degree for degree in written if isinstance(degree, int)), 1)

@@ -137,6 +137,9 @@ def _belongs(key: str, parts: Sequence[str]) -> bool:
 
 def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Deviation]:
     """Degrees and shares of the batch that are not what the reference states, or what follows from it."""
+    sequence, cut = plan.recipe.parallel.sequence, reference.parallel.sequence
+    if sequence != cut:
+        yield Deviation("recipe", "parallel.sequence", cut, sequence)
     own, asked = _stated(reference), _stated(shrink(reference) if tiny else reference)
     for key, value in asked.items():
         used = getattr(plan.layout, key.partition(".")[2])
@@ -147,7 +150,8 @@ def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Devia
 def _stated(reference: Recipe) -> dict[str, int | None]:
     parallel, batch = reference.parallel, reference.batch
     # A degree that the recipe does not state is the ds_config's, or the launcher's, to choose.
-    stated = {f"parallel.{key}": degree for key, degree in parallel if degree is not None}
+    degrees = {key: degree for key, degree in parallel.degrees.items() if degree is not None}
+    stated: dict[str, int | None] = {f"parallel.{key}": degree for key, degree in degrees.items()}
     shares: tuple[int | None, int | None] | Problem = (batch.micro, batch.accumulation)
     if parallel.dp is not None and shares != (None, None):
         shares = share_batch(batch.micro, batch.accumulation, batch.global_, parallel.dp, parallel.pp or 1)

@@ -40,8 +40,10 @@ def describe_plan(
     model, o, s, length = recipe.model, recipe.optimizer, recipe.schedule, recipe.sequence_length
     parameters = cost.parameters(model, length)
     asked = "" if started in (None, layout.world) else ", planned; not started here"
-    degrees = f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data parallel"
+    tensor = f"{layout.tp} tensor{' (and sequence)' * recipe.parallel.sequence}"
+    degrees = f"{tensor} x {layout.pp} pipeline x {layout.dp} data parallel"
     chunks = f"chunks of {counted(recipe.checkpoint_interval, 'layer')}"
+    recomputed = {0: "attention's scores" if recipe.recomputes_core else "nothing", 1: "every layer"}
     shape = (
         f"{WORDS[model.family].describe(model)}, {counted(model.layers, 'layer')}, "
         f"hidden size {model.hidden}, {counted(model.heads, 'head')}, sequence length {length}, "
@@ -61,7 +63,7 @@ def describe_plan(
         ("precision", plan.precision),
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
         ("memory", describe_memory(needs(plan, gpus=gpus))),
-        ("recomputed", {0: "nothing", 1: "every layer"}.get(recipe.checkpoint_interval, chunks)),
+        ("recomputed", recomputed.get(recipe.checkpoint_interval, chunks)),
         ("optimizer", f"AdamW, lr {o.lr:g}, {betas}, weight decay {o.weight_decay:g}, clip {o.clip:g}"),
         ("schedule", f"{decay}; {tokens}"),
         *([("data", describe_data(plan, data))] if data else []),

@@ -128,19 +128,20 @@ class How:
     activation_checkpointing: str | int
     implementation: str
     hardware: str
+    sequence_parallel: bool = False
 
     @classmethod
     def of(cls, plan: Plan, hardware: str) -> How:
         recipe = plan.recipe
         facts = (plan.layout, plan.zero_stage, plan.offload, plan.precision)
-        return cls(
-            plan.ds_name, *facts, recipe.activation_checkpointing, recipe.model.implementation, hardware
-        )
+        own = (recipe.activation_checkpointing, recipe.model.implementation)
+        return cls(plan.ds_name, *facts, *own, hardware, recipe.parallel.sequence)
 
     def __str__(self) -> str:
         at = self.layout
+        tensor = f"tp {at.tp}{' (and sequence)' * self.sequence_parallel}"
         return (
-            f"{self.ds_config}: tp {at.tp} x pp {at.pp} x dp {at.dp}, micro-batch {at.micro}, "
+            f"{self.ds_config}: {tensor} x pp {at.pp} x dp {at.dp}, micro-batch {at.micro}, "
             f"ZeRO-{self.zero_stage}, offload {self.offload}, {self.precision}, activation checkpointing "
             f"{self.activation_checkpointing}, {self.implementation}, on {self.hardware}"
         )

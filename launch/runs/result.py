@@ -164,6 +164,7 @@ class Result:
     zero_stage: int | None = None
     offload: str | None = None
     activation_checkpointing: str | int | None = None
+    sequence_parallel: bool = False
     parameters: int | None = None
     parameters_summed_over_tp_ranks: int | None = None
     steps: int = 0
@@ -264,6 +265,7 @@ def make_result(
         zero_stage=plan.zero_stage,
         offload=plan.offload,
         activation_checkpointing=recipe.activation_checkpointing,
+        sequence_parallel=recipe.parallel.sequence,
         parameters=cost.parameters(recipe.model, recipe.sequence_length),
         parameters_summed_over_tp_ranks=_summed_parameters(plan),
         steps=last,

@@ -25,7 +25,8 @@ def result_text(result: Result, width: int | None = None) -> str:
 
 def _lines(result: Result) -> list[tuple[str, str]]:
     layout, losses, speed, memory = result.layout, result.losses, result.speed, result.memory
-    degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}" if layout else "layout not recorded"
+    tensor = f"tp {layout.tp}{' (and sequence)' * result.sequence_parallel}" if layout else ""
+    degrees = f"{tensor} x pp {layout.pp} x dp {layout.dp}" if layout else "layout not recorded"
     how = (
         f"ZeRO-{result.zero_stage}, offload {result.offload}, {result.precision_text}, activation "
         f"checkpointing {result.activation_checkpointing}"

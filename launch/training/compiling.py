@@ -16,6 +16,8 @@ from modeling.families import family_of, model_shape
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import DTYPES, Init
 from modeling.layer_list import Stack
+from modeling.parallel.collectives import own_positions
+from modeling.parallel.layers import group_size
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
 from modeling.transformer import Attention, LayerShape, TransformerLayer
@@ -104,9 +106,12 @@ def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, dtype=DTYPES[plan.precision])
     layer = TransformerLayer(shape, group=grid.tensor_group, init=init).to(device)
     prepare(layer, plan)
-    size = (plan.layout.micro, recipe.sequence_length, recipe.model.hidden)
+    cut_over = shape.positions_group(grid.tensor_group)
+    length = recipe.sequence_length // group_size(cut_over)
+    size = (plan.layout.micro, length, recipe.model.hidden)
     x = torch.randn(size, dtype=init.dtype, device=device, requires_grad=True)
     salts = _salts(plan, device)
+    salts = None if salts is None else own_positions(salts, cut_over)
     compiled = torch.compile(layer)
     timed = (lambda: layer(x, salts=salts).sum()), (lambda: compiled(x, salts=salts).sum())
     return seconds_of_pass(timed[0]), seconds_of_pass(timed[1])

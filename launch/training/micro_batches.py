@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -53,8 +54,8 @@ def salts_of_step(plan: Plan, dp_rank: int, step: int, device: Device) -> Sequen
     return list(salts_of(recipe.seed, step, samples, recipe.sequence_length))
 
 
-def for_plain(batch: MicroBatch, device: Device) -> tuple[Tensor | None, ...]:
-    """Arguments of the plain model, on `device`.
+def for_plain(batch: MicroBatch, device: Device, position_ranks: int = 1) -> tuple[Tensor | None, ...]:
+    """Arguments of the plain model, on `device`; `position_ranks`: among which positions are shared out.
 
     Padded samples are cut after the longest of the micro-batch, and lengths are None where nothing is padded
     then: no work is wasted on columns of padding, and attention needs no mask.
@@ -63,7 +64,8 @@ def for_plain(batch: MicroBatch, device: Device) -> tuple[Tensor | None, ...]:
     values: dict[str, Tensor | None] = {**batch}
     if fields.padded:
         lengths = batch["lengths"]
-        kept = min(batch["tokens"].shape[1], -(-int(lengths.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
+        multiple = math.lcm(LENGTH_MULTIPLE, position_ranks)
+        kept = min(batch["tokens"].shape[1], -(-int(lengths.max()) // multiple) * multiple)
         values |= {name: batch[name][:, :kept] for name, size in fields.inputs.items() if size == "BS"}
         if bool((lengths == kept).all()):
             values["lengths"] = None

@@ -4,6 +4,12 @@ f stands before a column-parallel layer: identity forward, all-reduce of the gra
 g stands after a row-parallel layer: all-reduce forward, identity backward.
 Both are the identity, and vanish, in a group of one rank.
 
+With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) each rank holds 1/t of
+the positions between the tensor-parallel regions; f becomes an all-gather and g a reduce-scatter, each the
+other's backward pass. Collectives join and cut the first dimension, so that what is gathered is in *rank
+order*: (t B, S/t, ...), all samples' positions of the first rank, then those of the next. Layers that treat
+positions alike compute in that order; attention and loss need samples in one piece.
+
 A collective is begun and finished in two calls, so that work between them overlaps with it. These are torch's
 functional collectives, which torch.compile keeps in its graph, and which run on gloo and NCCL alike.
 """
@@ -41,6 +47,35 @@ def _sum_of_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return finished(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
+def begin_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Begin to collect (B, S/t, ...) of every rank as (t B, S/t, ...)."""
+    return _ops.all_gather_into_tensor(x.contiguous(), dist.get_world_size(group), group.group_name)
+
+
+def begin_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Begin to add up (t B, S/t, ...) over the ranks, of which each gets its own (B, S/t, ...)."""
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", dist.get_world_size(group), group.group_name)
+
+
+def in_rank_order(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(B, S, ...) as (t B, S/t, ...)."""
+    return x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
+
+
+def in_sample_order(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(t B, S/t, ...) as (B, S, ...)."""
+    return x.unflatten(0, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(1, 2)
+
+
+def own_positions(x: Tensor, group: Group) -> Tensor:
+    """This rank's (B, S/t, ...) of an (B, S, ...) that every rank holds and nothing is differentiated by."""
+    if group is None:
+        return x
+    length = x.shape[1] // dist.get_world_size(group)
+    # Contiguous, as stages of a pipeline send it.
+    return x.narrow(1, dist.get_rank(group) * length, length).contiguous()
+
+
 class _F(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -71,3 +106,58 @@ def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
 def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
     """g: leave a tensor-parallel region. Every rank of `group` holds one summand; every rank gets the sum."""
     return x if group is None else _G.apply(x, group)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
+        ctx.group, ctx.summed = group, summed
+        return in_sample_order(finished(begin_gather(x, group)), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.summed:
+            return finished(begin_scattered_sum(in_rank_order(gradient, ctx.group), ctx.group)), None, None
+        return own_positions(gradient, ctx.group), None, None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return finished(begin_scattered_sum(x, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return finished(begin_gather(gradient, ctx.group)), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        joined = torch.cat([gradient.flatten() for gradient in gradients])
+        summed = finished(begin_sum(joined, ctx.group)).split([gradient.numel() for gradient in gradients])
+        return None, *(part.view_as(g) for part, g in zip(summed, gradients, strict=True))
+
+
+def gather_positions(x: Tensor, group: Group, *, summed: bool) -> Tensor:
+    """x (B, S/t, ...) of every rank -> (B, S, ...) on every rank.
+
+    `summed`: what follows is cut over the ranks, whose gradients are summands; else all compute the same.
+    """
+    return x if group is None else _Gathered.apply(x, group, summed)
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Leave a tensor-parallel region: summands (t B, S/t, ...) of every rank -> the sum, (B, S/t, ...)."""
+    return _Scattered.apply(x, group)
+
+
+def with_summed_gradients(group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """Parameters that every rank holds, and uses on its own positions: their gradients are added up."""
+    return parameters if group is None else _Summed.apply(group, *parameters)

@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.initialization import Init, Shard
-from modeling.parallel.collectives import reduce_from_tensor_parallel
+from modeling.parallel.collectives import (
+    gather_positions,
+    in_rank_order,
+    reduce_from_tensor_parallel,
+    scatter_sum,
+)
 from modeling.parallel.process_grid import Group
 from modeling.parallel.products import column_parallel, row_parallel
 
@@ -22,28 +27,32 @@ def group_size(group: Group) -> int:
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y_i = X A_i + b_i: the output features are cut; the input is whole on every rank. Begins with f."""
+    """Y_i = X A_i + b_i: the output features are cut; the input is whole on every rank. Begins with f.
 
-    def __init__(self, inputs: int, outputs: int, *, group: Group, init: Init):
+    With `sequence` the input's positions are cut, too: (B, S/t, inputs) -> (t B, S/t, outputs/t), rank order.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, group: Group, init: Init, sequence: bool = False):
         super().__init__()
-        self.group = group
+        self.group, self.sequence = group, sequence
         shard = Shard.over(group, 0)
         self.weight = init.normal("weight", (outputs, inputs), init.std, shard=shard)  # (outputs/t, inputs)
         self.bias = init.zeros("bias", (outputs,), shard=shard)  # (outputs/t,)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, inputs) -> (B, S, outputs/t)
-        return column_parallel(x, self.weight, self.bias, self.group)
+        return column_parallel(x, self.weight, self.bias, self.group, self.sequence)
 
 
 class RowParallelLinear(nn.Module):
     """Y = sum_i X_i A_i + b: the input features are cut; the output is whole on every rank. Ends with g.
 
     The bias is added once, after the sum, and is duplicated. Initial weights are those of a branch's end.
+    With `sequence`: (t B, S/t, inputs/t), in rank order -> this rank's positions, (B, S/t, outputs).
     """
 
-    def __init__(self, inputs: int, outputs: int, *, group: Group, init: Init):
+    def __init__(self, inputs: int, outputs: int, *, group: Group, init: Init, sequence: bool = False):
         super().__init__()
-        self.group = group
+        self.group, self.sequence = group, sequence
         shard = Shard.over(group, 1)
         self.weight = init.normal(
             "weight", (outputs, inputs), init.residual_std, shard=shard
@@ -51,7 +60,7 @@ class RowParallelLinear(nn.Module):
         self.bias = init.zeros("bias", (outputs,))
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, inputs/t) -> (B, S, outputs)
-        return row_parallel(x, self.weight, self.bias, self.group)
+        return row_parallel(x, self.weight, self.bias, self.group, self.sequence)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -70,20 +79,29 @@ class VocabParallelEmbedding(nn.Module):
         self.first = shard.rank * self.rows  # first token of this rank
         self.valid = max(0, min(self.rows, vocab - self.first))  # rows that are tokens, not padding
 
-    def forward(self, x: Tensor, project: bool = False) -> Tensor:
-        return self._logits(x) if project else self._embed(x)
+    def forward(self, x: Tensor, project: bool = False, cut: bool = False) -> Tensor:
+        """`cut`: the residual stream holds this rank's positions alone, (B, S/t, H)."""
+        return self._logits(x, cut) if project else self._embed(x, cut)
 
-    def _embed(self, tokens: Tensor) -> Tensor:  # (B, S) -> (B, S, H)
+    def _embed(self, tokens: Tensor, cut: bool) -> Tensor:  # (B, S) -> (B, S, H)
         if self.group is None:
             return F.embedding(tokens, self.weight)
+        if cut:
+            tokens = in_rank_order(tokens, self.group)
         local = tokens - self.first
         foreign = (local < 0) | (local >= self.rows)
         embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return reduce_from_tensor_parallel(embedded.masked_fill(foreign.unsqueeze(-1), 0.0), self.group)
+        embedded = embedded.masked_fill(foreign.unsqueeze(-1), 0.0)
+        return (scatter_sum if cut else reduce_from_tensor_parallel)(embedded, self.group)
 
-    def _logits(self, x: Tensor) -> Tensor:  # (B, S, H) -> (B, S, V/t), -inf where a row is padding
+    def _logits(
+        self, x: Tensor, cut: bool
+    ) -> Tensor:  # (B, S, H) -> (B, S, V/t), -inf where a row is padding
         # Of all rows: units of matrix products want whole tiles of columns, and 50257 has none.
-        logits = column_parallel(x, self.weight, None, self.group)
+        if cut:  # samples in one piece, as the loss takes them
+            logits = F.linear(gather_positions(x, self.group, summed=True), self.weight)
+        else:
+            logits = column_parallel(x, self.weight, None, self.group)
         if self.valid < self.rows:
             logits.detach()[..., self.valid :] = float("-inf")  # whose gradient is 0 as it is
         return logits

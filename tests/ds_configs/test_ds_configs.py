@@ -686,6 +686,34 @@ def test_a_pipeline_is_kept_full_where_the_recipe_leaves_the_shares_open():
     assert share_batch(None, None, 2, 2, pp=4) == (1, 1)
 
 
+def test_sequence_parallelism_is_for_tensor_ranks_that_divide_the_sequence(written):
+    on = "parallel.sequence=true"
+    alone = only("zero1", on)
+    assert "parallel.sequence=true with parallel.tp=1" in alone and "--set parallel.tp=2" in alone
+    odd = only("zero1", on, "parallel.tp=2", "sequence_length=255", world=2)
+    assert "sequence_length=255 is not divisible by parallel.tp=2" in odd and "254" in odd
+    by_json = only(written(parallel__tensor=2), on, "sequence_length=255", world=2)
+    assert "parallel.tp=2 (" in by_json
+    assert "pipeline" not in plan("zero1", "parallel.tp=2", world=2).ds
+
+
+def test_with_sequence_parallelism_stages_send_what_each_tensor_rank_has(written):
+    degrees = ("parallel.tp=2", "parallel.pp=2", "parallel.sequence=true")
+    sent = plan("3d", *degrees, world=4).ds["pipeline"]
+    assert sent == {"pipe_partitioned": False, "grad_partitioned": False}
+    assert "pipeline" not in plan("3d", *degrees[:2], world=4).ds
+    stated = written(base="3d", pipeline={"grad_partitioned": True})
+    assert "sends its own positions" in only(stated, *degrees, world=4)
+
+
+def test_chunks_of_a_cut_sequence_are_not_partitioned_again():
+    sequence = ("parallel.tp=2", "parallel.sequence=true")
+    found = only("zero3_cpu_checkpointing", *sequence, "activation_checkpointing=full", world=2)
+    assert "partition_activations=true with parallel.sequence=true" in found
+    # Where nothing is recomputed by DeepSpeed, the key does nothing.
+    assert plan("zero3_cpu_checkpointing", *sequence, "activation_checkpointing=selective", world=2)
+
+
 def test_padding():
     assert [padded_vocab(50257, tp) for tp in (1, 2, 4, 8)] == [50304, 50432, 50688, 51200]
     assert padded_vocab(128, 1) == 128 and padded_vocab(509, 2) == 512

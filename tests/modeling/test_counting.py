@@ -3,6 +3,7 @@
 Its process group has ranks that do not exist.
 """
 
+import contextlib
 from math import prod
 from types import SimpleNamespace
 
@@ -52,7 +53,7 @@ def test_ranks_hold_what_the_real_modules_hold(alone, capsys, family, shape, tp,
     for rank in range(tp * pp):
         group = alone(rank, tp, tp * pp)
         if pp > 1:
-            grid = SimpleNamespace(tp=tp, pp=pp, dp=1)
+            grid = SimpleNamespace(tp=tp, pp=pp, dp=1, lent=contextlib.nullcontext)
             module = family.pipeline(shape, grid=grid, group=group, init=init)
             assert module.parts == counting.bounds(family.layer_list(shape, group=group, init=init), pp)
         else:

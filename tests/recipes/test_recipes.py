@@ -265,7 +265,7 @@ WRONG = {
     "data={source: hub, name: x}": "a vocabulary cannot be trained on what is read once",
     "data.source=jsonl": "data.source=jsonl needs data.name",
     "activation_checkpointing=7": "activation_checkpointing=7 is above model.layers=6",
-    "activation_checkpointing=some": "='some': should be 'none' or 'full', or should be a valid integer",
+    "activation_checkpointing=some": "should be 'none', 'selective' or 'full', or should be a valid integer",
     "steps=true": "steps=True: should be a valid integer",
     "steps=1.5": "steps=1.5: should be a valid integer",
     "steps='12'": "steps='12': should be a valid integer",

@@ -24,7 +24,7 @@ from launch.machine import abilities, ending, processes
 from launch.parity.layout_cases import LayoutCase
 from launch.parity.layout_runs import run_case
 from launch.training import micro_batches
-from modeling import bert
+from modeling import bert, gpt2
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
 from modeling.parallel import collectives, products
@@ -63,6 +63,28 @@ def nothing_summed() -> AbstractContextManager:
     return mock.patch.object(products, "begin_sum", lambda x, group: x)
 
 
+def norms_count_own_positions() -> AbstractContextManager:
+    own = staticmethod(lambda ctx, *gradients: (None, *gradients))
+    return mock.patch.object(collectives._Summed, "backward", own)
+
+
+def gathered_gradients_stay_apart() -> AbstractContextManager:
+    def own(ctx, gradient):
+        return collectives.own_positions(gradient, ctx.group), None, None
+
+    return mock.patch.object(collectives._Gathered, "backward", staticmethod(own))
+
+
+def dropout_of_the_first_positions() -> AbstractContextManager:
+    """Every tensor rank drops what the first one does of its own positions."""
+    own = gpt2.own_positions
+
+    def first(x, group):
+        return x[:, : x.shape[1] // 2] if x.dtype == torch.int64 else own(x, group)
+
+    return mock.patch.object(gpt2, "own_positions", first)
+
+
 def no_parameter_marked() -> AbstractContextManager:
     return _after_parameter(lambda parameter: vars(parameter).pop("tensor_model_parallel", None))
 
@@ -94,7 +116,7 @@ def bias_on_every_rank() -> AbstractContextManager:
 
 
 def padding_gets_probability() -> AbstractContextManager:
-    def logits(self, x):
+    def logits(self, x, cut):
         return F.linear(copy_to_tensor_parallel(x, self.group), self.weight)
 
     return mock.patch.object(VocabParallelEmbedding, "_logits", logits)
@@ -201,6 +223,21 @@ BREAKAGES = [
     Breakage(
         _case("weights drawn by rank", 2, 1, 1, "zero0"), weights_of_another_layout, first="final_norm.weight"
     ),
+    Breakage(
+        LayoutCase("sequence: norms not summed", 2, 1, 1, "zero0", sequence=True),
+        norms_count_own_positions,
+        first="final_norm.weight",
+    ),
+    Breakage(
+        LayoutCase("sequence: norms not summed, zero3", 2, 1, 1, "zero3", sequence=True),
+        norms_count_own_positions,
+        first="final_norm.weight",
+    ),
+    Breakage(
+        LayoutCase("sequence: logits not summed", 2, 1, 1, "zero1", sequence=True),
+        gathered_gradients_stay_apart,
+        first="final_norm.weight",
+    ),
 ]
 BERT_BREAKAGES = [
     Breakage(
@@ -212,6 +249,9 @@ BERT_BREAKAGES = [
     Breakage(_case("padding attended to", 1, 2, 1, "pipeline"), padding_attended_to),
     Breakage(_case("predictions counted by rank", 1, 1, 2, "zero0"), predictions_counted_by_rank),
     Breakage(_case("decoder bias not marked", 2, 1, 1, "zero0"), no_parameter_marked, by_norm=True),
+    Breakage(
+        LayoutCase("sequence: norms not summed", 2, 1, 1, "zero0", sequence=True), norms_count_own_positions
+    ),
 ]
 DROPOUT_BREAKAGES = [
     Breakage(_case("samples counted by rank", 1, 1, 2, "zero1"), dropout_by_local_sample),
@@ -222,6 +262,10 @@ DROPOUT_BREAKAGES = [
     Breakage(
         LayoutCase("salts in a buffer", 1, 2, 1, "pipeline", accumulation=4, checkpointing="full"),
         dropout_of_the_last_forward_pass,
+    ),
+    Breakage(
+        LayoutCase("salts of the first positions", 2, 1, 1, "zero1", sequence=True),
+        dropout_of_the_first_positions,
     ),
 ]
 # Last, so that it also shows that every breakage was undone.

@@ -162,6 +162,22 @@ def recomputation_is_exact(grid: ProcessGrid) -> None:
             assert recomputed == 2 * SHAPE.layers, f"{recomputed} passes of layers with chunks of {interval}"
 
 
+def recomputed_attention_is_exact(grid: ProcessGrid) -> None:
+    """Same loss and gradients, bit for bit, with its dropout; nothing else does run twice."""
+    core = transformer.Attention._core
+    for group in (None, grid.tensor_group):
+        loss, gradients, passes = loss_and_gradients(grid, SHAPE, group)
+        with mock.patch.object(transformer.Attention, "_core", autospec=True, side_effect=core) as called:
+            again, regained, same = loss_and_gradients(grid, replace(SHAPE, recomputes_core=True), group)
+        assert torch.equal(loss, again) and passes == same == SHAPE.layers
+        assert all(torch.equal(*pair) for pair in zip(gradients, regained, strict=True)), f"group {group}"
+        assert called.call_count == 2 * SHAPE.layers
+    kept, left = (saved_bytes(grid, 0, recomputes_core=again) for again in (False, True))
+    heads = SHAPE.heads // grid.tp
+    scores = 4 * SHAPE.layers * 2 * heads * SHAPE.positions**2  # of two samples, in fp32
+    assert left <= kept - scores, f"{left} of {kept} bytes, of which the scores are {scores}"
+
+
 def recomputed_layers_keep_nothing(grid: ProcessGrid) -> None:
     """What the layers hold for the backward pass is gone, besides their inputs, which DeepSpeed holds."""
     kept = saved_bytes(grid, 0)
@@ -170,9 +186,10 @@ def recomputed_layers_keep_nothing(grid: ProcessGrid) -> None:
         assert left < kept / 4, f"{left} of {kept} bytes with chunks of {interval}"
 
 
-def saved_bytes(grid: ProcessGrid, interval: int) -> int:
+def saved_bytes(grid: ProcessGrid, interval: int, recomputes_core: bool = False) -> int:
     """Bytes that autograd holds after the forward pass, parameters left out."""
-    used = model(replace(SHAPE, checkpoint_interval=interval), grid.tensor_group)
+    shape = replace(SHAPE, checkpoint_interval=interval, recomputes_core=recomputes_core)
+    used = model(shape, grid.tensor_group)
     parameters = {p.untyped_storage().data_ptr() for p in used.parameters()}
     storages: dict[int, int] = {}
 
@@ -202,5 +219,6 @@ CHECKS = {
     "no dropout in evaluation": no_dropout_in_evaluation,
     "recomputation is exact": recomputation_is_exact,
     "recomputed layers keep nothing": recomputed_layers_keep_nothing,
+    "recomputed attention is exact": recomputed_attention_is_exact,
 }
 DATA_PARALLEL_CHECKS = {"draws differ over data ranks": draws_differ_over_data_ranks}

@@ -5,6 +5,9 @@ Run by modeling_checks.py.
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,14 +34,14 @@ from torch.distributed import distributed_c10d
 
 from modeling.gpt2 import GPT2, GPT2Shape
 from modeling.initialization import Init, canonical_name
-from modeling.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
+from modeling.parallel.collectives import copy_to_tensor_parallel, own_positions, reduce_from_tensor_parallel
 from modeling.parallel.cross_entropy import token_losses
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import MLP, Attention, LayerShape, TransformerLayer
 from recipes.rank_order import data_groups, tensor_groups
 
-B, S, H, HEADS = 2, 6, 32, 4
+B, S, H, HEADS = 2, 8, 32, 4
 VOCAB, PADDED = (
     10,
     16,
@@ -208,6 +211,49 @@ def cross_entropy(group: Group, dtype: torch.dtype = torch.float32, offset: floa
     )
 
 
+def keeps_its_share(group: Group) -> None:
+    """With sequence parallelism a product keeps no gathered input, and gathers it again in time."""
+    size = dist.get_world_size(group)
+    module = ColumnParallelLinear(H, H, group=group, init=Init(1, 0.02, layers=1), sequence=True)
+    kept: list[int] = []
+    x = randn(B, S // size, H, dtype=torch.float32).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        output = module(x)
+    with Order() as order:
+        output.sum().backward()
+    assert sorted(kept) == sorted([x.numel(), module.weight.numel()])
+    gathers, product, scatters, ended = "all_gather_into_tensor", "mm", "reduce_scatter_tensor", "wait_tensor"
+    assert order.seen == [gathers, product, ended, scatters, product, ended], order.seen
+
+
+def sequence_block(kind: type, group: Group, one_graph: bool = False) -> None:
+    """A block with sequence parallelism: what each rank has of output and input gradient, joined."""
+    cut, dense = LayerShape(H, HEADS, sequence_parallel=True), LayerShape(H, HEADS)
+
+    def build(group: Group, init: Init) -> torch.nn.Module:
+        return kind(dense if group is None else cut, group=group, init=init)
+
+    init, x, cotangent = given_weights(build), randn(B, S, H), randn(B, S, H, seed=1)
+    module = build(group, init)
+    used = torch.compile(module, fullgraph=True, backend="aot_eager") if one_graph else module
+    y = own_positions(x, group).clone().requires_grad_()
+    # A compiled module is not traced while something is recorded.
+    with nullcontext([]) if one_graph else recorded_collectives() as seen:
+        output = used(y)
+        output.backward(own_positions(cotangent, group))
+    torch._dynamo.reset()
+    expected = both_passes(build(None, init), x, cotangent, None)
+    close(torch.cat(gathered(output, group), 1), expected.output, "output")
+    close(torch.cat(gathered(y.grad, group), 1), expected.input_gradient, "gradient of the input")
+    same_gradients(gradients(module, group), expected.gradients)
+    assert all(size <= x.numel() for _, size in seen)
+    # Forward two of each product pair; backward f gathers again and scatters, and g gathers.
+    blocks = 2 if kind is TransformerLayer else 1
+    counts = {"all_gather_into_tensor": 3 * blocks, "reduce_scatter_tensor": 2 * blocks}
+    counts |= {"all_reduce_": blocks} if kind is TransformerLayer else {}
+    assert one_graph or Counter(name for name, _ in seen) == counts, seen
+
+
 def block(kind: type, group: Group) -> None:
     """A whole block: output and input gradient on every rank, and every gradient joined."""
     shape = LayerShape(H, HEADS)
@@ -237,7 +283,12 @@ def build_gpt2(group: Group, init: Init) -> GPT2:
     return GPT2(SHAPE, group=group, init=init)
 
 
-def whole_model(group: Group) -> None:
+def whole_model(group: Group, sequence: bool = False) -> None:
+    shape = replace(SHAPE, sequence_parallel=sequence)
+
+    def build_gpt2(group: Group, init: Init) -> GPT2:
+        return GPT2(shape, group=group, init=init)
+
     init = given_weights(build_gpt2, dtype=torch.float32)
     tokens, labels = (torch.arange(B * S).view(B, S) * k % VOCAB for k in (3, 7))
     weights = torch.full((B, S), 1 / (B * S))
@@ -329,6 +380,12 @@ CHECKS = {
     "transformer layer": partial(block, TransformerLayer),
     "one graph": one_graph,
     "whole model": whole_model,
+    "its share is kept": keeps_its_share,
+    "sequence attention": partial(sequence_block, Attention),
+    "sequence mlp": partial(sequence_block, MLP),
+    "sequence layer": partial(sequence_block, TransformerLayer),
+    "sequence layer in one graph": partial(sequence_block, TransformerLayer, one_graph=True),
+    "sequence model": partial(whole_model, sequence=True),
     "initial weights": initial_weights,
 }
 GRID_CHECKS = {"process grid": process_grid, "groups of a pipeline": pipeline_takes_the_groups}

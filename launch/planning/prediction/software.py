@@ -83,7 +83,7 @@ SYSTEMS = {
         # profiler measured on a CPU in bf16 and in fp32.
         Software(
             "megarecipes", Passes(whole=18, cut=24, scores=0, kernels=34), logit_bytes=12,
-            predicts_everywhere=False, cuts_boundaries=True, dropout_bytes=9,
+            predicts_everywhere=False, cuts_boundaries=True, dropout_bytes=9, has_sequence_parallelism=True,
         ),
         # transformers' GPT-2 with SDPA under DeepSpeed; its GELU is eight kernels, its loss shifts a copy of
         # the logits.

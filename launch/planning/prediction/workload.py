@@ -142,6 +142,7 @@ def of_plan(plan: Plan) -> Workload:
         optimizer_at=optimizer, weights_at=weights, checkpoints_at="host" if away else "gpu",
         cuts_checkpoints=bool(cut), sub_group=zero.get("sub_group_size", 1e9),
         buffers=_buffers(plan.zero_stage, zero), overlaps_gradients=bool(zero.get("overlap_comm")),
+        selective=recipe.recomputes_core, sequence_parallel=recipe.parallel.sequence,
     )  # fmt: skip
 
 

@@ -87,6 +87,10 @@ def degrees(question: Question, excluded: Excluded) -> list[Degrees]:
         if model.heads % tp:
             excluded.indivisible["tensor", tp] = f"{model.heads} heads are not divisible by it"
             continue
+        if pinned.sequence and recipe.sequence_length % tp:
+            rule = f"{recipe.sequence_length} positions are not divisible by it"
+            excluded.indivisible["tensor", tp] = rule
+            continue
         for pp in divisors(question.ranks // tp) if pinned.pp is None else [pinned.pp]:
             dp, over = divmod(question.ranks, tp * pp)
             if over or pinned.dp not in (None, dp):
@@ -170,18 +174,24 @@ def micro_batches(question: Question, at: Degrees) -> list[int]:
 
 
 def variants(work: Workload) -> Iterator[Workload]:
-    """The same with what its system has besides.
+    """The same with what its system has besides, and the recipe does not demand.
 
-    Sequence parallelism and selective recomputation came together (Korthikanti et al. 2022).
+    Sequence parallelism and selective recomputation came together (Korthikanti et al. 2022); a kernel that
+    keeps no scores gains nothing by the latter.
     """
     software, layout = work.software, work.layout
     both = software.has_sequence_parallelism
-    for sequence in (False, True) if both and layout.tp > 1 else (False,):
-        for selective in (
-            (False, True) if both and software.keeps_scores and not work.recomputed else (False,)
-        ):
+    cuts = both and layout.tp > 1 and work.sequence_length % layout.tp == 0
+    again = both and software.keeps_scores and not work.recomputed
+    for sequence in _choices(work.sequence_parallel, cuts):
+        for selective in _choices(work.selective, again):
             for chunks in chunk_counts(work):
                 yield replace(work, sequence_parallel=sequence, selective=selective, interleave=chunks)
+
+
+def _choices(demanded: bool, possible: bool) -> list[bool]:
+    """Whether to do something: what the recipe demands, or both where there is a choice."""
+    return [True] if demanded else [False, True] if possible else [False]
 
 
 def chunk_counts(work: Workload) -> list[int]:

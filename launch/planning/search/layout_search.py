@@ -139,7 +139,7 @@ def search(question: Question, constants: Constants | None = None) -> Answer:
 
 
 def _no_layout(question: Question, excluded: Excluded) -> Problem:
-    pinned = {key: value for key, value in question.recipe.parallel.model_dump().items() if value}
+    pinned = {key: value for key, value in question.recipe.parallel.degrees.items() if value}
     came = f"{question.ranks} GPUs" + "".join(f", parallel.{key}={value}" for key, value in pinned.items())
     values: dict[tuple[str, str], list[str]] = {}
     for (name, value), why in excluded.indivisible.items():

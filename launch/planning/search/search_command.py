@@ -20,6 +20,7 @@ from launch.planning import launch_lines
 from launch.planning.prediction import forecast_command, forecast_text, hardware, workload
 from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.software import OURS, SYSTEMS
+from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates, layout_search, search_text, shapes, ways
 from launch.planning.search.candidates import Question
 from launch.planning.search.layout_search import Answer, Tried
@@ -160,7 +161,8 @@ def settings(asked: Asked, winner: Tried) -> list[str]:
     decided: dict[str, Any] = {
         "parallel.tp": layout.tp, "parallel.pp": layout.pp, "parallel.dp": layout.dp,
         "batch.micro": layout.micro, "batch.accumulation": layout.accumulation,
-        RECOMPUTATION: {0: "none", 1: "full"}.get(winner.work.recomputed, winner.work.recomputed),
+        "parallel.sequence": winner.work.sequence_parallel,
+        RECOMPUTATION: _recomputation(winner.work),
     }  # fmt: skip
     follow = {"parallel.dp", "batch.accumulation"}  # from the rest, where the recipe leaves them open
     sets = {text.partition("=")[0].strip(): text for text in asked.overrides}  # the last of each key holds
@@ -168,8 +170,15 @@ def settings(asked: Asked, winner: Tried) -> list[str]:
         sets.pop(key, None)
         stated = attrgetter(key)(own)
         if stated != value and not (stated is None and key in follow):
-            sets[key] = f"{key}={value}"
+            sets[key] = f"{key}={str(value).lower()}"
     return list(sets.values())
+
+
+def _recomputation(work: Workload) -> str | int:
+    """As a recipe says it."""
+    if work.selective:
+        return "selective"
+    return {0: "none", 1: "full"}.get(work.recomputed, work.recomputed)
 
 
 def resolved(asked: Asked, question: Question, winner: Tried) -> Plan:

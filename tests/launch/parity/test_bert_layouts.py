@@ -26,11 +26,13 @@ STEPS = 6
 # The others are in the long test of all.
 RUNS = {
     "pre-LN, SOP": (
-        [], ["accumulation 4", "tp2", "tp2 zero3", "pp2 accumulation 4, recomputed", "dp2 zero3 offload"],
+        [],
+        ["accumulation 4", "tp2", "tp2 zero3", "sequence tp2", "selective tp2",
+         "pp2 accumulation 4, recomputed", "dp2 zero3 offload"],
     ),
     "post-LN, NSP": (
         ["model.layer_norm=post", "model.sentence_head=nsp"],
-        ["tp2", "pp2 accumulation 4, recomputed", "dp2 zero2"],
+        ["tp2", "sequence tp2 zero3", "sequence tp2 pp2", "pp2 accumulation 4, recomputed", "dp2 zero2"],
     ),
 }  # fmt: skip
 WITHOUT_HEAD = ["model.sentence_head=none"], ["tp2", "pp2"]

@@ -24,8 +24,11 @@ STEPS = 4
 DROPPED = "dropout.hidden=0.1"
 # The others are in the long test of all. A BERT's padding is cut by micro-batch, and not in the pipeline.
 RUNS = {
-    catalog.DEFAULT_RECIPE: ["accumulation 4", "tp2 zero3", "pp2 accumulation 4, recomputed", "dp2 zero1"],
-    "bert/sotu": ["accumulation 4", "tp2", "pp2 accumulation 4, recomputed"],
+    catalog.DEFAULT_RECIPE: [
+        "accumulation 4", "tp2 zero3", "pp2 accumulation 4, recomputed", "dp2 zero1", "sequence tp2",
+        "sequence tp2 pp2",
+    ],
+    "bert/sotu": ["accumulation 4", "tp2", "sequence tp2", "pp2 accumulation 4, recomputed"],
 }  # fmt: skip
 EVERY_LAYOUT = [(recipe, name) for recipe, names in RUNS.items() for name in names]
 

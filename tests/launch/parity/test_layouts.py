@@ -41,6 +41,7 @@ POSSIBLE = [case for case in CASES if case.name != "tp3"]  # 4 heads, with --tin
 FAST = [
     "accumulation 4", "recomputed by 2", "tp2", "tp2 zero3", "pp2", "pp2 accumulation 4, recomputed",
     "dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp2 zero3 offload", "tp2 pp2",
+    "sequence tp2 zero1, recomputed", "sequence tp2 zero3", "sequence tp2 pp2", "selective tp2",
 ]  # fmt: skip
 
 
@@ -149,11 +150,12 @@ def test_cases_keep_to_what_they_are_named():
     assert set(FAST) < set(cases)
     assert {case.processes for case in cases.values()} == {1, 2, 3, 4, 8}
     assert {case.accumulation for case in cases.values()} == {None, 1, 4}
-    assert {case.checkpointing for case in cases.values()} == {"none", "full", "2"}
+    assert {case.checkpointing for case in cases.values()} == {"none", "selective", "full", "2"}
     for name, case in cases.items():
         for axis in ("tp", "pp", "dp"):
             named = re.search(rf"\b{axis}(\d)", name)
             assert getattr(case, axis) == (int(named[1]) if named else 1), name
+        assert (case.sequence, case.checkpointing == "selective") == ("sequence" in name, "selective" in name)
 
 
 # Broken on purpose

@@ -90,7 +90,19 @@ def test_recomputation_and_its_place_are_the_plans():
     work = workload.of_plan(plan("jeanzay_megatron_deepspeed_zero/48b-tp4-mb48-0527"))
     assert (work.recomputed, work.checkpoints_at, work.cuts_checkpoints) == (1, "host", True)
     chunks = workload.of_plan(plan("default/sotu", "activation_checkpointing=3"))
-    assert (chunks.recomputed, chunks.checkpoints_at) == (3, "gpu")
+    assert (chunks.recomputed, chunks.checkpoints_at, chunks.selective) == (3, "gpu", False)
+    selective = workload.of_plan(plan("default/sotu", "activation_checkpointing=selective"))
+    assert (selective.recomputed, selective.selective) == (0, True)
+
+
+def test_what_tensor_ranks_share_out_is_the_plans():
+    tensor, sequence = (
+        workload.of_plan(plan("default/sotu", "parallel.tp=2", f"parallel.sequence={cut}"))
+        for cut in ("false", "true")
+    )
+    assert not tensor.sequence_parallel and sequence.sequence_parallel
+    # Of ten numbers per element of the stream, four are whole on every rank, or cut as the other twelve.
+    assert sequence.activations.kept / tensor.activations.kept == pytest.approx((2 + 6) / (4 + 6))
 
 
 def test_a_stage_holds_its_layers_and_the_micro_batches_in_flight():
