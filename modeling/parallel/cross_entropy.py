@@ -43,16 +43,18 @@ class _CrossEntropy(torch.autograd.Function):
         if group is not None:
             both = _reduced(both, "sum", group)
         logarithm = both[0].log()
-        ctx.save_for_backward(logits, local, foreign, logarithm + largest)
+        # Apart: their sum would round off the logarithm where logits are large.
+        ctx.save_for_backward(logits, local, foreign, largest, logarithm)
         return logarithm - both[1]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # (T,)
-        logits, local, foreign, logarithm = ctx.saved_tensors
+        logits, local, foreign, largest, logarithm = ctx.saved_tensors
         own = gradient.masked_fill(foreign, 0.0).unsqueeze(-1)
         of_logits = []
         for rows, z in _blocks(logits):
-            of_rows = (z.float() - logarithm[rows, None]).exp_().mul_(gradient[rows, None])
+            scores = (z.float() - largest[rows, None]).sub_(logarithm[rows, None])
+            of_rows = scores.exp_().mul_(gradient[rows, None])
             of_rows = of_rows.scatter_add_(-1, local[rows], -own[rows])
             # A traced graph changes no input; the compiler does, where it has no other use.
             traced = torch.compiler.is_compiling()
