@@ -31,7 +31,9 @@ from launch.machine import (
 from launch.machine.determinism import demand_determinism
 from launch.machine.meeting import Meeting
 from launch.planning import launch_checkup
+from launch.training import compile_choice
 from launch.training import initial_weights as given_weights
+from launch.training.compile_choice import WISHES
 from launch.training.job import Job, plan_job
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError
@@ -78,7 +80,10 @@ def build_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how to run it")
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
     how.add_argument("--ds_config", metavar="FILE", help=config)
-    how.add_argument("--compile", action="store_true", help="use torch.compile and print the measured gain")
+    compiled = "use torch.compile, and print what it costs and saves; auto: where a run is long enough for it"
+    how.add_argument(
+        "--compile", nargs="?", choices=WISHES, const="on", default="auto", help=f"{compiled} (default: auto)"
+    )
     emulated = "let a CPU run fp16, to exercise the loss scaler: slow, and said in the results"
     how.add_argument("--emulate_fp16", action="store_true", help=emulated)
     same = "use kernels that give the same bits in every run on GPUs too; an error where there is none"
@@ -187,7 +192,7 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     machine, weights = abilities.detect_machine(args.emulate_fp16), args.init_from
     plan = plan_job(
-        recipe, args.ds_config, machine, compiled=args.compile, initial_weights=weights,
+        recipe, args.ds_config, machine, compiled=args.compile == "on", initial_weights=weights,
         elsewhere=args.plan and not processes.launched(), planned=args.processes,
     )  # fmt: skip
     # Now, since a run that is still training saves newer ones meanwhile.
@@ -197,7 +202,10 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
         output.directory("--out", args.out)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     directory = Path(args.out) if args.out else default_path(name, plan.ds_name)
-    return Job(plan, name, directory, args.resume, args.compile, initial_weights=weights), facts
+    if (missing := compile_choice.explain_missing(args.compile, plan, machine)) is not None:
+        say_on_rank_0(missing)
+    compiled = compile_choice.compiles(args.compile, plan, machine)
+    return Job(plan, name, directory, args.resume, compiled, initial_weights=weights), facts
 
 
 def own_place() -> tuple[str, str] | None:

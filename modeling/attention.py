@@ -28,11 +28,14 @@ LONGEST = 512  # positions up to which blocks are faster than SDPA without dropo
 _WORD = 1 << 32
 
 
-def choose(device: str, dtype: torch.dtype, dropout: float, positions: int) -> Kernel:
-    """The kernel of a training step; `dropout`: on the attention weights."""
+def choose(device: str, dtype: torch.dtype, dropout: float, positions: int, compiled: bool) -> Kernel:
+    """The kernel of a training step; `dropout`: on the attention weights; `compiled`: by torch.compile."""
     if device != "cpu" or dtype != torch.bfloat16:  # fp16 could not hold products that are not scaled yet
         return "sdpa"
-    return "blocks" if dropout or positions <= LONGEST else "sdpa"
+    if dropout:
+        return "blocks"
+    # Eager, what lies between two products takes longer than all of torch's kernel.
+    return "blocks" if compiled and positions <= LONGEST else "sdpa"
 
 
 def attention(
@@ -44,7 +47,9 @@ def attention(
         mask: (B, 1, 1, S), True for the keys that may be attended to; None: all. Every sample has one.
         dropout_p: on the weights; it draws from the stream that is current.
     """
-    if choose(q.device.type, q.dtype, dropout_p, q.shape[-2]) == "sdpa" or not _differentiated(q, k, v):
+    compiled = torch.compiler.is_compiling()
+    kernel = choose(q.device.type, q.dtype, dropout_p, q.shape[-2], compiled)
+    if kernel == "sdpa" or not _differentiated(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p, is_causal=causal)
     rows = dropout_rows(q) if dropout_p else None
     return _Blocks.apply(q, k, v, mask, rows, causal, dropout_p)

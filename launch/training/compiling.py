@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from data.cache import default_directory
 from ds_configs.plan import Plan
 from launch.training.micro_batches import random_batch
 from modeling.families import family_of, model_shape
@@ -25,9 +29,27 @@ from modeling.transformer import Attention, LayerShape, TransformerLayer
 WARM_UP, TIMED = 2, 5  # passes
 
 
-def _gain(what: str, eager: float, compiled: float) -> str:
-    """Of a forward and backward pass of `what`, in seconds."""
-    return f"{what} {1e3 * compiled:.1f} ms instead of {1e3 * eager:.1f} ms ({eager / compiled:.2f}x)"
+@dataclass(frozen=True)
+class Gain:
+    """Seconds of a forward and backward pass of `what`, of which a micro-batch has `times`."""
+
+    what: str
+    eager: float
+    compiled: float
+    times: float = 1.0
+
+    def __str__(self) -> str:
+        times = f"{1e3 * self.compiled:.1f} ms instead of {1e3 * self.eager:.1f} ms"
+        return f"{self.what} {times} ({self.eager / self.compiled:.2f}x)"
+
+
+def paid_back(gains: Sequence[Gain], took: float, accumulation: int, steps: int) -> str:
+    """When the run has saved the seconds that compiling `took`."""
+    saved = accumulation * sum(gain.times * (gain.eager - gain.compiled) for gain in gains)
+    if saved <= 0:
+        return "which saves nothing here: --compile off"
+    after = math.ceil(took / saved)
+    return f"paid back after {after:,} of {steps:,} steps" if after <= steps else "not paid back in this run"
 
 
 def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> str:
@@ -38,15 +60,18 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     hooks of each layer; there `forward` alone is compiled, so that the hooks stay outside.
     """
     seed_step(plan.recipe.seed, 0, grid.at)
+    # Code that was compiled is kept for later runs.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_directory() / "compiled_code"))
     started = time.perf_counter()
     prepare(module, plan)
     if isinstance(module, Stack) and plan.zero_stage < 3 and not plan.recipe.checkpoint_interval:
-        gains = [_gain("a micro-batch", *_compile_whole(module, plan))]
+        gains = [Gain("a micro-batch", *_compile_whole(module, plan))]
     else:
         gains = _compile_layers(module, plan, grid)
     took = time.perf_counter() - started
-    measured = f"forward and backward of {', '.join(gains)}; medians of {TIMED}"
-    return f"compiled: {measured}; compiling and measuring took {took:.0f} s"
+    measured = f"forward and backward of {', '.join(map(str, gains))}; medians of {TIMED}"
+    when = paid_back(gains, took, plan.layout.accumulation, plan.recipe.steps)
+    return f"compiled: {measured}; compiling and measuring took {took:.0f} s, {when}"
 
 
 def prepare(module: torch.nn.Module, plan: Plan) -> None:
@@ -77,7 +102,7 @@ def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
     return eager, compiled
 
 
-def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> list[str]:
+def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> list[Gain]:
     """Compile every transformer layer and the loss; the gain of every kind of layer.
 
     Measured on a layer made for it: those of the model may be partitioned, or lie on another stage.
@@ -95,7 +120,7 @@ def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> l
     for shape, count in kinds.items():
         kind = "dense" if shape.window is None else "banded"
         what = f"one {kind} layer ({count} of {layers})" if len(kinds) > 1 else "one transformer layer"
-        gains.append(_gain(what, *_time_layer(shape, plan, grid)))
+        gains.append(Gain(what, *_time_layer(shape, plan, grid), count / plan.layout.pp))
     return gains
 
 

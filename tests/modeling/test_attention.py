@@ -79,9 +79,10 @@ def test_a_seed_decides_what_is_dropped_compiled_or_not():
     assert not torch.equal(run(core.attention), core.attention(q, k, v, causal=True, dropout_p=0.5))
 
 
-def test_the_kernel_follows_device_precision_and_length():
-    assert core.choose("cuda", torch.bfloat16, 0.1, 256) == "sdpa"
-    assert core.choose("cpu", torch.float32, 0.0, 256) == "sdpa"
-    assert core.choose("cpu", torch.bfloat16, 0.0, 256) == "blocks"
-    assert core.choose("cpu", torch.bfloat16, 0.0, 4096) == "sdpa"
-    assert core.choose("cpu", torch.bfloat16, 0.1, 4096) == "blocks"
+def test_the_kernel_follows_device_precision_length_and_compiler():
+    assert core.choose("cuda", torch.bfloat16, 0.1, 256, True) == "sdpa"
+    assert core.choose("cpu", torch.float32, 0.0, 256, True) == "sdpa"
+    assert core.choose("cpu", torch.bfloat16, 0.0, 256, True) == "blocks"
+    assert core.choose("cpu", torch.bfloat16, 0.0, 256, False) == "sdpa"
+    assert core.choose("cpu", torch.bfloat16, 0.0, 4096, True) == "sdpa"
+    assert core.choose("cpu", torch.bfloat16, 0.1, 4096, False) == "blocks"

@@ -91,7 +91,11 @@ def test_a_mask_of_another_length_is_not_used(made):
 def plan_of(*settings: str) -> SimpleNamespace:
     recipe = catalog.load("default/sotu", settings, tiny=True)
     return SimpleNamespace(
-        recipe=recipe, precision="fp32", padded_vocab=512, layout=SimpleNamespace(micro=2), zero_stage=3
+        recipe=recipe,
+        precision="fp32",
+        padded_vocab=512,
+        layout=SimpleNamespace(micro=2, accumulation=1, pp=1),
+        zero_stage=3,
     )
 
 
@@ -115,7 +119,7 @@ def test_every_banded_layer_is_prepared_where_the_kernel_wants_it(made, monkeypa
     ]
     module = nn.Module()
     module.layers, module.loss_fn = nn.ModuleList(layers), SimpleNamespace(function=None)
-    said = compiling.compile_module(module, plan, SimpleNamespace(tp=1, at=None))
+    said = compiling.compile_module(module, plan, SimpleNamespace(tensor_group=None, at=None))
     assert prepared == [None, None, 24, None, None, 24]
     assert all(
         each.attention.block_mask.seq_lengths == (256, 256) for each in layers if each.attention.window
@@ -130,7 +134,7 @@ def test_each_kind_of_layer_has_its_own_time(monkeypatch):
     """In the order eager, compiled; a model of one kind is not told about kinds."""
     monkeypatch.setattr(torch, "compile", lambda what: what)
     monkeypatch.setattr(compiling, "seed_step", lambda *place: None)
-    module, grid = nn.Module(), SimpleNamespace(tp=1, at=None)
+    module, grid = nn.Module(), SimpleNamespace(tensor_group=None, at=None)
     module.loss_fn = SimpleNamespace(function=None)
 
     def gains(times: list[float], *settings: str) -> str:

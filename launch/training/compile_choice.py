@@ -1,0 +1,64 @@
+"""Whether a run is compiled by torch.compile: as the user says, else where that is paid back within the run.
+
+The choice is a function of the run and the machine alone, and of no clock: a resumed run, all of its ranks
+and the uninterrupted one make the same.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from ds_configs.plan import Machine, Plan
+from launch.machine import processes
+from modeling.cost import exact_flops_per_step
+
+Wish = Literal["auto", "on", "off"]
+WISHES: tuple[Wish, ...] = ("auto", "on", "off")
+
+# Rough rates of eager training, operations per second: of one core, and of one GPU.
+CORE = {"fp32": 5e10, "bf16": 1e11, "fp16": 1e11}
+GPU = {"fp32": 1e13, "bf16": 1e14, "fp16": 1e14}
+# Seconds of eager training from which on compiling pays: on two cores it takes about 25 s at first, 6 s from
+# the cache, and saves a quarter of a step or more.
+PAYS_FROM = 100.0
+
+
+def compiles(wish: Wish, plan: Plan, machine: Machine) -> bool:
+    """Whether the run of `plan` is compiled on this machine."""
+    if wish != "auto":
+        return wish == "on"
+    trained_as_it_is = plan.recipe.model.implementation == "transformers" or machine.emulated_fp16
+    return not trained_as_it_is and has_compiler(machine) and eager_seconds(plan, machine) >= PAYS_FROM
+
+
+def has_compiler(machine: Machine) -> bool:
+    """Whether torch.compile can make code here: by a C++ compiler on a CPU, by Triton on a GPU."""
+    if machine.accelerator != "cuda":
+        return machine.compiler
+    from modeling.banded_attention import has_gpu_compiler
+
+    return has_gpu_compiler()
+
+
+def explain_missing(wish: Wish, plan: Plan, machine: Machine) -> str | None:
+    """What a run loses for want of a compiler; None: nothing."""
+    if wish == "off" or plan.recipe.model.implementation == "transformers" or machine.emulated_fp16:
+        return None
+    if has_compiler(machine) or eager_seconds(plan, machine) < PAYS_FROM:
+        return None
+    needed = "Triton and a C compiler" if machine.accelerator == "cuda" else "g++ and Python's headers"
+    return f"not compiled: torch.compile needs {needed}, which are missing; the run is slower without it"
+
+
+def eager_seconds(plan: Plan, machine: Machine) -> float:
+    """Roughly how long the run computes without torch.compile."""
+    recipe, layout = plan.recipe, plan.layout
+    operations = recipe.steps * exact_flops_per_step(
+        recipe.model, recipe.sequence_length, layout.global_batch, padded_vocab=plan.padded_vocab,
+        checkpointing=recipe.checkpoint_interval > 0, predictions=recipe.predictions,
+    )  # fmt: skip
+    if machine.accelerator == "cuda":
+        return operations / (GPU[plan.precision] * layout.world)
+    cores = max(1, len(os.sched_getaffinity(0)) // processes.local_world_size())
+    return operations / (CORE[plan.precision] * cores * layout.world)

@@ -1,0 +1,56 @@
+"""When a run is compiled, and what it says of the cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_configs.plan import Machine
+from ds_configs.resolver import resolve
+from launch.training import compile_choice
+from launch.training.compiling import Gain, paid_back
+from recipes import catalog
+
+CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch):
+    monkeypatch.setattr(compile_choice.os, "sched_getaffinity", lambda _: {0, 1})
+
+
+def plan(steps: int | None = None, tiny: bool = False):
+    return resolve(catalog.load("default/sotu", tiny=tiny, steps=steps), "zero1", 1, CPU)
+
+
+def test_a_long_run_is_compiled_and_a_short_one_is_not():
+    assert compile_choice.compiles("auto", plan(), CPU)
+    assert not compile_choice.compiles("auto", plan(steps=20), CPU)
+    assert not compile_choice.compiles("auto", plan(tiny=True), CPU)
+
+
+def test_the_user_decides_where_they_say_so():
+    assert compile_choice.compiles("on", plan(tiny=True), CPU)
+    assert not compile_choice.compiles("off", plan(), CPU)
+
+
+def test_a_missing_compiler_is_said_where_something_is_lost_by_it():
+    lacking = replace(CPU, compiler=False)
+    assert not compile_choice.compiles("auto", plan(), lacking)
+    said = compile_choice.explain_missing("auto", plan(), lacking)
+    assert said is not None and "g++" in said
+    assert compile_choice.explain_missing("auto", plan(), CPU) is None
+    assert compile_choice.explain_missing("off", plan(), lacking) is None
+    assert compile_choice.explain_missing("auto", plan(tiny=True), lacking) is None
+
+
+def test_transformers_modules_and_emulated_fp16_are_left_as_they_are():
+    assert not compile_choice.compiles("auto", plan(), replace(CPU, emulated_fp16=True))
+
+
+def test_the_step_at_which_compiling_is_paid_back():
+    gains = [Gain("one layer", 0.5, 0.25, times=2)]  # 0.5 s of a micro-batch, 1 s of a step
+    assert paid_back(gains, 16.0, accumulation=2, steps=100) == "paid back after 16 of 100 steps"
+    assert paid_back(gains, 16.0, accumulation=2, steps=15) == "not paid back in this run"
+    assert "saves nothing" in paid_back([Gain("a micro-batch", 0.2, 0.3)], 1.0, 1, 100)
