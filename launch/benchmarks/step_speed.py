@@ -113,45 +113,27 @@ def measure(
         workers: dict[int, Worker] = {}
 
         def start(index: int) -> None:
-            with failing(found[index], say):
-                workers[index] = worker = Worker(specs[index], Path(folder) / str(index))
-                stack.callback(worker.end)
-                found[index].start_s, found[index].said = worker.start_seconds, worker.said
-                warm_up(worker, found[index], pace)
-                say(f"{specs[index].name}: ready")
+            workers[index] = worker = Worker(specs[index], Path(folder) / str(index))
+            stack.callback(worker.end)
+            found[index].start_s, found[index].said = worker.start_seconds, worker.said
+            warm_up(worker, found[index], pace)
+            say(f"{specs[index].name}: ready")
 
         def turn(index: int) -> None:
-            if found[index].failed is None:
-                with failing(found[index], say), watching_others(found[index]):
-                    block(workers[index], found[index], pace.steps)
+            with watching_others(found[index]):
+                block(workers[index], found[index], pace.steps)
 
         def last(index: int) -> None:
-            if found[index].failed is None:
-                with failing(found[index], say):
-                    finish(workers[index], found[index], pace.steps, profile)
-
-        def end(index: int) -> None:
-            if index in workers:
-                workers[index].end()
+            finish(workers[index], found[index], pace.steps, profile)
+            workers[index].end()
 
         every = range(len(specs))
-        if pace.apart:
-            for index in every:
-                start(index)
-                for _ in range(pace.blocks):
-                    turn(index)
-                last(index)
-                end(index)
-            return found
-        for index in every:
-            start(index)
-        for number in range(pace.blocks):
-            for index in every:
-                turn(index)
-            say(f"block {number + 1} of {pace.blocks}")
-        for index in every:
-            last(index)
-            end(index)
+        for together in [[index] for index in every] if pace.apart else [every]:
+            for work in (start, *[turn] * pace.blocks, last):
+                for index in together:
+                    if found[index].failed is None:
+                        with failing(found[index], say):
+                            work(index)
     return found
 
 

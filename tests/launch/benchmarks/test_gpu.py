@@ -102,9 +102,7 @@ def planned(context: Context, monkeypatch) -> list:
             found.append(spec)
 
         def ask(self, *command):
-            return (
-                {"peak_bytes": 1} if command[0] == "memory" else [(1.0, 1, 1)] if command[0] == "run" else 0.5
-            )
+            return {"zeros": 0.5, "run": [(1.0, 1, 1)]}.get(command[0], {"peak_bytes": 1})
 
         def end(self): ...
 
