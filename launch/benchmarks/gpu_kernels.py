@@ -21,7 +21,7 @@ from launch.benchmarks.clock import now
 
 # Kernels of attention: FlashAttention's, cuDNN's, the memory-efficient ones, and plain softmax.
 ATTENTION = re.compile(
-    "flash|fmha|efficient|sdpa|cudnn.*attention|attention.*cudnn|flex|softmax", re.IGNORECASE
+    "flash|fmha|efficient|sdpa|cudnn.*attention|attention.*cudnn|flex|(?<!log)(?<!log_)softmax", re.IGNORECASE
 )
 REPEATS = 10
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.bfloat16}

@@ -17,7 +17,7 @@ import psutil
 
 from launch.benchmarks.specification import Specification
 from launch.benchmarks.turns import ROOT, Worker, WorkerFailed
-from launch.runs.metrics import read_metrics
+from launch.runs.metrics import StartRecord, read_metrics
 
 RATE = "rate"  # the system that is no model
 Say = Callable[[str], None]
@@ -202,22 +202,16 @@ def finish(worker: Worker, measured: Measured, steps: int, profile: Path | None)
         measured.profile = worker.ask("profile", str(trace), min(2, steps))
 
 
-def launch_seconds(spec: Specification) -> dict[str, float]:
-    """Seconds from starting pretrain.py, uncompiled, to the end of its first validation and first step.
-
-    Raises WorkerFailed.
-    """
+def launch_seconds(spec: Specification) -> StartRecord:
+    """Where the seconds go from starting pretrain.py to the end of its first step. Raises WorkerFailed."""
     settings = [*spec.settings, "run.save_every=0", "run.save_last=false", "run.prompt=null"]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         command = [sys.executable, str(ROOT / "launch/pretrain.py"), "--recipe", spec.recipe, "--steps", "1"]
         command += [part for setting in settings for part in ("--set", setting)]
         command += ["--ds_config", spec.ds_config] if spec.ds_config else []
         command += ["--tiny"] if spec.tiny else []
-        started = time.time()
         done = subprocess.run([*command, "--out", f"{folder}/run"], capture_output=True, text=True)
-        ended = time.time()
         if done.returncode:
             raise WorkerFailed(f"pretrain.py ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
-        records = read_metrics(Path(folder) / "run/metrics.jsonl")
-    (step,) = records.steps
-    return {"first_step": step.time - started, "step": step.seconds, "end": ended - started}
+        (start,) = read_metrics(Path(folder) / "run/metrics.jsonl").starts
+    return start
