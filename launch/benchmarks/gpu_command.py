@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +94,9 @@ def taken(step: Step, context: Any) -> dict[str, Any]:
     result: dict[str, Any] = {"title": step.title, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     try:
         outcome = step.run(context)
-        goals = [asdict(goal) | {"said": str(goal)} for goal in outcome.goals]
+        # A walk reaches and misses nothing.
+        judged = [replace(goal, measured=None) if context.walks else goal for goal in outcome.goals]
+        goals = [asdict(goal) | {"said": str(goal)} for goal in judged]
         result |= {"status": "done", "goals": goals, "said": outcome.said, "found": outcome.found}
     except CannotRunHere as why:
         result |= {"status": "cannot run here", "said": str(why)}

@@ -84,7 +84,7 @@ class Context:
             more = tuple(each for each in more if not each.startswith(LARGE_SIZES))
         keys = {setting.partition("=")[0] for setting in more}
         data = ("data.blend=[]", *PACKAGED) if row.data.blend else PACKAGED
-        own = () if row.data.source == "packaged" and not row.data.blend else data
+        own: tuple[str, ...] = () if row.data.source == "packaged" and not row.data.blend else data
         batch = (f"batch.global={row.batch.micro}", "batch.accumulation=null")
         own += batch if "batch.global" not in keys and row.batch.micro else ()
         return ("parallel.tp=1", "parallel.pp=1", "parallel.dp=1", *own, *more)

@@ -21,7 +21,7 @@ from launch.benchmarks.clock import now
 
 # Kernels of attention: FlashAttention's, cuDNN's, the memory-efficient ones, and plain softmax.
 ATTENTION = re.compile(
-    "flash|fmha|efficient|sdpa|cudnn.*attention|attention.*cudnn|flex|softmax", re.IGNORECASE
+    "flash|fmha|efficient|sdpa|cudnn.*attention|attention.*cudnn|flex|(?<!log)(?<!log_)softmax", re.IGNORECASE
 )
 REPEATS = 10
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.bfloat16}
@@ -51,7 +51,7 @@ def kernels(work: Callable[[], object]) -> list[str]:
 def attention(device: str) -> dict[str, Any]:
     """Kernels and milliseconds of attention, both passes: causal, padded, with dropout; by head size."""
     sequence = 1024 if device == "cuda" else 64
-    found = {}
+    found: dict[str, Any] = {}
     for head in (64, 96, 128, 512):
         for case in ("causal", "padded", "dropout"):
             shape = (4, 2048 // head if device == "cuda" else 1, sequence, head)
@@ -75,7 +75,7 @@ def attention(device: str) -> dict[str, Any]:
 def output_layer(device: str) -> dict[str, Any]:
     """Milliseconds of the output layer, forward and both gradients, by its number of columns."""
     rows, hidden = (8192, 1920) if device == "cuda" else (64, 64)
-    found = {}
+    found: dict[str, Any] = {}
     for columns in (50257, 50264, 50304, 51200) if device == "cuda" else (509, 512):
         x = torch.randn(rows, hidden, device=device, dtype=DTYPES[device], requires_grad=True)
         weight = torch.randn(columns, hidden, device=device, dtype=DTYPES[device], requires_grad=True)
@@ -99,7 +99,7 @@ def cross_entropy(device: str) -> dict[str, Any]:
         "ours": lambda logits: weighted_loss(logits, labels, weights, None),
         "in fp32": lambda logits: F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, way in ways.items():
         logits = torch.randn(1, rows, columns, device=device, dtype=DTYPES[device], requires_grad=True)
         compiled = torch.compile(way)
@@ -116,7 +116,7 @@ def cross_entropy(device: str) -> dict[str, Any]:
 def optimizers(device: str) -> dict[str, Any]:
     """Milliseconds of AdamW over one flat tensor, and over many: torch's foreach and fused, DeepSpeed's."""
     count, numbers = (200, 2**19) if device == "cuda" else (4, 2**10)
-    found = {}
+    found: dict[str, Any] = {}
     for layout, sizes in (("flat", [count * numbers]), ("per parameter", [numbers] * count)):
         for kind in ("foreach", "fused", *(["deepspeed"] if device == "cuda" else [])):  # needs nvcc
             parameters = [torch.randn(size, device=device).requires_grad_() for size in sizes]
@@ -129,7 +129,9 @@ def optimizers(device: str) -> dict[str, Any]:
 
                     optimizer: Any = FusedAdam(parameters)
                 else:
-                    optimizer = torch.optim.AdamW(parameters, **{kind: True})
+                    optimizer = torch.optim.AdamW(
+                        parameters, fused=kind == "fused", foreach=kind == "foreach"
+                    )
                 found[name] = {"ms": 1e3 * seconds(optimizer.step)}
             except Exception as error:  # of compilers, drivers: each has its own
                 found[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}

@@ -54,7 +54,7 @@ def cases(spec: Specification, layout: Layout) -> list[Case]:
     """
 
     def case(name: str, degree: str, samples: int, reference: str = "", bubble: float = 0.0) -> Case:
-        batch = (f"batch.global={samples}", f"batch.micro={layout.micro}")
+        batch = batch_of(samples, layout)
         degrees = (f"parallel.{degree}=2",) if degree else ()
         config = "pipeline" if degree == "pp" else spec.ds_config
         settings = (*spec.settings, *batch, *degrees)
@@ -70,6 +70,11 @@ def cases(spec: Specification, layout: Layout) -> list[Case]:
         case(many, "", piped),
         case(f"pp2, {MICRO_BATCHES} micro-batches", "pp", piped, many, 1 / (MICRO_BATCHES + 1)),
     ]
+
+
+def batch_of(samples: int, layout: Layout) -> tuple[str, ...]:
+    """Settings of a global batch in the micro-batches of `layout`."""
+    return (f"batch.global={samples}", f"batch.micro={layout.micro}", "batch.accumulation=null")
 
 
 def overheads(measured: Sequence[Measured], found: Sequence[Case]) -> list[Overhead]:
@@ -119,7 +124,7 @@ def scaled(spec: Specification, layout: Layout, most: int, kinds: Sequence[str])
     for kind in kinds:
         for count in sizes(most):
             samples = layout.global_batch * (count if kind == WEAK else most)
-            settings = (f"batch.global={samples}", f"batch.micro={layout.micro}", f"parallel.dp={count}")
+            settings = (*batch_of(samples, layout), f"parallel.dp={count}")
             named = replace(spec, name=f"{kind}, {count}", processes=count, threads=1)
             found.append(replace(named, settings=(*spec.settings, *settings)))
     return found

@@ -132,8 +132,9 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
             step_text.draw(rows, Path(args.plot), described)
     if not args.no_launch and "ours" in args.systems:
         try:
-            found["launch"] = launch = step_speed.launch_seconds(specs[0])
-            print(f"launch to first step, uncompiled: {launch['first_step']:.1f} s, validation included")
+            start = step_speed.launch_seconds(specs[0])
+            found["launch"] = {**asdict(start), "seconds": start.seconds}
+            print(f"pretrain.py: {start}")
         except WorkerFailed as error:
             print(f"launch to first step: not measured: {error}")
     return found

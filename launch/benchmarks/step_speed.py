@@ -17,7 +17,7 @@ import psutil
 
 from launch.benchmarks.specification import Specification
 from launch.benchmarks.turns import ROOT, Worker, WorkerFailed
-from launch.runs.metrics import read_metrics
+from launch.runs.metrics import StartRecord, read_metrics
 
 RATE = "rate"  # the system that is no model
 Say = Callable[[str], None]
@@ -113,45 +113,27 @@ def measure(
         workers: dict[int, Worker] = {}
 
         def start(index: int) -> None:
-            with failing(found[index], say):
-                workers[index] = worker = Worker(specs[index], Path(folder) / str(index))
-                stack.callback(worker.end)
-                found[index].start_s, found[index].said = worker.start_seconds, worker.said
-                warm_up(worker, found[index], pace)
-                say(f"{specs[index].name}: ready")
+            workers[index] = worker = Worker(specs[index], Path(folder) / str(index))
+            stack.callback(worker.end)
+            found[index].start_s, found[index].said = worker.start_seconds, worker.said
+            warm_up(worker, found[index], pace)
+            say(f"{specs[index].name}: ready")
 
         def turn(index: int) -> None:
-            if found[index].failed is None:
-                with failing(found[index], say), watching_others(found[index]):
-                    block(workers[index], found[index], pace.steps)
+            with watching_others(found[index]):
+                block(workers[index], found[index], pace.steps)
 
         def last(index: int) -> None:
-            if found[index].failed is None:
-                with failing(found[index], say):
-                    finish(workers[index], found[index], pace.steps, profile)
-
-        def end(index: int) -> None:
-            if index in workers:
-                workers[index].end()
+            finish(workers[index], found[index], pace.steps, profile)
+            workers[index].end()
 
         every = range(len(specs))
-        if pace.apart:
-            for index in every:
-                start(index)
-                for _ in range(pace.blocks):
-                    turn(index)
-                last(index)
-                end(index)
-            return found
-        for index in every:
-            start(index)
-        for number in range(pace.blocks):
-            for index in every:
-                turn(index)
-            say(f"block {number + 1} of {pace.blocks}")
-        for index in every:
-            last(index)
-            end(index)
+        for together in [[index] for index in every] if pace.apart else [every]:
+            for work in (start, *[turn] * pace.blocks, last):
+                for index in together:
+                    if found[index].failed is None:
+                        with failing(found[index], say):
+                            work(index)
     return found
 
 
@@ -220,22 +202,16 @@ def finish(worker: Worker, measured: Measured, steps: int, profile: Path | None)
         measured.profile = worker.ask("profile", str(trace), min(2, steps))
 
 
-def launch_seconds(spec: Specification) -> dict[str, float]:
-    """Seconds from starting pretrain.py, uncompiled, to the end of its first validation and first step.
-
-    Raises WorkerFailed.
-    """
+def launch_seconds(spec: Specification) -> StartRecord:
+    """Where the seconds go from starting pretrain.py to the end of its first step. Raises WorkerFailed."""
     settings = [*spec.settings, "run.save_every=0", "run.save_last=false", "run.prompt=null"]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         command = [sys.executable, str(ROOT / "launch/pretrain.py"), "--recipe", spec.recipe, "--steps", "1"]
         command += [part for setting in settings for part in ("--set", setting)]
         command += ["--ds_config", spec.ds_config] if spec.ds_config else []
         command += ["--tiny"] if spec.tiny else []
-        started = time.time()
         done = subprocess.run([*command, "--out", f"{folder}/run"], capture_output=True, text=True)
-        ended = time.time()
         if done.returncode:
             raise WorkerFailed(f"pretrain.py ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
-        records = read_metrics(Path(folder) / "run/metrics.jsonl")
-    (step,) = records.steps
-    return {"first_step": step.time - started, "step": step.seconds, "end": ended - started}
+        (start,) = read_metrics(Path(folder) / "run/metrics.jsonl").starts
+    return start

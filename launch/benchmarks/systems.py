@@ -122,7 +122,8 @@ class Ours:
 
 def clock_engine(engine: Any, clock: Clock) -> None:
     """Have the parts of the engine's step on the clock, and the waiting for other ranks within them."""
-    torch.distributed.Work.wait = clock.timed("communication", torch.distributed.Work.wait)
+    works: Any = torch.distributed.Work
+    works.wait = clock.timed("communication", works.wait)
     if isinstance(engine, PipelineEngine):
         timed = {kind: clock.timed(PIPELINE_PHASES[kind], f) for kind, f in engine._INSTRUCTION_MAP.items()}
         engine._INSTRUCTION_MAP = timed
@@ -184,8 +185,8 @@ def transformers_inputs(batch: MicroBatch, device: torch.device) -> dict[str, to
     if "lengths" not in batch:
         tokens = batch["tokens"].to(device)
         return {"input_ids": tokens, "labels": tokens}  # it shifts them
-    tokens, types, lengths, positions, labels, weights, sentences, _ = for_plain(batch, device)
-    assert None not in (tokens, types, positions, labels, weights, sentences)
+    given: Any = for_plain(batch, device)
+    tokens, types, _, positions, labels, weights, sentences, _ = given
     full = torch.full_like(tokens, -100)
     predicted = weights > 0
     rows = torch.arange(len(tokens), device=device)[:, None].expand_as(positions)
@@ -230,7 +231,7 @@ class Bare:
         losses = []
         for batch, salt in zip(batches, salts, strict=True):
             with clock("forward"):
-                given = for_plain(batch, self.data.device)
+                given: Any = for_plain(batch, self.data.device)
                 salted = {} if salt is None else {"salts": salt[:, : given[0].shape[1]]}
                 loss = self.model(*given, **salted)
                 loss = (loss[0] if isinstance(loss, tuple) else loss) / len(batches)
@@ -268,7 +269,8 @@ class Nano:
         self.model: Any = NanoGpt(recipe).to(self.device)
         if self.device.type == "cpu":
             self.model.to(self.data.dtype)
-        decayed, chosen = [[], []], recipe.optimizer
+        chosen = recipe.optimizer
+        decayed: tuple[list[torch.Tensor], ...] = ([], [])
         for parameter in self.model.parameters():
             decayed[parameter.dim() < 2].append(parameter)
         groups = [

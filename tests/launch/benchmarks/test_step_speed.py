@@ -123,6 +123,7 @@ def test_systems_take_turns_in_processes_of_their_own(monkeypatch):
     assert len(first.seconds) == 2 and first.peak_bytes > 10**8 and len(first.others) == 2
     assert first.tokens == [512, 512] and first.failed is None and first.phases[0]["forward"] > 0
     assert "no plain loop for BERT" in second.failed and not second.seconds
+    assert 0 < step_speed.launch_seconds(ours).first_step < 100
     assert said[:2] == ["ours: ready", f"broken: not measured: {second.failed}"]
 
 
