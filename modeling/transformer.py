@@ -18,6 +18,7 @@ from modeling.initialization import Init
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.parallel.random_state import tensor_parallel_random
+from modeling.unpadding import Row, padding_mask, unpadded_attention
 
 GPT2_NORM_EPS, BERT_NORM_EPS = 1e-5, 1e-12  # of the original implementations
 
@@ -50,11 +51,6 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
-def padding_mask(lengths: Tensor, positions: int) -> Tensor:
-    """lengths (B,) -> (B, 1, 1, S), True for the keys that may be attended to: a sample's first `lengths`."""
-    return (torch.arange(positions, device=lengths.device) < lengths[:, None])[:, None, None, :]
-
-
 class Attention(nn.Module):
     """Self-attention; each tensor rank holds heads/t whole heads.
 
@@ -78,15 +74,20 @@ class Attention(nn.Module):
         if self.window is not None:
             self.block_mask = prepared_mask(device, dtype, positions, self.window, self.head_size)
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | Row | None = None) -> Tensor:
         """x (B, S, H), lengths (B,) or None where nothing is padded -> (B, S, H).
 
-        Without lengths no mask is built, which lets the fastest attention kernels run.
+        Without lengths no mask is built, which lets the fastest attention kernels run. With a Row, x is
+        (1, T, H): samples without their padding.
         """
         B, S, _ = x.shape
         qkv_BSN3D = self.qkv(x).view(B, S, self.local_heads, 3, -1)
-        q, k, v = qkv_BSN3D.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
         p = self.dropout if self.training else 0.0
+        if isinstance(lengths, Row):
+            with tensor_parallel_random(self.own_stream and self.training):
+                out_TND = unpadded_attention(qkv_BSN3D[0], lengths, p)
+            return self.projection(out_TND.reshape(B, S, -1))
+        q, k, v = qkv_BSN3D.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
         mask = None if lengths is None else padding_mask(lengths, S)
         assert mask is None or not self.causal, "causal samples are packed and have no padding"
         with tensor_parallel_random(self.own_stream and self.training):
@@ -130,8 +131,8 @@ class TransformerLayer(nn.Module):
             for name in ("attention_dropout", "mlp_dropout")
         )
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None, salts: Tensor | None = None) -> Tensor:
-        """x (B, S, H), lengths (B,) of what is not padding, or None -> (B, S, H).
+    def forward(self, x: Tensor, lengths: Tensor | Row | None = None, salts: Tensor | None = None) -> Tensor:
+        """x (B, S, H), lengths (B,) of what is not padding, or None -> (B, S, H); (1, T, H) with a Row.
 
         salts (B, S, 2): of hidden dropout in training.
         """
