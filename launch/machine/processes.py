@@ -146,8 +146,8 @@ def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None =
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
+    share_cores()
     if accelerator.device_name() == "cpu":
-        _share_cores()
         switch_shared_memory_op_off()
         backend, device = "gloo", 0
     else:
@@ -271,10 +271,14 @@ def check_shared_devices(identities: Sequence[Sequence[str] | None]) -> None:
         raise ProblemsError(shared)
 
 
-def _share_cores() -> None:
-    """Split the cores over the ranks of this node; without it every rank starts a thread on every core."""
+def share_cores() -> None:
+    """Split the cores over the ranks of this node; without it every rank starts a thread on every core.
+
+    With GPUs, too: an offloaded optimizer steps on the cores. The user's OMP_NUM_THREADS stands, but not the
+    1 that torchrun sets by itself.
+    """
     import torch
 
-    if "OMP_NUM_THREADS" in os.environ:
-        return
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+    asked = os.environ.get("OMP_NUM_THREADS")
+    if asked is None or (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
