@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,10 @@ from ds_configs.sections import (
     zero,
 )
 from ds_configs.sections.precision import precision
+from ds_configs.sections.sizes import sizes, sums
 from recipes.layout import Layout
 from recipes.schema import Recipe
 
-# Elements; with smaller buckets a step of a small model is all latency of collectives.
-_LEAST_BUCKET = 1_000_000
 # DeepSpeed gives "auto" a meaning of its own here.
 _OWN_AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
@@ -80,7 +80,7 @@ def resolve(
         "train_micro_batch_size_per_gpu": shared.micro,
         "gradient_accumulation_steps": shared.accumulation,
     }
-    ds = _filled(config, values, sizes=_sizes(recipe, shared.tp, machine))
+    ds = _filled(config, values, sizes=sizes(recipe, shared, machine) | sums(config, chosen, shared))
     ds.pop("parallel", None)
     for half in ("fp16", "bf16"):
         ds.setdefault(half, {})["enabled"] = chosen == half
@@ -94,23 +94,14 @@ def resolve(
     return Plan(recipe, layout, ds, stage, offload, chosen, vocab, tuple(findings.notices), path.stem)
 
 
-def _sizes(recipe: Recipe, tp: int, machine: Machine) -> dict[str, Any]:
-    """ZeRO's sizes in elements, as Hugging Face's integration fills them.
-
-    HF: reduce bucket hidden², prefetch 0.9 hidden², parameters below 10 hidden stay whole.
-    """
-    hidden = recipe.model.hidden
-    bucket = max(hidden * hidden, _LEAST_BUCKET)
-    embedding = transformers_modules.embedding_rows(recipe, tp) // tp * hidden
-    return {
-        "zero_optimization.reduce_bucket_size": bucket,
-        "zero_optimization.allgather_bucket_size": bucket,
-        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
-        "zero_optimization.overlap_comm": machine.accelerator != "cpu",
-        # A buffer holds any one parameter: the embedding, or an MLP matrix of 4 hidden² / tp.
-        "zero_optimization.offload_param.buffer_size": max(embedding, 4 * hidden * hidden // tp),
-    }
+def resized(plan: Plan, config: Mapping[str, Any], layout: Layout, machine: Machine) -> Plan:
+    """The plan of `config` under another layout, with the sizes and types that hang on it."""
+    values = sizes(plan.recipe, layout, machine) | sums(config, plan.precision, layout)
+    open_ = {key: value for key, value in values.items() if known_keys.lookup(config, key) == "auto"}
+    ds = copy.deepcopy(plan.ds)
+    for key, value in open_.items():
+        _put(ds, key, value)
+    return replace(plan, layout=layout, ds=ds)
 
 
 def _filled(config: dict[str, Any], values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,12 +110,16 @@ def _filled(config: dict[str, Any], values: Mapping[str, Any], sizes: Mapping[st
     for key, value in {**values, **sizes}.items():
         written = known_keys.lookup(filled, key)
         if written == "auto" or (written is None and key in values):
-            *sections, last = key.split(".")
-            section = filled
-            for name in sections:
-                section = section.setdefault(name, {})
-            section[last] = value
+            _put(filled, key, value)
     return filled
+
+
+def _put(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value at a.b.c."""
+    *sections, last = key.split(".")
+    for name in sections:
+        config = config.setdefault(name, {})
+    config[last] = value
 
 
 def _autos(value: Any, prefix: str = "") -> Iterator[str]:

@@ -18,8 +18,8 @@ def precision(
 ) -> Precision | None:
     """The precision, with notices where it is not the recipe's; None where the problems leave none.
 
-    An explicit `"enabled": true` is never changed. "auto" takes the recipe's precision and falls to bf16,
-    then fp32, where the machine lacks it. An absent section is off, as in DeepSpeed.
+    An explicit `"enabled": true` is never changed. "auto" takes the recipe's precision and falls to the
+    other half precision, then fp32, where the machine lacks it. An absent section is off, as in DeepSpeed.
     """
     switches = {half: _switch(half, config, findings) for half in _HALVES}
     _check_autocast(config, findings)
@@ -83,8 +83,9 @@ def _asked(
         return "fp32"
     if _has(machine, wanted):
         return wanted
-    falls_to_bf16 = wanted == "fp16" and machine.bf16 and switches["bf16"] == "auto"
-    fallback: Precision = "bf16" if falls_to_bf16 else "fp32"
+    other: Precision = "bf16" if wanted == "fp16" else "fp16"
+    there = machine.bf16 if other == "bf16" else machine.fp16  # an emulation is slower than fp32
+    fallback: Precision = other if there and switches[other] == "auto" else "fp32"
     lacks = f"which the {machine.accelerator} accelerator of this machine lacks"
     findings.notice("precision", f"{fallback} INSTEAD OF {wanted}: {asks}, {lacks}")
     return fallback
@@ -92,11 +93,10 @@ def _asked(
 
 def _check_accumulation(chosen: Precision, config: dict[str, Any], findings: Findings) -> None:
     key = "data_types.grad_accum_dtype"
-    wanted = lookup(config, key)
-    if wanted not in (None, chosen):
+    wanted = stated(config, key)
+    if wanted not in (None, chosen, "fp32"):
         came = f"{key}={wanted} with {chosen} and zero_optimization.stage=0"
-        fix = "remove the key, or --ds_config zero1 (stage 1), which accumulates in another precision"
-        findings.refuse(key, came, f"DeepSpeed accumulates gradients in {chosen} there", fix)
+        findings.refuse(key, came, f"gradients are summed in {chosen} or fp32 there", "remove the key")
 
 
 def _check_masters(chosen: Precision, stage: int | None, config: dict[str, Any], findings: Findings) -> None:

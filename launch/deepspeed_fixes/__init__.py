@@ -4,6 +4,7 @@ Every docstring has the symptom, upstream's issue, and the test that notices whe
 
     zero0                       stage 0 in fp16 and bf16 trains something else than the JSON says, and its
                                 gradient norm in fp32 is too small on a CPU
+    bf16_gradient_sums          the norm of gradients summed in fp32 is too small on a CPU
     loss_scale_growth           a growing loss scale halves the gradients of its step
     loss_scale_floor            an overflow at the smallest loss scale is a bare Exception
     cpu_adam_bias_correction    a resumed CPU Adam differs in the last bits

@@ -61,6 +61,11 @@ def initialize(*, config: dict[str, Any], mpu: ProcessGrid, **arguments: Any) ->
 class DataParallelEngine(DeepSpeedEngine):
     """DeepSpeed's plain engine at stage 0. In fp16 and bf16 its optimizer is `MasterWeights`."""
 
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Called by DeepSpeed, which at stage 0 knows no other type for sums; `MasterWeights` does."""
+        own, _ = super().get_data_types()
+        return own, own
+
     def _configure_fp16_optimizer(
         self, optimizer: Optimizer, low_precision_dtype: torch.dtype
     ) -> MasterWeights:
@@ -68,11 +73,20 @@ class DataParallelEngine(DeepSpeedEngine):
         dynamic, rules = self.dynamic_loss_scale(), self.dynamic_loss_scale_args()
         scaler = CreateLossScaler(low_precision_dtype, self.loss_scale(), dynamic, rules)
         skips = low_precision_dtype == torch.float16 or self._config.bfloat16_config.check_grad_overflow
-        clip = self.gradient_clipping()
-        return MasterWeights(optimizer, self.mpu, clip=clip, scaler=scaler, skips_overflow=skips)
+        clip, sums = self.gradient_clipping(), super().get_data_types()[1] == torch.float32
+        return MasterWeights(
+            optimizer, self.mpu, clip=clip, scaler=scaler, skips_overflow=skips, sums_in_fp32=sums
+        )
 
     def backward(self, loss: torch.Tensor, **how: Any) -> Any:
         return super().backward(loss * self.optimizer.cur_scale if self.fp16_enabled() else loss, **how)
+
+    def allreduce_gradients(self, *how: Any, **more: Any) -> None:
+        """Called by DeepSpeed after each backward pass; it averages gradients after a step's last one."""
+        if isinstance(self.optimizer, MasterWeights):
+            self.optimizer.add_gradients()
+        if self.mpu.get_data_parallel_world_size() > 1:
+            super().allreduce_gradients(*how, **more)
 
     def _take_model_step(self, *how: Any) -> None:
         """Called by DeepSpeed once the gradients are averaged over the data-parallel ranks."""
@@ -88,23 +102,28 @@ class DataParallelEngine(DeepSpeedEngine):
                 parameter.grad.mul_(factor)
 
 
-def gradient_norm(parameters: Iterable[torch.nn.Parameter], mpu: ProcessGrid) -> torch.Tensor:
+def gradient_norm(
+    parameters: Iterable[torch.nn.Parameter], mpu: ProcessGrid, gradients: Iterable[torch.Tensor | None] = ()
+) -> torch.Tensor:
     """L2 norm of the gradient of a whole model, of which `parameters` are this rank's: an fp32 scalar.
 
-    Collective over the tensor-parallel ranks. Not finite where a gradient is not.
+    `gradients`: those of the parameters, where these do not hold them. Collective over the tensor-parallel
+    ranks. Not finite where a gradient is not.
     """
     # Duplicated parameters have the same gradient on every tensor-parallel rank: it counts once.
     first = mpu.get_model_parallel_rank() == 0
     total = torch.zeros((), dtype=get_norm_dtype(), device=get_accelerator().current_device_name())
-    for parameter in parameters:
-        if parameter.grad is not None and (first or is_model_parallel_parameter(parameter)):
-            total += _squared_norm(parameter.grad)
+    parameters = list(parameters)
+    held = list(gradients) or [parameter.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, held, strict=True):
+        if gradient is not None and (first or is_model_parallel_parameter(parameter)):
+            total += squared_norm(gradient)
     if mpu.get_model_parallel_world_size() > 1:
         dist.all_reduce(total, group=mpu.get_model_parallel_group())
     return total.sqrt().float()
 
 
-def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     """Sum of squares in float64, but for blocks of 512: a CPU adds up several times as fast in float32."""
     flat = gradient.flatten()
     blocks = flat.numel() // BLOCK
@@ -117,16 +136,19 @@ class MasterWeights(DeepSpeedOptimizer):
     """Steps fp32 copies of all fp16 or bf16 parameters and rounds them back.
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3. Gradients come averaged over the
-    data-parallel ranks, in the parameters' precision. Per parameter 16 bytes between backward and step: 2 of
-    weight, 2 of gradient, 12 of fp32 weight and moments. In a step 18: all gradients are in fp32 at once,
+    data-parallel ranks, in the parameters' precision, or are summed over micro-batches and ranks in fp32. Per
+    parameter 16 bytes between backward and step: 2 of weight, 2 of gradient (fp32: 4, and 2 until they are
+    added), 12 of fp32 weight and moments. In a step 18: all gradients are in fp32 at once,
     in the place of their half-precision ones, until the optimizer has stepped. Kernels take lists of tensors
     of `AT_ONCE` elements, so that both precisions of the same gradients are few.
     """
 
     def __init__(
-        self, optimizer: Optimizer, mpu: ProcessGrid, *, clip: float, scaler: Any, skips_overflow: bool
-    ):
+        self, optimizer: Optimizer, mpu: ProcessGrid, *, clip: float, scaler: Any, skips_overflow: bool,
+        sums_in_fp32: bool = False,
+    ):  # fmt: skip
         """`optimizer`: not stepped yet; `clip`: largest norm, 0: none; `scaler`: DeepSpeed's loss scaler."""
+        self.sums_in_fp32 = sums_in_fp32
         self.optimizer, self.mpu, self.clip = optimizer, mpu, clip
         self.scaler, self.skips_overflow = scaler, skips_overflow
         self.overflow = False
@@ -154,6 +176,32 @@ class MasterWeights(DeepSpeedOptimizer):
         self.scaler.update_scale(has_overflow)
 
     @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add a micro-batch's gradients to the sums, where these are kept in fp32."""
+        if self.sums_in_fp32:
+            self._take_gradients()
+
+    def _take_gradients(self) -> None:
+        """Move or add the parameters' gradients to those of their masters, in fp32."""
+        for parameters, masters in self.lists:
+            gradients = [parameter.grad for parameter in parameters]
+            if masters[0].grad is None:
+                sums = [torch.empty_like(master) for master in masters]
+                torch._foreach_copy_(sums, gradients)
+            else:
+                sums = [master.grad for master in masters]
+                torch._foreach_add_(sums, gradients)
+            for parameter, master, total in zip(parameters, masters, sums, strict=True):
+                parameter.grad, master.grad = None, total
+
+    def get_grads_for_reduction(self) -> tuple[list[torch.Tensor | None], dict]:
+        """Called by DeepSpeed: what it averages over the data-parallel ranks."""
+        return self._gradients(), {}
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [(master if self.sums_in_fp32 else parameter).grad for parameter, master in self.pairs]
+
+    @torch.no_grad()
     def step(self) -> None:
         """Unscale, clip, step and round; or skip where a gradient is not finite, on all ranks alike."""
         scaled_norm = self._norm()
@@ -161,15 +209,14 @@ class MasterWeights(DeepSpeedOptimizer):
         if self.overflow:
             self._global_grad_norm = math.inf
             self._update_scale(True)
+            self.zero_grad()
             return
         norm = self._global_grad_norm = scaled_norm / self.cur_scale
         divisor = self.cur_scale * (torch.clamp((norm + 1e-6) / self.clip, min=1.0) if self.clip else 1.0)
-        for parameters, masters in self.lists:
-            gradients = [torch.empty_like(master) for master in masters]
-            torch._foreach_copy_(gradients, [parameter.grad for parameter in parameters])
-            torch._foreach_mul_(gradients, 1.0 / divisor)
-            for parameter, master, gradient in zip(parameters, masters, gradients, strict=True):
-                parameter.grad, master.grad = None, gradient
+        if not self.sums_in_fp32:
+            self._take_gradients()
+        for _, masters in self.lists:
+            torch._foreach_mul_([master.grad for master in masters], 1.0 / divisor)
         self.optimizer.step()
         for _, master in self.pairs:
             master.grad = None
@@ -178,11 +225,11 @@ class MasterWeights(DeepSpeedOptimizer):
 
     def _norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradient times the loss scale."""
-        return gradient_norm((p for p, _ in self.pairs), self.mpu)
+        return gradient_norm((p for p, _ in self.pairs), self.mpu, self._gradients())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter, _ in self.pairs:
-            parameter.grad = None
+        for parameter, master in self.pairs:
+            parameter.grad = master.grad = None
 
     @torch.no_grad()
     def round_weights(self) -> None:

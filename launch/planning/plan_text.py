@@ -60,7 +60,7 @@ def describe_plan(
         ("parameters", f"{parameters:,}"),
         ("layout", f"{degrees} = {counted(layout.world, 'process')}{asked}"),
         ("batch", layout.identity()),
-        ("precision", plan.precision),
+        ("precision", describe_precision(plan)),
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
         ("memory", describe_memory(needs(plan, gpus=gpus))),
         ("recomputed", recomputed.get(recipe.checkpoint_interval, chunks)),
@@ -73,6 +73,19 @@ def describe_plan(
     ]
     notices = (wrapped(f"\n  ! {notice}", width) for notice in plan.notices)
     return "\n".join([aligned(lines, indent=2, width=width), *notices])
+
+
+def describe_precision(plan: Plan) -> str:
+    """The precision of a run, and that of its gradients' sums where it is another."""
+    over_batches = (plan.ds.get("data_types") or {}).get("grad_accum_dtype")
+    over_ranks = plan.ds.get("communication_data_type")
+    sums = ((over_batches, "micro-batches"), (over_ranks, "data-parallel ranks"))
+    longer = [what for dtype, what in sums if dtype == "fp32" and plan.precision != "fp32"]
+    return (
+        f"{plan.precision}, gradients summed over {' and '.join(longer)} in fp32"
+        if longer
+        else plan.precision
+    )
 
 
 def describe_memory(rank: RankMemory) -> str:

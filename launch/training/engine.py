@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import set_z3_leaf_modules
 
 from launch.deepspeed_fixes import zero0
+from launch.deepspeed_fixes.bf16_gradient_sums import mend_bf16_sums
 from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
 from launch.deepspeed_fixes.muon_compilation import postpone_compilation
@@ -76,6 +77,7 @@ def build_engine(
     engine = zero0.initialize(**how) if plan.zero_stage == 0 else deepspeed.initialize(**how)[0]
     if engine.fp16_enabled():
         postpone_growth(engine)
+    mend_bf16_sums(engine, grid)
     return engine
 
 
@@ -138,11 +140,20 @@ def outcome_of_step(
     norm = engine.get_global_grad_norm()
     skipped = engine.skipped_steps > skipped_steps
     overflowed = skipped and engine.fp16_enabled()  # DeepSpeed skips in bf16 and fp32 too
-    if not math.isfinite(float(loss)) and not overflowed:
+    mean, *others = _numbers([loss, *([] if norm is None else [norm]), *parts])
+    if not math.isfinite(mean) and not overflowed:
         precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
-        raise Diverged(f"the loss is {float(loss)} in {precision}")
-    norm = None if norm is None else float(norm)
-    return StepOutcome(float(loss), lr, norm, scale, skipped, _named(engine, parts))
+        raise Diverged(f"the loss is {mean} in {precision}")
+    read = None if norm is None else others.pop(0)
+    return StepOutcome(mean, lr, read, scale, skipped, _named(engine, others))
+
+
+def _numbers(values: Sequence[torch.Tensor | float]) -> list[float]:
+    """Scalars, read from their device at once: each reading alone would wait for the GPU."""
+    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+    return torch.stack(
+        [torch.as_tensor(v, dtype=torch.float64, device=device).view(()) for v in values]
+    ).tolist()
 
 
 def forward(
@@ -172,8 +183,8 @@ def validate(
             losses = torch.stack([torch.cat([loss.float().view(1), *parts]) for loss, *parts in each])
             totals.append(data_parallel_mean(losses.mean(0), grid))
     engine.train()
-    loss, *parts = torch.stack(totals).mean(0)
-    return Validation(float(loss), _named(engine, parts))
+    loss, *parts = torch.stack(totals).mean(0).tolist()
+    return Validation(loss, _named(engine, parts))
 
 
 def _unused_salts(engine: PipelineEngine, batch: MicroBatch) -> torch.Tensor | None:
@@ -197,9 +208,8 @@ def _pipeline_parts(engine: PipelineEngine, grid: ProcessGrid) -> list[torch.Ten
     return list(parts)
 
 
-def _named(engine: DeepSpeedEngine, parts: Sequence[torch.Tensor]) -> dict[str, float]:
-    names = engine.module.loss_parts if parts else ()
-    return {name: float(value) for name, value in zip(names, parts, strict=True)}
+def _named(engine: DeepSpeedEngine, parts: Sequence[float]) -> dict[str, float]:
+    return dict(zip(engine.module.loss_parts if parts else (), parts, strict=True))
 
 
 def loss_scale(engine: DeepSpeedEngine) -> float:

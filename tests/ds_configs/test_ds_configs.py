@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_configs import known_keys
+from ds_configs import jsonfile, known_keys
 from ds_configs.jsonfile import FOLDER, ConfigError, available
 from ds_configs.plan import FORM, Machine, Plan, plan_to_json
 from ds_configs.resolver import resolve
@@ -23,6 +23,7 @@ from recipes.schema import Recipe
 GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
 CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
 OLD = dataclasses.replace(CPU, bf16=False)
+V100 = dataclasses.replace(GPU, bf16=False)
 EVERY_RECIPE = [entry.name for entry in catalog.names()]
 EVERY_CONFIG = available()
 WORLDS = (1, 2, 3, 4, 8)
@@ -330,7 +331,7 @@ KEYS = [
     ({"fp16": True}, "fp16=true: is a section; write an object"),
     ({"zero_optimization": True}, "zero_optimization=true: is a section; write an object"),
     ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op=sum: a step's gradient is the mean"),
-    ({"communication_data_type": "auto"}, 'communication_data_type="auto": nothing fills it here'),
+    ({"gradient_predivide_factor": "auto"}, 'gradient_predivide_factor="auto": nothing fills it here'),
     (
         {"zero_optimization__sub_group_size": "auto"},
         'zero_optimization.sub_group_size="auto": nothing fills it here',
@@ -493,7 +494,8 @@ def test_auto_takes_the_recipes_precision_without_a_word():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "machine", "got"), [("fp16", CPU, "bf16"), ("fp16", OLD, "fp32"), ("bf16", OLD, "fp32")]
+    ("wanted", "machine", "got"),
+    [("fp16", CPU, "bf16"), ("fp16", OLD, "fp32"), ("bf16", OLD, "fp32"), ("bf16", V100, "fp16")],
 )
 def test_auto_falls_to_what_the_machine_has_in_one_loud_line(wanted, machine, got):
     result = plan("zero1", f"precision={wanted}", machine=machine)
@@ -550,15 +552,66 @@ def test_zero_0_takes_every_precision(written):
     assert "pp=2 with zero_optimization.stage=0" in only("zero0", "parallel.pp=2", "precision=bf16", world=2)
 
 
-def test_zero_0_accumulates_in_the_precision_of_the_run(written):
+def test_zero_0_sums_gradients_in_its_own_precision_or_in_fp32(written):
     path = written(base="zero0", data_types__grad_accum_dtype="fp32")
-    found = only(path, "precision=bf16", machine=GPU)
-    assert (
-        "data_types.grad_accum_dtype=fp32 with bf16 and zero_optimization.stage=0" in found
-        and "--ds_config zero1" in found
+    for wanted in ("fp32", "bf16", "fp16"):
+        assert plan(path, f"precision={wanted}", machine=GPU).precision == wanted
+    path = written(base="zero0", data_types__grad_accum_dtype="fp16")
+    assert "grad_accum_dtype=fp16 with bf16 and zero_optimization.stage=0: gradients are summed" in only(
+        path, "precision=bf16", machine=GPU
     )
-    assert plan(path, "precision=fp32").precision == "fp32"
-    assert plan(written(data_types__grad_accum_dtype="fp32"), "precision=bf16").zero_stage == 1
+
+
+def sums(result):
+    """Types in which gradients are summed: over micro-batches, over ranks."""
+    return result.ds["data_types"]["grad_accum_dtype"], result.ds["communication_data_type"]
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "zero3_offload"])
+def test_bf16_gradients_are_summed_in_fp32_where_there_are_many(name, written):
+    def summed(precision, accumulation=1, world=1, name=name):
+        batch = f"batch.global={accumulation * world}", "batch.micro=1", f"batch.accumulation={accumulation}"
+        return sums(plan(name, f"precision={precision}", *batch, world=world, machine=GPU))
+
+    assert summed("bf16") == ("bf16", "bf16"), "no cast without a sum"
+    assert summed("bf16", 2) == ("fp32", "bf16")
+    assert summed("bf16", 1, 16) == ("bf16", "fp32") and summed("bf16", 1, 8) == ("bf16", "bf16")
+    assert summed("fp16", 64, 16) == ("fp16", "fp16") and summed("fp32", 64, 16) == ("fp32", "fp32")
+    own = written(base=name, data_types__grad_accum_dtype="bf16", communication_data_type="bf16")
+    assert summed("bf16", 64, 16, own) == ("bf16", "bf16")
+
+
+def test_the_first_loss_scale_makes_up_for_the_accumulation(written):
+    """DeepSpeed divides the loss by it before the scale multiplies it."""
+
+    def power(accumulation, name="zero1"):
+        batch = f"batch.global={accumulation}", "batch.micro=1", f"batch.accumulation={accumulation}"
+        return plan(name, "precision=fp16", *batch, machine=GPU).ds["fp16"]["initial_scale_power"]
+
+    assert (power(1), power(2), power(5), power(512)) == (16, 17, 19, 25)
+    assert power(512, written(fp16__initial_scale_power=8)) == 8
+
+
+def test_buckets_are_of_the_model():
+    def sizes(name, recipe=catalog.DEFAULT_RECIPE, machine=GPU, *settings):
+        loaded = catalog.load(recipe, settings)
+        return resolve(loaded, name, None, machine).ds["zero_optimization"]
+
+    small = sizes("zero2")["reduce_bucket_size"]
+    assert 13e6 < small < 15e6, "no larger than the model of 14 million parameters"
+    assert sizes("zero1")["reduce_bucket_size"] == small
+    large = "a100_blog_table4/1.2b"
+    hidden = catalog.load(large).model.hidden
+    three = sizes("zero3", large)
+    assert three["reduce_bucket_size"] == 5e7 and three["stage3_prefetch_bucket_size"] == 12 * hidden**2
+    assert three["stage3_max_live_parameters"] == three["stage3_max_reuse_distance"] == 1e9
+    assert sizes("zero3")["overlap_comm"] is True and sizes("zero3", machine=CPU)["overlap_comm"] is False
+
+
+def test_no_timer_waits_for_the_gpu():
+    """DeepSpeed's synchronizes twice per micro-batch unless it is told not to."""
+    for name in EVERY_CONFIG:
+        assert jsonfile.read(jsonfile.find(name))["timers"]["throughput"]["enabled"] is False
 
 
 # --- layout

@@ -11,6 +11,7 @@ from launch.planning.prediction.workload import Workload
 from modeling import cost
 
 Moment = Literal["backward pass", "optimizer step"]
+AVERAGED_AT_ONCE = 5e8  # elements; DeepSpeed 0.19.8, MEMORY_OPT_ALLREDUCE_SIZE
 NOT_IN_THE_TOTAL = ("stage", "moment", "idle", "host", "nvme")
 
 
@@ -130,19 +131,29 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
         parameters, work.zero_stage, dp, widths=work.widths, optimizer=work.optimizer_at,
         weights=work.weights_at, accumulates=work.layout.accumulation > 1, sub_group=work.sub_group,
     )  # fmt: skip
+    # Those of a micro-batch, before they are added to sums in fp32; stages 2 and 3 do that bucket by bucket.
+    fresh = work.width * parameters if _sums_whole_gradients(work) else 0.0
     if work.zero_stage == 0:  # its gradients are in fp32 throughout (deepspeed_fixes/zero0)
-        return placed, placed.gradients.gpu
+        return placed, placed.gradients.gpu + fresh
     stays = work.optimizer_at == "gpu" or work.zero_stage == 1
-    return placed, work.widths.gradient * share if stays else 0.0
+    return placed, work.widths.gradient * share + fresh if stays else 0.0
 
 
 def _buffers(work: Workload, stage: int) -> float:
     """Bytes of ZeRO's buckets and gathered parameters."""
     parameters, buffers = work.parameters_of(stage), work.buffers
+    if work.zero_stage == 1 and _sums_whole_gradients(work):
+        # DeepSpeed's BF16_Optimizer: copies of what is averaged at once, in fp32 and in bf16.
+        return min(parameters, AVERAGED_AT_ONCE) * (4 + work.width) if work.layout.dp > 1 else 0.0
     gathered = 0.0
     if work.zero_stage == 3:
         gathered = min(parameters, buffers.live) if buffers.live else _two_layers(work)
     return work.width * (buffers.reduce + gathered)
+
+
+def _sums_whole_gradients(work: Workload) -> bool:
+    """Whether a rank sums gradients of all its parameters in fp32, and computes them in half precision."""
+    return work.zero_stage <= 1 and work.width < work.widths.gradient and work.software.states is None
 
 
 def _two_layers(work: Workload) -> float:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
-from ds_configs.resolver import resolve
+from ds_configs.resolver import resized, resolve
 from ds_configs.sections import transformers_modules
 from launch.planning.prediction import forecast_command, workload
 from launch.planning.prediction.hardware import Node
@@ -139,16 +139,18 @@ class Templates:
         machine = forecast_command.machine_of(self.question.node)
         return resolve(recipe.model_copy(update=changed), path, None, machine)
 
-    def step(self, way: Way, at: Degrees, again: Any) -> Workload | None:
-        """One micro-batch of one sample under these degrees; None: refused."""
+    def step(self, way: Way, at: Degrees, again: Any, accumulation: int) -> Workload | None:
+        """Micro-batches of one sample under these degrees; None: refused."""
         plan = self.plans.get((way, at.kind, again))
         if plan is None:
             return None
-        work = workload.of_plan(plan)
+        layout = Layout(*at, 1, accumulation, accumulation * at.dp)
+        machine = forecast_command.machine_of(self.question.node)
+        work = workload.of_plan(resized(plan, ways.config(way, self.question.base), layout, machine))
         if self.question.software is not OURS:
             work = workload.as_run_by(work, self.question.software.name)
         vocab = transformers_modules.embedding_rows(self.question.recipe, at.tp)
-        return replace(work, layout=Layout(*at, 1, 1, at.dp), padded_vocab=vocab)
+        return replace(work, padded_vocab=vocab)
 
 
 def half_precision(node: Node) -> str:

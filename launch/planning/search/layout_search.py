@@ -154,13 +154,14 @@ def _of_degrees(question: Question, at: Degrees, templates: Templates, constants
     found = []
     for way in candidates.ways_of(question.software):
         for again in templates.recomputations:
-            one = templates.step(way, at, again)
-            if one is None:
+            once, often = (templates.step(way, at, again, accumulation) for accumulation in (1, 2))
+            if once is None or often is None:
                 continue
             full: set[tuple[object, ...]] = set()
             for micro in candidates.micro_batches(question, at):
                 total = question.recipe.batch.global_
                 layout = Layout(*at, micro, total // (micro * at.dp), total)
+                one = often if layout.accumulation > 1 else once
                 for work in candidates.variants(replace(one, layout=layout)):
                     kind = (work.sequence_parallel, work.selective, work.interleave)
                     if kind in full:

@@ -225,9 +225,6 @@ def _how(answer: Answer, asked: Asked, args: argparse.Namespace, plan: Plan, wid
         if each.kind not in ("larger batch", "recomputation")
     ]
     told += [str(notice) for notice in plan.notices]
-    half = candidates.half_precision(answer.question.node)
-    if half not in (plan.precision, "fp32") and plan.precision == "fp32":
-        told.append(f"this GPU has {half}, which is several times as fast: --set precision={half}")
     return lines + [terminal.wrapped(f"  ! {text}", width, hang=4) for text in told]
 
 

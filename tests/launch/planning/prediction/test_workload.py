@@ -79,11 +79,12 @@ def test_buckets_are_those_of_the_json():
         return workload.of_plan(plan("default/sotu", f"ds_config={config}", *settings)).buffers
 
     assert buffers("zero0") == workload.Buffers()
-    assert buffers("zero1").reduce == 5e8, "DeepSpeed's own size, where the JSON has none"
-    two = buffers("zero2")
-    assert two.reduce == 2 * max(384**2, 1_000_000), "overlap_comm takes turns with two"
+    assert 13e6 < buffers("zero1").reduce / 2 < 15e6, (
+        "as large as the model; overlap_comm takes turns with two"
+    )
+    assert buffers("zero2") == buffers("zero1")
     three = buffers("zero3")
-    assert three.live == 1e9 and three.reduce == max(384**2, 1_000_000)
+    assert three.live == 1e9 and three.reduce == buffers("zero2").reduce / 2
 
 
 def test_recomputation_and_its_place_are_the_plans():

@@ -1,0 +1,70 @@
+"""What DeepSpeed leaves to its user to size: buckets, gathered parameters, the first loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ds_configs.known_keys import stated
+from ds_configs.plan import Machine, Precision
+from ds_configs.sections import transformers_modules
+from recipes.layout import Layout
+from recipes.schema import Recipe
+
+# Elements of a bucket from which on a collective of a GPU is all bandwidth and no latency, about.
+_BUCKET = 50_000_000
+# Bits by which the first loss scale exceeds 1, for one micro-batch.
+_FIRST_SCALE = 16
+# Ranks from which on a sum in bf16 is off by half a percent and more.
+_MANY_RANKS = 16
+
+
+def sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[str, Any]:
+    """Values of "auto", by dotted key; sizes in elements.
+
+    A bucket holds hidden^2 elements, or 5e7 where that is less, and never more than a rank has parameters.
+    Stage 3 keeps what Hugging Face's integration keeps whole, parameters below 10 hidden. It gathers the next
+    layer, 12 hidden^2 / tp, while one is computed, and has room for three.
+    """
+    hidden, tp = recipe.model.hidden, layout.tp
+    layer = 12 * hidden * hidden // tp
+    embedding = transformers_modules.embedding_rows(recipe, tp) // tp * hidden
+    own = _parameters(recipe, layout, layer, embedding)
+    bucket = min(max(hidden * hidden, _BUCKET), own + own % 2)
+    return {
+        "zero_optimization.reduce_bucket_size": bucket,
+        "zero_optimization.allgather_bucket_size": bucket,
+        "zero_optimization.stage3_prefetch_bucket_size": layer,
+        "zero_optimization.stage3_max_live_parameters": max(1_000_000_000, 3 * layer),
+        "zero_optimization.stage3_max_reuse_distance": max(1_000_000_000, 3 * layer),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
+        # A CPU computes nothing while it copies a bucket.
+        "zero_optimization.overlap_comm": machine.accelerator != "cpu",
+        # A buffer holds any one parameter: the embedding, or an MLP matrix of 4 hidden² / tp.
+        "zero_optimization.offload_param.buffer_size": max(embedding, 4 * hidden * hidden // tp),
+        # DeepSpeed divides a loss by the accumulation before it scales it.
+        "fp16.initial_scale_power": min(32, _FIRST_SCALE + math.ceil(math.log2(layout.accumulation))),
+    }
+
+
+def sums(config: Mapping[str, Any], precision: Precision | None, layout: Layout) -> dict[str, Any]:
+    """Data types in which gradients are summed, over micro-batches and over ranks.
+
+    bf16 has 8 bits: a sum of 512 gradients in it is off by 2 %, where they agree in sign by half, since it
+    stops growing at 256 times an addend. fp16 has 11, and a loss scale.
+    """
+    own = precision or "fp32"
+    short = own == "bf16" and not stated(config, "bf16.bf16_master_weights_and_grads")
+    return {
+        "data_types.grad_accum_dtype": "fp32" if short and layout.accumulation > 1 else own,
+        "communication_data_type": "fp32" if short and layout.dp >= _MANY_RANKS else own,
+    }
+
+
+def _parameters(recipe: Recipe, layout: Layout, layer: int, embedding: int) -> int:
+    """Parameters of a rank of the largest pipeline stage, about."""
+    model = recipe.model
+    layers = math.ceil(model.layers / layout.pp)
+    positions = recipe.sequence_length * model.hidden
+    return layers * (layer + 13 * model.hidden) + embedding + positions
