@@ -222,8 +222,18 @@ def run_layers(layers: Layers, stream: Stream, interval: int, checkpoint: Callab
             stream = checkpoint(partial(_in_turn, chunk), stream)
         else:  # only x changes in a transformer layer; what rides along is no output of the recomputation
             x, *others = stream
-            stream = (checkpoint(lambda *x, chunk=chunk: _in_turn(chunk, x)[0], x, *others), *others)
+            stream = (checkpoint(partial(_recomputed, chunk, others), x, *filter(_is_tensor, others)), *others)
     return stream
+
+
+def _recomputed(layers: Layers, others: list[Any], x: Tensor, *given: Tensor) -> Tensor:
+    """x after the layers; `given`: the tensors among `others`, which alone pass through a recomputation."""
+    tensors = iter(given)
+    return _in_turn(layers, (x, *(next(tensors) if _is_tensor(other) else other for other in others)))[0]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _in_turn(layers: Layers, stream: Stream) -> Stream:

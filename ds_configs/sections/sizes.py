@@ -48,16 +48,21 @@ def sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[str, Any]:
     }
 
 
-def sums(config: Mapping[str, Any], precision: Precision | None, layout: Layout) -> dict[str, Any]:
+def sums(
+    config: Mapping[str, Any], precision: Precision | None, layout: Layout, machine: Machine
+) -> dict[str, Any]:
     """Data types in which gradients are summed, over micro-batches and over ranks.
 
     bf16 has 8 bits: a sum of 512 gradients in it is off by 2 %, where they agree in sign by half, since it
-    stops growing at 256 times an addend. fp16 has 11, and a loss scale.
+    stops growing at 256 times an addend. fp16 has 11, and a loss scale. For sums in fp32 DeepSpeed's stage 1
+    takes another optimizer, which on a CPU is faster even without accumulation: 38 ms a step instead of 70
+    (`launch/benchmark.py step`, default/sotu on two cores).
     """
     own = precision or "fp32"
     short = own == "bf16" and not stated(config, "bf16.bf16_master_weights_and_grads")
+    faster = machine.accelerator == "cpu" and stated(config, "zero_optimization.stage") == 1
     return {
-        "data_types.grad_accum_dtype": "fp32" if short and layout.accumulation > 1 else own,
+        "data_types.grad_accum_dtype": "fp32" if short and (layout.accumulation > 1 or faster) else own,
         "communication_data_type": "fp32" if short and layout.dp >= _MANY_RANKS else own,
     }
 
