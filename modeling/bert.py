@@ -5,6 +5,8 @@ after each residual sum. Pre-LN is Megatron-BERT's (arXiv 1909.08053, section 3 
 branch and once after the last layer, and not on the embeddings, as `transformers` has it in MegatronBert.
 
 Shapes: B samples, S positions, P predicted positions, H hidden size, V vocabulary (V/t: of this tensor rank).
+The plain form also takes samples without their padding, as one row (`modeling/unpadding.py`): then B is 1
+everywhere but in the sentence objective, S the tokens of the row, and P all of its predictions.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, group_size
 from modeling.parallel.process_grid import Group
 from modeling.transformer import BERT_NORM_EPS, LayerNorm, LayerShape
+from modeling.unpadding import Row
 from recipes.schema import Recipe
 
 LOSS_PARTS = ("mlm_loss", "sentence_loss", "sentence_accuracy")
@@ -76,11 +79,20 @@ class Embedding(nn.Module):
         self.norm = LayerNorm(shape.hidden, **how) if shape.post_norm else None
         self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
 
-    def forward(self, x: Tensor, token_types: Tensor, salts: Tensor | None = None) -> Tensor:
-        """x (B, S, H), token_types (B, S) of 0 and 1; salts (B, S, 2) of hidden dropout in training."""
+    def forward(
+        self, x: Tensor, token_types: Tensor, salts: Tensor | None = None, places: Tensor | None = None
+    ) -> Tensor:
+        """x (B, S, H), token_types (B, S) of 0 and 1; salts (B, S, 2) of hidden dropout in training.
+
+        places (1, T): positions of the tokens of a row; None: 0, 1, ...
+        """
         position, token_type = with_summed_gradients(self.cut_over, self.position, self.token_type)
-        length = x.shape[1] * group_size(self.cut_over)
-        x = x + own_positions(position[None, :length], self.cut_over) + F.embedding(token_types, token_type)
+        if places is None:
+            length = x.shape[1] * group_size(self.cut_over)
+            of_places = own_positions(position[None, :length], self.cut_over)
+        else:
+            of_places = F.embedding(places, position)
+        x = x + of_places + F.embedding(token_types, token_type)
         return self.dropout(x if self.norm is None else self.norm(x), salts)
 
 
@@ -101,14 +113,20 @@ class Head(nn.Module):
         self.pooler = linear(shape.hidden, init=init.child("pooler")) if sentences else None
         self.sentence = linear(SENTENCE_CLASSES, init=init.child("sentence")) if sentences else None
 
-    def forward(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x (B, S, H), positions (B, P) or None: decoder input (B, P, H), sentence logits (B, 2) or None."""
+    def forward(
+        self, x: Tensor, positions: Tensor | None, firsts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (B, S, H), positions (B, P) or None: decoder input (B, P, H), sentence logits (B, 2) or None.
+
+        firsts (B,): where [CLS] of the samples of a row are; None: at the first position.
+        """
         x = gather_positions(x, self.cut_over, summed=False)
         chosen = x if positions is None else x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         decoded = self.norm(F.gelu(self.transform(chosen)))
         if self.pooler is None or self.sentence is None:
             return decoded, None
-        return decoded, self.sentence(torch.tanh(self.pooler(x[:, 0])))
+        pooled = self.pooler(x[:, 0] if firsts is None else F.embedding(firsts, x[0]))
+        return decoded, self.sentence(torch.tanh(pooled))
 
 
 class DecoderBias(nn.Module):
@@ -123,13 +141,14 @@ class DecoderBias(nn.Module):
 
 
 # Streams: (tokens, token types, lengths, positions) -> (x, lengths, positions) -> (logits, sentence logits)
-# The first two end with the salts of hidden dropout where there are any.
+# The first two end with the salts of hidden dropout where there are any. Instead of lengths, a Row.
 
 
 def _embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
     x, token_types, lengths, positions, *salts = stream
     token_types, *salts = (own_positions(each, cut_over) for each in (token_types, *salts))
-    return embedding(x, token_types, *salts), lengths, positions, *salts
+    placed = {"places": own_positions(lengths.places, cut_over)} if isinstance(lengths, Row) else {}
+    return embedding(x, token_types, *salts, **placed), lengths, positions, *salts
 
 
 def _attend(layer: nn.Module, stream: tuple) -> tuple:
@@ -138,8 +157,8 @@ def _attend(layer: nn.Module, stream: tuple) -> tuple:
 
 
 def _head(head: nn.Module, stream: tuple) -> tuple:
-    x, _, positions, *_ = stream
-    return head(x, positions)
+    x, lengths, positions, *_ = stream
+    return head(x, positions, lengths.firsts if isinstance(lengths, Row) else None)
 
 
 def layer_list(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefinition]:
@@ -205,7 +224,7 @@ class Bert(Stack):
         self,
         tokens: Tensor,
         token_types: Tensor,
-        lengths: Tensor | None,
+        lengths: Tensor | Row | None,
         positions: Tensor | None = None,
         labels: Tensor | None = None,
         *targets: Tensor,
@@ -213,10 +232,10 @@ class Bert(Stack):
     ) -> Any:
         """The losses of a micro-batch as `pretraining_loss` returns them, or its logits.
 
-        tokens, token_types (B, S); lengths (B,) or None where nothing is padded; positions, labels (B, P);
-        targets: weights (B, P), sentence labels and weights (B,). Without labels returns (logits (B, P, V/t),
-        sentence logits (B, 2) or None), where positions None stands for all S. salts (B, S, 2): of hidden
-        dropout in training.
+        tokens, token_types (B, S); lengths (B,) or None where nothing is padded, or the Row that tokens are;
+        positions, labels (B, P); targets: weights (B, P), sentence labels and weights (B,). Without labels
+        returns (logits (B, P, V/t), sentence logits (B, 2) or None), where positions None stands for all S.
+        salts (B, S, 2): of hidden dropout in training.
         """
         salted = () if salts is None else (salts,)
         logits, sentence_logits = self.run((tokens, token_types, lengths, positions, *salted))

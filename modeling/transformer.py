@@ -22,6 +22,7 @@ from modeling.parallel.collectives import in_rank_order, in_sample_order, with_s
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.parallel.random_state import tensor_parallel_random
+from modeling.unpadding import Row, padding_mask, unpadded_attention
 
 GPT2_NORM_EPS, BERT_NORM_EPS = 1e-5, 1e-12  # of the original implementations
 
@@ -65,11 +66,6 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
 
 
-def padding_mask(lengths: Tensor, positions: int) -> Tensor:
-    """lengths (B,) -> (B, 1, 1, S), True for the keys that may be attended to: a sample's first `lengths`."""
-    return (torch.arange(positions, device=lengths.device) < lengths[:, None])[:, None, None, :]
-
-
 class Attention(nn.Module):
     """Self-attention; each tensor rank holds heads/t whole heads.
 
@@ -96,36 +92,37 @@ class Attention(nn.Module):
         if self.window is not None:
             self.block_mask = prepared_mask(device, dtype, positions, self.window, self.head_size)
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | Row | None = None) -> Tensor:
         """x (B, S, H), lengths (B,) or None where nothing is padded -> (B, S, H).
 
         With sequence parallelism x and the result are (B, S/t, H). Without lengths no mask is built, which
-        lets the fastest attention kernels run.
+        lets the fastest attention kernels run. With a Row, B is 1, and S the tokens of the row.
         """
         qkv = self.qkv(x)
         if self.cut_over is not None:
             qkv = in_sample_order(qkv, self.cut_over)
         B, S, _ = qkv.shape
         qkv_BSN3D = qkv.view(B, S, self.local_heads, 3, -1)
-        q, k, v = qkv_BSN3D.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
-        mask = None if lengths is None else padding_mask(lengths, S)
-        assert mask is None or not self.causal, "causal samples are packed and have no padding"
+        assert lengths is None or not self.causal, "causal samples are packed and have no padding"
         # Around the recomputation, too: it restores the state of the stream that is current here.
         with tensor_parallel_random(self.own_stream and self.training):
             if self.recomputes_core and self.training:
-                out_BNSD = checkpoint(self._core, q, k, v, mask, use_reentrant=False)
+                out_BSND = checkpoint(self._core, qkv_BSN3D, lengths, use_reentrant=False)
             else:
-                out_BNSD = self._core(q, k, v, mask)
-        out_BSND = out_BNSD.transpose(1, 2)
+                out_BSND = self._core(qkv_BSN3D, lengths)
         if self.cut_over is not None:
             out_BSND = in_rank_order(out_BSND, self.cut_over)
         return self.projection(out_BSND.flatten(2))
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:  # each (B, N, S, D)
+    def _core(self, qkv: Tensor, lengths: Tensor | Row | None) -> Tensor:  # (B, S, N, 3, D) -> (B, S, N, D)
         p = self.dropout if self.training else 0.0
+        if isinstance(lengths, Row):
+            return unpadded_attention(qkv[0], lengths, p)[None]
+        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
         if self.window is None:
-            return attention(q, k, v, causal=self.causal, mask=mask, dropout_p=p)
-        return banded_attention(q, k, v, self.window, p, mask=self.block_mask)
+            mask = None if lengths is None else padding_mask(lengths, q.shape[2])
+            return attention(q, k, v, causal=self.causal, mask=mask, dropout_p=p).transpose(1, 2)
+        return banded_attention(q, k, v, self.window, p, mask=self.block_mask).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -163,8 +160,8 @@ class TransformerLayer(nn.Module):
             for name in ("attention_dropout", "mlp_dropout")
         )
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None, salts: Tensor | None = None) -> Tensor:
-        """x (B, S, H), lengths (B,) of what is not padding, or None -> (B, S, H).
+    def forward(self, x: Tensor, lengths: Tensor | Row | None = None, salts: Tensor | None = None) -> Tensor:
+        """x (B, S, H), lengths (B,) of what is not padding, or None -> (B, S, H); (1, T, H) with a Row.
 
         salts (B, S, 2): of hidden dropout in training. With sequence parallelism x, salts and the result hold
         S/t positions.

@@ -23,6 +23,11 @@ class MicroBatchFields:
         return (*self.inputs, *self.targets)
 
     @property
+    def sizes(self) -> Mapping[str, str]:
+        """The dimensions of all of them."""
+        return {**self.inputs, **self.targets}
+
+    @property
     def padded(self) -> bool:
         """Whether a sample may end before its S-th token: `lengths` says where."""
         return "lengths" in self.inputs

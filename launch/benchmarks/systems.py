@@ -22,7 +22,7 @@ from launch.deepspeed_fixes import zero0
 from launch.machine import abilities, compiled_ops
 from launch.training.engine import build_engine, parameter_groups, train_step
 from launch.training.job import Job, plan_job
-from launch.training.micro_batches import MicroBatch, for_plain, normalised, salts_of_step
+from launch.training.micro_batches import MicroBatch, for_plain, normalised, padded, salts_of_step
 from launch.training.run import next_batch, training_batches
 from launch.training.schedule import Schedule, learning_rate
 from launch.training.step_exchange import StepReport, exchange
@@ -184,7 +184,7 @@ def transformers_inputs(batch: MicroBatch, device: torch.device) -> dict[str, to
     if "lengths" not in batch:
         tokens = batch["tokens"].to(device)
         return {"input_ids": tokens, "labels": tokens}  # it shifts them
-    tokens, types, lengths, positions, labels, weights, sentences, _ = for_plain(batch, device)
+    tokens, types, lengths, positions, labels, weights, sentences, _ = padded(batch, device)
     assert None not in (tokens, types, positions, labels, weights, sentences)
     full = torch.full_like(tokens, -100)
     predicted = weights > 0
@@ -230,8 +230,7 @@ class Bare:
         losses = []
         for batch, salt in zip(batches, salts, strict=True):
             with clock("forward"):
-                given = for_plain(batch, self.data.device)
-                salted = {} if salt is None else {"salts": salt[:, : given[0].shape[1]]}
+                given, salted = for_plain(batch, self.data.device, salt)
                 loss = self.model(*given, **salted)
                 loss = (loss[0] if isinstance(loss, tuple) else loss) / len(batches)
             with clock("backward"):

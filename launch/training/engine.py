@@ -149,10 +149,8 @@ def forward(
     engine: DeepSpeedEngine, batch: MicroBatch, salts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """(loss) or (loss, parts of it) of one micro-batch, by our plain model."""
-    tokens, *others = micro_batches.for_plain(batch, engine.device, engine.module.position_ranks)
-    assert tokens is not None
-    salted = {} if salts is None else {"salts": salts[:, : tokens.shape[1]]}
-    result = engine(tokens, *others, **salted)
+    given, named = micro_batches.for_plain(batch, engine.device, salts, engine.module.position_ranks)
+    result = engine(*given, **named)
     return result if isinstance(result, tuple) else (result,)
 
 

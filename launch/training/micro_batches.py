@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +16,14 @@ from ds_configs.plan import Plan
 from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
 from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
+from modeling.unpadding import ROW_MULTIPLE, filled, rounded_up, row_of
 from recipes.micro_batch import MicroBatchFields, fields_of
 
 MicroBatch = dict[str, Tensor]
 Device = torch.device | str
 
 LENGTH_MULTIPLE = 8  # trimmed samples stay a multiple of this, which matrix units want
+PREDICTIONS_MULTIPLE = 16  # as do the predictions of a row
 
 
 def normalised(batches: Sequence[MicroBatch], grid: ProcessGrid, device: Device) -> Sequence[MicroBatch]:
@@ -54,23 +58,77 @@ def salts_of_step(plan: Plan, dp_rank: int, step: int, device: Device) -> Sequen
     return list(salts_of(recipe.seed, step, samples, recipe.sequence_length))
 
 
-def for_plain(batch: MicroBatch, device: Device, position_ranks: int = 1) -> tuple[Tensor | None, ...]:
-    """Arguments of the plain model, on `device`; `position_ranks`: among which positions are shared out.
+def for_plain(
+    batch: MicroBatch, device: Device, salts: Tensor | None = None, position_ranks: int = 1
+) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """Positional and named arguments of the plain model, on `device`; salts (B, S, 2) of hidden dropout.
 
-    Padded samples are cut after the longest of the micro-batch, and lengths are None where nothing is padded
-    then: no work is wasted on columns of padding, and attention needs no mask.
+    Nothing is computed for padding: the samples of a padded micro-batch become one row without it. Where that
+    saves nothing they stay as `padded` has them, except on a CPU, which is faster by rows.
+
+    `position_ranks`: among which positions are shared out.
+    """
+    if fields_of(batch).padded:
+        multiple = math.lcm(ROW_MULTIPLE, position_ranks)
+        lengths, kept = batch["lengths"], _longest(batch, position_ranks)
+        row, whole = rounded_up(int(lengths.sum()), multiple), kept * lengths.numel()
+        if row < whole or (row == whole and torch.device(device).type == "cpu"):
+            return _unpadded(batch, device, salts, multiple)
+    given = padded(batch, device, position_ranks)
+    assert given[0] is not None
+    return given, {} if salts is None else {"salts": salts[:, : given[0].shape[1]]}
+
+
+def padded(batch: MicroBatch, device: Device, position_ranks: int = 1) -> tuple[Tensor | None, ...]:
+    """Arguments of a model that takes padded samples, on `device`.
+
+    They are cut after the longest of the micro-batch, and lengths are None where nothing is padded then:
+    attention needs no mask.
     """
     fields = fields_of(batch)
     values: dict[str, Tensor | None] = {**batch}
     if fields.padded:
-        lengths = batch["lengths"]
-        multiple = math.lcm(LENGTH_MULTIPLE, position_ranks)
-        kept = min(batch["tokens"].shape[1], -(-int(lengths.max()) // multiple) * multiple)
+        kept = _longest(batch, position_ranks)
         values |= {name: batch[name][:, :kept] for name, size in fields.inputs.items() if size == "BS"}
-        if bool((lengths == kept).all()):
+        if bool((batch["lengths"] == kept).all()):
             values["lengths"] = None
     ordered = (values[name] for name in fields.names)
     return tuple(None if value is None else value.to(device, non_blocking=True) for value in ordered)
+
+
+def _longest(batch: MicroBatch, position_ranks: int) -> int:
+    """Positions up to which samples are kept."""
+    needed = rounded_up(int(batch["lengths"].max()), math.lcm(LENGTH_MULTIPLE, position_ranks))
+    return min(batch["tokens"].shape[1], needed)
+
+
+def _unpadded(
+    batch: MicroBatch, device: Device, salts: Tensor | None, multiple: int
+) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """The samples as one row, their predictions as one row, and the salts of that row."""
+    fields = fields_of(batch)
+    indices, row = row_of(batch["lengths"], batch["tokens"].shape[1], multiple)
+    within = {**batch, "positions": batch["positions"] + row.firsts[:, None]}
+    # Weights on a GPU are not waited for: with them, predictions that do not count stay.
+    on_host = batch["weights"].device.type == "cpu"
+    chosen = batch["weights"].flatten() > 0 if on_host else slice(None)
+    values = {}
+    for name, size in fields.sizes.items():
+        if size == "BS":
+            values[name] = batch[name].flatten()[indices][None]
+        elif size == "BP":
+            values[name] = filled(within[name].flatten()[chosen], PREDICTIONS_MULTIPLE)[None]
+        else:
+            values[name] = batch[name]
+    rows = [name for name, size in fields.sizes.items() if size in ("BS", "BP")]
+    moved = {name: value.to(device, non_blocking=True) for name, value in values.items()}
+    row, named = row.to(device, non_blocking=True), {}
+    if salts is not None:
+        named = {"salts": salts.flatten(0, 1)[indices.to(salts.device, non_blocking=True)][None]}
+    if "torch._dynamo" in sys.modules:  # should anything be compiled: one graph for rows of every length
+        for x in (row.places, *named.values(), *(moved[name] for name in rows)):
+            torch._dynamo.maybe_mark_dynamic(x, 1)
+    return tuple(row if name == "lengths" else moved[name] for name in fields.names), named
 
 
 def for_pipeline(
@@ -89,7 +147,7 @@ def random_batch(
     sizes = {"B": samples, "S": length, "P": predictions}
     below = {"token_types": TOKEN_TYPES, "positions": length, "sentence_labels": SENTENCE_CLASSES}
     values: dict[str, Tensor | None] = {"lengths": None}
-    for name, dimensions in {**fields.inputs, **fields.targets}.items():
+    for name, dimensions in fields.sizes.items():
         size = [sizes[dimension] for dimension in dimensions]
         if name.endswith("weights"):
             weights = torch.ones(size, device=device)

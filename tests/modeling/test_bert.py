@@ -134,7 +134,7 @@ def test_recomputation_changes_no_gradient(post, monkeypatch):
     gradients = []
     for interval in (0, 1, 2):
         model = bert(post, checkpoint_interval=interval).train()
-        arguments = micro_batches.for_plain(batch(), "cpu")
+        arguments, _ = micro_batches.for_plain(batch(), "cpu")
         model(*arguments)[0].backward()
         gradients.append({p.canonical_name: p.grad for p in model.parameters()})
     for other in gradients[1:]:
@@ -144,15 +144,11 @@ def test_recomputation_changes_no_gradient(post, monkeypatch):
 
 def test_a_micro_batch_is_cut_after_its_longest_sample_and_needs_no_mask_if_that_is_all():
     model = bert()
-    whole = model(*(batch((17, 9, 12))[name] for name in FIELDS["bert"].names))[0]
-    arguments = micro_batches.for_plain(batch((17, 9, 12)), "cpu")
-    assert (
-        arguments[0].shape == arguments[1].shape == (B, S) and arguments[2] is not None
-    )  # 17 rounds up to 24
-    arguments = micro_batches.for_plain(batch((13, 9, 12)), "cpu")
-    assert arguments[0].shape == (B, 16) and arguments[2] is not None
-    torch.testing.assert_close(model(*micro_batches.for_plain(batch((17, 9, 12)), "cpu"))[0], whole)
-    full = micro_batches.for_plain(batch((16, 16, 16)), "cpu")
+    whole = model(*(batch((13, 9, 12))[name] for name in FIELDS["bert"].names))[0]
+    arguments, _ = micro_batches.for_plain(batch((13, 9, 12)), "cpu")
+    assert arguments[0].shape == arguments[1].shape == (B, 16) and arguments[2] is not None
+    torch.testing.assert_close(model(*arguments)[0], whole)
+    full, _ = micro_batches.for_plain(batch((16, 16, 16)), "cpu")
     assert full[0].shape == (B, 16) and full[2] is None
 
 
@@ -164,9 +160,9 @@ def test_dropout_does_not_depend_on_where_padding_is_cut(post):
         salts_of(3, 0, torch.arange(B), S),
     )
     whole = model(*(b[name] for name in FIELDS["bert"].names), salts=salts)[0]
-    arguments = micro_batches.for_plain(b, "cpu")
-    assert arguments[0].shape == (B, 16)
-    torch.testing.assert_close(model(*arguments, salts=salts[:, :16])[0], whole)
+    arguments, salted = micro_batches.for_plain(b, "cpu", salts)
+    assert arguments[0].shape == (B, 16) == salted["salts"].shape[:2]
+    torch.testing.assert_close(model(*arguments, **salted)[0], whole)
     assert abs(model(*arguments, salts=salts[:, 8:])[0] - whole) > 1e-3, "masks do matter"
     assert abs(model.eval()(*arguments)[0] - whole) > 1e-3
 

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from launch.training.build_model import whole_model
 from modeling.huggingface import bert
 from modeling.huggingface.bert import CONVERSION, from_transformers
+from modeling.unpadding import row_of
 from recipes.schema import Dropout, Recipe
 
 FORMS = list(itertools.product(("post", "pre"), ("nsp", "sop", "none")))
@@ -46,14 +47,19 @@ def random_input() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def both_logits(wanted: Recipe, weights, model: torch.nn.Module):
-    """Logits of our model with `weights`, and of transformers' model.
+    """Logits of our model with `weights`, and of transformers' model; ours without padding are the same.
 
     Each ((tokens, V) where not padding, (B, 2) or None).
     """
     tokens, types = random_input()
     real = torch.arange(16) < LENGTHS[:, None]
     with torch.no_grad():
-        logits, sentence = whole_model(wanted, weights)(tokens, types, LENGTHS)
+        ours = whole_model(wanted, weights)
+        logits, sentence = ours(tokens, types, LENGTHS)
+        indices, row = row_of(LENGTHS, 16)
+        in_a_row, of_a_row = ours(*(each.flatten()[indices][None] for each in (tokens, types)), row)
+        assert_close(in_a_row[0, : LENGTHS.sum()], logits[real])
+        assert_close(of_a_row, sentence)
         done = model(tokens, attention_mask=real.long(), token_type_ids=types)
     if wanted.model.sentence_head == "none":
         return (logits[..., :83][real], sentence), (done.logits[real], None)

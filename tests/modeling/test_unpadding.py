@@ -1,0 +1,185 @@
+"""BERT without padding: losses and gradients are those of padded samples; nothing is computed for padding.
+
+Under ZeRO-3 and tensor parallelism: tests/launch/parity/test_bert_layouts.py, whose pipelines are padded.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import deepspeed
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+from launch.training.micro_batches import PREDICTIONS_MULTIPLE, for_plain
+from modeling import unpadding
+from modeling.bert import Bert, BertShape
+from modeling.hidden_dropout import salts_of
+from modeling.initialization import Init
+from modeling.unpadding import ROW_MULTIPLE, Row, attention_of_samples, row_of, unpadded_attention
+from recipes.micro_batch import FIELDS
+
+S, P, V = 48, 6, 90
+LENGTHS = (48, 17, 9, 30, 1, 48, 22, 13)
+B = len(LENGTHS)
+BOTH = pytest.mark.parametrize("post", [False, True], ids=["pre-LN", "post-LN"])
+
+
+def bert(post: bool = False, head: str = "sop", **options) -> Bert:
+    shape = BertShape(
+        layers=2, hidden=32, heads=4, vocab=V, padded_vocab=128, positions=S, post_norm=post,
+        sentence_head=head, **options,
+    )  # fmt: skip
+    return Bert(shape, group=None, init=Init(seed=3, std=0.1, layers=2))
+
+
+def batch(lengths=LENGTHS) -> dict[str, torch.Tensor]:
+    """Samples that predict 1 to P tokens."""
+    g = torch.Generator().manual_seed(0)
+    count, ends = len(lengths), torch.tensor(lengths)
+    real = torch.arange(P) < (1 + torch.arange(count) % P)[:, None]
+    return {
+        "tokens": torch.randint(5, V, (count, S), generator=g),
+        "token_types": torch.randint(0, 2, (count, S), generator=g),
+        "lengths": ends,
+        "positions": torch.stack([torch.randint(0, n, (P,), generator=g) for n in lengths]) * real,
+        "labels": torch.randint(5, V, (count, P), generator=g) * real,
+        "weights": real * torch.rand(count, P, generator=g),
+        "sentence_labels": torch.arange(count) % 2,
+        "sentence_weights": torch.full((count,), 1 / count),
+    }
+
+
+def losses_and_gradients(model: Bert, arguments, named):
+    model.zero_grad()
+    loss, parts = model(*arguments, **named)
+    loss.backward()
+    return loss.detach(), parts, {p.canonical_name: p.grad.clone() for p in model.parameters()}
+
+
+def compare(one, other):
+    for expected, found in zip(one[:2], other[:2], strict=True):
+        torch.testing.assert_close(found, expected)
+    for name, gradient in one[2].items():
+        torch.testing.assert_close(other[2][name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "options", [{}, {"hidden_dropout": 0.2}, {"head": "none"}], ids=["dense", "dropout", "no sentence head"]
+)
+def test_losses_and_gradients_are_those_of_padded_samples(post, options):
+    model, b = bert(post, **options).train(), batch()
+    salts = salts_of(3, 0, torch.arange(B), S) if options.get("hidden_dropout") else None
+    padded = [b[name] for name in FIELDS["bert"].names], ({} if salts is None else {"salts": salts})
+    unpadded = for_plain(b, "cpu", salts)
+    assert isinstance(unpadded[0][2], Row)
+    compare(losses_and_gradients(model, *padded), losses_and_gradients(model, *unpadded))
+    if salts is not None:  # another token's salts are others
+        shifted = {"salts": unpadded[1]["salts"].roll(1, 1)}
+        assert abs(model(*unpadded[0], **shifted)[0] - model(*padded[0], **padded[1])[0]) > 1e-3
+
+
+@BOTH
+def test_recomputation_changes_no_gradient(post, monkeypatch):
+    recompute = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    monkeypatch.setattr(deepspeed.checkpointing, "checkpoint", recompute)
+    salts = salts_of(3, 0, torch.arange(B), S)
+    made = [
+        losses_and_gradients(
+            bert(post, hidden_dropout=0.2, checkpoint_interval=i).train(), *for_plain(batch(), "cpu", salts)
+        )
+        for i in (0, 1)
+    ]
+    compare(*made)
+
+
+def test_nothing_is_computed_for_padding():
+    """Beyond the filling of the two rows up to a multiple."""
+    (tokens, types, row, positions, labels, weights, *_), named = for_plain(batch(), "cpu")
+    assert tokens.shape == types.shape == row.places.shape == (1, 192) and not named
+    assert 0 <= 192 - sum(LENGTHS) < ROW_MULTIPLE
+    real = int((batch()["weights"] > 0).sum())
+    assert positions.shape == labels.shape == weights.shape == (1, 32)
+    assert int((weights > 0).sum()) == real > 32 - PREDICTIONS_MULTIPLE
+    assert row.offsets.tolist() == [0, 48, 65, 74, 104, 105, 153, 175, 188, 192] and row.longest == 48
+
+
+def test_samples_without_padding_stay_as_they_are():
+    """Except on a CPU, which is faster by rows."""
+    full, salts = batch((S,) * B), salts_of(3, 0, torch.arange(B), S)
+    arguments, named = for_plain(full, "meta", salts)
+    assert arguments[0].shape == arguments[1].shape == named["salts"].shape[:2] == (B, S)
+    assert arguments[2] is None and arguments[3].shape == (B, P)
+    arguments, named = for_plain(full, "cpu", salts)
+    assert torch.equal(arguments[0], full["tokens"].view(1, -1)) and arguments[2].offsets[-2] == B * S
+
+
+def test_a_batch_of_no_predictions_has_a_loss_of_0():
+    """Held-out batches are filled with samples of weight 0."""
+    b = batch()
+    b["weights"], b["sentence_weights"] = 0 * b["weights"], 0 * b["sentence_weights"]
+    arguments, _ = for_plain(b, "cpu")
+    assert bert()(*arguments)[0].item() == 0
+
+
+def qkv_of(row: Row, dtype=torch.float32) -> torch.Tensor:
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(row.places.shape[1], 2, 3, 8, generator=g, dtype=dtype).requires_grad_()
+
+
+def one_by_one(qkv: torch.Tensor, row: Row) -> torch.Tensor:
+    """By torch's attention on every sample alone."""
+    each = [qkv[a:b].permute(2, 1, 0, 3) for a, b in pairwise(row.offsets.tolist()) if b > a]
+    return torch.cat([F.scaled_dot_product_attention(*x[:, None]).squeeze(0).transpose(0, 1) for x in each])
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (32, 20, 12)], ids=["filled", "without filling"])
+def test_attention_keeps_to_the_samples(lengths):
+    row = row_of(torch.tensor(lengths), S)[1]
+    upper = torch.randn(row.places.shape[1], 2, 8)
+    upper[sum(lengths) :] = 0  # nobody looks at the filling
+    found = []
+    for attention in (one_by_one, unpadded_attention, partial(unpadding._padded_attention, dropout=0.0)):
+        qkv = qkv_of(row)
+        out = attention(qkv, row)
+        found.append((out[: sum(lengths)], *torch.autograd.grad(out, qkv, upper)))
+    for out, gradient in found[1:]:
+        torch.testing.assert_close(out, found[0][0])
+        torch.testing.assert_close(gradient, found[0][1])
+
+
+def test_the_gradient_of_attention_is_exact():
+    row = row_of(torch.tensor((5, 3)), 8)[1]
+    offsets = row.offsets[:-1]  # without the filling, which makes it slow
+    qkv = qkv_of(row, torch.float64)[:8, :, :, :2].detach().requires_grad_()
+    torch.autograd.gradcheck(lambda x: attention_of_samples(x, offsets), qkv)
+
+
+def test_dropout_on_attention_weights_drops_some():
+    row = row_of(torch.tensor(LENGTHS), S)[1]
+    qkv = qkv_of(row).detach()
+    without, some, all_of_it = (unpadded_attention(qkv, row, p) for p in (0.0, 1e-9, 0.5))
+    real = slice(sum(LENGTHS))
+    torch.testing.assert_close(some[real], without[real])
+    assert (all_of_it - without)[real].abs().max() > 0.1
+
+
+def test_torch_compile_makes_one_graph_for_rows_of_all_lengths():
+    """By the backend that generates no code, which takes no time."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    model = bert(hidden_dropout=0.1).train()
+    salts = salts_of(3, 0, torch.arange(B), S)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in (LENGTHS, (48, 40, 40, 8, 9, 48, 31, 2), (8,) * 7 + (48,)):
+            arguments, named = for_plain(batch(lengths), "cpu", salts)
+            assert isinstance(arguments[2], Row)
+            eager, ours = (losses_and_gradients(m, arguments, named) for m in (model, compiled))
+            compare(eager, ours)
+    torch._dynamo.reset()
