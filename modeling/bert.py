@@ -89,10 +89,10 @@ class Embedding(nn.Module):
         position, token_type = with_summed_gradients(self.cut_over, self.position, self.token_type)
         if places is None:
             length = x.shape[1] * group_size(self.cut_over)
-            placed = own_positions(position[None, :length], self.cut_over)
+            of_places = own_positions(position[None, :length], self.cut_over)
         else:
-            placed = F.embedding(places, position)
-        x = x + placed + F.embedding(token_types, token_type)
+            of_places = F.embedding(places, position)
+        x = x + of_places + F.embedding(token_types, token_type)
         return self.dropout(x if self.norm is None else self.norm(x), salts)
 
 
@@ -147,7 +147,7 @@ class DecoderBias(nn.Module):
 def _embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
     x, token_types, lengths, positions, *salts = stream
     token_types, *salts = (own_positions(each, cut_over) for each in (token_types, *salts))
-    placed = {"places": lengths.places} if isinstance(lengths, Row) else {}
+    placed = {"places": own_positions(lengths.places, cut_over)} if isinstance(lengths, Row) else {}
     return embedding(x, token_types, *salts, **placed), lengths, positions, *salts
 
 

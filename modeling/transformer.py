@@ -96,44 +96,33 @@ class Attention(nn.Module):
         """x (B, S, H), lengths (B,) or None where nothing is padded -> (B, S, H).
 
         With sequence parallelism x and the result are (B, S/t, H). Without lengths no mask is built, which
-        lets the fastest attention kernels run. With a Row, x is (1, T, H): samples without their padding.
+        lets the fastest attention kernels run. With a Row, B is 1, and S the tokens of the row.
         """
         qkv = self.qkv(x)
         if self.cut_over is not None:
             qkv = in_sample_order(qkv, self.cut_over)
         B, S, _ = qkv.shape
         qkv_BSN3D = qkv.view(B, S, self.local_heads, 3, -1)
-        if isinstance(lengths, Row):
-            return self._over_row(qkv_BSN3D, lengths)
-        q, k, v = qkv_BSN3D.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
-        mask = None if lengths is None else padding_mask(lengths, S)
-        assert mask is None or not self.causal, "causal samples are packed and have no padding"
+        assert lengths is None or not self.causal, "causal samples are packed and have no padding"
         # Around the recomputation, too: it restores the state of the stream that is current here.
         with tensor_parallel_random(self.own_stream and self.training):
             if self.recomputes_core and self.training:
-                out_BNSD = checkpoint(self._core, q, k, v, mask, use_reentrant=False)
+                out_BSND = checkpoint(self._core, qkv_BSN3D, lengths, use_reentrant=False)
             else:
-                out_BNSD = self._core(q, k, v, mask)
-        out_BSND = out_BNSD.transpose(1, 2)
+                out_BSND = self._core(qkv_BSN3D, lengths)
         if self.cut_over is not None:
             out_BSND = in_rank_order(out_BSND, self.cut_over)
         return self.projection(out_BSND.flatten(2))
 
-    def _over_row(self, qkv_BSN3D: Tensor, row: Row) -> Tensor:
-        """Attention within each sample of a row, (1, T, N, 3, D) -> (1, T, H)."""
+    def _core(self, qkv: Tensor, lengths: Tensor | Row | None) -> Tensor:  # (B, S, N, 3, D) -> (B, S, N, D)
         p = self.dropout if self.training else 0.0
-        with tensor_parallel_random(self.own_stream and self.training):
-            if self.recomputes_core and self.training:
-                out_TND = checkpoint(unpadded_attention, qkv_BSN3D[0], row, p, use_reentrant=False)
-            else:
-                out_TND = unpadded_attention(qkv_BSN3D[0], row, p)
-        return self.projection(out_TND.flatten(1)[None])
-
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:  # each (B, N, S, D)
-        p = self.dropout if self.training else 0.0
+        if isinstance(lengths, Row):
+            return unpadded_attention(qkv[0], lengths, p)[None]
+        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
         if self.window is None:
-            return attention(q, k, v, causal=self.causal, mask=mask, dropout_p=p)
-        return banded_attention(q, k, v, self.window, p, mask=self.block_mask)
+            mask = None if lengths is None else padding_mask(lengths, q.shape[2])
+            return attention(q, k, v, causal=self.causal, mask=mask, dropout_p=p).transpose(1, 2)
+        return banded_attention(q, k, v, self.window, p, mask=self.block_mask).transpose(1, 2)
 
 
 class MLP(nn.Module):

@@ -46,10 +46,13 @@ class Row(NamedTuple):
         return Row(*moved, self.longest)
 
 
-def row_of(lengths: Tensor, positions: int) -> tuple[Tensor, Row]:
-    """(indices (T,) of the row's tokens among the B x S padded ones, the row); lengths (B,) from 1 on."""
+def row_of(lengths: Tensor, positions: int, multiple: int = ROW_MULTIPLE) -> tuple[Tensor, Row]:
+    """(indices (T,) of the row's tokens among the B x S padded ones, the row); lengths (B,) from 1 on.
+
+    `multiple`: of which T is one.
+    """
     real = (torch.arange(positions) < lengths[:, None]).flatten().nonzero().squeeze(1)
-    indices = filled(real, ROW_MULTIPLE)
+    indices = filled(real, multiple)
     offsets = F.pad(lengths.cumsum(0), (1, 1))
     offsets[-1] = indices.numel()
     return indices, Row((indices % positions)[None], offsets.int(), int(lengths.max()))
@@ -101,7 +104,8 @@ def _padded_attention(qkv: Tensor, row: Row, dropout: float) -> Tensor:
     padded = qkv.new_zeros(samples * row.longest, N, 3, D).index_put((at,), qkv)
     q, k, v = padded.view(samples, row.longest, N, 3, D).permute(3, 0, 2, 1, 4).unbind(0)
     lengths = row.offsets.diff().clamp(1, row.longest)
-    out = attention(q, k, v, causal=False, mask=padding_mask(lengths, row.longest), dropout_p=dropout)
+    mask = padding_mask(lengths, row.longest)
+    out = attention(q, k, v, causal=False, mask=mask, dropout_p=dropout)
     return out.transpose(1, 2).reshape(-1, N, D)[at]
 
 

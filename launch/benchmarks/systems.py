@@ -22,7 +22,7 @@ from launch.deepspeed_fixes import zero0
 from launch.machine import abilities, compiled_ops
 from launch.training.engine import build_engine, parameter_groups, train_step
 from launch.training.job import Job, plan_job
-from launch.training.micro_batches import LENGTH_MULTIPLE, MicroBatch, for_plain, normalised, salts_of_step
+from launch.training.micro_batches import MicroBatch, for_plain, normalised, padded, salts_of_step
 from launch.training.run import next_batch, training_batches
 from launch.training.schedule import Schedule, learning_rate
 from launch.training.step_exchange import StepReport, exchange
@@ -186,11 +186,8 @@ def transformers_inputs(batch: MicroBatch, device: torch.device) -> dict[str, to
     if "lengths" not in batch:
         tokens = batch["tokens"].to(device)
         return {"input_ids": tokens, "labels": tokens}  # it shifts them
-    longest = rounded_up(int(batch["lengths"].max()), LENGTH_MULTIPLE)
-    on_device = {name: each.to(device) for name, each in batch.items()}
-    tokens, types = (on_device[name][:, :longest] for name in ("tokens", "token_types"))
-    positions, labels, weights = (on_device[name] for name in ("positions", "labels", "weights"))
-    sentences = on_device["sentence_labels"]
+    tokens, types, lengths, positions, labels, weights, sentences, _ = padded(batch, device)
+    assert None not in (tokens, types, positions, labels, weights, sentences)
     full = torch.full_like(tokens, -100)
     predicted = weights > 0
     rows = torch.arange(len(tokens), device=device)[:, None].expand_as(positions)
@@ -235,8 +232,8 @@ class Bare:
         losses = []
         for batch, salt in zip(batches, salts, strict=True):
             with clock("forward"):
-                arguments, named = for_plain(batch, self.data.device, salt)
-                loss = self.model(*arguments, **named)
+                given, salted = for_plain(batch, self.data.device, salt)
+                loss = self.model(*given, **salted)
                 loss = (loss[0] if isinstance(loss, tuple) else loss) / len(batches)
             with clock("backward"):
                 loss.backward()

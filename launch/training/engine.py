@@ -160,9 +160,8 @@ def forward(
     engine: DeepSpeedEngine, batch: MicroBatch, salts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """(loss) or (loss, parts of it) of one micro-batch, by our plain model."""
-    ranks = engine.module.position_ranks
-    arguments, named = micro_batches.for_plain(batch, engine.device, salts, ranks)
-    result = engine(*arguments, **named)
+    given, named = micro_batches.for_plain(batch, engine.device, salts, engine.module.position_ranks)
+    result = engine(*given, **named)
     return result if isinstance(result, tuple) else (result,)
 
 

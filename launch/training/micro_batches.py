@@ -63,54 +63,73 @@ def for_plain(
 ) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
     """Positional and named arguments of the plain model, on `device`; salts (B, S, 2) of hidden dropout.
 
-    `position_ranks`: among which the positions of a sample are shared out.
-
     Nothing is computed for padding: the samples of a padded micro-batch become one row without it. Where that
-    saves nothing, they are cut after the longest, and lengths are None, so that attention needs no mask,
-    where they are equally long. On a CPU a row is faster even then.
+    saves nothing they stay as `padded` has them, except on a CPU, which is faster by rows.
+
+    `position_ranks`: among which positions are shared out.
+    """
+    if fields_of(batch).padded:
+        multiple = math.lcm(ROW_MULTIPLE, position_ranks)
+        lengths, kept = batch["lengths"], _longest(batch, position_ranks)
+        row, whole = rounded_up(int(lengths.sum()), multiple), kept * lengths.numel()
+        if row < whole or (row == whole and torch.device(device).type == "cpu"):
+            return _unpadded(batch, device, salts, multiple)
+    given = padded(batch, device, position_ranks)
+    assert given[0] is not None
+    return given, {} if salts is None else {"salts": salts[:, : given[0].shape[1]]}
+
+
+def padded(batch: MicroBatch, device: Device, position_ranks: int = 1) -> tuple[Tensor | None, ...]:
+    """Arguments of a model that takes padded samples, on `device`.
+
+    They are cut after the longest of the micro-batch, and lengths are None where nothing is padded then:
+    attention needs no mask.
     """
     fields = fields_of(batch)
     values: dict[str, Any] = {**batch, "salts": salts}
     dynamic: list[str] = []
     if fields.padded:
-        lengths, positions = batch["lengths"], batch["tokens"].shape[1]
-        kept = min(positions, rounded_up(int(lengths.max()), math.lcm(LENGTH_MULTIPLE, position_ranks)))
-        row, whole = rounded_up(int(lengths.sum()), ROW_MULTIPLE), kept * lengths.numel()
-        saves = row < whole or (row == whole and torch.device(device).type == "cpu")
-        if saves and position_ranks == 1:
-            values = _unpadded(batch, salts)
-            dynamic = [name for name, size in fields.sizes.items() if size in ("BS", "BP")] + ["salts"]
-        else:
-            cut = (*(name for name, size in fields.inputs.items() if size == "BS"), "salts")
-            values |= {name: values[name][:, :kept] for name in cut if values[name] is not None}
-            values["lengths"] = None if bool((lengths == kept).all()) else lengths
-    moved = {name: None if v is None else v.to(device, non_blocking=True) for name, v in values.items()}
-    if "torch._dynamo" in sys.modules:  # one graph for rows of every length, should anything be compiled
-        rows = [*(moved[name] for name in dynamic), *([moved["lengths"].places] if dynamic else [])]
-        for x in rows:
-            if x is not None:
-                torch._dynamo.maybe_mark_dynamic(x, 1)
-    named = {} if salts is None else {"salts": moved["salts"]}
-    return tuple(moved[name] for name in fields.names), named
+        kept = _longest(batch, position_ranks)
+        values |= {name: batch[name][:, :kept] for name, size in fields.inputs.items() if size == "BS"}
+        if bool((batch["lengths"] == kept).all()):
+            values["lengths"] = None
+    ordered = (values[name] for name in fields.names)
+    return tuple(None if value is None else value.to(device, non_blocking=True) for value in ordered)
 
 
-def _unpadded(batch: MicroBatch, salts: Tensor | None) -> dict[str, Any]:
+def _longest(batch: MicroBatch, position_ranks: int) -> int:
+    """Positions up to which samples are kept."""
+    needed = rounded_up(int(batch["lengths"].max()), math.lcm(LENGTH_MULTIPLE, position_ranks))
+    return min(batch["tokens"].shape[1], needed)
+
+
+def _unpadded(
+    batch: MicroBatch, device: Device, salts: Tensor | None, multiple: int
+) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
     """The samples as one row, their predictions as one row, and the salts of that row."""
     fields = fields_of(batch)
-    indices, row = row_of(batch["lengths"], batch["tokens"].shape[1])
+    indices, row = row_of(batch["lengths"], batch["tokens"].shape[1], multiple)
     within = {**batch, "positions": batch["positions"] + row.firsts[:, None]}
     # Weights on a GPU are not waited for: with them, predictions that do not count stay.
     on_host = batch["weights"].device.type == "cpu"
     chosen = batch["weights"].flatten() > 0 if on_host else slice(None)
-    values: dict[str, Any] = {**batch, "lengths": row}
+    values = {}
     for name, size in fields.sizes.items():
         if size == "BS":
             values[name] = batch[name].flatten()[indices][None]
         elif size == "BP":
             values[name] = filled(within[name].flatten()[chosen], PREDICTIONS_MULTIPLE)[None]
-    if salts is None:
-        return {**values, "salts": None}
-    return {**values, "salts": salts.flatten(0, 1)[indices.to(salts.device, non_blocking=True)][None]}
+        else:
+            values[name] = batch[name]
+    rows = [name for name, size in fields.sizes.items() if size in ("BS", "BP")]
+    moved = {name: value.to(device, non_blocking=True) for name, value in values.items()}
+    row, named = row.to(device, non_blocking=True), {}
+    if salts is not None:
+        named = {"salts": salts.flatten(0, 1)[indices.to(salts.device, non_blocking=True)][None]}
+    if "torch._dynamo" in sys.modules:  # should anything be compiled: one graph for rows of every length
+        for x in (row.places, *named.values(), *(moved[name] for name in rows)):
+            torch._dynamo.maybe_mark_dynamic(x, 1)
+    return tuple(row if name == "lengths" else moved[name] for name in fields.names), named
 
 
 def for_pipeline(

@@ -232,7 +232,7 @@ class RecipeTrainer(Trainer):
 
 def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor]:
     """(loss) of one micro-batch, by a GPT2LMHeadModel."""
-    (tokens, labels, weights), _ = micro_batches.for_plain(batch, engine.device)
+    tokens, labels, weights = micro_batches.padded(batch, engine.device)
     assert labels is not None and weights is not None
     logits = engine(input_ids=tokens, use_cache=False).logits  # (B, S, V)
     return (weighted_loss(logits, labels, weights, None),)
