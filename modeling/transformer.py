@@ -18,7 +18,7 @@ from modeling.attention import attention
 from modeling.banded_attention import banded_attention, prepared_mask
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
-from modeling.parallel.collectives import in_rank_order, in_sample_order, with_summed_gradients
+from modeling.parallel.collectives import in_sample_order, with_summed_gradients
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.parallel.random_state import tensor_parallel_random
@@ -85,7 +85,8 @@ class Attention(nn.Module):
         how: dict[str, Any] = dict(group=group, sequence=shape.sequence_parallel)
         self.qkv = ColumnParallelLinear(shape.hidden, 3 * shape.hidden, init=init.child("qkv"), **how)
         projection = init.child("projection")
-        self.projection = RowParallelLinear(shape.hidden, shape.hidden, init=projection, **how)
+        how |= dict(init=projection, in_samples=True)
+        self.projection = RowParallelLinear(shape.hidden, shape.hidden, **how)
 
     def prepare(self, positions: int, device: torch.device, dtype: torch.dtype) -> None:
         """Make a banded layer's block mask, which depends on the length alone, before `forward` is traced."""
@@ -110,8 +111,6 @@ class Attention(nn.Module):
                 out_BSND = checkpoint(self._core, qkv_BSN3D, lengths, use_reentrant=False)
             else:
                 out_BSND = self._core(qkv_BSN3D, lengths)
-        if self.cut_over is not None:
-            out_BSND = in_rank_order(out_BSND, self.cut_over)
         return self.projection(out_BSND.flatten(2))
 
     def _core(self, qkv: Tensor, lengths: Tensor | Row | None) -> Tensor:  # (B, S, N, 3, D) -> (B, S, N, D)

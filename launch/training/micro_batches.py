@@ -86,8 +86,7 @@ def padded(batch: MicroBatch, device: Device, position_ranks: int = 1) -> tuple[
     attention needs no mask.
     """
     fields = fields_of(batch)
-    values: dict[str, Any] = {**batch, "salts": salts}
-    dynamic: list[str] = []
+    values: dict[str, Tensor | None] = {**batch}
     if fields.padded:
         kept = _longest(batch, position_ranks)
         values |= {name: batch[name][:, :kept] for name, size in fields.inputs.items() if size == "BS"}

@@ -2,7 +2,7 @@
 
 f stands before a column-parallel layer: identity forward, all-reduce of the gradient backward.
 g stands after a row-parallel layer: all-reduce forward, identity backward.
-Both are the identity, and vanish, in a group of one rank.
+Both are the identity, and vanish, in a group of one rank. f is in `products.py`, with the layer's products.
 
 With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) each rank holds 1/t of
 the positions between the tensor-parallel regions; f becomes an all-gather and g a reduce-scatter, each the
@@ -76,18 +76,6 @@ def own_positions(x: Tensor, group: Group) -> Tensor:
     return x.narrow(1, dist.get_rank(group) * length, length).contiguous()
 
 
-class _F(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # Autograd may hold the original for another use.
-        return _sum_of_copy(gradient, ctx.group), None
-
-
 class _G(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -96,11 +84,6 @@ class _G(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
-    """f: enter a tensor-parallel region. Every rank of `group` holds the same `x`."""
-    return x if group is None else _F.apply(x, group)
 
 
 def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
@@ -134,15 +117,19 @@ class _Scattered(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(  # without *parameters, of which torch.compile takes the first for ctx where nothing is kept
+        ctx: Any, first: Tensor, second: Tensor | None, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.group = group
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
+        return first.view_as(first), None if second is None else second.view_as(second)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        joined = torch.cat([gradient.flatten() for gradient in gradients])
-        summed = finished(begin_sum(joined, ctx.group)).split([gradient.numel() for gradient in gradients])
-        return None, *(part.view_as(g) for part, g in zip(summed, gradients, strict=True))
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        there = [gradient for gradient in gradients if gradient is not None]
+        joined = finished(begin_sum(torch.cat([gradient.flatten() for gradient in there]), ctx.group))
+        summed = joined.split([gradient.numel() for gradient in there])
+        first, *second = (part.view_as(gradient) for part, gradient in zip(summed, there, strict=True))
+        return first, second[0] if second else None, None
 
 
 def gather_positions(x: Tensor, group: Group, *, summed: bool) -> Tensor:
@@ -158,6 +145,7 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Scattered.apply(x, group)
 
 
-def with_summed_gradients(group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Parameters that every rank holds, and uses on its own positions: their gradients are added up."""
-    return parameters if group is None else _Summed.apply(group, *parameters)
+def with_summed_gradients(group: Group, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Parameters that every rank holds and uses on its own positions: f of each, which sums gradients."""
+    parameters = (first, second) if group is None else _Summed.apply(first, second, group)
+    return parameters[:1] if second is None else parameters

@@ -47,12 +47,16 @@ class RowParallelLinear(nn.Module):
     """Y = sum_i X_i A_i + b: the input features are cut; the output is whole on every rank. Ends with g.
 
     The bias is added once, after the sum, and is duplicated. Initial weights are those of a branch's end.
-    With `sequence`: (t B, S/t, inputs/t), in rank order -> this rank's positions, (B, S/t, outputs).
+    With `sequence`: (t B, S/t, inputs/t), in rank order, or (B, S, inputs/t) `in_samples` -> this rank's
+    positions, (B, S/t, outputs).
     """
 
-    def __init__(self, inputs: int, outputs: int, *, group: Group, init: Init, sequence: bool = False):
+    def __init__(
+        self, inputs: int, outputs: int, *, group: Group, init: Init, sequence: bool = False,
+        in_samples: bool = False,
+    ):  # fmt: skip
         super().__init__()
-        self.group, self.sequence = group, sequence
+        self.group, self.sequence, self.in_samples = group, sequence, in_samples
         shard = Shard.over(group, 1)
         self.weight = init.normal(
             "weight", (outputs, inputs), init.residual_std, shard=shard
@@ -60,7 +64,7 @@ class RowParallelLinear(nn.Module):
         self.bias = init.zeros("bias", (outputs,))
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, inputs/t) -> (B, S, outputs)
-        return row_parallel(x, self.weight, self.bias, self.group, self.sequence)
+        return row_parallel(x, self.weight, self.bias, self.group, self.sequence, self.in_samples)
 
 
 class VocabParallelEmbedding(nn.Module):

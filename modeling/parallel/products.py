@@ -15,7 +15,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.parallel.collectives import begin_gather, begin_scattered_sum, begin_sum, finished
+from modeling.parallel.collectives import (
+    begin_gather,
+    begin_scattered_sum,
+    begin_sum,
+    finished,
+    in_rank_order,
+    in_sample_order,
+)
 from modeling.parallel.process_grid import Group
 
 
@@ -31,14 +38,19 @@ def column_parallel(
     return (_SequenceColumn if sequence else _Column).apply(x, weight, bias, group)
 
 
-def row_parallel(x: Tensor, weight: Tensor, bias: Tensor, group: Group, sequence: bool = False) -> Tensor:
+def row_parallel(
+    x: Tensor, weight: Tensor, bias: Tensor, group: Group, sequence: bool = False, in_samples: bool = False
+) -> Tensor:
     """x (N, inputs/t) times weight (outputs, inputs/t), then g; the bias once: (N, outputs).
 
-    `sequence`: x is all positions', (t B, S/t, inputs/t), and the result this rank's, (B, S/t, outputs).
+    `sequence`: x is all positions', (t B, S/t, inputs/t), or `in_samples` (B, S, inputs/t), and the result
+    this rank's, (B, S/t, outputs).
     """
     if group is None:
         return F.linear(x, weight, bias)
-    return (_SequenceRow if sequence else _Row).apply(x, weight, bias, group)
+    if sequence:
+        return _SequenceRow.apply(x, weight, bias, group, in_samples)
+    return _Row.apply(x, weight, bias, group)
 
 
 class _Column(torch.autograd.Function):
@@ -90,17 +102,23 @@ class _SequenceColumn(torch.autograd.Function):
 
 class _SequenceRow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, group: dist.ProcessGroup, in_samples: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)  # as attention keeps it, too, and not in another order besides
+        ctx.group, ctx.in_samples = group, in_samples
+        x = in_rank_order(x, group) if in_samples else x
         return finished(begin_scattered_sum(F.linear(x, weight), group)).add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         whole = finished(begin_gather(gradient, ctx.group))
+        of_x = whole @ weight
+        if ctx.in_samples:
+            x, of_x = in_rank_order(x, ctx.group), in_sample_order(of_x, ctx.group)
         # The bias was added to this rank's positions, and every rank has the gradient of all of them here.
-        return whole @ weight, _of_weight(whole, x), whole.flatten(0, -2).sum(0), None
+        return of_x, _of_weight(whole, x), whole.flatten(0, -2).sum(0), None, None
 
 
 def _of_weight(gradient: Tensor, x: Tensor) -> Tensor:

@@ -148,6 +148,8 @@ def test_a_micro_batch_is_cut_after_its_longest_sample_and_needs_no_mask_if_that
     arguments, _ = micro_batches.for_plain(batch((13, 9, 12)), "cpu")
     assert arguments[0].shape == arguments[1].shape == (B, 16) and arguments[2] is not None
     torch.testing.assert_close(model(*arguments)[0], whole)
+    shared, _ = micro_batches.for_plain(batch((13, 9, 12)), "cpu", position_ranks=3)
+    assert shared[0].shape == (B, 24), "three ranks take as many positions each"
     full, _ = micro_batches.for_plain(batch((16, 16, 16)), "cpu")
     assert full[0].shape == (B, 16) and full[2] is None
 

@@ -28,7 +28,7 @@ from modeling import bert, gpt2
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
 from modeling.parallel import collectives, products
-from modeling.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
+from modeling.parallel.collectives import reduce_from_tensor_parallel
 from modeling.parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from recipes import catalog
 
@@ -64,7 +64,7 @@ def nothing_summed() -> AbstractContextManager:
 
 
 def norms_count_own_positions() -> AbstractContextManager:
-    own = staticmethod(lambda ctx, *gradients: (None, *gradients))
+    own = staticmethod(lambda ctx, *gradients: (*gradients, None))
     return mock.patch.object(collectives._Summed, "backward", own)
 
 
@@ -117,7 +117,7 @@ def bias_on_every_rank() -> AbstractContextManager:
 
 def padding_gets_probability() -> AbstractContextManager:
     def logits(self, x, cut):
-        return F.linear(copy_to_tensor_parallel(x, self.group), self.weight)
+        return products.column_parallel(x, self.weight, None, self.group)
 
     return mock.patch.object(VocabParallelEmbedding, "_logits", logits)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import deepspeed
 import randomness
+import sequence_parallel
 import sparse
 import tensor_parallel
 import torch.distributed as dist
@@ -25,7 +26,8 @@ DEGREES = (2, 4)
 
 def checks_of(tp: int) -> dict[str, Callable[[ProcessGrid, Path], None]]:
     found: dict[str, Callable[[ProcessGrid, Path], None]] = {}
-    for name, check in {**tensor_parallel.CHECKS, **sparse.CHECKS}.items():
+    for_group = {**tensor_parallel.CHECKS, **sequence_parallel.CHECKS, **sparse.CHECKS}
+    for name, check in for_group.items():
         found[name] = partial(lambda check, grid, directory: check(grid.tensor_group), check)
     found["imported weights"] = lambda grid, directory: tensor_parallel.imported_weights(
         grid.tensor_group, directory
