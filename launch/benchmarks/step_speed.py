@@ -210,6 +210,7 @@ def launch_seconds(spec: Specification) -> StartRecord:
         command += [part for setting in settings for part in ("--set", setting)]
         command += ["--ds_config", spec.ds_config] if spec.ds_config else []
         command += ["--tiny"] if spec.tiny else []
+        command += ["--compile", "off"]
         done = subprocess.run([*command, "--out", f"{folder}/run"], capture_output=True, text=True)
         if done.returncode:
             raise WorkerFailed(f"pretrain.py ended with code {done.returncode}: {done.stderr.strip()[-500:]}")

@@ -20,6 +20,7 @@ from launch.benchmarks.nano_gpt import NanoGpt
 from launch.benchmarks.specification import Specification
 from launch.deepspeed_fixes import zero0
 from launch.machine import abilities, compiled_ops
+from launch.training import compiling
 from launch.training.engine import build_engine, parameter_groups, train_step
 from launch.training.job import Job, plan_job
 from launch.training.micro_batches import MicroBatch, for_plain, normalised, padded, salts_of_step
@@ -220,6 +221,7 @@ class Bare:
         self.optimizer = torch.optim.AdamW(
             decays, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, fused=True
         )
+        compiling.prepare(self.model, plan)
         if spec.compiled:
             self.model.compile()
 

@@ -21,27 +21,27 @@ def spec(system: str, recipe: str, config: str = "zero1", settings: tuple[str, .
     return Specification(system, system, recipe, settings, tiny=True, ds_config=config)
 
 
-def followed(system: systems.System) -> dict:
-    """Losses and work of the first steps, then the parts of one more."""
+def followed(system: systems.System, parts: bool = False) -> dict:
+    """Losses and work of the first steps, and the parts of one more."""
     found = {"losses": [], "work": []}
     for _ in range(STEPS):
         (work,) = worker.run(system, 1)
         found["losses"].append(system.loss)
         found["work"].append(work[1:])
-    return {**found, "phases": worker.phases(system, 1)}
+    if parts:
+        found |= {"phases": worker.phases(system, 1), "profile": worker.profile(system, None, 1)}
+    return found
 
 
 def run(out: Path) -> None:
     kinds = {"ours": systems.Ours, "bare": systems.Bare, "nano": systems.Nano}
     kinds["transformers"] = systems.Transformers
-    found = {name: followed(kind(spec(name, "default/sotu"))) for name, kind in kinds.items()}
-    found["transformers zero3"] = followed(
-        kinds["transformers"](spec("transformers", "default/sotu", "zero3"))
-    )
+    found = {name: followed(kind(spec(name, "default/sotu")), parts=True) for name, kind in kinds.items()}
+    partitioned = spec("transformers", "default/sotu", "zero3")
+    found["transformers zero3"] = followed(kinds["transformers"](partitioned))
     for name in ("ours", "bare", "transformers"):
         settings = ("precision=fp32", "optimizer.clip=1000")
         found[f"{name} bert"] = followed(kinds[name](spec(name, "bert/sotu", settings=settings)))
-    found["profile"] = worker.profile(systems.Nano(spec("nano", "default/sotu")), None, 1)
     found["rate"] = systems.MatrixRate(spec("rate", "bert/sotu", settings=())).rates(1)
     out.write_text(json.dumps(found))
 

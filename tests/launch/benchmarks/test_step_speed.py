@@ -111,7 +111,7 @@ def test_the_parts_of_a_step_are_timed(found):
         (phases,) = found[name]["phases"]
         inside = [phases[part] for part in ("data", "forward", "backward", "optimizer")]
         assert min(inside) > 0 and sum(inside) <= phases["step"] + 1e-9
-    assert found["profile"]["top"][0][1] > 0
+        assert found[name]["profile"]["top"][0][1] > 0
 
 
 def test_systems_take_turns_in_processes_of_their_own(monkeypatch):
