@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -62,8 +63,9 @@ def build_engine(
     # Not left to DeepSpeed: the tracker of dropout states has to know the tensor group before a draw.
     deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
     module = build_module(plan, grid, job.initial_weights, drawn=not resumed)
-    if plan.zero_stage == 3:
+    if plan.zero_stage == 3 and get_accelerator().device_name() == "cpu":
         # Gather a layer's parameters at once: one set of hooks for a layer, not one for each of its leaves.
+        # Not on a GPU: DeepSpeed does not gather such a layer ahead of its use.
         set_z3_leaf_modules(module, [TransformerLayer])
     if job.compiled:
         say(compiling.compile_module(module, plan, grid))
@@ -108,8 +110,11 @@ def train_step(
     batches = micro_batches.normalised(batches, grid, engine.device)
     with explained_floor(engine):
         if isinstance(engine, PipelineEngine):
-            pairs = [micro_batches.for_pipeline(b, s) for b, s in zip(batches, salts, strict=True)]
-            loss = engine.train_batch(iter(pairs))
+            # Stages between the first and the last never ask for any.
+            pairs = (
+                micro_batches.for_pipeline(b, s, engine.device) for b, s in zip(batches, salts, strict=True)
+            )
+            loss = engine.train_batch(pairs)
             parts = _pipeline_parts(engine, grid)
         else:
             losses = []
@@ -173,8 +178,8 @@ def validate(
     totals = []
     for batches in micro_batches.normalised_steps(steps, grid, engine.device):
         if isinstance(engine, PipelineEngine):
-            pairs = [micro_batches.for_pipeline(b, _unused_salts(engine, b)) for b in batches]
-            loss = engine.eval_batch(iter(pairs), num_micro_batches=len(batches))
+            pairs = (micro_batches.for_pipeline(b, _unused_salts(engine, b), engine.device) for b in batches)
+            loss = engine.eval_batch(pairs, num_micro_batches=len(batches))
             totals.append(torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)]))
         else:
             engine.eval()

@@ -132,10 +132,15 @@ def _unpadded(
 
 
 def for_pipeline(
-    batch: MicroBatch, salts: Tensor | None = None
+    batch: MicroBatch, salts: Tensor | None = None, device: Device | None = None
 ) -> tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(inputs of the first stage, targets of the last), of full length, as stages exchange one shape."""
+    """(inputs of the first stage, targets of the last), of full length, as stages exchange one shape.
+
+    On `device` beforehand, from pinned memory: DeepSpeed copies what is elsewhere through memory that is not.
+    """
     fields = fields_of(batch)
+    if device is not None:
+        batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
     inputs = (*(batch[name] for name in fields.inputs), *(() if salts is None else (salts,)))
     return inputs if len(inputs) > 1 else inputs[0], tuple(batch[name] for name in fields.targets)
 
