@@ -222,7 +222,10 @@ def run_layers(layers: Layers, stream: Stream, interval: int, checkpoint: Callab
             stream = checkpoint(partial(_in_turn, chunk), stream)
         else:  # only x changes in a transformer layer; what rides along is no output of the recomputation
             x, *others = stream
-            stream = (checkpoint(partial(_recomputed, chunk, others), x, *filter(_is_tensor, others)), *others)
+            stream = (
+                checkpoint(partial(_recomputed, chunk, others), x, *filter(_is_tensor, others)),
+                *others,
+            )
     return stream
 
 

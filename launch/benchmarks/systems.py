@@ -33,7 +33,6 @@ from modeling.families import family_of, model_shape
 from modeling.initialization import DTYPES, Init
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
-from modeling.unpadding import rounded_up
 from recipes.schema import Recipe
 
 SQUARE = {"cpu": 2048, "cuda": 8192}  # rows and columns of the products that are the machine's rate
