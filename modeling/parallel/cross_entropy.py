@@ -55,11 +55,13 @@ class _CrossEntropy(torch.autograd.Function):
         for rows, z in _blocks(logits):
             scores = (z.float() - largest[rows, None]).sub_(logarithm[rows, None])
             of_rows = scores.exp_().mul_(gradient[rows, None])
-            of_rows = of_rows.scatter_add_(-1, local[rows], -own[rows])
-            # A traced graph changes no input; the compiler does, where it has no other use.
-            traced = torch.compiler.is_compiling()
-            of_logits.append(of_rows.to(z.dtype) if traced else z.copy_(of_rows))
-        return of_logits[0] if len(of_logits) == 1 else logits, None, None
+            if torch.compiler.is_compiling():
+                # Nothing is changed in place, and a scattered sum would be a tensor in fp32.
+                targets = torch.arange(z.shape[-1], device=z.device) == local[rows]
+                of_logits.append(torch.where(targets, of_rows - own[rows], of_rows).to(z.dtype))
+            else:
+                of_logits.append(z.copy_(of_rows.scatter_add_(-1, local[rows], -own[rows])))
+        return of_logits[0] if torch.compiler.is_compiling() else logits, None, None
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:

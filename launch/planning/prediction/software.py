@@ -79,10 +79,10 @@ SYSTEMS = {
     system.name: system
     for system in (
         # modeling/transformer.py: torch's scaled_dot_product_attention, F.gelu, sums and dropout one by one;
-        # the loss holds fp32 log-probabilities and two fp32 gradients: 12.0 bytes per logit, as torch's
-        # profiler measured on a CPU in bf16 and in fp32.
+        # the loss holds the logits, their gradient where it is compiled, and blocks in fp32: 4.0 bytes per
+        # logit, as torch's profiler measured on a CPU in bf16 and in fp32, compiled.
         Software(
-            "megarecipes", Passes(whole=18, cut=24, scores=0, kernels=34), logit_bytes=12,
+            "megarecipes", Passes(whole=18, cut=24, scores=0, kernels=34), logit_bytes=4,
             predicts_everywhere=False, cuts_boundaries=True, dropout_bytes=9, has_sequence_parallelism=True,
         ),
         # transformers' GPT-2 with SDPA under DeepSpeed; its GELU is eight kernels, its loss shifts a copy of
