@@ -186,8 +186,8 @@ def transformers_inputs(batch: MicroBatch, device: torch.device) -> dict[str, to
     if "lengths" not in batch:
         tokens = batch["tokens"].to(device)
         return {"input_ids": tokens, "labels": tokens}  # it shifts them
-    tokens, types, lengths, positions, labels, weights, sentences, _ = padded(batch, device)
-    assert None not in (tokens, types, positions, labels, weights, sentences)
+    given: Any = padded(batch, device)
+    tokens, types, _, positions, labels, weights, sentences, _ = given
     full = torch.full_like(tokens, -100)
     predicted = weights > 0
     rows = torch.arange(len(tokens), device=device)[:, None].expand_as(positions)

@@ -184,9 +184,9 @@ class MasterWeights(DeepSpeedOptimizer):
     def _take_gradients(self) -> None:
         """Move or add the parameters' gradients to those of their masters, in fp32."""
         for parameters, masters in self.lists:
-            gradients = [parameter.grad for parameter in parameters]
+            gradients: Any = [parameter.grad for parameter in parameters]
             if masters[0].grad is None:
-                sums = [torch.empty_like(master) for master in masters]
+                sums: Any = [torch.empty_like(master) for master in masters]
                 torch._foreach_copy_(sums, gradients)
             else:
                 sums = [master.grad for master in masters]
@@ -212,11 +212,14 @@ class MasterWeights(DeepSpeedOptimizer):
             self.zero_grad()
             return
         norm = self._global_grad_norm = scaled_norm / self.cur_scale
-        divisor = self.cur_scale * (torch.clamp((norm + 1e-6) / self.clip, min=1.0) if self.clip else 1.0)
+        divisor: Any = self.cur_scale * (
+            torch.clamp((norm + 1e-6) / self.clip, min=1.0) if self.clip else 1.0
+        )
         if not self.sums_in_fp32:
             self._take_gradients()
         for _, masters in self.lists:
-            torch._foreach_mul_([master.grad for master in masters], 1.0 / divisor)
+            gradients: Any = [master.grad for master in masters]
+            torch._foreach_mul_(gradients, 1.0 / divisor)
         self.optimizer.step()
         for _, master in self.pairs:
             master.grad = None
@@ -235,7 +238,7 @@ class MasterWeights(DeepSpeedOptimizer):
     def round_weights(self) -> None:
         """Round the master weights into those of the model."""
         for parameters, masters in self.lists:
-            torch._foreach_copy_(parameters, masters)
+            torch._foreach_copy_([*parameters], masters)
 
     def destroy(self) -> None:
         """Let go of the weights; called by DeepSpeed."""

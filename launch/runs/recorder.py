@@ -245,7 +245,10 @@ class Recorder(Silence):
         self._screen.step(step, fields_of(record, show_scale=bool(scale)))
         if self._clock and step == self._start_step + 1:
             self._clock.reached("first_step")
-            facts = self._clock.parts | {"compiling": compiling_seconds(), "time": time.time()}
+            facts: dict[str, Any] = self._clock.parts | {
+                "compiling": compiling_seconds(),
+                "time": time.time(),
+            }
             self._write(start := StartRecord(step, **facts))
             self._screen.line(str(start))
 

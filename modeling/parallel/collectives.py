@@ -147,5 +147,5 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def with_summed_gradients(group: Group, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, ...]:
     """Parameters that every rank holds and uses on its own positions: f of each, which sums gradients."""
-    parameters = (first, second) if group is None else _Summed.apply(first, second, group)
+    parameters: Any = (first, second) if group is None else _Summed.apply(first, second, group)
     return parameters[:1] if second is None else parameters
