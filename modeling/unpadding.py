@@ -42,8 +42,8 @@ class Row(NamedTuple):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Row:
         """As a tensor's."""
-        moved = (each.to(device, non_blocking=non_blocking) for each in (self.places, self.offsets))
-        return Row(*moved, self.longest)
+        places, offsets = (x.to(device, non_blocking=non_blocking) for x in (self.places, self.offsets))
+        return Row(places, offsets, self.longest)
 
 
 def row_of(lengths: Tensor, positions: int, multiple: int = ROW_MULTIPLE) -> tuple[Tensor, Row]:
@@ -79,7 +79,9 @@ def unpadded_attention(qkv: Tensor, row: Row, dropout: float = 0.0) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         q, k, v = qkv.unbind(2)
-        return varlen_attn(q, k, v, row.offsets, row.offsets, row.longest, row.longest)
+        out = varlen_attn(q, k, v, row.offsets, row.offsets, row.longest, row.longest)
+        assert isinstance(out, Tensor)  # nothing else was asked for
+        return out
     return _padded_attention(qkv, row, dropout)
 
 
