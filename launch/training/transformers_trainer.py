@@ -82,6 +82,7 @@ def train(
         stop = stack.enter_context(StopRequest(job.stop_file))
 
         def follow(engine: DeepSpeedEngine) -> FollowRun:
+            recorder.reached("engine")
             stack.enter_context(steps.released(engine))
             stack.enter_context(ending.error_kept(job.directory, but=EXPECTED))
             run = TrainingRun(

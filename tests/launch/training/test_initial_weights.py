@@ -300,7 +300,7 @@ def test_a_shorter_sequence_takes_the_first_positions(case, saved, tmp_path):
         ours = export.our_logits(recipe, weights, batch)
     assert expected[0].abs().max() > 1 and export.compare(ours, expected, directory) < 1e-4
     if case != "transformers":  # as the run builds it
-        module = build_model.build_module(plan, SimpleNamespace(tp=1, pp=1), str(directory))
+        module = build_model.build_module(plan, SimpleNamespace(tensor_group=None, pp=1), str(directory))
         built = {parameter.canonical_name: parameter for parameter in module.parameters()}
         assert torch.equal(built[conversion.positions], weights[conversion.positions])
     special = SimpleNamespace(eos_token_id=0, pad_token_id=0)

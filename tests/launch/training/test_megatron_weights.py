@@ -59,7 +59,7 @@ def test_a_run_starts_from_them_with_the_first_positions(name, settings, tmp_pat
         heads = recipe.model.heads
         built = {p.canonical_name: p.shard.form.to_ours([p.detach()], heads) for p in module.parameters()}
     else:
-        module = build_model.build_module(plan, SimpleNamespace(tp=1, pp=1), str(tmp_path))
+        module = build_model.build_module(plan, SimpleNamespace(tensor_group=None, pp=1), str(tmp_path))
         built = {
             p.canonical_name: p.detach()[: p.shard.entries] if p.shard else p for p in module.parameters()
         }

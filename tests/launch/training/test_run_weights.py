@@ -48,7 +48,7 @@ def built(plan, path):
         return {
             p.canonical_name: p.shard.form.to_ours([p.detach()], p.shard.heads) for p in module.parameters()
         }
-    module = build_model.build_module(plan, SimpleNamespace(tp=1, pp=1), str(path))
+    module = build_model.build_module(plan, SimpleNamespace(tensor_group=None, pp=1), str(path))
     full = given_tensors.meta_parameters(plan.recipe)
     return {p.canonical_name: p.detach()[: len(full[p.canonical_name])] for p in module.parameters()}
 

@@ -126,14 +126,15 @@ def test_sharded_weights_are_gathered_layer_by_layer_without_deepspeeds_buffers(
 def test_a_pipelines_last_stage_holds_its_output_too():
     step = work(NAME, "batch.accumulation=1", "batch.global=4")
     last = replace(step, padded_vocab=40 * step.padded_vocab)
-    assert stage(last, 15).logits == 14 * last.logits
+    assert stage(last, 15).logits == 6 * last.logits
     alone = work("dgx2_gpt2_data_parallel/24x1024-g8-b32")
-    assert stage(alone).logits == 12 * alone.logits
+    assert stage(alone).logits == 4 * alone.logits
 
 
 def test_without_gpus_memory_counts_once_it_is_written():
     cores = V100.model_copy(update={"in_host": True})
-    step, bucket = work("default/sotu"), work("default/sotu", "ds_config=zero1")
+    step = work("default/sotu")
+    bucket = replace(step, buffers=replace(step.buffers, reduce=5e8))
     rank, there = stage(step), rank_memory.of_stage(step, 0, cores, fitted())
     assert there.host == 0 and there.optimizer == rank.optimizer + rank.host > 0
     assert rank_memory.of_stage(bucket, 0, cores, fitted()).buffers < 0.1 * stage(bucket).buffers

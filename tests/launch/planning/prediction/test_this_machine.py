@@ -68,11 +68,9 @@ def test_what_is_offloaded_lies_in_the_memory_of_the_process():
     assert offloaded.fullest.optimizer > kept.fullest.optimizer
 
 
-def test_a_bucket_takes_the_memory_that_is_written_to_it():
-    """DeepSpeed allocates 5e8 elements, a gigabyte in bf16; what is written of it are the gradients."""
-    found = predict(TWO_CORES, "zero1", 2)
-    assert found.work.buffers.reduce == 5e8
-    assert found.fullest.buffers == 2 * found.work.parameters_of(0)
+def test_a_bucket_holds_no_more_than_a_rank_has_parameters():
+    found = predict(TWO_CORES, "zero2", 2)
+    assert found.work.buffers.reduce <= found.work.parameters_of(0) + 1
 
 
 def test_a_known_gpu_keeps_its_published_peak():
