@@ -167,8 +167,8 @@ class Recorder(Silence):
 
         `name`: the recipe's, as the user names it. `start_step`: steps of the checkpoint that the run
         resumes; 0: it starts. `described`: `description.describe()`. `original`: the recipe before --tiny,
-        --set and --steps. `band_kernel`: what computes banded layers. `clock`: what the start is timed by;
-        None: it is not. `progress`: show plan, steps and result on `stream` (standard output).
+        --set and --steps. `band_kernel`: what computes banded layers. `clock`: times the start. `progress`:
+        show plan, steps and result on `stream` (standard output).
         """
         self.directory, self._plan, self._name, self._start_step = directory, plan, name, start_step
         self._described, self._original, self._tiny, self._emulated = described, original, tiny, emulated
@@ -254,9 +254,8 @@ class Recorder(Silence):
 
     def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None:
         """Record the loss on held-out text after `step` completed steps; `kind` "test": on the test split."""
-        parts = finite_parts(outcome.parts)
-        loss, now = finite(outcome.loss), time.time()
-        record = ValidationRecord(step, loss, parts, now, "test" if kind == "test" else "validation")
+        parts, loss = finite_parts(outcome.parts), finite(outcome.loss)
+        record = ValidationRecord(step, loss, parts, time.time(), "test" if kind == "test" else "validation")
         self._write(record)
         self._event(kind, record, ("loss", *parts))
         names = metrics.PART_NAMES
