@@ -245,7 +245,8 @@ class Recorder(Silence):
         self._screen.step(step, fields_of(record, show_scale=bool(scale)))
         if self._clock and step == self._start_step + 1:
             self._clock.reached("first_step")
-            self._write(start := StartRecord(step, **self._clock.parts, time=time.time()))
+            parts: dict[str, Any] = self._clock.parts
+            self._write(start := StartRecord(step, **parts, time=time.time()))
             self._screen.line(str(start))
 
     def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None:
