@@ -22,7 +22,7 @@ from torch import Tensor
 
 from modeling.attention import attention
 
-MOST_WEIGHTS = 2**25  # attention weights that are computed at once
+MOST_WEIGHTS = 2**21  # attention weights that are computed at once: few enough for a cache
 ROW_MULTIPLE = 64  # matrix units want it, and few different sizes keep torch's memory in one piece
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 VARLEN_HEAD_SIZE, VARLEN_CAPABILITY = 256, (8, 0)  # at most; at least: what FlashAttention takes

@@ -28,24 +28,24 @@ class StartClock:
         now, own = time.clock_gettime(time.CLOCK_BOOTTIME), started(os.getpid())
         launcher = started(first_launcher())
         own = now if own is None else own
-        self.parts = {"launcher": own - (own if launcher is None else launcher)}
-        self._since = own
+        self.parts = {"launcher": own - (own if launcher is None else launcher), "compiling": 0.0}
+        self._since, self._compiled = own, 0.0
 
     def reached(self, part: str) -> None:
-        """Count the seconds since the last call as those of `part`."""
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self.parts[part] = self.parts.get(part, 0.0) + now - self._since
-        self._since = now
+        """Count the seconds since the last call as those of `part`, and what was compiled as "compiling"."""
+        now, compiled = time.clock_gettime(time.CLOCK_BOOTTIME), compiling_seconds()
+        passed, aside = now - self._since, 0.0 if part == "compiling" else compiled - self._compiled
+        self.parts[part] = self.parts.get(part, 0.0) + passed - aside
+        self.parts["compiling"] += aside
+        self._since, self._compiled = now, compiled
 
 
 def compiling_seconds() -> float:
     """Seconds that torch.compile has taken in this process so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     spent = dynamo.compilation_time_metrics if dynamo else {}
-    # A graph's forward pass is compiled within the first, its backward pass when it is needed.
-    return sum(
-        sum(spent.get(phase, ())) for phase in ("_compile.compile_inner", "compile_fx.<locals>.bw_compiler")
-    )
+    # A backward pass is compiled in the first of these, with its forward pass, or when it is needed.
+    return sum(sum(spent.get(phase, ())) for phase in ("_compile.compile_inner", "backward._backward_impl"))
 
 
 def postpone_collections() -> None:

@@ -20,7 +20,7 @@ from launch.console.numbers import short
 from launch.console.progress import Silent, screen
 from launch.machine import description
 from launch.machine.memory import peak_cached_bytes, peak_memory
-from launch.machine.start_up import StartClock, compiling_seconds
+from launch.machine.start_up import StartClock
 from launch.planning.plan_text import describe_plan
 from launch.runs import metrics
 from launch.runs.directory import RunDirectory
@@ -245,11 +245,8 @@ class Recorder(Silence):
         self._screen.step(step, fields_of(record, show_scale=bool(scale)))
         if self._clock and step == self._start_step + 1:
             self._clock.reached("first_step")
-            facts: dict[str, Any] = self._clock.parts | {
-                "compiling": compiling_seconds(),
-                "time": time.time(),
-            }
-            self._write(start := StartRecord(step, **facts))
+            parts: dict[str, Any] = self._clock.parts
+            self._write(start := StartRecord(step, **parts, time=time.time()))
             self._screen.line(str(start))
 
     def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None:

@@ -33,6 +33,7 @@ from launch.runs.metrics import (
     stretches,
 )
 from launch.runs.prediction import Predicted
+from launch.runs.result_version_1 import from_version_1
 from launch.runs.throughput import WARMUP_STEPS, SteadySeconds, Throughput, steady_seconds
 from modeling import cost
 from recipes import files
@@ -369,34 +370,11 @@ def read_result(path: Path) -> Result:
     """The result of a run of this version or of version 1. Raises FileError with the first wrong field."""
     values = files.read_json_object(path)
     try:
-        values = values if "version" in values else _from_version_1(values)
+        values = (
+            values
+            if "version" in values
+            else from_version_1(values, {each.name for each in fields(Result)}, LAST_STEPS)
+        )
     except (TypeError, ValueError) as error:
         files.refuse(path, "has no version, and is not what version 1 wrote", str(error))
     return files.checked(_ADAPTER, values, path)
-
-
-def _from_version_1(row: Mapping[str, Any]) -> dict[str, Any]:
-    """From a flat row, whose launch says in its command whether it was tiny or emulated."""
-
-    def held_out(name: str) -> dict[str, Any] | None:
-        loss = row.get(f"{name}_loss")
-        step = row.get("validation_step") if name == "validation" else row.get("steps")
-        return None if loss is None else {"loss": loss, "parts": row.get(f"{name}_parts"), "step": step}
-
-    speed = ("seconds_per_step", "data_wait_share", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
-    # What version 1 wrote otherwise, or computed from what is here.
-    other = {"precision", "deviations", "comparison", "not_comparable"}
-    kept = {each.name for each in fields(Result)} & row.keys() - other
-    last = min(LAST_STEPS, row.get("steps") or 0)
-    training = {"loss": row.get("train_loss"), "parts": row.get("train_parts"), "steps": last}
-    memory = {"peak_bytes": "peak_memory_bytes", "kind": "memory_kind", "cached_bytes": "cached_bytes"}
-    return {
-        **{key: row[key] for key in kept},
-        "reason": row.get("status_is"),
-        "precision": str(row.get("precision")).split(" ")[0],  # it may be "fp16 (emulated)"
-        "losses": {"training": training, "validation": held_out("validation"), "test": held_out("test")},
-        "entropies": {kind: row.get(f"{kind}_entropy") for kind in ("uniform", "unigram")},
-        "speed": {key: row.get(key) for key in speed},
-        "memory": {name: row.get(key) for name, key in memory.items()},
-        "deviations": [{"kind": "said", "is": str(text)} for text in row.get("deviations") or ()],
-    }

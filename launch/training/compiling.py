@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 from data.cache import default_directory
 from ds_configs.plan import Plan
-from launch.training.micro_batches import random_batch
+from launch.training.micro_batches import for_plain, random_batch
 from modeling.families import family_of, model_shape
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import DTYPES, Init
@@ -88,11 +88,11 @@ def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
     module.to(device=device, dtype=DTYPES[plan.precision]).train()
     recipe, model = plan.recipe, plan.recipe.model
     sizes = plan.layout.micro, recipe.sequence_length, recipe.predictions, model.vocab_size
-    batch = random_batch(family_of(model).fields, *sizes, device)
-    salts = _salts(plan, device)
+    batch = random_batch(family_of(model).fields, *sizes)
+    given, named = for_plain(batch, device, _salts(plan, device), module.position_ranks)
 
     def loss() -> torch.Tensor:
-        outcome = module(*batch, **({} if salts is None else {"salts": salts}))
+        outcome = module(*given, **named)
         return outcome[0] if isinstance(outcome, tuple) else outcome
 
     eager = seconds_of_pass(loss)

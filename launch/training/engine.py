@@ -51,11 +51,17 @@ def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[
 
 
 def build_engine(
-    job: Job, grid: ProcessGrid, say: compiled_ops.Say, *, resumed: bool = False
+    job: Job,
+    grid: ProcessGrid,
+    say: compiled_ops.Say,
+    *,
+    resumed: bool = False,
+    reached: Callable[[str], None] = lambda part: None,
 ) -> DeepSpeedEngine:
     """A DeepSpeed engine for the job; `say` is told when an op has to be compiled first. Collective.
 
-    `resumed`: weights will be read from a checkpoint, and none are drawn.
+    `resumed`: weights will be read from a checkpoint, and none are drawn; `reached`: told of the parts of
+    a start.
     """
     plan = job.plan
     compiled_ops.prepare(plan.ds, grid.control_group, say)
@@ -68,7 +74,9 @@ def build_engine(
         # Not on a GPU: DeepSpeed does not gather such a layer ahead of its use.
         set_z3_leaf_modules(module, [TransformerLayer])
     if job.compiled:
+        reached("engine")
         say(compiling.compile_module(module, plan, grid))
+        reached("compiling")
     how: dict[str, Any] = {
         "model": module,
         "model_parameters": parameter_groups(module, plan.recipe.optimizer.weight_decay),

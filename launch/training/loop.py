@@ -42,7 +42,8 @@ def train(
         return transformers_trainer.train(job, recorder, corpus, grid, checkpoint)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(watching(job, recorder, grid))
-        engine = build_engine(job, grid, recorder.say, resumed=checkpoint is not None)
+        resumed, reached = checkpoint is not None, recorder.reached
+        engine = build_engine(job, grid, recorder.say, resumed=resumed, reached=reached)
         batches = training_batches(plan, corpus, grid, checkpoint)
         recorder.reached("engine")
         stack.enter_context(released(engine))

@@ -146,17 +146,19 @@ def for_pipeline(
 
 
 def random_batch(
-    fields: MicroBatchFields, samples: int, length: int, predictions: int, vocabulary: int, device: Device
-) -> tuple[Tensor | None, ...]:
-    """Arguments of the plain model without padding, for timing; each sample predicts `predictions` tokens."""
+    fields: MicroBatchFields, samples: int, length: int, predictions: int, vocabulary: int
+) -> MicroBatch:
+    """A micro-batch for timing; each sample predicts `predictions` tokens. The last may be padded."""
     sizes = {"B": samples, "S": length, "P": predictions}
-    below = {"token_types": TOKEN_TYPES, "positions": length, "sentence_labels": SENTENCE_CLASSES}
-    values: dict[str, Tensor | None] = {"lengths": None}
+    shortest = length - length // 4
+    below = {"token_types": TOKEN_TYPES, "positions": shortest, "sentence_labels": SENTENCE_CLASSES}
+    values = {}
     for name, dimensions in fields.sizes.items():
         size = [sizes[dimension] for dimension in dimensions]
         if name.endswith("weights"):
-            weights = torch.ones(size, device=device)
-            values[name] = weights / weights.numel()
-        elif name != "lengths":
-            values[name] = torch.randint(below.get(name, vocabulary), size, device=device)
-    return tuple(values[name] for name in fields.names)
+            values[name] = torch.ones(size) / math.prod(size)
+        elif name == "lengths":
+            values[name] = torch.tensor([length] * (samples - 1) + [shortest])
+        else:
+            values[name] = torch.randint(below.get(name, vocabulary), size)
+    return values

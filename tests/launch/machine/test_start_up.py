@@ -76,7 +76,20 @@ def test_the_parts_of_a_start_are_all_of_its_time(monkeypatch):
     clock = StartClock()
     for part in ("imports", "data", "imports"):
         clock.reached(part)
-    assert clock.parts == {"launcher": 3.0, "imports": 5.5, "data": 0.5}
+    assert clock.parts == {"launcher": 3.0, "imports": 5.5, "data": 0.5, "compiling": 0.0}
+
+
+def test_compiling_is_counted_apart(monkeypatch):
+    clock = StartClock()
+    clock.reached("imports")
+    now, spent = time.clock_gettime(time.CLOCK_BOOTTIME), iter([2.0, 2.0, 5.0])
+    times = iter([now + 3, now + 7, now + 12])
+    monkeypatch.setattr(start_up, "compiling_seconds", lambda: next(spent))
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: next(times))
+    for part in ("engine", "compiling", "weights"):
+        clock.reached(part)
+    found = {part: clock.parts[part] for part in ("engine", "compiling", "weights")}
+    assert found == pytest.approx({"engine": 1, "compiling": 2 + 4 + 3, "weights": 2}, abs=0.1)
 
 
 def test_a_process_knows_when_it_was_started():
