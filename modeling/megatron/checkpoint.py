@@ -39,6 +39,7 @@ from recipes.schema import Model
 STOOD_IN_FOR = re.compile(
     r"(megatron|deepspeed|fp16|apex|transformer_engine|numpy|signal|pathlib|datetime|enum|torch|types)\."
 )
+OF_ENUMS = "builtins.getattr"  # by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
 KEYS = ("model", "module")  # of the state dict: Megatron-LM's, DeepSpeed's
 CHUNK = re.compile(r"model(\d+)")  # of an interleaved pipeline schedule
 BERT_ALONE = ("lm_head.", "pooler.", "binary_head.", "embedding.tokentype_embeddings.")
@@ -212,13 +213,14 @@ def _load(file: Path) -> dict[str, Any]:
         refuse(file, "cannot be read", rule, fix)
     try:
         named = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-        if other := sorted(n for n in named - {"argparse.Namespace"} if not STOOD_IN_FOR.match(n)):
+        stood_in_for = {n for n in named if STOOD_IN_FOR.match(n) or n == OF_ENUMS}
+        if other := sorted(named - stood_in_for - {"argparse.Namespace"}):
             rule = "a checkpoint of Megatron names none of it, and loading it might run a program"
             refuse(
                 file, f"names {some(other, 4)[:200]}", rule, "do not load it; get it from its source again"
             )
         allowed: list[Any] = [argparse.Namespace]
-        allowed += [(_stand_in(name), name) for name in named if STOOD_IN_FOR.match(name)]
+        allowed += [(_stand_in(name), name) for name in stood_in_for]
         with torch.serialization.safe_globals(allowed):
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except FileError:

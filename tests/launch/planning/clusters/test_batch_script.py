@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -44,6 +45,11 @@ echo "$@" >> scontrol-words
 """
 
 
+def programs(stand_ins: Path) -> str:
+    """PATH with the stand-ins first, then this Python: not every system has one that is called python."""
+    return f"{stand_ins}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
 @pytest.fixture
 def cluster(tmp_path):
     """A folder that looks like a checkout, with srun and scontrol of its own."""
@@ -61,7 +67,7 @@ def start(cluster: Path, mode: str) -> subprocess.Popen[str]:
     there = job(f"{CASES['open']} --run 'runs/a b'")
     (cluster / "job.sbatch").write_text(slurm.script(there))
     environ = {
-        **os.environ, "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}", "MODE": mode, "SLURM_JOB_ID": "42",
+        **os.environ, "PATH": programs(cluster / "bin"), "MODE": mode, "SLURM_JOB_ID": "42",
         "SLURM_SUBMIT_DIR": str(cluster), "RUN_DIRECTORY": str(cluster / "runs" / "a b"),
         "SLURM_CPUS_PER_TASK": "16",
     }  # fmt: skip

@@ -6,13 +6,20 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 from cluster_jobs import CASES, job
 
 from launch.planning.clusters import kubernetes
+
+
+def programs(stand_ins: Path) -> str:
+    """PATH with the stand-ins first, then this Python: not every system has one that is called python."""
+    return f"{stand_ins}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 def documents(line: str) -> tuple[dict, dict]:
@@ -118,7 +125,7 @@ def pod(tmp_path, mode: str, rank: int = 1) -> tuple[subprocess.Popen, list[str]
     torchrun.write_text(TORCHRUN)
     torchrun.chmod(0o755)
     environ = {
-        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MODE": mode, "RUN": str(tmp_path / "run"),
+        **os.environ, "PATH": programs(tmp_path), "MODE": mode, "RUN": str(tmp_path / "run"),
         "RANK": str(rank), "MASTER_ADDR": "first", "MASTER_PORT": "23456", "WORLD_SIZE": "16",
     }  # fmt: skip
     command = [*container["command"], *container["args"]]
