@@ -18,7 +18,7 @@ from data.samples.fields import HeldOut, Parts, TrainingSamples
 from data.sources.documents import Skipped, Source
 from data.sources.opening import open_source
 from data.splits.stored import store_parts
-from data.splits.streamed import stream_parts
+from data.splits.streamed import Once, made_here, stream_parts
 from data.stores.cached import cached_store
 from data.stores.ready_made import check_ready_made, ready_made_store, store_prefix
 from data.streams.families import FAMILIES, Family, family_of
@@ -45,7 +45,11 @@ class Corpus:
 
 
 def build(
-    recipe: Recipe, cache_directory: Path | None = None, say: Say = print, source: Source | None = None
+    recipe: Recipe,
+    cache_directory: Path | None = None,
+    say: Say = print,
+    source: Source | None = None,
+    once: Once = made_here,
 ) -> Corpus:
     """Makes or opens everything a run reads.
 
@@ -55,6 +59,7 @@ def build(
         cache_directory: where vocabularies and tokens are kept; by default `data.cache.default_directory()`.
         say: gets the lines that tell what happens, for one process to print.
         source: read instead of what `recipe.data` names.
+        once: has one rank make what all ranks need and none can keep: the head of a stream.
 
     Raises:
         ValueError: a source cannot be read, or is too small for the recipe.
@@ -71,7 +76,7 @@ def build(
         for origin, taking in zip(origins, skipped, strict=True)
     ]
     tokenizer = build_vocabulary(recipe, [found for found in sources if found], directory, say)
-    parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, skipped, directory, say)
+    parts = _all_parts(recipe, family_of(recipe, tokenizer), sources, skipped, directory, say, once)
     streamed = zip(skipped, origins, strict=True)
     return Corpus(
         tokenizer=tokenizer,
@@ -129,6 +134,7 @@ def _all_parts(
     skipped: Sequence[Skipped | None],
     directory: Path,
     say: Say,
+    once: Once,
 ) -> Parts:
     origins = recipe.data.origins
     weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]
@@ -137,7 +143,7 @@ def _all_parts(
     for origin, source, taking, count in zip(origins, sources, skipped, wanted, strict=True):
         if source and not source.finite:
             blended = bool(recipe.data.blend)
-            parts.append(stream_parts(recipe, family, origin, source, count, blended, say))
+            parts.append(stream_parts(recipe, family, origin, source, count, blended, say, once))
         elif source:
             opened = cached_store(sequences, origin, source, tokenizer, directory, say, taking)
             parts.append(store_parts(recipe, family, opened, count))

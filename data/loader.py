@@ -116,9 +116,14 @@ def _make_step(
     fields = samples.take((step * size + rows).ravel().tolist(), seed)
     weights = np.full(micro, 1.0 / micro)
     batches = [micro_batch(fields.rows(slice(at, at + micro)), weights) for at in range(0, rows.size, micro)]
-    if torch.cuda.is_available():  # pinned memory is copied to the device without waiting
-        batches = [{key: tensor.pin_memory() for key, tensor in batch.items()} for batch in batches]
-    return batches, samples.state((step + 1) * size)
+    return [pinned(batch) for batch in batches], samples.state((step + 1) * size)
+
+
+def pinned(batch: MicroBatch) -> MicroBatch:
+    """The same in pinned memory, which is copied to a GPU without waiting; as it is without a GPU."""
+    if not torch.cuda.is_available():
+        return batch
+    return {key: tensor.pin_memory() for key, tensor in batch.items()}
 
 
 def _cuda_device() -> Callable[[], None]:

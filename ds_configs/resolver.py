@@ -69,7 +69,7 @@ def resolve(
     optimizer.check(recipe, config, findings)
     transformers_modules.check(recipe, config, findings)
     gradients.check(config, stage, findings)
-    recomputation.check(recipe, config, findings)
+    recomputation.check(recipe, config, layout, machine, findings)
     monitors.check(config, layout, machine, findings)
     values = optimizer.fills(recipe, config, offload, machine, findings)
     values |= zero.nvme_paths(config, environ, findings) | parallel.sends(recipe)

@@ -308,7 +308,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
     layout = job.plan.layout
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     # One process of a machine prepares a large corpus, and the others wait for hours.
-    corpus = meeting.settle(lambda: build_corpus(job), PREPARATION)
+    corpus = meeting.settle(lambda: build_corpus(job, meeting), PREPARATION)
     meeting.end()
     try:
         agreement.check(job.plan, corpus, grid.control_group, job.initial_weights)
@@ -360,11 +360,11 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
             recorder.finish("ok", memory=memory, sample=said)
 
 
-def build_corpus(job: Job) -> Corpus:
+def build_corpus(job: Job, meeting: Meeting) -> Corpus:
     from data.corpus import build
 
     try:
-        return build(job.plan.recipe, job.cache, say=say_on_rank_0)
+        return build(job.plan.recipe, job.cache, say=say_on_rank_0, once=meeting.once)
     except OSError as e:
         refuse_by_system(e, Path.cwd())
 

@@ -102,20 +102,16 @@ class _Blocks(torch.autograd.Function):
         p: float,
     ) -> Tensor:
         ctx.causal, ctx.p = causal, p
-        if rows is None:
-            bias = None if mask is None else torch.where(mask, 0.0, -torch.inf).to(q.dtype)
-            fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            out, sums = fused(q, k, v, 0.0, causal, attn_mask=bias)
-        else:
-            outs, logarithms = [], []
-            for start in range(0, q.shape[-2], QUERIES):
-                block, seen = _block(start, q.shape[-2], causal)
-                scores = _scores(q[..., block, :], k[..., seen, :], mask, start, causal)
-                logarithms.append(torch.logsumexp(scores, -1))
-                weights = torch.exp(scores - logarithms[-1][..., None])
-                dropped = weights * _kept(rows[..., block, :], seen.stop, p) * (1 / (1 - p))
-                outs.append(dropped.to(v.dtype) @ v[..., seen, :])
-            out, sums = torch.cat(outs, -2), torch.cat(logarithms, -1)
+        outs, logarithms = [], []
+        for start in range(0, q.shape[-2], QUERIES):
+            block, seen = _block(start, q.shape[-2], causal)
+            scores = _scores(q[..., block, :], k[..., seen, :], mask, start, causal)
+            logarithms.append(torch.logsumexp(scores, -1))
+            weights = torch.exp(scores - logarithms[-1][..., None])
+            if rows is not None:
+                weights = weights * _kept(rows[..., block, :], seen.stop, p) * (1 / (1 - p))
+            outs.append(weights.to(v.dtype) @ v[..., seen, :])
+        out, sums = torch.cat(outs, -2), torch.cat(logarithms, -1)
         ctx.save_for_backward(q, k, v, mask, rows, out, sums)
         return out
 

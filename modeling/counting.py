@@ -1,7 +1,7 @@
 """Parameters that each (tensor, pipeline) rank holds, by building its real modules on the meta device.
 
 `modeling.cost` has the same numbers as closed forms. Here they are counted on the modules that train: the
-family's list of layers, cut into stages by DeepSpeed's own partition, each layer made by the constructor that
+family's list of layers, cut into stages as the pipeline cuts it, each layer made by the constructor that
 a run calls, with the rank and the size of a tensor-parallel group. No parameter has memory, so 193e9 of them
 on 256 ranks take a second.
 """
@@ -17,14 +17,12 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.utils import partition_balanced
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
 from modeling.huggingface import gpt2
 from modeling.initialization import Init, canonical_name, full_shape
-from modeling.layer_list import LayerDefinition, LayerList, ModelShape, build
+from modeling.layer_list import LayerDefinition, LayerList, ModelShape, build, stage_bounds
 from modeling.parallel.process_grid import Group
-from modeling.transformer import TransformerLayer
 from recipes.schema import Model
 
 
@@ -54,8 +52,8 @@ class RankCounts:
 
 
 @cache
-def count(layer_list: LayerList, shape: ModelShape, tp: int, pp: int) -> RankCounts:
-    """Build every rank of a replica and count.
+def count(layer_list: LayerList, shape: ModelShape, tp: int, layers: tuple[int, ...]) -> RankCounts:
+    """Build every rank of a replica and count; `layers`: transformer layers of every stage.
 
     Raises:
         AssertionError: a dimension that the ranks cannot share (the recipe's layout is wrong), or parameters
@@ -67,22 +65,9 @@ def count(layer_list: LayerList, shape: ModelShape, tp: int, pp: int) -> RankCou
         with tensor_rank(rank, tp) as group:
             init = Init(seed=0, std=1.0, layers=shape.layers, meta=True)
             definitions = layer_list(shape, group=group, init=init)
-            stages = [definitions[a:b] for a, b in pairwise(bounds(definitions, pp))]
+            stages = [definitions[a:b] for a, b in pairwise(stage_bounds(definitions, layers))]
             ranks.append([_held(stage, once) for stage in stages])
-    layers = tuple(sum(d.kind is TransformerLayer for d in stage) for stage in stages)
     return RankCounts(tuple(zip(*ranks, strict=True)), sum(once.values()), layers)
-
-
-def bounds(definitions: Sequence[LayerDefinition], pp: int) -> list[int]:
-    """First layer of every stage, and the end: what DeepSpeed chooses for `Pipeline`."""
-    if pp == 1:
-        return [0, len(definitions)]
-    return list(_partition(tuple(int(d.kind is TransformerLayer) for d in definitions), pp))
-
-
-@cache
-def _partition(weights: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    return tuple(map(int, partition_balanced(list(weights), parts)))
 
 
 def _held(stage: Sequence[LayerDefinition], once: dict[str, int]) -> int:

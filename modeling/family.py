@@ -6,7 +6,7 @@ and the tables that hold what is needed without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,16 @@ class Family:
         """Inputs and targets."""
         return FIELDS[self.name]
 
-    def pipeline(self, shape: Any, *, grid: ProcessGrid, group: Group, init: Init) -> Pipeline:
-        """The pipeline form: the first stage takes `fields.inputs`, the last one `fields.targets`."""
+    def pipeline(
+        self, shape: Any, *, grid: ProcessGrid, group: Group, init: Init, stages: Sequence[int]
+    ) -> Pipeline:
+        """The pipeline form: the first stage takes `fields.inputs`, the last one `fields.targets`.
+
+        `stages`: transformer layers of each.
+        """
         loss = PipelineLoss(self.loss, group, self.loss_parts(shape))
-        return Pipeline(self.layer_list(shape, group=group, init=init), loss, grid, shape.checkpoint_interval)
+        layers = self.layer_list(shape, group=group, init=init)
+        return Pipeline(layers, loss, grid, shape.checkpoint_interval, stages)
 
 
 def common_shape(recipe: Recipe, padded_vocab: int) -> dict[str, Any]:

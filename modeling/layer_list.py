@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import deepspeed
@@ -189,7 +190,16 @@ class Pipeline(PipelineModule):
     DeepSpeed cuts chunks from the stage's first layer, whatever it is, and recomputes none with an embedding.
     """
 
-    def __init__(self, definitions: Definitions, loss: PipelineLoss, grid: ProcessGrid, interval: int):
+    def __init__(
+        self,
+        definitions: Definitions,
+        loss: PipelineLoss,
+        grid: ProcessGrid,
+        interval: int,
+        stages: Sequence[int],
+    ):
+        """`interval`: layers of a recomputed chunk; `stages`: transformer layers of each stage."""
+        self._bounds = stage_bounds(definitions, stages)
         layers = [
             TiedLayerSpec(d.name, d.kind, **d.arguments) if d.tied else LayerSpec(d.kind, **d.arguments)
             for d in definitions
@@ -199,7 +209,6 @@ class Pipeline(PipelineModule):
                 layers,
                 loss_fn=loss,
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp),
-                partition_method=f"type:^{TransformerLayer.__name__}$",  # equally many in every stage
                 activation_checkpoint_interval=interval,
                 checkpointable_layers=[TransformerLayer.__name__],
             )
@@ -207,10 +216,24 @@ class Pipeline(PipelineModule):
         self.salted = any(isinstance(m, HiddenDropout) and m.probability > 0 for m in self.modules())
         self._applies = [d.apply for d in definitions[self._local_start : self._local_stop]]
 
+    def _partition_layers(self, method: str = "") -> None:
+        """Take this rank's part; DeepSpeed's own ways to cut know nothing of the output layer's time."""
+        self.parts = self._bounds
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
     def forward(self, stream: Stream) -> Stream:
         interval = self.activation_checkpoint_interval if self.training else 0
         layers = list(zip(self._applies, self.forward_funcs, strict=True))
         return run_layers(layers, stream, interval, self.activation_checkpoint_func)
+
+
+def stage_bounds(definitions: Definitions, stages: Sequence[int]) -> list[int]:
+    """Where in `definitions` each stage begins, and the end; what is no transformer layer is on both ends."""
+    layers = [index for index, d in enumerate(definitions) if d.kind is TransformerLayer]
+    assert sum(stages) == len(layers), f"stages of {stages} layers for {len(layers)}"
+    firsts = [layers[before] for before in accumulate(stages[:-1])]
+    return [0, *firsts, len(definitions)]
 
 
 def run_layers(layers: Layers, stream: Stream, interval: int, checkpoint: Callable) -> Stream:

@@ -48,3 +48,9 @@ def pipeline_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
     """Global ranks of every pipeline group, by stage."""
     stage = tp * dp
     return [[s * stage + i for s in range(pp)] for i in range(stage)]
+
+
+def model_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
+    """Global ranks of every copy of the model: all tensor ranks of all stages at one data coordinate."""
+    stage = tp * dp
+    return [[s * stage + d * tp + t for s in range(pp) for t in range(tp)] for d in range(dp)]

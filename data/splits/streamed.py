@@ -7,7 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,24 @@ from data.streams.lanes import Encode, Lane, LaneReader, Place, Placed, lane_cou
 from data.streams.samples import Lanes, StreamedSamples
 from recipes.problems import Key, Problem, ProblemsError, Setting, pieces
 from recipes.schema import Origin, Recipe
+
+T = TypeVar("T")
+
+
+class Once(Protocol):
+    """What `make` returns; in a run of several ranks one of them makes it, and the others are handed it.
+
+    Raises:
+        ValueError: `make` did, on the rank that ran it.
+    """
+
+    def __call__(self, make: Callable[[], T]) -> T: ...
+
+
+def made_here(make: Callable[[], T]) -> T:
+    """`Once` of a process that works for itself."""
+    return make()
+
 
 UNIGRAM_TOKENS = 200_000
 _FIRST_HELD_OUT = 1 << 10  # lanes of held-out samples are numbered from here, above all others
@@ -65,6 +83,21 @@ class _Held:
         lane = self.family.lane(self, self.number)
         samples = [lane.take(item, HELD_OUT_SEED) for item in range(min(self.found, self.wanted))]
         return HeldOut(self.family.stack(samples), sequence_length)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the first documents of a stream give: the same to every rank.
+
+    Attributes:
+        held_out: by split.
+        counts: (V,) of the first training tokens.
+        documents: that were read.
+    """
+
+    held_out: dict[str, HeldOut]
+    counts: np.ndarray
+    documents: int
 
 
 def read_head(
@@ -130,7 +163,14 @@ def in_turn(source: Source) -> Iterator[Placed]:
 
 
 def stream_parts(
-    recipe: Recipe, family: Family, origin: Origin, source: Source, wanted: int, single_lane: bool, say: Say
+    recipe: Recipe,
+    family: Family,
+    origin: Origin,
+    source: Source,
+    wanted: int,
+    single_lane: bool,
+    say: Say,
+    once: Once,
 ) -> Parts:
     """The parts of a streamed source.
 
@@ -139,6 +179,7 @@ def stream_parts(
     Args:
         wanted: samples of each held-out split.
         single_lane: read in one lane, as a part of a blend is.
+        once: as for `data.corpus.build`.
 
     Raises:
         ValueError: the stream cannot be read, or ends before it has held out one sample.
@@ -148,23 +189,8 @@ def stream_parts(
     def part(index: int) -> str:
         return part_of(index, data.validation_every, data.test_every)
 
-    every = f"every {data.validation_every}th document"
-    say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
-    held = {
-        name: _Held(source, family.for_held_out(), _FIRST_HELD_OUT + number, wanted)
-        for number, name in enumerate(("validation", "test") if data.test_every else ("validation",))
-    }
-    encode = family.encoder(origin, _HEAD_BATCH_CHARACTERS)
-    counts, documents = read_head(source, family, encode, part, held, recipe.model.vocab_size, say)
-    for name, split in held.items():
-        if not min(split.found, wanted):
-            key = f"data.{name}_every"
-            every_nth = Setting(key, getattr(data, f"{name}_every"))
-            why = pieces(family.too_short(split.measured))
-            came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
-            fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
-            raise ProblemsError([Problem(key, came, fix=fix)])
-    held_out = {name: split.finish(length) for name, split in held.items()}
+    head = once(lambda: _head(recipe, family, origin, source, wanted, part, say))
+    held_out, counts = head.held_out, head.counts
     lanes = 1 if single_lane else lane_count(recipe.batch.global_, source.shards)
     encode = family.encoder(origin, max(_LEAST_BATCH, _BATCH_CHARACTERS // lanes))
 
@@ -182,9 +208,41 @@ def stream_parts(
         "files": source.shards,
         "lanes": lanes,
         "train_tokens_crc32": f"{checksum:08x}",
-        "documents_read_for_validation": documents,
+        "documents_read_for_validation": head.documents,
         "unigram_tokens": int(counts.sum()),
     }
     opened = Lanes(source, lanes, open_lane, family.stack)
     train = StreamedSamples(opened, length, recipe.batch.global_, say)
     return Parts(train, held_out["validation"], held_out.get("test"), counts, summary)
+
+
+def _head(
+    recipe: Recipe,
+    family: Family,
+    origin: Origin,
+    source: Source,
+    wanted: int,
+    part: Callable[[int], str],
+    say: Say,
+) -> Head:
+    """The held-out samples and the counts of training tokens; raises ValueError as `stream_parts` says."""
+    data = recipe.data
+    every = f"every {data.validation_every}th document"
+    say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
+    held = {
+        name: _Held(source, family.for_held_out(), _FIRST_HELD_OUT + number, wanted)
+        for number, name in enumerate(("validation", "test") if data.test_every else ("validation",))
+    }
+    encode = family.encoder(origin, _HEAD_BATCH_CHARACTERS)
+    counts, documents = read_head(source, family, encode, part, held, recipe.model.vocab_size, say)
+    for name, split in held.items():
+        if not min(split.found, wanted):
+            key = f"data.{name}_every"
+            every_nth = Setting(key, getattr(data, f"{name}_every"))
+            why = pieces(family.too_short(split.measured))
+            came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
+            fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
+            raise ProblemsError([Problem(key, came, fix=fix)])
+    return Head(
+        {name: split.finish(recipe.sequence_length) for name, split in held.items()}, counts, documents
+    )

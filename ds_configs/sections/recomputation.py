@@ -5,31 +5,50 @@ from __future__ import annotations
 from typing import Any
 
 from ds_configs.findings import Findings
-from ds_configs.known_keys import SECTIONS, stated
+from ds_configs.known_keys import SECTIONS, lookup, stated
+from ds_configs.plan import Machine
 from ds_configs.values import shown
+from recipes.layout import Layout
 from recipes.problems import Setting
 from recipes.schema import Recipe
 
 _SECTION = "activation_checkpointing"
+PARTITION = f"{_SECTION}.partition_activations"
 
 
-def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
+def partitions(recipe: Recipe, layout: Layout, machine: Machine) -> bool:
+    """What "auto" says of partition_activations: whether a tensor rank keeps a part of what all of them have.
+
+    One rank keeps all of it, and so do those of a cut sequence; a GPU then copies it to the host while it
+    computes, and does not wait. On a CPU DeepSpeed 0.19 keeps parts alone.
+    """
+    return machine.accelerator == "cpu" or (layout.tp > 1 and not recipe.parallel.sequence)
+
+
+def check(
+    recipe: Recipe, config: dict[str, Any], layout: Layout | None, machine: Machine, findings: Findings
+) -> None:
     """Refuse what DeepSpeed asserts later; say where the section does nothing."""
     chunk = recipe.checkpoint_interval
     section = {key: stated(config, f"{_SECTION}.{key}") for key in SECTIONS[_SECTION]}
+    if lookup(config, PARTITION) == "auto":
+        section["partition_activations"] = layout is not None and partitions(recipe, layout, machine)
     asked = [key for key in ("partition_activations", "cpu_checkpointing") if section[key]]
     if asked and not chunk and recipe.model.implementation == "megarecipes":
         does = f"{' and '.join(asked)} of {findings.where} do{'es' if len(asked) == 1 else ''} nothing"
         findings.notice(_SECTION, f"{does}: the recipe recomputes no layer (--set {_SECTION}=full: all)")
     if section["partition_activations"] and chunk and recipe.parallel.sequence:
-        key = f"{_SECTION}.partition_activations"
         rule = "a tensor rank has its own positions already, of which DeepSpeed would keep a part"
         fix = "set it to false, or --set parallel.sequence=false"
-        findings.refuse(key, (f"{key}=true with ", Setting("parallel.sequence", "true")), rule, fix)
-    partition = "set partition_activations to true, or remove the key"
+        findings.refuse(
+            PARTITION, (f"{PARTITION}=true with ", Setting("parallel.sequence", "true")), rule, fix
+        )
+    partition = 'set partition_activations to "auto", or remove the key'
     key = f"{_SECTION}.cpu_checkpointing"
-    if section["cpu_checkpointing"] and chunk and not section["partition_activations"]:
-        findings.refuse(key, f"{key}=true", "DeepSpeed 0.19 fails on whole activations there", partition)
+    on_host = section["cpu_checkpointing"] and machine.accelerator == "cpu"
+    if on_host and chunk and not section["partition_activations"]:
+        rule = "on a CPU DeepSpeed 0.19 empties whole activations before it has copied them"
+        findings.refuse(key, f"{key}=true", rule, partition)
     key = f"{_SECTION}.contiguous_memory_optimization"
     if section["contiguous_memory_optimization"]:
         chunks, number = -(-recipe.model.layers // chunk) if chunk else 0, section["number_checkpoints"]

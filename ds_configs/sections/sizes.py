@@ -9,6 +9,7 @@ from typing import Any
 from ds_configs.known_keys import stated
 from ds_configs.plan import Machine, Precision
 from ds_configs.sections import transformers_modules
+from ds_configs.sections.recomputation import PARTITION, partitions
 from recipes.layout import Layout
 from recipes.schema import Recipe
 
@@ -41,6 +42,7 @@ def sizes(recipe: Recipe, layout: Layout, machine: Machine) -> dict[str, Any]:
         "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
         # A CPU computes nothing while it copies a bucket.
         "zero_optimization.overlap_comm": machine.accelerator != "cpu",
+        PARTITION: partitions(recipe, layout, machine),
         # A buffer holds any one parameter: the embedding, or an MLP matrix of 4 hidden² / tp.
         "zero_optimization.offload_param.buffer_size": max(embedding, 4 * hidden * hidden // tp),
         # DeepSpeed divides a loss by the accumulation before it scales it.

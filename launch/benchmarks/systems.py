@@ -24,9 +24,10 @@ from launch.training import compiling
 from launch.training.engine import build_engine, parameter_groups, train_step
 from launch.training.job import Job, plan_job
 from launch.training.micro_batches import MicroBatch, for_plain, normalised, padded, salts_of_step
-from launch.training.run import next_batch, training_batches
+from launch.training.run import next_batch
 from launch.training.schedule import Schedule, learning_rate
-from launch.training.step_exchange import StepReport, exchange
+from launch.training.step_exchange import StepReport, Telling
+from launch.training.training_batches import training_batches
 from modeling import cost
 from modeling.cost.matrix_products import Product, head_products, layer_products
 from modeling.families import family_of, model_shape
@@ -116,8 +117,10 @@ class Ours:
         with self.clock("data"):
             batches, work = data.take()
         salts = salts_of_step(data.plan, data.grid.at.dp, data.done - 1, engine.device)
-        self.loss = train_step(engine, batches, data.grid, salts).loss
-        exchange(StepReport(), data.grid.control_group)
+        performed = train_step(engine, batches, data.grid, salts)
+        telling = Telling(StepReport(), data.grid.control_group)
+        self.loss = performed.outcome().loss
+        telling.heard()
         return work
 
 

@@ -159,13 +159,8 @@ def memory(system: Any) -> dict[str, Any]:
     from launch.machine.memory import peak_memory
     from launch.machine.processes import gathered
 
-    own, status = peak_memory(), Path("/proc/self/status")
-    peak = own.bytes
-    if own.kind == "resident set" and status.exists():
-        # What getrusage says begins with the process that forked this one; this peak begins with exec.
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        peak = 1024 * int(lines["VmHWM"].split()[0])
-    return {"peak_bytes": max(gathered(peak, system.data.grid.control_group)), "kind": own.kind}
+    own = peak_memory()
+    return {"peak_bytes": max(gathered(own.bytes, system.data.grid.control_group)), "kind": own.kind}
 
 
 if __name__ == "__main__":

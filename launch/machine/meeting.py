@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import secrets
 import socket
 import sys
@@ -25,6 +26,8 @@ from recipes.problems import Problem, ProblemsError
 
 T = TypeVar("T")
 SAY_AFTER_S = 20.0  # that others are awaited
+POLL_S = 0.2  # between looks for what rank 0 makes
+PART_BYTES = 4 << 20  # of what is handed on: a store takes 8 MB at once
 LEAVE_S = 5.0  # that rank 0, which may serve the store, gives the others to read why all end
 
 
@@ -36,7 +39,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self.store: Any = None
-        self._rounds = 0
+        self._rounds = self._handed = 0
         self._lifeline: Lifeline | None = None
 
     def end(self) -> None:
@@ -68,6 +71,32 @@ class Meeting:
         if heard:
             raise SystemExit(2)
         return value
+
+    def once(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, which alone runs it; within a check of `settle`. Collective.
+
+        It travels as a pickle. Raises ValueError on all ranks where `make` does, or rank 0 before it.
+        """
+        if world_size() == 1:
+            return make()
+        self._handed += 1
+        key = f"handed-{self._handed}"
+        if rank() == 0:
+            value = make()
+            sent = pickle.dumps(value)
+            parts = [sent[at : at + PART_BYTES] for at in range(0, len(sent), PART_BYTES)]
+            for number, part in enumerate(parts):
+                self.store.set(f"{key}/{number}", part)
+            self.store.set(key, str(len(parts)))
+            return value
+        verdict = f"round-{self._rounds + 1}/0"  # of the `settle` that this is a part of
+        while not self.store.check([key]):
+            if self.store.check([verdict]) and not self.store.check([key]):
+                raise ValueError(json.loads(self.store.get(verdict))[1])
+            time.sleep(POLL_S)
+        received = b"".join(self.store.get(f"{key}/{n}") for n in range(int(self.store.get(key))))
+        handed: T = pickle.loads(received)
+        return handed
 
     def from_rank_0(self, value: T) -> T:
         """Rank 0's `value`, which JSON can carry. Collective."""
@@ -101,8 +130,8 @@ class Meeting:
         """Whether any rank refuses; then rank 0 has said why."""
         key = self._round()
         self.store.set_timeout(patience)
+        self.store.set(f"{key}/{rank()}", json.dumps((socket.gethostname(), own)))
         if rank() != 0:
-            self.store.set(f"{key}/{rank()}", json.dumps((socket.gethostname(), own)))
             refused = bool(json.loads(self.store.get(f"{key}/refused")))
             if refused:
                 self.end()

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_configs.plan import Plan
 from launch.training import given_tensors
+from modeling import cost
 from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.families import family_of, model_shape
 from modeling.initialization import DTYPES, Init
@@ -54,7 +55,8 @@ def build_module(
     given = given_tensors.read(initial_weights, recipe) if initial_weights and drawn else None
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, drawn=drawn)
     if grid.pp > 1:
-        return family.pipeline(shape, grid=grid, group=group, init=init)
+        stages = cost.stages_of(recipe, plan.padded_vocab, grid.pp)
+        return family.pipeline(shape, grid=grid, group=group, init=init, stages=stages)
     if plan.zero_stage < 3:
         return family.plain(shape, group=group, init=init)
     with deepspeed.zero.Init(data_parallel_group=grid.data_group, config_dict_or_path=plan.ds, mpu=grid):

@@ -56,15 +56,16 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     """torch.compile `module` in place before DeepSpeed takes it; return a line with the measured gains.
 
     Collective. The whole model is compiled, or its transformer layers and its loss where something has to
-    happen between them: in the pipeline, under recomputation, and under ZeRO-3, which gathers parameters in
-    hooks of each layer; there `forward` alone is compiled, so that the hooks stay outside.
+    happen between them: in the pipeline, under recomputation, on GPUs that average gradients, which then
+    travel while the layers before theirs are computed, and under ZeRO-3, which gathers parameters in hooks of
+    each layer; there `forward` alone is compiled, so that the hooks stay outside.
     """
     seed_step(plan.recipe.seed, 0, grid.at)
     # Code that was compiled is kept for later runs.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_directory() / "compiled_code"))
     started = time.perf_counter()
     prepare(module, plan)
-    if isinstance(module, Stack) and plan.zero_stage < 3 and not plan.recipe.checkpoint_interval:
+    if isinstance(module, Stack) and _as_a_whole(plan, get_accelerator().device_name()):
         gains = [Gain("a micro-batch", *_compile_whole(module, plan))]
     else:
         gains = _compile_layers(module, plan, grid)
@@ -72,6 +73,12 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     measured = f"forward and backward of {', '.join(map(str, gains))}; medians of {TIMED}"
     when = paid_back(gains, took, plan.layout.accumulation, plan.recipe.steps)
     return f"compiled: {measured}; compiling and measuring took {took:.0f} s, {when}"
+
+
+def _as_a_whole(plan: Plan, device: str) -> bool:
+    """Whether nothing has to happen between the layers of a model that is no pipeline."""
+    averages = device != "cpu" and plan.layout.dp > 1
+    return plan.zero_stage < 3 and not plan.recipe.checkpoint_interval and not averages
 
 
 def prepare(module: torch.nn.Module, plan: Plan) -> None:

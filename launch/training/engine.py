@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -25,7 +26,7 @@ from launch.deepspeed_fixes.bf16_gradient_sums import mend_bf16_sums
 from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
 from launch.deepspeed_fixes.muon_compilation import postpone_compilation
-from launch.machine import compiled_ops
+from launch.machine import compiled_ops, memory
 from launch.training import compiling, micro_batches
 from launch.training.build_model import build_module
 from launch.training.job import Job
@@ -64,6 +65,8 @@ def build_engine(
     a start.
     """
     plan = job.plan
+    if plan.offload != "none":
+        memory.pin_no_more_than_asked()
     compiled_ops.prepare(plan.ds, grid.control_group, say)
     postpone_compilation()
     # Not left to DeepSpeed: the tracker of dropout states has to know the tensor group before a draw.
@@ -85,6 +88,7 @@ def build_engine(
         "lr_scheduler": lambda optimizer: Schedule(optimizer, plan.recipe),
     }
     engine = zero0.initialize(**how) if plan.zero_stage == 0 else deepspeed.initialize(**how)[0]
+    memory.return_unused_pinned()  # of parameters, before they became parts of a buffer
     if engine.fp16_enabled():
         postpone_growth(engine)
     mend_bf16_sums(engine, grid)
@@ -107,8 +111,8 @@ def train_step(
     batches: Sequence[MicroBatch],
     grid: ProcessGrid,
     salts: Sequence[torch.Tensor | None],
-) -> StepOutcome:
-    """One optimizer step over this data-parallel rank's micro-batches. Raises Diverged.
+) -> Performed:
+    """One optimizer step over this data-parallel rank's micro-batches, which a GPU may still compute.
 
     `salts`: of each micro-batch, as `micro_batches.salts_of_step` gives them.
     DeepSpeed divides each loss by the accumulation steps, averages gradients over data-parallel ranks, clips,
@@ -133,7 +137,21 @@ def train_step(
                 engine.step()
                 losses.append(torch.cat([loss.detach().float().view(1), *parts]))
             loss, *parts = data_parallel_mean(torch.stack(losses).mean(0), grid)
-    return outcome_of_step(engine, before, loss, parts)
+    return Performed(engine, before, loss, parts)
+
+
+@dataclass(frozen=True)
+class Performed:
+    """An optimizer step whose figures are not read yet: reading them waits for the GPU."""
+
+    engine: DeepSpeedEngine
+    before: State
+    loss: torch.Tensor
+    parts: Sequence[torch.Tensor]
+
+    def outcome(self) -> StepOutcome:
+        """Raises Diverged."""
+        return outcome_of_step(self.engine, self.before, self.loss, self.parts)
 
 
 State = tuple[float, float, int]  # before an optimizer step: learning rate, loss scale, steps skipped so far

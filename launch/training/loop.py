@@ -13,15 +13,8 @@ from launch.machine.watchdog import Phase
 from launch.training.engine import build_engine, released, train_step
 from launch.training.job import Job
 from launch.training.micro_batches import salts_of_step
-from launch.training.run import (
-    EXPECTED,
-    EarlyStop,
-    Recorder,
-    TrainingRun,
-    next_batch,
-    training_batches,
-    watching,
-)
+from launch.training.run import EXPECTED, EarlyStop, Recorder, TrainingRun, next_batch, watching
+from launch.training.training_batches import training_batches
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
 
@@ -61,9 +54,10 @@ def train(
             watchdog.enter(Phase.COMPUTING)
             # DeepSpeed accumulates, scales the loss, averages over data ranks, clips, steps the schedule.
             salts = salts_of_step(plan, grid.at.dp, step - 1, engine.device)
-            outcome = train_step(engine, micro_batches, grid, salts)
-            seconds = time.perf_counter() - started
-            news = run.exchange(waited)
+            performed = train_step(engine, micro_batches, grid, salts)
+            telling = run.tell(waited)
+            outcome = performed.outcome()
+            seconds, news = time.perf_counter() - started, run.hear(telling)
             run.record(step, outcome, seconds, waited, news.rank_seconds)
             run.validate_if_due(step)
             run.save_if_due(step, news.stopped)

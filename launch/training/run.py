@@ -1,7 +1,7 @@
 """A run around its optimizer steps: its start, its batches, what it records, when it validates and saves.
 
 The loop over the steps is that of launch/training/loop.py, or `transformers.Trainer`'s
-(launch/training/transformers_trainer.py). Both call `exchange`, `record`, `validate_if_due` and
+(launch/training/transformers_trainer.py). Both call `tell`, `hear`, `record`, `validate_if_due` and
 `save_if_due` after every step.
 """
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from launch.training.forward_clock import ForwardClock
 from launch.training.job import Job
 from launch.training.micro_batches import MicroBatch
 from launch.training.outcome import BrokenData, Diverged, SkippedInARow, StepOutcome, Validation
-from launch.training.step_exchange import RankSeconds, StepNews, StepReport, exchange
+from launch.training.step_exchange import RankSeconds, StepNews, StepReport, Telling
 from modeling.parallel.process_grid import ProcessGrid
 
 
@@ -81,34 +81,6 @@ class EarlyStop:
 
 class NotSavedError(Exception):
     """The last checkpoint of a run could not be written; the message says why."""
-
-
-class AgreedBatches(StepBatches):
-    """Batches of a stream: all ranks get those of a step, or none does, where one of them cannot be read."""
-
-    def __init__(self, group: dist.ProcessGroup, *of: Any, **settings: Any) -> None:
-        super().__init__(*of, **settings)
-        self._group = group
-        self._before: dict[str, Any] | None = None  # state before a step that is being fetched
-
-    def __next__(self) -> list[MicroBatch]:
-        """Collective. Raises BrokenData on all ranks; `state` stays that of the last step handed out."""
-        problem, self._before = None, super().state()
-        found: list[MicroBatch] = []
-        try:
-            found = super().__next__()
-        except (ValueError, OSError) as error:
-            problem = str(error)
-        failed = torch.tensor(problem is not None)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
-        if failed:
-            said = dict.fromkeys(filter(None, gathered(problem, self._group)))  # ranks may share a lane
-            raise BrokenData("\n".join(said))
-        self._before = None
-        return found
-
-    def state(self) -> dict[str, Any]:
-        return self._before or super().state()
 
 
 EXPECTED = (Diverged, BrokenData, NotSavedError)  # ends on all ranks alike, which pretrain explains
@@ -163,11 +135,18 @@ class TrainingRun:
                 kept = f"the state after step {self.done} could not be saved: {self.saver.problem}"
             error.kept = f"{kept}; once that is done, the same command with --resume continues"
 
-    def exchange(self, waited: float) -> StepNews:
-        """Tell the other ranks of this one's step, of which `waited` seconds went to its data; hear them."""
-        self.watchdog.enter(Phase.COMPUTED)
+    def tell(self, waited: float) -> Telling:
+        """Tell the other ranks of this one's step, of which `waited` seconds went to its data.
+
+        Whoever asks to stop after this is heard at the end of the next step.
+        """
         own = StepReport(REASONS.index(self.stop.look()), waited + self.clock.take())
-        return exchange(own, self.grid.control_group)
+        return Telling(own, self.grid.control_group)
+
+    def hear(self, telling: Telling) -> StepNews:
+        """What all ranks have told, once this one has the outcome of its step."""
+        self.watchdog.enter(Phase.COMPUTED)
+        return telling.heard()
 
     def record(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
@@ -253,18 +232,6 @@ def watching(job: Job, recorder: Recorder, grid: ProcessGrid) -> AbstractContext
     """The watchdog of this rank, which runs in the block. Collective."""
     watchdog = Watchdog(job.directory, job.plan.recipe.run.hang_after)
     return watchdog.running(grid.control_group, recorder.say)
-
-
-def training_batches(
-    plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
-) -> StepBatches:
-    """This rank's micro-batches of the training text, a step's at each `next`, from the checkpoint on."""
-    start, state = first_step(checkpoint), checkpoint.data_state if checkpoint else None
-    workers = plan.recipe.run.loader_workers
-    of = (corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state)
-    if corpus.train.random_access:  # mapped tokens, in which nothing can be broken
-        return StepBatches(*of, workers=workers)
-    return AgreedBatches(grid.control_group, *of, workers=workers)
 
 
 def next_batch(batches: StepBatches) -> list[MicroBatch]:

@@ -64,12 +64,19 @@ class StepNews:
         return RankSeconds(min(seconds), statistics.median(seconds), most, seconds.index(most))
 
 
-def exchange(own: StepReport, group: dist.ProcessGroup) -> StepNews:
-    """Tell `own`, and hear the others. Collective."""
-    row = torch.tensor(dataclasses.astuple(own), dtype=torch.float64)
-    table = torch.empty(dist.get_world_size(group) * len(row), dtype=torch.float64)
-    dist.all_gather_single(table, row, group=group)
-    return StepNews(tuple(_report(values) for values in table.view(-1, len(row)).tolist()))
+class Telling:
+    """An exchange on its way: the CPUs talk while a GPU still computes the step."""
+
+    def __init__(self, own: StepReport, group: dist.ProcessGroup) -> None:
+        """Tell `own`. Collective."""
+        row = torch.tensor(dataclasses.astuple(own), dtype=torch.float64)
+        self._table = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64)
+        self._work = dist.all_gather_single(self._table.view(-1), row, group=group, async_op=True)
+
+    def heard(self) -> StepNews:
+        """What all ranks have told."""
+        self._work.wait()
+        return StepNews(tuple(_report(values) for values in self._table.tolist()))
 
 
 def _report(values: list[float]) -> StepReport:

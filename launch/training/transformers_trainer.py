@@ -44,17 +44,9 @@ from launch.training import micro_batches, transformers_model
 from launch.training.engine import parameter_groups
 from launch.training.job import Job
 from launch.training.micro_batches import MicroBatch
-from launch.training.run import (
-    EXPECTED,
-    EarlyStop,
-    Recorder,
-    TrainingRun,
-    first_step,
-    next_batch,
-    training_batches,
-    watching,
-)
+from launch.training.run import EXPECTED, EarlyStop, Recorder, TrainingRun, first_step, next_batch, watching
 from launch.training.schedule import Schedule
+from launch.training.training_batches import training_batches
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
@@ -159,9 +151,10 @@ class FollowRun(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run, step = self.run, state.global_step
         loss = steps.data_parallel_mean(torch.stack(self.trainer.losses).mean(0), run.grid)
+        waited = self.trainer.waited
+        telling = run.tell(waited)
         outcome = steps.outcome_of_step(run.engine, self.before, loss)
-        seconds, waited = time.perf_counter() - self.trainer.started, self.trainer.waited
-        news = run.exchange(waited)
+        seconds, news = time.perf_counter() - self.trainer.started, run.hear(telling)
         run.record(step, outcome, seconds, waited, news.rank_seconds)
         run.validate_if_due(step)
         run.save_if_due(step, news.stopped)

@@ -56,7 +56,7 @@ class ProcessGrid:
         """Make the groups. `timeout`: of their collectives; None: torch's, 10 minutes of NCCL. Collective."""
         world = dist.get_world_size()
         assert tp * pp * dp == world, f"tp={tp} x pp={pp} x dp={dp} is not the world size {world}"
-        self.tp, self.pp, self.dp = tp, pp, dp
+        self.tp, self.pp, self.dp, self.timeout = tp, pp, dp, timeout
         self.rank = dist.get_rank()
         self.at = coordinates(self.rank, tp, dp)
         self._groups = _Groups(timeout)

@@ -608,6 +608,19 @@ def test_buckets_are_of_the_model():
     assert sizes("zero3")["overlap_comm"] is True and sizes("zero3", machine=CPU)["overlap_comm"] is False
 
 
+def test_chunks_go_to_the_host_in_parts_where_tensor_ranks_have_them_alike():
+    """One rank has nothing to share, and whole ones are copied while a GPU computes."""
+
+    def partitioned(*settings, machine=GPU):
+        settings = ("activation_checkpointing=full", *settings)
+        made = plan("zero3_cpu_checkpointing", *settings, machine=machine, world=2)
+        return made.ds["activation_checkpointing"]["partition_activations"]
+
+    two = ("parallel.tp=2",)
+    assert partitioned() is False and partitioned(machine=CPU) is True
+    assert partitioned(*two) is True and partitioned(*two, "parallel.sequence=true") is False
+
+
 def test_no_timer_waits_for_the_gpu():
     """DeepSpeed's synchronizes twice per micro-batch unless it is told not to."""
     for name in EVERY_CONFIG:
@@ -762,7 +775,7 @@ def test_with_sequence_parallelism_stages_send_what_each_tensor_rank_has(written
 def test_chunks_of_a_cut_sequence_are_not_partitioned_again():
     sequence = ("parallel.tp=2", "parallel.sequence=true")
     found = only("zero3_cpu_checkpointing", *sequence, "activation_checkpointing=full", world=2)
-    assert "partition_activations=true with parallel.sequence=true" in found
+    assert "partition_activations=true with parallel.sequence=true" in found, "on a CPU, whose auto is true"
     # Where nothing is recomputed by DeepSpeed, the key does nothing.
     assert plan("zero3_cpu_checkpointing", *sequence, "activation_checkpointing=selective", world=2)
 

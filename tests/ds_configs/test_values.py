@@ -203,7 +203,7 @@ TOGETHER = [
     ((1, {"flops_profiler": {"enabled": True, "output_file": "x" * 300}}), "its name is too long"),
     (
         (1, {"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing=full"),
-        "DeepSpeed 0.19 fails on whole activations there; set partition_activations to true",
+        "empties whole activations before it has copied them; set partition_activations to \"auto\"",
     ),
     ((1, {"pipeline__activation_checkpoint_interval": 1}), "what is recomputed is the recipe's"),
     (

@@ -47,7 +47,8 @@ def norm(case: dict, out: Path) -> float | None:
     with processes.temporary_groups():
         engine = build_engine(Job(plan, "sums", out.parent), grid, print)
         with released(engine):
-            return train_step(engine, [batch] * accumulation, grid, [None] * accumulation).grad_norm
+            performed = train_step(engine, [batch] * accumulation, grid, [None] * accumulation)
+            return performed.outcome().grad_norm
 
 
 if __name__ == "__main__":

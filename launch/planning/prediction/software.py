@@ -53,6 +53,7 @@ class Software:
         overlaps_weights: so are the weights that ZeRO-1 and -2 gather, while the forward pass runs.
         cuts_boundaries: tensor ranks send 1/t each of what goes to the next pipeline stage.
         has_interleaving: its pipeline can give a rank several chunks of layers.
+        balances_stages: a last stage whose output layer takes longer than a layer has fewer layers.
         has_sequence_parallelism: it can cut the residual stream over tensor ranks.
     """
 
@@ -72,6 +73,7 @@ class Software:
     overlaps_weights: bool = False
     cuts_boundaries: bool = False
     has_interleaving: bool = False
+    balances_stages: bool = False
     has_sequence_parallelism: bool = False
 
 
@@ -84,6 +86,7 @@ SYSTEMS = {
         Software(
             "megarecipes", Passes(whole=18, cut=24, scores=0, kernels=34), logit_bytes=4,
             predicts_everywhere=False, cuts_boundaries=True, dropout_bytes=9, has_sequence_parallelism=True,
+            balances_stages=True,
         ),
         # transformers' GPT-2 with SDPA under DeepSpeed; its GELU is eight kernels, its loss shifts a copy of
         # the logits.

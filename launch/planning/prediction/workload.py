@@ -84,9 +84,15 @@ class Workload:
         )  # fmt: skip
 
     def layers_of(self, stage: int) -> int:
-        """Transformer layers of a pipeline stage; the first stages have one more where they do not divide."""
-        each, over = divmod(self.model.layers, self.layout.pp)
-        return each + (stage < over)
+        """Transformer layers of a pipeline stage."""
+        layers, pp = self.model.layers, self.layout.pp
+        if not self.software.balances_stages:
+            return cost.equal_stages(layers, pp)[stage]
+        recomputed = self.recomputed > 0
+        head = cost.head_in_layers(
+            self.model, self.sequence_length, self.padded_vocab, self.predicted, recomputed
+        )
+        return cost.balanced_stages(layers, pp, head)[stage]
 
     def parameters_of(self, stage: int) -> int:
         """Parameters on a rank of a pipeline stage."""

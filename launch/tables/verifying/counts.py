@@ -17,17 +17,19 @@ def counts(recipe: Recipe) -> RankCounts:
     if model.implementation == "transformers":
         return counting.count_transformers(model, recipe.sequence_length)
     shape = model_shape(recipe, embedding_rows(recipe, tp))
-    return counting.count(LAYER_LISTS[model.family], shape, tp, pp)
+    layers = tuple(cost.stages_of(recipe, shape.padded_vocab, pp))
+    return counting.count(LAYER_LISTS[model.family], shape, tp, layers)
 
 
 def arithmetic(recipe: Recipe) -> RankCounts:
-    """The same from modeling/cost/, stages of equally many layers."""
+    """The same from modeling/cost/."""
     model, length, (tp, pp) = recipe.model, recipe.sequence_length, recipe.parallel.model_parallel
-    padded, layers = embedding_rows(recipe, tp), model.layers // pp
+    padded = embedding_rows(recipe, tp)
+    layers = cost.stages_of(recipe, padded, pp)
 
     def held(stage: int) -> int:
         ends = dict(first=stage == 0, last=stage == pp - 1)
-        return cost.parameters_per_rank(model, length, padded, tp, layers=layers, **ends)
+        return cost.parameters_per_rank(model, length, padded, tp, layers=layers[stage], **ends)
 
     stages = tuple((held(stage),) * tp for stage in range(pp))
-    return RankCounts(stages, cost.parameters(model, length), (layers,) * pp)
+    return RankCounts(stages, cost.parameters(model, length), tuple(layers))

@@ -1,6 +1,9 @@
 """What memory a machine says it has."""
 
 import math
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -54,3 +57,20 @@ def test_the_smallest_gpu_stands_for_all(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i]))
     machine = memory.this_machine()
     assert (machine.gpus, machine.gpu_bytes) == (3, 24e9) and math.isfinite(machine.host_bytes)
+
+
+def test_large_blocks_are_pinned_as_they_are_unless_the_user_says_otherwise(monkeypatch):
+    """In a process of its own: torch's settings last."""
+    code = "from launch.machine import memory; memory.pin_no_more_than_asked(); import torch; "
+    code += "print(torch._C._accelerator_getAllocatorSettings())"
+
+    def settings(given: str | None) -> str:
+        environ = {**os.environ, **({} if given is None else {"PYTORCH_ALLOC_CONF": given})}
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environ, text=True, capture_output=True
+        ).stdout
+
+    assert "pinned_max_round_threshold_mb:1" in settings(None)
+    both = settings("expandable_segments:True")
+    assert "pinned_max_round_threshold_mb:1" in both and "expandable_segments:True" in both
+    assert "pinned_max_round_threshold_mb:1\n" not in settings("pinned_max_round_threshold_mb:1024")

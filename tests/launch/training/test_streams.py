@@ -1,4 +1,4 @@
-"""A record of a stream that cannot be read ends the run after a save, or is left out, for all ranks alike."""
+"""Streams under several ranks: one rank of a model copy reads; a broken record ends all, or is left out."""
 
 import json
 
@@ -58,3 +58,37 @@ def test_a_broken_record_ends_the_run_saved_and_can_be_left_out(stream, tmp_path
     assert whole.returncode == 0, whole.stdout[-3000:]
     one, two = losses(tmp_path / "whole"), losses(tmp_path / "run")
     assert len(one) == 30 and all(abs(one[step] - two[step]) < 2e-6 for step in one)
+
+
+LAYOUTS = [{"tp": 4, "pp": 1, "dp": 1}, {"tp": 2, "pp": 1, "dp": 2}, {"tp": 1, "pp": 2, "dp": 2}]
+
+
+def test_one_rank_of_a_model_copy_reads_and_the_others_have_its_batches(stream, tmp_path):
+    settings = [*stream[1], "data.broken_records=skip", "batch.global=8", "run.loader_workers=1"]
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    for out, ranks, layouts in (alone, 1, [{"tp": 1, "pp": 1, "dp": 1}]), (together, 4, LAYOUTS):
+        out.mkdir()
+        (out / "cases.json").write_text(json.dumps(layouts))
+        done = run_ranks(ranks, WORKERS / "one_reader.py", out, out / "cases.json", *settings)
+        assert done.returncode == 0, done.stdout[-3000:]
+    (whole,) = json.loads((alone / "rank-0.json").read_text())
+    found = [json.loads((together / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert [sum(rank[case]["read"]["heads"] for rank in found) for case in range(3)] == [1, 1, 1]
+    for case, readers in enumerate(([0], [0, 2], [0, 1])):
+        assert [r for r in range(4) if found[r][case]["read"]["samples"]] == readers
+        assert all(rank[case]["step"] == whole["step"] for rank in found)
+    assert all(rank[0]["digests"] == whole["digests"] for rank in found), "tp 4: all of the global batch"
+    assert all(rank[0]["state"] == whole["state"] for rank in found)
+    for case, copies in (1, ([0, 1], [2, 3])), (2, ([0, 2], [1, 3])):
+        assert len({str(found[rank][case]["digests"]) for rank in range(4)}) == 2
+        for first, second in copies:
+            assert found[first][case]["digests"] == found[second][case]["digests"]
+            assert found[first][case]["state"] == found[second][case]["state"]
+
+
+def test_a_stream_that_holds_nothing_out_is_refused_once(stream, tmp_path):
+    """By the rank that reads it; the others have its words, and all end alike."""
+    settings = [*stream[1], "data.broken_records=skip", "data.validation_every=1000"]
+    ended = pretrain(2, tmp_path / "run", settings)
+    assert ended.returncode == 2 and "Traceback" not in ended.stdout, ended.stdout[-3000:]
+    assert ended.stdout.count("data.validation_every=1000") == 1

@@ -1,0 +1,48 @@
+"""How many transformer layers each pipeline stage has."""
+
+from __future__ import annotations
+
+from modeling.cost.families import COUNTS
+from modeling.cost.operation_count import band
+from recipes.schema import Model, Recipe
+
+
+def stages_of(recipe: Recipe, padded_vocab: int, pp: int) -> list[int]:
+    """Layers of each stage of a recipe's model, as it trains."""
+    recomputed = recipe.checkpoint_interval > 0
+    predictions = recipe.predictions if recipe.model.family == "bert" else None
+    head = head_in_layers(recipe.model, recipe.sequence_length, padded_vocab, predictions, recomputed)
+    return balanced_stages(recipe.model.layers, pp, head)
+
+
+def equal_stages(layers: int, pp: int) -> list[int]:
+    """Layers of each stage, as equal as they can be; the first stages have one more."""
+    each, over = divmod(layers, pp)
+    return [each + (stage < over) for stage in range(pp)]
+
+
+def balanced_stages(layers: int, pp: int, head: float) -> list[int]:
+    """Layers of each stage so that the slowest one takes least time.
+
+    `head`: time of the output layer, in layers. The stages before the last share the rest equally. Of splits
+    that take equally long, the most equal one; every stage has a layer.
+    """
+    if pp == 1:
+        return [layers]
+
+    def split(last: int) -> list[int]:
+        return [*equal_stages(layers - last, pp - 1), last]
+
+    most = min(layers // pp, layers - (pp - 1))
+    splits = [split(last) for last in range(most, 0, -1)]
+    return min(splits, key=lambda found: max(found[0], found[-1] + head))
+
+
+def head_in_layers(
+    model: Model, length: int, padded_vocab: int, predictions: int | None, recomputed: bool
+) -> float:
+    """Time of the output layer over that of a transformer layer, by the count of `exact_flops_per_step`."""
+    pairs = [length**2 if window is None else band(length, window) for window in model.windows]
+    layer = 24 * length * model.hidden**2 + 4 * model.hidden * sum(pairs) / len(pairs)
+    head = COUNTS[model.family].head_operations(model, length, padded_vocab, predictions)
+    return 3 * head / ((4 if recomputed else 3) * layer)

@@ -1,0 +1,64 @@
+"""Batches of a stream on ranks of a layout, of which one in each model copy reads.
+
+    one_reader.py OUT CASES.json SETTING...     cases: tp, pp and dp; settings of a recipe that streams
+
+Each rank writes `OUT/rank-N.json`: for each case the digests of its batches, its position after them, and
+what it has read itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from data import corpus
+from data.batches import batch_digest
+from data.splits import streamed
+from data.streams.samples import StreamedSamples
+from ds_configs.plan import Machine
+from ds_configs.resolver import resolve
+from launch.machine import ending, processes
+from launch.machine.meeting import Meeting
+from launch.training.training_batches import training_batches
+from modeling.parallel.process_grid import ProcessGrid
+from recipes import catalog
+
+CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
+READ = {"heads": 0, "samples": 0}
+STEPS = 3
+
+
+def counted(function, what):
+    def call(*given, **named):
+        READ[what] += 1
+        return function(*given, **named)
+
+    return call
+
+
+def batches_of(case: dict, settings: list[str], meeting: Meeting) -> dict:
+    READ.update(heads=0, samples=0)
+    of = [f"parallel.{axis}={degree}" for axis, degree in case.items()]
+    recipe = catalog.load(catalog.DEFAULT_RECIPE, [*settings, *of], tiny=True)
+    plan = resolve(recipe, "zero1" if case["pp"] == 1 else "pipeline", processes.world_size(), CPU)
+    with processes.temporary_groups():
+        grid = ProcessGrid(*case.values(), processes.TIMEOUT)
+        built = meeting.settle(lambda: corpus.build(recipe, say=lambda line: None, once=meeting.once))
+        batches = training_batches(plan, built, grid, None)
+        digests = [batch_digest(next(batches)) for _ in range(STEPS)]
+        found = {"digests": digests, "step": batches.step, "state": batches.state(), "read": dict(READ)}
+        batches.close()
+    return found
+
+
+if __name__ == "__main__":
+    out, cases, *given = sys.argv[1:]
+    with ending.clean_exit():
+        streamed.read_head = counted(streamed.read_head, "heads")
+        StreamedSamples.take = counted(StreamedSamples.take, "samples")
+        met = Meeting()
+        met.settle(lambda: None)
+        processes.start_processes(store=met.store)
+        kept = [batches_of(case, given, met) for case in json.loads(Path(cases).read_text())]
+        (Path(out) / f"rank-{processes.rank()}.json").write_text(json.dumps(kept))
