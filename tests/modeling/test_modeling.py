@@ -9,6 +9,7 @@ import modeling_checks
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from launching import WORKERS, run_ranks
 from safetensors.torch import load_file, save_file
 from slices import joined
@@ -20,6 +21,7 @@ from modeling.gpt2 import GPT2, GPT2Shape
 from modeling.huggingface.gpt2 import CONVERSION, config, from_transformers
 from modeling.initialization import Init, Shard, canonical_name
 from modeling.layer_list import first, recomputed_chunks
+from modeling.transformer import tanh_gelu
 from recipes.rank_order import Coordinates, coordinates, data_groups, pipeline_groups, tensor_groups
 from recipes.schema import Model
 
@@ -400,3 +402,14 @@ def test_recomputed_chunks_begin_at_transformer_layers():
     ]
     assert [pair for layers, _ in chunks for pair in layers] == in_order
     assert not any(recomputed for _, recomputed in recomputed_chunks(in_order, 0))
+
+
+def test_the_gelu_of_compiled_code_is_the_tanh_form_with_its_gradient():
+    x = torch.linspace(-40, 40, 4001, dtype=torch.float32, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(tanh_gelu, backend="aot_eager")(x)
+    exact = F.gelu(x.double(), approximate="tanh")
+    assert torch.allclose(compiled.double(), exact, atol=1e-6)
+    (gradient,) = torch.autograd.grad(compiled.sum(), x)
+    (expected,) = torch.autograd.grad(exact.sum(), x)
+    assert torch.allclose(gradient, expected, atol=2e-6), "finite far out, too"
