@@ -72,14 +72,25 @@ def _(q: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:-1], 2), dtype=torch.int32)
 
 
+# Opaque, too: woven into a loop over scores it would be computed for each of them.
+@torch.library.custom_op("megarecipes::dropout_columns", mutates_args=())
+def dropout_columns(rows: Tensor, keys: int) -> Tensor:
+    """A fixed word (keys,) int32 for every key, on the device of `rows`."""
+    return mixed(torch.arange(keys, device=rows.device), 0).to(torch.int32)
+
+
+@dropout_columns.register_fake
+def _(rows: Tensor, keys: int) -> Tensor:
+    return rows.new_empty(keys, dtype=torch.int32)
+
+
 def _kept(rows: Tensor, keys: int, p: float) -> Tensor:
     """rows (..., 2) -> (..., keys), False with probability p: where (a c + b) mod 2^32 < p 2^32.
 
     Within a row, any two keys are dropped independently of each other (Dietzfelbinger 1996, as in
     `modeling/hidden_dropout.py`); rows have words of their own.
     """
-    columns = mixed(torch.arange(keys, device=rows.device), 0).to(torch.int32)  # low words
-    words = rows[..., :1] * columns + rows[..., 1:]
+    words = rows[..., :1] * dropout_columns(rows, keys) + rows[..., 1:]
     return words >= round(p * _WORD) - _WORD // 2
 
 

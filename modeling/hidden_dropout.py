@@ -10,11 +10,12 @@ Two factors meet in every element, so that a mask costs one multiplication, one 
             with the stream (`modeling/layer_list.py`)
     columns (H,): c of every feature of this dropout, fixed by its name
 
-    dropped where (a c + b) mod 2^64 < p 2^64
+    dropped where (a c + b) mod 2^32 < p 2^32
 
 With a and b uniform, two elements of one position, in one dropout or in two, are dropped independently of
 each other (Dietzfelbinger, "Universal hashing and k-wise independent random variables via integer arithmetic
-without primes", 1996; exactly to 2^(z-64), where their c's have the z lowest bits in common). Elements of
+without primes", 1996; exactly to 2^(z-32), where their c's have the z lowest bits in common). Words of 32
+bits are what units of vectors multiply; of 64 bits, a CPU took 20 to 50 times as long. Elements of
 other positions, samples and steps have salts of their own. torch's generators are not used, since what they
 draw depends on the shape that is asked for, and on a GPU on its size.
 
@@ -73,17 +74,19 @@ class HiddenDropout(nn.Module):
         self.probability = probability
         if probability:
             # A buffer, so that torch.compile makes one graph for all layers.
-            self.register_buffer("columns", init.words("columns", hidden), persistent=False)
+            words = init.words("columns", hidden).to(torch.int32)  # the low halves
+            self.register_buffer("columns", words, persistent=False)
 
     def forward(self, x: Tensor, salts: Tensor | None) -> Tensor:
         """salts (B, S, 2), which training with a probability above 0 cannot do without."""
         if not (self.training and self.probability):
             return x
         assert salts is not None, "hidden dropout in training needs the salts of the micro-batch"
-        kept = torch.addcmul(salts[..., 1:], salts[..., :1], self.columns) >= self._limit
-        return x * kept * (1 / (1 - self.probability))
+        factors = salts.to(torch.int32)
+        kept = factors[..., 1:] + factors[..., :1] * self.columns >= self._limit
+        return torch.where(kept, x * (1 / (1 - self.probability)), 0)
 
     @property
     def _limit(self) -> int:
         """Signed words below it are dropped: `probability` of all."""
-        return round(self.probability * 2**64) - 2**63
+        return round(self.probability * 2**32) - 2**31
