@@ -57,7 +57,12 @@ def test_what_is_known_to_be_wrong_is_found(report, subject, quantity, computed)
 
 def test_every_known_disagreement_is_found(report):
     """Counted before the errata moved into the tables' files, without those of texts."""
-    assert (len(report.errata), len(report.explanations), len(report.texts)) == (16, 53, 7)
+    assert (len(report.errata), len(report.explanations), len(report.texts)) == (16, 53, 8)
+
+
+def test_the_two_accounts_of_berts_training_parameters_are_set_side_by_side(report):
+    (found,) = (text for text in report.texts if "ALBERT" in text)
+    assert "Devlin et al., 2018" in found and "LAMB" in found
 
 
 # Sizes and speeds of the rows' models that other documents and logs print.
