@@ -272,6 +272,58 @@ class Hardware(Strict):
         return self.name if self.gpus is None else f"{self.gpus} GPU{'s' * (self.gpus != 1)} ({self.name})"
 
 
+Percent = Annotated[float, Field(ge=0, le=100)]
+
+
+class Perplexity(Strict):
+    perplexity: PositiveFloat = Field(description="per word of the text as it was before tokenizing")
+
+
+class Accuracy(Strict):
+    accuracy: Percent
+
+
+class MatchedAccuracy(Strict):
+    """Accuracy on MNLI's two sets; matched alone where one number is printed."""
+
+    matched: Percent
+    mismatched: Percent | None = None
+
+
+class SpanScores(Strict):
+    """F1 over words and share of exact matches of SQuAD's answers, percent."""
+
+    f1: Percent
+    em: Percent
+
+
+class RaceAccuracy(Strict):
+    """Accuracy on RACE: of all questions, and of those of middle and of high schools."""
+
+    accuracy: Percent
+    middle: Percent | None = None
+    high: Percent | None = None
+
+
+class Downstream(Strict):
+    """What a source prints of a pretrained model on tasks; percent, but for the perplexity."""
+
+    wikitext103: Perplexity | None = None
+    """WikiText-103, test set, zero-shot"""
+    lambada: Accuracy | None = None
+    """LAMBADA: the last word of a passage, zero-shot"""
+    mnli: MatchedAccuracy | None = None
+    """GLUE's MNLI after fine-tuning, development sets"""
+    qqp: Accuracy | None = None
+    """GLUE's QQP after fine-tuning, development set"""
+    squad1: SpanScores | None = None
+    """SQuAD 1.1 after fine-tuning, development set"""
+    squad2: SpanScores | None = None
+    """SQuAD 2.0 after fine-tuning, development set"""
+    race: RaceAccuracy | None = None
+    """RACE after fine-tuning, test set"""
+
+
 class Published(Strict):
     """The row as printed by its source; what is not printed is null."""
 
@@ -296,6 +348,14 @@ class Published(Strict):
     peak_percent: PositiveFloat | None = Field(default=None, description="share of the GPU's peak TFLOPS")
     validation_loss: PositiveFloat | None = None
     """held-out loss, nats per masked token"""
+    downstream: Downstream | None = None
+    """results on tasks; of fine-tuning, medians over five seeds unless models are joined"""
+    previous: Downstream | None = None
+    """the best results of others before it, as the source cites them"""
+    ensemble: Count | Literal["unstated"] | None = None
+    """fine-tuned models that answer together; unstated: how many is not printed; null: one alone"""
+    trained_tokens: PositiveFloat | None = None
+    """tokens of the pretraining, as a multiple of those of the table's smallest model"""
     oom: bool = Field(default=False, description="printed as out of memory")
     printed: dict[str, int | float | str] = {}
     """keys of the recipe whose printed value the run cannot have had -> that value; the note says why"""

@@ -3,6 +3,9 @@
 A published table also has `source`, `note` and `columns`, the headings of the source's table, in the order of
 the cells of each row's `published.row`, and `evidence`, what launch/recipe.py verify checks the rows against
 (launch/tables/verifying/evidence.py).
+
+A table that prints something else of the models of another one says `like: that_table`: each row starts from
+the row of that name there, without what was published of it, or from the defaults there.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from recipes.problems import Problem, RecipeError, did_you_mean
 from recipes.yaml_lines import Document, KeyPath, read
 
 FOLDER = Path(__file__).resolve().parent
-_KEYS = ("title", "source", "columns", "note", "defaults", "rows", "evidence")
+_KEYS = ("title", "source", "columns", "note", "like", "defaults", "rows", "evidence")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Table:
     columns: tuple[str, ...] = ()
     note: str | None = None
     evidence: Mapping[str, Any] = field(default_factory=dict)
+    like: Table | None = None
 
     @property
     def published(self) -> bool:
@@ -40,7 +44,14 @@ class Table:
 
     def row(self, name: str) -> dict[str, Any]:
         """The row over the defaults; not yet validated."""
-        return merge(self.defaults, self.rows[name])
+        return merge(merge(self._below(name), self.defaults), self.rows[name])
+
+    def _below(self, name: str) -> dict[str, Any]:
+        """What the row starts from: the other table's row of that name, or its defaults."""
+        if self.like is None:
+            return {}
+        whole = self.like.row(name) if name in self.like.rows else self.like.defaults
+        return {key: value for key, value in whole.items() if key != "published"}
 
     def paths(self, row: str) -> tuple[KeyPath, ...]:
         """Where a key of the row may stand in the file, nearest first."""
@@ -66,7 +77,23 @@ def read_table(path: Path) -> Table:
     rows = {name: row or {} for name, row in value["rows"].items()}
     columns, evidence = tuple(value.get("columns") or ()), value.get("evidence") or {}
     title, defaults, source, note = (value.get(key) for key in ("title", "defaults", "source", "note"))
-    return Table(path.stem, str(title), defaults or {}, rows, document, source, columns, note, evidence)
+    like = _other_table(path, str(value["like"]), document) if value.get("like") else None
+    return Table(path.stem, str(title), defaults or {}, rows, document, source, columns, note, evidence, like)
+
+
+def _other_table(path: Path, name: str, document: Document) -> Table:
+    """The table of the same folder that another one is like. Raises RecipeError."""
+    others = {other.stem: other for other in path.parent.glob("*.yaml") if other != path}
+
+    def refused(came: str, rule: str, fix: str) -> RecipeError:
+        return RecipeError([Problem("like", came, rule, fix, where=document.at("like"))])
+
+    if name not in others:
+        raise refused(f"like={name}", "no other table of this folder", did_you_mean(name, others))
+    if isinstance(value := read(others[name], document.where).value, dict) and "like" in value:
+        rule = "a table is like one that states its rows itself"
+        raise refused(f"like={name}", rule, f"name {value['like']}")
+    return read_table(others[name])
 
 
 def _frame_problems(document: Document) -> Iterator[Problem]:
@@ -89,7 +116,7 @@ def _frame_problems(document: Document) -> Iterator[Problem]:
     columns = value.get("columns") or []
     if not isinstance(columns, list) or not all(isinstance(name, str) for name in columns):
         yield at(("columns",), f"columns={columns!r}", "must be a list of the source's headings")
-    for key in ("source", "note"):
+    for key in ("source", "note", "like"):
         if not isinstance(value.get(key) or "", str):
             yield at((key,), f"{key}={value[key]!r}", "must be text")
     rows = value.get("rows")

@@ -11,6 +11,7 @@ from launch.reports.beside import PUBLISHED as PUBLISHED_LINE
 from launch.reports.beside import Line, label_of
 from launch.reports.document import Document
 from launch.reports.entries import MEASURED, RATIO_NAMES, Entry
+from launch.tables.scores import scores
 
 PUBLISHED = (
     *("size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb"),
@@ -21,6 +22,7 @@ BESIDE = ("predicted_s", "mfu", "predicted_mfu", "left", "predicted_left", "norm
 COLUMNS = (
     *("table", "recipe", "published_columns", "published_row"),
     *(f"published_{key}" for key in PUBLISHED),
+    "published_scores",
     *("errata", "run", "started", "status", "tiny"),
     *(column.key for column in MEASURED),
     *("parameters_summed_over_tp_ranks", "train_loss"),
@@ -50,6 +52,9 @@ def _cells(entry: Entry) -> dict[str, Any]:
         "recipe": row.full_name,
         "published_row": " | ".join(row.cells),
         **{f"published_{key}": getattr(row.published, key) for key in PUBLISHED if row.published},
+        "published_scores": "; ".join(
+            f"{name} {value}" for name, value in (scores(row.published.downstream) if row.published else ())
+        ),
         "errata": "; ".join(map(str, row.errata)),
         "status": entry.status,
     }

@@ -15,6 +15,7 @@ from launch.runs.result import TFLOPS_BY, Compared, Result, compare_with
 
 Scale = Literal["full", "tiny", "other", "unknown"]  # of a run, next to its row
 NOT_RUN = "not run"
+NO_RECIPE = "no recipe"  # of a line about a model that this project cannot train
 OTHER_MODEL = ("model.", "sequence_length")  # beginnings of the keys that make a run one of another model
 RATIO_NAMES = {
     "time_per_iteration_s": "time",
@@ -73,6 +74,8 @@ class Entry:
 
     @property
     def status(self) -> str:
+        if self.row.no_recipe:
+            return NO_RECIPE
         return self.run.status if self.run else NOT_RUN
 
     @property

@@ -46,6 +46,8 @@ class Remarks(tuple[Remark, ...]):
 def remarks_of(row: Row) -> list[Remark]:
     """Errata, note, printed values that cannot be, what no source gives, and where the rest comes from."""
     found = [Remark("erratum", str(known)) for known in row.errata]
+    if row.no_recipe:
+        found.append(Remark("no recipe", row.no_recipe))
     if row.recipe is None:
         return found
     if (published := row.published) and published.tflops and published.tflops_by == "exact":
@@ -62,8 +64,9 @@ def remarks_of(row: Row) -> list[Remark]:
 def split_remarks(rows: Sequence[Row]) -> tuple[Remarks, list[tuple[Row, Remarks]]]:
     """(what all of several rows say, what each says besides that): a table's defaults are read once."""
     every = [remarks_of(row) for row in rows]
-    shared = every[0] if len(every) > 1 else []
+    recipes = [own for row, own in zip(rows, every, strict=True) if not row.no_recipe]
+    shared = recipes[0] if len(recipes) > 1 else []
     # Each row's mark leads to its own errata.
-    common = [each for each in shared if each.kind != "erratum" and all(each in own for own in every)]
+    common = [each for each in shared if each.kind != "erratum" and all(each in own for own in recipes)]
     besides = (Remarks(each for each in own if each not in common) for own in every)
     return Remarks(common), [(row, own) for row, own in zip(rows, besides, strict=True) if own]

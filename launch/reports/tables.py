@@ -33,6 +33,7 @@ class Row:
         cells: as many as the table has columns.
         recipe: None where the YAML is no valid recipe.
         errata: of the printed numbers.
+        no_recipe: why the source's line is of a model that is none here.
     """
 
     table: str
@@ -40,6 +41,7 @@ class Row:
     cells: tuple[str, ...]
     recipe: Recipe | None
     errata: tuple[RowErratum, ...] = ()
+    no_recipe: str | None = None
 
     @property
     def full_name(self) -> str:
@@ -154,6 +156,10 @@ def load(table: Table) -> Published:
             cells, problem = source_cells(values.get("published"), table.columns)
             problems += [f"{full_name}: {problem}"] if problem else []
         rows.append(Row(table.name, name, cells, recipe, tuple(known.errata_of(name))))
+    for name, other in known.others.items():
+        cells, problem = source_cells({"row": other.published.row}, table.columns)
+        problems += [f"{table.name}/{name}: {problem}"] if problem else []
+        rows.append(Row(table.name, name, cells, None, no_recipe=other.why))
     columns, unique = table.columns or ("Recipe",), list(dict.fromkeys(problems))
     return Published(table.name, table.title, table.source, table.note, columns, rows, unique)
 

@@ -14,6 +14,8 @@ from launch.console import terminal, text_table
 from launch.machine.memory import Memory, this_machine
 from launch.planning.memory_fit import verdict
 from launch.planning.resolved_plans import processes
+from launch.tables.scores import scores
+from launch.tables.verifying import evidence
 from modeling import cost
 from recipes import catalog, files
 from recipes.plural import counted
@@ -164,7 +166,8 @@ def as_text(rows: Sequence[Row], memory: Memory | None = None, width: int | None
         if not fits:
             narrow = text_table.table([shown[number] for number in own], headings, width=width and width - 2)
             block = [textwrap.indent(narrow, "  ")]
-        blocks.append([f"{name}: {rows[own[0]].table.title}", *block])
+        left = [f"  {line}" for line in no_recipes(rows[own[0]].table)]
+        blocks.append([f"{name}: {rows[own[0]].table.title}", *block, *left])
     notes = [f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"]
     if memory:
         notes.append(f"this machine: {memory}; memory as launch/plan.py predicts it")
@@ -173,6 +176,12 @@ def as_text(rows: Sequence[Row], memory: Memory | None = None, width: int | None
     if any(row.gpus and row.processes and row.gpus != row.processes for row in rows):
         notes.append("16 (32): 16 GPUs are printed, and the layout has 32 processes")
     return terminal.wrapped("\n\n".join("\n".join(block) for block in (*blocks, notes)), width)
+
+
+def no_recipes(table: Table) -> list[str]:
+    """The lines of the source about models that are no recipe here, and why they are none."""
+    others = evidence.read(table).others.values()
+    return [f"no recipe: {each.published.row}: {each.why}" for each in others]
 
 
 def cells(row: Row) -> list[str]:
@@ -199,8 +208,9 @@ def published_text(published: Published | None) -> str:
         (published.tflops, "{:g} TFLOPS"), (published.cached_gb, "{:g} GB"),
         (published.validation_loss, "loss {:g}"),
     ]  # fmt: skip
-    said = ", ".join(form.format(value) for value, form in numbers if value is not None)
-    return label + (said or "size only")
+    said = [form.format(value) for value, form in numbers if value is not None]
+    said += [f"{name} {value}" for name, value in scores(published.downstream)]
+    return label + (", ".join(said) or "size only")
 
 
 def short_count(number: int) -> str:

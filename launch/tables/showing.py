@@ -15,6 +15,7 @@ from launch.planning.comparability import not_comparable
 from launch.planning.launch_lines import SCRIPT, arguments, deepspeed, quoted
 from launch.planning.plan_text import describe_plan
 from launch.planning.resolved_plans import processes, published_plan
+from launch.tables.scores import said
 from launch.tables.verifying import evidence
 from modeling import cost
 from recipes import catalog
@@ -185,6 +186,7 @@ def _published(published: Published | None, table: Table, width: int | None) -> 
     printed = [(name, cell or "(blank)") for name, cell in cells]
     printed += [("cannot have been", f"{key} = {value}") for key, value in published.printed.items()]
     more = [("ran", published.framework), ("held-out loss", published.validation_loss)]
+    more += said(published)
     more += [("date", published.date), ("source", published.source)]
     printed += [(name, str(value)) for name, value in more if value]
     return [aligned(printed, indent=2, width=width)]

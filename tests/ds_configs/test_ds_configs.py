@@ -539,6 +539,31 @@ def test_loss_scaler_keys_reach_deepspeed(written):
     assert ds["fp16"] == {"enabled": True, **scaler}
 
 
+def test_the_megatron_scaler_halves_at_once_and_doubles_after_2000_steps(monkeypatch):
+    """Notes on arXiv 1909.08053: from 2^24; an overflow skips the step and halves; N = 2000 steps double."""
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 0)  # it logs on the first rank
+    ds = plan("zero0_megatron", "precision=fp16", machine=GPU).ds
+    rules = DeepSpeedFP16Config(**ds["fp16"]).dynamic_loss_scale_args()
+    scaler = CreateLossScaler(torch.half, ds["fp16"]["loss_scale"], True, rules)
+    scales = []
+    for overflows in (*[True] * 3, *[False] * 2001, True):
+        scales.append(scaler.cur_scale)
+        scaler.update_scale(overflows)
+    assert scales[:4] == [2**24, 2**23, 2**22, 2**21], "hysteresis would keep one of them twice"
+    assert scales[3:-1] == [2**21] * 2001 and scales[-1] == 2**22 and scaler.cur_scale == 2**21
+
+
+def test_the_megatron_scaler_is_all_that_sets_its_config_apart():
+    ours, plain = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("zero0_megatron", "zero0"))
+    scaler = {"initial_scale_power", "loss_scale_window", "hysteresis"}
+    assert {key for key in plain["fp16"] if plain["fp16"][key] != ours["fp16"][key]} == scaler
+    assert {**ours, "fp16": None} == {**plain, "fp16": None}
+
+
 def test_two_precisions_or_none_that_is_one(written):
     assert "are both true" in only(written(fp16__enabled=True, bf16__enabled=True), machine=GPU)
     assert "fp16.enabled='yes': must be true, false" in only(written(fp16__enabled="yes"))

@@ -80,7 +80,8 @@ def test_unknown_name_gets_near_matches_and_an_ambiguous_one_its_choices():
     assert "did you mean parallel_kinds/pipeline" in problems("parallel_kinds/pipelin")[0]
     (tables,) = problems("qqqqqq")
     assert (
-        "there are tables default, a100_blog_table1, " in tables and "recipe.py list shows all rows" in tables
+        "there are tables default, a100_blog_bert_base, " in tables
+        and "recipe.py list shows all rows" in tables
     )
     assert len(tables) < 500 and "/sotu" not in tables
     assert "did you mean a row of jeanzay_megatron_performance or " in problems("jeanzay_megatron_perf")[0]

@@ -13,6 +13,7 @@ NUMBERS = (
     "size_label", "parameters", "parameters_per_rank", "time_per_iteration_s", "samples_per_s", "tflops",
     "cached_gb", "weak_scaling_percent", "peak_percent",
 )  # fmt: skip
+_NUMBERS = re.compile(r"\d+(?:\.\d+)?")
 # What a table need not print, and then has to come from somewhere.
 OWED = (
     "sequence_length", "activation_checkpointing", "precision", "optimizer", "schedule", "dropout", "steps",
@@ -44,14 +45,17 @@ def _cell(row: Row, quantity: str, cell: str, key: Key) -> Check:
     if not cell:
         blank = own is None or not key.name.startswith("published.")
         return row.compare(quantity, "blank", "blank" if blank else f"{key.name}={own}", blank)
-    how: bool | str = _prints(cell, key, own)
-    if not how and _prints(cell, key, declared):
+    how: bool | str = prints(cell, key, own)
+    if not how and prints(cell, key, declared):
         how = f"declared: the run has {own}"
     return row.compare(quantity, cell, f"{key.name}={own}", how)
 
 
-def _prints(cell: str, key: Key, value: object) -> bool:
-    """Whether a cell prints this value of a key."""
+def prints(cell: str, key: Key, value: object) -> bool:
+    """Whether a cell prints this value of a key, all numbers of it where the key has parts."""
+    if key.parts:
+        stated = (getattr(value, part, None) for part in key.parts)
+        return [*map(float, _NUMBERS.findall(cell))] == [each for each in stated if each is not None]
     if key.name == "activation_checkpointing":
         return cell == ("no" if value == "none" else "yes")
     if key.name == "published.date":
@@ -84,7 +88,7 @@ def _declarations(row: Row) -> Iterator[Check]:
         cell, own, quantity = row.cell_of(name), row.own(name), f"published.printed {name}"
         how = None if value == own else "declared: it differs"
         yield row.compare(quantity, value, f"{name}={own}", how)
-        if cell is not None and not _prints(cell, Key(name), value):
+        if cell is not None and not prints(cell, Key(name), value):
             yield row.compare(f"{quantity} cell", cell, value, None)
     for name in row.recipe.inferred:
         if cell := row.cell_of(name):

@@ -15,6 +15,12 @@
       - explanation: the printed value is twice what the formula gives
         later: what its author printed afterwards, where that is known
         disagreements: [{quantity: TFLOPS, printed: "25.66", computed: "12.83", rows: [23b-g16]}]
+      others:    # lines of the table about models that this project cannot train
+        albert:
+          why: it shares its parameters over the layers
+          published: {source: the document, row: "ALBERT | 3 | …", trained_tokens: 3, downstream: {…}}
+          pretraining: {source: its paper, steps: 1500000, batch: 4096, sequence_length: 512}
+      single_models: a100_blog_table2   # table of the models, one by one, that this one's ensembles are of
       texts: [what the document's text gets wrong, found by hand]
 
 An erratum holds both numbers: a digit changed on either side makes a disagreement that nothing explains.
@@ -31,7 +37,7 @@ from pydantic import Field, ValidationError
 from launch.tables.verifying.rows import difference
 from recipes import key_paths
 from recipes.problems import Problem, ProblemsError, did_you_mean
-from recipes.schema import Strict
+from recipes.schema import Published, Strict
 from recipes.tables import Table
 
 Part = Literal["each once", "all ranks", "first stage", "middle stages", "last stage"]
@@ -76,6 +82,23 @@ class Speeds(Strict):
     rows: dict[str, list[OtherRun]]
 
 
+class Pretraining(Strict):
+    """How long a model was trained, by its own paper; `batch` in samples."""
+
+    source: str
+    steps: int
+    batch: int
+    sequence_length: int
+
+
+class OtherModel(Strict):
+    """A line of the table about a model that is no recipe; `why` it is none."""
+
+    why: str
+    published: Published
+    pretraining: Pretraining | None = None
+
+
 class Disagreement(Strict):
     """One difference, and the rows that differ so."""
 
@@ -115,6 +138,8 @@ class Evidence(Strict):
     sizes: list[Sizes] = []
     speeds: list[Speeds] = []
     errata: list[Erratum] = []
+    others: dict[str, OtherModel] = {}
+    single_models: str | None = None
     texts: list[str] = []
 
     def statements(self, row: str) -> Iterator[Statement]:
@@ -168,6 +193,8 @@ def _problems(table: Table, evidence: Evidence) -> Iterator[Problem]:
     for name, row in named:
         if row not in table.rows:
             yield wrong(name, row, "no row of the table", did_you_mean(row, table.rows))
+    for row in evidence.others.keys() & table.rows.keys():
+        yield wrong("others", row, "is a recipe of the table", "leave it out")
     for row in table.rows:
         said = [("settings", statement.key) for statement in evidence.statements(row)]
         said += [("errata", erratum.difference) for erratum in evidence.errata_of(row)]

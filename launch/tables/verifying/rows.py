@@ -49,10 +49,14 @@ def difference(quantity: str, printed: str, computed: str) -> str:
 
 
 class Key(NamedTuple):
-    """The key of the recipe that a column prints, and the factor from the column's unit to the key's."""
+    """The key of the recipe that a column prints, and the factor from the column's unit to the key's.
+
+    parts: fields of the key's value, where a cell prints several numbers.
+    """
 
     name: str
     factor: float = 1
+    parts: tuple[str, ...] = ()
 
 
 TIME, SAMPLES = Key("published.time_per_iteration_s"), Key("published.samples_per_s")
@@ -73,6 +77,17 @@ HEADINGS = {  # of the sources, in lower case
     "cached": Key("published.cached_gb"), "notes": Key("published.date"),
     "weak scaling": Key("published.weak_scaling_percent"),
     "percentage of theoretical peak flops": Key("published.peak_percent"),
+    "trained tokens (ratio)": Key("published.trained_tokens"),
+    "mnli m/mm accuracy (dev set)": Key("published.downstream.mnli", 1, ("matched", "mismatched")),
+    "qqp accuracy (dev set)": Key("published.downstream.qqp.accuracy"),
+    **{f"squad {version}.{minor} {heading}": Key(f"published.downstream.squad{version}", 1, ("f1", "em"))
+       for version, minor in ((1, 1), (2, 0)) for heading in ("f1/em (dev set)", "dev set f1 / em")},
+    **{f"race m/h {heading}": Key("published.downstream.race", 1, ("accuracy", "middle", "high"))
+       for heading in ("accuracy (test set)", "test set accuracy")},
+    "wikitext103 perplexity": Key("published.downstream.wikitext103.perplexity"),
+    "sota perplexity": Key("published.previous.wikitext103.perplexity"),
+    "lambada accuracy": Key("published.downstream.lambada.accuracy"),
+    "sota accuracy": Key("published.previous.lambada.accuracy"),
 }  # fmt: skip
 THROUGHPUT = "throughput"  # an iteration's time in one document, samples/s in another
 DATA_PARALLEL_RUN = "model + data parallel gpus"  # of a line that is two runs, the one with data parallelism
@@ -112,10 +127,7 @@ class Row:
 
     def own(self, key: str) -> Any:
         """Value of a dotted key in the recipe; None where it is not stated."""
-        value: Any = self.recipe
-        for part in key.split("."):
-            value = getattr(value, "global_" if part == "global" else part, None)
-        return value
+        return value_of(self.recipe, key)
 
     def as_printed(self, key: str) -> Any:
         """The source's value: the recipe's own unless it declares another one in `published.printed`."""
@@ -158,6 +170,13 @@ class Row:
 
     def say(self, status: Status, quantity: str, printed: object, computed: object, how: str) -> Check:
         return Check(self.table.name, self.full_name, quantity, status, str(printed), str(computed), how)
+
+
+def value_of(model: Any, key: str) -> Any:
+    """Value of a dotted key; None where it is not stated."""
+    for part in key.split("."):
+        model = getattr(model, "global_" if part == "global" else part, None)
+    return model
 
 
 def related(key: str, name: str) -> bool:

@@ -16,6 +16,7 @@ NEVER_CHECKED = {
     "decide the rest",
     "model.heads": "no size depends on the number of heads, beyond that tp divides it",
 }
+SCORES = ("published.downstream.", "published.previous.")
 
 
 def checks(row: Row, evidence: Evidence) -> Iterator[Check]:
@@ -61,6 +62,8 @@ def _unchecked(row: Row, key: str) -> str:
     published = row.published
     if key in NEVER_CHECKED:
         return NEVER_CHECKED[key]
+    if key.startswith(SCORES):
+        return "a score of a trained model: its parts and its place among other scores are checked"
     if published.oom:
         return "it ran out of memory: no rate follows from the batch" if key == "batch.micro" else ""
     rate, bounded = published.samples_per_s, "only its share of the GPU's peak is bounded"

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.tables.verifying import cells, memory, relations, settings, sizes, speeds
+from launch.tables.verifying import cells, downstream, memory, relations, settings, sizes, speeds
 from launch.tables.verifying.counts import counts
 from launch.tables.verifying.evidence import Erratum, Evidence, read
 from launch.tables.verifying.rows import Check, Row, published_rows
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError, did_you_mean
-from recipes.tables import FOLDER
+from recipes.schema import Downstream
+from recipes.tables import FOLDER, Table
 
 Lines = tuple[str, ...]
 Progress = Callable[[Sequence[Row]], Iterator[Row]]
@@ -75,10 +76,25 @@ def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progres
     for row in progress(rows):
         table = [other for other in rows if other.table is row.table]
         checks += _checks(row, table, evidence[row.table.name])
+    for own in tables:
+        of_table = [row for row in rows if row.table is own]
+        known = evidence[own.name]
+        checks += downstream.checks(own, of_table, known, _singles(published, known))
     number = Counter(row.table.name for row in rows)
     errata, stale = _explain(checks, rows, evidence)
     texts = tuple(text for found in evidence.values() for text in found.texts)
     return Report(tuple(checks), errata, stale, tuple(relations.repeated(rows)), texts, number)
+
+
+def _singles(published: Mapping[str, Table], evidence: Evidence) -> dict[str, Downstream]:
+    """Scores of the single models of a table of ensembles; none for any other table."""
+    if evidence.single_models is None:
+        return {}
+    table = published.get(name := evidence.single_models)
+    if table is None:
+        fix = did_you_mean(name, published)
+        raise ProblemsError([Problem("evidence.single_models", name, "no such published table", fix)])
+    return downstream.scores_of(published_rows([table]), read(table))
 
 
 def _checks(row: Row, table: Sequence[Row], evidence: Evidence) -> Iterator[Check]:

@@ -20,7 +20,8 @@ ROWS = {
     "hpe1270_v100_pcie": 6, "dgx2_gpt2_data_parallel": 6, "dgx2_gpt2_model_parallel": 7,
     "dgx2_gpt2_torch_ddp": 4,
     "dgx2_bert_data_parallel": 2, "dgx2_bert_model_parallel": 7, "dgx2_bert_activation_checkpointing": 3,
-    "a100_blog_table1": 3, "a100_blog_table4": 4, "megatron_paper_table1": 8,
+    "a100_blog_bert_base": 1, "a100_blog_table1": 3, "a100_blog_table2": 3, "a100_blog_table3": 1,
+    "a100_blog_table4": 4, "megatron_paper_table1": 8, "megatron_paper_results": 3,
     "jeanzay_megatron_max_size_16gb": 5, "jeanzay_megatron_max_size_32gb": 5,
     "jeanzay_megatron_performance": 19, "jeanzay_megatron_deepspeed_3d": 1,
     "jeanzay_megatron_deepspeed_zero": 2,
@@ -143,7 +144,7 @@ def test_list_filters(capsys):
     assert {row["recipe"].split("/")[0] for row in listed(capsys, "--published", "--family", "bert")} == {
         "hpe1270_v100_pcie", "dgx2_bert_data_parallel", "dgx2_bert_model_parallel",
         "dgx2_bert_activation_checkpointing",
-        "a100_blog_table1",
+        "a100_blog_bert_base", "a100_blog_table1", "a100_blog_table2", "a100_blog_table3",
     }  # fmt: skip
     a100 = listed(capsys, "--hardware", "a100", "--gpus", "2-4", "--published")
     assert [row["recipe"] for row in a100] == [

@@ -1,0 +1,39 @@
+"""Scores on tasks that a source prints, in the words of people who fine-tune."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from recipes.schema import Downstream, Published
+
+NAMES = {
+    "wikitext103": "WikiText-103 perplexity", "lambada": "LAMBADA", "mnli": "MNLI m/mm", "qqp": "QQP",
+    "squad1": "SQuAD 1.1 F1/EM", "squad2": "SQuAD 2.0 F1/EM", "race": "RACE",
+}  # fmt: skip
+
+
+def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
+    """(task, its numbers) of what is printed, as in ("RACE", "89.5 (91.8/88.6)")."""
+    for task, name in NAMES.items():
+        if found := getattr(downstream, task, None):
+            first, *rest = (f"{value:g}" for value in found.model_dump().values() if value is not None)
+            if task == "race" and rest:
+                yield name, f"{first} ({'/'.join(rest)})"
+            else:
+                yield name, "/".join([first, *rest])
+
+
+def said(published: Published) -> list[tuple[str, str]]:
+    """Lines about the scores: each task, what was the best before it, and whose answers they are."""
+    before = dict(scores(published.previous))
+    lines = [
+        (name, f"{value}, {before[name]} before" if name in before else value)
+        for name, value in scores(published.downstream)
+    ]
+    if published.ensemble:
+        count = "several" if published.ensemble == "unstated" else f"{published.ensemble}"
+        lines.append(("answers of", f"{count} fine-tuned models together"))
+    if published.trained_tokens is not None:
+        times = f"{published.trained_tokens:g} x"
+        lines.append(("trained tokens", f"{times} those of the table's smallest model"))
+    return lines
