@@ -152,4 +152,6 @@ class GPT2(Stack):
         return self.whole_logits(self.word(self.final_norm(x[:, -1]), project=True))
 
 
-FAMILY = Family("gpt2", shape_of, layer_list, GPT2, weighted_loss, gpt2.CONVERSION, continue_prompt)
+FAMILY = Family(
+    "gpt2", shape_of, layer_list, GPT2, weighted_loss, gpt2.CONVERSION, continue_prompt, continues=True
+)
