@@ -230,7 +230,7 @@ def run(job: Job, meeting: Meeting) -> None:
             for written in writing.write(model, job.model, job.prompts, job.settings, heard):
                 done.append(replace(written, prompt="", text="", new=""))
                 if first:
-                    show(written, file, stream, alone=total == 1)
+                    show(written, file, stream)
                 if shown is not None:
                     shown.update()
     if first:
@@ -281,8 +281,8 @@ class Stream:
             self.shown = text
 
 
-def show(written: Written, file: IO[str] | None, stream: Stream | None, alone: bool) -> None:
-    """One text in the file, at the end of its stream, or in the terminal under a line that says whose it is."""
+def show(written: Written, file: IO[str] | None, stream: Stream | None) -> None:
+    """One text: in the file, as the end of its stream, or under a line that says whose it is."""
     if file is not None:
         file.write(json.dumps(written.record(), ensure_ascii=False) + "\n")
         file.flush()

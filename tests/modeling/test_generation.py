@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from modeling.generation import Continuation, Request, continue_all
+from modeling.generation import Continuation, Request, continue_all, continue_prompt
 from modeling.gpt2 import GPT2, GPT2Shape
 from modeling.huggingface.gpt2 import config, from_transformers
 from modeling.initialization import Init
@@ -150,6 +150,30 @@ def test_samples_are_functions_of_seed_prompt_and_number():
     assert len(set(texts)) == 4 and drawn(5, [1, 2, 3], 0) == texts[0]
     numbers = [uniform_numbers(1, [2], sample).random() for sample in range(500)]
     assert abs(np.mean(numbers) - 0.5) < 0.05 and len(set(numbers)) == 500
+
+
+class Words:
+    """A tokenizer of numbers, whose text they are."""
+
+    eos_token_id = 299
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [int(word) for word in text.split()]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def test_a_long_prompt_leaves_positions_to_write_in(model):
+    """The model sees the end of it, and the text holds all of it."""
+    short, long = (" ".join(str(i) for i in range(first, 60)) for first in (40, 0))
+    found = [continue_prompt(model, Words(), prompt, 5) for prompt in (short, long)]
+    assert [text.split()[60 - first :] for text, first in zip(found, (40, 0), strict=True)] == [
+        found[0].split()[20:]
+    ] * 2
+    assert found[1].startswith(long) and len(found[0].split()) > 20
+    assert continue_prompt(model, Words(), "", 5), "no prompt is one of the end token alone"
 
 
 # Against transformers
