@@ -32,6 +32,7 @@ class Family:
         loss_parts: shape -> names of these parts.
         conversion: to and from `transformers`.
         answer: what a trained model makes of a prompt.
+        continues: whether that is what follows it (its plain form has `decode`), and not its masks filled in.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Family:
     conversion: Conversion
     answer: Answer
     loss_parts: Callable[[Any], tuple[str, ...]] = lambda shape: ()
+    continues: bool = False
 
     @property
     def fields(self) -> MicroBatchFields:

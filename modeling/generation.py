@@ -1,24 +1,61 @@
-"""What a trained one-process model makes of a prompt: GPT-2 continues it, BERT fills in its masks."""
+"""What a trained model makes of a prompt: GPT-2 continues it, BERT fills in its masks.
+
+The model is whole on one rank, or cut over a tensor group, whose ranks all get the same logits and so choose
+the same tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from modeling.layer_list import Stack
+from modeling.past import Past
+from modeling.sampling import Sampling, uniform_numbers
 
 Answer = Callable[[Stack, PreTrainedTokenizerFast, str, int], str]  # (model, tokenizer, prompt, seed) -> text
 CONTINUED_TOKENS = 80
+DEFAULT_SAMPLING = Sampling(temperature=0.8, top_k=40)
+# "length": as many tokens as were asked for; "end": the end token came; "positions": the model has no more.
+Ended = Literal["length", "end", "positions"]
+Heard = Callable[[int, int], None]  # (number of the request, token), as soon as it is chosen
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to write: a prompt's tokens, and the sample's number among those of this prompt."""
+
+    prompt: tuple[int, ...]
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What follows a prompt, without the end token, and why it ends there."""
+
+    tokens: tuple[int, ...]
+    ended: Ended
 
 
 def continue_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int) -> str:
-    """The prompt and what a GPT-2 writes after it, a function of the seed."""
+    """The prompt and what a GPT-2 writes after it, a function of the seed.
+
+    Of a long prompt the model sees the end, so that there are positions left to write in.
+    """
     # A WordPiece vocabulary would add [CLS] and [SEP].
-    tokens = tokenizer.encode(prompt, add_special_tokens=False)
-    more = continue_tokens(model, tokens, CONTINUED_TOKENS, seed=seed, end=tokenizer.eos_token_id)
-    return str(tokenizer.decode(tokens + more))
+    tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
+    positions = model.shape.positions
+    seen = max(positions - CONTINUED_TOKENS, positions // 2, 1)
+    (more,) = continue_all(
+        model, [Request(tuple(tokens[-seen:]))], CONTINUED_TOKENS, sampling=DEFAULT_SAMPLING, seed=seed,
+        end=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return str(tokenizer.decode([*tokens, *more.tokens]))
 
 
 def fill_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int) -> str:
@@ -29,39 +66,79 @@ def fill_prompt(model: Stack, tokenizer: PreTrainedTokenizerFast, prompt: str, s
 
 
 @torch.no_grad()
-def continue_tokens(
-    model: Stack, prompt: Sequence[int], length: int, *, seed: int, end: int | None = None,
-    temperature: float = 0.8, top_k: int = 40,
-) -> list[int]:  # fmt: skip
-    """`length` tokens sampled after `prompt` from the `top_k` most likely; ends early at token `end`.
+def continue_all(
+    model: Any, requests: Sequence[Request], length: int, *, sampling: Sampling | None, seed: int = 0,
+    end: int | None = None, cached: bool = True, heard: Heard = lambda request, token: None,
+) -> list[Continuation]:  # fmt: skip
+    """At most `length` tokens after each prompt, all in one batch. Collective over the model's tensor group.
 
-    The context slides when it exceeds the positions. The model must hold the whole vocabulary.
+    Args:
+        model: with a `decode` as GPT-2 has it. Prompts have from 1 token to as many as it has positions.
+        sampling: None takes the most likely token.
+        seed: of what is drawn; with a request's prompt and number it decides all of its text.
+        end: the token that ends a text.
+        cached: keep keys and values; otherwise every token computes all those before it again.
+
+    A text ends at the model's last position, after the token that is predicted there: learned positions have
+    none beyond, and a context that slid would compute every token anew.
     """
-    assert model.group is None, "generation needs the whole vocabulary on one rank"
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
+    prompts, positions = [request.prompt for request in requests], model.shape.positions
+    assert all(0 < len(prompt) <= positions for prompt in prompts), "a prompt is empty, or too long"
     model.eval()
-    device = next(model.parameters()).device
-    for _ in range(length):
-        context = torch.tensor([tokens[-model.shape.positions :]], device=device)
-        logits = model(context)[0, -1].float().cpu() / temperature
-        best = logits.topk(min(top_k, len(logits)))
-        choice = best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=generator)]
-        if int(choice) == end:
-            break
-        tokens.append(int(choice))
-    return tokens[len(prompt) :]
+    device, longest = next(model.parameters()).device, max(map(len, prompts))
+    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+    columns = max(min(len(prompt) + length - 1, positions) + longest - len(prompt) for prompt in prompts)
+    text = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts], device=device)
+    numbers = [uniform_numbers(seed, request.prompt, request.sample) for request in requests]
+    made: list[list[int]] = [[] for _ in requests]
+    ended: dict[int, Ended] = {}
+    rows = [*range(len(requests))]  # requests that go on, in the order of `text`
+    past, new = Past(padding, columns, model.shape.layers), text
+    while rows:
+        logits = model.decode(new, past)
+        chosen = _chosen(logits, sampling, [numbers[row].random() for row in rows] if sampling else [])
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            if token == end:
+                ended[row] = "end"
+                continue
+            made[row].append(token)
+            heard(row, token)
+            if len(made[row]) == length:
+                ended[row] = "length"
+            elif len(prompts[row]) + len(made[row]) > positions:
+                ended[row] = "positions"
+        text = torch.cat([text, chosen[:, None]], 1)
+        left = [at for at, row in enumerate(rows) if row not in ended]
+        if 0 < len(left) < len(rows):
+            kept = torch.tensor(left, device=device)
+            text = text[kept]
+            past.keep(kept)
+        rows = [rows[at] for at in left]
+        if not cached:
+            past = Past(past.padding, columns, model.shape.layers)
+        new = text[:, past.length :]
+    return [Continuation(tuple(made[row]), ended[row]) for row in range(len(requests))]
+
+
+def _chosen(logits: Tensor, sampling: Sampling | None, uniform: Sequence[float]) -> Tensor:
+    """logits (B, V) -> tokens (B,)."""
+    if sampling is None:
+        return logits.argmax(-1)
+    return sampling.draw(logits, torch.tensor(uniform, dtype=torch.float64, device=logits.device))
 
 
 @torch.no_grad()
 def fill_masks(model: Stack, tokens: Sequence[int], *, mask: int) -> list[int]:
-    """`tokens` ([CLS] ... [SEP]) with each `mask` replaced by its most likely token, the surest first."""
-    assert model.group is None, "filling masks needs the whole vocabulary on one rank"
+    """`tokens` ([CLS] ... [SEP]) with each `mask` replaced by its most likely token, the surest first.
+
+    Collective over the model's tensor group.
+    """
     model.eval()
     filled = torch.tensor([list(tokens)], device=next(model.parameters()).device)
-    while bool((filled == mask).any()):
-        logits, _ = model(filled, torch.zeros_like(filled), None)
-        logits[..., mask] = float("-inf")
-        surest = logits.float().softmax(-1).amax(-1).masked_fill(filled != mask, -1.0).argmax()
-        filled[0, surest] = logits[0, surest].argmax()
+    while (masked := (filled == mask).nonzero()[:, 1]).numel():
+        logits, _ = model(filled, torch.zeros_like(filled), None, masked[None])
+        scores = model.whole_logits(logits)[0]  # (masks, V)
+        scores[:, mask] = float("-inf")
+        surest = scores.float().softmax(-1).amax(-1).argmax()
+        filled[0, masked[surest]] = scores[surest].argmax()
     return filled[0].tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.family import Family, common_shape
@@ -26,6 +27,7 @@ from modeling.parallel.collectives import own_positions, with_summed_gradients
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import VocabParallelEmbedding, group_size
 from modeling.parallel.process_grid import Group
+from modeling.past import Past
 from modeling.transformer import LayerNorm, LayerShape
 from recipes.schema import Recipe
 
@@ -59,9 +61,14 @@ class PositionEmbedding(nn.Module):
         self.weight = init.normal("weight", (shape.positions, shape.hidden), init.std)
         self.dropout = HiddenDropout(shape.hidden, shape.hidden_dropout, init=init.child("dropout"))
 
-    def forward(self, x: Tensor, salts: Tensor | None = None) -> Tensor:
-        """x (B, S, H), S <= positions; salts (B, S, 2) of hidden dropout in training."""
+    def forward(self, x: Tensor, salts: Tensor | None = None, places: Tensor | None = None) -> Tensor:
+        """x (B, S, H), S <= positions; salts (B, S, 2) of hidden dropout in training.
+
+        places (B, S): positions of the tokens; None: 0, 1, ...
+        """
         (weight,) = with_summed_gradients(self.cut_over, self.weight)
+        if places is not None:
+            return self.dropout(x + F.embedding(places, weight), salts)
         length = x.shape[1] * group_size(self.cut_over)
         return self.dropout(x + own_positions(weight[None, :length], self.cut_over), salts)
 
@@ -107,6 +114,10 @@ def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefin
 class GPT2(Stack):
     """The plain form: forward(tokens, labels, weights) -> loss, or logits when labels are None."""
 
+    word: VocabParallelEmbedding
+    position: PositionEmbedding
+    final_norm: LayerNorm
+
     def __init__(self, shape: GPT2Shape, *, group: Group, init: Init):
         super().__init__(layer_list(shape, group=group, init=init), shape, group=group, loss=weighted_loss)
 
@@ -127,5 +138,20 @@ class GPT2(Stack):
             return self.unpadded(logits)
         return self.loss(logits, labels, weights, self.group)
 
+    def decode(self, tokens: Tensor, past: Past) -> Tensor:
+        """tokens (B, S) that follow those in `past` -> logits (B, V) of the next one, whole on every rank.
 
-FAMILY = Family("gpt2", shape_of, layer_list, GPT2, weighted_loss, gpt2.CONVERSION, continue_prompt)
+        `past` then has them, too. Collective over the tensor group.
+        """
+        assert self.position_ranks == 1, "decoding does not cut positions over ranks"
+        new = tokens.shape[1]
+        x = self.position(self.word(tokens), places=past.places(new))
+        for layer, kept in zip(self.layers, past.layers, strict=True):
+            x = layer(x, kept)
+        past.advance(new)
+        return self.whole_logits(self.word(self.final_norm(x[:, -1]), project=True))
+
+
+FAMILY = Family(
+    "gpt2", shape_of, layer_list, GPT2, weighted_loss, gpt2.CONVERSION, continue_prompt, continues=True
+)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
+from modeling.parallel.collectives import gather_vocabulary
 from modeling.parallel.layers import group_size
 from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.transformer import LayerShape, TransformerLayer
@@ -156,6 +157,10 @@ class Stack(nn.Module):
     def unpadded(self, logits: Tensor) -> Tensor:
         """Logits of tokens alone, where one rank has them all; else its block as it is, -inf for padding."""
         return logits[..., : self.shape.vocab] if self.group is None else logits
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """This rank's logits (..., V/t), joined over the tensor ranks, of tokens alone. Collective."""
+        return gather_vocabulary(logits, self.group)[..., : self.shape.vocab]
 
     def run(self, stream: Stream) -> Stream:
         """Every layer in turn."""

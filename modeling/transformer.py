@@ -23,8 +23,12 @@ from modeling.parallel.collectives import in_sample_order, with_summed_gradients
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.parallel.random_state import tensor_parallel_random
+from modeling.past import KeysAndValues
 from modeling.unpadding import Row, padding_mask, unpadded_attention
 
+# Which tokens attend to which: lengths (B,), the Row that samples are, what decoding keeps of earlier tokens,
+# or None: all tokens of a sample, or in a causal layer those before.
+Seen = Tensor | Row | KeysAndValues | None
 _TWICE = 2 * math.sqrt(2 / math.pi)
 GPT2_NORM_EPS, BERT_NORM_EPS = 1e-5, 1e-12  # of the original implementations
 
@@ -95,18 +99,21 @@ class Attention(nn.Module):
         if self.window is not None:
             self.block_mask = prepared_mask(device, dtype, positions, self.window, self.head_size)
 
-    def forward(self, x: Tensor, lengths: Tensor | Row | None = None) -> Tensor:
+    def forward(self, x: Tensor, lengths: Seen = None) -> Tensor:
         """x (B, S, H), lengths (B,) or None where nothing is padded -> (B, S, H).
 
         With sequence parallelism x and the result are (B, S/t, H). Without lengths no mask is built, which
-        lets the fastest attention kernels run. With a Row, B is 1, and S the tokens of the row.
+        lets the fastest attention kernels run. With a Row, B is 1, and S the tokens of the row. With
+        KeysAndValues x are the newest tokens of a causal layer.
         """
         qkv = self.qkv(x)
         if self.cut_over is not None:
             qkv = in_sample_order(qkv, self.cut_over)
         B, S, _ = qkv.shape
         qkv_BSN3D = qkv.view(B, S, self.local_heads, 3, -1)
-        assert lengths is None or not self.causal, "causal samples are packed and have no padding"
+        assert not self.causal or lengths is None or isinstance(lengths, KeysAndValues), (
+            "causal samples are packed and have no padding"
+        )
         # Around the recomputation, too: it restores the state of the stream that is current here.
         with tensor_parallel_random(self.own_stream and self.training):
             if self.recomputes_core and self.training:
@@ -115,10 +122,12 @@ class Attention(nn.Module):
                 out_BSND = self._core(qkv_BSN3D, lengths)
         return self.projection(out_BSND.flatten(2))
 
-    def _core(self, qkv: Tensor, lengths: Tensor | Row | None) -> Tensor:  # (B, S, N, 3, D) -> (B, S, N, D)
+    def _core(self, qkv: Tensor, lengths: Seen) -> Tensor:  # (B, S, N, 3, D) -> (B, S, N, D)
         p = self.dropout if self.training else 0.0
         if isinstance(lengths, Row):
             return unpadded_attention(qkv[0], lengths, p)[None]
+        if isinstance(lengths, KeysAndValues):
+            return lengths.attend(qkv, self.window)
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
         if self.window is None:
             mask = None if lengths is None else padding_mask(lengths, q.shape[2])
@@ -172,7 +181,7 @@ class TransformerLayer(nn.Module):
             for name in ("attention_dropout", "mlp_dropout")
         )
 
-    def forward(self, x: Tensor, lengths: Tensor | Row | None = None, salts: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, lengths: Seen = None, salts: Tensor | None = None) -> Tensor:
         """x (B, S, H), lengths (B,) of what is not padding, or None -> (B, S, H); (1, T, H) with a Row.
 
         salts (B, S, 2): of hidden dropout in training. With sequence parallelism x, salts and the result hold

@@ -29,7 +29,7 @@ LAUNCH = {
     "planning": {"console", "machine"},
     "checkpoints": {"deepspeed_fixes", "machine"},
     "training": _TRAINING,
-    "generation": {*_TRAINING, "training"},
+    "generation": {*_TRAINING, "training", "runs"},
     "runs": {"console", "machine", "planning"},
     "tables": {"console", "machine", "planning"},
     "reports": _EVERYTHING,

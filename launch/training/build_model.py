@@ -16,7 +16,8 @@ from modeling import cost
 from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.families import family_of, model_shape
 from modeling.initialization import DTYPES, Init
-from modeling.parallel.process_grid import ProcessGrid
+from modeling.parallel.layers import group_size
+from modeling.parallel.process_grid import Group, ProcessGrid
 from recipes.layout import padded_vocab
 from recipes.schema import Recipe
 
@@ -63,8 +64,17 @@ def build_module(
         return family.plain(shape, group=group, init=replace(init, dtype=DTYPES[plan.precision]))
 
 
-def whole_model(recipe: Recipe, weights: Mapping[str, torch.Tensor]) -> Any:
-    """The model in one process with the given canonical weights, in float32 and in evaluation mode."""
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=weights)
-    shape = model_shape(recipe, padded_vocab(recipe.model.vocab_size, 1))
-    return family_of(recipe.model).plain(shape, group=None, init=init).eval()
+def whole_model(
+    recipe: Recipe,
+    weights: Mapping[str, torch.Tensor],
+    group: Group = None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """The model with the given canonical weights in evaluation mode, in one process or cut over `group`.
+
+    Every rank reads one tensor after the other and keeps its slice, on the CPU.
+    """
+    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=weights, dtype=dtype)
+    shape = model_shape(recipe, padded_vocab(recipe.model.vocab_size, group_size(group)))
+    shape = replace(shape, sequence_parallel=False)
+    return family_of(recipe.model).plain(shape, group=group, init=init).eval()

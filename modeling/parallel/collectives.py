@@ -140,6 +140,13 @@ def gather_positions(x: Tensor, group: Group, *, summed: bool) -> Tensor:
     return x if group is None else _Gathered.apply(x, group, summed)
 
 
+def gather_vocabulary(logits: Tensor, group: Group) -> Tensor:
+    """(..., V/t) of every rank -> (..., V) on every rank, equal to the bit; not for a backward pass."""
+    if group is None:
+        return logits
+    return finished(begin_gather(logits[None], group)).movedim(0, -2).flatten(-2)
+
+
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Leave a tensor-parallel region: summands (t B, S/t, ...) of every rank -> the sum, (B, S/t, ...)."""
     return _Scattered.apply(x, group)

@@ -23,7 +23,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from recorded import Outcome, plan, recorder
 from stored import write_checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from data.vocabularies.trained import around, train_bpe
 from ds_configs.jsonfile import ConfigError, available
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
@@ -73,6 +75,7 @@ WORK = {
     ],
     "prepare_data": ["data.prepare.pipeline:process_chunks"],
     "show_data": ["data.corpus:build"],
+    "generate": ["launch.generate:run"],
     "benchmark": [
         "launch.benchmarks.data_speed:measure_preparation",
         "launch.benchmarks.data_speed:measure_loader",
@@ -144,12 +147,23 @@ def folder(tmp_path_factory) -> Iterator[Path]:
     (folder / "run.d").mkdir()
     for name in ("recipe.yaml", "metrics.jsonl", "result.json", "config.json", "model.safetensors"):
         (folder / "run.d" / name).write_text("{")
+    save_gpt2(folder / "gpt2.d")
     (folder / "loop").symlink_to("loop")
     os.mkfifo(folder / "pipe")
     before = os.getcwd()
     os.chdir(folder)
     yield folder
     os.chdir(before)
+
+
+def save_gpt2(directory: Path) -> None:
+    """A model of transformers, with a vocabulary."""
+    text = (catalog.FOLDER / "default.yaml").read_text()
+    around("trained_bpe", train_bpe([text], 280)).save_pretrained(directory)
+    shape = dict(
+        n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=280, bos_token_id=0, eos_token_id=0
+    )
+    GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(directory)
 
 
 def typed(action: argparse.Action) -> st.SearchStrategy[list[str]]:
@@ -164,8 +178,12 @@ def typed(action: argparse.Action) -> st.SearchStrategy[list[str]]:
     elif action.dest == "tokenizer":
         files = ["text.txt", "deep.json", "noise.json", "odd.json", "run.d", "full", "pipe", "/dev/zero", ""]
         values = st.sampled_from(["gpt2", "trained_bpe", "x", *(f"file:{name}" for name in files)])
+    elif action.dest == "model" and not action.option_strings:
+        values = st.sampled_from(["gpt2.d", "gpt2.d", "gpt2.d", "run.d", "full", "good.yaml", *PATHS, *TEXTS])
     elif action.dest in ("out", "plot", "json", "csv"):
-        values = st.sampled_from([*FILES, "full", "run.d", "pipe", *PATHS, "new.png", "new.json"])
+        values = st.sampled_from(
+            [*FILES, "full", "run.d", "pipe", *PATHS, "new.png", "new.json", "new.jsonl"]
+        )
     flag = action.option_strings[:1]
     if action.nargs == 0:
         return st.just(flag)
@@ -183,7 +201,7 @@ def command_lines(draw: st.DrawFn, parser: argparse.ArgumentParser) -> list[str]
         if isinstance(action, argparse._SubParsersAction):
             name = draw(st.sampled_from([*action.choices]))
             return [name, *draw(command_lines(action.choices[name]))]
-        if action.required or action.dest in ("tiny", "out"):
+        if action.required or action.dest in ("tiny", "out", "prompt"):
             line += draw(typed(action)) if draw(st.integers(0, 9)) else []
         elif action.dest not in ("help", "local_rank"):
             optional.append(action)

@@ -1,4 +1,4 @@
-"""The modules on four gloo ranks against the dense model, and in this process; conversion; generation."""
+"""The modules on four gloo ranks against the dense model, and in this process; conversion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from slices import joined
 from transformers import GPT2LMHeadModel
 
 from launch.training.engine import parameter_groups
-from modeling.generation import continue_tokens
 from modeling.gpt2 import GPT2, GPT2Shape
 from modeling.huggingface.gpt2 import CONVERSION, config, from_transformers
 from modeling.initialization import Init, Shard, canonical_name
@@ -341,47 +340,6 @@ def test_exported_file_is_the_state_dict(theirs, tmp_path):
     assert torch.equal(
         model.lm_head.weight, load_file(tmp_path / "model.safetensors")["transformer.wte.weight"]
     )
-
-
-# Generation
-
-
-@pytest.fixture(scope="module")
-def sampler() -> GPT2:
-    return gpt2(std=0.3)
-
-
-def greedy(model: GPT2, prompt: list[int], length: int, **kwargs) -> list[int]:
-    return continue_tokens(model, prompt, length, seed=0, top_k=1, **kwargs)
-
-
-def test_generation_is_a_function_of_its_seed(sampler):
-    one, again, other = (
-        continue_tokens(sampler, [1, 2, 3], 12, seed=seed, temperature=2.0) for seed in (5, 5, 6)
-    )
-    assert one == again != other and len(one) == 12 and all(0 <= t < SHAPE.vocab for t in one)
-
-
-def test_generation_takes_the_most_likely(sampler):
-    expected: list[int] = []
-    for _ in range(4):
-        expected.append(int(logits_of(sampler, torch.tensor([[1, 2, 3, *expected]]))[0, -1].argmax()))
-    assert greedy(sampler, [1, 2, 3], 4) == expected
-
-
-def test_generation_stops_at_the_end_token(sampler):
-    tokens = greedy(sampler, [1, 2, 3], 8)
-    end = tokens[3]
-    assert greedy(sampler, [1, 2, 3], 8, end=end) == tokens[: tokens.index(end)]
-
-
-def test_context_slides(sampler):
-    """Beyond the model's positions only the last tokens count."""
-    long = [(i * 11) % SHAPE.vocab for i in range(SHAPE.positions + 9)]
-    tokens = greedy(sampler, long, SHAPE.positions + 4)
-    assert len(tokens) == SHAPE.positions + 4
-    assert tokens[0] == greedy(sampler, long[-SHAPE.positions :], 1)[0]
-    assert tokens[-1] == greedy(sampler, tokens[:-1][-SHAPE.positions :], 1)[0]
 
 
 def test_recomputed_chunks_begin_at_transformer_layers():

@@ -1,0 +1,310 @@
+"""Have a trained model continue prompts, or fill in their masks.
+
+python launch/generate.py runs/default-sotu-zero3_offload --prompt "My fellow citizens"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from launch.console import arguments, ends, output, quiet, terminal
+from launch.machine import ending, processes
+from recipes.problems import Problem, ProblemsError
+
+if TYPE_CHECKING:
+    from launch.generation.prompts import EncodedPrompt
+    from launch.generation.trained_model import TrainedModel
+    from launch.generation.writing import Settings, Written
+    from launch.machine.meeting import Meeting
+
+DTYPES = ("float32", "bfloat16", "float16")
+# What says how a continuation is drawn; a BERT has none.
+OF_CONTINUATIONS = (
+    "tokens",
+    "samples",
+    "temperature",
+    "top_k",
+    "top_p",
+    "greedy",
+    "seed",
+    "batch",
+    "no_cache",
+)
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # of a text that ends within the bytes of a character
+
+EXAMPLES = """\
+examples:
+  python launch/generate.py runs/default-sotu-zero3_offload --prompt "My fellow citizens"
+      the newest complete checkpoint of a run goes on for 80 tokens, in the terminal as it writes
+  python launch/generate.py exported --file prompts.jsonl --samples 4 --top_p 0.9 --batch 32 --out texts.jsonl
+      a directory that transformers saved; four samples of the "prompt" of each line, one JSON object a line
+  torchrun --nproc_per_node 2 launch/generate.py runs/big/checkpoints/step-000300 --greedy --prompt The
+      that checkpoint, each weight cut over two processes (tensor parallelism), the most likely tokens
+  python launch/generate.py runs/bert-sotu-zero1 --prompt "The [MASK] of the people."
+      a BERT fills in its masks with the most likely tokens, the surest first
+
+A text ends after --tokens, at the end-of-text token, or at the model's last position, and a line says how
+many did which. What is drawn depends on --seed, the prompt and the number of the sample, and not on the
+batch, the file or the number of processes (to rounding). With transformers' temperature, top_k and top_p it
+has transformers' distribution, and with --greedy its texts.
+exit codes: 0 written, 1 failed, 2 refused before anything is loaded."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = arguments.command(str(__doc__).split("\n\n")[0], EXAMPLES)
+    model = (
+        "a run (its newest complete checkpoint), one of its checkpoints, or a GPT-2 or BERT of transformers "
+        "or Megatron"
+    )
+    parser.add_argument("model", metavar="MODEL", help=model)
+    add = parser.add_argument_group("what to continue").add_argument
+    add("--prompt", action="append", metavar="TEXT", help="a prompt; repeatable")
+    file = 'a prompt a line; in a file of JSON lines (.jsonl) the "prompt" of each'
+    add("--file", metavar="FILE", help=file)
+    vocabulary = "vocabulary of the model, where there is none next to its weights"
+    add("--tokenizer", metavar="DIR", help=vocabulary)
+    add = parser.add_argument_group("how").add_argument
+    add("--tokens", type=arguments.whole(), metavar="N", help="at most N after each prompt (default: 80)")
+    add("--samples", type=arguments.whole(), metavar="N", help="of each prompt (default: 1)")
+    add("--greedy", action="store_true", help="take the most likely token, and draw nothing")
+    above, share = number(0, math.inf), number(0, 1, "above 0, at most 1")
+    add("--temperature", type=above, metavar="T", help="below 1 the likely get likelier (default: 0.8)")
+    top_k = "draw from the K most likely tokens; 0: from all (default: 40 without --top_p)"
+    add("--top_k", type=arguments.whole(0), metavar="K", help=top_k)
+    top_p = "draw from the most likely tokens that sum up to P (default: 1, which is all)"
+    add("--top_p", type=share, metavar="P", help=top_p)
+    add("--seed", type=arguments.whole(0, 10**18 - 1), metavar="N", help="of what is drawn (default: 0)")
+    add("--batch", type=arguments.whole(), metavar="N", help="samples written at a time (default: 8)")
+    add("--dtype", choices=DTYPES, default="float32", help="to compute in (default: %(default)s)")
+    anew = "compute all earlier tokens again for each one, to see what keeping keys and values saves"
+    add("--no_cache", action="store_true", help=anew)
+    out = "write JSON lines instead of text: prompt, text, new, tokens, sample, ended"
+    parser.add_argument("--out", metavar="FILE.jsonl", help=out)
+    return parser
+
+
+def number(above: float, most: float, said: str = "above 0") -> Callable[[str], float]:
+    """What reads a finite number in (above, most] for `add_argument(type=...)`, which refuses others."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and above < value <= most):
+            raise argparse.ArgumentTypeError(f"{text[:40]}: give a number {said}")
+        return value
+
+    return read
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be written, checked. `out`: None writes to the terminal."""
+
+    model: TrainedModel
+    prompts: Sequence[EncodedPrompt]
+    settings: Settings
+    dtype: str
+    out: Path | None
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    quiet.quiet_libraries()
+    try:
+        processes.check_launch(start=True)
+        check_flags(args)
+    except ValueError as e:
+        ending.refuse(e)
+    from launch.machine.meeting import Meeting
+
+    meeting = Meeting()
+    job = meeting.settle(lambda: checked_job(args))
+    if processes.world_size() == 1:
+        run(job, meeting)
+        return
+    # A run that is still training may have saved a newer one meanwhile.
+    weights = Path(meeting.from_rank_0(str(job.model.weights)))
+    with ending.clean_exit():
+        processes.start_processes(store=meeting.store)
+        run(replace(job, model=replace(job.model, weights=weights)), meeting)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ProblemsError with all flags that contradict each other, or are missing."""
+    problems = []
+    if bool(args.prompt) == bool(args.file):
+        came = "--prompt and --file" if args.file else "neither --prompt nor --file"
+        fix = "leave one of them out" if args.file else "add --prompt TEXT"
+        problems.append(Problem("--prompt", came, "prompts come from one of them", fix))
+    drawn = [f"--{name}" for name in ("temperature", "top_k", "top_p") if getattr(args, name) is not None]
+    if args.greedy and drawn:
+        rule = "it takes the most likely token, and draws nothing"
+        problems.append(Problem("--greedy", f"--greedy with {', '.join(drawn)}", rule, "leave one out"))
+    if args.greedy and (args.samples or 1) > 1:
+        came, rule = f"--greedy with --samples {args.samples}", "all of them would be the same"
+        problems.append(Problem("--samples", came, rule, "leave one of the two out"))
+    if problems:
+        raise ProblemsError(problems)
+
+
+def checked_job(args: argparse.Namespace) -> Job:
+    """Everything but the weights, of which headers are read. Raises ProblemsError."""
+    from launch.generation import prompts, trained_model
+
+    processes.check_device()
+    out = output.new_file("--out", args.out, (".jsonl",)) if args.out and processes.rank() == 0 else None
+    given = prompts.read(args.file) if args.file else prompts.typed(args.prompt)
+    model = trained_model.open_model(args.model, args.tokenizer)
+    problems = list(unfit(args, model))
+    encoded: list[EncodedPrompt] = []
+    try:
+        encoded = prompts.encode(given, model)
+    except ProblemsError as error:
+        problems += error.problems
+    if problems:
+        raise ProblemsError(problems)
+    return Job(model, encoded, settings_of(args), args.dtype, out)
+
+
+def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
+    """Flags that a BERT has no use for, and processes that the heads cannot be shared out to."""
+    useless = [f"--{name}" for name in OF_CONTINUATIONS if getattr(args, name) not in (None, False)]
+    family, heads, ranks = model.recipe.model.family, model.recipe.model.heads, processes.world_size()
+    if useless and not model.continues:
+        came, rule = (
+            f"{', '.join(useless)} with a {family.upper()}",
+            "it fills each mask with the likeliest token",
+        )
+        yield Problem(useless[0], came, rule, f"leave {'them' if len(useless) > 1 else 'it'} out")
+    if heads % ranks:
+        fits = [str(count) for count in range(1, heads + 1) if heads % count == 0]
+        came, rule = f"{ranks} processes for {heads} heads (model.heads)", "each gets as many whole heads"
+        yield Problem("WORLD_SIZE", came, rule, f"start as many as divide them: {', '.join(fits)}")
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    from launch.generation.writing import Settings
+    from modeling.generation import DEFAULT_SAMPLING
+    from modeling.sampling import Sampling
+
+    sampling = None
+    if not args.greedy:
+        usual = DEFAULT_SAMPLING.top_k if args.top_p is None else None
+        top_k = usual if args.top_k is None else args.top_k or None
+        temperature = DEFAULT_SAMPLING.temperature if args.temperature is None else args.temperature
+        sampling = Sampling(temperature, top_k, args.top_p or 1.0)
+    given = {name: getattr(args, name) for name in ("tokens", "samples", "seed", "batch")}
+    given = {name: value for name, value in given.items() if value is not None}
+    return Settings(**given, sampling=sampling, cached=not args.no_cache)
+
+
+def run(job: Job, meeting: Meeting) -> None:
+    """Load the model and write. Collective; rank 0 alone is heard."""
+    from deepspeed.accelerator import get_accelerator
+
+    from launch.console.progress import bar
+    from launch.generation import writing
+
+    first, model = processes.rank() == 0, loaded(job, meeting)
+    model.to(get_accelerator().current_device_name())
+    meeting.end()
+    total = len(job.prompts) * (job.settings.samples if job.model.continues else 1)
+    stream = Stream(job.model.tokenizer) if first and total == 1 and not job.out else None
+    began, done = time.perf_counter(), list[writing.Written]()
+    with opened(job.out) as file:
+        # Texts in a terminal show by themselves how far it has come.
+        hidden = not first or stream or (job.out is None and sys.stdout.isatty())
+        with nullcontext() if hidden else bar(sys.stderr, total=total, unit="text") as shown:
+            heard = stream.hear if stream else lambda tokens: None
+            for written in writing.write(model, job.model, job.prompts, job.settings, heard):
+                done.append(replace(written, prompt="", text="", new=""))
+                if first:
+                    show(written, file, stream)
+                if shown is not None:
+                    shown.update()
+    if first:
+        terminal.say(summary(done, time.perf_counter() - began, job), sys.stderr)
+
+
+def loaded(job: Job, meeting: Meeting) -> Any:
+    """The model, cut over all processes. Collective."""
+    import torch
+
+    from launch.training import given_tensors
+    from launch.training.build_model import whole_model
+    from modeling.parallel.process_grid import ProcessGrid
+
+    world, first = processes.world_size(), processes.rank() == 0
+    for remark in (job.model.remarks or (str(job.model.weights),)) if first else ():
+        terminal.say(f"weights: {remark}", sys.stderr)
+    weights = meeting.settle(lambda: given_tensors.read(job.model.weights, job.model.recipe))
+    group = ProcessGrid(world, 1, 1, processes.TIMEOUT).tensor_group if world > 1 else None
+    return whole_model(job.model.recipe, weights, group, getattr(torch, job.dtype))
+
+
+@contextmanager
+def opened(path: Path | None) -> Iterator[IO[str] | None]:
+    """The new file, which is made when there is something to write."""
+    if path is None:
+        yield None
+        return
+    with path.open("x", encoding="utf-8") as file:
+        yield file
+
+
+class Stream:
+    """A text in the terminal as it grows; whole characters alone."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.shown = ""
+
+    def hear(self, tokens: Sequence[int]) -> None:
+        """All tokens so far."""
+        self.show(self._tokenizer.decode(tokens).rstrip(UNFINISHED))
+
+    def show(self, text: str) -> None:
+        """What is new of the text. A vocabulary may change its last words again: they wait for the end."""
+        if text.startswith(self.shown):
+            print(text[len(self.shown) :], end="", flush=True)
+            self.shown = text
+
+
+def show(written: Written, file: IO[str] | None, stream: Stream | None) -> None:
+    """One text: in the file, as the end of its stream, or under a line that says whose it is."""
+    if file is not None:
+        file.write(json.dumps(written.record(), ensure_ascii=False) + "\n")
+        file.flush()
+    elif stream is not None:
+        stream.show(written.text)
+        print("" if stream.shown == written.text else f"\n{written.text}", flush=True)
+    else:
+        how = "" if written.ended is None else f", sample {written.sample + 1}, ended by {written.ended}"
+        print(f"--- prompt {written.number + 1}{how}\n{written.text}", flush=True)
+
+
+def summary(done: Sequence[Written], seconds: float, job: Job) -> str:
+    """How much was written, how fast, and why texts ended."""
+    tokens = sum(written.tokens for written in done)
+    said = f"{len(done):,} texts, {tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s"
+    if not job.model.continues:
+        return said
+    positions = f"at the model's {job.model.recipe.sequence_length:,} positions"
+    reasons = {"length": "after --tokens", "end": "at the end-of-text token", "positions": positions}
+    counts = {why: sum(written.ended == ended for written in done) for ended, why in reasons.items()}
+    return f"{said}; ended " + ", ".join(f"{count:,} {why}" for why, count in counts.items() if count)
+
+
+if __name__ == "__main__":
+    ends.run(main)

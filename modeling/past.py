@@ -1,0 +1,99 @@
+"""What decoding keeps of the tokens that it has read: keys and values of every layer, each computed once.
+
+Samples of a batch stand right-aligned in columns, so that the newest token of all of them is in one column
+and a prompt shorter than the longest begins after some columns of padding:
+
+    column     0 1 2 3 4 5
+    sample 0   a b c d e .      padding 0: position = column
+    sample 1   - - a b c .      padding 2: position = column - 2
+
+Two tokens of a sample are as many columns apart as positions, which is all that causal and banded layers ask.
+
+Shapes: B samples, S new columns, L columns with them, N heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modeling.banded_attention import banded_attention, in_band
+
+
+class Past:
+    """Which columns a batch has filled, and what each layer keeps of them."""
+
+    def __init__(self, padding: Tensor, columns: int, layers: int):
+        """padding (B,): columns before each sample's first token; columns: the most there will be."""
+        self.padding, self.columns = padding, columns
+        self.length = 0  # columns that all layers have read
+        self.layers = [KeysAndValues(self) for _ in range(layers)]
+        self.padded = bool(padding.any())
+        self._masks: dict[tuple[int, int | None], Tensor] = {}  # of this step, equal in layers of a kind
+
+    def places(self, new: int) -> Tensor:
+        """Positions (B, S) of the next `new` columns; 0 in the padding."""
+        columns = torch.arange(self.length, self.length + new, device=self.padding.device)
+        return (columns - self.padding[:, None]).clamp(min=0)
+
+    def advance(self, new: int) -> None:
+        """Count `new` columns that every layer has read."""
+        self.length += new
+        self._masks.clear()
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget all samples but those at `rows`."""
+        self.padding = self.padding[rows]
+        self.padded = bool(self.padding.any())
+        for layer in self.layers:
+            layer.keep(rows)
+
+    def mask(self, new: int, window: int | None) -> Tensor:
+        """(B, 1, S, L), or (1, 1, S, L) without padding: what each of `new` columns sees.
+
+        A column of padding sees itself, since weights over nothing would be NaN.
+        """
+        if (new, window) not in self._masks:
+            keys = torch.arange(self.length + new, device=self.padding.device)
+            queries = keys[self.length :, None]
+            seen = (keys <= queries) if window is None else in_band(queries, keys, window)
+            if self.padded:
+                seen = seen & (keys >= self.padding[:, None, None]) | (keys == queries)
+            self._masks[new, window] = seen.view(-1, 1, *seen.shape[-2:])
+        return self._masks[new, window]
+
+
+class KeysAndValues:
+    """Those of one layer, for all columns of its `Past`."""
+
+    def __init__(self, past: Past):
+        self._past = past
+        self._kept: Tensor | None = None  # (2, B, N, columns, D)
+
+    def attend(self, qkv: Tensor, window: int | None) -> Tensor:
+        """Causal attention of new tokens to themselves and to what is kept, which then has them, too.
+
+        qkv (B, S, N, 3, D) -> (B, S, N, D); window: positions that each one sees, or None.
+        """
+        past, new = self._past, qkv.shape[1]
+        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
+        if self._kept is None:
+            self._kept = k.new_empty(2, *k.shape[:2], past.columns, k.shape[-1])
+        length = past.length + new
+        self._kept[0, :, :, past.length : length] = k
+        self._kept[1, :, :, past.length : length] = v
+        if past.length == 0 and not past.padded:  # as in training
+            if window is not None:
+                return banded_attention(q, k, v, window).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        # The first of the new columns reaches back furthest.
+        first = 0 if window is None else max(0, past.length + 1 - window)
+        keys, values = self._kept[:, :, :, first:length]
+        mask = None if new == 1 and not past.padded else past.mask(new, window)[..., first:]
+        return F.scaled_dot_product_attention(q, keys, values, mask).transpose(1, 2)
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget all samples but those at `rows`."""
+        if self._kept is not None:
+            self._kept = self._kept[:, rows]

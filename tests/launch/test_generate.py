@@ -1,0 +1,272 @@
+"""The command on runs and transformers' weights, in one process and over tensor ranks; what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launching import ROOT, run, run_ranks
+from stored import model_tensors, write_checkpoint
+from transformers import BertForMaskedLM, GPT2LMHeadModel
+
+from data.vocabularies.trained import around, train_bpe, train_wordpiece
+from launch import generate
+from launch.console import ends
+from launch.runs import vocabulary
+from modeling.families import family_of
+from recipes import catalog
+
+COMMAND = ROOT / "launch/generate.py"
+PROMPTS = ["My fellow citizens", "The", "A recipe says what to train, a JSON", "Ä 3%", "The"]
+MASKED = ["The [MASK] of a recipe.", "a [MASK] run [MASK] the [MASK]"]
+SIZE = 509
+
+
+def tokenizer_of(kind: str):
+    train = {"trained_bpe": train_bpe, "trained_wordpiece": train_wordpiece}[kind]
+    return around(kind, train([(ROOT / "README.md").read_text()], SIZE))
+
+
+def make_run(path: Path, name: str, *settings: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run with a checkpoint of weights that are far from uniform."""
+    recipe = catalog.load(name, [*settings, "precision=fp32"], tiny=True)
+    path.mkdir()
+    (path / "recipe.yaml").write_text(catalog.dump(recipe))
+    weights = {name: tensor * 10 for name, tensor in model_tensors(recipe).items()}
+    write_checkpoint(path / "checkpoints", 7, weights, recipe, ranks=2)
+    vocabulary.keep(path, tokenizer_of(recipe.data.tokenizer.kind))
+    return path, weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Runs, what transformers saved of the same weights, and files of prompts."""
+    folder = tmp_path_factory.mktemp("generate")
+    for name, row, classes in (
+        ("gpt", "default/sotu", GPT2LMHeadModel),
+        ("bert", "bert/sotu", BertForMaskedLM),
+    ):
+        plain = ("model.sentence_head=none", "model.layer_norm=post") if name == "bert" else ()
+        directory, weights = make_run(folder / name, row, *plain)
+        recipe = catalog.load_resolved(directory / "recipe.yaml")
+        conversion = family_of(recipe.model).conversion
+        theirs = classes(conversion.config(recipe.model, recipe.sequence_length))
+        theirs.load_state_dict(conversion.to_transformers(weights, recipe.model), strict=False)
+        theirs.save_pretrained(folder / f"{name}-hf")
+        vocabulary.load(directory).save_pretrained(folder / f"{name}-hf")
+    make_run(folder / "banded", "default/sotu", "model.attention=[dense,banded]", "model.attention_window=8")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "n": 1}) + "\n" for p in PROMPTS))
+    (folder / "prompts.txt").write_text("\n\n".join(PROMPTS))
+    (folder / "masked.txt").write_text("\n".join(MASKED))
+    return folder
+
+
+def typed(monkeypatch, *words: object) -> int | None:
+    """The exit code of the command in this process."""
+    monkeypatch.setattr(sys, "argv", [str(COMMAND), *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        ends.run(generate.main)
+    return ended.value.code
+
+
+def records(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture
+def written(monkeypatch, tmp_path):
+    """What the command writes for these words."""
+    count = iter(range(99))
+
+    def write(*words: object) -> list[dict]:
+        out = tmp_path / f"{next(count)}.jsonl"
+        assert typed(monkeypatch, *words, "--out", out) in (None, 0)
+        return records(out)
+
+    return write
+
+
+def test_texts_of_a_file_are_those_of_single_prompts(folder, written):
+    """In any batch, and as text or JSON lines."""
+    sampled = ("--samples", 2, "--tokens", 20, "--seed", 3)
+    found = written(folder / "gpt", "--file", folder / "prompts.jsonl", *sampled, "--batch", 4)
+    assert [(each["prompt"], each["sample"]) for each in found] == [(p, n) for p in PROMPTS for n in (0, 1)]
+    assert found == written(folder / "gpt", "--file", folder / "prompts.txt", *sampled, "--batch", 1)
+    for at, prompt in ((0, PROMPTS[0]), (6, PROMPTS[3])):
+        assert found[at : at + 2] == written(folder / "gpt", "--prompt", prompt, *sampled)
+    assert found[2] == found[8] and found[0]["text"] != found[1]["text"]
+    assert all(each["text"] == each["prompt"] + each["new"] for each in found if "�" not in each["new"])
+    other = written(folder / "gpt", "--prompt", PROMPTS[0], *sampled[:-1], 4)
+    assert other[0]["text"] != found[0]["text"]
+
+
+def test_a_text_ends_at_the_last_position(folder, written):
+    (found,) = written(folder / "gpt", "--prompt", "The", "--tokens", 500)
+    prompt = vocabulary.load(folder / "gpt").encode("The")
+    assert found["ended"] == "positions" and found["tokens"] == 64 - len(prompt) + 1
+
+
+@pytest.mark.parametrize("model", ["gpt", "banded"])
+def test_a_cache_changes_nothing(folder, written, model):
+    how = (folder / model, "--file", folder / "prompts.txt", "--tokens", 30, "--top_p", 0.9)
+    assert written(*how) == written(*how, "--no_cache")
+
+
+def test_tensor_ranks_write_what_one_process_does(folder, written, tmp_path):
+    """Drawn texts of several lengths, in one launch of two ranks; a BERT's masks in one of four."""
+    how = ("--file", folder / "prompts.txt", "--samples", 2, "--tokens", 24, "--batch", 3, "--seed", 1)
+    for model, words, ranks in (("gpt", how, 2), ("bert", ("--file", folder / "masked.txt"), 4)):
+        out = tmp_path / f"{model}.jsonl"
+        done = run_ranks(ranks, COMMAND, folder / model, *words, "--out", out)
+        assert done.returncode == 0, done.stdout[-4000:]
+        assert done.stdout.count("tokens/s") == 1, "one rank speaks"
+        assert records(out) == written(folder / model, *words)
+
+
+def test_greedy_texts_are_those_of_transformers(folder, written):
+    tokenizer = vocabulary.load(folder / "gpt")
+    model = GPT2LMHeadModel.from_pretrained(folder / "gpt-hf")
+    found = written(folder / "gpt-hf", "--file", folder / "prompts.txt", "--greedy", "--tokens", 20)
+    for prompt, each in zip(PROMPTS, found, strict=True):
+        tokens = torch.tensor([tokenizer.encode(prompt)])
+        made = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False,
+            pad_token_id=0, eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        assert each["text"] == tokenizer.decode(made[0], skip_special_tokens=True)
+    assert found == written(folder / "gpt", "--file", folder / "prompts.txt", "--greedy", "--tokens", 20)
+
+
+def test_a_bert_fills_its_masks_as_transformers(folder, written):
+    tokenizer, model = vocabulary.load(folder / "bert"), BertForMaskedLM.from_pretrained(folder / "bert-hf")
+    (found,) = written(folder / "bert-hf", "--prompt", MASKED[0])
+    tokens = tokenizer(MASKED[0], return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**tokens).logits[tokens["input_ids"] == tokenizer.mask_token_id][0]
+    logits[tokenizer.mask_token_id] = -torch.inf
+    assert found["new"] == tokenizer.convert_ids_to_tokens(int(logits.argmax()))
+    assert written(folder / "bert", "--file", folder / "masked.txt")[0] == found
+
+
+def test_a_lone_text_is_streamed(folder, monkeypatch, capsys):
+    """In pieces that are whole characters, the same text in the end."""
+    pieces = []
+    kept = generate.Stream.show
+
+    def noted(stream, text):
+        pieces.append(text)
+        kept(stream, text)
+
+    monkeypatch.setattr(generate.Stream, "show", noted)
+    assert not typed(monkeypatch, folder / "gpt", "--prompt", "The", "--tokens", 30)
+    said = capsys.readouterr()
+    assert said.out == f"{pieces[-1]}\n" and len(pieces) == 31 and len({*pieces}) > 10
+    assert all(not piece.endswith("�") for piece in pieces[:-1])
+    assert "step 7" in said.err and "1 texts, 30 tokens" in said.err and "30 after --tokens" not in said.err
+
+
+def test_a_stream_whose_last_words_change_is_written_again(capsys):
+    class Cleaned:
+        def decode(self, tokens):
+            return {1: "a", 2: "a .", 3: "a. b"}[len(tokens)]
+
+    stream = generate.Stream(Cleaned())
+    for length in (1, 2, 3):
+        stream.hear([0] * length)
+    assert capsys.readouterr().out == "a ." and stream.shown == "a ."
+
+
+def test_several_texts_have_a_line_that_says_whose_they_are(folder, monkeypatch, capsys):
+    words = (folder / "gpt", "--prompt", "The", "--prompt", "A", "--samples", 2, "--tokens", 3)
+    assert not typed(monkeypatch, *words)
+    said = capsys.readouterr().out
+    assert [line for line in said.split("\n") if line.startswith("---")] == [
+        f"--- prompt {p}, sample {s}, ended by length" for p in (1, 2) for s in (1, 2)
+    ]
+
+
+REFUSED = {
+    "no prompt": (["gpt"], "neither --prompt nor --file", "add --prompt TEXT"),
+    "two kinds": (["gpt", "--prompt", "a", "--file", "x"], "--prompt and --file", "leave one"),
+    "empty": (["gpt", "--prompt", " "], "is empty", "give some text"),
+    "too long": (["gpt", "--prompt", "z " * 99], "has 198 tokens", "64 positions"),
+    "no unicode": (["gpt", "--prompt", "\udc80"], "is not UTF-8", ""),
+    "top_p": (["gpt", "--prompt", "a", "--top_p", "1.5"], "1.5: give a number above 0, at most 1", ""),
+    "no top_p": (["gpt", "--prompt", "a", "--top_p", "0"], "0: give a number above 0, at most 1", ""),
+    "cold": (["gpt", "--prompt", "a", "--temperature", "0"], "0: give a number above 0", ""),
+    "nan": (["gpt", "--prompt", "a", "--temperature", "nan"], "nan: give a number above 0", ""),
+    "greedy": (
+        ["gpt", "--prompt", "a", "--greedy", "--top_k", "3"],
+        "--greedy with --top_k",
+        "leave one out",
+    ),
+    "equal samples": (["gpt", "--prompt", "a", "--greedy", "--samples", "3"], "--samples 3", "the same"),
+    "no model": (["nothing", "--prompt", "a"], "does not exist", "give a directory"),
+    "no checkpoint": (["untrained", "--prompt", "a"], "holds no", "checkpoint"),
+    "no vocabulary": (["bare", "--prompt", "a"], "holds no vocabulary", "--tokenizer DIR"),
+    "another vocabulary": (["bare", "--prompt", "a", "--tokenizer", "large"], "has 600 tokens", "509"),
+    "no mask": (["bert", "--prompt", "The"], "has no [MASK]", "write [MASK]"),
+    "bert draws": (
+        ["bert", "--prompt", "[MASK]", "--top_k", "3", "--samples", "2"],
+        "--samples, --top_k",
+        "BERT",
+    ),
+    "no file": (["gpt", "--file", "nothing.txt"], "nothing.txt: no such file", ""),
+    "no prompts": (["gpt", "--file", "blank.txt"], "holds no prompt", "a prompt in each line"),
+    "bad lines": (["gpt", "--file", "bad.jsonl"], 'bad.jsonl:2: has no "prompt"', "bad.jsonl:4"),
+    "out": (["gpt", "--prompt", "a", "--out", "prompts.txt"], "another ending", ".jsonl"),
+    "out exists": (["gpt", "--prompt", "a", "--out", "bad.jsonl"], "exists already", "name another file"),
+}
+
+
+@pytest.fixture(scope="module")
+def odd(folder) -> Path:
+    """Models and files that are refused."""
+    recipe = catalog.load("default/sotu", ["precision=fp32"], tiny=True)
+    (folder / "untrained").mkdir()
+    (folder / "untrained" / "recipe.yaml").write_text(catalog.dump(recipe))
+    (folder / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / "bare" / name).symlink_to(folder / "gpt-hf" / name)
+    around("trained_bpe", train_bpe([(ROOT / "README.md").read_text()], 600)).save_pretrained(
+        folder / "large"
+    )
+    (folder / "blank.txt").write_text("\n  \n")
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n\n{"prompt": 3}\n[]\n')
+    return folder
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused(name, odd, monkeypatch, capsys):
+    """Before any weight is read."""
+    words, came, fix = REFUSED[name]
+    monkeypatch.chdir(odd)
+    monkeypatch.setattr(generate, "run", None)
+    assert typed(monkeypatch, *words) == 2
+    said = capsys.readouterr().err
+    assert came in said and fix in said, said
+    assert "--init_from" not in said and "Traceback" not in said, said
+
+
+def test_everything_is_refused_at_once(odd, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(generate.processes, "world_size", lambda: 3)
+    parsed = generate.build_parser().parse_args([str(odd / "bert"), "--prompt", "The", "--top_k", "3"])
+    with pytest.raises(ValueError) as refused:
+        generate.checked_job(parsed)
+    for part in ("has no [MASK]", "--top_k with a BERT", "3 processes for 4 heads", "1, 2, 4"):
+        assert part in str(refused.value)
+
+
+def test_a_damaged_checkpoint_is_refused(folder, tmp_path):
+    directory, _ = make_run(tmp_path / "run", "default/sotu")
+    newest = directory / "checkpoints" / "step-000007"
+    file = newest / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 8
+    file.write_bytes(content)
+    done = run([sys.executable, str(COMMAND), str(directory), "--prompt", "The", "--tokens", "2"])
+    assert done.returncode == 2 and "checksum" in done.stdout, done.stdout
