@@ -212,16 +212,16 @@ class RunWeights:
         return self._found[0]
 
     @cached_property
-    def _recipe(self) -> Recipe:
+    def recipe(self) -> Recipe:
         """That of the run."""
         where = self.checkpoint.directory / manifest.NAME
         held: Recipe = checked(TypeAdapter(Recipe), self.checkpoint.manifest.recipe, where)
         return held
 
     def config(self, recipe: Recipe) -> Mapping[str, Any]:
-        form = form_of(self._recipe.model, RUN_FORMS)
+        form = form_of(self.recipe.model, RUN_FORMS)
         assert form is not None, "every model of a recipe has one"
-        return {"model_type": form.model_type, **dict(flatten(self._recipe.model_dump()))}
+        return {"model_type": form.model_type, **dict(flatten(self.recipe.model_dump()))}
 
     def problems(self, recipe: Recipe | None) -> list[Problem]:
         if recipe is None:  # as for Megatron's
@@ -248,7 +248,7 @@ class RunWeights:
         yield f"of that run step {self.checkpoint.step}, {self.checkpoint.directory}"
         for damaged in self._found[1]:
             yield f"WARNING: {damaged}; an older checkpoint is taken"
-        was, now = self._recipe.model, recipe.model
+        was, now = self.recipe.model, recipe.model
         if was.windows != now.windows:
             there = f"model.attention={list(was.attention)}, model.attention_window={was.attention_window}"
             here = f"{list(now.attention)} and {now.attention_window}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,27 @@ def check(path: str | Path, recipe: Recipe) -> tuple[Notice, ...]:
     assert given is not None, "nothing is wrong with what states the model"
     remarks = (f"those of {path}", *_remarks(given, recipe), *saved.remarks(recipe))
     return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
+
+
+def described(path: str | Path, recipe: Recipe) -> Recipe:
+    """`recipe` with the model that the weights in a directory are of, and with its positions.
+
+    Raises ProblemsError: there are none, or what states the model is broken. `check` finds what else is.
+    """
+    from launch.training import given_tensors
+
+    directory, where = Path(path), f"{KEY} {str(path)[:200]}"
+    problems: Sequence[Problem] = list(_no_directory(directory))
+    if not problems:
+        saved = given_tensors.saved_in(directory)
+        try:
+            found = _Config(saved.config(recipe), recipe, saved.forms)
+            if found.given:
+                return found.given.as_recipe(recipe)
+            problems = found.problems
+        except FileError as error:
+            problems = [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
+    raise ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
 
 
 def resolved(path: str) -> str:
