@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import socket
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +20,7 @@ from launch.machine import (
     checks,
     checkup,
     ending,
-    interfaces,
+    joining,
     launch_environment,
     orphans,
     out_of_memory,
@@ -133,11 +132,11 @@ def main() -> None:
     elif said := launch_environment.forgotten_srun(os.environ):
         terminal.say(said, sys.stderr)
     meeting = Meeting()
-    take_environment(meeting)
+    joining.take_environment(meeting)
     job, facts = meeting.settle(lambda: checked_job(args))
     os.environ.update(launch_environment.wanted_by_tensor_parallelism(os.environ, job.plan.layout.tp))
     if processes.world_size() > 1:
-        meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
+        meeting.compare(meeting.settle(joining.own_place), processes.check_shared_devices)
     directory = meeting.settle(lambda: open_run_directory(job, facts))
     if processes.world_size() > 1:
         check_shared(job, meeting)
@@ -160,18 +159,6 @@ def check_processes(args: argparse.Namespace) -> None:
     if processes.launched() and args.processes != processes.world_size():
         given = f"{came} with {processes.world_size()} that a launcher started"
         raise ProblemsError([Problem(key, given, "a launcher decides it", "leave --processes out")])
-
-
-def take_environment(meeting: Meeting) -> None:
-    """Set what rank 0's environment has, and the launcher has not carried to this machine. Collective.
-
-    Before anything reads it: libraries do when they are imported.
-    """
-    theirs = meeting.from_rank_0(launch_environment.carried(os.environ))
-    lacking = {name: value for name, value in theirs.items() if name not in os.environ}
-    os.environ.update(lacking)
-    if lacking and processes.local_rank() == 0:
-        terminal.say(f"{socket.gethostname()} has from rank 0's machine: {', '.join(sorted(lacking))}")
 
 
 @dataclass(frozen=True)
@@ -206,14 +193,6 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
         say_on_rank_0(missing)
     compiled = compile_choice.compiles(args.compile, plan, machine)
     return Job(plan, name, directory, args.resume, compiled, initial_weights=weights), facts
-
-
-def own_place() -> tuple[str, str] | None:
-    """The device of this rank, where it is a GPU. Raises ValueError: there is none, or no way to it."""
-    processes.check_device()
-    interfaces.follow_nccl()
-    interfaces.check_own_address(os.environ, processes.local_world_size() < processes.world_size())
-    return processes.device_identity()
 
 
 def open_run_directory(job: Job, facts: Facts) -> RunDirectory | None:

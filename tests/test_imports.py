@@ -21,7 +21,8 @@ PACKAGES = {
 }
 # room of launch/ -> the other rooms that it may import; a command (a file at the top) may import them all
 _TRAINING = {"console", "machine", "deepspeed_fixes", "planning", "checkpoints"}
-_EVERYTHING = {*_TRAINING, "training", "generation", "runs", "tables"}
+_SCORING = {*_TRAINING, "training", "runs"}
+_EVERYTHING = {*_SCORING, "generation", "tables", "evaluation"}
 LAUNCH = {
     "console": set(),
     "machine": {"console"},
@@ -32,6 +33,7 @@ LAUNCH = {
     "generation": {*_TRAINING, "training", "runs"},
     "runs": {"console", "machine", "planning"},
     "tables": {"console", "machine", "planning"},
+    "evaluation": _SCORING,
     "reports": _EVERYTHING,
     "parity": _EVERYTHING,
     "benchmarks": _EVERYTHING,
@@ -46,7 +48,7 @@ DATA = (
     {"samples"},
     {"streams"},
     {"splits"},
-    {"corpus", "batches", "prefetch", "prepare"},
+    {"corpus", "batches", "prefetch", "prepare", "tasks"},
     {"loader"},
 )
 WITHOUT_TORCH = ("recipes", "ds_configs", "modeling.cost", "launch.console", "launch.planning")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from launch.checkpoints.manifest import StoredFile
@@ -90,7 +91,9 @@ class Reader:
         if stored is None or stored.dtype not in DTYPES:
             refused = "holds no" if stored is None else f"holds as {stored.dtype}, which is no float,"
             files.refuse(self.path, f"{refused} {name}")
-        found = torch.empty(count, dtype=DTYPES[stored.dtype])
+        dtype = DTYPES[stored.dtype]
+        # Not torch.empty, which makes another type while `deepspeed.zero.Init` builds a model in bf16.
+        found = torch.from_numpy(np.empty(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
         at = stored.start + first * found.itemsize
         left = found.view(torch.uint8).numpy().data
         try:

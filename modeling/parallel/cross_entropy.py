@@ -85,6 +85,23 @@ def token_losses(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
     return _CrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), group).view_as(targets)
 
 
+def token_scores(logits: Tensor, targets: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Logits (B, S, V/t), targets (B, S) -> their cross-entropy (B, S), and whether each is the likeliest.
+
+    Of equal logits the first token is the likeliest, as of `argmax`. Without gradients.
+    """
+    first = logits.argmax(-1, keepdim=True)
+    if group is None:
+        return token_losses(logits, targets, group), first.squeeze(-1) == targets
+    own = logits.gather(-1, first).squeeze(-1).float()
+    columns = logits.shape[-1]
+    token = first.squeeze(-1) + dist.get_rank(group) * columns
+    foreign = own < _reduced(own, "max", group)
+    beyond = columns * dist.get_world_size(group)
+    likeliest = _reduced(token.masked_fill(foreign, beyond), "min", group)
+    return token_losses(logits, targets, group), likeliest == targets
+
+
 def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor, group: Group) -> Tensor:
     """Sum of token losses times `weights` (B, S), by which micro-batches average to the step's mean."""
     return (token_losses(logits, targets, group) * weights).sum()

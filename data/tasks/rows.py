@@ -1,0 +1,146 @@
+"""The rows of a data set that a model is scored on: a local file, or a data set of the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data.sources.formats.text_files import JsonlFormat, ParquetFormat, numbered_lines
+from data.sources.hub import HubSource
+from data.sources.opening import looks_like
+from data.sources.records import MAX_RECORD_BYTES, Broken, Raw, RecordFormat, decoded
+from recipes import files
+from recipes.problems import Key, Problem, ProblemsError, Words
+
+FLAG = "--data"
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A data set of the Hugging Face hub."""
+
+    dataset: str
+    config: str | None
+    split: str
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, (self.dataset, self.config, self.split)))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Texts in order, empty ones too, and what is wrong with the rows that have none."""
+
+    source: str
+    texts: tuple[str, ...]
+    broken: tuple[str, ...]
+
+
+def read_rows(place: Path | HubName, column: str = "text", limit: int | None = None) -> Rows:
+    """The rows of a file (JSON lines, parquet, or text with a row on each line) or of the hub.
+
+    `column`: of JSON lines, parquet and the hub; `limit`: rows that are read. Raises ProblemsError: it cannot
+    be read, or no row can be used.
+    """
+    found = _from_hub(place, column) if isinstance(place, HubName) else _from_file(place, column)
+    texts, broken = list[str](), list[Broken]()
+    for record in found:
+        if isinstance(record, Broken):
+            broken.append(record)
+        else:
+            texts.append(record)
+        if len(texts) == limit:
+            break
+    if not any(text.strip() for text in texts):
+        raise _refused(place, broken)
+    return Rows(str(place), tuple(texts), tuple(_said(each) for each in broken))
+
+
+def read_whole(path: Path) -> str:
+    """All of a text file. Raises ProblemsError: it cannot be read, or is no UTF-8."""
+    lines = list(_lines(path))
+    if broken := [line for line in lines if isinstance(line, Broken)]:
+        raise _refused(path, broken)
+    text = "".join(line for line in lines if isinstance(line, str))
+    if not text.strip():
+        raise _refused(path, [])
+    return text
+
+
+def is_plain_text(path: Path) -> bool:
+    """Whether a file is neither JSON lines nor parquet, by its name and its beginning."""
+    return _format(path, "") is None
+
+
+def local_file(text: str) -> Path:
+    """The file that a flag names. Raises ProblemsError: there is none."""
+    path = files.path_of(text, FLAG)
+    if not files.is_file(path):
+        came = "is a directory" if path.is_dir() else "no such file"
+        rule = f"{came} (seen from {Path.cwd()})"
+        raise ProblemsError([Problem(FLAG, f"{FLAG} {text}", rule, "give a .jsonl, .parquet or text file")])
+    return path
+
+
+def _format(path: Path, column: str) -> RecordFormat | None:
+    name = path.with_suffix("") if path.suffix in COMPRESSIONS else path
+    kind = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(name.suffix)
+    if not kind and (seen := looks_like(path)):
+        kind = seen[1]
+        if kind not in ("jsonl", "parquet"):
+            came, fix = f"{FLAG} {path} is {seen[0]}", "give JSON lines, parquet or text"
+            raise ProblemsError([Problem(FLAG, came, fix=fix)])
+    if kind == "jsonl":
+        return JsonlFormat(column, MAX_RECORD_BYTES)
+    return ParquetFormat(column, MAX_RECORD_BYTES) if kind == "parquet" else None
+
+
+def _from_file(path: Path, column: str) -> Iterator[str | Broken]:
+    """Rows without the line break that ends a line of text."""
+    form = _format(path, column)
+    if form is None:
+        for line in _lines(path):
+            yield line if isinstance(line, Broken) else line.rstrip("\r\n")
+        return
+    for raw in form.frame(path):
+        found = raw if isinstance(raw, Broken) else form.parse(raw)
+        yield found if isinstance(found, Broken) else found or ""
+
+
+def _lines(path: Path) -> Iterator[str | Broken]:
+    for number, line in numbered_lines(path, MAX_RECORD_BYTES):
+        yield line if isinstance(line, Broken) else decoded(Raw(str(path), number, bytes(line)))
+
+
+def _from_hub(name: HubName, column: str) -> Iterator[str | Broken]:
+    source = HubSource(name.dataset, name.config, name.split, column)
+    try:
+        for record in source.records():
+            if isinstance(record, Broken):
+                yield record
+            else:
+                assert isinstance(record.payload, str)
+                yield record.payload
+    except ProblemsError as error:
+        fix = f"check the network, or give a copy with {FLAG} FILE (JSON lines, parquet or text)"
+        raise ProblemsError(
+            [replace(each, key=FLAG, came=str(name), fix=fix) for each in error.problems]
+        ) from error
+
+
+def _refused(place: Path | HubName, broken: Sequence[Broken]) -> ProblemsError:
+    where = f"{FLAG} {place}" if isinstance(place, Path) else str(place)
+    if not broken:
+        return ProblemsError([Problem(FLAG, where, "holds no text", "give a file with text")])
+    return ProblemsError([Problem(FLAG, where, f"no row can be used, the first: {_said(broken[0])}")])
+
+
+def _said(found: Broken) -> str:
+    """Place and reason, with the flag of the column."""
+
+    def show(words: Words) -> str:
+        return "--column" if isinstance(words, Key) else str(words)
+
+    return f"{found.file}:{found.number}: {found.render(show)}"

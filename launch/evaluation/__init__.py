@@ -1,0 +1,1 @@
+"""Scoring a trained model: perplexity and cloze accuracy, under any layout."""

@@ -1,0 +1,45 @@
+"""Published scores, which a score stands next to. The one place that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data.tasks.task_data import TaskName
+
+MEGATRON = "Shoeybi et al. 2019, arXiv 1909.08053, table 5"
+
+
+@dataclass(frozen=True)
+class PublishedScore:
+    """A figure as printed. `figure`: its name in `figures`; a share of 1 where it is printed in percent."""
+
+    model: str
+    task: TaskName
+    variant: str
+    figure: str
+    value: float
+    printed: str
+    source: str = MEGATRON
+
+
+def _megatron(model: str, perplexity: str, accuracy: str) -> tuple[PublishedScore, ...]:
+    """WikiText-103 perplexity, and LAMBADA accuracy in percent on OpenAI's text."""
+    return (
+        PublishedScore(model, "wikitext103", "", "perplexity", float(perplexity), perplexity),
+        PublishedScore(
+            model, "lambada", "openai", "accuracy", round(float(accuracy) / 100, 6), f"{accuracy} %"
+        ),
+    )
+
+
+PUBLISHED: tuple[PublishedScore, ...] = (
+    *_megatron("GPT-2 355M (Megatron-LM)", "19.31", "45.18"),
+    *_megatron("GPT-2 2.5B (Megatron-LM)", "12.76", "61.73"),
+    *_megatron("GPT-2 8.3B (Megatron-LM)", "10.81", "66.51"),
+    *_megatron("best before it", "15.79", "63.24"),
+)
+
+
+def published_next_to(task: str, variant: str) -> tuple[PublishedScore, ...]:
+    """Those of the same task in the same form."""
+    return tuple(each for each in PUBLISHED if (each.task, each.variant) == (task, variant))

@@ -1,0 +1,149 @@
+"""The result of a scoring: as a record, in scores.json of a run, and as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from data.durable_files import write_atomically
+from launch.console.numbers import number
+from launch.console.text_table import aligned, table
+from launch.evaluation.published import published_next_to
+from recipes import files
+
+SCORES = "scores.json"  # in the directory of a run
+SHOWN_BROKEN = 3
+WORDS = {
+    "accuracy": "accuracy",
+    "perplexity": "perplexity",
+    "perplexity_of_last_word": "perplexity of the last word",
+    "accuracy_of_last_token": "accuracy of its last token",
+    "perplexity_per_word": "perplexity per word",
+    "tokens_per_word": "tokens per original token",
+    "bits_per_byte": "bits per byte",
+    "loss_per_token": "loss per token (nats)",
+    "perplexity_per_token": "perplexity per token",
+    "accuracy_per_token": "accuracy per token",
+}
+
+
+@dataclass(frozen=True)
+class Score:
+    """One model on one task.
+
+    Attributes:
+        model: the directory that was given.
+        step: of the run; None: the model is of no run.
+        figures: by name, the one that the task is known by first.
+        examples, windows, tokens: documents or passages; runs of tokens that were read; targets that count.
+        words: of the original text; None: the task counts none.
+        limited: whether a part was read (--limit).
+        broken: examples that were left out, each with its reason.
+        cut: examples of which the model reads the end alone.
+        window, stride: tokens; a cloze test has no stride.
+        layout: degrees of parallelism, and what DeepSpeed shards.
+        seconds: from the first window to the last.
+    """
+
+    model: str
+    parameters: int
+    step: int | None
+    task: str
+    variant: str
+    source: str
+    figures: Mapping[str, float]
+    examples: int
+    windows: int
+    tokens: int
+    words: int | None
+    limited: bool
+    broken: tuple[str, ...]
+    cut: int
+    window: int
+    stride: int | None
+    batch: int
+    precision: str
+    layout: str
+    hardware: str
+    seconds: float
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What makes it a score of its own in scores.json; a later one of the same key replaces it."""
+        what = (self.task, self.variant, self.source, self.limited, self.step)
+        return (*what, self.window, self.stride, self.precision)
+
+    @property
+    def name(self) -> str:
+        """Task and variant."""
+        return f"{self.task} ({self.variant})" if self.variant else self.task
+
+
+_SCORES = TypeAdapter(tuple[Score, ...])
+
+
+def to_json(score: Score) -> str:
+    """The score with the published ones of its task."""
+    beside = [asdict(each) for each in published_next_to(score.task, score.variant)]
+    return json.dumps({**asdict(score), "published": beside}, indent=2, ensure_ascii=False) + "\n"
+
+
+def read_scores(run: Path) -> tuple[Score, ...]:
+    """Of a run, in the order in which they were made; none where it was never scored. Raises FileError."""
+    path = run / SCORES
+    if not path.exists():
+        return ()
+    found: tuple[Score, ...] = files.checked(_SCORES, files.read_json_object(path).get("scores"), path)
+    return found
+
+
+def keep(run: Path, score: Score) -> Path:
+    """Add a score to those of its run. Raises FileError: scores.json is broken; OSError."""
+    others = [each for each in read_scores(run) if each.key != score.key]
+    held = {"scores": [asdict(each) for each in (*others, score)]}
+    write_atomically(run / SCORES, json.dumps(held, indent=2, ensure_ascii=False) + "\n")
+    return run / SCORES
+
+
+def figure_text(name: str, value: float) -> str:
+    """A figure as a person reads it."""
+    if name.startswith("accuracy"):
+        return f"{100 * value:.2f} %"
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+
+
+def describe(score: Score, width: int | None = None) -> str:
+    """Figures and facts in two columns, then the published figures of the task."""
+    lines = aligned(_lines(score), width=width)
+    beside = published_next_to(score.task, score.variant)
+    if not beside:
+        return lines
+    (figure,) = {each.figure for each in beside}
+    rows = [("this model", figure_text(figure, score.figures[figure]), "")]
+    rows += [(each.model, each.printed, each.source) for each in beside]
+    return f"{lines}\n\n{table(rows, ('', WORDS[figure], 'source'), 'lrl', width)}"
+
+
+def _lines(score: Score) -> Iterator[tuple[str, str]]:
+    step = "" if score.step is None else f", step {score.step:,}"
+    yield "model", f"{score.model}{step}, {score.parameters:,} parameters"
+    part = " (a part of it: --limit)" if score.limited else ""
+    yield "task", f"{score.name} of {score.source}{part}"
+    for name, value in score.figures.items():
+        yield WORDS[name], figure_text(name, value)
+    read = f"{score.windows:,} windows of {score.window:,}"
+    stride = f", stride {score.stride:,}" if score.stride else ""
+    words = "" if score.words is None else f", {score.words:,} original tokens"
+    yield "read", f"{score.examples:,} examples, {read}{stride}; {score.tokens:,} tokens count{words}"
+    if score.cut:
+        yield "cut", f"{score.cut:,} passages are longer than the window: their last tokens are read"
+    if score.broken:
+        first = "; ".join(score.broken[:SHOWN_BROKEN])
+        yield "left out", f"{len(score.broken):,} broken examples: {first}"
+    yield "run with", f"{score.layout}, {score.precision}, batch {score.batch}"
+    speed = number(score.windows / score.seconds) if score.seconds else ""
+    yield "time", f"{score.seconds:.1f} s, {speed} windows/s on {score.hardware}"

@@ -1,0 +1,179 @@
+"""Scoring windows of tokens by a model under any layout.
+
+The model is made as for training and gets another loss: of every target its negative log-likelihood, and
+whether it is the model's likeliest token. A vocabulary that is cut over tensor-parallel ranks stays cut.
+A window is padded by its own length alone and lies in a batch of full size, so that its figures depend on
+layout and batch only as far as products of other shapes round otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import set_z3_leaf_modules
+from torch import Tensor
+
+from data.tasks.windows import Window
+from ds_configs.plan import Plan
+from launch.machine import compiled_ops, ending, memory
+from launch.machine.processes import gathered
+from launch.training import micro_batches
+from launch.training.build_model import build_module
+from launch.training.micro_batches import MicroBatch
+from modeling.initialization import DTYPES
+from modeling.layer_list import Pipeline, PipelineLoss
+from modeling.parallel.cross_entropy import token_scores
+from modeling.parallel.process_grid import Group, ProcessGrid
+from modeling.transformer import TransformerLayer
+
+LENGTH_MULTIPLE = 32  # to which windows are padded
+
+
+@dataclass(frozen=True)
+class WindowScore:
+    """Of the targets that count: the sum of their losses in nats, how many are likeliest, and the last."""
+
+    nll: float
+    right: int
+    last_right: bool
+
+
+class Step(NamedTuple):
+    """Windows that are scored together, by all ranks. `length`: to which they are padded."""
+
+    windows: Sequence[int]  # indices, each data-parallel rank's one after the other, filled up with the last
+    length: int
+
+
+def build_scoring_engine(
+    plan: Plan, grid: ProcessGrid, weights: str, say: compiled_ops.Say
+) -> DeepSpeedEngine:
+    """An engine without an optimizer that holds the weights in a directory. Collective."""
+    if plan.offload != "none":
+        memory.pin_no_more_than_asked()
+    compiled_ops.prepare(plan.ds, grid.control_group, say)
+    deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
+    module = build_module(plan, grid, weights)
+    if isinstance(module, Pipeline):
+        module.loss_fn = PipelineLoss(_sum_and_scores, grid.tensor_group, ())
+    else:
+        module.loss = _scores  # type: ignore[assignment]
+        if plan.zero_stage == 3 and get_accelerator().device_name() == "cpu":
+            set_z3_leaf_modules(module, [TransformerLayer])  # as for training (launch/training/engine.py)
+    mpu = None if isinstance(module, Pipeline) else grid
+    engine = deepspeed.initialize(model=module, mpu=mpu, config=plan.ds)[0]
+    if plan.zero_stage < 3:
+        engine.module.to(DTYPES[plan.precision])
+    engine.eval()
+    return engine
+
+
+def _scores(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> Tensor:
+    """(2, B, S): losses in nats, and 1 where a label is the likeliest token."""
+    losses, likeliest = token_scores(logits, labels, group)
+    return torch.stack([losses, likeliest.to(losses.dtype)])
+
+
+def _sum_and_scores(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """What a pipeline wants for its mean, and the scores."""
+    scores = _scores(logits, labels, weights, group)
+    return scores[0].sum(), scores
+
+
+@torch.no_grad()
+def score(
+    engine: DeepSpeedEngine,
+    plan: Plan,
+    grid: ProcessGrid,
+    windows: Sequence[Window],
+    seen: Callable[[int], object] = lambda number: None,
+) -> list[WindowScore]:
+    """The score of every window, on every rank. Collective.
+
+    `seen` hears how many windows a step has scored. Raises Failed where the model's numbers overflow.
+    """
+    layout = plan.layout
+    passes = layout.accumulation if grid.pp > 1 else 1
+    own: dict[int, WindowScore] = {}
+    of_rank, before = layout.micro * passes, 0
+    for step in steps_of(windows, of_rank * grid.dp, plan.recipe.sequence_length, layout.tp):
+        indices = step.windows[grid.at.dp * of_rank : (grid.at.dp + 1) * of_rank]
+        batches = [
+            _micro_batch([windows[i] for i in indices[at : at + layout.micro]], step.length)
+            for at in range(0, of_rank, layout.micro)
+        ]
+        if isinstance(engine, PipelineEngine):
+            if step.length != before:
+                engine.reset_activation_shape()
+            scores = _pipeline_scores(engine, batches)
+        else:
+            scores = _plain_scores(engine, batches)
+        before = step.length
+        if scores is not None and grid.at.tp == 0:
+            own |= {
+                i: _window_score(windows[i], row) for i, row in zip(indices, scores.unbind(1), strict=True)
+            }
+        seen(len(set(step.windows)))
+    everyone: dict[int, WindowScore] = {}
+    for each in gathered(own, grid.control_group):
+        everyone |= each
+    found = [everyone[i] for i in range(len(windows))]
+    if odd := sum(not math.isfinite(each.nll) for each in found):
+        fix = "" if plan.precision == "fp32" else "; --precision fp32 has more room"
+        came = f"{odd} of {len(found)} windows have a loss that is no number in {plan.precision}"
+        raise ending.Failed(f"{came}{fix}")
+    return found
+
+
+def steps_of(windows: Sequence[Window], together: int, positions: int, tp: int) -> Iterator[Step]:
+    """Windows of like length, the longest first, `together` at a time."""
+    multiple = math.lcm(LENGTH_MULTIPLE, tp)
+    by_length: dict[int, list[int]] = {}
+    for index, window in enumerate(windows):
+        padded = min(positions, -(-window.length // multiple) * multiple)
+        by_length.setdefault(padded, []).append(index)
+    for length in sorted(by_length, reverse=True):
+        alike = by_length[length]
+        for at in range(0, len(alike), together):
+            part = alike[at : at + together]
+            yield Step([*part, *[part[-1]] * (together - len(part))], length)
+
+
+def _micro_batch(windows: Sequence[Window], length: int) -> MicroBatch:
+    tokens = torch.zeros((len(windows), length), dtype=torch.int64)
+    labels = torch.zeros_like(tokens)
+    for row, window in enumerate(windows):
+        taken = torch.from_numpy(window.tokens.astype("int64"))
+        tokens[row, : window.length], labels[row, : window.length] = taken[:-1], taken[1:]
+    return {"tokens": tokens, "labels": labels, "weights": torch.ones(tokens.shape)}
+
+
+def _plain_scores(engine: DeepSpeedEngine, batches: Sequence[MicroBatch]) -> Tensor:
+    """(2, windows, S) on the host."""
+    found = []
+    for batch in batches:
+        given, named = micro_batches.for_plain(batch, engine.device)
+        found.append(engine(*given, **named))
+    return torch.cat(found, 1).cpu()
+
+
+def _pipeline_scores(engine: PipelineEngine, batches: Sequence[MicroBatch]) -> Tensor | None:
+    """The same on the last stage; None on the others."""
+    pairs = (micro_batches.for_pipeline(batch, None, engine.device) for batch in batches)
+    engine.eval_batch(pairs, num_micro_batches=len(batches), bcast_loss=False)
+    taken = engine.module.loss_fn.take_parts()
+    return None if taken is None else torch.cat(list(taken), 1).cpu()
+
+
+def _window_score(window: Window, scores: Tensor) -> WindowScore:
+    """`scores` (2, S) -> those of the targets that count."""
+    losses, right = scores[:, window.length - window.counted : window.length].double().tolist()
+    return WindowScore(math.fsum(losses), int(sum(right)), bool(right[-1]))

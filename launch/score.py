@@ -1,0 +1,219 @@
+"""Score a trained model: WikiText-103, LAMBADA, or the perplexity of any text, under any layout.
+
+python launch/score.py runs/default-sotu-zero3_offload --task perplexity
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.console import arguments, ends, output, quiet, terminal
+from launch.machine import abilities, ending, joining, launch_environment, orphans, processes
+from launch.machine.meeting import Meeting
+from recipes.problems import Problem, ProblemsError
+
+if TYPE_CHECKING:
+    from data.tasks.task_data import TaskData
+    from ds_configs.plan import Plan
+    from launch.evaluation.result import Score
+    from launch.evaluation.scored_model import ScoredModel
+    from launch.evaluation.tasks import Asked
+
+EXAMPLES = """\
+examples:
+  python launch/score.py runs/default-sotu-zero3_offload --task perplexity
+      the held-out text of the run's own recipe: the loss that its last validation had
+  python launch/score.py RUN --task perplexity --set data.source=jsonl --set data.name=other.jsonl
+      the held-out part of another text; every field of the recipe's data can be set
+  python launch/score.py RUN --task perplexity --data book.txt --stride 128
+      a whole file, a document a row (.jsonl, .parquet) or one document (.txt)
+  python launch/score.py gpt2 --task wikitext103
+      a directory that transformers saved; 1024 positions, a window every 32 tokens, as Megatron-LM's paper
+  python launch/score.py RUN --task wikitext103 --data wiki.test.raw --stride 512
+      without the hub, from a local file
+  python launch/score.py RUN --task lambada --variant openai --data lambada.jsonl
+      the last word of each passage, of OpenAI's text or of the original one
+  torchrun --nproc_per_node 8 launch/score.py RUN --task wikitext103 --set parallel.tp=8 --precision bf16
+      a model too large for one GPU; deepspeed and srun start it as well, and --ds_config pipeline or zero3
+      share it out otherwise
+
+WikiText-103: the test set is turned back into text; each window counts its last --stride tokens alone;
+the perplexity is exp(sum of losses / original word-level tokens); the ratio of the two counts is shown.
+LAMBADA: a passage is right where every token of its last word is the likeliest, given the ones before;
+--variant original is the authors' file in lower case, openai what Radford et al. and Megatron-LM score.
+Sums are exact (math.fsum of float64) and padding does not depend on the batch: layout and batch change
+figures by the rounding of products alone, 1e-6 of a perplexity in fp32, which is the default for that.
+A row that cannot be read, or a passage of one word, is left out, counted and said.
+Of a run the figures are also kept in RUN/scores.json, which launch/report.py shows next to published ones.
+exit codes: 0 scored, 1 failed, 2 refused before anything was started."""
+
+
+def build_parser() -> ArgumentParser:
+    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES)
+    model = "a run, its checkpoints/step-NNNNNN, or a GPT-2 of transformers or Megatron"
+    parser.add_argument("model", metavar="MODEL", help=model)
+    what = parser.add_argument_group("on what")
+    tasks = ("wikitext103", "lambada", "perplexity")
+    what.add_argument("--task", choices=tasks, required=True, help="what to score it on")
+    variant = "of LAMBADA: the authors' text, or OpenAI's (default: %(default)s)"
+    what.add_argument("--variant", choices=("original", "openai"), default="original", help=variant)
+    data = "a local file instead of the hub's, or of a recipe's held-out text: .jsonl, .parquet or text"
+    what.add_argument("--data", metavar="FILE", help=data)
+    what.add_argument("--column", metavar="NAME", default="text", help="field with the text (default: text)")
+    window = "tokens that are read at once (default: the model's positions)"
+    what.add_argument("--window", type=arguments.whole(most=10**7), metavar="N", help=window)
+    stride = "tokens from one window to the next (default: wikitext103 32, else the window)"
+    what.add_argument("--stride", type=arguments.whole(most=10**7), metavar="N", help=stride)
+    limit = "score only the first N documents or passages, of wikitext103 the first N windows"
+    what.add_argument("--limit", type=arguments.whole(), metavar="N", help=limit)
+    how = parser.add_argument_group("how to run it")
+    config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: %(default)s)"
+    how.add_argument("--ds_config", metavar="FILE", default="zero0", help=config)
+    setting = "a field of the recipe, e.g. --set parallel.tp=2 --set data.name=FILE; repeatable"
+    how.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
+    batch = "windows of a forward pass, of each data-parallel rank (default: %(default)s)"
+    how.add_argument("--batch", type=arguments.whole(most=10**5), default=8, metavar="N", help=batch)
+    precision = "of weights and products (default: %(default)s); losses are summed in float64"
+    how.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=precision)
+    tokenizer = "directory of the model's tokenizer, where it is not next to the weights"
+    how.add_argument("--tokenizer", metavar="DIR", help=tokenizer)
+    keep = parser.add_argument_group("where it is kept")
+    keep.add_argument("--out", metavar="FILE", help="also write the result to this .json")
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    quiet.quiet_libraries()
+    try:
+        processes.check_launch(start=True)
+    except ValueError as e:
+        ending.refuse(e)
+    if processes.launched():
+        orphans.end_with_launcher()
+    meeting = Meeting()
+    joining.take_environment(meeting)
+    job = meeting.settle(lambda: checked_job(args))
+    os.environ.update(launch_environment.wanted_by_tensor_parallelism(os.environ, job.plan.layout.tp))
+    if processes.world_size() > 1:
+        meeting.compare(meeting.settle(joining.own_place), processes.check_shared_devices)
+    with ending.clean_exit():
+        processes.start_processes(store=meeting.store)
+        run(job, meeting)
+
+
+@dataclass(frozen=True)
+class ScoringJob:
+    """What is scored and how, checked. `out`: file for the result; None: none is asked for."""
+
+    asked: Asked
+    model: ScoredModel
+    plan: Plan
+    window: int
+    stride: int
+    out: Path | None
+
+
+def checked_job(args: Namespace) -> ScoringJob:
+    """The job that the flags ask for. Raises ValueError."""
+    from launch.evaluation.scored_model import Wishes, open_model, plan_scoring
+    from launch.evaluation.tasks import Asked
+
+    check_settings(args.set)
+    world = processes.world_size()
+    wishes = Wishes(args.precision, args.batch, world, args.set, args.tokenizer)
+    model = open_model(args.model, wishes)
+    asked = Asked(args.task, args.variant, args.data, args.column, args.window, args.stride, args.limit)
+    window, stride = asked.check(model)
+    plan = plan_scoring(model, args.ds_config, world, abilities.detect_machine())
+    out = output.new_file("--out", args.out, (".json",)) if args.out and processes.rank() == 0 else None
+    return ScoringJob(asked, model, plan, window, stride, out)
+
+
+def check_settings(settings: list[str]) -> None:
+    """Refuse --set of what other flags decide. Raises ProblemsError."""
+    decided = {"precision": "--precision", "batch": "--batch", "ds_config": "--ds_config"}
+    found = [(setting, setting.partition("=")[0].partition(".")[0].strip()) for setting in settings]
+    problems = [
+        Problem(key, f"--set {setting}", f"{decided[key]} decides it", f"give {decided[key]}")
+        for setting, key in found
+        if key in decided
+    ]
+    if problems:
+        raise ProblemsError(problems)
+
+
+def run(job: ScoringJob, meeting: Meeting) -> None:
+    """Data, model, scores, results."""
+    from launch.console.progress import bar
+    from launch.evaluation import result
+    from launch.evaluation.figures import figures
+    from launch.evaluation.scoring import build_scoring_engine, score
+    from launch.evaluation.tasks import read_task
+    from modeling.parallel.process_grid import ProcessGrid
+
+    layout, first = job.plan.layout, processes.rank() == 0
+    grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
+    say = partial(terminal.say, stream=sys.stderr) if first else _silence
+    data = meeting.settle(lambda: read_task(job.asked, job.model, job.window, job.stride, say))
+    meeting.end()
+    check_same_data(data, processes.gathered(data.checksum, grid.control_group))
+    engine = build_scoring_engine(job.plan, grid, str(job.model.weights), say)
+    began = time.perf_counter()
+    shown = sys.stderr if first else None
+    if shown:
+        with bar(shown, total=len(data.windows), unit="window", desc=data.task) as progress:
+            scores = score(engine, job.plan, grid, data.windows, progress.update)
+    else:
+        scores = score(engine, job.plan, grid, data.windows)
+    seconds = time.perf_counter() - began
+    if first:
+        made = make_score(job, data, figures(data, scores), seconds)
+        print(result.describe(made, terminal.columns()))
+        if job.model.run is not None:
+            say(f"kept in {result.keep(job.model.run, made)}")
+        if job.out:
+            job.out.write_text(result.to_json(made))
+
+
+def check_same_data(data: TaskData, checksums: list[str]) -> None:
+    """Raise ProblemsError where ranks have read other texts, or cut them into other tokens."""
+    if len(set(checksums)) > 1:
+        came = f"ranks read {len(set(checksums))} different forms of {data.source}"
+        rule = "all of them score the same windows"
+        raise ProblemsError([Problem("--data", came, rule, "make the machines' files and libraries equal")])
+
+
+def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds: float) -> Score:
+    from launch.evaluation.result import Score
+    from launch.machine import description
+    from modeling import cost
+
+    plan, model = job.plan, job.model
+    layout = plan.layout
+    degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, ZeRO-{plan.zero_stage}"
+    offload = f", offload {plan.offload}" if plan.offload != "none" else ""
+    limited = job.asked.limit is not None
+    return Score(
+        model=model.given, parameters=cost.parameters(model.recipe.model, model.recipe.sequence_length),
+        step=model.step, task=data.task, variant=data.variant, source=data.source, figures=found,
+        examples=data.examples, windows=len(data.windows), tokens=data.tokens, words=data.words,
+        limited=limited, broken=data.broken, cut=data.cut, window=job.window,
+        stride=None if data.task == "lambada" else job.stride, batch=layout.micro, precision=plan.precision,
+        layout=degrees + offload, hardware=description.summary(description.describe()), seconds=seconds,
+    )  # fmt: skip
+
+
+def _silence(text: str) -> None:
+    """What ranks other than the first say."""
+
+
+if __name__ == "__main__":
+    ends.run(main)

@@ -1,0 +1,55 @@
+"""Scores one model under several layouts, in one launch.
+
+scoring_layouts.py JOBS.json     run, texts (a .jsonl), out, cases: name, ds_config, settings, batch, precision
+
+Leaves the figures and the score of every window of each case in `out`, by the case's name.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from launch.console import quiet
+from launch.machine import abilities, ending, processes
+
+quiet.quiet_libraries()
+MACHINE = abilities.detect_machine()
+
+from launch.evaluation.figures import figures  # noqa: E402  (after the accelerator is chosen)
+from launch.evaluation.scored_model import Wishes, open_model, plan_scoring  # noqa: E402
+from launch.evaluation.scoring import build_scoring_engine, score  # noqa: E402
+from launch.evaluation.tasks import Asked, read_task  # noqa: E402
+from launch.training.engine import released  # noqa: E402
+from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
+
+
+def score_case(run: str, texts: str, case: dict) -> dict:
+    world = processes.world_size()
+    wishes = Wishes(case.get("precision", "fp32"), case.get("batch", 2), world, case.get("settings", ()))
+    model = open_model(run, wishes)
+    plan = plan_scoring(model, case["ds_config"], world, MACHINE)
+    grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
+    found = {}
+    engine = build_scoring_engine(plan, grid, str(model.weights), print)
+    with released(engine):
+        for asked in (Asked("lambada", "openai", texts), Asked("perplexity", "original", texts, stride=24)):
+            window, stride = asked.check(model)
+            data = read_task(asked, model, window, stride, print)
+            scores = score(engine, plan, grid, data.windows)
+            found[asked.task] = dict(
+                figures=figures(data, scores), nll=[s.nll for s in scores], right=[s.right for s in scores]
+            )
+    return found
+
+
+if __name__ == "__main__":
+    with ending.clean_exit():
+        processes.start_processes()
+        jobs = json.loads(Path(sys.argv[1]).read_text())
+        for case in jobs["cases"]:
+            with processes.temporary_groups():
+                found = score_case(jobs["run"], jobs["texts"], case)
+            if processes.rank() == 0:
+                (Path(jobs["out"]) / f"{case['name']}.json").write_text(json.dumps(found))
