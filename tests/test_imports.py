@@ -21,7 +21,8 @@ PACKAGES = {
 }
 # room of launch/ -> the other rooms that it may import; a command (a file at the top) may import them all
 _TRAINING = {"console", "machine", "deepspeed_fixes", "planning", "checkpoints"}
-_EVERYTHING = {*_TRAINING, "training", "generation", "runs", "tables"}
+_TRAINED = {*_TRAINING, "training", "generation", "runs"}
+_EVERYTHING = {*_TRAINED, "tables"}
 LAUNCH = {
     "console": set(),
     "machine": {"console"},
@@ -32,6 +33,8 @@ LAUNCH = {
     "generation": {*_TRAINING, "training"},
     "runs": {"console", "machine", "planning"},
     "tables": {"console", "machine", "planning"},
+    "evaluation": _TRAINED,
+    "starting": {*_TRAINED, "evaluation"},
     "reports": _EVERYTHING,
     "parity": _EVERYTHING,
     "benchmarks": _EVERYTHING,
@@ -47,7 +50,7 @@ DATA = (
     {"streams"},
     {"splits"},
     {"corpus", "batches", "prefetch", "prepare"},
-    {"loader"},
+    {"loader", "tasks"},
 )
 WITHOUT_TORCH = ("recipes", "ds_configs", "modeling.cost", "launch.console", "launch.planning")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
