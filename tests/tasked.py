@@ -48,3 +48,34 @@ def sentences(count: int, seed: int = 0, two: bool = False) -> list[dict]:
         label = int(any("good" in text.split() for text in texts[: len(names)]))
         records.append({**dict(zip(names, texts, strict=False)), "label": label, "idx": index})
     return records
+
+
+def questions(count: int, seed: int = 0) -> list[dict]:
+    """SQuAD's records, whose answer is the word after "good"; texts are longer than a window."""
+    drawn, records = random.Random(seed), []
+    for index in range(count):
+        words = drawn.choices([word for word in WORDS if word != "good"], k=drawn.randint(10, 45))
+        at = drawn.randrange(len(words) - 1)
+        words[at] = "good"
+        context, start = " ".join(words), len(" ".join(words[: at + 1])) + 1
+        answers = {"text": [words[at + 1]], "answer_start": [start]}
+        records.append(
+            {"id": f"q{index}", "question": "what is good ?", "context": context, "answers": answers}
+        )
+    return records
+
+
+def choices(count: int, seed: int = 0) -> list[dict]:
+    """RACE's records, whose answer is the option that the article says."""
+    drawn, records = random.Random(seed), []
+    for index in range(count):
+        options = drawn.sample(WORDS, 4)
+        article = " ".join([*drawn.choices("bcdefgh", k=drawn.randint(3, 30)), options[index % 4]])
+        given = {
+            "article": article,
+            "question": "it was _ .",
+            "options": options,
+            "answer": "ABCD"[index % 4],
+        }
+        records.append({"example_id": f"high{index}.txt", **given})
+    return records

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from data.cache import Say
 from data.corpus import Corpus, unigram_cross_entropy
 from data.samples.fields import HeldOut
-from data.tasks import glue
+from data.tasks import glue, race, squad
 from data.tasks.examples import Examples, parsed
 from data.tasks.features import Features, TaskSamples
 from data.tasks.predictions import Scored
@@ -68,7 +68,11 @@ class Kind:
     ]
 
 
-KINDS: Mapping[str, Kind] = {"classification": Kind(glue.parse, glue.features, glue.predicted)}
+KINDS: Mapping[str, Kind] = {
+    "classification": Kind(glue.parse, glue.features, glue.predicted),
+    "span": Kind(squad.parse, squad.training, squad.predicted),
+    "choice": Kind(race.parse, race.features, race.predicted),
+}
 
 
 def build(recipe: Recipe, say: Say = print) -> TaskCorpus:

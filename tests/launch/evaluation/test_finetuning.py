@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 import transformers
 from launching import WORKERS, run_ranks
 from numpy.testing import assert_allclose
-from tasked import save_bert, sentences, write_lines
+from tasked import choices, questions, save_bert, sentences, write_lines
 
 from data.loader import StepBatches
 from data.tasks.corpus import build
@@ -25,6 +26,7 @@ MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
 NO_DROPOUT = ["dropout.hidden=0", "dropout.attention=0"]
 STEPS = 6
 ONE = "one process"
+SHORT = {"squad1": ["task.doc_stride=8", "task.max_query=6"]}
 LAYOUTS = {
     "tp2": ("zero1", ["parallel.tp=2"]),
     "sequence tp2": ("zero1", ["parallel.tp=2", "parallel.sequence=true"]),
@@ -32,7 +34,10 @@ LAYOUTS = {
     "dp2": ("zero0", []),
     "zero3": ("zero3", []),
 }
-HEADS = {"rte": 0.1, "sst2": 0.0}  # task: hidden dropout, which no layout changes
+HEADS = {"rte": 0.1, "sst2": 0.0, "squad1": 0.1, "race": 0.1}  # task: hidden dropout
+RECORDS = {
+    "rte": partial(sentences, two=True), "sst2": sentences, "squad1": questions, "race": choices,
+}  # fmt: skip
 
 
 def case(folder, task, name, ds_config, settings):
@@ -40,7 +45,7 @@ def case(folder, task, name, ds_config, settings):
     files = {split: str(folder / f"{task}-{split}.jsonl") for split in ("train", "dev")}
     return dict(
         name=f"{task}-{name}", task=task, init=str(folder / "bert"), files=files,
-        settings=[*settings, *dropout], ds_config=ds_config, steps=STEPS,
+        settings=[*settings, *dropout, *SHORT.get(task, [])], ds_config=ds_config, steps=STEPS,
     )  # fmt: skip
 
 
@@ -50,8 +55,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetuning")
     save_bert(folder / "bert")
     for task in HEADS:
-        write_lines(folder / f"{task}-train.jsonl", sentences(40, two=task == "rte"))
-        write_lines(folder / f"{task}-dev.jsonl", sentences(21, seed=1, two=task == "rte"))
+        write_lines(folder / f"{task}-train.jsonl", RECORDS[task](40))
+        write_lines(folder / f"{task}-dev.jsonl", RECORDS[task](21, seed=1))
     return folder
 
 
