@@ -144,7 +144,8 @@ class DecoderBias(nn.Module):
 # The first two end with the salts of hidden dropout where there are any. Instead of lengths, a Row.
 
 
-def _embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
+def embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
+    """Positions, token types and LayerNorm of the stream; `cut_over`: the group that shares its positions."""
     x, token_types, lengths, positions, *salts = stream
     token_types, *salts = (own_positions(each, cut_over) for each in (token_types, *salts))
     placed = {"places": own_positions(lengths.places, cut_over)} if isinstance(lengths, Row) else {}
@@ -172,7 +173,7 @@ def layer_list(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefin
     bias = dict(vocab=shape.vocab, padded=shape.padded_vocab, group=group, init=init.child("decoder_bias"))
     return [
         LayerDefinition("word", VocabParallelEmbedding, word, words, tied=True),
-        LayerDefinition("embedding", Embedding, embedding, partial(_embed, **cut_over)),
+        LayerDefinition("embedding", Embedding, embedding, partial(embed, **cut_over)),
         *transformer_layers(shape, group, init, _attend),
         *([] if shape.post_norm else [LayerDefinition("final_norm", LayerNorm, final_norm)]),
         LayerDefinition("head", Head, head, _head),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.nn import Parameter
 
-from modeling import bert, gpt2
+from modeling import bert, gpt2, task_heads
 from modeling.family import Family
 from modeling.initialization import Init, canonical_name
 from modeling.layer_list import ModelShape
@@ -17,6 +17,8 @@ FAMILIES: Mapping[str, Family] = {family.name: family for family in (gpt2.FAMILY
 
 def family_of(model: Model) -> Family:
     """The family of a recipe's model."""
+    if model.task_head != "none":
+        return task_heads.FAMILIES[model.task_head]
     return FAMILIES[model.family]
 
 

@@ -15,7 +15,7 @@ from modeling.huggingface.conversion import Conversion
 from modeling.initialization import Init
 from modeling.layer_list import LayerList, Loss, Pipeline, PipelineLoss
 from modeling.parallel.process_grid import Group, ProcessGrid
-from recipes.micro_batch import FIELDS, MicroBatchFields
+from recipes.micro_batch import FIELDS, TASK_FIELDS, MicroBatchFields
 from recipes.schema import Recipe
 
 
@@ -24,7 +24,7 @@ class Family:
     """One family of models.
 
     Attributes:
-        name: `model.family` of its recipes.
+        name: `model.family` of its recipes; `model.task_head` of a BERT that is fine-tuned.
         shape: (recipe, rows of the embedding) -> the shape of its model, a `ModelShape`.
         layer_list: (shape, group=, init=) -> the layers in order, of which both forms are made.
         plain: (shape, group=, init=) -> the `Stack` of all layers.
@@ -48,7 +48,7 @@ class Family:
     @property
     def fields(self) -> MicroBatchFields:
         """Inputs and targets."""
-        return FIELDS[self.name]
+        return {**FIELDS, **TASK_FIELDS}[self.name]
 
     def pipeline(
         self, shape: Any, *, grid: ProcessGrid, group: Group, init: Init, stages: Sequence[int]

@@ -36,6 +36,7 @@ class Init:
     dtype: torch.dtype = torch.float32  # of the parameters; drawn in float32 whatever it is
     meta: bool = False  # shapes only, on the meta device
     given: Mapping[str, Tensor] | None = field(default=None, repr=False)  # full tensors, instead of draws
+    new: tuple[str, ...] = ()  # beginnings of names that are drawn where the given tensors lack them
     drawn: bool = True  # False: zeros, of a model whose weights are read from a checkpoint
 
     def child(self, name: str) -> Init:
@@ -82,7 +83,8 @@ class Init:
             local = torch.from_numpy(np.zeros(shard.local_shape(shape) if shard else shape, np.float32))
             local = local.to(self.dtype)
         else:
-            full = draw(name) if self.given is None else self._given(name, shape)
+            lacking = self.given is None or (name.startswith(self.new or ("\0",)) and name not in self.given)
+            full = draw(name) if lacking else self._given(name, shape)
             local = (shard.of(full) if shard else full).to(self.dtype)
         parameter = Parameter(local)
         label(parameter, name, None if shard is None else replace(shard, entries=shape[shard.dim]))

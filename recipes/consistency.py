@@ -17,6 +17,7 @@ from recipes.layout import share_batch
 from recipes.plural import counted
 from recipes.problems import Key, Problem, Setting, Text, Words, did_you_mean
 from recipes.schema import Origin, Recipe
+from recipes.tasks import TASKS
 from recipes.vocabularies import PUBLISHED_BY_FAMILY, PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
 
 ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
@@ -231,9 +232,41 @@ def _provenance(recipe: Recipe) -> Found:
             yield Problem(section, f"{section}: {key}", "no such key of a recipe", fix)
 
 
+def _task(recipe: Recipe) -> Found:
+    """A task and its head belong together, and the head to a BERT."""
+    model, task = recipe.model, recipe.task
+    head = Setting("model.task_head", model.task_head)
+    if head.value != "none" and model.family != "bert":
+        came: Text = head, " with ", Setting("model.family", model.family)
+        yield Problem(head.key, came, "heads for tasks stand on a BERT", "set model.family to bert")
+    if head.value != "none" and model.sentence_head != "none":
+        came = _together(recipe, head.key, "model.sentence_head")
+        rule = "it takes the place of the heads of pretraining"
+        yield Problem(head.key, came, rule, "set model.sentence_head to none")
+    if task is None:
+        if head.value != "none":
+            yield Problem(head.key, (head, " without ", Key("task")), "", "start with launch/finetune.py")
+        return
+    facts = TASKS[task.name]
+    if head.value != facts.head or (facts.labels and model.head_classes != len(facts.labels)):
+        came = (
+            Setting("task.name", task.name),
+            " with ",
+            head,
+            " of ",
+            Setting("model.head_classes", model.head_classes),
+        )
+        rule = f"it has a {facts.head} head{f' of {len(facts.labels)}' if facts.labels else ''}"
+        yield Problem(head.key, came, rule, "leave the head to --task")
+    if facts.head == "span" and task.max_query + task.doc_stride + 3 >= recipe.sequence_length:
+        came = _together(recipe, "task.doc_stride", "sequence_length")
+        rule = f"a window holds a question of task.max_query={task.max_query} tokens and text to stride over"
+        yield Problem("task.doc_stride", came, rule, "shorten task.doc_stride or task.max_query")
+
+
 _RULES: tuple[Callable[[Recipe], Found], ...] = (
     _schedule, _family, _heads, _attention, _implementation, _vocabulary, _tokenizer, _origins, _held_out,
-    _checkpointing, _provenance,
+    _checkpointing, _provenance, _task,
 )  # fmt: skip
 
 

@@ -25,6 +25,9 @@ class FamilyWords:
 
 def _bert_choices(model: Model) -> str:
     head = "no sentence head" if model.sentence_head == "none" else f"{model.sentence_head.upper()} head"
+    if model.task_head != "none":
+        classes = "" if model.task_head == "span" else f" of {model.head_classes}"
+        head = f"{model.task_head} head{classes}"
     return f"{model.layer_norm}-LN, {head}"
 
 
@@ -32,3 +35,8 @@ WORDS: Mapping[str, FamilyWords] = {
     "gpt2": FamilyWords("GPT-2", predicted="token", prompt="The"),
     "bert": FamilyWords("BERT", predicted="masked token", prompt="The [MASK].", choices=_bert_choices),
 }
+
+
+def predicted_by(model: Model) -> str:
+    """What its losses are means over."""
+    return WORDS[model.family].predicted if model.task_head == "none" else "example"

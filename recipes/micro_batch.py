@@ -1,6 +1,7 @@
 """The micro-batch: names and shapes of its tensors by family, which loader, models and engines share.
 
-B samples of S tokens, of which a BERT predicts P. Token ids, lengths and positions are int64, weights
+B samples of S tokens, of which a BERT predicts P; for a task N = B, or a B-th share where a choice is among
+several samples. Token ids, lengths and positions are int64, weights
 float32. The loss of a micro-batch is the sum of cross-entropies times weights.
 """
 
@@ -46,7 +47,17 @@ FIELDS: Mapping[str, MicroBatchFields] = {
     ),
 }
 
+_TEXT = {"tokens": "BS", "token_types": "BS", "lengths": "B"}
+_CLASS = {"labels": "N", "weights": "N"}
+# By model.task_head of a BERT that is fine-tuned.
+TASK_FIELDS: Mapping[str, MicroBatchFields] = {
+    "classification": MicroBatchFields(inputs=_TEXT, targets=_CLASS),
+    "span": MicroBatchFields(inputs=_TEXT, targets={"starts": "N", "ends": "N", "weights": "N"}),
+    "choice": MicroBatchFields(inputs=_TEXT, targets=_CLASS),
+}
+
 
 def fields_of(names: Collection[str]) -> MicroBatchFields:
-    """The fields of the micro-batch that holds tensors of these names; families of equal names share them."""
-    return next(fields for fields in FIELDS.values() if set(fields.names) == set(names))
+    """The fields of the micro-batch that holds tensors of these names; those of equal names share them."""
+    every = (*FIELDS.values(), *TASK_FIELDS.values())
+    return next(fields for fields in every if set(fields.names) == set(names))

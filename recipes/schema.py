@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.types import NonNegativeFloat, PositiveFloat
 
 AttentionKind = Literal["dense", "banded"]
+TaskHead = Literal["none", "classification", "span", "choice"]
+TaskName = Literal["sst2", "rte", "mrpc", "mnli", "qqp", "squad1", "squad2", "race"]
 MOST_LOADER_WORKERS = 256  # threads
 
 
@@ -67,6 +69,11 @@ class Model(Strict):
     sentence_head: Literal["none", "nsp", "sop"] = "none"
     """bert: second objective next to masked tokens. nsp: does B follow A, or is it random (Devlin et al.
     2018); sop: are A and B in order (ALBERT; Megatron-BERT); none: one segment, no pooler"""
+    task_head: TaskHead = "none"
+    """bert: head for fine-tuning, in place of those of pretraining. classification: classes of a sample, from
+    its [CLS]; span: where in a sample an answer begins and ends; choice: one of several samples"""
+    head_classes: Annotated[int, Field(ge=2, le=1000)] = 2
+    """classification: how many classes; choice: how many choices a question has"""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -224,6 +231,30 @@ class Data(Origin):
         return self.blend or (self,)
 
 
+class Task(Strict):
+    """What a model is fine-tuned on. Files are JSON, JSON lines, parquet, or saved by `datasets`."""
+
+    name: TaskName = Field(description="its data set, head and metrics")
+    train: str | None = None
+    """examples to train on: a file; null: the data set's own split on the hub"""
+    dev: str | None = None
+    """examples with labels that scores are of; mnli: the matched ones"""
+    dev_mismatched: str | None = None
+    """mnli: examples of other genres, which are scored apart"""
+    test: str | None = None
+    """examples to predict, whose labels may be hidden; null: the hub's where train and dev are, else none"""
+    test_mismatched: str | None = None
+    """mnli: the same of other genres"""
+    epochs: PositiveFloat = 3.0
+    """how often the training examples are read; it decides steps"""
+    doc_stride: Tokens = 128
+    """squad1, squad2: tokens from the beginning of one window of a long text to that of the next"""
+    max_query: Tokens = 64
+    """squad1, squad2: tokens of a question that are kept"""
+    max_answer: Tokens = 30
+    """squad1, squad2: tokens of the longest answer"""
+
+
 class Run(Strict):
     """What the run prints and keeps; changes no number of the training."""
 
@@ -379,6 +410,8 @@ class Recipe(Strict):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     data: Data = Data()
+    task: Task | None = None
+    """for fine-tuning (launch/finetune.py), with model.task_head; null: pretraining on `data`"""
     run: Run = Run()
     ds_config: str = "zero1"
     """file of ds_configs/ (without .json) that the recipe is run with by default"""

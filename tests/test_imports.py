@@ -21,8 +21,8 @@ PACKAGES = {
 }
 # room of launch/ -> the other rooms that it may import; a command (a file at the top) may import them all
 _TRAINING = {"console", "machine", "deepspeed_fixes", "planning", "checkpoints"}
-_SCORING = {*_TRAINING, "training", "runs"}
-_EVERYTHING = {*_SCORING, "generation", "tables", "evaluation"}
+_TRAINED = {*_TRAINING, "training", "generation", "runs"}
+_EVERYTHING = {*_TRAINED, "tables", "evaluation"}
 LAUNCH = {
     "console": set(),
     "machine": {"console"},
@@ -33,7 +33,8 @@ LAUNCH = {
     "generation": {*_TRAINING, "training", "runs"},
     "runs": {"console", "machine", "planning"},
     "tables": {"console", "machine", "planning"},
-    "evaluation": _SCORING,
+    "evaluation": _TRAINED,
+    "starting": {*_TRAINED, "evaluation"},
     "reports": _EVERYTHING,
     "parity": _EVERYTHING,
     "benchmarks": _EVERYTHING,
@@ -48,8 +49,8 @@ DATA = (
     {"samples"},
     {"streams"},
     {"splits"},
-    {"corpus", "batches", "prefetch", "prepare", "tasks"},
-    {"loader"},
+    {"corpus", "batches", "prefetch", "prepare"},
+    {"loader", "tasks"},
 )
 WITHOUT_TORCH = ("recipes", "ds_configs", "modeling.cost", "launch.console", "launch.planning")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))

@@ -1,1 +1,1 @@
-"""What a model is scored on: text files and data sets as windows of tokens whose last ones count."""
+"""Data sets of tasks: what models are scored on, as windows of tokens, and fine-tuned on, as samples."""

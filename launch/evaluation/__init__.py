@@ -1,1 +1,1 @@
-"""Scoring a trained model: perplexity and cloze accuracy, under any layout."""
+"""What a trained model is worth: scores, predictions and their files."""

@@ -23,7 +23,10 @@ from recipes import files
 from recipes.layout import Layout
 
 PART_NAMES = dict(
-    mlm_loss="masked tokens", sentence_loss="sentence objective", sentence_accuracy="sentence accuracy"
+    mlm_loss="masked tokens",
+    sentence_loss="sentence objective",
+    sentence_accuracy="sentence accuracy",
+    accuracy="accuracy",
 )
 START_PARTS = ("launcher", "imports", "data", "records", "engine", "weights", "first_step")
 MOST_NAMED = 5  # broken lines of one file

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -37,11 +37,11 @@ from launch.runs.metrics import (
     finite_parts,
 )
 from launch.runs.prediction import predicted
-from launch.runs.result import Entropies, Result, hardware_of, make_result, write_result
+from launch.runs.result import Entropies, Result, TaskScore, hardware_of, make_result, write_result
 from launch.runs.result_text import result_text
 from launch.runs.step_fields import fields_of
 from launch.runs.throughput import Throughput
-from recipes.family_words import WORDS
+from recipes.family_words import predicted_by
 from recipes.refused_by_system import problem
 from recipes.schema import Recipe
 
@@ -140,6 +140,7 @@ class Silence:
         memory: Mapping[str, int | None] | None = None,
         because: str | None = None,
         sample: str | None = None,
+        task_scores: Sequence[TaskScore] = (),
     ) -> None: ...
 
 
@@ -286,17 +287,20 @@ class Recorder(Silence):
         memory: Mapping[str, int | None] | None = None,
         because: str | None = None,
         sample: str | None = None,
+        task_scores: Sequence[TaskScore] = (),
     ) -> None:
         """Write curve and result, and show the result; after an early stop, say how to resume.
 
         `reason`: of an early stop, for the screen; `because`: of a failure, for the result. `memory`: peaks
         over all ranks ("peak_memory_bytes", "cached_bytes"); rank 0's own where the others can no longer be
-        asked. `sample`: what the trained model says.
+        asked. `sample`: what the trained model says; `task_scores`: what a fine-tuned one is worth.
         """
         self._lost = None  # what matters now is whether the records are whole in the end
         self._write_rest()
         self._close()
-        result = self._keep(status, memory or {"cached_bytes": peak_cached_bytes()}, because, sample)
+        result = self._keep(
+            status, memory or {"cached_bytes": peak_cached_bytes()}, because, sample, task_scores
+        )
         if self._stream is not None:
             width = terminal.columns(self._stream)
             text = [f"\n{result_text(result, width)}"]
@@ -318,7 +322,7 @@ class Recorder(Silence):
             band_kernel=self._band_kernel, gpus=self._described["accelerators"] > 0,
             width=terminal.columns(self._stream),
         )  # fmt: skip
-        token = WORDS[self._plan.recipe.model.family].predicted
+        token = predicted_by(self._plan.recipe.model)
         beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(self._entropies).items())
         to_beat = f"to beat on the validation text, in nats per {token}: {beat}"
         terminal.say(f"\n{text}\n\n{to_beat}\n", self._stream)
@@ -330,14 +334,16 @@ class Recorder(Silence):
         return "" if kept else "; no checkpoint (--set run.save_last=true keeps one)"
 
     def _keep(
-        self, status: str, memory: Mapping[str, int | None], because: str | None, sample: str | None = None
-    ) -> Result:
+        self, status: str, memory: Mapping[str, int | None], because: str | None, sample: str | None = None,
+        task_scores: Sequence[TaskScore] = (),
+    ) -> Result:  # fmt: skip
         """Write result.json and loss.png as they are now."""
         records = metrics.read_metrics(self.directory.metrics_jsonl)
         result = make_result(
             self._plan, records, name=self._name, described=self._described, original=self._original,
             entropies=self._entropies, **memory, tiny=self._tiny, emulated_fp16=self._emulated, status=status,
             reason=because, band_kernel=self._band_kernel, sample=sample, predicted=self._predicted,
+            task_scores=task_scores,
         )  # fmt: skip
         # Before the plot: where another rank has failed, this one is soon ended.
         with self._going_on(self.directory.result_json):

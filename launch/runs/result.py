@@ -86,6 +86,28 @@ class Entropies:
 
 
 @dataclass(frozen=True)
+class TaskScore:
+    """A split that a fine-tuned model has predicted.
+
+    Attributes:
+        metrics: by name, in shares of 1; none where labels are hidden.
+        examples: that were predicted; `broken` ones could not be.
+        files: of the submission, in RUN/predictions/SPLIT.
+    """
+
+    split: str
+    metrics: dict[str, Finite]
+    examples: int
+    broken: int = 0
+    files: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.metrics.items()]
+        broken = f", {self.broken} broken ones left out" if self.broken else ""
+        return f"{', '.join(shown) or 'labels are hidden'} ({self.examples:,} examples{broken})"
+
+
+@dataclass(frozen=True)
 class Speed:
     """Rates at the median time per step, over all ranks; TFLOPS per rank. None: no step was made.
 
@@ -150,6 +172,7 @@ class Result:
         banded_attention_kernel: what computed banded layers; None: all layers are dense.
         predicted: None: nothing was, as in files of earlier versions.
         start: of the last launch that made a step.
+        task_scores: of a fine-tuned model.
     """
 
     recipe: str
@@ -183,6 +206,7 @@ class Result:
     sample: str | None = None
     predicted: Predicted | None = None
     start: StartRecord | None = None
+    task_scores: tuple[TaskScore, ...] = ()
     version: Literal[2] = 2
 
     @property
@@ -230,6 +254,7 @@ def make_result(
     band_kernel: str | None = None,
     sample: str | None = None,
     predicted: Predicted | None = None,
+    task_scores: Sequence[TaskScore] = (),
 ) -> Result:
     """The result of a run with these records. Failures are results too.
 
@@ -283,6 +308,7 @@ def make_result(
         sample=sample,
         predicted=None if elsewhere else predicted,
         start=records.starts[-1] if records.starts else None,
+        task_scores=tuple(task_scores),
     )
     comparable = not other and not elsewhere
     return replace(measured, comparison=compare_with(recipe.published, measured, comparable=comparable))

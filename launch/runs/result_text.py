@@ -51,6 +51,7 @@ def _lines(result: Result) -> list[tuple[str, str]]:
     if losses.test and losses.test.loss:
         lines.append(("test loss", _loss(losses.test.loss, "held-out test documents, after the last step")))
         lines += _parts("of test", losses.test.parts)
+    lines += [(f"score on {each.split}", str(each)) for each in result.task_scores]
     return [
         *lines,
         *([("start", str(result.start))] if result.start else []),
@@ -96,7 +97,7 @@ def _validation(result: Result) -> str:
         return NOT_MEASURED
     entropies = vars(result.entropies).items()
     references = [f"{kind} {entropy:.4f}" for kind, entropy in entropies if entropy is not None]
-    if references and validation.parts:
+    if references and "mlm_loss" in (validation.parts or {}):
         references[0] = f"of masked tokens: {references[0]}"
     return _loss(validation.loss, ", ".join([f"after step {validation.step}", *references]))
 

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_configs.plan import Plan
 from launch.training import given_tensors
+from launch.training.given_tensors import NEW_HEADS
 from modeling import cost
 from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.families import family_of, model_shape
@@ -54,7 +55,8 @@ def build_module(
     shape = model_shape(recipe, plan.padded_vocab)
     group = grid.tensor_group
     given = given_tensors.read(initial_weights, recipe) if initial_weights and drawn else None
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, drawn=drawn)
+    new = NEW_HEADS if recipe.model.task_head != "none" else ()
+    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, new=new, drawn=drawn)
     if grid.pp > 1:
         stages = cost.stages_of(recipe, plan.padded_vocab, grid.pp)
         return family.pipeline(shape, grid=grid, group=group, init=init, stages=stages)

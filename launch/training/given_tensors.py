@@ -32,6 +32,7 @@ from recipes.vocabularies import PUBLISHED_VOCABULARIES
 KEY = "--init_from"
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHOWN = 3  # tensors of each problem
+NEW_HEADS = ("head.",)  # canonical names of what a head for a task may draw anew
 RESTORE = "restore it, or give another step-NNNNNN"
 
 
@@ -40,7 +41,7 @@ class Saved(Protocol):
 
     forms: Forms
 
-    def config(self, recipe: Recipe) -> Mapping[str, Any]:
+    def config(self, recipe: Recipe | None) -> Mapping[str, Any]:
         """What states the model, in one of `forms`. Raises FileError."""
 
     def problems(self, recipe: Recipe | None) -> list[Problem]:
@@ -88,7 +89,7 @@ class TransformersWeights:
     def __init__(self, directory: Path):
         self.directory = directory
 
-    def config(self, recipe: Recipe) -> Mapping[str, Any]:
+    def config(self, recipe: Recipe | None) -> Mapping[str, Any]:
         return read_json_object(self.directory / "config.json")
 
     def problems(self, recipe: Recipe | None) -> list[Problem]:
@@ -105,6 +106,10 @@ class TransformersWeights:
             name: t.shape
             for name, t in conversion.to_transformers(meta_parameters(recipe), recipe.model).items()
         }
+        if recipe.model.task_head != "none":  # its head is drawn where the weights have none
+            entries = [each for each in conversion.name_map(recipe.model) if each.ours.startswith(NEW_HEADS)]
+            new = {name for entry in entries for name in entry.theirs if name not in selected.tensors}
+            shapes = {name: shape for name, shape in shapes.items() if name not in new}
         missing = [name for name in shapes if name not in selected.tensors]
         fix = f"give a directory in which save_pretrained wrote a whole {kind}"
         words = Words(f"a {kind} of this config.json", "config.json", fix)
@@ -138,7 +143,8 @@ class MegatronWeights:
     def checkpoint(self) -> Checkpoint:
         return open_checkpoint(self.directory)
 
-    def config(self, recipe: Recipe) -> Mapping[str, Any]:
+    def config(self, recipe: Recipe | None) -> Mapping[str, Any]:
+        assert recipe is not None, "its arguments do not say all"
         return self.checkpoint.config(recipe.model, tuple(PUBLISHED_VOCABULARIES.values()))
 
     def problems(self, recipe: Recipe | None) -> list[Problem]:
@@ -218,7 +224,7 @@ class RunWeights:
         held: Recipe = checked(TypeAdapter(Recipe), self.checkpoint.manifest.recipe, where)
         return held
 
-    def config(self, recipe: Recipe) -> Mapping[str, Any]:
+    def config(self, recipe: Recipe | None) -> Mapping[str, Any]:
         form = form_of(self.recipe.model, RUN_FORMS)
         assert form is not None, "every model of a recipe has one"
         return {"model_type": form.model_type, **dict(flatten(self.recipe.model_dump()))}
@@ -231,6 +237,13 @@ class RunWeights:
 
     def _problems(self, stored: StoredTensors, recipe: Recipe) -> Iterator[Problem]:
         shapes = {name: parameter.shape for name, parameter in meta_parameters(recipe).items()}
+        if recipe.model.task_head != "none":
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(NEW_HEADS)}
+            found = {name: (name, Plain(torch.Size(stored.shape(name)))) for name in stored if name in shapes}
+            yield from _differences(
+                found, shapes, Words("its encoder", "its recipe", "give a whole checkpoint"), ""
+            )
+            return
         heads = tuple(f"{head}." for head in names.SENTENCE_HEAD)
         unused = heads if recipe.model.sentence_head == "none" else ()
         found = {
@@ -256,8 +269,16 @@ class RunWeights:
 
     def weights(self, recipe: Recipe) -> LazyWeights:
         stored = StoredTensors(self.checkpoint.directory, self.checkpoint.manifest)
-        wanted = meta_parameters(recipe)
-        return LazyWeights({name: partial(stored.__getitem__, name) for name in stored if name in wanted})
+        wanted = {name: list(parameter.shape) for name, parameter in meta_parameters(recipe).items()}
+        return LazyWeights(
+            {
+                name: partial(stored.__getitem__, name)
+                for name in stored
+                if name in wanted
+                # A head of other classes is another task's.
+                and (not name.startswith(NEW_HEADS) or list(stored.shape(name)) == wanted[name])
+            }
+        )
 
     def damage(self, weights: LazyWeights) -> list[Problem]:
         return inspection.not_whole(self.checkpoint.directory, (WEIGHT,), RESTORE)

@@ -49,6 +49,12 @@ class GivenModel:
     def family(self) -> str:
         return FAMILIES[self.form.model_type]
 
+    @property
+    def model_values(self) -> dict[str, Any]:
+        """What a recipe's model takes of it, with "positions"."""
+        values: dict[str, Any] = {key.partition(".")[2] or "positions": n for key, n in self.shape.items()}
+        return {**values, "family": self.family, "layer_norm": self.form.layer_norm}
+
     def as_recipe(self, recipe: Recipe) -> Recipe:
         """The recipe with this model, in dense layers; the recipe says whether it has a sentence head."""
         values: dict[str, Any] = {key.partition(".")[2]: size for key, size in self.shape.items()}
@@ -107,6 +113,48 @@ def described(path: str | Path, recipe: Recipe) -> Recipe:
         except FileError as error:
             problems = [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
     raise ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
+
+
+def encoder_in(path: str | Path) -> GivenModel:
+    """The model of weights that `save_pretrained` or a run of ours left, for a recipe that takes its shape.
+
+    Raises ProblemsError where it is none of ours.
+    """
+    from launch.checkpoints import checkpoint as checkpoints
+    from launch.training import given_tensors
+
+    directory, where = Path(path), f"--init {str(path)[:200]}"
+    fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
+    if problems := list(_no_directory(directory)):
+        raise ProblemsError(replace(problem, where=where) for problem in problems)
+    if (directory / "recipe.yaml").exists() and not checkpoints.holds_ours(directory):
+        raise ProblemsError([Problem("--init", "is a run without a checkpoint", "", fix, where=where)])
+    saved = given_tensors.saved_in(directory)
+    if isinstance(saved, given_tensors.MegatronWeights):
+        rule = "weights of Megatron say nothing of their vocabulary"
+        export = "pretrain from it with --init_from, and fine-tune that run"
+        raise ProblemsError([Problem("--init", "is a checkpoint of Megatron", rule, export, where=where)])
+    config = saved.config(None)
+    known = {form.model_type: form for forms in saved.forms.values() for form in forms}
+    form = known.get(str(config.get("model_type")))
+    if form is None or FAMILIES[form.model_type] != "bert":
+        kind, rule = _shown(config.get("model_type")), "heads for tasks stand on a BERT"
+        raise ProblemsError([Problem("--init", f"is a model of type {kind}", rule, fix, where=where)])
+    sizes = {key: config.get(theirs, default) for key, (theirs, default) in form.shape.items()}
+    if odd := [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= LARGEST]:
+        came = f"{form.says} {', '.join(f'{form.shape[key][0]}={_shown(sizes[key])}' for key in odd)}"
+        raise ProblemsError([Problem("--init", came, "sizes are whole numbers", SAVED, where=where)])
+    return GivenModel(form, sizes)
+
+
+def vocabulary_of(path: str | Path) -> Path:
+    """Where the vocabulary of such weights is kept: in the run, or next to them."""
+    from launch.training.given_tensors import RunWeights, saved_in
+
+    saved = saved_in(path)
+    if isinstance(saved, RunWeights):
+        return (saved.checkpoint.directory.parent.parent / "tokenizer").resolve()
+    return Path(path).resolve()
 
 
 def resolved(path: str) -> str:

@@ -55,7 +55,9 @@ def plan_job(
     ValueError with every problem of recipe and configuration, or with what is missing of the given weights or
     the data.
     """
-    from data.corpus import check_sources  # takes transformers along, which no --help should wait for
+    # These take transformers along, which no --help should wait for.
+    from data.corpus import check_sources
+    from data.tasks import corpus as task_corpus
 
     config = ds_config or recipe.ds_config
     if elsewhere:
@@ -71,5 +73,8 @@ def plan_job(
     if initial_weights is not None:
         found = given_weights.check(initial_weights, recipe)
         plan = replace(plan, notices=(*plan.notices, *found))
-    check_sources(recipe)
+    if recipe.task is None:
+        check_sources(recipe)
+    else:
+        task_corpus.check(recipe)
     return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 
 from data.corpus import Corpus
 from launch.checkpoints.checkpoint import Checkpoint
@@ -20,10 +21,12 @@ from modeling.parallel.random_state import seed_step
 
 
 def train(
-    job: Job, recorder: Recorder, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None = None
-) -> EarlyStop | None:
+    job: Job, recorder: Recorder, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None = None,
+    after: Callable[[TrainingRun], None] = lambda run: None,
+) -> EarlyStop | None:  # fmt: skip
     """Train on this rank, from `checkpoint` on, which all ranks have agreed upon.
 
+    `after`: follows the last step, also of a run that had made it before; not one of transformers' Trainer.
     Returns how the run was stopped early, or None. Raises Diverged where the loss is lost.
     """
     plan, recipe = job.plan, job.plan.recipe
@@ -63,4 +66,5 @@ def train(
             run.save_if_due(step, news.stopped)
             if news.stopped and step < recipe.steps:
                 return EarlyStop(news.stopped, step, recipe.steps)
+        after(run)
     return None

@@ -55,6 +55,9 @@ def salts_of_step(plan: Plan, dp_rank: int, step: int, device: Device) -> Sequen
     if not recipe.dropout.hidden:
         return [None] * layout.accumulation
     samples = torch.from_numpy(rank_rows(layout, dp_rank)).to(device)
+    if recipe.model.task_head == "choice":  # a sample of the model is one choice
+        choices = torch.arange(recipe.model.head_classes, device=device)
+        samples = (samples[..., None] * recipe.model.head_classes + choices).flatten(1)
     return list(salts_of(recipe.seed, step, samples, recipe.sequence_length))
 
 
@@ -108,7 +111,9 @@ def _unpadded(
     """The samples as one row, their predictions as one row, and the salts of that row."""
     fields = fields_of(batch)
     indices, row = row_of(batch["lengths"], batch["tokens"].shape[1], multiple)
-    within = {**batch, "positions": batch["positions"] + row.firsts[:, None]}
+    within = dict(batch)
+    if "positions" in batch:
+        within["positions"] = batch["positions"] + row.firsts[:, None]
     # Weights on a GPU are not waited for: with them, predictions that do not count stay.
     on_host = batch["weights"].device.type == "cpu"
     chosen = batch["weights"].flatten() > 0 if on_host else slice(None)

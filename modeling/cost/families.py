@@ -13,6 +13,11 @@ TOKEN_TYPES = 2  # BERT's segments A and B
 SENTENCE_CLASSES = 2  # of BERT's sentence head
 
 
+def head_outputs(model: Model) -> int:
+    """Logits of a head for a task, of a sample or, for spans, of a token: where one begins and ends."""
+    return {"classification": model.head_classes, "span": 2, "choice": 1}[model.task_head]
+
+
 class FamilyCounts:
     """GPT-2's: nothing but the tied output layer, which has no parameters of its own."""
 
@@ -40,14 +45,22 @@ class BertCounts(FamilyCounts):
         """Heads and the decoder's bias.
 
         The masked-token head is dense and LayerNorm, h^2 + h + 2 h; a sentence head has its pooler, h^2 + h,
-        and its own weights and biases, 2 (h + 1).
+        and its own weights and biases, 2 (h + 1). In their place a head for a task with C outputs has
+        C (h + 1), and but for spans a pooler.
         """
         dense = model.hidden**2 + model.hidden
+        if model.task_head != "none":
+            pooler = 0 if model.task_head == "span" else dense
+            return pooler + head_outputs(model) * (model.hidden + 1)
         sentence = dense + SENTENCE_CLASSES * (model.hidden + 1) if model.sentence_head != "none" else 0
         return vocab + dense + 2 * model.hidden + sentence
 
     def head_operations(self, model: Model, length: int, vocab: int, predictions: int | None) -> int:
         """At P (None: S) positions dense and decoder, 2 P h^2 + 2 P h V; sentence head once, 2 h^2 + 4 h."""
+        if model.task_head == "span":
+            return 2 * length * model.hidden * head_outputs(model)
+        if model.task_head != "none":
+            return 2 * model.hidden * (model.hidden + head_outputs(model))
         masked = 2 * (length if predictions is None else predictions) * model.hidden * (model.hidden + vocab)
         sentence = 2 * model.hidden * (model.hidden + SENTENCE_CLASSES)
         return masked + (sentence if model.sentence_head != "none" else 0)

@@ -1,7 +1,8 @@
 """Conversion between our canonical BERT weights and `transformers`', a name map for each LayerNorm placement.
 
 Post-LN is `BertForPreTraining`, pre-LN `MegatronBertForPreTraining`; without a sentence head
-`BertForMaskedLM` and `MegatronBertForMaskedLM`. Besides names one thing differs: they hold query, key and
+`BertForMaskedLM` and `MegatronBertForMaskedLM`; with a head for a task `BertForSequenceClassification`,
+`BertForQuestionAnswering`, `BertForMultipleChoice`. Besides names one thing differs: they hold query, key and
 value apart, each (heads x D, H); we hold one matrix with rows (head, q/k/v, D), so that a tensor-parallel
 slice holds whole heads.
 """
@@ -15,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from modeling.cost.families import head_outputs
 from modeling.huggingface import conversion
 from modeling.huggingface.conversion import NO_DROPOUT, Conversion, Entry, Form, Logits, Tensors
 from modeling.lazy_weights import LazyWeights
@@ -40,6 +42,13 @@ MASKED_HEAD = {
 }
 SENTENCE_HEAD = {"head.pooler": "bert.pooler.dense", "head.sentence": "cls.seq_relationship"}
 DECODER_BIAS = Entry("decoder_bias.bias", ("cls.predictions.bias",))
+_SAMPLE_HEAD = {"head.pooler": "bert.pooler.dense", "head.classifier": "classifier"}
+TASK_HEADS = {"classification": _SAMPLE_HEAD, "span": {"head.span": "qa_outputs"}, "choice": _SAMPLE_HEAD}
+TASK_CLASSES = {
+    "classification": "ForSequenceClassification",
+    "span": "ForQuestionAnswering",
+    "choice": "ForMultipleChoice",
+}
 
 
 class Placement(NamedTuple):
@@ -90,19 +99,23 @@ def name_map(model: Model) -> Iterator[Entry]:
         modules.append(Entry(f"{here}attention.qkv", tuple(there + name for name in QKV_NAMES), QKV))
         one_to_one = {**PER_LAYER, **placement.per_layer}.items()
         modules += [Entry(here + ours, (there + theirs,)) for ours, theirs in one_to_one]
-    heads = MASKED_HEAD | (SENTENCE_HEAD if model.sentence_head != "none" else {})
+    heads = TASK_HEADS.get(model.task_head) or MASKED_HEAD | (
+        SENTENCE_HEAD if model.sentence_head != "none" else {}
+    )
     modules += [Entry(ours, (theirs,)) for ours, theirs in heads.items()]
     for ours, theirs, form in modules:
         for leaf in ("weight", "bias"):
             yield Entry(f"{ours}.{leaf}", tuple(f"{name}.{leaf}" for name in theirs), form)
-    yield DECODER_BIAS
+    if model.task_head == "none":
+        yield DECODER_BIAS
 
 
 def from_transformers(theirs: Tensors, model: Model, *, allow_missing_heads: bool = False) -> LazyWeights:
     """The state dict of a `transformers` BERT of this placement -> canonical float32 weights.
 
     A pooler and a sentence head are left out where the model has none. `allow_missing_heads`: parameters of
-    heads that the weights lack (as a `BertModel`'s do) are missing in the result too, for the caller to fill.
+    heads that the weights lack (as a `BertModel`'s do) are missing in the result too, for the caller to fill;
+    so are those of a head for a task.
 
     Raises ValueError naming missing and unexpected tensors, or where decoder and embedding are not tied.
     """
@@ -111,7 +124,7 @@ def from_transformers(theirs: Tensors, model: Model, *, allow_missing_heads: boo
     found, entries = selected.tensors, list(name_map(model))
     heads = [entry for entry in entries if entry.ours.startswith(("head.", "decoder_bias."))]
     missing_heads = [entry for entry in heads if found.keys().isdisjoint(entry.theirs)]
-    if allow_missing_heads:
+    if allow_missing_heads or model.task_head != "none":
         entries = [entry for entry in entries if entry not in missing_heads]
     elif why := why_missing([name for entry in missing_heads for name in entry.theirs], model):
         missing = ", ".join(entry.ours for entry in missing_heads[:4])
@@ -121,8 +134,14 @@ def from_transformers(theirs: Tensors, model: Model, *, allow_missing_heads: boo
 
 
 def select(theirs: Tensors, model: Model) -> conversion.Selected:
-    """The tensors of any BERT of this placement, without the sentence head that a model lacks."""
+    """The tensors of any BERT of this placement, without the heads that a model lacks."""
     found = conversion.under_one_name(theirs, _rename, TIED)
+    if model.task_head != "none":
+        wanted, outputs = {name for entry in name_map(model) for name in entry.theirs}, head_outputs(model)
+        kept = {name: tensor for name, tensor in found.tensors.items() if name in wanted}
+        # A classifier of other classes is another one's.
+        own = {n: t for n, t in kept.items() if not n.startswith("classifier.") or t.shape[0] == outputs}
+        return found._replace(tensors=own, twice=[name for name in found.twice if name in own])
     if model.sentence_head != "none":
         return found
     unused = tuple(f"{module}." for module in SENTENCE_HEAD.values())
@@ -131,7 +150,7 @@ def select(theirs: Tensors, model: Model) -> conversion.Selected:
 
 def _rename(stored: str) -> str | None:
     """Handles a bare `BertModel` (no prefix), TensorFlow's gamma and beta of LayerNorm, stored buffers."""
-    name = stored if stored.startswith(("bert.", "cls.")) else f"bert.{stored}"
+    name = stored if stored.startswith(("bert.", "cls.", "classifier.", "qa_outputs.")) else f"bert.{stored}"
     name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     return None if name in BUFFERS else name
 
@@ -149,6 +168,7 @@ def why_missing(missing: Collection[str], model: Model) -> str:
 def class_name(model: Model) -> str:
     """Name of the `transformers` class that holds the model with its heads."""
     heads = "ForMaskedLM" if model.sentence_head == "none" else "ForPreTraining"
+    heads = TASK_CLASSES.get(model.task_head, heads)
     return PLACEMENTS[model.layer_norm].prefix + heads
 
 
@@ -160,6 +180,7 @@ def config(
         vocab_size=model.vocab_size, max_position_embeddings=positions, hidden_size=model.hidden,
         num_hidden_layers=model.layers, num_attention_heads=model.heads, intermediate_size=4 * model.hidden,
         hidden_act="gelu", layer_norm_eps=BERT_NORM_EPS, type_vocab_size=2, pad_token_id=pad,
+        num_labels=model.head_classes if model.task_head == "classification" else 2,
         hidden_dropout_prob=dropout.hidden, attention_probs_dropout_prob=dropout.attention,
         tie_word_embeddings=True,
     )  # fmt: skip

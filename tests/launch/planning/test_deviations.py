@@ -9,6 +9,7 @@ from recorded import plan
 from ds_configs.plan import Machine
 from launch import pretrain
 from launch.planning.deviations import deviations
+from launch.starting.launch import show_plan
 from recipes import catalog
 from recipes.layout import Layout
 from recipes.schema import Recipe
@@ -109,7 +110,7 @@ def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys)
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--ds_config", "fp16_dynamic"]
     parse = pretrain.build_parser().parse_args
     job, _ = pretrain.checked_job(parse([*row, "--plan"]))
-    pretrain.show_plan(job)
+    show_plan(job)
     shown = capsys.readouterr().out
     assert "= 512 processes, planned; not started here" in shown
     assert "! refused on this machine: ds_configs/fp16_dynamic.json: fp16.enabled=true" in shown

@@ -1,0 +1,177 @@
+"""What a fine-tuning run trains on and is scored with, from the recipe's task."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from data.cache import Say
+from data.corpus import Corpus, unigram_cross_entropy
+from data.samples.fields import HeldOut
+from data.tasks import glue, race, squad
+from data.tasks.examples import Examples, parsed
+from data.tasks.features import Features, TaskSamples
+from data.tasks.predictions import Scored
+from data.tasks.records import check_split, read_split
+from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
+from recipes.problems import Problem, ProblemsError
+from recipes.schema import Recipe, Task
+from recipes.tasks import TASKS, TaskFacts
+
+SPLITS = ("dev", "dev_mismatched", "test", "test_mismatched")  # that are predicted, in this order
+
+
+@dataclass(frozen=True)
+class PredictedSplit:
+    """Examples that are predicted, and what their logits come to.
+
+    Attributes:
+        score: (logits (n, C) or (n, S, 2), what the dev split came to or None) -> metrics and submission.
+        examples: that have a prediction; `broken` ones have none.
+    """
+
+    name: str
+    features: Features
+    score: Callable[[np.ndarray, Scored | None], Scored]
+    examples: int
+    broken: int
+
+
+@dataclass(frozen=True)
+class TaskCorpus(Corpus):
+    """With the splits that are predicted at the end. The validation is that of dev."""
+
+    predicted: tuple[PredictedSplit, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the tasks of one head make examples, samples and scores.
+
+    Attributes:
+        parse: (facts, record, its number from 0, labelled) -> example; raises Wrong.
+        training: (recipe, tokenizer, examples) -> samples to train on.
+        predicted: (recipe, tokenizer, split, examples) -> samples to predict, and their `score`.
+    """
+
+    parse: Callable[[TaskFacts, dict[str, Any], int, bool], Any]
+    training: Callable[[Recipe, PreTrainedTokenizerFast, Sequence[Any]], Features]
+    predicted: Callable[
+        [Recipe, PreTrainedTokenizerFast, str, Sequence[Any]],
+        tuple[Features, Callable[[np.ndarray, Scored | None], Scored]],
+    ]
+
+
+KINDS: Mapping[str, Kind] = {
+    "classification": Kind(glue.parse, glue.features, glue.predicted),
+    "span": Kind(squad.parse, squad.training, squad.predicted),
+    "choice": Kind(race.parse, race.features, race.predicted),
+}
+
+
+def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
+    """Reads and tokenizes every split of the recipe's task. Every rank does so.
+
+    Raises:
+        ProblemsError: a split cannot be had, lacks the task's fields or a sound example; or the vocabulary is
+            not the model's.
+    """
+    task, tokenizer = _task(recipe), build_vocabulary(recipe, (), Path(), say)
+    kind = KINDS[TASKS[task.name].head]
+    examples = {split: _examples(task, split) for split in ("train", *predicted_splits(task))}
+    for each in examples.values():
+        if str(each):
+            say(str(each))
+    train = kind.training(recipe, tokenizer, examples["train"].sound)
+    predicted = predicted_of(recipe, tokenizer, {s: e for s, e in examples.items() if s != "train"})
+    dev = predicted[0].features.take(range(len(predicted[0].features)))
+    counts = np.bincount(train.labels)
+    classes = recipe.model.head_classes if recipe.model.task_head != "span" else recipe.sequence_length
+    counts = np.pad(counts, (0, max(0, classes - len(counts))))
+    return TaskCorpus(
+        tokenizer=tokenizer,
+        train=TaskSamples(train),
+        validation=HeldOut(dev, recipe.sequence_length),
+        test=None,
+        uniform_entropy=float(np.log(classes)),
+        unigram_entropy=unigram_cross_entropy(counts, dev.labels),
+        summary={
+            "source": f"{task.name} ({task.train or TASKS[task.name].hub[0]})",
+            "vocabulary": recipe.data.tokenizer.kind,
+            "vocabulary_size": len(tokenizer),
+            "vocabulary_digest": vocabulary_digest(tokenizer),
+            "train_documents": len(examples["train"].sound),
+            "train_tokens": train.total_tokens,
+            "train_tokens_crc32": zlib.crc32(train.checked.tobytes()),
+            "samples_per_epoch": len(train),
+            "validation_samples": len(dev["lengths"]),
+            "broken_examples": {split: len(each.broken) for split, each in examples.items()},
+        },
+        predicted=predicted,
+    )  # fmt: skip
+
+
+def predicted_of(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Mapping[str, Examples[Any]]
+) -> tuple[PredictedSplit, ...]:
+    kind, found = KINDS[TASKS[_task(recipe).name].head], []
+    for split, each in examples.items():
+        features, score = kind.predicted(recipe, tokenizer, split, each.sound)
+        found.append(PredictedSplit(split, features, score, len(each.sound), len(each.broken)))
+    return tuple(found)
+
+
+def splits_to_predict(recipe: Recipe, say: Say) -> tuple[PredictedSplit, ...]:
+    """Those of a finished run, whose logits are kept."""
+    task, tokenizer = _task(recipe), build_vocabulary(recipe, (), Path(), say)
+    return predicted_of(
+        recipe, tokenizer, {split: _examples(task, split) for split in predicted_splits(task)}
+    )
+
+
+def check(recipe: Recipe) -> None:
+    """Look whether the files of a recipe's task and its vocabulary are there. Raises ProblemsError."""
+    task, problems = _task(recipe), list[Problem]()
+    facts = TASKS[task.name]
+    for split in ("train", *SPLITS):
+        path = getattr(task, split)
+        if path is None:
+            continue
+        try:
+            check_split(facts, split, path)
+        except ProblemsError as error:
+            problems += error.problems
+        if split.endswith("mismatched") and task.name != "mnli":
+            rule = "only MNLI has examples of other genres"
+            problems.append(Problem(f"--{split}", f"--{split} with --task {task.name}", rule, "leave it out"))
+    if (task.train is None) != (task.dev is None):
+        there, lacking = ("train", "dev") if task.train else ("dev", "train")
+        came, rule = f"--{there} without --{lacking}", "files take the place of the hub's data set together"
+        problems.append(Problem(f"--{lacking}", came, rule, f"add --{lacking} FILE"))
+    if problems:
+        raise ProblemsError(problems)
+    build_vocabulary(recipe, (), Path(), lambda line: None)
+
+
+def predicted_splits(task: Task) -> list[str]:
+    """Of files those that are given, of the hub all."""
+    local, facts = task.train is not None, TASKS[task.name]
+    return [split for split in SPLITS if getattr(task, split) or (not local and split in facts.splits)]
+
+
+def _examples(task: Task, split: str) -> Examples[Any]:
+    facts = TASKS[task.name]
+    kind = KINDS[facts.head]
+    records = read_split(facts, split, getattr(task, split))
+    return parsed(split, records, lambda *of: kind.parse(facts, *of))
+
+
+def _task(recipe: Recipe) -> Task:
+    assert recipe.task is not None, "a recipe for fine-tuning"
+    return recipe.task

@@ -1,0 +1,157 @@
+"""Records of a task's data set: from the hub by its name, or from local files in the same schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from recipes import files
+from recipes.problems import Problem, ProblemsError
+from recipes.tasks import TaskFacts
+
+MOST_LINE = 64 * files.MIB  # bytes
+MOST_FILE = 2048 * files.MIB  # of a .json, which is read whole
+KINDS = "JSON, JSON lines, parquet, or a directory that datasets' save_to_disk wrote"
+
+
+@dataclass(frozen=True)
+class Located:
+    """A record and where it stands; `why`: it is none."""
+
+    place: str
+    value: dict[str, Any]
+    why: str = ""
+
+
+def read_split(facts: TaskFacts, split: str, path: str | None) -> list[Located]:
+    """All records of a split: of a file, or without one of the hub.
+
+    Raises:
+        ProblemsError: it cannot be had, or has no record with the task's fields.
+    """
+    key, found = f"--{split}", list(_local(Path(path)) if path else _hub(facts, split))
+    where = path or f"{facts.hub[0]} {facts.splits[split]}"
+    if not found:
+        _refuse(key, where, "holds no records", f"give {KINDS}")
+    needed = (*facts.fields, *(() if split.startswith("test") else (facts.label,)))
+    if lacking := [name for name in needed if all(name not in each.value for each in found)]:
+        has = ", ".join(next((each.value for each in found if each.value), {})) or "none"
+        rule = f"its records have the fields {has}, and lack {', '.join(lacking)} of {', '.join(needed)}"
+        _refuse(key, where, rule, f"give files in the schema of {facts.hub[0]}")
+    return found
+
+
+def check_split(facts: TaskFacts, split: str, path: str) -> None:
+    """Look whether a file is there. Raises ProblemsError."""
+    file = Path(path).expanduser()
+    if not file.exists():
+        _refuse(f"--{split}", path, "no such file or directory", f"give {KINDS}")
+
+
+def _refuse(key: str, where: str, rule: str, fix: str) -> NoReturn:
+    raise ProblemsError([Problem(key, where, rule, fix, where=key)])
+
+
+def _local(path: Path) -> Iterator[Located]:
+    path = path.expanduser()
+    check_split_kind = path.suffix.lower()
+    if path.is_dir():
+        yield from _saved(path)
+    elif check_split_kind in (".jsonl", ".ndjson"):
+        yield from _lines(path)
+    elif check_split_kind == ".json":
+        yield from _json(path)
+    elif check_split_kind == ".parquet":
+        yield from _parquet(path)
+    else:
+        files.refuse(path, "is of no kind that is read here", fix=f"give {KINDS}")
+
+
+def _lines(path: Path) -> Iterator[Located]:
+    for number, line in files.lines_of(path, MOST_LINE):
+        if line.strip():
+            yield _located(f"{path}:{number}", line)
+
+
+def _located(place: str, line: bytes) -> Located:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        return Located(place, {}, f"not JSON: {error}")
+    return Located(place, value) if isinstance(value, dict) else Located(place, {}, "not an object")
+
+
+def _json(path: Path) -> Iterator[Located]:
+    value = files.read_json(path, MOST_FILE)
+    listed = value.get("data") if isinstance(value, dict) else value
+    if not isinstance(listed, list):
+        rule = 'it is a list of records, {"data": [records]}, or SQuAD\'s own {"data": [articles]}'
+        files.refuse(path, f"holds {files.named_kind(value)}", rule)
+    for number, entry in enumerate(listed, 1):
+        place = f"{path}: record {number}"
+        if not isinstance(entry, dict):
+            yield Located(place, {}, "not an object")
+        elif "paragraphs" in entry:
+            yield from _article(f"{path}: article {number}", entry)
+        else:
+            yield Located(place, entry)
+
+
+def _article(place: str, article: dict[str, Any]) -> Iterator[Located]:
+    """SQuAD's own form: title, paragraphs with a context and questions."""
+    try:
+        for paragraph in article["paragraphs"]:
+            for question in paragraph["qas"]:
+                answers = question.get("answers", [])
+                columns = {name: [each[name] for each in answers] for name in ("text", "answer_start")}
+                value = {name: question[name] for name in ("id", "question")}
+                value |= {
+                    "title": article.get("title", ""),
+                    "context": paragraph["context"],
+                    "answers": columns,
+                }
+                yield Located(f"{place}, question {value['id']}", value)
+    except (KeyError, TypeError) as error:
+        yield Located(place, {}, f"not an article of SQuAD ({type(error).__name__}: {error})")
+
+
+def _parquet(path: Path) -> Iterator[Located]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        files.refuse(path, "cannot be read as parquet", str(error).splitlines()[0])
+    yield from (Located(f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _saved(path: Path) -> Iterator[Located]:
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as error:  # of arrow, JSON and the file system: each has its own
+        first = [*str(error).splitlines(), ""][0]
+        files.refuse(path, "is no directory that datasets' save_to_disk wrote", first, f"give {KINDS}")
+    if isinstance(found, datasets.DatasetDict):
+        files.refuse(path, f"holds the splits {', '.join(found)}", fix="give the directory of one of them")
+    yield from (Located(f"{path}: row {number}", dict(row)) for number, row in enumerate(found, 1))
+
+
+def _hub(facts: TaskFacts, split: str) -> Iterator[Located]:
+    import datasets
+
+    name, config = facts.hub
+    try:
+        found = datasets.load_dataset(name, config, split=facts.splits[split])
+    except Exception as error:  # of networks, files and formats: each has its own
+        first = [*str(error).splitlines(), type(error).__name__][0]
+        fix = f"give local files with --{split} FILE ({KINDS}), or run once where there is network"
+        _refuse(f"--{split}", f"{name} cannot be had from the hub", first, fix)
+    yield from (
+        Located(f"{name} {facts.splits[split]}: row {i}", dict(row)) for i, row in enumerate(found, 1)
+    )

@@ -1,0 +1,214 @@
+"""SQuAD 1.1 and 2.0: windows over long texts, the best span over them, and questions without an answer.
+
+Rajpurkar et al. 2016 (arXiv 1606.05250) and 2018 (arXiv 1806.03822); windows and spans as Devlin et al. 2018,
+section 4.2 and 4.3. A window is [CLS] question [SEP] part of the context [SEP]; the next begins
+`task.doc_stride` tokens later. Where a window lacks the answer, both of its labels are [CLS].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from data.tasks.examples import Wrong, text_of
+from data.tasks.features import Encoded, Features
+from data.tasks.predictions import Scored
+from data.tasks.squad_metrics import Judged, best_threshold, judged, means
+from recipes.schema import Recipe
+from recipes.tasks import TaskFacts
+
+CHUNK = 1000  # texts that are tokenized at once
+_Offsets = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a text. `answers`: (text, its first character); () : none; None: they are hidden."""
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[tuple[str, int], ...] | None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens `start` to `stop` of the context of question `of`, which stand at `place` in the sample."""
+
+    of: int
+    start: int
+    stop: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Windows:
+    """All windows of some questions. `offsets`: of each question, the characters of its context's tokens."""
+
+    features: Features
+    windows: tuple[Window, ...]
+    offsets: tuple[_Offsets, ...]
+
+
+def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Question:
+    """A question of a record in the hub's schema. Raises Wrong."""
+    question, context = (text_of(record, name) for name in facts.texts)
+    answers = _answers(record.get(facts.label), context)
+    if labelled and answers is None:
+        raise Wrong("answers are missing")
+    if labelled and not answers and facts.hub[0].endswith("/squad"):
+        raise Wrong("it has no answer, which only SQuAD 2.0 knows")
+    return Question(str(record.get("id", number)), question, context, answers)
+
+
+def _answers(value: Any, context: str) -> tuple[tuple[str, int], ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, list):  # as SQuAD's own JSON has them
+        value = {name: [each.get(name) for each in value] for name in ("text", "answer_start")}
+    try:
+        pairs = tuple(zip(value["text"], value["answer_start"], strict=True))
+    except (KeyError, TypeError, ValueError):
+        raise Wrong("answers are no texts with an answer_start each") from None
+    for text, start in pairs[:1]:
+        if not isinstance(text, str) or type(start) is not int:
+            raise Wrong("answers are no texts with an answer_start each")
+        if start < 0 or context[start : start + len(text)] != text:
+            raise Wrong(f"its answer {text[:40]!r} is not at character {start} of the context")
+    return pairs
+
+
+def windows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Question]) -> Windows:
+    """Samples with their labels, and where in the contexts they are."""
+    task, length = recipe.task, recipe.sequence_length
+    assert task is not None
+    rows, windows = list[Encoded](), list[Window]()
+    targets: dict[str, list[int]] = {"starts": [], "ends": []}
+    every: list[_Offsets] = []
+    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
+    for first in range(0, len(questions), CHUNK):
+        chunk = questions[first : first + CHUNK]
+        how: dict[str, Any] = dict(add_special_tokens=False, return_token_type_ids=False, verbose=False)
+        asked = tokenizer([each.question for each in chunk], **how)["input_ids"]
+        texts = tokenizer([each.context for each in chunk], return_offsets_mapping=True, **how)
+        found = zip(chunk, asked, texts["input_ids"], texts["offset_mapping"], strict=True)
+        for of, (question, query, tokens, offsets) in enumerate(found, first):
+            query = query[: task.max_query]
+            room, place, span = length - len(query) - 3, len(query) + 2, _token_span(question, offsets)
+            every.append(offsets)
+            for start in range(0, max(1, len(tokens) - room + task.doc_stride), task.doc_stride):
+                stop = min(start + room, len(tokens))
+                ids = [cls, *query, sep, *tokens[start:stop], sep]
+                rows.append(Encoded(ids, [0] * place + [1] * (len(ids) - place)))
+                windows.append(Window(of, start, stop, place))
+                inside = span is not None and start <= span[0] and span[1] < stop
+                for name, token in zip(targets, span or (0, 0), strict=True):
+                    targets[name].append(token - start + place if inside else 0)
+    features = Features(rows, targets, length, tokenizer.pad_token_id)
+    return Windows(features, tuple(windows), tuple(every))
+
+
+def _token_span(question: Question, offsets: _Offsets) -> tuple[int, int] | None:
+    """First and last token of the first answer; None without one."""
+    if not question.answers:
+        return None
+    text, start = question.answers[0]
+    end = start + len(text)
+    touched = [i for i, (first, stop) in enumerate(offsets) if first < end and stop > start]
+    return (touched[0], touched[-1]) if touched else None
+
+
+def training(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Question]) -> Features:
+    """Samples to train on."""
+    return windows_of(recipe, tokenizer, questions).features
+
+
+def predicted(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, questions: Sequence[Question]
+) -> tuple[Features, Callable[[np.ndarray, Scored | None], Scored]]:
+    """Samples, and what their logits (windows, S, 2) come to."""
+    made, task = windows_of(recipe, tokenizer, questions), recipe.task
+    assert task is not None
+
+    def score(logits: np.ndarray, dev: Scored | None) -> Scored:
+        spans = best_spans(made, questions, logits, task.max_answer)
+        return scored(spans, questions, with_none=task.name == "squad2", dev=dev)
+
+    return made.features, score
+
+
+@dataclass(frozen=True)
+class Span:
+    """The best answer to a question; `no_answer`: by how much the logits prefer that there is none."""
+
+    text: str
+    no_answer: float
+
+
+def best_spans(made: Windows, questions: Sequence[Question], logits: np.ndarray, longest: int) -> list[Span]:
+    """The span of the largest sum of its two logits, over all windows of a question.
+
+    That of no answer is [CLS]'s, the smallest of the windows, since one window with an answer is enough.
+    """
+    best: list[tuple[float, int, int]] = [(-np.inf, 0, -1)] * len(questions)
+    nothing = np.full(len(questions), np.inf)
+    for window, of_window in zip(made.windows, logits.astype(np.float64), strict=True):
+        nothing[window.of] = min(nothing[window.of], of_window[0].sum())
+        count = window.stop - window.start
+        if not count:
+            continue
+        starts, ends = of_window[window.place : window.place + count].T
+        padded = np.pad(ends, (0, longest - 1), constant_values=-np.inf)
+        sums = starts[:, None] + np.lib.stride_tricks.sliding_window_view(padded, longest)
+        start, more = divmod(int(sums.argmax()), longest)
+        found = float(sums[start, more]), window.start + start, window.start + start + more
+        if found[0] > best[window.of][0]:
+            best[window.of] = found
+    spans = []
+    for question, offsets, (score, start, end), none in zip(
+        questions, made.offsets, best, nothing, strict=True
+    ):
+        text = question.context[offsets[start][0] : offsets[end][1]] if end >= 0 else ""
+        spans.append(Span(text, float(none - score) if np.isfinite(score) else 0.0))
+    return spans
+
+
+def scored(
+    spans: Sequence[Span], questions: Sequence[Question], *, with_none: bool, dev: Scored | None
+) -> Scored:
+    """Exact match and F1, and SQuAD's prediction file.
+
+    `with_none`: SQuAD 2.0, whose threshold for no answer is tuned for F1 on the first split that is scored.
+    """
+    known = all(question.answers is not None for question in questions)
+    metrics: dict[str, float] = {}
+    texts = [span.text for span in spans]
+    if with_none:
+        odds = [span.no_answer for span in spans]
+        if dev is None and known:
+            threshold = best_threshold(_judged(texts, questions), odds)
+        else:
+            threshold = (dev.metrics if dev else {}).get("no_answer_threshold", 0.0)
+        texts = ["" if odd > threshold else text for text, odd in zip(texts, odds, strict=True)]
+        metrics["no_answer_threshold"] = threshold
+    if known:
+        metrics = {**means(_judged(texts, questions)), **metrics}
+    ids = [question.id for question in questions]
+    files = {"predictions.json": _json(dict(zip(ids, texts, strict=True)))}
+    if with_none:
+        files["null_odds.json"] = _json(dict(zip(ids, odds, strict=True)))
+    return Scored(metrics, files)
+
+
+def _judged(texts: Sequence[str], questions: Sequence[Question]) -> list[Judged]:
+    answers = ([text for text, _ in question.answers or ()] for question in questions)
+    return [judged(text, right) for text, right in zip(texts, answers, strict=True)]
+
+
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps(values, ensure_ascii=False, indent=1) + "\n"

@@ -1,0 +1,110 @@
+"""Predictions of a fine-tuned model under the layout that trained it, their scores and their files.
+
+RUN/predictions/dev/SST-2.tsv     in the form of the task's submissions
+RUN/predictions/dev/logits.npy    (n, classes) or (windows, S, 2), float32: what ensembles average
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from data.durable_files import write_atomically
+from data.samples.fields import HeldOut
+from data.tasks.corpus import PredictedSplit, TaskCorpus
+from data.tasks.features import Features
+from data.tasks.predictions import Scored
+from launch.machine.processes import gathered
+from launch.runs.result import TaskScore
+from launch.training.run import TrainingRun, held_out_batches
+
+CHUNK = 2048  # examples that are in memory with their padding
+FOLDER, LOGITS = "predictions", "logits.npy"
+
+
+def predict(run: TrainingRun, corpus: TaskCorpus) -> tuple[TaskScore, ...]:
+    """Predicts every split of the corpus; rank 0 writes and returns what came of it. Collective."""
+    found: dict[str, np.ndarray] = {}
+    for split in corpus.predicted:
+        logits = logits_of(run, split.features)
+        if logits is not None:
+            found[split.name] = logits
+    if not found:
+        return ()
+    return keep(run.job.directory / FOLDER, corpus.predicted, found)
+
+
+def keep(
+    folder: Path, splits: Sequence[PredictedSplit], logits: Mapping[str, np.ndarray]
+) -> tuple[TaskScore, ...]:
+    """Scores the logits of splits, and writes these and the submissions below `folder`."""
+    scores, dev = list[TaskScore](), None
+    for split in splits:
+        scored: Scored = split.score(logits[split.name], dev)
+        dev = dev or scored
+        place = folder / split.name
+        place.mkdir(parents=True, exist_ok=True)
+        with open(place / LOGITS, "wb") as file:
+            np.save(file, logits[split.name])
+        for name, text in scored.files.items():
+            write_atomically(place / name, text)
+        metrics = dict(scored.metrics)
+        scores.append(TaskScore(split.name, metrics, split.examples, split.broken, tuple(scored.files)))
+    return tuple(scores)
+
+
+def logits_of(run: TrainingRun, features: Features) -> np.ndarray | None:
+    """On rank 0 the logits of all examples in their order, float32; None on the others. Collective."""
+    parts = []
+    for start in range(0, len(features), CHUNK):
+        chunk = range(start, min(start + CHUNK, len(features)))
+        batches = held_out_batches(
+            HeldOut(features.take(chunk), features.sequence_length), run.job.plan, run.grid
+        )
+        with captured(run.engine) as kept:
+            run.validate(batches)
+        steps, at = len(batches), run.grid.at
+        speaks = at.tp == 0 and at.pp == run.grid.pp - 1
+        own = _joined(kept, steps, features.sequence_length) if speaks else None
+        ranks = gathered((at.dp, own), run.grid.control_group)
+        if run.grid.rank == 0:
+            by_rank = [
+                logits
+                for _, logits in sorted(((dp, x) for dp, x in ranks if x is not None), key=lambda r: r[0])
+            ]
+            # A step's samples are shared out over the data-parallel ranks, consecutive ones to each.
+            parts.append(np.concatenate(by_rank, axis=1).reshape(-1, *by_rank[0].shape[2:])[: len(chunk)])
+    return np.concatenate(parts) if parts else None
+
+
+def _joined(kept: Sequence[torch.Tensor], steps: int, length: int) -> np.ndarray:
+    """(steps, examples of this rank, ...) of the micro-batches' logits, of spans up to S."""
+    if kept[0].dim() == 3:
+        kept = [torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[1]), value=float("-inf")) for x in kept]
+    joined = torch.cat(list(kept))
+    return joined.view(steps, -1, *joined.shape[1:]).numpy()
+
+
+@contextlib.contextmanager
+def captured(engine: DeepSpeedEngine) -> Iterator[list[torch.Tensor]]:
+    """The logits that the losses in the block are computed from, a tensor of each micro-batch."""
+    kept: list[torch.Tensor] = []
+    pipeline = isinstance(engine, PipelineEngine)
+    holder, name = (engine.module.loss_fn, "function") if pipeline else (engine.module, "loss")
+    computed = getattr(holder, name)
+
+    def keeping(logits: torch.Tensor, *targets: object) -> object:
+        kept.append(logits.detach().float().cpu())
+        return computed(logits, *targets)
+
+    setattr(holder, name, keeping)
+    try:
+        yield kept
+    finally:
+        setattr(holder, name, computed)

@@ -1,0 +1,93 @@
+"""The recipe of a fine-tuning: a task, the model of given weights, and RoBERTa's settings by default.
+
+Liu et al. 2019 (arXiv 1907.11692), table 10: Adam with betas 0.9 and 0.98, eps 1e-6, weight decay 0.1, linear
+decay after a warm-up over 6 % of the steps; batches of 16 or 32, learning rates of 1e-5, 2e-5 and 3e-5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_configs.plan import Machine
+from recipes import overrides
+from recipes.schema import Recipe
+from recipes.tasks import TASKS
+from recipes.validation import validate
+from recipes.yaml_lines import Document
+
+WARMUP = 0.06  # share of the steps
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the flags of a fine-tuning ask for; None: the task's default.
+
+    `files`: split -> path; `settings`: texts of --set, which have the last word.
+    """
+
+    task: str
+    files: Mapping[str, str]
+    sequence_length: int | None = None
+    epochs: float = 3.0
+    batch: int | None = None
+    lr: float | None = None
+    seed: int = 1234
+    settings: Sequence[str] = ()
+
+
+def recipe_of(
+    wishes: Wishes, model: Mapping[str, Any], vocabulary: Path, machine: Machine, examples: int | None = None
+) -> Recipe:
+    """The recipe of a fine-tuning.
+
+    `model`: family, shape and placement of LayerNorm, with "positions"; `vocabulary`: where its tokens are
+    numbered; `examples`: samples to train on, which decide the steps; None: they are not counted yet. Raises
+    RecipeError with every problem.
+    """
+    facts, model = TASKS[wishes.task], dict(model)  # type: ignore[index]
+    positions = model.pop("positions")
+    batch = wishes.batch or facts.batch
+    values: dict[str, Any] = {
+        "title": f"{facts.title}, {wishes.epochs:g} epochs",
+        "model": {**model, "task_head": facts.head, "head_classes": facts.classes},
+        "sequence_length": wishes.sequence_length or min(facts.sequence_length, positions),
+        "batch": {"global": batch},
+        "steps": 1,
+        "optimizer": {
+            "lr": wishes.lr or facts.lr, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1, "clip": 1.0,
+        },
+        "schedule": {"kind": "linear"},
+        "dropout": {"hidden": 0.1, "attention": 0.1},
+        "precision": "fp32" if machine.accelerator == "cpu" else "bf16" if machine.bf16 else "fp16",
+        "seed": wishes.seed,
+        "data": {"tokenizer": {"kind": "file", "path": str(vocabulary)}},
+        "task": {"name": wishes.task, "epochs": float(wishes.epochs), **wishes.files},
+        "run": {"keep_checkpoints": 1, "validation_samples": 1},
+    }  # fmt: skip
+    first = _validated(values, wishes)
+    if examples is None:
+        return first
+    per_epoch = examples / first.batch.global_
+    asked = {text.partition("=")[0].strip() for text in wishes.settings}
+    values["steps"] = first.steps if "steps" in asked else max(1, math.ceil(per_epoch * wishes.epochs))
+    every = max(1, round(per_epoch))
+    values["run"] |= {"validate_every": every, "save_every": every}
+    values["schedule"]["warmup_steps"] = min(math.ceil(WARMUP * values["steps"]), values["steps"] - 1)
+    return _validated(values, wishes)
+
+
+def _validated(values: Mapping[str, Any], wishes: Wishes) -> Recipe:
+    changed = overrides.apply(values, wishes.settings)
+    return validate(changed.values, f"finetune/{wishes.task}", Document("", {}), ((),), changed)
+
+
+def cut_to(recipe: Recipe, steps: int | None) -> Recipe:
+    """Ended after `steps`, its schedule as it was."""
+    if steps is None:
+        return recipe
+    schedule = recipe.schedule.model_copy(update={"decay_steps": recipe.decay_steps})
+    return recipe.model_copy(update={"steps": steps, "schedule": schedule})

@@ -1,0 +1,150 @@
+"""Fine-tune a BERT on a task, predict its splits and score them, under any layout of pretraining.
+
+deepspeed launch/finetune.py --task sst2 --init RUN
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING, Any
+
+from launch.console import arguments, ends
+from launch.machine.meeting import Meeting
+from launch.starting.launch import Facts, add_run_arguments, job_of, launch, say_on_rank_0
+from launch.training.job import Job
+from recipes.schema import Task
+from recipes.tasks import TASKS
+
+if TYPE_CHECKING:
+    from data.corpus import Corpus
+    from data.tasks.corpus import TaskCorpus
+    from launch.evaluation.finetuning_recipe import Wishes
+    from launch.runs.directory import RunDirectory
+    from launch.runs.result import TaskScore
+    from launch.training.run import TrainingRun
+
+SPLITS = ("train", "dev", "dev_mismatched", "test", "test_mismatched")
+EXAMPLES = """\
+examples:
+  deepspeed launch/finetune.py --task sst2 --init runs/bert-sotu-zero1
+      a pretraining run on SST-2 of the hub (nyu-mll/glue); scores, predictions and checkpoints in
+      runs/finetune-sst2-zero1
+  python launch/finetune.py --task rte --init ./bert-base --train train.jsonl --dev dev.jsonl
+      what save_pretrained wrote, on files with the hub's fields: JSON, JSON lines, parquet
+  python launch/finetune.py --task rte --init ./bert-base --from_scratch --train train.jsonl --dev dev.jsonl
+      the control: the same shape and vocabulary, weights drawn at random
+  torchrun --nproc_per_node 4 launch/finetune.py --task mnli --init RUN --ds_config zero3 --set parallel.tp=2
+      any layout: tensor and pipeline parallelism, ZeRO 0 to 3, offload
+  python launch/finetune.py --task sst2 --init RUN --lr 1e-5 --epochs 10 --set dropout.attention=0 --plan
+      the resolved plan of it, with settings of the recipe changed; nothing is started
+
+files: --train and --dev together take the place of the hub's data set; --test is optional, and its labels may
+be hidden. SQuAD's own JSON is read too. A broken example is left out, counted and named.
+what comes out: result.json has the scores of every split; RUN/predictions/SPLIT has the files of the task's
+submission and the logits. To stop and to resume: as launch/pretrain.py, with Ctrl-C and --resume.
+exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything was started, 3 diverged,
+4 a rank hung."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES)
+    add = parser.add_argument_group("what to train").add_argument
+    names = ", ".join(f"{name}: {facts.title.split(',')[0]}" for name, facts in TASKS.items())
+    add("--task", required=True, choices=list(TASKS), metavar="TASK", help=names)
+    init = "weights of the encoder, a run of this project or a BERT that save_pretrained wrote; heads are new"
+    add("--init", required=True, metavar="DIR", help=init)
+    scratch = "take only shape and vocabulary of --init, and draw all weights at random: the control"
+    add("--from_scratch", action="store_true", help=scratch)
+    for split in SPLITS:
+        add(f"--{split}", metavar="FILE", help=field_help(Task, split))
+    add("--sequence_length", type=arguments.whole(8, 10**6), metavar="N", help="tokens of a sample")
+    add("--epochs", type=positive, default=3.0, metavar="X", help="over the training examples (default: 3)")
+    add("--batch", type=arguments.whole(), metavar="N", help="samples of a step, over all processes")
+    add("--lr", type=positive, metavar="X", help="peak learning rate")
+    add(
+        "--seed",
+        type=arguments.whole(0, 2**62),
+        default=1234,
+        metavar="N",
+        help="of heads, order and dropout",
+    )
+    setting = "override one field of the recipe, e.g. --set dropout.hidden=0; repeatable"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
+    steps = "end after N optimizer steps; the learning-rate schedule stays that of all epochs"
+    add("--steps", type=arguments.whole(), metavar="N", help=steps)
+    add_run_arguments(parser)
+    return parser
+
+
+def field_help(model: type[Task], name: str) -> str:
+    return (model.model_fields[name].description or "").replace("%", "%%")
+
+
+def positive(text: str) -> float:
+    """A number above 0, for `add_argument(type=...)`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 10**6:
+        raise argparse.ArgumentTypeError(f"{text[:40]}: give a number above 0")
+    return value
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    launch(args, Finetuning())
+
+
+class Finetuning:
+    """A task's examples, and the scores of the trained model."""
+
+    def __init__(self) -> None:
+        self._corpus: TaskCorpus | None = None
+        self._scores: tuple[TaskScore, ...] = ()
+
+    def checked_job(self, args: argparse.Namespace) -> tuple[Job, Facts]:
+        """Reads and tokenizes the task's files, whose number decides the steps."""
+        from data.tasks import corpus
+        from launch.evaluation.finetuning_recipe import cut_to, recipe_of
+        from launch.machine import abilities
+        from launch.training import initial_weights
+
+        machine = abilities.detect_machine(args.emulate_fp16)
+        described = initial_weights.encoder_in(args.init)
+        of = (wishes(args), described.model_values, initial_weights.vocabulary_of(args.init), machine)
+        first = recipe_of(*of)
+        corpus.check(first)
+        self._corpus = corpus.build(first, say_on_rank_0)
+        original = recipe_of(*of, examples=len(self._corpus.train))  # type: ignore[arg-type]
+        recipe = cut_to(original, args.steps)
+        weights = None if args.from_scratch else args.init
+        return job_of(args, recipe, original, f"finetune/{args.task}", tiny=False, weights=weights)
+
+    def corpus(self, job: Job, meeting: Meeting) -> Corpus:
+        assert self._corpus is not None, "checked_job has made it"
+        return self._corpus
+
+    def after_training(self, run: TrainingRun) -> None:
+        from launch.evaluation.finetuning_predictions import predict
+        from launch.machine.watchdog import Phase
+
+        assert self._corpus is not None, "checked_job has made it"
+        run.watchdog.enter(Phase.VALIDATING)
+        self._scores = predict(run, self._corpus)
+
+    def outcome(self, job: Job, directory: RunDirectory, corpus: Corpus) -> dict[str, Any]:
+        return {"task_scores": self._scores}
+
+
+def wishes(args: argparse.Namespace) -> Wishes:
+    from launch.evaluation.finetuning_recipe import Wishes
+
+    files = {split: getattr(args, split) for split in SPLITS if getattr(args, split)}
+    named = ("task", "sequence_length", "epochs", "batch", "lr", "seed")
+    return Wishes(files=files, settings=tuple(args.set), **{name: getattr(args, name) for name in named})
+
+
+if __name__ == "__main__":
+    ends.run(main)

@@ -1,0 +1,127 @@
+"""Heads for tasks give what `transformers`' models of the same weights give, padded and as a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch.testing import assert_close
+
+from launch.training.build_model import whole_model
+from modeling import cost
+from modeling.families import meta_parameters
+from modeling.huggingface.bert import CONVERSION, config, from_transformers
+from modeling.unpadding import row_of
+from recipes.schema import Recipe
+
+LENGTHS = torch.tensor([16, 9, 1])
+REAL = torch.arange(16) < LENGTHS[:, None]
+KINDS = [
+    ("classification", "post", 3, "BertForSequenceClassification"),
+    ("classification", "pre", 2, "MegatronBertForSequenceClassification"),
+    ("choice", "post", 3, "BertForMultipleChoice"),
+    ("span", "post", 2, "BertForQuestionAnswering"),
+    ("span", "pre", 2, "MegatronBertForQuestionAnswering"),
+]
+every_kind = pytest.mark.parametrize(("head", "layer_norm", "classes", "kind"), KINDS)
+
+
+def recipe(head: str, layer_norm: str, classes: int) -> Recipe:
+    shape = dict(layers=2, hidden=32, heads=4, vocab_size=83, layer_norm=layer_norm)
+    return Recipe.model_validate(dict(
+        title="test", sequence_length=16, steps=10, batch={"global": 4}, optimizer={"lr": 1e-3},
+        model=dict(family="bert", task_head=head, head_classes=classes, **shape),
+        data={"tokenizer": {"kind": "trained_wordpiece"}},
+    ))  # fmt: skip
+
+
+def theirs(wanted: Recipe) -> transformers.PreTrainedModel:
+    """Of the class with this head; every weight, biases and norms too, is far from its initial value."""
+    torch.manual_seed(3)
+    settings = config(wanted.model, positions=wanted.sequence_length)
+    model = CONVERSION.model_class(wanted.model)(settings).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def random_input() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(83, (3, 16), generator=generator), torch.randint(2, (3, 16), generator=generator)
+
+
+def outcomes(wanted: Recipe, model: transformers.PreTrainedModel):
+    """(our padded logits, those of a row, theirs, our padded arguments) of three samples."""
+    head = wanted.model.task_head
+    ours = whole_model(wanted, from_transformers(model.state_dict(), wanted.model))
+    tokens, types = random_input()
+    indices, row = row_of(LENGTHS, 16)
+    given = dict(input_ids=tokens, attention_mask=REAL.long(), token_type_ids=types)
+    if head == "choice":
+        given = {name: value[None] for name, value in given.items()}
+    with torch.no_grad():
+        padded = ours(tokens, types, LENGTHS)
+        in_a_row = ours(*(each.flatten()[indices][None] for each in (tokens, types)), row)
+        done = model(**given)
+    expected = torch.stack([done.start_logits, done.end_logits], -1) if head == "span" else done.logits
+    return ours, padded, in_a_row, expected, (tokens, types, LENGTHS)
+
+
+@every_kind
+def test_logits_are_those_of_transformers(head, layer_norm, classes, kind):
+    wanted = recipe(head, layer_norm, classes)
+    assert CONVERSION.class_name(wanted.model) == kind
+    _, padded, in_a_row, expected, _ = outcomes(wanted, theirs(wanted))
+    real = REAL if head == "span" else ...
+    assert_close(padded[real], expected[real], atol=2e-5, rtol=1e-5)
+    assert_close(in_a_row[real], expected[real], atol=2e-5, rtol=1e-5)
+    if head == "span":
+        assert bool((padded[~REAL] == float("-inf")).all())
+
+
+@every_kind
+def test_losses_are_those_of_transformers(head, layer_norm, classes, kind):
+    """Of spans where nothing is padded: our softmax leaves padding out."""
+    wanted = recipe(head, layer_norm, classes)
+    model = theirs(wanted)
+    ours = whole_model(wanted, from_transformers(model.state_dict(), wanted.model))
+    tokens, types = random_input()
+    given = dict(input_ids=tokens, token_type_ids=types)
+    labels = torch.tensor([1]) if head == "choice" else torch.tensor([1, 0, classes - 1])
+    if head == "choice":
+        given = {name: value[None] for name, value in given.items()}
+    if head == "span":
+        starts, ends = torch.tensor([3, 0, 7]), torch.tensor([5, 0, 15])
+        expected = model(**given, start_positions=starts, end_positions=ends).loss
+        targets = starts, ends, torch.full((3,), 1 / 3)
+    else:
+        expected, targets = (
+            model(**given, labels=labels).loss,
+            (labels, torch.full((len(labels),), 1 / len(labels))),
+        )
+    loss, _ = ours(tokens, types, None, *targets)
+    assert_close(loss, expected)
+    loss.backward(), expected.backward()
+    own = next(p for name, p in ours.named_parameters() if name.endswith("embedding.position"))
+    assert_close(own.grad, model.base_model.embeddings.position_embeddings.weight.grad)
+
+
+@every_kind
+def test_the_round_trip_is_exact_and_counts_are_right(head, layer_norm, classes, kind):
+    wanted = recipe(head, layer_norm, classes)
+    state = theirs(wanted).state_dict()
+    weights = from_transformers(state, wanted.model)
+    assert set(weights) == set(meta_parameters(wanted))
+    again = CONVERSION.to_transformers(weights, wanted.model)
+    assert all(torch.equal(again[name], state[name]) for name in again)
+    assert cost.parameters(wanted.model, 16) == sum(p.numel() for p in meta_parameters(wanted).values())
+
+
+def test_accuracy_counts_right_answers():
+    wanted = recipe("classification", "post", 3)
+    ours, padded, *_, given = outcomes(wanted, theirs(wanted))
+    best = padded.argmax(-1)
+    labels, weights = torch.stack([best[0], best[1], (best[2] + 1) % 3]), torch.full((3,), 1 / 3)
+    _, parts = ours(*given, labels, weights)
+    assert_close(parts, torch.tensor([2 / 3]))

@@ -1,0 +1,65 @@
+"""Fine-tunes cases one after the other and keeps losses, scores and logits of each.
+
+finetuning.py OUT CASES.json      a list; of each case: name, task, init, files, settings, ds_config, steps
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from launch.console import quiet
+from launch.machine import abilities, ending, processes
+
+quiet.quiet_libraries()
+MACHINE = abilities.detect_machine(emulated_fp16=False)
+
+from data.tasks.corpus import build  # noqa: E402  (after the accelerator is chosen)
+from ds_configs.resolver import resolve  # noqa: E402
+from launch.evaluation.finetuning_predictions import predict  # noqa: E402
+from launch.evaluation.finetuning_recipe import Wishes, cut_to, recipe_of  # noqa: E402
+from launch.runs.recorder import Silence  # noqa: E402
+from launch.training import initial_weights  # noqa: E402
+from launch.training.job import Job  # noqa: E402
+from launch.training.loop import train  # noqa: E402
+from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
+
+
+class Records(Silence):
+    """Losses of steps and of validations."""
+
+    def __init__(self):
+        self.losses, self.validations = [], []
+
+    def step(self, step, outcome, seconds, waited, ranks=None):
+        self.losses.append(outcome.loss)
+
+    def validation(self, step, outcome, kind="validation"):
+        self.validations.append([outcome.loss, outcome.parts["accuracy"]])
+
+
+def finetune(out: Path, case: dict) -> None:
+    init = case["init"]
+    wishes = Wishes(
+        case["task"], case["files"], settings=case["settings"], batch=8, lr=1e-3, sequence_length=32
+    )
+    given = initial_weights.encoder_in(init).model_values, initial_weights.vocabulary_of(init), MACHINE
+    corpus = build(recipe_of(wishes, *given), say=lambda text: None)
+    recipe = cut_to(recipe_of(wishes, *given, examples=len(corpus.train)), case["steps"])
+    plan, records = resolve(recipe, case["ds_config"], processes.world_size(), MACHINE), Records()
+    directory, scores = out / case["name"], []
+    grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
+    job = Job(plan, case["name"], directory, initial_weights=init)
+    train(job, records, corpus, grid, after=lambda run: scores.extend(predict(run, corpus)))
+    if processes.rank() == 0:
+        reported = vars(records) | {"scores": {each.split: each.metrics for each in scores}}
+        (directory / "reported.json").write_text(json.dumps(reported))
+
+
+if __name__ == "__main__":
+    with ending.clean_exit():
+        processes.start_processes()
+        for case in json.loads(Path(sys.argv[2]).read_text()):
+            with processes.temporary_groups():
+                finetune(Path(sys.argv[1]), case)
