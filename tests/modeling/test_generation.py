@@ -104,6 +104,15 @@ def test_padding_before_shorter_samples_changes_nothing(model):
                 text, padding = text[kept], padding[kept]
 
 
+def test_every_column_sees_something():
+    """Padding too: not every kernel of attention weighs nothing by 0."""
+    past = Past(torch.tensor([0, 3]), 8, LAYERS)
+    for window in (None, 2):
+        seen = past.mask(5, window)
+        assert seen.shape == (2, 1, 5, 5) and seen.any(-1).all()
+        assert not seen[1, 0, 4, :3].any() and seen[0, 0, 4, 3:].all()
+
+
 def test_the_most_likely_are_taken(model):
     (found,) = texts(model, PROMPTS[:1], 6)
     logits = whole(model, [*PROMPTS[0], *found.tokens])
