@@ -1,6 +1,6 @@
 """Scores one model under several layouts, in one launch.
 
-scoring_layouts.py JOBS.json     run, texts (a .jsonl), out, cases: name, ds_config, settings, batch, precision
+scoring_layouts.py JOBS.json     run, texts (.jsonl), out, cases (name, ds_config, settings, batch, precision)
 
 Leaves the figures and the score of every window of each case in `out`, by the case's name.
 """

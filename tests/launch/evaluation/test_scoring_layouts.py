@@ -62,4 +62,4 @@ def test_bf16_scores_alike_under_every_layout_and_unlike_fp32(name, found):
 def test_the_model_is_neither_always_right_nor_always_wrong(found):
     """Otherwise the layouts would agree in nothing that can differ."""
     scored = found["one"]["perplexity"]
-    assert 0 < sum(scored["right"]) and len({round(nll, 3) for nll in scored["nll"]}) > 3
+    assert sum(scored["right"]) > 0 and len({round(nll, 3) for nll in scored["nll"]}) > 3
