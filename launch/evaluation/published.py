@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from data.tasks.task_data import TaskName
 
 MEGATRON = "Shoeybi et al. 2019, arXiv 1909.08053, table 5"
-# Appendix E.2 against the README of Megatron-LM: which text it is cannot be told from them.
-MEGATRON_LAMBADA = f'{MEGATRON}; on "raw, unprocessed" text by the paper, a detokenized one by its repository'
+# In the words of appendix E.2; Megatron-LM's README calls it a detokenized, processed version.
+MEGATRON_LAMBADA = f'{MEGATRON}, on "raw, unprocessed" text'
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -146,12 +147,14 @@ def test_what_cannot_be_scored_is_refused_before_a_start(made, tmp_path):
     both = refusal(run_directory, Asked("perplexity", "openai", texts, window=4096, stride=5000))
     assert "--window 4096" in both and "--stride 5000" in both
     assert "no such file" in refusal(run_directory, Asked("lambada", "openai", str(tmp_path / "none")))
-    assert "--stride with --task lambada" in refusal(
-        run_directory, Asked("lambada", "openai", texts, stride=3)
-    )
+    said = refusal(run_directory, replace(asked, stride=3))
+    assert "--stride with --task lambada" in said
     assert "hidden" in refusal(run_directory, asked, "model.hidden=32")
 
 
-def test_what_other_flags_decide_is_no_setting(made):
-    said = score(made / "run", "--task", "perplexity", "--set", "precision=bf16", code=2)
-    assert "--precision decides it" in said
+def test_what_flags_and_weights_decide_is_no_setting(made):
+    settings = ("precision=bf16", "optimizer.lr=1", "model.implementation=transformers")
+    chosen = [part for setting in settings for part in ("--set", setting)]
+    said = score(made / "run", "--task", "perplexity", *chosen, code=2)
+    assert "--precision decides it" in said and "the weights decide it" in said
+    assert "nothing is trained here" in said
