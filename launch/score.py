@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from launch.evaluation.scored_model import ScoredModel
     from launch.evaluation.tasks import Asked
 
+# Sections of a recipe that other flags decide, and those that score nothing.
+BY_FLAGS = {"precision": "--precision", "batch": "--batch", "ds_config": "--ds_config"}
+FOR_TRAINING = ("dropout", "activation_checkpointing", "optimizer", "schedule", "steps", "init_std")
+
 EXAMPLES = """\
 examples:
   python launch/score.py runs/default-sotu-zero3_offload --task perplexity
@@ -138,14 +142,17 @@ def checked_job(args: Namespace) -> ScoringJob:
 
 
 def check_settings(settings: list[str]) -> None:
-    """Refuse --set of what other flags decide. Raises ProblemsError."""
-    decided = {"precision": "--precision", "batch": "--batch", "ds_config": "--ds_config"}
-    found = [(setting, setting.partition("=")[0].partition(".")[0].strip()) for setting in settings]
-    problems = [
-        Problem(key, f"--set {setting}", f"{decided[key]} decides it", f"give {decided[key]}")
-        for setting, key in found
-        if key in decided
-    ]
+    """Refuse --set of what flags or the weights decide, and of what is for training. Raises ProblemsError."""
+    problems = []
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        section = key.partition(".")[0]
+        if flag := BY_FLAGS.get(section):
+            problems.append(Problem(key, f"--set {setting}", f"{flag} decides it", f"give {flag}"))
+        elif section in FOR_TRAINING:
+            problems.append(Problem(key, f"--set {setting}", "nothing is trained here", "leave it out"))
+        elif section == "model" and key != "model.vocab_divisible_by":
+            problems.append(Problem(key, f"--set {setting}", "the weights decide it", "leave it out"))
     if problems:
         raise ProblemsError(problems)
 

@@ -7,15 +7,21 @@ from dataclasses import dataclass
 from data.tasks.task_data import TaskName
 
 MEGATRON = "Shoeybi et al. 2019, arXiv 1909.08053, table 5"
+# In the words of appendix E.2; Megatron-LM's README calls it a detokenized, processed version.
+MEGATRON_LAMBADA = f'{MEGATRON}, on "raw, unprocessed" text'
 
 
 @dataclass(frozen=True)
 class PublishedScore:
-    """A figure as printed. `figure`: its name in `figures`; a share of 1 where it is printed in percent."""
+    """A figure as printed.
+
+    Attributes:
+        figure: its name in `figures`.
+        value: a share of 1 where it is printed in percent.
+    """
 
     model: str
     task: TaskName
-    variant: str
     figure: str
     value: float
     printed: str
@@ -23,11 +29,11 @@ class PublishedScore:
 
 
 def _megatron(model: str, perplexity: str, accuracy: str) -> tuple[PublishedScore, ...]:
-    """WikiText-103 perplexity, and LAMBADA accuracy in percent on OpenAI's text."""
+    """WikiText-103 perplexity, and LAMBADA accuracy in percent."""
     return (
-        PublishedScore(model, "wikitext103", "", "perplexity", float(perplexity), perplexity),
+        PublishedScore(model, "wikitext103", "perplexity", float(perplexity), perplexity),
         PublishedScore(
-            model, "lambada", "openai", "accuracy", round(float(accuracy) / 100, 6), f"{accuracy} %"
+            model, "lambada", "accuracy", round(float(accuracy) / 100, 6), f"{accuracy} %", MEGATRON_LAMBADA
         ),
     )
 
@@ -40,6 +46,6 @@ PUBLISHED: tuple[PublishedScore, ...] = (
 )
 
 
-def published_next_to(task: str, variant: str) -> tuple[PublishedScore, ...]:
-    """Those of the same task in the same form."""
-    return tuple(each for each in PUBLISHED if (each.task, each.variant) == (task, variant))
+def published_next_to(task: str) -> tuple[PublishedScore, ...]:
+    """Those of the same task."""
+    return tuple(each for each in PUBLISHED if each.task == task)

@@ -14,6 +14,7 @@ from launch.console.numbers import number
 from launch.console.text_table import aligned, table
 from launch.evaluation.published import published_next_to
 from recipes import files
+from recipes.problems import some
 
 SCORES = "scores.json"  # in the directory of a run
 SHOWN_BROKEN = 3
@@ -88,7 +89,7 @@ _SCORES = TypeAdapter(tuple[Score, ...])
 
 def to_json(score: Score) -> str:
     """The score with the published ones of its task."""
-    beside = [asdict(each) for each in published_next_to(score.task, score.variant)]
+    beside = [asdict(each) for each in published_next_to(score.task)]
     return json.dumps({**asdict(score), "published": beside}, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -98,6 +99,9 @@ def read_scores(run: Path) -> tuple[Score, ...]:
     if not path.exists():
         return ()
     found: tuple[Score, ...] = files.checked(_SCORES, files.read_json_object(path).get("scores"), path)
+    for score in found:
+        if not score.figures or not score.figures.keys() <= WORDS.keys():
+            files.refuse(path, f"has figures {some(list(score.figures))}", f"there are {some(list(WORDS))}")
     return found
 
 
@@ -119,7 +123,7 @@ def figure_text(name: str, value: float) -> str:
 def describe(score: Score, width: int | None = None) -> str:
     """Figures and facts in two columns, then the published figures of the task."""
     lines = aligned(_lines(score), width=width)
-    beside = published_next_to(score.task, score.variant)
+    beside = published_next_to(score.task)
     if not beside:
         return lines
     (figure,) = {each.figure for each in beside}

@@ -16,6 +16,7 @@ from launch.reports.drawing import Figure
 from launch.reports.entries import Column, Entry, Scale, entries_of, measured_columns
 from launch.reports.remarks import Remarks, split_remarks
 from launch.reports.runs import Run
+from launch.reports.scores import ScoreLine, score_lines
 from launch.reports.tables import Published, Row, Tables
 from recipes.plural import counted
 from recipes.problems import ProblemsError
@@ -78,7 +79,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report. `problems`: what could not be read; `notes`: what was left out, and why."""
+    """A whole report. `problems`: what could not be read; `notes`: what was left out, and why.
+
+    `scores`: of the runs and published ones; empty where no run was scored.
+    """
 
     title: str
     made: str
@@ -87,6 +91,7 @@ class Document:
     comparison_figures: list[Figure]
     problems: list[str]
     notes: list[str]
+    scores: list[ScoreLine]
 
 
 def assemble(
@@ -137,7 +142,9 @@ def assemble(
     else:
         title = "Published and measured" + (f": {sections[0].table.title}" if len(sections) == 1 else "")
     made, plots = time.strftime("%Y-%m-%d %H:%M %Z"), _comparison_figures(comparison) if comparison else []
-    return Document(title, made, sections, comparison, plots, list(dict.fromkeys(problems)), notes)
+    return Document(
+        title, made, sections, comparison, plots, list(dict.fromkeys(problems)), notes, score_lines(shown)
+    )
 
 
 def _elsewhere(runs: Sequence[Run]) -> Published:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from launch.reports import scores
 from launch.reports.beside import EXPLAINED, HEADINGS
 from launch.reports.comparison import Comparison
 from launch.reports.document import Document, Section
@@ -27,6 +28,9 @@ def write(document: Document) -> str:
         blocks += ["**Could not be read**", bullets(document.problems)]
     blocks.append(bullets(document.notes))
     blocks += _comparison(document.comparison) if document.comparison else []
+    if document.scores:
+        lines = ([*map(text, line.cells)] for line in document.scores)
+        blocks += ["## Scores", table(scores.HEADINGS, lines)]
     blocks += [block for section in document.sections for block in _section(section)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ds_configs.plan import Plan
+from launch.evaluation.result import Score, read_scores
 from launch.machine import out_of_memory
 from launch.planning.deviations import Deviation
 from launch.runs.directory import Launch, RunDirectory
@@ -32,6 +33,7 @@ class Run:
         plan, launch: of the newest launch; None: cannot be read.
         training, validation: (step, nats) of what is finite, of the loss's `part` that is per token.
         seconds: (step, seconds of wall time).
+        scores: what launch/score.py has kept of it.
     """
 
     path: Path
@@ -45,6 +47,7 @@ class Run:
     validation: Points
     seconds: Points
     problems: tuple[str, ...]
+    scores: tuple[Score, ...] = ()
 
     @property
     def tiny(self) -> bool:
@@ -116,7 +119,8 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     training, validation = ([(float(step), value) for step, value in each] for each in curves)
     seconds = [(float(step.step), step.seconds) for step in records.steps if step.seconds > 0]
     points = (training, validation, seconds)
-    return Run(path, label, name, result, plan, launch, part, *points, tuple(problems))
+    scores = _read(lambda: read_scores(path), problems) or ()
+    return Run(path, label, name, result, plan, launch, part, *points, tuple(problems), scores)
 
 
 def _continued(records: Records, result: Result) -> bool:

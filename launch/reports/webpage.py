@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from launch.console.numbers import number
-from launch.reports import beside
+from launch.reports import beside, scores
 from launch.reports.document import Document
 
 FOLDER = Path(__file__).resolve().parent
@@ -32,7 +32,12 @@ def write(document: Document) -> str:
     style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
     page = environment.get_template("page.html")
     return page.render(
-        document=document, marker=Markup(MARKER), style=style, status_classes=STATUS_CLASSES, beside=beside
+        document=document,
+        marker=Markup(MARKER),
+        style=style,
+        status_classes=STATUS_CLASSES,
+        beside=beside,
+        scores=scores,
     )
 
 

@@ -57,6 +57,7 @@ class Started(BaseException):
 WORK = {
     "pretrain": ["launch.machine.ending:clean_exit"],
     "doctor": ["launch.doctor:text", "launch.doctor:asdict"],  # where it has checked, and tells
+    "score": ["launch.machine.ending:clean_exit"],
     "compare_layouts": ["launch.compare_layouts:run_cases"],
     "plan": [
         "launch.tables.predicting.validation:validate",

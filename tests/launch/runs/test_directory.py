@@ -20,7 +20,7 @@ from ds_configs.plan import Plan
 from launch.runs.admission import Kept, RunDirectoryError, admit
 from launch.runs.directory import RunDirectory, default_path
 from launch.runs.metrics import SaveRecord, read_metrics, to_line
-from launch.starting import launch
+from launch.starting.launch import Facts, open_run_directory
 from launch.training.job import Job
 from recipes import catalog
 from recipes.layout import Layout
@@ -118,11 +118,11 @@ def test_steps_are_not_overwritten_without_resume(tmp_path):
 def test_a_launch_forgets_the_errors_of_the_last_and_a_refused_one_does_not(tmp_path):
     add_steps(create(tmp_path, plan()))
     (tmp_path / "error-rank-3.txt").write_text("torch.OutOfMemoryError: CUDA out of memory.")
-    job, facts = Job(plan(), "default/small", tmp_path), launch.Facts(recipe(), False, False)
+    job, facts = Job(plan(), "default/small", tmp_path), Facts(recipe(), False, False)
     with pytest.raises(RunDirectoryError):
-        launch.open_run_directory(job, facts)
+        open_run_directory(job, facts)
     assert (tmp_path / "error-rank-3.txt").exists()
-    launch.open_run_directory(dataclasses.replace(job, resume=True), facts).close()
+    open_run_directory(dataclasses.replace(job, resume=True), facts).close()
     assert not (tmp_path / "error-rank-3.txt").exists()
 
 

@@ -1,0 +1,160 @@
+"""The command: figures next to those of transformers, what is kept, and what is refused before a start."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from launching import ROOT, run
+from scored import PASSAGES, make_run, tokenizer_of, write_passages
+from transformers import GPT2LMHeadModel
+
+from launch import export_hf, report
+from launch.evaluation.figures import figures
+from launch.evaluation.result import read_scores
+from launch.evaluation.scored_model import Wishes, open_model
+from launch.evaluation.tasks import Asked
+from recipes.problems import ProblemsError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run, its export, and passages, in one directory."""
+    folder = tmp_path_factory.mktemp("score")
+    make_run(folder / "run")
+    export_hf.export(folder / "run", folder / "hf")
+    write_passages(folder / "texts.jsonl")
+    return folder
+
+
+def score(*arguments, code=0):
+    done = run([sys.executable, str(ROOT / "launch" / "score.py"), *map(str, arguments)], timeout=120)
+    assert done.returncode == code, done.stdout
+    return done.stdout
+
+
+def losses(model, tokenizer, before, after):
+    """Of the tokens of `after`, by transformers, and whether each is the likeliest."""
+    tokens = torch.tensor([[*before, *after]])
+    with torch.no_grad():
+        logits = model(tokens).logits[0, len(before) - 1 : -1].double()
+    wanted = torch.tensor(after)
+    return torch.log_softmax(logits, -1)[range(len(after)), wanted].neg(), logits.argmax(-1) == wanted
+
+
+def test_scores_of_documents_are_those_of_transformers(made):
+    """Windows as long as the positions: what follows the first 64 tokens sees what stands before it."""
+    model, run_model = GPT2LMHeadModel.from_pretrained(made / "hf").eval(), made / "run"
+    tokenizer = tokenizer_of(PASSAGES, model.config.vocab_size)
+    out = made / "documents.json"
+    score(run_model, "--task", "perplexity", "--data", made / "texts.jsonl", "--stride", 5, "--window", 16,
+          "--out", out)  # fmt: skip
+    nll, right, tokens = [], 0, 0
+    for text in PASSAGES:
+        whole = [tokenizer.eos_token_id, *tokenizer.encode(text)]
+        ends = sorted({*range(17, len(whole), 5), len(whole)})
+        for first, last in zip([1, *ends], ends, strict=False):
+            found, hits = losses(model, tokenizer, whole[max(0, last - 17) : first], whole[first:last])
+            nll += found.tolist()
+            right, tokens = right + int(hits.sum()), tokens + last - first
+    kept = json.loads(out.read_text())
+    assert kept["tokens"] == tokens == len(nll)
+    assert kept["figures"]["loss_per_token"] == pytest.approx(math.fsum(nll) / tokens, rel=1e-6)
+    assert kept["figures"]["accuracy_per_token"] == right / tokens
+    words, size = sum(len(t.split()) for t in PASSAGES), sum(len(t.encode()) for t in PASSAGES)
+    assert kept["figures"]["perplexity_per_word"] == pytest.approx(math.exp(math.fsum(nll) / words), rel=1e-6)
+    assert kept["figures"]["bits_per_byte"] == pytest.approx(math.fsum(nll) / size / math.log(2), rel=1e-6)
+
+
+def test_lambada_of_a_run_and_of_its_export_is_that_of_transformers(made):
+    model = GPT2LMHeadModel.from_pretrained(made / "hf").eval()
+    tokenizer = tokenizer_of(PASSAGES, model.config.vocab_size)
+    found = []
+    for text in PASSAGES:
+        before, word = text.rsplit(" ", 1)
+        found.append(losses(model, tokenizer, tokenizer.encode(before), tokenizer.encode(f" {word}")))
+    nll = [math.fsum(each.tolist()) for each, _ in found]
+    texts = made / "texts.jsonl"
+    for directory in (made / "run", made / "run" / "checkpoints" / "step-000004", made / "hf"):
+        out = made / f"lambada-{directory.name}.json"
+        said = score(directory, "--task", "lambada", "--variant", "openai", "--data", texts, "--out", out)
+        assert "66.51 %" in said and "lambada (openai)" in said
+        kept = json.loads(out.read_text())["figures"]
+        assert kept["perplexity_of_last_word"] == pytest.approx(math.exp(math.fsum(nll) / len(nll)), rel=1e-6)
+        assert kept["accuracy"] == sum(bool(hits.all()) for _, hits in found) / len(found)
+        assert kept["accuracy_of_last_token"] == sum(bool(hits[-1]) for _, hits in found) / len(found)
+
+
+def test_scores_are_kept_with_the_run_and_stand_in_its_report(made, tmp_path):
+    run_directory = tmp_path / "run"
+    shutil.copytree(made / "run", run_directory)
+    (run_directory / "scores.json").unlink(missing_ok=True)
+    text = tmp_path / "wiki.raw"
+    text.write_text("".join(f" {each} . \n" for each in PASSAGES))
+    wiki = (run_directory, "--task", "wikitext103", "--data", text)
+    assert "tokens per original token" in score(*wiki)
+    score(*wiki, "--batch", 3)  # the same score once more
+    score(*wiki, "--limit", 1)
+    kept = read_scores(run_directory)
+    assert [(each.limited, each.stride, each.batch) for each in kept] == [(False, 32, 3), (True, 32, 8)]
+    assert report.main([str(run_directory), "--out", str(tmp_path / "report")]) in (0, 1)
+    for name in ("report.md", "report.html"):
+        page = (tmp_path / "report" / name).read_text()
+        assert "10.81" in page and "19.31" in page and "wikitext103" in page, name
+    (run_directory / "scores.json").write_text('{"scores": [{}]}')
+    assert report.main([str(run_directory), "--out", str(tmp_path / "report")]) == 1
+
+
+def test_a_right_word_counts_whole():
+    """A word of two tokens is right where both are; its last token alone counts apart."""
+    from data.tasks.task_data import TaskData
+    from data.tasks.windows import Window
+    from launch.evaluation.scoring import WindowScore
+
+    windows = tuple(Window(torch.arange(5).numpy(), counted) for counted in (2, 2, 1, 1))
+    data = TaskData("lambada", "openai", "x", windows, None, 4)
+    scores = [WindowScore(2.0, 2, True), WindowScore(3.0, 1, True), WindowScore(0.5, 0, False)]
+    found = figures(data, [*scores, WindowScore(0.5, 1, True)])
+    assert found["accuracy"] == 0.5 and found["accuracy_of_last_token"] == 0.75
+    assert found["perplexity_of_last_word"] == pytest.approx(math.exp(1.5))
+    assert found["perplexity_per_token"] == pytest.approx(math.e)
+
+
+def refusal(model, asked, *settings, tokenizer=None):
+    with pytest.raises(ProblemsError) as refused:
+        opened = open_model(str(model), Wishes("fp32", 2, 1, settings, tokenizer))
+        asked.check(opened)
+    return str(refused.value)
+
+
+def test_what_cannot_be_scored_is_refused_before_a_start(made, tmp_path):
+    texts = str(made / "texts.jsonl")
+    asked, run_directory = Asked("lambada", "openai", texts), made / "run"
+    make_run(tmp_path / "bert", family="bert/sotu")
+    assert "is a BERT" in refusal(tmp_path / "bert", asked)
+    shutil.copytree(run_directory, tmp_path / "unsaved", ignore=shutil.ignore_patterns("checkpoints"))
+    assert "holds no checkpoint" in refusal(tmp_path / "unsaved", asked)
+    said = refusal(tmp_path / "missing", asked)
+    assert said.startswith(str(tmp_path / "missing")) and "--init_from" not in said
+    tokenizer_of(PASSAGES, 300).save_pretrained(tmp_path / "small")
+    said = refusal(run_directory, asked, tokenizer=str(tmp_path / "small"))
+    assert "is not the vocabulary" in said or "300 tokens" in said
+    both = refusal(run_directory, Asked("perplexity", "openai", texts, window=4096, stride=5000))
+    assert "--window 4096" in both and "--stride 5000" in both
+    assert "no such file" in refusal(run_directory, Asked("lambada", "openai", str(tmp_path / "none")))
+    said = refusal(run_directory, replace(asked, stride=3))
+    assert "--stride with --task lambada" in said
+    assert "hidden" in refusal(run_directory, asked, "model.hidden=32")
+
+
+def test_what_flags_and_weights_decide_is_no_setting(made):
+    settings = ("precision=bf16", "optimizer.lr=1", "model.implementation=transformers")
+    chosen = [part for setting in settings for part in ("--set", setting)]
+    said = score(made / "run", "--task", "perplexity", *chosen, code=2)
+    assert "--precision decides it" in said and "the weights decide it" in said
+    assert "nothing is trained here" in said
