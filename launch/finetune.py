@@ -195,10 +195,8 @@ class Finetuning:
 
     def after_training(self, run: TrainingRun) -> None:
         from launch.evaluation.finetuning_predictions import predict
-        from launch.machine.watchdog import Phase
 
         assert self._corpus is not None, "checked_job has made it"
-        run.watchdog.enter(Phase.VALIDATING)
         self._scores = predict(run, self._corpus)
 
     def outcome(self, job: Job, directory: RunDirectory, corpus: Corpus) -> dict[str, Any]:

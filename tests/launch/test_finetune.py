@@ -154,7 +154,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(folder, tmp_path):
     refused(folder, 'is a model of type "gpt2": heads for tasks stand on a BERT', "--init", tmp_path / "gpt2")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("title: x\n")
-    refused(folder, "is a run without a checkpoint", "--init", tmp_path / "run")
+    refused(folder, "holds no checkpoint", "--init", tmp_path / "run")
     other = save_bert(tmp_path / "other")
     (other / "vocab.txt").write_text("\n".join(VOCABULARY[:-2]) + "\n")
     refused(folder, f"model.vocab_size={len(VOCABULARY)}, but the file vocabulary", "--init", other)
