@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.console import arguments, ends
 from launch.machine.meeting import Meeting
 from launch.starting.launch import Facts, add_run_arguments, job_of, launch, say_on_rank_0
 from launch.training.job import Job
+from recipes.problems import Problem, ProblemsError
 from recipes.schema import Task
 from recipes.tasks import TASKS
 
@@ -36,6 +40,9 @@ examples:
       the control: the same shape and vocabulary, weights drawn at random
   torchrun --nproc_per_node 4 launch/finetune.py --task mnli --init RUN --ds_config zero3 --set parallel.tp=2
       any layout: tensor and pipeline parallelism, ZeRO 0 to 3, offload
+  python launch/finetune.py --task squad1 --init RUN --grid --seeds 5 --ensemble --out runs/squad
+      RoBERTa's procedure: a grid over batch and rate, five seeds of the best, their median and ensemble; the
+      same command goes on where it was interrupted
   python launch/finetune.py --task sst2 --init RUN --lr 1e-5 --epochs 10 --set dropout.attention=0 --plan
       the resolved plan of it, with settings of the recipe changed; nothing is started
 
@@ -74,6 +81,17 @@ def build_parser() -> argparse.ArgumentParser:
     steps = "end after N optimizer steps; the learning-rate schedule stays that of all epochs"
     add("--steps", type=arguments.whole(), metavar="N", help=steps)
     add_run_arguments(parser)
+    several = parser.add_argument_group("several runs, each a process of its own below --out").add_argument
+    seeds = "train with N seeds from --seed on, and report the median; those that are finished are kept"
+    several("--seeds", type=arguments.whole(1, 1000), metavar="N", help=seeds)
+    tried = "before, try batches of 16 and 32 with rates of 1e-5, 2e-5 and 3e-5, and take the best by dev"
+    several("--grid", action="store_true", help=tried)
+    together = "score the mean of the probabilities of all seeds, too"
+    several("--ensemble", action="store_true", help=together)
+    ranks = "processes of each run (default: 1)"
+    several("--ranks", type=arguments.whole(1, 10**4), default=1, metavar="N", help=ranks)
+    beside = "runs at once (default: as many as the accelerators carry, and one on a CPU)"
+    several("--side_by_side", type=arguments.whole(1, 1000), metavar="N", help=beside)
     return parser
 
 
@@ -94,7 +112,56 @@ def positive(text: str) -> float:
 
 def main() -> None:
     args = build_parser().parse_args()
-    launch(args, Finetuning())
+    if args.seeds or args.grid or args.ensemble:
+        several_runs(args)
+    else:
+        launch(args, Finetuning())
+
+
+def several_runs(args: argparse.Namespace) -> None:
+    """Grid, seeds, median and ensemble. Ends with code 2 where the first run would be refused."""
+    from launch.console import output, quiet, terminal
+    from launch.evaluation import finetuning_runs as runs
+    from launch.machine import abilities, ending, processes
+
+    quiet.quiet_libraries()
+    facts = TASKS[args.task]
+    try:
+        if processes.launched():
+            fix = f"start it as python launch/finetune.py, with --ranks {processes.world_size()}"
+            came, rule = "--seeds, --grid or --ensemble under a launcher", "each run starts its own processes"
+            raise ProblemsError([Problem("--seeds", came, rule, fix)])
+        out = Path(args.out or f"runs/finetune-{args.task}-seeds")
+        output.directory("--out", str(out))
+        abilities.detect_machine(args.emulate_fp16)
+        devices = runs.shared_out(processes.device_limit() or 0, args.ranks, args.side_by_side)
+        planned = argparse.Namespace(**{**vars(args), "plan": True, "processes": args.ranks, "out": None})
+        Finetuning().checked_job(planned)
+        made = runs.Runs(out, __file__, passed_on(sys.argv[1:]), args.ranks, devices, facts, terminal.say)
+        first = runs.Trial(args.batch or facts.batch, args.lr or facts.lr, args.seed)
+        summary = runs.procedure(made, first, tried=args.grid, seeds=args.seeds or 1, together=args.ensemble)
+    except ValueError as e:
+        ending.refuse(e)
+    except runs.NoScores as e:
+        ending.explain(e)
+        raise SystemExit(1) from None
+    terminal.say(f"\n{runs.summary_text(summary, facts)}\n\n{out}: summary.json and the runs")
+    if any(row["problem"] for row in summary["seeds"]):
+        raise SystemExit(1)
+
+
+def passed_on(typed: Sequence[str]) -> tuple[str, ...]:
+    """What every run is given: all that was typed but what tells runs apart, and what starts several."""
+    alone, valued = {"--grid", "--ensemble", "--resume"}, {"--seeds", "--ranks", "--side_by_side"}
+    valued |= {"--out", "--batch", "--lr", "--seed"}
+    kept, rest = list[str](), list(typed)
+    while rest:
+        word = rest.pop(0)
+        if word in valued:
+            rest.pop(0)
+        elif word not in alone and word.partition("=")[0] not in valued:
+            kept.append(word)
+    return tuple(kept)
 
 
 class Finetuning:
@@ -128,10 +195,8 @@ class Finetuning:
 
     def after_training(self, run: TrainingRun) -> None:
         from launch.evaluation.finetuning_predictions import predict
-        from launch.machine.watchdog import Phase
 
         assert self._corpus is not None, "checked_job has made it"
-        run.watchdog.enter(Phase.VALIDATING)
         self._scores = predict(run, self._corpus)
 
     def outcome(self, job: Job, directory: RunDirectory, corpus: Corpus) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from launch.machine.meeting import Meeting
 from launch.starting.launch import Facts, add_run_arguments, job_of, launch, say_on_rank_0
 from launch.training.job import Job
 from recipes import catalog
+from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
@@ -87,6 +88,9 @@ class Pretraining:
 def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
     """The job that the flags ask for. Raises ValueError with every problem of recipe and configuration."""
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
+    if recipe.task is not None:
+        fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
+        raise ProblemsError([Problem("task", "a recipe with a task", "pretraining has none", fix)])
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     return job_of(args, recipe, catalog.load(args.recipe), name, tiny=args.tiny, weights=args.init_from)
 

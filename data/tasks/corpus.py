@@ -108,7 +108,7 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
             "vocabulary_digest": vocabulary_digest(tokenizer),
             "train_documents": len(examples["train"].sound),
             "train_tokens": train.total_tokens,
-            "train_tokens_crc32": zlib.crc32(train.checked.tobytes()),
+            "train_tokens_crc32": f"{zlib.crc32(train.checked.tobytes()):08x}",
             "samples_per_epoch": len(train),
             "validation_samples": len(dev["lengths"]),
             "broken_examples": {split: len(each.broken) for split, each in examples.items()},

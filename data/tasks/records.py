@@ -32,7 +32,8 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> list[Located]:
     Raises:
         ProblemsError: it cannot be had, or has no record with the task's fields.
     """
-    key, found = f"--{split}", list(_local(Path(path)) if path else _hub(facts, split))
+    key = f"--{split}"
+    found = list(_local(files.path_of(path, key)) if path else _hub(facts, split))
     where = path or f"{facts.hub[0]} {facts.splits[split]}"
     if not found:
         _refuse(key, where, "holds no records", f"give {KINDS}")
@@ -46,8 +47,12 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> list[Located]:
 
 def check_split(facts: TaskFacts, split: str, path: str) -> None:
     """Look whether a file is there. Raises ProblemsError."""
-    file = Path(path).expanduser()
-    if not file.exists():
+    file = files.path_of(path, f"--{split}")
+    try:
+        there = file.exists()
+    except (OSError, ValueError) as error:  # a name too long, a NUL, no permission
+        _refuse(f"--{split}", repr(path[:100]), f"cannot be read ({error})", f"give {KINDS}")
+    if not there:
         _refuse(f"--{split}", path, "no such file or directory", f"give {KINDS}")
 
 
@@ -56,15 +61,14 @@ def _refuse(key: str, where: str, rule: str, fix: str) -> NoReturn:
 
 
 def _local(path: Path) -> Iterator[Located]:
-    path = path.expanduser()
-    check_split_kind = path.suffix.lower()
+    kind = path.suffix.lower()
     if path.is_dir():
         yield from _saved(path)
-    elif check_split_kind in (".jsonl", ".ndjson"):
+    elif kind in (".jsonl", ".ndjson"):
         yield from _lines(path)
-    elif check_split_kind == ".json":
+    elif kind == ".json":
         yield from _json(path)
-    elif check_split_kind == ".parquet":
+    elif kind == ".parquet":
         yield from _parquet(path)
     else:
         files.refuse(path, "is of no kind that is read here", fix=f"give {KINDS}")

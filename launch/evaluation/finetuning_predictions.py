@@ -21,6 +21,7 @@ from data.tasks.corpus import PredictedSplit, TaskCorpus
 from data.tasks.features import Features
 from data.tasks.predictions import Scored
 from launch.machine.processes import gathered
+from launch.machine.watchdog import Phase
 from launch.runs.result import TaskScore
 from launch.training.run import TrainingRun, held_out_batches
 
@@ -67,6 +68,7 @@ def logits_of(run: TrainingRun, features: Features) -> np.ndarray | None:
         batches = held_out_batches(
             HeldOut(features.take(chunk), features.sequence_length), run.job.plan, run.grid
         )
+        run.watchdog.enter(Phase.VALIDATING)
         with captured(run.engine) as kept:
             run.validate(batches)
         steps, at = len(batches), run.grid.at

@@ -29,7 +29,6 @@ from modeling.huggingface.conversion import Conversion, Logits, Tensors, check_c
 from modeling.lazy_weights import LazyWeights
 from recipes import catalog
 from recipes.files import FileError, is_file, refuse
-from recipes.micro_batch import FIELDS
 from recipes.problems import some
 from recipes.schema import Recipe
 
@@ -197,12 +196,13 @@ class RandomBatch(NamedTuple):
     @staticmethod
     def of(recipe: Recipe) -> RandomBatch:
         """By the recipe's seed."""
-        generator, inputs = torch.Generator().manual_seed(recipe.seed), FIELDS[recipe.model.family].inputs
-        shape = (SAMPLES, min(POSITIONS, recipe.sequence_length))
+        generator, inputs = torch.Generator().manual_seed(recipe.seed), family_of(recipe.model).fields.inputs
+        samples = recipe.model.head_classes if recipe.model.task_head == "choice" else SAMPLES
+        shape = (samples, min(POSITIONS, recipe.sequence_length))
         return RandomBatch(
             torch.randint(recipe.model.vocab_size, shape, generator=generator),
             torch.randint(2, shape, generator=generator) if "token_types" in inputs else None,
-            torch.tensor([shape[1], shape[1] // 2 + 1]) if "lengths" in inputs else None,
+            torch.tensor([shape[1], *[shape[1] // 2 + 1] * (samples - 1)]) if "lengths" in inputs else None,
         )
 
     @property
@@ -217,6 +217,8 @@ def our_logits(recipe: Recipe, weights: Tensors, batch: RandomBatch) -> Logits:
     """From our own model in one process."""
     with torch.no_grad():
         outcome = whole_model(recipe, weights)(*(x for x in batch if x is not None))
+    if recipe.model.task_head != "none":  # of tokens for spans, else of samples
+        return (outcome[batch.mask] if recipe.model.task_head == "span" else outcome,)
     logits, *sentence = outcome if isinstance(outcome, tuple) else (outcome,)
     tokens = logits[..., : recipe.model.vocab_size][batch.mask]
     return (tokens, *(x for x in sentence if x is not None))

@@ -120,15 +120,12 @@ def encoder_in(path: str | Path) -> GivenModel:
 
     Raises ProblemsError where it is none of ours.
     """
-    from launch.checkpoints import checkpoint as checkpoints
     from launch.training import given_tensors
 
     directory, where = Path(path), f"--init {str(path)[:200]}"
     fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
     if problems := list(_no_directory(directory)):
         raise ProblemsError(replace(problem, where=where) for problem in problems)
-    if (directory / "recipe.yaml").exists() and not checkpoints.holds_ours(directory):
-        raise ProblemsError([Problem("--init", "is a run without a checkpoint", "", fix, where=where)])
     saved = given_tensors.saved_in(directory)
     if isinstance(saved, given_tensors.MegatronWeights):
         rule = "weights of Megatron say nothing of their vocabulary"

@@ -187,8 +187,15 @@ def config(
 
 
 def logits(model: Any, tokens: Tensor, token_types: Tensor, mask: Tensor) -> Logits:
-    """Of every token that is not padding, and of the sentence head where the model has one."""
-    outcome = model(tokens, attention_mask=mask.long(), token_type_ids=token_types)
+    """Of every token that is not padding, and of the sentence head where the model has one; or of samples."""
+    given = dict(input_ids=tokens, attention_mask=mask.long(), token_type_ids=token_types)
+    if type(model).__name__.endswith(TASK_CLASSES["choice"]):  # (N, C, S), where our choices are samples
+        given = {name: value[None] for name, value in given.items()}
+    outcome = model(**given)
+    if "start_logits" in outcome:
+        return (torch.stack([outcome.start_logits, outcome.end_logits], -1)[mask],)
+    if "prediction_logits" not in outcome and outcome.logits.dim() == 2:
+        return (outcome.logits,)
     if "prediction_logits" in outcome:
         return outcome.prediction_logits[mask], outcome.seq_relationship_logits
     return (outcome.logits[mask],)
@@ -202,6 +209,12 @@ masked = tokenizer({prompt}, return_tensors="pt")
 guesses = model(**masked).logits.argmax(-1)
 filled = guesses.where(masked.input_ids == tokenizer.mask_token_id, masked.input_ids)
 print(tokenizer.decode(filled[0], skip_special_tokens=True))"""
+_TASK_USAGE = """\
+from transformers import {kind}, AutoTokenizer
+model = {kind}.from_pretrained("{{directory}}")
+tokenizer = AutoTokenizer.from_pretrained("{{directory}}")
+print(model(**tokenizer({{prompt}}, return_tensors="pt")))"""
+TASK_USAGE = {head: _TASK_USAGE.format(kind=f"AutoModel{name}") for head, name in TASK_CLASSES.items()}
 CONVERSION = Conversion(
     class_name, config, name_map, select, why_missing, from_transformers, frozenset(TIED),
     "embedding.position", logits, USAGE,

@@ -56,6 +56,7 @@ class Started(BaseException):
 # Command -> where its work begins, as module:attribute.
 WORK = {
     "pretrain": ["launch.machine.ending:clean_exit"],
+    "finetune": ["launch.machine.ending:clean_exit", "launch.evaluation.finetuning_runs:procedure"],
     "doctor": ["launch.doctor:text", "launch.doctor:asdict"],  # where it has checked, and tells
     "score": ["launch.machine.ending:clean_exit"],
     "compare_layouts": ["launch.compare_layouts:run_cases"],

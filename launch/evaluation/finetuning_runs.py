@@ -1,0 +1,278 @@
+"""Several fine-tunings of one task: a grid, seeds, their median and their ensemble.
+
+RoBERTa's procedure (Liu et al. 2019, section 5.1): batches and learning rates are tried with one seed, the
+best by the dev set is trained with several, and the median of these is reported. A run is a process of its
+own, in
+
+    OUT/batch32-lr2e-05-seed1234/        a run directory, with OUT/batch32-lr2e-05-seed1234.log
+    OUT/ensemble/SPLIT/                  predictions of all seeds together
+    OUT/runs.json, OUT/summary.json      what was asked for, and what came of it
+
+A run that is finished is not made again, and one that was interrupted resumes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data.durable_files import write_atomically
+from data.tasks.corpus import splits_to_predict
+from launch.console import terminal
+from launch.console.text_table import table
+from launch.evaluation.finetuning_predictions import FOLDER, LOGITS, keep
+from launch.runs.result import TaskScore, read_result
+from recipes import files
+from recipes.catalog import load_resolved
+from recipes.problems import Problem, ProblemsError
+from recipes.tasks import TaskFacts
+
+BATCHES, RATES = (16, 32), (1e-5, 2e-5, 3e-5)  # RoBERTa's grid for GLUE
+Say = Callable[[str], None]
+
+
+class NoScores(Exception):
+    """None of several runs has come to an end; says why."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run."""
+
+    batch: int
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"batch{self.batch}-lr{self.lr:g}-seed{self.seed}"
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--batch", str(self.batch), "--lr", repr(self.lr), "--seed", str(self.seed)]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What came of a trial. `problem`: why it has no scores."""
+
+    trial: Trial
+    scores: tuple[TaskScore, ...]
+    problem: str = ""
+
+    def value(self, metric: str) -> float:
+        """Of the dev set."""
+        return self.scores[0].metrics[metric]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How runs are made.
+
+    Attributes:
+        out: the directory of all of them.
+        script, arguments: the command, and what all runs are given.
+        ranks: processes of each run.
+        devices: of accelerators for each run that goes on beside others; () of one that takes what is there.
+    """
+
+    out: Path
+    script: str
+    arguments: tuple[str, ...]
+    ranks: int
+    devices: tuple[tuple[str, ...], ...]
+    facts: TaskFacts
+    say: Say
+
+    @property
+    def metric(self) -> str:
+        """By which trials are compared."""
+        return "f1" if self.facts.head == "span" else "accuracy"
+
+    def check(self) -> None:
+        """Keep what is asked for; refuse to go on with what was asked otherwise. Raises ProblemsError."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        asked, path = {"arguments": list(self.arguments)}, self.out / "runs.json"
+        if path.exists() and files.read_json_object(path) != asked:
+            came, rule = f"{self.out} holds runs of other arguments", "runs that are compared are of one task"
+            raise ProblemsError([Problem("--out", came, rule, "name another directory with --out")])
+        write_atomically(path, json.dumps(asked, indent=1) + "\n")
+
+    def finished(self, trial: Trial) -> Finished | None:
+        """Of a trial that was made before."""
+        path = self.out / trial.name / "result.json"
+        if not path.exists():
+            return None
+        result = read_result(path)
+        return Finished(trial, result.task_scores) if result.status == "ok" and result.task_scores else None
+
+    def make(self, trials: Sequence[Trial]) -> list[Finished]:
+        """The trials, side by side as devices allow; those that are finished are not made again."""
+        free: queue.Queue[tuple[str, ...]] = queue.Queue()
+        for devices in self.devices:
+            free.put(devices)
+        started, done = time.monotonic(), itertools.count(1)
+
+        def one(trial: Trial) -> Finished:
+            if before := self.finished(trial):
+                next(done)
+                self.say(f"{trial.name}: {before.scores[0]}, made before")
+                return before
+            devices = free.get()
+            try:
+                found = self._made(trial, devices)
+            finally:
+                free.put(devices)
+            number, seconds = next(done), time.monotonic() - started
+            left = tqdm.format_interval(seconds / number * (len(trials) - number))
+            told = found.problem or str(found.scores[0])
+            self.say(f"{trial.name}: {told}; {number} of {len(trials)}, about {left} left")
+            return found
+
+        with ThreadPoolExecutor(len(self.devices)) as pool:
+            return list(pool.map(one, trials))
+
+    def _made(self, trial: Trial, devices: tuple[str, ...]) -> Finished:
+        directory, log = self.out / trial.name, self.out / f"{trial.name}.log"
+        meet = [
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            "localhost:0",
+            "--nproc_per_node",
+            str(self.ranks),
+        ]
+        launcher = ["-m", "torch.distributed.run", *meet] if self.ranks > 1 else []
+        own = [*trial.flags, "--out", str(directory), "--resume"]
+        command = [sys.executable, *launcher, self.script, *self.arguments, *own]
+        seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+        with log.open("ab") as file:
+            ended = subprocess.run(
+                command,
+                env={**os.environ, **seen},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+        if found := self.finished(trial):
+            return found
+        return Finished(trial, (), f"ended with code {ended.returncode}, see {log}")
+
+
+def grid(batches: Sequence[int], rates: Sequence[float], seed: int) -> list[Trial]:
+    return [Trial(batch, lr, seed) for batch, lr in itertools.product(batches, rates)]
+
+
+def procedure(runs: Runs, first: Trial, *, tried: bool, seeds: int, together: bool) -> dict[str, Any]:
+    """Grid (`tried`), seeds, median and ensemble (`together`); the summary, which is kept as well.
+
+    Raises NoScores where no trial of the grid, or no seed, has come to a score.
+    """
+    runs.check()
+    summary: dict[str, Any] = {"metric": runs.metric}
+    if tried:
+        made = runs.make(grid(BATCHES, RATES, first.seed))
+        summary["grid"] = [_row(each) for each in made]
+        first = max(_scored(made), key=lambda each: each.value(runs.metric)).trial
+        runs.say(f"best by {runs.metric} on dev: {first.name}")
+    made = runs.make([Trial(first.batch, first.lr, first.seed + number) for number in range(seeds)])
+    sound = _scored(made)
+    summary["seeds"] = [_row(each) for each in made]
+    summary["median"] = dict(medians(sound))
+    if together and len(sound) > 1:
+        summary["ensemble"] = [asdict(score) for score in ensemble(runs.out, [each.trial for each in sound])]
+    write_atomically(runs.out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def _scored(made: Sequence[Finished]) -> list[Finished]:
+    sound = [each for each in made if each.scores]
+    if not sound:
+        raise NoScores("\n".join(f"{each.trial.name}: {each.problem}" for each in made))
+    return sound
+
+
+def _row(finished: Finished) -> dict[str, Any]:
+    scores = [asdict(score) for score in finished.scores]
+    return {**asdict(finished.trial), "scores": scores, "problem": finished.problem}
+
+
+def medians(made: Sequence[Finished]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Of every metric of every split with labels."""
+    for scores in zip(*(each.scores for each in made), strict=True):
+        if names := list(scores[0].metrics):
+            values = {name: statistics.median(score.metrics[name] for score in scores) for name in names}
+            yield scores[0].split, values
+
+
+def ensemble(out: Path, trials: Sequence[Trial]) -> tuple[TaskScore, ...]:
+    """The scores of the mean of the trials' probabilities, over classes, choices, or places of a span."""
+    recipe = load_resolved(out / trials[0].name / "recipe.yaml")
+    splits = splits_to_predict(recipe, lambda line: None)
+    logits = {
+        split.name: averaged([np.load(out / trial.name / FOLDER / split.name / LOGITS) for trial in trials])
+        for split in splits
+    }
+    return keep(out / "ensemble", splits, logits)
+
+
+def averaged(logits: Sequence[np.ndarray]) -> np.ndarray:
+    """The logarithm of the mean probability; each (n, C), or (n, S, 2) over S."""
+    axis = 1  # classes, or places
+    probabilities = [np.exp(x - x.max(axis, keepdims=True)) for x in logits]
+    shares = np.mean([x / x.sum(axis, keepdims=True) for x in probabilities], axis=0)
+    with np.errstate(divide="ignore"):  # of padding
+        return np.log(shares)
+
+
+def shared_out(accelerators: int, ranks: int, side_by_side: int | None) -> tuple[tuple[str, ...], ...]:
+    """The accelerators of each of the runs that are made at once; without any, as many as asked for, or one.
+
+    Raises ProblemsError where there are too few.
+    """
+    if not accelerators:
+        return ((),) * (side_by_side or 1)
+    most = accelerators // ranks
+    if not 0 < (side_by_side or 1) <= most:
+        came = f"{side_by_side or 1} at once of {ranks} processes each"
+        rule = f"this machine has {accelerators} accelerators"
+        fix = "lower --ranks or --side_by_side"
+        raise ProblemsError([Problem("--side_by_side", came, rule, fix)])
+    shown = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    names = shown or [str(number) for number in range(accelerators)]
+    return tuple(tuple(names[i * ranks : (i + 1) * ranks]) for i in range(side_by_side or most))
+
+
+def summary_text(summary: dict[str, Any], facts: TaskFacts) -> str:
+    """The rows of every run, the median and the ensemble."""
+    rows = []
+    for kind in ("grid", "seeds"):
+        for row in summary.get(kind, ()):
+            told = row["problem"] or "; ".join(
+                _told(each["split"], each["metrics"]) for each in row["scores"]
+            )
+            rows.append((kind, row["batch"], f"{row['lr']:g}", row["seed"], told))
+    for split, metrics in summary["median"].items():
+        rows.append(("median", "", "", "", _told(split, metrics)))
+    for each in summary.get("ensemble", ()):
+        rows.append(("ensemble", "", "", "", _told(each["split"], each["metrics"])))
+    return table(rows, ("", "batch", "lr", "seed", facts.title), align="lrrrl", width=terminal.columns())
+
+
+def _told(split: str, metrics: dict[str, float]) -> str:
+    values = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
+    return f"{split}: {values or 'labels are hidden'}"

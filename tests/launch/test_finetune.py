@@ -1,0 +1,174 @@
+"""launch/finetune.py: a run with scores and submissions, resumed; grid, seeds, ensemble; and refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from launching import ROOT, run_ranks
+from tasked import VOCABULARY, questions, save_bert, sentences, write_lines
+
+COMMAND = ROOT / "launch" / "finetune.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finetune")
+    save_bert(folder / "bert")
+    write_lines(folder / "train.jsonl", [*sentences(40), {"sentence": "a film", "label": 9}])
+    write_lines(folder / "dev.jsonl", sentences(21, seed=1))
+    hidden = [{**record, "label": -1} for record in sentences(9, seed=2)]
+    write_lines(folder / "test.jsonl", hidden)
+    for split, seed in (("train", 0), ("dev", 1)):
+        write_lines(folder / f"squad-{split}.jsonl", questions(20, seed))
+    return folder
+
+
+def finetune(folder, *flags, task="sst2", ranks=1, prefix="", cwd=None):
+    data = [f"--{split}={folder / f'{prefix}{split}.jsonl'}" for split in ("train", "dev")]
+    given = ["--task", task, "--init", folder / "bert", *data, "--batch", 8, "--sequence_length", 32, *flags]
+    return run_ranks(ranks, COMMAND, *given, timeout=200, cwd=cwd or folder)
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    done = finetune(
+        folder, "--test", folder / "test.jsonl", "--out", folder / "run", "--epochs", 2, "--steps", 4
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return folder / "run", done.stdout
+
+
+def test_a_run_scores_and_predicts(trained):
+    run, said = trained
+    assert "train.jsonl:41: label 9 is out of range" in said and "1 broken example left out" in said
+    scores = json.loads((run / "result.json").read_text())["task_scores"]
+    assert [(each["split"], each["examples"], list(each["metrics"])) for each in scores] == [
+        ("dev", 21, ["accuracy"]), ("test", 9, []),
+    ]  # fmt: skip
+    assert (
+        f"accuracy {scores[0]['metrics']['accuracy']:.4f} (21 examples)" in said
+        and "labels are hidden" in said
+    )
+    assert len((run / "predictions" / "test" / "SST-2.tsv").read_text().splitlines()) == 10
+    assert np.load(run / "predictions" / "dev" / "logits.npy").shape == (21, 2)
+
+
+def test_a_finished_run_resumes_to_the_same_scores_and_goes_on(trained, folder):
+    run, _ = trained
+    before = json.loads((run / "result.json").read_text())["task_scores"]
+    shutil.rmtree(run / "predictions")
+    again = ("--test", folder / "test.jsonl", "--out", run, "--epochs", 2, "--resume")
+    done = finetune(folder, *again, "--steps", 4)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert json.loads((run / "result.json").read_text())["task_scores"] == before
+    done = finetune(folder, *again)
+    assert done.returncode == 0 and "resumed from" in done.stdout, done.stdout[-3000:]
+    assert json.loads((run / "result.json").read_text())["steps"] == 10
+
+
+def test_a_fine_tuned_run_starts_another_task_and_the_control_takes_none_of_its_weights(trained, folder):
+    run, _ = trained
+    data = [f"--{split}={folder / f'squad-{split}.jsonl'}" for split in ("train", "dev")]
+    short = ["--set", "task.doc_stride=8", "--set", "task.max_query=6", "--sequence_length", 32]
+    for more, said in ((["--from_scratch"], None), ([], "initial weights")):
+        out = folder / f"squad{len(more)}"
+        given = [
+            "--task",
+            "squad2",
+            "--init",
+            run,
+            *data,
+            *short,
+            "--batch",
+            8,
+            "--steps",
+            2,
+            "--out",
+            out,
+            *more,
+        ]
+        done = run_ranks(1, COMMAND, *given, timeout=200)
+        assert done.returncode == 0, done.stdout[-3000:]
+        assert (said or "initial weights") in done.stdout if said else "initial weights" not in done.stdout
+        (score,) = json.loads((out / "result.json").read_text())["task_scores"]
+        assert {"exact", "f1", "no_answer_threshold"} == set(score["metrics"]) and score["examples"] == 20
+        assert len(json.loads((out / "predictions" / "dev" / "predictions.json").read_text())) == 20
+
+
+def test_an_exported_run_predicts_the_same(trained, folder):
+    run, _ = trained
+    done = run_ranks(
+        1, ROOT / "launch" / "export_hf.py", run, "--out", folder / "exported", "--compare_logits"
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "exported").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "exported")
+    texts = [record["sentence"] for record in sentences(21, seed=1)]
+    given = tokenizer(texts, truncation=True, max_length=32, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**given).logits.numpy()
+    np.testing.assert_allclose(np.load(run / "predictions" / "dev" / "logits.npy"), logits, atol=1e-4)
+
+
+def test_seeds_median_and_ensemble(folder):
+    out = folder / "several"
+    flags = ["--out", out, "--seeds", 3, "--ensemble", "--steps", 2, "--lr", "1e-3"]
+    done = finetune(folder, *flags)
+    assert done.returncode == 0, done.stdout[-4000:]
+    summary = json.loads((out / "summary.json").read_text())
+    found = [row["scores"][0]["metrics"]["accuracy"] for row in summary["seeds"]]
+    assert [row["seed"] for row in summary["seeds"]] == [1234, 1235, 1236]
+    assert summary["median"]["dev"]["accuracy"] == statistics.median(found)
+    logits = [np.load(path) for path in sorted(out.glob("batch8-*/predictions/dev/logits.npy"))]
+    assert len(logits) == 3 and not np.allclose(logits[0], logits[1])
+    shares = [np.exp(x) / np.exp(x).sum(1, keepdims=True) for x in logits]
+    labels = np.array([record["label"] for record in sentences(21, seed=1)])
+    assert summary["ensemble"][0]["metrics"]["accuracy"] == np.mean(np.mean(shares, 0).argmax(1) == labels)
+    times = {path: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
+    shutil.rmtree(out / "batch8-lr0.001-seed1235")
+    done = finetune(folder, *flags)
+    assert done.returncode == 0 and done.stdout.count("made before") == 2, done.stdout[-4000:]
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("*/result.json") if "1235" not in str(path)}
+    assert kept.items() <= times.items()
+    assert json.loads((out / "summary.json").read_text()) == summary
+    done = finetune(folder, *flags, "--epochs", 2)
+    assert done.returncode == 2 and "holds runs of other arguments" in done.stdout
+
+
+def refused(folder, said, *flags, **more):
+    done = finetune(folder, "--out", folder / "never", *flags, **more)
+    assert done.returncode == 2 and said in done.stdout.replace("\n", " "), done.stdout[-3000:]
+    assert not (folder / "never").exists()
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(folder, tmp_path):
+    refused(folder, "does not exist", "--init", tmp_path / "gone")
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    refused(folder, 'is a model of type "gpt2": heads for tasks stand on a BERT', "--init", tmp_path / "gpt2")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("title: x\n")
+    refused(folder, "holds no checkpoint", "--init", tmp_path / "run")
+    other = save_bert(tmp_path / "other")
+    (other / "vocab.txt").write_text("\n".join(VOCABULARY[:-2]) + "\n")
+    refused(folder, f"model.vocab_size={len(VOCABULARY)}, but the file vocabulary", "--init", other)
+    refused(
+        folder,
+        "lack question, context",
+        "--set",
+        "task.doc_stride=8",
+        "--set",
+        "task.max_query=6",
+        task="squad1",
+    )
+    broken = write_lines(tmp_path / "broken.jsonl", [{"sentence": "a film", "label": 5}] * 3)
+    refused(folder, "all of its 3 examples are broken", "--train", broken)
+    refused(folder, "only MNLI has examples of other genres", "--dev_mismatched", folder / "dev.jsonl")
+    refused(folder, "sequence_length", "--sequence_length", 128)
+    refused(folder, "unknown key", "--set", "dropout.all=1")
