@@ -172,7 +172,7 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
     data = meeting.settle(lambda: read_task(job.asked, job.model, job.window, job.stride, say))
     meeting.end()
     check_same_data(data, processes.gathered(data.checksum, grid.control_group))
-    engine = build_scoring_engine(job.plan, grid, str(job.model.weights), say)
+    engine = build_scoring_engine(job.plan, grid, str(job.model.trained.weights), say)
     began = time.perf_counter()
     shown = sys.stderr if first else None
     if shown:
@@ -184,8 +184,8 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
     if first:
         made = make_score(job, data, figures(data, scores), seconds)
         print(result.describe(made, terminal.columns()))
-        if job.model.run is not None:
-            say(f"kept in {result.keep(job.model.run, made)}")
+        if job.model.trained.run is not None:
+            say(f"kept in {result.keep(job.model.trained.run, made)}")
         if job.out:
             job.out.write_text(result.to_json(made))
 
@@ -210,7 +210,7 @@ def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds
     limited = job.asked.limit is not None
     return Score(
         model=model.given, parameters=cost.parameters(model.recipe.model, model.recipe.sequence_length),
-        step=model.step, task=data.task, variant=data.variant, source=data.source, figures=found,
+        step=model.trained.step, task=data.task, variant=data.variant, source=data.source, figures=found,
         examples=data.examples, windows=len(data.windows), tokens=data.tokens, words=data.words,
         limited=limited, broken=data.broken, cut=data.cut, window=job.window,
         stride=None if data.task == "lambada" else job.stride, batch=layout.micro, precision=plan.precision,

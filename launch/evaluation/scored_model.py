@@ -1,4 +1,4 @@
-"""The model that is scored: where its weights and its vocabulary are, and the plan by which it is loaded."""
+"""The model that is scored: its recipe without training, and the plan by which it is loaded."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerFast
-
-from data.vocabularies.published import gpt2_tokenizer, read_tokenizer
 from data.vocabularies.vocabulary import vocabulary_size
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
-from launch.runs import vocabulary
-from launch.training import deepspeed_judgement, given_tensors, initial_weights
-from launch.training.given_tensors import RunWeights
-from recipes import catalog, overrides
+from launch.generation import trained_model
+from launch.generation.trained_model import TrainedModel
+from launch.training import deepspeed_judgement, initial_weights
+from recipes import overrides
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Batch, Dropout, Parallel, Recipe, Tokenizer
 from recipes.validation import validate
-from recipes.vocabularies import GPT2_VOCABULARY, TRAINED
+from recipes.vocabularies import TRAINED
 from recipes.yaml_lines import Document
 
-MODEL = "MODEL"  # how the command calls its argument
 MOST_PADDING = 1024  # rows of an embedding beyond its vocabulary
 
 
@@ -32,18 +28,13 @@ class ScoredModel:
 
     Attributes:
         given: as the user named it.
-        weights: the directory that holds them: of a run that of its newest whole checkpoint.
-        run: the run that they are of; None: `transformers`' or Megatron's.
-        step: completed optimizer steps of that run.
+        trained: where its weights and its vocabulary are.
         recipe: as it is scored, in batches of its own and without dropout.
     """
 
     given: str
-    weights: Path
-    run: Path | None
-    step: int | None
+    trained: TrainedModel
     recipe: Recipe
-    tokenizer: PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -59,32 +50,21 @@ class Wishes:
 
 def open_model(given: str, wishes: Wishes) -> ScoredModel:
     """The model in a directory, checked as far as its headers tell. Raises ProblemsError."""
-    try:
-        return _open(given, wishes)
-    except ProblemsError as error:
-        raise ProblemsError(map(_of_this_command, error.problems)) from None
 
+    def check(recipe: Recipe) -> None:
+        if recipe.model.family != "gpt2":
+            came, rule = f"is a {recipe.model.family.upper()}", "these tasks are about the next token"
+            raise ProblemsError([Problem(trained_model.KEY, came, rule, "give a GPT-2", where=given)])
 
-def _open(given: str, wishes: Wishes) -> ScoredModel:
-    base = initial_weights.described(given, catalog.load())
-    saved = given_tensors.saved_in(given)
-    run = step = None
-    weights = Path(given)
-    if isinstance(saved, RunWeights):
-        base, weights, step = saved.recipe, saved.checkpoint.directory, saved.checkpoint.step
-        run = weights.parent.parent if weights.parent.name == "checkpoints" else None
-    if base.model.family != "gpt2":
-        came, rule = f"is a {base.model.family.upper()}", "these tasks are about the next token"
-        raise ProblemsError([Problem(MODEL, came, rule, "give a GPT-2", where=given)])
-    tokenizer, place = _tokenizer(weights, run, base, wishes.tokenizer)
-    recipe = _as_scored(base, wishes, place)
-    initial_weights.check(str(weights), recipe)
-    return ScoredModel(given, weights, run, step, recipe, tokenizer)
-
-
-def _of_this_command(problem: Problem) -> Problem:
-    """What is said of weights in general, as of this command's argument."""
-    return replace(problem, where=problem.where.removeprefix(f"{initial_weights.KEY} "))
+    opened = trained_model.open_model(given, wishes.tokenizer, check)
+    tokens, size = vocabulary_size(opened.tokenizer), opened.recipe.model.vocab_size
+    if size - tokens >= MOST_PADDING:
+        came = f"the vocabulary has {tokens:,} tokens, the model {size:,}"
+        fix = "name the directory of the model's own with --tokenizer DIR"
+        raise ProblemsError([Problem(trained_model.TOKENIZER, came, "they are of one vocabulary", fix)])
+    recipe = _as_scored(opened.recipe, wishes, opened.vocabulary_at)
+    initial_weights.check(str(opened.weights), recipe)  # with the settings that are wished for
+    return ScoredModel(given, opened, recipe)
 
 
 def _as_scored(base: Recipe, wishes: Wishes, vocabulary_at: Path | None) -> Recipe:
@@ -105,33 +85,6 @@ def _as_scored(base: Recipe, wishes: Wishes, vocabulary_at: Path | None) -> Reci
         plain = plain.model_copy(update={"data": plain.data.model_copy(update={"tokenizer": kept})})
     changed = overrides.apply(plain.model_dump(by_alias=True), wishes.settings)
     return validate(changed.values, base.title, Document("--set", {}), ((),), changed)
-
-
-def _tokenizer(
-    weights: Path, run: Path | None, recipe: Recipe, asked: str | None
-) -> tuple[PreTrainedTokenizerFast, Path | None]:
-    """The vocabulary of the weights, and the directory that it is in. Raises ProblemsError."""
-    place: Path | None
-    size = recipe.model.vocab_size
-    if asked is not None:
-        place, tokenizer = Path(asked), read_tokenizer(asked)
-        if said := vocabulary.foreign_tokens(weights, tokenizer):
-            raise ProblemsError([Problem("--tokenizer", said, fix="leave --tokenizer out")])
-    elif run is not None:
-        place, tokenizer = run / vocabulary.FOLDER, vocabulary.load(run)
-    elif any((weights / name).is_file() for name in vocabulary.KEPT_BY_OTHERS):
-        place, tokenizer = weights, read_tokenizer(weights)
-    elif size == GPT2_VOCABULARY:
-        place, tokenizer = None, gpt2_tokenizer()
-    else:
-        came, rule = f"no tokenizer next to the weights in {weights}", "text has to become the model's tokens"
-        raise ProblemsError([Problem("--tokenizer", came, rule, "name its directory with --tokenizer DIR")])
-    tokens = vocabulary_size(tokenizer)
-    if not 0 <= size - tokens < MOST_PADDING:
-        came = f"the tokenizer{f' in {place}' if place else ''} has {tokens:,} tokens, the model {size:,}"
-        fix = "name the directory of the model's own with --tokenizer DIR"
-        raise ProblemsError([Problem("--tokenizer", came, "they are of one vocabulary", fix)])
-    return tokenizer, place
 
 
 def plan_scoring(model: ScoredModel, ds_config: str, world: int, machine: Machine) -> Plan:

@@ -79,7 +79,7 @@ def read_task(
 ) -> TaskData:
     """The task as the model meets it. Raises ValueError: its data cannot be read, or nothing is left."""
     place = Path(local_file(asked.data)) if asked.data is not None else None
-    tokenizer, column, limit = model.tokenizer, asked.column, asked.limit
+    tokenizer, column, limit = model.trained.tokenizer, asked.column, asked.limit
     if asked.task == "wikitext103":
         data = wikitext.wikitext103(tokenizer, window, stride, place or wikitext.HUB, column, limit)
     elif asked.task == "lambada":

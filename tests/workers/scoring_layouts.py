@@ -32,7 +32,7 @@ def score_case(run: str, texts: str, case: dict) -> dict:
     plan = plan_scoring(model, case["ds_config"], world, MACHINE)
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
     found = {}
-    engine = build_scoring_engine(plan, grid, str(model.weights), print)
+    engine = build_scoring_engine(plan, grid, str(model.trained.weights), print)
     with released(engine):
         for asked in (Asked("lambada", "openai", texts), Asked("perplexity", "original", texts, stride=24)):
             window, stride = asked.check(model)
