@@ -59,7 +59,8 @@ def needed(ds: dict[str, Any]) -> tuple[Op, ...]:
     """Ops that a run with the resolved DeepSpeed JSON `ds` uses, as DeepSpeed's engine chooses them."""
     offloaded = [lookup(ds, f"zero_optimization.offload_{kind}.device") for kind in ("optimizer", "param")]
     adam = "CPUAdamBuilder" if offloaded[0] in ("cpu", "nvme") else "FusedAdamBuilder"
-    ops = () if lookup(ds, "optimizer.params.torch_adam") is True else (Op(adam, TORCH_ADAM),)
+    steps_torch = lookup(ds, "optimizer.params.torch_adam") is True or lookup(ds, "optimizer.type") == "Lamb"
+    ops = () if steps_torch else (Op(adam, TORCH_ADAM),)
     nvme = (Op("PinMemoryBuilder", NO_NVME), Op("AsyncIOBuilder", NO_NVME))
     return (*ops, *nvme) if "nvme" in offloaded else ops
 
