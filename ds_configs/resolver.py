@@ -66,7 +66,7 @@ def resolve(
     layout = parallel.layout(recipe, config, world, stage, findings)
     offload = zero.offload(config, stage, machine, findings)
     zero.check_rest(config, stage, layout, findings)
-    optimizer.check(recipe, config, findings)
+    optimizer.check(recipe, config, stage, findings)
     transformers_modules.check(recipe, config, findings)
     gradients.check(config, stage, findings)
     recomputation.check(recipe, config, layout, machine, findings)

@@ -124,9 +124,11 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Optimizer(Strict):
-    """AdamW; biases and LayerNorms are not decayed."""
+    """AdamW or LAMB; biases and LayerNorms are not decayed."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "lamb"] = "adamw"
+    """lamb: You et al. 2019, arXiv 1904.00962: each parameter's step is scaled by the size of its weights;
+    with ZeRO-0 alone, which keeps parameters whole"""
     lr: PositiveFloat = Field(description="peak learning rate")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False)
     """decay of the two moments, each in [0, 1)"""

@@ -8,22 +8,26 @@ from ds_configs.findings import Findings
 from ds_configs.known_keys import lookup, stated
 from ds_configs.plan import Machine, Offload
 from ds_configs.values import shown
-from recipes.problems import Setting
+from recipes.problems import Setting, Text
 from recipes.schema import Recipe
 
-_TYPES = ("adam", "adamw")  # DeepSpeed runs both as AdamW unless adam_w_mode is false
+# By the recipe's name: what DeepSpeed calls it (adam is run as AdamW unless adam_w_mode is false), and how.
+_TYPES = {"adamw": ("adamw", "adam"), "lamb": ("lamb",)}
+_WRITTEN = {"adamw": "AdamW", "lamb": "Lamb"}
 _ON_GPU = ("none", "parameters")  # where the accelerator steps the optimizer
 _WITHOUT = "remove the key: torch's AdamW steps as fast"
 
 
-def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
+def check(recipe: Recipe, config: dict[str, Any], stage: int | None, findings: Findings) -> None:
     """Refuse another optimizer than the recipe's, and numbers that are not the recipe's."""
     key = "optimizer.type"
     kind = lookup(config, key)
-    if kind not in (None, "auto") and str(kind).lower() not in _TYPES:
-        ours = f"the recipe's optimizer.name is {recipe.optimizer.name}"
-        rule = f"{ours}, and another rule of descent is another recipe"
-        findings.refuse(key, f"{key}={kind}", rule, 'write "AdamW"')
+    name = recipe.optimizer.name
+    if name == "lamb":
+        _check_lamb(recipe, config, stage, findings)
+    elif kind not in (None, "auto") and str(kind).lower() not in _TYPES[name]:
+        rule = f"the recipe's optimizer.name is {name}, and another rule of descent is another recipe"
+        findings.refuse(key, f"{key}={kind}", rule, f'write "{_WRITTEN[name]}"')
     key = "optimizer.params.adam_w_mode"
     if lookup(config, key) is False:
         rule = "adds the decay to the gradient, while the recipe's adamw decays weights apart from it"
@@ -32,6 +36,27 @@ def check(recipe: Recipe, config: dict[str, Any], findings: Findings) -> None:
         written = lookup(config, key)
         if written not in (None, "auto") and not _equal(written, setting.value):
             findings.disagreement(key, written, setting)
+
+
+def _check_lamb(recipe: Recipe, config: dict[str, Any], stage: int | None, findings: Findings) -> None:
+    """LAMB runs on whole parameters, in our own step of ZeRO-0."""
+    setting = Setting("optimizer.name", "lamb")
+    if stage != 0:
+        came: Text = (setting, f" with zero_optimization.stage={stage}")
+        rule = "LAMB scales a step by the norm of a whole parameter, and ZeRO shards them in flat pieces"
+        findings.refuse("optimizer.name", came, rule, "--ds_config zero0, or set optimizer.name to adamw")
+        return
+    if recipe.model.implementation == "transformers":
+        came = (setting, " with ", Setting("model.implementation", "transformers"))
+        rule, fix = "its Trainer steps AdamW", "set optimizer.name to adamw"
+        findings.refuse("optimizer.name", came, rule, fix)
+    kind = lookup(config, key := "optimizer.type")
+    if kind not in (None, "auto") and str(kind).lower() != "lamb":
+        rule = "the recipe's optimizer.name is lamb, and another rule of descent is another recipe"
+        findings.refuse(key, f"{key}={kind}", rule, 'write "auto" or "Lamb"')
+    for key in ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_states", "bias_correction"):
+        if lookup(config, dotted := f"optimizer.params.{key}") is not None:
+            findings.refuse(dotted, dotted, "is a key of Adam's, not of LAMB's", "remove the key")
 
 
 def fills(
@@ -43,7 +68,9 @@ def fills(
     DeepSpeed's compiled CPU Adam. That one steps where DeepSpeed or the JSON asks for it.
     """
     values: dict[str, Any] = {key: setting.value for key, setting in _numbers(recipe).items()}
-    values["optimizer.type"] = "AdamW"
+    values["optimizer.type"] = _WRITTEN[recipe.optimizer.name]
+    if recipe.optimizer.name == "lamb":
+        return values
     key, asked = "optimizer.params.torch_adam", _asks_for_deepspeeds(config, offload)
     written = stated(config, key)
     torch_adam = asked is None if written is None else written is True

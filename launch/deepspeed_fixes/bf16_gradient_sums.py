@@ -23,7 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.utils import get_norm_dtype
 
-from launch.deepspeed_fixes.zero0 import squared_norm
+from launch.deepspeed_fixes.squares import squared_norm
 from modeling.parallel.process_grid import ProcessGrid
 
 

@@ -44,9 +44,11 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch.optim import Optimizer
 
+from launch.deepspeed_fixes.lamb import Lamb
+from launch.deepspeed_fixes.squares import squared_norm
 from modeling.parallel.process_grid import ProcessGrid
 
-BLOCK = 512  # elements whose squares float32 adds up without loss
+LAMB = "lamb"  # optimizer.type of the JSON, as DeepSpeed folds it
 AT_ONCE = 2**26  # elements of a list of tensors that one kernel takes, about
 
 
@@ -65,6 +67,12 @@ class DataParallelEngine(DeepSpeedEngine):
         """Called by DeepSpeed, which at stage 0 knows no other type for sums; `MasterWeights` does."""
         own, _ = super().get_data_types()
         return own, own
+
+    def _configure_basic_optimizer(self, model_parameters: Any) -> Optimizer:
+        """Called by DeepSpeed, whose own LAMB is a CUDA kernel that knows no tensor parallelism."""
+        if self.optimizer_name() == LAMB:
+            return Lamb(model_parameters, self.mpu, **self.optimizer_params())
+        return super()._configure_basic_optimizer(model_parameters)
 
     def _configure_fp16_optimizer(
         self, optimizer: Optimizer, low_precision_dtype: torch.dtype
@@ -121,15 +129,6 @@ def gradient_norm(
     if mpu.get_model_parallel_world_size() > 1:
         dist.all_reduce(total, group=mpu.get_model_parallel_group())
     return total.sqrt().float()
-
-
-def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in float64, but for blocks of 512: a CPU adds up several times as fast in float32."""
-    flat = gradient.flatten()
-    blocks = flat.numel() // BLOCK
-    parts = flat[: blocks * BLOCK].view(blocks, BLOCK), flat[blocks * BLOCK :].view(1, -1)
-    norms = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts])
-    return torch.linalg.vector_norm(norms, dtype=get_norm_dtype()).square()
 
 
 class MasterWeights(DeepSpeedOptimizer):

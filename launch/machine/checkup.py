@@ -122,7 +122,7 @@ def ops(ds: dict[str, Any]) -> Check:
     from launch.machine import compiled_ops
 
     if not (needed := compiled_ops.needed(ds)):
-        return Check("ops", "ok", "none is used: torch's AdamW")
+        return Check("ops", "ok", "none is used: torch's operations step")
     directory = compiled_ops.use_own_directory()
     told = [
         f"{op.builder.removesuffix('Builder')} "

@@ -59,8 +59,8 @@ def needed(ds: dict[str, Any]) -> tuple[Op, ...]:
     """Ops that a run with the resolved DeepSpeed JSON `ds` uses, as DeepSpeed's engine chooses them."""
     offloaded = [lookup(ds, f"zero_optimization.offload_{kind}.device") for kind in ("optimizer", "param")]
     adam = "CPUAdamBuilder" if offloaded[0] in ("cpu", "nvme") else "FusedAdamBuilder"
-    without = "optimizer" not in ds or lookup(ds, "optimizer.params.torch_adam") is True
-    ops = () if without else (Op(adam, TORCH_ADAM),)
+    by_torch = lookup(ds, "optimizer.params.torch_adam") is True or lookup(ds, "optimizer.type") == "Lamb"
+    ops = () if by_torch or "optimizer" not in ds else (Op(adam, TORCH_ADAM),)
     nvme = (Op("PinMemoryBuilder", NO_NVME), Op("AsyncIOBuilder", NO_NVME))
     return (*ops, *nvme) if "nvme" in offloaded else ops
 

@@ -16,6 +16,8 @@ from recipes.family_words import WORDS
 from recipes.plural import counted
 from recipes.schema import Model
 
+OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
+
 
 def describe_plan(
     plan: Plan,
@@ -64,7 +66,10 @@ def describe_plan(
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
         ("memory", describe_memory(needs(plan, gpus=gpus))),
         ("recomputed", recomputed.get(recipe.checkpoint_interval, chunks)),
-        ("optimizer", f"AdamW, lr {o.lr:g}, {betas}, weight decay {o.weight_decay:g}, clip {o.clip:g}"),
+        (
+            "optimizer",
+            f"{OPTIMIZERS[o.name]}, lr {o.lr:g}, {betas}, weight decay {o.weight_decay:g}, clip {o.clip:g}",
+        ),
         ("schedule", f"{decay}; {tokens}"),
         *([("data", describe_data(plan, data))] if data else []),
         ("hardware", hardware),

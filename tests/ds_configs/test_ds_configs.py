@@ -557,6 +557,28 @@ def test_the_megatron_scaler_halves_at_once_and_doubles_after_2000_steps(monkeyp
     assert scales[3:-1] == [2**21] * 2001 and scales[-1] == 2**22 and scaler.cur_scale == 2**21
 
 
+def test_lamb_is_for_zero_0_and_says_why_it_is_refused():
+    ds = plan("zero0", "optimizer.name=lamb").ds
+    assert ds["optimizer"]["type"] == "Lamb"
+    assert set(ds["optimizer"]["params"]) == {"lr", "betas", "eps", "weight_decay"}
+    assert plan("zero0").ds["optimizer"]["type"] == "AdamW"
+    for name, stage in (("zero1", 1), ("zero3", 3), ("bf16", 1)):
+        found = only(name, "optimizer.name=lamb")
+        assert f"optimizer.name=lamb with zero_optimization.stage={stage}" in found and "zero0" in found
+    assert "its Trainer steps AdamW" in only(
+        "zero0", "optimizer.name=lamb", "model.implementation=transformers"
+    )
+
+
+def test_a_json_for_another_optimizer_is_refused(written):
+    adam = written(base="zero0", optimizer__type="AdamW", optimizer__params__torch_adam=True)
+    found = problems(adam, "optimizer.name=lamb")
+    assert any("optimizer.type=AdamW" in each and '"auto" or "Lamb"' in each for each in found)
+    assert any("torch_adam: is a key of Adam's" in each for each in found)
+    lamb = only(written(base="zero0", optimizer__type="Lamb"))
+    assert "the recipe's optimizer.name is adamw" in lamb and 'write "AdamW"' in lamb
+
+
 def test_the_megatron_scaler_is_all_that_sets_its_config_apart():
     ours, plain = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("zero0_megatron", "zero0"))
     scaler = {"initial_scale_power", "loss_scale_window", "hysteresis"}

@@ -1,0 +1,80 @@
+"""LAMB (You et al. 2019, arXiv 1904.00962) in torch: DeepSpeed 0.19.8 has it as a CUDA kernel alone.
+
+DeepSpeed's `FusedLamb` has no kernel for a CPU, takes the norms of a tensor-parallel rank's part of a weight
+for the weight's, and is refused by ZeRO, whose flat shards know no parameters. `Lamb` runs anywhere, takes
+norms over the tensor-parallel ranks, and steps whole parameters, so that it is for ZeRO-0 as well.
+Upstream: no issue found. Worth another look when
+    `test_lamb.py::test_deepspeed_has_lamb_for_cuda_alone` fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
+
+from launch.deepspeed_fixes.squares import squared_norm
+from modeling.parallel.process_grid import ProcessGrid
+
+LEAST, MOST = 0.01, 10.0  # of the trust ratio, as DeepSpeed's FusedLamb bounds it
+
+
+class Lamb(torch.optim.AdamW):
+    """AdamW's direction, as long as trust ratio x rate says: |weights| / |direction| of each parameter.
+
+    Algorithm 2 of the paper with bias correction and decay inside the direction. States are AdamW's: the
+    step and two moments of each parameter, in fp32.
+    """
+
+    def __init__(self, parameters: Iterable[dict[str, Any]], grid: ProcessGrid, **numbers: Any) -> None:
+        """`parameters`: groups of this rank's; `numbers`: lr, betas, eps, weight_decay."""
+        super().__init__(parameters, foreach=False, fused=False, **numbers)
+        self.grid = grid
+        # By place: the master weights that come into the groups later know no shards.
+        self.shared = [
+            [is_model_parallel_parameter(parameter) for parameter in group["params"]]
+            for group in self.param_groups
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Collective over the tensor-parallel ranks."""
+        assert closure is None, "DeepSpeed computes the loss before"
+        updates = [
+            (parameter, self._direction(parameter, group), group["lr"], shared)
+            for group, marks in zip(self.param_groups, self.shared, strict=True)
+            for parameter, shared in zip(group["params"], marks, strict=True)
+            if parameter.grad is not None
+        ]
+        for (parameter, direction, lr, _), ratio in zip(updates, self._trust_ratios(updates), strict=True):
+            parameter.addcmul_(direction, (lr * ratio).to(parameter.dtype), value=-1)
+
+    def _direction(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            zeros = (torch.zeros_like(parameter) for _ in range(2))
+            state.update(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True), step=torch.tensor(0.0))
+        assert parameter.grad is not None
+        state["step"] += 1
+        step, first, second = int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
+        first.lerp_(parameter.grad, 1 - beta1)
+        second.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+        root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        return (first / (1 - beta1**step)).div_(root).add_(parameter, alpha=group["weight_decay"])
+
+    def _trust_ratios(self, updates: list[tuple[torch.Tensor, torch.Tensor, float, bool]]) -> torch.Tensor:
+        """|weights| / |direction| of every parameter; 1 where one of them is 0. Collective."""
+        # Duplicated parameters are the same on every tensor-parallel rank: they count once.
+        first = self.grid.get_model_parallel_rank() == 0
+        squares = torch.stack([
+            torch.stack([squared_norm(parameter), squared_norm(direction)]) * (shared or first)
+            for parameter, direction, _, shared in updates
+        ])  # fmt: skip
+        if self.grid.get_model_parallel_world_size() > 1:
+            dist.all_reduce(squares, group=self.grid.get_model_parallel_group())
+        weights, directions = squares.sqrt().unbind(dim=1)
+        ratios = (weights / directions).clamp(LEAST, MOST)
+        return torch.where((weights > 0) & (directions > 0), ratios, torch.ones_like(ratios))
