@@ -1,14 +1,17 @@
-"""Published scores, which a score stands next to. The one place that holds them."""
+"""Published scores, which a score stands next to: those that the rows of a table of recipes/ print."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from data.tasks.task_data import TaskName
+from recipes import catalog
+from recipes.family_words import WORDS
+from recipes.schema import Downstream
 
-MEGATRON = "Shoeybi et al. 2019, arXiv 1909.08053, table 5"
-# In the words of appendix E.2; Megatron-LM's README calls it a detokenized, processed version.
-MEGATRON_LAMBADA = f'{MEGATRON}, on "raw, unprocessed" text'
+TABLE = "megatron_paper_results"  # of language models scored on the tasks of launch/score.py
 
 
 @dataclass(frozen=True)
@@ -25,27 +28,32 @@ class PublishedScore:
     figure: str
     value: float
     printed: str
-    source: str = MEGATRON
-
-
-def _megatron(model: str, perplexity: str, accuracy: str) -> tuple[PublishedScore, ...]:
-    """WikiText-103 perplexity, and LAMBADA accuracy in percent."""
-    return (
-        PublishedScore(model, "wikitext103", "perplexity", float(perplexity), perplexity),
-        PublishedScore(
-            model, "lambada", "accuracy", round(float(accuracy) / 100, 6), f"{accuracy} %", MEGATRON_LAMBADA
-        ),
-    )
-
-
-PUBLISHED: tuple[PublishedScore, ...] = (
-    *_megatron("GPT-2 355M (Megatron-LM)", "19.31", "45.18"),
-    *_megatron("GPT-2 2.5B (Megatron-LM)", "12.76", "61.73"),
-    *_megatron("GPT-2 8.3B (Megatron-LM)", "10.81", "66.51"),
-    *_megatron("best before it", "15.79", "63.24"),
-)
+    source: str
 
 
 def published_next_to(task: str) -> tuple[PublishedScore, ...]:
     """Those of the same task."""
-    return tuple(each for each in PUBLISHED if each.task == task)
+    return tuple(each for each in published_scores() if each.task == task)
+
+
+@cache
+def published_scores() -> tuple[PublishedScore, ...]:
+    """All of the table, each row's and then the best ones before it."""
+    rows = [entry.name for entry in catalog.names() if entry.name.startswith(f"{TABLE}/")]
+    found: list[PublishedScore] = []
+    for name in rows:
+        recipe = catalog.load(name)
+        if (published := recipe.published) is not None:
+            model = f"{WORDS[recipe.model.family].title} {published.size_label} ({published.framework})"
+            found += _of(model, published.downstream, published.source)
+            found += _of("best before it", published.previous, published.source)
+    return tuple(found)
+
+
+def _of(model: str, printed: Downstream | None, source: str) -> Iterator[PublishedScore]:
+    if printed is not None and printed.wikitext103 is not None:
+        perplexity = printed.wikitext103.perplexity
+        yield PublishedScore(model, "wikitext103", "perplexity", perplexity, f"{perplexity:g}", source)
+    if printed is not None and printed.lambada is not None:
+        percent = printed.lambada.accuracy
+        yield PublishedScore(model, "lambada", "accuracy", percent / 100, f"{percent:g} %", source)
