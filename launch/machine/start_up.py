@@ -29,7 +29,7 @@ class StartClock:
         launcher = started(first_launcher())
         own = now if own is None else own
         self.parts = {"launcher": own - (own if launcher is None else launcher), "compiling": 0.0}
-        self._since, self._compiled = own, 0.0
+        self._since, self._compiled = own, compiling_seconds()
 
     def reached(self, part: str) -> None:
         """Count the seconds since the last call as those of `part`, and what was compiled as "compiling"."""

@@ -207,15 +207,15 @@ def test_a_start_warns_in_one_line(tmp_path):
 def test_a_start_without_kernels_or_room_is_refused(monkeypatch, tmp_path):
     from recorded import plan
 
-    from launch import pretrain
+    from launch.starting.launch import check_quickly
     from launch.training.job import Job
 
     job = Job(plan(), "default/sotu", tmp_path / "run")
-    pretrain.check_quickly(job)
+    check_quickly(job)
     monkeypatch.setattr(gpu_checkup, "gpus_without_context", lambda: [V100])
     monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_75"])
     monkeypatch.setattr(places, "free_bytes", lambda place: 1e3)
     monkeypatch.setattr(checkup, "installed", lambda name: "1.0")
     with pytest.raises(ProblemsError, match=r"Tesla V100.*\n.*a checkpoint takes") as refused:
-        pretrain.check_quickly(job)
+        check_quickly(job)
     assert len(refused.value.problems) == 2, "other versions are a warning"

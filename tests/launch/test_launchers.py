@@ -10,6 +10,7 @@ from launching import ROOT, WORKERS, deepspeed, run
 from ds_configs.plan import Machine
 from launch import pretrain
 from launch.runs.metrics import read_metrics
+from launch.starting.launch import show_plan
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 TINY = ["launch/pretrain.py", "--tiny", "--steps", "4", "--set", "precision=fp32"]
@@ -87,7 +88,7 @@ def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
         "zero1": "planned for machines like",
     }.items():
         job, _ = pretrain.checked_job(parse([*row, "--processes", "64", "--ds_config", config]))
-        pretrain.show_plan(job)
+        show_plan(job)
         shown = capsys.readouterr().out
         assert "8 data parallel = 64 processes, planned; not started here" in shown and said in shown
 
