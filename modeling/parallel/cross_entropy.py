@@ -66,8 +66,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of rows; one where they are traced, since the compiler makes none of it whole."""
+    if torch.compiler.is_compiling():
+        yield slice(None), logits  # a `range` over the rows would make a graph of its own for each number
+        return
     tokens, columns = logits.shape
-    rows = tokens if torch.compiler.is_compiling() else max(1, BLOCK_ELEMENTS // columns)
+    rows = max(1, BLOCK_ELEMENTS // columns)
     for start in range(0, tokens, rows):
         block = slice(start, min(start + rows, tokens))
         yield block, logits[block]

@@ -168,7 +168,7 @@ def test_dropout_on_attention_weights_drops_some():
     assert (all_of_it - without)[real].abs().max() > 0.1
 
 
-def test_torch_compile_makes_one_graph_for_rows_of_all_lengths():
+def test_torch_compile_makes_one_graph_for_rows_of_all_lengths_and_all_numbers_of_predictions():
     """By the backend that generates no code, which takes no time."""
     import torch._dynamo
 
@@ -177,9 +177,12 @@ def test_torch_compile_makes_one_graph_for_rows_of_all_lengths():
     salts = salts_of(3, 0, torch.arange(B), S)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for lengths in (LENGTHS, (48, 40, 40, 8, 9, 48, 31, 2), (8,) * 7 + (48,)):
-            arguments, named = for_plain(batch(lengths), "cpu", salts)
-            assert isinstance(arguments[2], Row)
+        for lengths, predictions in ((LENGTHS, 32), ((48, 40, 40, 8, 9, 48, 31, 2), 48), ((8,) * 7 + (48,), 16)):
+            micro_batch = batch(lengths)
+            counted = {16: torch.eye(B, P), 32: micro_batch["weights"], 48: torch.ones(B, P)}
+            micro_batch["weights"] = counted[predictions]
+            arguments, named = for_plain(micro_batch, "cpu", salts)
+            assert isinstance(arguments[2], Row) and arguments[4].shape == (1, predictions)
             eager, ours = (losses_and_gradients(m, arguments, named) for m in (model, compiled))
             compare(eager, ours)
     torch._dynamo.reset()
