@@ -24,6 +24,7 @@ class Machine:
     Attributes:
         accelerator: "cpu" or "cuda".
         fp16, bf16: the accelerator trains in it.
+        slow_bf16: without instructions for it: a product takes many times as long as in fp32.
         compiler: DeepSpeed can compile its ops (g++ and ninja).
         cuda_compiler: it can compile CUDA ops as well (nvcc); true where there is no CUDA.
         libaio: library and headers for DeepSpeed's NVMe op.
@@ -39,6 +40,7 @@ class Machine:
     emulated_fp16: bool = False
     cuda_compiler: bool = True
     lacks: frozenset[str] = frozenset()
+    slow_bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Plan:
         ds: resolved JSON for DeepSpeed: no "auto" left to fill, no `parallel` section.
         zero_stage: 0 to 3.
         offload: what is kept outside the GPU.
-        precision: of the run; differs from the recipe's only with a notice.
+        precision: of the run, never "auto"; differs from the recipe's only with a notice.
         padded_vocab: rows of the embedding, a multiple of model.vocab_divisible_by x tp (not transformers').
         notices: to be shown loudly and kept with the results.
         ds_name: name of the JSON without its folder and suffix.

@@ -409,7 +409,8 @@ class Recipe(Strict):
     activation_checkpointing: Literal["none", "selective", "full"] | Layers = "none"
     """none; selective: attention's scores, softmax and values are recomputed (Korthikanti et al. 2022); full:
     every layer is recomputed; N: recomputed in chunks of N layers"""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
+    """auto: bf16 where the machine has instructions for it, else a GPU's fp16, else fp32"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     data: Data = Data()
     task: Task | None = None

@@ -33,7 +33,11 @@ def precision(
     if demanded:
         chosen = _demanded(demanded[0], recipe, machine, findings)
     else:
-        chosen = _asked(switches, recipe.precision, machine, findings)
+        wanted = _of_machine(switches, machine) if recipe.precision == "auto" else recipe.precision
+        chosen = _asked(switches, wanted, machine, findings)
+    if chosen == "bf16" and machine.slow_bf16:
+        slow = "this CPU has no instructions for it, and a product takes many times as long as in fp32"
+        findings.notice("precision", f"bf16 IS SLOW here: {slow}; --set precision=fp32")
     if chosen == "fp16" and machine.emulated_fp16:
         accelerator = f"the {machine.accelerator} accelerator"
         findings.notice("precision", f"fp16 is EMULATED on {accelerator}: right in its numbers, slow")
@@ -59,6 +63,16 @@ def _has(machine: Machine, half: str) -> bool:
     return {"fp16": machine.fp16 or machine.emulated_fp16, "bf16": machine.bf16, "fp32": True}[half]
 
 
+def _of_machine(switches: dict[Precision, _Switch], machine: Machine) -> Precision:
+    """What a recipe that leaves the precision to the machine is trained in, as far as the JSON lets it."""
+    fast = {
+        "bf16": machine.bf16 and not machine.slow_bf16,
+        "fp16": machine.fp16 and machine.accelerator != "cpu",
+    }
+    halves: tuple[Precision, Precision] = ("bf16", "fp16")
+    return next((half for half in halves if fast[half] and switches[half] is not False), "fp32")
+
+
 def _demanded(half: Precision, recipe: Recipe, machine: Machine, findings: Findings) -> Precision | None:
     if not _has(machine, half):
         other = "bf16" if half == "fp16" and machine.bf16 else "fp32"
@@ -66,7 +80,7 @@ def _demanded(half: Precision, recipe: Recipe, machine: Machine, findings: Findi
         fix = f'--ds_config {other}, or set {key} to "auto" (falls to {other})'
         findings.refuse(key, f"{key}=true", f"{lacks}, and what is demanded is not changed silently", fix)
         return None
-    if recipe.precision != half:
+    if recipe.precision not in (half, "auto"):
         asks = f"the recipe asks for {recipe.precision}"
         findings.notice("precision", f"{half}, as {findings.where} says; {asks}")
     return half
@@ -84,7 +98,8 @@ def _asked(
     if _has(machine, wanted):
         return wanted
     other: Precision = "bf16" if wanted == "fp16" else "fp16"
-    there = machine.bf16 if other == "bf16" else machine.fp16  # an emulation is slower than fp32
+    fast = machine.bf16 and not machine.slow_bf16
+    there = fast if other == "bf16" else machine.fp16  # an emulation is slower than fp32
     fallback: Precision = other if there and switches[other] == "auto" else "fp32"
     lacks = f"which the {machine.accelerator} accelerator of this machine lacks"
     findings.notice("precision", f"{fallback} INSTEAD OF {wanted}: {asks}, {lacks}")

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ds_configs.plan import Plan
 from launch.benchmarks import step_speed, step_text
 from launch.benchmarks.specification import Specification
 from launch.benchmarks.step_speed import RATE, Pace
 from launch.benchmarks.turns import WorkerFailed
 from launch.console import arguments, output, terminal
-from recipes.layout import Layout
 from recipes.problems import Problem, ProblemsError
 
 EXAMPLES = """\
@@ -154,7 +154,7 @@ def plans_of(specs: Sequence[Specification]) -> str:
     from launch.machine import abilities
 
     machine = abilities.detect_machine()
-    layouts: list[Layout] = []
+    plans: list[Plan] = []
     for spec in specs:
         recipe = spec.load()
         if recipe.model.implementation == "transformers":
@@ -162,12 +162,12 @@ def plans_of(specs: Sequence[Specification]) -> str:
             fix = "--set model.implementation=megarecipes"
             raise ProblemsError([Problem("--recipe", f"--recipe {spec.recipe}", rule, fix)])
         config = spec.ds_config or recipe.ds_config
-        layouts.append(resolve(recipe, config, spec.processes, machine).layout)
-    model, precision = recipe.model, recipe.precision
+        plans.append(resolve(recipe, config, spec.processes, machine))
+    model, layout, precision = recipe.model, plans[0].layout, plans[0].precision
     shape = (
         f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocab_size}"
     )
     return (
         f"{specs[0].recipe}: {model.family}, {shape}, sequence {recipe.sequence_length}, {precision}; "
-        f"micro-batch {layouts[0].micro} x {layouts[0].accumulation}, dropout {recipe.dropout.hidden:g}"
+        f"micro-batch {layout.micro} x {layout.accumulation}, dropout {recipe.dropout.hidden:g}"
     )

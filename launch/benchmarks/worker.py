@@ -19,6 +19,7 @@ from typing import Any
 from launch.benchmarks import checkpoint_speed
 from launch.benchmarks.specification import Specification
 from launch.console import quiet
+from launch.machine import start_up
 
 COLLECTIVES = "nccl"  # how a GPU's kernels of collectives begin
 SHOWN = 15  # lines of a profile
@@ -27,6 +28,7 @@ SHOWN = 15  # lines of a profile
 def main() -> None:
     started = time.time()
     quiet.quiet_libraries()
+    start_up.keep_compiled_code()
     spec = Specification(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     from launch.machine import abilities, ending, orphans, processes
 

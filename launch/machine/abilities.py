@@ -58,7 +58,18 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
         libaio=ctypes.util.find_library("aio") is not None,
         emulated_fp16=emulated_fp16 and device == "cpu",
         lacks=frozenset(name for name in PACKAGES.values() if importlib.util.find_spec(name) is None),
+        slow_bf16=device == "cpu" and not _has_bf16_products(),
     )
+
+
+def _has_bf16_products() -> bool:
+    """Whether torch's library of CPU kernels multiplies in bf16 here, for which x86 needs AVX-512.
+
+    Without it a loop of torch's own does: 80 times as long as in fp32 for 1024^3 (AVX2, two cores).
+    """
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def missing_for_compiling() -> list[str]:

@@ -174,7 +174,10 @@ def precision(machine: Machine) -> Check:
     """What the accelerator trains in."""
     there = {"fp32": True, "bf16": machine.bf16, "fp16": machine.fp16}
     able, unable = ([name for name, has in there.items() if has is wanted] for wanted in (True, False))
-    return Check("precision", "ok", ", ".join(able) + (f"; no {', no '.join(unable)}" if unable else ""))
+    slow = " (no instructions for bf16: slow)" if machine.slow_bf16 else ""
+    return Check(
+        "precision", "ok", ", ".join(able) + slow + (f"; no {', no '.join(unable)}" if unable else "")
+    )
 
 
 def cuda_compiler() -> Check:

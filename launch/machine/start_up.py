@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from data import cache
 from launch.machine import orphans
 
 # A command of deepspeed or torchrun: a program or a module of Python's, and no shell that was told to run it.
@@ -46,6 +47,14 @@ def compiling_seconds() -> float:
     spent = dynamo.compilation_time_metrics if dynamo else {}
     # A backward pass is compiled in the first of these, with its forward pass, or when it is needed.
     return sum(sum(spent.get(phase, ())) for phase in ("_compile.compile_inner", "backward._backward_impl"))
+
+
+def keep_compiled_code() -> None:
+    """Let torch.compile keep its code with what else is prepared once, not in a temporary directory.
+
+    Has to precede torch's import of its compiler, which settles on a directory.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.default_directory() / "compiled_code"))
 
 
 def postpone_collections() -> None:

@@ -102,7 +102,7 @@ def _found(
     if reference.hardware:
         yield Deviation("hardware", "hardware", str(reference.hardware), hardware)
     if not any(notice.key == "precision" for notice in plan.notices):
-        if plan.precision != recipe.precision:
+        if recipe.precision not in (plan.precision, "auto"):
             yield Deviation("recipe", "precision", recipe.precision, plan.precision)
         if emulated and plan.precision == "fp16":
             yield Deviation("emulated", "precision")

@@ -108,6 +108,7 @@ def launch(args: argparse.Namespace, work: Work) -> None:
             ending.refuse(e)
         show_plan(job)
         return
+    start_up.keep_compiled_code()
     start_up.postpone_collections()
     take_file_handles(0)  # rank 0 has a connection to each rank, from the first meeting on
     if processes.launched():

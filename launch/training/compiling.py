@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from data.cache import default_directory
 from ds_configs.plan import Plan
 from launch.training.micro_batches import for_plain, random_batch
 from modeling.families import family_of, model_shape
@@ -61,8 +59,6 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     each layer; there `forward` alone is compiled, so that the hooks stay outside.
     """
     seed_step(plan.recipe.seed, 0, grid.at)
-    # Code that was compiled is kept for later runs.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_directory() / "compiled_code"))
     started = time.perf_counter()
     prepare(module, plan)
     if isinstance(module, Stack) and _as_a_whole(plan, get_accelerator().device_name()):

@@ -131,9 +131,8 @@ def assert_consistent(result: Plan, world: int) -> None:
     )
     assert ds["optimizer"]["params"]["lr"] == result.recipe.optimizer.lr
     assert result.zero_stage == ds["zero_optimization"]["stage"]
-    assert (result.precision == result.recipe.precision) == (
-        not any(notice.key == "precision" for notice in result.notices)
-    )
+    differs = result.recipe.precision not in (result.precision, "auto")
+    assert differs == any(notice.key == "precision" for notice in result.notices)
 
 
 @pytest.mark.parametrize("name", EVERY_RECIPE)
@@ -487,6 +486,32 @@ def test_without_a_compiler_deepspeeds_adam_is_refused(written):
 # --- precision
 
 
+SLOW = dataclasses.replace(CPU, slow_bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "config", "chosen"),
+    [
+        (GPU, "zero1", "bf16"), (V100, "zero1", "fp16"), (CPU, "zero1", "bf16"), (SLOW, "zero1", "fp32"),
+        (OLD, "zero1", "fp32"), (GPU, "fp32", "fp32"), (CPU, "fp32", "fp32"), (GPU, "fp16_dynamic", "fp16"),
+    ],
+)  # fmt: skip
+def test_a_recipe_may_leave_the_precision_to_the_machine(machine, config, chosen):
+    made = plan(config, "precision=auto", machine=machine)
+    assert made.precision == chosen
+    assert not [notice for notice in made.notices if notice.key == "precision"]
+    enabled = [half for half in ("fp16", "bf16") if made.ds.get(half, {}).get("enabled")]
+    assert enabled == ([] if chosen == "fp32" else [chosen])
+
+
+def test_bf16_without_instructions_is_trained_in_where_it_is_asked_for_and_said_to_be_slow():
+    made = plan("zero1", "precision=bf16", machine=SLOW)
+    (notice,) = [notice for notice in made.notices if notice.key == "precision"]
+    assert made.precision == "bf16" and "IS SLOW here" in str(notice)
+    assert "--set precision=fp32" in str(notice)
+    assert plan("zero1", "precision=fp16", machine=SLOW).precision == "fp32", "no slower half instead"
+
+
 def test_auto_takes_the_recipes_precision_without_a_word():
     for wanted in ("fp32", "bf16", "fp16"):
         result = plan("zero1", f"precision={wanted}", machine=GPU)
@@ -505,12 +530,12 @@ def test_auto_falls_to_what_the_machine_has_in_one_loud_line(wanted, machine, go
 
 
 def test_an_explicit_choice_wins_over_the_recipe_with_a_notice(written):
-    (notice,) = plan("fp16_static", machine=GPU).notices
+    (notice,) = plan("fp16_static", "precision=bf16", machine=GPU).notices
     assert str(notice) == "precision: fp16, as ds_configs/fp16_static.json says; the recipe asks for bf16"
     assert plan("fp32").precision == "fp32"
-    assert "the recipe asks for bf16" in plan("fp32").notices[0].text
+    assert "the recipe asks for bf16" in plan("fp32", "precision=bf16").notices[0].text
     path = written(bf16={"enabled": False})  # fp16 "auto" does not stand in for a bf16 that is off
-    assert plan(path, machine=GPU).precision == "fp32"
+    assert plan(path, "precision=bf16", machine=GPU).precision == "fp32"
 
 
 def test_what_is_demanded_is_never_changed():

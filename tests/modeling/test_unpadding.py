@@ -177,7 +177,11 @@ def test_torch_compile_makes_one_graph_for_rows_of_all_lengths_and_all_numbers_o
     salts = salts_of(3, 0, torch.arange(B), S)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for lengths, predictions in ((LENGTHS, 32), ((48, 40, 40, 8, 9, 48, 31, 2), 48), ((8,) * 7 + (48,), 16)):
+        for lengths, predictions in (
+            (LENGTHS, 32),
+            ((48, 40, 40, 8, 9, 48, 31, 2), 48),
+            ((8,) * 7 + (48,), 16),
+        ):
             micro_batch = batch(lengths)
             counted = {16: torch.eye(B, P), 32: micro_batch["weights"], 48: torch.ones(B, P)}
             micro_batch["weights"] = counted[predictions]

@@ -108,3 +108,17 @@ def test_libraries_are_not_looked_through_for_garbage():
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+def test_compiled_code_is_kept_with_what_is_prepared_once(tmp_path):
+    """torch's compiler settles on a temporary directory where none is named when it is imported."""
+    code = (
+        "from launch.machine import start_up; start_up.keep_compiled_code()\n"
+        "import deepspeed, launch.training.compiling, torch, torch._dynamo\n"
+        "print('CODE IN', torch._inductor.runtime.cache_dir_utils.cache_dir())"
+    )
+    kept = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    for given, place in (({}, tmp_path / "compiled_code"), ({"TORCHINDUCTOR_CACHE_DIR": "/else"}, "/else")):
+        env = {**kept, "MEGARECIPES_CACHE": str(tmp_path), **given}
+        done = run([sys.executable, "-c", code], env=env, timeout=120)
+        assert f"CODE IN {place}" in done.stdout, done.stdout
