@@ -25,7 +25,7 @@ UNREMARKABLE = (
 SHRUNK = ("model", "sequence_length", "batch", "steps", "schedule", "activation_checkpointing", "data")
 # What a recipe says of these next to its numbers ("differs", "unknown") is not about the tiny run.
 REPLACED = (
-    *("model.layers", "model.hidden", "model.heads", "model.vocab_size"),
+    *("model.layers", "model.hidden", "model.heads", "model.vocab_size", "model.positions"),
     *("sequence_length", "batch", "steps", "data", "parallel"),
 )
 
