@@ -300,7 +300,7 @@ def summary(done: Sequence[Written], seconds: float, job: Job) -> str:
     said = f"{len(done):,} texts, {tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s"
     if not job.model.continues:
         return said
-    positions = f"at the model's {job.model.recipe.sequence_length:,} positions"
+    positions = f"at the model's {job.model.recipe.positions:,} positions"
     reasons = {"length": "after --tokens", "end": "at the end-of-text token", "positions": positions}
     counts = {why: sum(written.ended == ended for written in done) for ended, why in reasons.items()}
     return f"{said}; ended " + ", ".join(f"{count:,} {why}" for why, count in counts.items() if count)

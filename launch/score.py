@@ -71,7 +71,7 @@ def build_parser() -> ArgumentParser:
     data = "a local file instead of the hub's, or of a recipe's held-out text: .jsonl, .parquet or text"
     what.add_argument("--data", metavar="FILE", help=data)
     what.add_argument("--column", metavar="NAME", default="text", help="field with the text (default: text)")
-    window = "tokens that are read at once (default: the model's positions)"
+    window = "tokens that are read at once (default: those of a sample in its training, else its positions)"
     what.add_argument("--window", type=arguments.whole(most=10**7), metavar="N", help=window)
     stride = "tokens from one window to the next (default: wikitext103 32, else the window)"
     what.add_argument("--stride", type=arguments.whole(most=10**7), metavar="N", help=stride)
@@ -209,7 +209,7 @@ def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds
     offload = f", offload {plan.offload}" if plan.offload != "none" else ""
     limited = job.asked.limit is not None
     return Score(
-        model=model.given, parameters=cost.parameters(model.recipe.model, model.recipe.sequence_length),
+        model=model.given, parameters=cost.parameters(model.recipe.model, model.recipe.positions),
         step=model.trained.step, task=data.task, variant=data.variant, source=data.source, figures=found,
         examples=data.examples, windows=len(data.windows), tokens=data.tokens, words=data.words,
         limited=limited, broken=data.broken, cut=data.cut, window=job.window,

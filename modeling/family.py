@@ -67,7 +67,7 @@ def common_shape(recipe: Recipe, padded_vocab: int) -> dict[str, Any]:
     model = recipe.model
     return dict(
         layers=model.layers, hidden=model.hidden, heads=model.heads, vocab=model.vocab_size,
-        padded_vocab=padded_vocab, positions=recipe.sequence_length,
+        padded_vocab=padded_vocab, positions=recipe.positions,
         hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention,
         checkpoint_interval=recipe.checkpoint_interval, recomputes_core=recipe.recomputes_core,
         sequence_parallel=recipe.parallel.sequence,

@@ -38,11 +38,6 @@ class LazyWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._sources)
 
-    def first_rows(self, name: str, count: int | None) -> LazyWeights:
-        """The same weights with the first `count` rows of one."""
-        whole = self._sources[name]
-        return LazyWeights({**self._sources, name: lambda: whole()[:count]})
-
     def not_finite(self) -> list[str]:
         """Names of tensors with NaN or infinity. Reads all of them, one after the other."""
         return [name for name, source in self._sources.items() if not source().isfinite().all()]

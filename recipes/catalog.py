@@ -128,7 +128,7 @@ def digest(recipe: Recipe) -> str:
     printed or kept, and `steps`, which decides how far the run goes: in its place stands the step at which
     the learning rate has decayed.
     """
-    values = recipe.model_dump(mode="json", by_alias=True, exclude=set(NOT_IN_DIGEST))
+    values = {key: value for key, value in recipe.compared().items() if key not in NOT_IN_DIGEST}
     values["batch"] = {"global": recipe.batch.global_}
     values["schedule"]["decay_steps"] = _decay_steps(recipe)
     del values["steps"], values["data"]["broken_records"]  # what is skipped is said, and sound data have none
@@ -142,7 +142,7 @@ def changes(there: Recipe, now: Recipe) -> Changes:
     """
     both = []
     for recipe in (there, now):
-        values = recipe.model_dump(mode="json", by_alias=True)
+        values = recipe.compared()
         values["schedule"]["decay_steps"] = _decay_steps(recipe)
         both.append(values)
     allowed, refused = list[Change](), list[Change]()

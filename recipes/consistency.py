@@ -89,6 +89,14 @@ def _family(recipe: Recipe) -> Found:
         yield Problem("sequence_length", came, rule, fix)
 
 
+def _positions(recipe: Recipe) -> Found:
+    key, length = "model.positions", recipe.sequence_length
+    if recipe.positions < length:
+        came = _together(recipe, key, "sequence_length", " is below ")
+        fix = f"set sequence_length to {recipe.positions} or less, or {key} to {length} or more"
+        yield Problem(key, came, "every token of a sample has a position of its own", fix)
+
+
 def _heads(recipe: Recipe) -> Found:
     model = recipe.model
     if model.hidden % model.heads:
@@ -265,8 +273,8 @@ def _task(recipe: Recipe) -> Found:
 
 
 _RULES: tuple[Callable[[Recipe], Found], ...] = (
-    _schedule, _family, _heads, _attention, _implementation, _vocabulary, _tokenizer, _origins, _held_out,
-    _checkpointing, _provenance, _task,
+    _schedule, _family, _positions, _heads, _attention, _implementation, _vocabulary, _tokenizer, _origins,
+    _held_out, _checkpointing, _provenance, _task,
 )  # fmt: skip
 
 

@@ -63,6 +63,9 @@ class Model(Strict):
     section 2.1)"""
     attention_window: Tokens | None = None
     """banded: positions that each position sees, itself and those before it"""
+    positions: Tokens | None = None
+    """rows of the table of learned positions, sequence_length or more: the longest sample that the model ever
+    takes, in a later phase or on a task; null: sequence_length"""
     layer_norm: Literal["pre", "post"] = "pre"
     """pre: before attention and MLP, and once after the last layer (GPT-2; Megatron-BERT, arXiv 1909.08053
     figure 1b); post: after each residual sum, and once after the embeddings (the original BERT)"""
@@ -80,6 +83,10 @@ class Model(Strict):
         """Attention window of every layer; None: dense."""
         kinds = (self.attention[i % len(self.attention)] for i in range(self.layers))
         return tuple(self.attention_window if kind == "banded" else None for kind in kinds)
+
+    def positions_at(self, sequence_length: int) -> int:
+        """Rows of the table of positions where samples have `sequence_length` tokens."""
+        return self.positions or sequence_length
 
 
 class Parallel(Strict):
@@ -429,6 +436,21 @@ class Recipe(Strict):
     unknown: dict[str, str] = {}
     """keys that no source gives -> why the value here stands in for them; a run states them as deviations"""
     note: str | None = None
+
+    @property
+    def positions(self) -> int:
+        """Rows of the model's table of positions."""
+        return self.model.positions_at(self.sequence_length)
+
+    def compared(self) -> dict[str, Any]:
+        """Every field as plain data, in which two recipes of the same table of positions agree.
+
+        Positions that are as many as sequence_length are null, stated or not.
+        """
+        values = self.model_dump(mode="json", by_alias=True)
+        if self.positions == self.sequence_length:
+            values["model"]["positions"] = None
+        return values
 
     @property
     def decay_steps(self) -> int:

@@ -16,26 +16,27 @@ LAYERS = 4
 HIDDEN = 64
 HEADS = 4
 VOCABULARY = 509  # prime: tensor parallelism has to pad it
-SEQUENCE = 64
+SEQUENCE = 64  # or as many positions, where the recipe states these apart
 STEPS = 20
 GLOBAL = 8  # where the number of data-parallel ranks is left open: 1, 2, 4 and 8 divide it
 # With banded layers: long enough for the kernel of blocks, as published lengths are.
 BANDED_SEQUENCE, WINDOW = 256, 16
+LEAST_SEQUENCE = 32  # of samples shorter than the positions are; wider than WINDOW
 LEAST_LR = 1e-3  # with less, 20 steps learn nothing visible
 
 
 def tiny(recipe: Recipe) -> Recipe:
     """The recipe, shrunk; shrinking twice changes nothing more."""
     suffix, chunk = " (tiny)", recipe.activation_checkpointing
-    length = SEQUENCE if recipe.model.attention_window is None else BANDED_SEQUENCE
+    positions, length = _lengths(recipe)
     tokenizer = Tokenizer.model_validate({"kind": TRAINED_BY_FAMILY[recipe.model.family]})
     degrees = {key: degree and min(2, degree) for key, degree in recipe.parallel.degrees.items()}
     most = {"validation_samples": 8, "validate_every": 10, "save_every": 10}
     run = {key: min(number, getattr(recipe.run, key)) for key, number in most.items()}
     shrunk = {
         "title": recipe.title.removesuffix(suffix) + suffix,
-        "model": _model(recipe),
-        "sequence_length": min(length, recipe.sequence_length),
+        "model": _model(recipe, positions, length),
+        "sequence_length": length,
         "parallel": recipe.parallel.model_copy(update=degrees),
         "batch": Batch.model_validate(_batch(recipe.batch, recipe.parallel.dp)),
         "steps": min(STEPS, recipe.steps),
@@ -48,11 +49,27 @@ def tiny(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=shrunk)
 
 
-def _model(recipe: Recipe) -> Model:
+def _lengths(recipe: Recipe) -> tuple[int | None, int]:
+    """Positions of the model, null where they are, and tokens of a sample.
+
+    Where positions are stated samples keep their share of them, so that phases of one model stay so: a whole
+    share is whole, and a smaller one smaller, an even number for two tensor ranks to share.
+    """
+    most = SEQUENCE if recipe.model.attention_window is None else BANDED_SEQUENCE
+    length, stated = recipe.sequence_length, recipe.model.positions
+    if stated is None:
+        return None, min(most, length)
+    if stated <= most:
+        return stated, length
+    share = most * length // stated
+    return most, min(length, max(LEAST_SEQUENCE, share - share % 2))
+
+
+def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
     model = recipe.model
     return Model(
         layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab_size=VOCABULARY, attention=_pattern(model.attention),
-        attention_window=_window(model.attention_window, recipe.sequence_length),
+        attention_window=_window(model.attention_window, recipe.sequence_length, length), positions=positions,
         **model.model_dump(include={"family", "layer_norm", "sentence_head", "implementation"}),
     )  # fmt: skip
 
@@ -69,14 +86,16 @@ def _pattern(kinds: tuple[AttentionKind, ...]) -> tuple[AttentionKind, ...]:
     return tuple(chain.from_iterable(runs))[:LAYERS]
 
 
-def _window(window: int | None, positions: int) -> int | None:
-    """16 positions, a block's own and the one before; or the same share of the sequence, if that is large."""
+def _window(window: int | None, length: int, shrunk: int) -> int | None:
+    """16 positions, a block's own and the one before; or the same share of the sequence, if that is large.
+
+    `length`, `shrunk`: tokens of a sample before and after.
+    """
     if window is None:
         return None
-    if 8 * window <= 5 * positions:
+    if 8 * window <= 5 * length:
         return min(WINDOW, window)
-    shrunk = min(BANDED_SEQUENCE, positions)
-    return min(shrunk - 1, -(-window * shrunk // positions))
+    return min(shrunk - 1, -(-window * shrunk // length))
 
 
 def _batch(batch: Batch, dp: int | None) -> dict[str, int]:

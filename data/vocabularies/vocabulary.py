@@ -59,7 +59,7 @@ def build_vocabulary(
             raise ProblemsError([Problem("data.tokenizer.kind", Setting("model.family", "bert"), rule, fix)])
     else:
         end_of_document(tokenizer)
-    tokenizer.model_max_length = recipe.sequence_length
+    tokenizer.model_max_length = recipe.positions
     return tokenizer
 
 

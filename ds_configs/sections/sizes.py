@@ -73,5 +73,5 @@ def _parameters(recipe: Recipe, layout: Layout, layer: int, embedding: int) -> i
     """Parameters of a rank of the largest pipeline stage, about."""
     model = recipe.model
     layers = math.ceil(model.layers / layout.pp)
-    positions = recipe.sequence_length * model.hidden
+    positions = recipe.positions * model.hidden
     return layers * (layer + 13 * model.hidden) + embedding + positions

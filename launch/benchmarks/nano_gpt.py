@@ -32,7 +32,7 @@ class NanoGpt(nn.Module):
         model = recipe.model
         self.dropout = recipe.dropout.hidden
         self.tokens = nn.Embedding(model.vocab_size, model.hidden)
-        self.positions = nn.Embedding(recipe.sequence_length, model.hidden)
+        self.positions = nn.Embedding(recipe.positions, model.hidden)
         self.blocks = nn.ModuleList(Block(model.hidden, model.heads) for _ in range(model.layers))
         self.norm = nn.LayerNorm(model.hidden)
         for parameter in self.parameters():

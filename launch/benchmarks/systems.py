@@ -143,7 +143,7 @@ class Transformers:
         self.data, self.clock = Data(spec), Clock()
         plan, recipe = self.data.plan, self.data.recipe
         conversion = family_of(recipe.model).conversion
-        config = conversion.config(recipe.model, recipe.sequence_length, recipe.dropout)
+        config = conversion.config(recipe.model, recipe.positions, recipe.dropout)
         config.use_cache = False
         kind = conversion.model_class(recipe.model)
         compiled_ops.prepare(plan.ds, self.data.grid.control_group, lambda text: None)

@@ -44,17 +44,16 @@ def recipe_of(
 ) -> Recipe:
     """The recipe of a fine-tuning.
 
-    `model`: family, shape and placement of LayerNorm, with "positions"; `vocabulary`: where its tokens are
-    numbered; `examples`: samples to train on, which decide the steps; None: they are not counted yet. Raises
+    `model`: family, shape and placement of LayerNorm; `vocabulary`: where its tokens are numbered;
+    `examples`: samples to train on, which decide the steps; None: they are not counted yet. Raises
     RecipeError with every problem.
     """
-    facts, model = TASKS[wishes.task], dict(model)  # type: ignore[index]
-    positions = model.pop("positions")
+    facts = TASKS[wishes.task]  # type: ignore[index]
     batch = wishes.batch or facts.batch
     values: dict[str, Any] = {
         "title": f"{facts.title}, {wishes.epochs:g} epochs",
         "model": {**model, "task_head": facts.head, "head_classes": facts.classes},
-        "sequence_length": wishes.sequence_length or min(facts.sequence_length, positions),
+        "sequence_length": wishes.sequence_length or min(facts.sequence_length, model["positions"]),
         "batch": {"global": batch},
         "steps": 1,
         "optimizer": {

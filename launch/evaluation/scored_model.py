@@ -69,9 +69,11 @@ def open_model(given: str, wishes: Wishes) -> ScoredModel:
 
 def _as_scored(base: Recipe, wishes: Wishes, vocabulary_at: Path | None) -> Recipe:
     """The recipe of the model without what belongs to its training, in the batches that are wished for."""
+    # Positions are the weights', whatever sequence_length is set to.
+    kept = {"implementation": "megarecipes", "positions": base.positions}
     plain = base.model_copy(
         update=dict(
-            model=base.model.model_copy(update={"implementation": "megarecipes"}),
+            model=base.model.model_copy(update=kept),
             parallel=Parallel(),
             # As many micro-batches as stages, under every layout.
             batch=Batch(micro=wishes.batch, **{"global": wishes.batch * wishes.world}),
@@ -81,8 +83,8 @@ def _as_scored(base: Recipe, wishes: Wishes, vocabulary_at: Path | None) -> Reci
         )
     )
     if base.data.tokenizer.kind in TRAINED:  # on another text it would become another one
-        kept = Tokenizer(kind="file", path=str(vocabulary_at)) if vocabulary_at else Tokenizer(kind="gpt2")
-        plain = plain.model_copy(update={"data": plain.data.model_copy(update={"tokenizer": kept})})
+        own = Tokenizer(kind="file", path=str(vocabulary_at)) if vocabulary_at else Tokenizer(kind="gpt2")
+        plain = plain.model_copy(update={"data": plain.data.model_copy(update={"tokenizer": own})})
     changed = overrides.apply(plain.model_dump(by_alias=True), wishes.settings)
     return validate(changed.values, base.title, Document("--set", {}), ((),), changed)
 

@@ -104,7 +104,7 @@ def score(
     passes = layout.accumulation if grid.pp > 1 else 1
     own: dict[int, WindowScore] = {}
     of_rank, before = layout.micro * passes, 0
-    for step in steps_of(windows, of_rank * grid.dp, plan.recipe.sequence_length, layout.tp):
+    for step in steps_of(windows, of_rank * grid.dp, plan.recipe.positions, layout.tp):
         indices = step.windows[grid.at.dp * of_rank : (grid.at.dp + 1) * of_rank]
         batches = [
             _micro_batch([windows[i] for i in indices[at : at + layout.micro]], step.length)

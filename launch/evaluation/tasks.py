@@ -37,8 +37,8 @@ class Asked:
 
     def check(self, model: ScoredModel) -> tuple[int, int]:
         """Window and stride. Raises ProblemsError with everything that does not fit the model."""
-        positions = model.recipe.sequence_length
-        window = self.window or positions
+        positions, length = model.recipe.positions, model.recipe.sequence_length
+        window = self.window or length
         stride = self.stride or (min(STRIDE, window) if self.task == "wikitext103" else window)
         problems = []
         if window > positions:
@@ -55,8 +55,8 @@ class Asked:
         if self.stride and whole:
             rule = "passages and held-out samples are read once"
             problems.append(Problem("--stride", f"--stride with --task {self.task}", rule, "leave it out"))
-        if self.window and self.window != positions and self.task == "perplexity" and self.data is None:
-            rule = f"held-out samples have {positions:,} tokens"
+        if self.window and self.window != length and self.task == "perplexity" and self.data is None:
+            rule = f"held-out samples have {length:,} tokens"
             fix = f"leave it out, or give text with {FLAG} FILE"
             problems.append(Problem("--window", f"--window {window}", rule, fix))
         if self.data is not None:

@@ -93,14 +93,14 @@ def _tokens(text: str, model: TrainedModel) -> tuple[int, ...] | None:
 
 
 def _unfit(prompt: Prompt, tokens: tuple[int, ...] | None, model: TrainedModel) -> Iterator[Problem]:
-    positions, family = model.recipe.sequence_length, model.recipe.model.family
+    positions, family = model.recipe.positions, model.recipe.model.family
     if tokens is None:
         yield Problem("--prompt", "is not UTF-8", "a prompt is text", where=prompt.where)
     elif not prompt.text.strip() or not tokens:
         fix = f"give some text, such as {WORDS[family].prompt!r}"
         yield Problem("--prompt", "is empty", "there is nothing to go on with", fix, where=prompt.where)
     elif len(tokens) > positions:
-        came, rule = f"has {len(tokens):,} tokens", f"the model has {positions:,} positions (sequence_length)"
+        came, rule = f"has {len(tokens):,} tokens", f"the model has {positions:,} positions (model.positions)"
         yield Problem("--prompt", came, rule, "shorten it", where=prompt.where)
     elif not model.continues and model.tokenizer.mask_token_id not in tokens:
         mask = model.tokenizer.mask_token

@@ -20,7 +20,7 @@ def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
     """What the model of the last step says to run.prompt, or why it is not asked; None without a prompt."""
     if recipe.run.prompt is None:
         return None
-    if cost.parameters(recipe.model, recipe.sequence_length) > LARGEST_SAMPLED:
+    if cost.parameters(recipe.model, recipe.positions) > LARGEST_SAMPLED:
         return f"not sampled: more than {LARGEST_SAMPLED:,} parameters"
     saved = checkpoint.newest(checkpoints)
     if saved is None or saved.step < recipe.steps:

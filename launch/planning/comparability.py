@@ -72,7 +72,7 @@ def not_comparable(
 
 def changed_work(row: Recipe, run: Recipe) -> list[str]:
     """Keys of the recipe that differ and decide how much there is to compute."""
-    both = (recipe.model_dump(mode="json", by_alias=True) for recipe in (row, run))
+    both = (recipe.compared() for recipe in (row, run))
     keys = [key for key, _, _ in differences(*both)]
     return [key for key in keys if any(key == part or key.startswith(f"{part}.") for part in SAME_WORK)]
 

@@ -25,7 +25,7 @@ UNREMARKABLE = (
 SHRUNK = ("model", "sequence_length", "batch", "steps", "schedule", "activation_checkpointing", "data")
 # What a recipe says of these next to its numbers ("differs", "unknown") is not about the tiny run.
 REPLACED = (
-    *("model.layers", "model.hidden", "model.heads", "model.vocab_size"),
+    *("model.layers", "model.hidden", "model.heads", "model.vocab_size", "model.positions"),
     *("sequence_length", "batch", "steps", "data", "parallel"),
 )
 
@@ -126,7 +126,7 @@ def _changed_fields(original: Recipe, recipe: Recipe, tiny: bool) -> Iterator[De
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
     """Dotted key -> value of every leaf."""
-    fields = recipe.model_dump(mode="json", by_alias=True)
+    fields = recipe.compared()
     fields["schedule"]["decay_steps"] = recipe.decay_steps  # one schedule with the null it stands for
     return dict(flatten(fields))
 

@@ -276,7 +276,7 @@ def checkpoint_bytes(recipe: Recipe) -> tuple[float, int | None]:
     newer one is on the disk.
     """
     run = recipe.run
-    size = 12.0 * cost.parameters(recipe.model, recipe.sequence_length)
+    size = 12.0 * cost.parameters(recipe.model, recipe.positions)
     saves = recipe.steps // run.save_every if run.save_every else 0
     saves += bool(run.save_last and not (run.save_every and recipe.steps % run.save_every == 0))
     most = run.keep_checkpoints + 1 if run.keep_checkpoints else None

@@ -40,7 +40,8 @@ def describe_plan(
     """
     recipe, layout = plan.recipe, plan.layout
     model, o, s, length = recipe.model, recipe.optimizer, recipe.schedule, recipe.sequence_length
-    parameters = cost.parameters(model, length)
+    parameters = cost.parameters(model, recipe.positions)
+    apart = f" of {recipe.positions} positions" if recipe.positions > length else ""
     asked = "" if started in (None, layout.world) else ", planned; not started here"
     tensor = f"{layout.tp} tensor{' (and sequence)' * recipe.parallel.sequence}"
     degrees = f"{tensor} x {layout.pp} pipeline x {layout.dp} data parallel"
@@ -48,7 +49,7 @@ def describe_plan(
     recomputed = {0: "attention's scores" if recipe.recomputes_core else "nothing", 1: "every layer"}
     shape = (
         f"{WORDS[model.family].describe(model)}, {counted(model.layers, 'layer')}, "
-        f"hidden size {model.hidden}, {counted(model.heads, 'head')}, sequence length {length}, "
+        f"hidden size {model.hidden}, {counted(model.heads, 'head')}, sequence length {length}{apart}, "
         f"vocabulary {model.vocab_size} (padded to {plan.padded_vocab})"
     )
     betas = f"betas {o.betas[0]:g} {o.betas[1]:g}"

@@ -96,11 +96,11 @@ def lines_of(entries: Sequence[Entry]) -> list[Line]:
 
 
 def _of_row(name: str, recipe: Recipe, published: Published) -> Line:
-    theirs, length, batch = _planned(recipe), recipe.sequence_length, recipe.batch.global_
+    theirs, batch = _planned(recipe), recipe.batch.global_
     seconds = published_seconds(recipe, published, theirs.work if theirs else None)
     world = recipe.hardware.gpus if recipe.hardware else None
     line = Line(name, PUBLISHED, gpus=world, oom=published.oom, seconds=seconds)
-    line = replace(line, parameters=cost.parameters(recipe.model, length))
+    line = replace(line, parameters=cost.parameters(recipe.model, recipe.positions))
     if theirs and theirs.time and theirs.speed:
         room, memory = theirs.node.gpu.memory_bytes, published.cached_gb
         reached = speed(theirs.work, theirs.node, seconds) if seconds else None

@@ -141,7 +141,7 @@ def incomparable(a: Run, b: Run) -> str | None:
         return f"{beginning}: the recipe of {unread.label} cannot be read"
     both_gpt = a.recipe.model.family == b.recipe.model.family == "gpt2"
     same = (*SAME_TEXT_BUT, *([OF_BERT] if both_gpt else []))
-    both = (recipe.model_dump(mode="json", by_alias=True) for recipe in (a.recipe, b.recipe))
+    both = (recipe.compared() for recipe in (a.recipe, b.recipe))
     changed = [
         f"{key}: {_shown(one)} / {_shown(other)}"
         for key, one, other in nested.differences(*both)

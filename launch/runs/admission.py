@@ -172,11 +172,16 @@ def _refuse_strangers(directory: RunDirectory) -> None:
 def _refuse_other_recipe(directory: RunDirectory, changed: Sequence[catalog.Change]) -> None:
     if not changed:
         return
-    longer = any(key == "schedule.decay_steps" for key, _, _ in changed)
-    schedule = " (--steps N trains longer or shorter and keeps the schedule)" if longer else ""
+    ways = {
+        "schedule.decay_steps": "--steps N trains longer or shorter and keeps the schedule",
+        "sequence_length": "--init_from starts another run, of samples of another length, from its weights",
+    }
+    keys = {key for key, _, _ in changed}
+    found = "; ".join(way for key, way in ways.items() if key in keys)
+    other = f" ({found})" if found else ""
     raise RunDirectoryError(
         f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
-        f"directory with --out, or give these keys the values that are there{schedule}. {_differ(changed)}"
+        f"directory with --out, or give these keys the values that are there{other}. {_differ(changed)}"
     )
 
 

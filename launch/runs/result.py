@@ -292,7 +292,7 @@ def make_result(
         offload=plan.offload,
         activation_checkpointing=recipe.activation_checkpointing,
         sequence_parallel=recipe.parallel.sequence,
-        parameters=cost.parameters(recipe.model, recipe.sequence_length),
+        parameters=cost.parameters(recipe.model, recipe.positions),
         parameters_summed_over_tp_ranks=_summed_parameters(plan),
         steps=last,
         skipped_steps=sum(record.skipped for record in steps),
@@ -348,7 +348,7 @@ def implementation(model: Model) -> str:
 
 def _summed_parameters(plan: Plan) -> int:
     recipe, tp = plan.recipe, plan.layout.tp
-    return tp * cost.parameters_per_rank(recipe.model, recipe.sequence_length, plan.padded_vocab, tp)
+    return tp * cost.parameters_per_rank(recipe.model, recipe.positions, plan.padded_vocab, tp)
 
 
 def _training_loss(steps: Sequence[StepRecord]) -> TrainingLoss:

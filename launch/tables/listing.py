@@ -143,7 +143,7 @@ def as_json(row: Row) -> dict[str, Any]:
     recipe = row.recipe
     return {
         "recipe": f"{row.asked}/{row.name}", "title": recipe.title, "family": recipe.model.family,
-        "parameters": cost.parameters(recipe.model, recipe.sequence_length), "gpus": row.gpus,
+        "parameters": cost.parameters(recipe.model, recipe.positions), "gpus": row.gpus,
         "processes": row.processes, "ds_config": recipe.ds_config,
         "hardware": str(recipe.hardware) if recipe.hardware else None,
         "published": recipe.published.model_dump(mode="json") if recipe.published else None,
@@ -188,7 +188,7 @@ def cells(row: Row) -> list[str]:
     """The row under `COLUMNS`."""
     recipe, model, (tp, pp) = row.recipe, row.recipe.model, row.recipe.parallel.model_parallel
     other = f"({row.processes})" if row.processes and row.processes != row.gpus else ""
-    size = short_count(cost.parameters(model, recipe.sequence_length))
+    size = short_count(cost.parameters(model, recipe.positions))
     shape = f"{'BERT ' if model.family == 'bert' else ''}{model.layers}x{model.hidden}"
     layout, gpus = f"{tp} x {pp} x {recipe.parallel.dp or 'any'}", f"{row.gpus or ''} {other}".strip()
     # The mark stands apart, so that a name can be copied.

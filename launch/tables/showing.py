@@ -144,9 +144,9 @@ def derived(plan: Plan, original: Recipe | None, *, tiny: bool = False) -> Itera
 def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
     """The parameters as Megatron-LM counts them, where that is another number, and whether it is printed."""
     recipe, tp = plan.recipe, plan.layout.tp
-    per_rank = cost.parameters_per_rank(recipe.model, recipe.sequence_length, plan.padded_vocab, tp)
+    per_rank = cost.parameters_per_rank(recipe.model, recipe.positions, plan.padded_vocab, tp)
     count = tp * per_rank
-    if count == cost.parameters(recipe.model, recipe.sequence_length):
+    if count == cost.parameters(recipe.model, recipe.positions):
         return
     printed = recipe.published.parameters if recipe.published else None
     remark = "" if printed is None else ", as printed" if printed == count else f"; {printed:,} is printed"

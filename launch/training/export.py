@@ -198,7 +198,7 @@ class RandomBatch(NamedTuple):
         """By the recipe's seed."""
         generator, inputs = torch.Generator().manual_seed(recipe.seed), family_of(recipe.model).fields.inputs
         samples = recipe.model.head_classes if recipe.model.task_head == "choice" else SAMPLES
-        shape = (samples, min(POSITIONS, recipe.sequence_length))
+        shape = (samples, min(POSITIONS, recipe.positions))
         return RandomBatch(
             torch.randint(recipe.model.vocab_size, shape, generator=generator),
             torch.randint(2, shape, generator=generator) if "token_types" in inputs else None,
@@ -234,7 +234,7 @@ def write_model(
     """
     conversion = family_of(recipe.model).conversion
     special = dict(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id or 0)
-    config = conversion.config(recipe.model, recipe.sequence_length, recipe.dropout, **special)
+    config = conversion.config(recipe.model, recipe.positions, recipe.dropout, **special)
     kind = conversion.model_class(recipe.model)
     with torch.device("meta"):
         model = kind(config)

@@ -69,7 +69,7 @@ def saved_in(directory: str | Path) -> Saved:
 
 
 def read(directory: str | Path, recipe: Recipe) -> LazyWeights:
-    """Canonical weights, read when they are asked for, with the first positions of the recipe's length.
+    """Canonical weights, read when they are asked for.
 
     Raises ValueError where the directory holds none of the recipe's model, or numbers that are not finite,
     for which one process of a machine reads them all.
@@ -78,7 +78,7 @@ def read(directory: str | Path, recipe: Recipe) -> LazyWeights:
     weights = saved.weights(recipe)
     if problems := saved.damage(weights) if processes.local_rank() == 0 else []:
         raise FileError(problems)
-    return weights.first_rows(family_of(recipe.model).conversion.positions, recipe.sequence_length)
+    return weights
 
 
 class TransformersWeights:
@@ -227,7 +227,8 @@ class RunWeights:
     def config(self, recipe: Recipe | None) -> Mapping[str, Any]:
         form = form_of(self.recipe.model, RUN_FORMS)
         assert form is not None, "every model of a recipe has one"
-        return {"model_type": form.model_type, **dict(flatten(self.recipe.model_dump()))}
+        own = dict(flatten(self.recipe.model_dump()))
+        return {"model_type": form.model_type, **own, "model.positions": self.recipe.positions}
 
     def problems(self, recipe: Recipe | None) -> list[Problem]:
         if recipe is None:  # as for Megatron's
@@ -261,6 +262,9 @@ class RunWeights:
         yield f"of that run step {self.checkpoint.step}, {self.checkpoint.directory}"
         for damaged in self._found[1]:
             yield f"WARNING: {damaged}; an older checkpoint is taken"
+        length, positions = self.recipe.sequence_length, self.recipe.positions
+        if length < positions:
+            yield f"that run trained the first {length:,} of its {positions:,} positions (sequence_length)"
         was, now = self.recipe.model, recipe.model
         if was.windows != now.windows:
             there = f"model.attention={list(was.attention)}, model.attention_window={was.attention_window}"

@@ -51,20 +51,21 @@ class GivenModel:
 
     @property
     def model_values(self) -> dict[str, Any]:
-        """What a recipe's model takes of it, with "positions"."""
-        values: dict[str, Any] = {key.partition(".")[2] or "positions": n for key, n in self.shape.items()}
+        """What a recipe's model takes of it."""
+        values: dict[str, Any] = {key.partition(".")[2]: size for key, size in self.shape.items()}
         return {**values, "family": self.family, "layer_norm": self.form.layer_norm}
 
     def as_recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe with this model, in dense layers; the recipe says whether it has a sentence head."""
-        values: dict[str, Any] = {key.partition(".")[2]: size for key, size in self.shape.items()}
-        positions = values.pop("")
-        values |= {"family": self.family, "layer_norm": self.form.layer_norm or recipe.model.layer_norm}
-        values |= {"attention": ("dense",), "attention_window": None}
+        """The recipe with this model, in dense layers, for samples of all its positions.
+
+        The recipe says whether it has a sentence head.
+        """
+        values = self.model_values | {"attention": ("dense",), "attention_window": None}
+        values["layer_norm"] = self.form.layer_norm or recipe.model.layer_norm
         if self.family != recipe.model.family:
             values["sentence_head"] = "none"
         model = recipe.model.model_copy(update=values)
-        return recipe.model_copy(update={"model": model, "sequence_length": positions})
+        return recipe.model_copy(update={"model": model, "sequence_length": model.positions})
 
 
 def check(path: str | Path, recipe: Recipe) -> tuple[Notice, ...]:
@@ -89,12 +90,12 @@ def check(path: str | Path, recipe: Recipe) -> tuple[Notice, ...]:
     if problems:
         raise ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
     assert given is not None, "nothing is wrong with what states the model"
-    remarks = (f"those of {path}", *_remarks(given, recipe), *saved.remarks(recipe))
+    remarks = (f"those of {path}", *saved.remarks(recipe))
     return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
 
 
 def described(path: str | Path, recipe: Recipe) -> Recipe:
-    """`recipe` with the model that the weights in a directory are of, and with its positions.
+    """`recipe` with the model that the weights in a directory are of, for samples of all its positions.
 
     Raises ProblemsError: there are none, or what states the model is broken. `check` finds what else is
     wrong.
@@ -162,12 +163,6 @@ def resolved(path: str) -> str:
     return str(saved.checkpoint.directory) if isinstance(saved, RunWeights) else path
 
 
-def _remarks(given: GivenModel, recipe: Recipe) -> Iterator[str]:
-    positions = given.shape["sequence_length"]
-    if positions > recipe.sequence_length:
-        yield f"of their {positions:,} positions the first {recipe.sequence_length:,} (sequence_length)"
-
-
 def _no_directory(path: Path) -> Iterator[Problem]:
     try:
         if path.is_dir():
@@ -186,7 +181,7 @@ class _Config:
 
     def __init__(self, config: Mapping[str, Any], recipe: Recipe, forms: Forms):
         self.config, self.recipe, self.forms = config, recipe, forms
-        self.values = dict(flatten(recipe.model_dump()))
+        self.values = {**dict(flatten(recipe.model_dump())), "model.positions": recipe.positions}
         self.given: GivenModel | None = None
         self.problems = list(self._find())
 
@@ -211,20 +206,27 @@ class _Config:
             yield Problem(KEY, f"{form.says} {hidden} and {heads}", rule, SAVED)
         elif not odd:
             self.given = GivenModel(form, sizes)
-        other = {key: size for key, size in sizes.items() if self._mismatch(key, size)}
+        other = {key: size for key, size in sizes.items() if size != self.values[key]}
         for key, size in other.items():
-            came = f"{form.shape[key][0]}={size}, but the recipe's {key} is {self.values[key]}"
-            differing.append(Problem(KEY, came))
+            follows = key == "model.positions" and self.recipe.model.positions is None
+            here = f"{'sequence_length' if follows else key} is {self.values[key]}"
+            differing.append(Problem(KEY, f"{form.shape[key][0]}={size}, but the recipe's {here}"))
         if differing and self.given:
-            sets = {**self._settings(form, sizes["model.vocab_size"]), **other}
+            sets = {**self._settings(form, sizes["model.vocab_size"]), **self._of_this_shape(other)}
             asked = " ".join(f"--set {key}={_setting(value)}" for key, value in sets.items())
             differing[-1] = replace(differing[-1], fix=f"to train a model of this shape add {asked}")
         yield from differing
         yield from self._fixed(form, sizes.get("model.hidden"))
 
-    def _mismatch(self, key: str, size: int) -> bool:
-        """Of positions the first are enough."""
-        return size < self.values[key] if key == "sequence_length" else size != self.values[key]
+    def _of_this_shape(self, other: Mapping[str, int]) -> dict[str, int | None]:
+        """What the recipe has to set for sizes that are not its own; samples end where positions do."""
+        sets: dict[str, int | None] = dict(other)
+        positions = other.get("model.positions", self.recipe.positions)
+        if positions < self.recipe.sequence_length:
+            sets |= {"model.positions": None, "sequence_length": positions}
+            if self.recipe.model.positions is None:
+                del sets["model.positions"]
+        return sets
 
     def _other_kind(self, kind: Any, own: ConfigForm | None) -> Problem:
         model = self.recipe.model

@@ -56,7 +56,7 @@ def build(
     `initial_weights`: directory of a GPT-2 to start from instead of random weights. `say` hears how far the
     weights of a large model are. `drawn` False: a checkpoint will be read into it, so that it needs none.
     """
-    config = CONVERSION.config(recipe.model, recipe.sequence_length, recipe.dropout)
+    config = CONVERSION.config(recipe.model, recipe.positions, recipe.dropout)
     config.use_cache = False
     # No weights are drawn, nor gathered for it under ZeRO-3: `_fill` has better ones.
     draw, hf_deepspeed.initialize_weights_zero3 = hf_deepspeed.initialize_weights_zero3, lambda model: None
@@ -85,7 +85,7 @@ def _fill(
     places = {entry.ours: entry for entry in CONVERSION.name_map(recipe.model)}
     partitioned = any(is_zero_param(parameter) for parameter in model.parameters())
     sources = processes.world_size() if partitioned and not initial_weights else 1
-    total, done, started = cost.parameters(recipe.model, recipe.sequence_length), 0, time.perf_counter()
+    total, done, started = cost.parameters(recipe.model, recipe.positions), 0, time.perf_counter()
     for name, canonical, source in _canonical_weights(recipe, initial_weights, sources if drawn else 0):
         _, (theirs,), form = places.pop(name)
         parameter, heads = model.get_parameter(theirs), recipe.model.heads

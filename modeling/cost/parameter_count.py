@@ -6,7 +6,7 @@ from modeling.cost.families import COUNTS
 from recipes.schema import Model
 
 
-def parameters(model: Model, sequence_length: int, padded_vocab: int | None = None) -> int:
+def parameters(model: Model, positions: int, padded_vocab: int | None = None) -> int:
     """Parameters of the whole model, each counted once.
 
     GPT-2: V h + S h + L (12 h^2 + 13 h) + 2 h: token and position embeddings (the output layer is tied to the
@@ -17,12 +17,12 @@ def parameters(model: Model, sequence_length: int, padded_vocab: int | None = No
     pre-LN has one after the last layer: the same number. V is `padded_vocab`, or the recipe's vocabulary
     where None.
     """
-    return parameters_per_rank(model, sequence_length, padded_vocab)
+    return parameters_per_rank(model, positions, padded_vocab)
 
 
 def parameters_per_rank(
     model: Model,
-    sequence_length: int,
+    positions: int,
     padded_vocab: int | None = None,
     tp: int = 1,
     *,
@@ -53,7 +53,7 @@ def parameters_per_rank(
     if first or last:
         total += vocab // tp * hidden
     if first:
-        total += sequence_length * hidden + own.first_stage(model)
+        total += positions * hidden + own.first_stage(model)
     if last:
         total += (2 * hidden if model.layer_norm == "pre" else 0) + own.last_stage(model, vocab // tp)
     return total

@@ -217,5 +217,5 @@ print(model(**tokenizer({{prompt}}, return_tensors="pt")))"""
 TASK_USAGE = {head: _TASK_USAGE.format(kind=f"AutoModel{name}") for head, name in TASK_CLASSES.items()}
 CONVERSION = Conversion(
     class_name, config, name_map, select, why_missing, from_transformers, frozenset(TIED),
-    "embedding.position", logits, USAGE,
+    logits, USAGE,
 )  # fmt: skip

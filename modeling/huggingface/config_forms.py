@@ -9,7 +9,7 @@ from typing import Any
 from recipes.schema import Model
 from recipes.vocabularies import BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY
 
-SHAPE = ("model.layers", "model.hidden", "model.heads", "model.vocab_size", "sequence_length")
+SHAPE = ("model.layers", "model.hidden", "model.heads", "model.vocab_size", "model.positions")
 Fixed = Mapping[str, tuple[Any, ...]]
 
 

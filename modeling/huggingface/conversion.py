@@ -76,7 +76,6 @@ class Conversion:
         from_transformers: a state dict -> canonical float32 weights; raises ValueError naming missing and
             unexpected tensors, and tied ones that differ.
         copies: names of tied tensors, which no export holds.
-        positions: canonical name of the embedding of positions.
         logits: (a `transformers` model, tokens (B, S), token types (B, S) or None, mask (B, S): no padding).
         usage: lines of Python that use an exported `{directory}` on a `{prompt}`.
     """
@@ -88,7 +87,6 @@ class Conversion:
     why_missing: Callable[[Collection[str], Model], str]
     from_transformers: Callable[[Tensors, Model], LazyWeights]
     copies: frozenset[str]
-    positions: str
     logits: Callable[..., Logits]
     usage: str
 

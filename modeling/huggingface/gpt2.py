@@ -110,5 +110,5 @@ text = tokenizer({prompt}, return_tensors="pt")
 print(tokenizer.decode(model.generate(**text, max_new_tokens=40, do_sample=True)[0]))"""
 CONVERSION = Conversion(
     lambda model: "GPT2LMHeadModel", config, name_map, select, lambda missing, model: "", from_transformers,
-    frozenset(TIED), "position.weight", logits, USAGE,
+    frozenset(TIED), logits, USAGE,
 )  # fmt: skip

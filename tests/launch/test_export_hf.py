@@ -26,6 +26,7 @@ from data.corpus import build
 from data.vocabularies.trained import train_bpe
 from data.vocabularies.vocabulary import vocabulary_digest
 from launch import export_hf
+from launch.checkpoints import checkpoint as checkpoints
 from launch.checkpoints.stored import load_weights
 from launch.runs import vocabulary
 from launch.runs.metrics import read_metrics
@@ -150,6 +151,34 @@ def test_transformers_computes_the_validation_loss_that_the_run_measured(layout,
     assert expected < validation_losses(directory)[0] - 0.05, (
         "the run has learned, so these are not the initial weights"
     )
+
+
+def test_a_second_phase_starts_from_the_weights_of_the_first(tmp_path):
+    """They have one table of positions, of which the first reaches half.
+
+    The second, on two tensor ranks, begins with the loss that transformers computes of the first one's export
+    on samples as long.
+    """
+
+    def phase(name: str, processes: int, *flags: object) -> tuple[Path, Recipe]:
+        recipe = ("--recipe", f"bert_two_phases/{name}")
+        directory = pretrain(tmp_path / name, processes, *FP32, *recipe, *map(str, flags))
+        return directory, catalog.load_resolved(directory / "recipe.yaml")
+
+    first, short = phase("phase1", 1)
+    second, long = phase("phase2", 2, "--init_from", first, *sets("parallel.tp=2"))
+    assert (short.sequence_length, long.sequence_length, short.positions, long.positions) == (32, 64, 64, 64)
+    done, _ = export_hf.export(first, tmp_path / "out")
+    assert done.difference < 1e-4
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 64
+    start, learnt = validation_losses(second)[0], validation_losses(first)
+    assert transformers_loss(tmp_path / "out", long) == pytest.approx(start, abs=1e-5)
+    assert learnt[STEPS] < learnt[0] - 0.05, "the first phase has learned, so these are not initial weights"
+    saved, later = load_weights(done.checkpoint), load_weights(checkpoints.newest_whole(second)[0].directory)
+    back = family_of(short.model).conversion.read(tmp_path / "out", short.model)
+    assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
+    moved = (later["embedding.position"] - saved["embedding.position"]).abs().amax(1)
+    assert moved.shape == (64,) and moved.min() > 1e-5, "the second phase trains all positions"
 
 
 def test_the_export_holds_the_runs_weights_bit_for_bit_and_its_vocabulary(trained, tmp_path):

@@ -57,6 +57,7 @@ def folder(tmp_path_factory) -> Path:
         theirs.load_state_dict(conversion.to_transformers(weights, recipe.model), strict=False)
         theirs.save_pretrained(folder / f"{name}-hf")
         vocabulary.load(directory).save_pretrained(folder / f"{name}-hf")
+    make_run(folder / "short", "default/sotu", "sequence_length=20", "model.positions=64")
     make_run(folder / "banded", "default/sotu", "model.attention=[dense,banded]", "model.attention_window=8")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "n": 1}) + "\n" for p in PROMPTS))
     (folder / "prompts.txt").write_text("\n\n".join(PROMPTS))
@@ -107,6 +108,13 @@ def test_a_text_ends_at_the_last_position(folder, written):
     (found,) = written(folder / "gpt", "--prompt", "The", "--tokens", 500)
     prompt = vocabulary.load(folder / "gpt").encode("The")
     assert found["ended"] == "positions" and found["tokens"] == 64 - len(prompt) + 1
+
+
+def test_a_text_may_be_longer_than_the_samples_of_the_training(folder, written):
+    """It ends at the last position, as if the same weights had been trained up to there."""
+    prompt = ("--prompt", "We the people " * 6, "--tokens", 500)
+    (found,) = written(folder / "short", *prompt)
+    assert found["ended"] == "positions" and [found] == written(folder / "gpt", *prompt)
 
 
 @pytest.mark.parametrize("model", ["gpt", "banded"])

@@ -217,4 +217,4 @@ def test_weights_are_read_one_by_one_and_let_go(tmp_path):
     assert torch.equal(lazy["position.weight"], weights["position.weight"]), "what is mapped stays"
     del first
     assert held() is None
-    assert lazy.not_finite() == [] and len(lazy.first_rows("position.weight", 3)["position.weight"]) == 3
+    assert lazy.not_finite() == []

@@ -15,7 +15,7 @@ from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from recipes import catalog
-from recipes.catalog import digest, dump, load, load_resolved
+from recipes.catalog import changes, digest, dump, load, load_resolved
 from recipes.key_paths import paths
 from recipes.problems import Key, Problem, ProblemsError, RecipeError, Setting
 from recipes.schema import Recipe
@@ -293,6 +293,9 @@ WRONG = {
     "data.blend=[{weight: 0}]": "should be greater than 0",
     "model.attention=[banded]": "banded layers without model.attention_window",
     "model.attention_window=4": "model.attention_window=4 without a banded layer",
+    "model.positions=255": "model.positions=255 is below sequence_length=256: every token of a sample has a "
+    "position of its own; set sequence_length to 255 or less, or model.positions to 256 or more",
+    "model.positions=0": "model.positions=0: should be greater than or equal to 1",
     "inferred={model.layer: a guess}": "inferred: model.layer: no such key of a recipe",
     "inferred={data.tokenizer.kind: a, data.blend: b, published.row: c, sped: d}": "inferred: sped: no such",
 }
@@ -463,10 +466,11 @@ SAME = (
     "run.save_every_minutes=0.5",
     "data.broken_records=skip",
     "run.save_last=false",
+    "model.positions=256",
 )
 OTHER = ("batch.global=16", "optimizer.lr=2e-3", "seed=1", "model.layers=5", "precision=fp32",
          "dropout.hidden=0.1", "schedule.warmup_steps=21", "data.validation_every=7", "sequence_length=128",
-         "init_std=0.01", "activation_checkpointing=full")  # fmt: skip
+         "init_std=0.01", "activation_checkpointing=full", "model.positions=257")  # fmt: skip
 
 
 def test_the_digest_knows_what_decides_the_numbers():
@@ -498,7 +502,10 @@ def test_only_runs_that_time_iterations_leave_out_the_last_checkpoint():
 def test_tiny_keeps_the_code_path(name):
     full, small = load(name), load(name, tiny=True)
     assert small.model.layers <= 4 and small.model.hidden == 64 and small.steps <= 20
-    assert small.sequence_length == (64 if small.model.attention == ("dense",) else 256)
+    most = 64 if small.model.attention == ("dense",) else 256
+    assert small.positions == most and (small.sequence_length < most) == (
+        full.sequence_length < full.positions
+    )
     assert small.model.vocab_size % 2 == 1, "tensor parallelism must have to pad"
     assert small.data.source == "packaged" and small.optimizer.lr >= 1e-3 and small.title.endswith(" (tiny)")
     for kept in ("dropout", "precision", "ds_config", "seed"):
@@ -569,6 +576,32 @@ def test_tiny_takes_the_kernel_of_the_whole_recipe(positions, window, table):
 
     assert small.sequence_length == min(256, positions) and shrink(small) == small
     assert kernel(small) == kernel(load(f"{path}:one"))
+
+
+@pytest.mark.parametrize(
+    ("positions", "length", "shrunk"),
+    [(512, 512, (64, 64)), (512, 128, (64, 32)), (512, 511, (64, 62)), (4096, 64, (64, 32)),
+     (512, 300, (64, 36)), (512, 20, (64, 20)), (60, 20, (60, 20)), (70, 64, (64, 58)), (64, 64, (64, 64))],
+)  # fmt: skip
+def test_tiny_keeps_phases_of_one_model_apart(positions, length, shrunk):
+    """Whatever the length of samples, the positions are the same; where they are apart, they stay so."""
+    recipe = load("default", [f"sequence_length={length}", f"model.positions={positions}"])
+    small = shrink(recipe)
+    assert (small.positions, small.sequence_length) == shrunk and shrink(small) == small
+
+
+def test_tiny_leaves_a_band_within_short_samples(table):
+    text = GOOD.replace("layers: 2", "layers: 2, attention: [banded], attention_window: 100, positions: 9000")
+    small = load(f"{table(text.replace('sequence_length: 16', 'sequence_length: 300'))}:one", tiny=True)
+    assert (small.positions, small.sequence_length, small.model.attention_window) == (256, 32, 16)
+
+
+def test_a_run_may_not_resume_with_other_positions():
+    base, long = load(), ["sequence_length=128", "model.positions=256"]
+    assert changes(base, load(overrides=["model.positions=256"])) == ([], [])
+    assert changes(base, load(overrides=["model.positions=300"])).refused == [("model.positions", None, 300)]
+    refused = changes(base, load(overrides=long)).refused
+    assert {key for key, *_ in refused} == {"model.positions", "sequence_length"}
 
 
 def test_set_has_the_last_word_over_tiny():

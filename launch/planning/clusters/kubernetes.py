@@ -43,7 +43,7 @@ def manifest(job: Job) -> str:
 def claimed_bytes(job: Job) -> float:
     """Of all checkpoints that are kept at once, one that is being written, and what else a run needs."""
     recipe = job.placement.plan.recipe
-    parameters = cost.parameters(recipe.model, recipe.sequence_length)
+    parameters = cost.parameters(recipe.model, recipe.positions)
     saved = recipe.steps // recipe.run.save_every if recipe.run.save_every else 0
     kept = recipe.run.keep_checkpoints or saved + recipe.run.save_last
     return (min(kept, saved + 1) + 1) * BYTES_OF_PARAMETER * parameters + BESIDES

@@ -159,7 +159,7 @@ def speed(work: Workload, node: Node, seconds: float) -> Speed:
         )  # fmt: skip
         return cost.exact_tflops(flops, seconds, layout.world)
 
-    size = cost.parameters(work.model, length)
+    size = cost.parameters(work.model, work.positions)
     by_formula = cost.published_tflops(
         size, length, layout.global_batch, seconds, layout.world, checkpointing=work.recomputed > 0
     )

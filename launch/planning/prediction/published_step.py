@@ -46,7 +46,7 @@ def seconds_of(work: Workload, tflops: float, gpus: int, counted: Counted) -> fl
     layout, model, length = work.layout, work.model, work.sequence_length
     recomputed = work.recomputed > 0
     if counted == "formula":
-        size = cost.parameters(model, length)
+        size = cost.parameters(model, work.positions)
         return cost.published_tflops(
             size, length, layout.global_batch, 1.0, gpus, checkpointing=recomputed
         ) / tflops  # fmt: skip

@@ -159,7 +159,7 @@ def _sums_whole_gradients(work: Workload) -> bool:
 def _two_layers(work: Workload) -> float:
     """Parameters of the layer that is computed and the one that is gathered ahead."""
     one = cost.parameters_per_rank(
-        work.model, work.sequence_length, work.padded_vocab, work.layout.tp, layers=1, first=False, last=False
+        work.model, work.positions, work.padded_vocab, work.layout.tp, layers=1, first=False, last=False
     )
     return 2 * one
 

@@ -70,6 +70,11 @@ class Workload:
         return 4 if self.precision == "fp32" else 2
 
     @property
+    def positions(self) -> int:
+        """Rows of the table of positions."""
+        return self.model.positions_at(self.sequence_length)
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.layout.micro * self.sequence_length
@@ -97,7 +102,7 @@ class Workload:
     def parameters_of(self, stage: int) -> int:
         """Parameters on a rank of a pipeline stage."""
         return cost.parameters_per_rank(
-            self.model, self.sequence_length, self.padded_vocab, self.layout.tp,
+            self.model, self.positions, self.padded_vocab, self.layout.tp,
             layers=self.layers_of(stage), first=stage == 0, last=stage == self.layout.pp - 1,
         )  # fmt: skip
 

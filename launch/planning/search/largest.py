@@ -134,7 +134,7 @@ def _model(
     rank = rank_memory.of_stage(work, 0, node.gpu, constants)
     host = min(setting.ranks, node.gpus) * rank.host
     share = host / (node.form.host.memory_gb * 1e9)
-    size = cost.parameters(work.model, work.sequence_length)
+    size = cost.parameters(work.model, work.positions)
     return LargestModel(
         way, tp, recomputed, layers, hidden, work.model.heads, size, rank, host,
         share > rank.total / node.gpu.memory_bytes, verdict_of([rank], host, node),

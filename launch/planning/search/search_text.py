@@ -28,7 +28,7 @@ ORDER = {name: place for place, name in enumerate(get_args(Dimension))}
 def describe(answer: Answer, *, name: str, most: int, width: int | None = None) -> str:
     """A page: the question, the best layouts with memory, time and its split, and why not the others."""
     question, recipe = answer.question, answer.question.recipe
-    size = cost.parameters(recipe.model, recipe.sequence_length)
+    size = cost.parameters(recipe.model, recipe.positions)
     shape = f"{recipe.model.layers} layers of {recipe.model.hidden}, {recipe.model.heads} heads"
     samples = f"{recipe.batch.global_:,} samples of {recipe.sequence_length:,} tokens per step"
     node = question.node
@@ -143,7 +143,7 @@ def as_json(answer: Answer, most: int) -> dict[str, Any]:
         "nodes": question.nodes,
         "gpus": question.ranks,
         "software": question.software.name,
-        "parameters": cost.parameters(question.recipe.model, question.recipe.sequence_length),
+        "parameters": cost.parameters(question.recipe.model, question.recipe.positions),
         "tried": answer.tried,
         "fit": len(answer.ranked),
         "layouts": [

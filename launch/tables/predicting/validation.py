@@ -143,4 +143,4 @@ def counted_parameters(case: Case) -> int:
     work = case.work
     assert work is not None
     tp = work.layout.tp
-    return tp * cost.parameters_per_rank(work.model, work.sequence_length, work.padded_vocab, tp)
+    return tp * cost.parameters_per_rank(work.model, work.positions, work.padded_vocab, tp)

@@ -15,7 +15,7 @@ def counts(recipe: Recipe) -> RankCounts:
     """Counts of one replica, tp x pp ranks. Raises AssertionError where the ranks cannot share the model."""
     model, (tp, pp) = recipe.model, recipe.parallel.model_parallel
     if model.implementation == "transformers":
-        return counting.count_transformers(model, recipe.sequence_length)
+        return counting.count_transformers(model, recipe.positions)
     shape = model_shape(recipe, embedding_rows(recipe, tp))
     layers = tuple(cost.stages_of(recipe, shape.padded_vocab, pp))
     return counting.count(LAYER_LISTS[model.family], shape, tp, layers)
@@ -23,13 +23,13 @@ def counts(recipe: Recipe) -> RankCounts:
 
 def arithmetic(recipe: Recipe) -> RankCounts:
     """The same from modeling/cost/."""
-    model, length, (tp, pp) = recipe.model, recipe.sequence_length, recipe.parallel.model_parallel
+    model, positions, (tp, pp) = recipe.model, recipe.positions, recipe.parallel.model_parallel
     padded = embedding_rows(recipe, tp)
     layers = cost.stages_of(recipe, padded, pp)
 
     def held(stage: int) -> int:
         ends = dict(first=stage == 0, last=stage == pp - 1)
-        return cost.parameters_per_rank(model, length, padded, tp, layers=layers[stage], **ends)
+        return cost.parameters_per_rank(model, positions, padded, tp, layers=layers[stage], **ends)
 
     stages = tuple((held(stage),) * tp for stage in range(pp))
-    return RankCounts(stages, cost.parameters(model, length), tuple(layers))
+    return RankCounts(stages, cost.parameters(model, positions), tuple(layers))

@@ -76,7 +76,7 @@ def scores_of(rows: Sequence[Row], evidence: Evidence) -> dict[str, Downstream]:
 
 
 def _parameters(row: Row) -> int:
-    return cost.parameters(row.recipe.model, row.recipe.sequence_length)
+    return cost.parameters(row.recipe.model, row.recipe.positions)
 
 
 def _line_of(row: Row) -> Line | None:

@@ -58,7 +58,7 @@ def _to_the_unit(row: Row, quantity: str, printed: int, computed: int, share: in
     hint, divided = "", f" / {share}" if share > 1 else ""
     for tp in DEGREES:
         padded = embedding_rows(row.recipe, tp)
-        per_rank = cost.parameters_per_rank(row.recipe.model, row.recipe.sequence_length, padded, tp)
+        per_rank = cost.parameters_per_rank(row.recipe.model, row.recipe.positions, padded, tp)
         if tp * per_rank == printed * share:
             hint = hint or f" (the printed one is the count at tp {tp}{divided})"
     return row.compare(quantity, printed, f"{computed}{hint}", None)

@@ -113,6 +113,7 @@ def test_losses_are_those_of_transformers_step_by_step(trained):
     of = (wishes, initial_weights.encoder_in(init).model_values, initial_weights.vocabulary_of(init), MACHINE)
     corpus = build(recipe_of(*of), say=lambda text: None)
     recipe = recipe_of(*of, examples=len(corpus.train))
+    assert (recipe.sequence_length, recipe.positions) == (32, 64), "all positions are kept"
     model = transformers.BertForSequenceClassification.from_pretrained(init, num_labels=2).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

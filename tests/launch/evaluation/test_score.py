@@ -71,6 +71,25 @@ def test_scores_of_documents_are_those_of_transformers(made):
     assert kept["figures"]["bits_per_byte"] == pytest.approx(math.fsum(nll) / size / math.log(2), rel=1e-6)
 
 
+def test_a_window_is_a_sample_of_the_training_and_may_be_as_long_as_the_positions(made, tmp_path):
+    make_run(tmp_path / "short", "sequence_length=16", "model.positions=64")
+    task = ("--task", "perplexity", "--data", made / "texts.jsonl")
+    run_directory, short, found = made / "run", tmp_path / "short", []
+    shorter = ("--set", "sequence_length=16")
+    whole = [("--window", 16), shorter, (), (*shorter, "--window", 64)]
+    for model, flags in (
+        *((run_directory, flags) for flags in whole),
+        (short, ()),
+        (short, ("--window", 64)),
+    ):
+        score(model, *task, *flags, "--out", tmp_path / "out.json")
+        found.append(json.loads((tmp_path / "out.json").read_text())["figures"])
+        (tmp_path / "out.json").unlink()
+    assert found[0] == found[1] == found[4] != found[2] == found[3] == found[5]
+    said = refusal(tmp_path / "short", Asked("perplexity", "openai", str(task[-1]), window=65))
+    assert "--window 65: the model has 64 positions; give 64 or less" in said
+
+
 def test_lambada_of_a_run_and_of_its_export_is_that_of_transformers(made):
     model = GPT2LMHeadModel.from_pretrained(made / "hf").eval()
     tokenizer = tokenizer_of(PASSAGES, model.config.vocab_size)

@@ -31,7 +31,7 @@ RUNS = {
          "pp2 accumulation 4, recomputed", "dp2 zero3 offload"],
     ),
     "post-LN, NSP": (
-        ["model.layer_norm=post", "model.sentence_head=nsp"],
+        ["model.layer_norm=post", "model.sentence_head=nsp", "model.positions=64", "sequence_length=32"],
         ["tp2", "sequence tp2 zero3", "sequence tp2 pp2", "pp2 accumulation 4, recomputed", "dp2 zero2"],
     ),
 }  # fmt: skip

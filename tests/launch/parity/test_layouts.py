@@ -95,8 +95,8 @@ def test_the_command_compares_what_is_asked_for(tmp_path):
 
 
 ODD = [
-    "model.heads=6", "model.hidden=96", "model.layers=5", "model.vocab_size=8191", "sequence_length=77",
-    "batch.micro=3", "batch.accumulation=5", "batch.global=15",
+    "model.heads=6", "model.hidden=96", "model.layers=5", "model.vocab_size=8191", "model.positions=101",
+    "sequence_length=77", "batch.micro=3", "batch.accumulation=5", "batch.global=15",
 ]  # fmt: skip
 ODD_FAST = ["tp3", "pp2 own accumulation"]
 ODD_LONG = ["own accumulation", "tp2", "pp2", "pp3", "tp3"]
@@ -110,7 +110,11 @@ def odd(tmp_path_factory) -> tuple[Path, str]:
 
 
 def test_odd_shapes_agree(odd):
+    """Positions that no sample reaches among them."""
     assert rows_of(odd[1]) == dict.fromkeys(ODD_FAST, "yes")
+    found = outcome(odd[0], REFERENCE.name)
+    assert found.weights["position.weight"].shape == (101, 96)
+    assert not found.gradients["position.weight"][77:].any() and found.gradients["position.weight"][76].any()
 
 
 @pytest.mark.parametrize("name", [REFERENCE.name, *ODD_FAST])

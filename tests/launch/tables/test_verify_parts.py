@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from launch.tables.verifying import evidence, memory, settings
+from launch.planning.prediction import workload
+from launch.planning.resolved_plans import published_plan
+from launch.tables.verifying import counts, evidence, memory, settings
 from launch.tables.verifying.printed_values import Printed, agreement, derived
 from launch.tables.verifying.rows import published_rows
 from recipes import catalog, tables
@@ -46,6 +48,22 @@ def evidence_of(tmp_path):
         return evidence.read(tables.read_table(path))
 
     return read
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["default/sotu", "bert/sotu", "transformers"])
+def test_positions_are_counted_whatever_the_length_of_samples(name, layout):
+    """On modules and by arithmetic, and in what the planner puts on a rank."""
+    row, settings = name, [f"parallel.{key}={n}" for key, n in zip(("tp", "pp"), layout, strict=True)]
+    if name == "transformers":
+        row, settings = "default/sotu", ["model.implementation=transformers"]
+    settings += ["sequence_length=64", "ds_config=zero1"]
+    plain, longer = catalog.load(row, settings), catalog.load(row, [*settings, "model.positions=500"])
+    found, rows = counts.counts(longer), (500 - 64) * plain.model.hidden
+    assert found == counts.arithmetic(longer) and found.once == counts.counts(plain).once + rows
+    works = [workload.of_plan(published_plan(recipe)) for recipe in (plain, longer)]
+    assert works[1].parameters_of(0) == works[0].parameters_of(0) + rows
+    assert works[1].tokens == works[0].tokens
 
 
 WRONG = "disagreements: [{quantity: q, printed: '1', computed: '2', rows: [a-1]}]"

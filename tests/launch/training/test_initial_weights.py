@@ -260,7 +260,8 @@ def test_kind_and_shape_are_refused_together_and_what_is_advised_is_taken(given,
     ours, own = (
         dict(flatten(catalog.load(*each).model_dump())) for each in ((name, changes), (*given, True))
     )
-    differing = [key for key in SHAPE if ours[key] != own[key]]
+    stated = ["sequence_length" if key == "model.positions" else key for key in SHAPE]
+    differing = [key for key in stated if ours[key] != own[key]]
     assert len(differing) > 3 and all(f"the recipe's {key} is" in said for key in differing)
     advised = re.findall(r"--set (\S+)", said)
     # Weights of these sizes train in a recipe whose other settings fit the size.
@@ -277,18 +278,19 @@ SHORTER = {
 
 
 @pytest.mark.parametrize("case", SHORTER)
-def test_a_shorter_sequence_takes_the_first_positions(case, saved, tmp_path):
-    """Logits are those of transformers with all positions; an export has as many as the model."""
+def test_shorter_samples_keep_all_positions(case, saved, tmp_path):
+    """Logits are those of transformers, beyond the samples' length too; an export has all positions."""
     name, settings = SHORTER[case]
-    recipe = tiny(name, (*settings, "sequence_length=40"))
     directory = saved(tiny(name, settings), 64)
+    alone = tiny(name, (*settings, "sequence_length=40"))
+    asked = "=64, but the recipe's sequence_length is 40; to train .* add --set model.positions=64$"
+    assert re.search(asked, refusal(directory, alone))
+    recipe = tiny(name, (*settings, "sequence_length=40", "model.positions=64"))
     plan = plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=str(directory))
     said = [str(notice) for notice in plan.notices if notice.key == "init_from"]
-    assert said == [
-        f"initial weights: those of {directory}",
-        "initial weights: of their 64 positions the first 40 (sequence_length)",
-    ]
+    assert said == [f"initial weights: those of {directory}"]
     batch = export.RandomBatch.of(recipe)
+    assert batch.tokens.shape[1] == 64
     expected = export.their_logits(recipe, directory, batch)
     conversion = family_of(recipe.model).conversion
     weights = given_tensors.read(directory, recipe)
@@ -302,12 +304,19 @@ def test_a_shorter_sequence_takes_the_first_positions(case, saved, tmp_path):
     if case != "transformers":  # as the run builds it
         module = build_model.build_module(plan, SimpleNamespace(tensor_group=None, pp=1), str(directory))
         built = {parameter.canonical_name: parameter for parameter in module.parameters()}
-        assert torch.equal(built[conversion.positions], weights[conversion.positions])
+        table = "embedding.position" if "bert" in case else "position.weight"
+        assert len(built[table]) == 64 and torch.equal(built[table], weights[table])
     special = SimpleNamespace(eos_token_id=0, pad_token_id=0)
     export.write_model(recipe, weights, special, tmp_path / "out", torch.float32)
     assert export.compare(ours, export.their_logits(recipe, tmp_path / "out", batch), directory) < 1e-4
     noticed(tmp_path / "out", recipe)
-    assert "40, but the recipe's sequence_length is 64" in refusal(tmp_path / "out", tiny(name, settings))
+    noticed(tmp_path / "out", tiny(name, settings))
+    longer = tiny(name, (*settings, "sequence_length=70", "model.positions=80"))
+    said = refusal(tmp_path / "out", longer)
+    assert "=64, but the recipe's model.positions is 80; to train" in said
+    advised = re.findall(r"--set (\S+)", said)
+    assert set(advised) == {"sequence_length=64", "model.positions=null"}
+    noticed(tmp_path / "out", tiny(name, (*settings, *advised)))
 
 
 def test_numbers_that_are_not_finite_are_refused_where_they_are_read(copy):

@@ -58,16 +58,29 @@ def built(plan, path):
 def test_weights_of_any_form_become_those_of_any_model(form, implementation, tmp_path):
     given = tiny()
     directory = make_run(tmp_path / "run", given, kinds=(WEIGHT, *MOMENTS), form=form)
-    recipe = tiny("default/sotu", "sequence_length=40", f"model.implementation={implementation}")
+    shorter = ("sequence_length=40", f"model.implementation={implementation}")
+    recipe = tiny("default/sotu", *shorter, "model.positions=64")
     for path in (tmp_path / "run", directory.parent, directory):
         plan = planned(path, recipe)
         assert initial_weights.resolved(str(path)) == str(directory)
     expected = model_tensors(given, 4)
-    expected["position.weight"] = expected["position.weight"][:40]
     made = built(plan, directory)
     assert made.keys() == expected.keys() and all(torch.equal(made[n], expected[n]) for n in made)
     said = [str(notice) for notice in plan.notices if notice.key == "init_from"]
-    assert any("step 4" in text for text in said) and any("first 40" in text for text in said)
+    assert any("step 4" in text for text in said) and not any("positions" in text for text in said)
+    assert "add --set model.positions=64" in refusal(directory, tiny("default/sotu", *shorter))
+
+
+def test_phases_have_one_table_of_positions(tmp_path):
+    """Each starts from the other's weights; what the shorter one has not trained is said."""
+    short, long = tiny("bert/sotu", "sequence_length=16", "model.positions=64"), tiny("bert/sotu")
+    for name, given, other in (("short", short, long), ("long", long, short)):
+        directory = make_run(tmp_path / name, given)
+        plan, expected = planned(directory, other), model_tensors(given, 4)
+        made = built(plan, directory)
+        assert len(made["embedding.position"]) == 64 and all(torch.equal(made[n], expected[n]) for n in made)
+        said = "that run trained the first 16 of its 64 positions" in str(plan.notices)
+        assert said == (name == "short")
 
 
 def test_everything_that_does_not_fit_is_said_at_once(tmp_path):
