@@ -47,6 +47,7 @@ class PredictedSplit:
 class TaskCorpus(Corpus):
     """With the splits that are predicted at the end. The validation is that of dev."""
 
+    train: TaskSamples
     predicted: tuple[PredictedSplit, ...] = ()
 
 
