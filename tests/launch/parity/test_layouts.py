@@ -289,7 +289,10 @@ def test_a_failing_layout_keeps_no_other_from_running(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--only", "tp2", "tp5"], "--only tp5: no such layout; there are: "),
+        (
+            ["--only", "tp2", "tp5"],
+            "--only tp5: no such layout; there are: accumulation 4; own accumulation; ",
+        ),
         (["--processes", "0"], "argument --processes: 0: give a whole number from 1"),
         (["--processes", "1", "--only", "tp2"], "tp2 is not run: it has 2 processes: there are 1 at most"),
         (["--steps", "0"], "argument --steps: 0: give a whole number from 1"),
