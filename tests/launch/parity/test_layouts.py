@@ -24,6 +24,7 @@ from compared import (
     train_broken,
 )
 from launching import run
+from stored import layers_of_files
 
 from ds_configs.plan import Machine
 from launch import compare_layouts
@@ -111,6 +112,12 @@ def odd(tmp_path_factory) -> tuple[Path, str]:
 
 def test_odd_shapes_agree(odd):
     assert rows_of(odd[1]) == dict.fromkeys(ODD_FAST, "yes")
+
+
+def test_a_pipeline_with_unequal_stages_is_among_them(odd):
+    """The others' stages are equal; the large embedding takes a layer from the last stage of this one."""
+    layers = layers_of_files(odd[0] / folder("pp2 own accumulation") / "checkpoints")
+    assert [*layers.values()] == [[0, 1, 2, 3], [4]]
 
 
 @pytest.mark.parametrize("name", [REFERENCE.name, *ODD_FAST])
