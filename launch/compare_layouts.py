@@ -100,7 +100,7 @@ def chosen_cases(args: argparse.Namespace) -> list[LayoutCase]:
     """The layouts that are asked for; of those asked for by name also the ones of too many processes."""
     names = [c.name for c in CASES]
     if unknown := [name for name in args.only or [] if name not in names]:
-        ending.refuse(f"--only {', '.join(unknown)}: no such layout; there are: {', '.join(names)}")
+        ending.refuse(f"--only {'; '.join(unknown)}: no such layout; there are: {'; '.join(names)}")
     if args.only:
         return [c for c in CASES if c.name in args.only]
     processes = most_processes(args.processes)

@@ -184,7 +184,7 @@ class Finetuning:
         first = recipe_of(*of)
         corpus.check(first)
         self._corpus = corpus.build(first, say_on_rank_0)
-        original = recipe_of(*of, examples=len(self._corpus.train))  # type: ignore[arg-type]
+        original = recipe_of(*of, examples=len(self._corpus.train))
         recipe = cut_to(original, args.steps)
         weights = None if args.from_scratch else args.init
         return job_of(args, recipe, original, f"finetune/{args.task}", tiny=False, weights=weights)

@@ -20,7 +20,7 @@ examples:
       the BERT rows on 16 GPUs of a DGX-2
   python launch/recipe.py list --fits
       the rows whose weights, gradients and optimizer states fit this machine
-  python launch/recipe.py show jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527
+  python launch/recipe.py show dgx2_gpt2_model_parallel/72x3072-h32-tp8
       one row: everything resolved, what was published, what is inferred or unknown, how to launch it
   python launch/recipe.py show my_table.yaml/my-row --yaml
       a row of your own file, with every value written out; list --table my_table.yaml lists them

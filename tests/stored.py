@@ -51,3 +51,10 @@ def write_checkpoint(
 def rewrite_manifest(directory, change):
     """Change a manifest as one who writes it would: its own checksum fits again."""
     manifest.write(change(manifest.read(directory)), directory)
+
+
+def layers_of_files(root):
+    """Of the newest checkpoint below `root`: file -> numbers of the transformer layers that it holds of."""
+    held = checkpoint.newest(root).manifest
+    names = {file: (name.split(".") for name in held.held_by(file)) for file in sorted(held.files)}
+    return {file: sorted({int(n[1]) for n in of if n[0] == "layers"}) for file, of in names.items()}

@@ -135,9 +135,11 @@ def test_launch_shows_commands_only():
 
 @pytest.mark.parametrize("file", COMMANDS, ids=[file.name for file in COMMANDS])
 def test_commands_explain_themselves_from_any_directory(file, tmp_path):
-    """--help works from another directory, and with launch/ as the first entry of the path."""
-    done = run([sys.executable, str(file), "--help"], env={"PYTHONPATH": ""}, cwd=tmp_path, timeout=60)
+    """--help works from another directory, with launch/ as the first entry of the path, and in 80 columns."""
+    env = {"PYTHONPATH": "", "COLUMNS": "80"}
+    done = run([sys.executable, str(file), "--help"], env=env, cwd=tmp_path, timeout=60)
     assert done.returncode == 0 and "examples:" in done.stdout, done.stdout
+    assert not [line for line in done.stdout.splitlines() if len(line) > 80]
 
 
 def test_a_command_of_another_checkout_is_refused(tmp_path):

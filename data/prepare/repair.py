@@ -25,8 +25,10 @@ from ftfy.badness import is_bad
 # Letters of Latin, Greek and Cyrillic (without ligatures), and common signs. All are in NFC and none combines
 # with another.
 INERT = (
-    "\xa0-\xac\xae-\u0131\u0134-\u0148\u014a-\u017e\u0180-\u01c3\u01cd-\u01f0\u01f4-\u024f\u0391-\u03a1\u03a3-\u03c9\u0400-\u0481"
-    "\u2010-\u2015\u2020-\u2022\u2026\u2030\u2070\u2074-\u208e\u20ac\u2122\u2190-\u2193\u2200-\u220f\u2212\u221a\u221e\u2248\u2260\u2264\u2265"
+    "\xa0-\xac\xae-\u0131\u0134-\u0148\u014a-\u017e\u0180-\u01c3\u01cd-\u01f0\u01f4-\u024f"
+    "\u0391-\u03a1\u03a3-\u03c9\u0400-\u0481"
+    "\u2010-\u2015\u2020-\u2022\u2026\u2030\u2070\u2074-\u208e\u20ac\u2122"
+    "\u2190-\u2193\u2200-\u220f\u2212\u221a\u221e\u2248\u2260\u2264\u2265"
 )
 REACH = 5
 _ACTIVE = re.compile(rf"[^\n\t\x20-\x25\x27-\x7e{INERT}]")

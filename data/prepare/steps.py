@@ -25,7 +25,7 @@ from data.prepare.tally import BROKEN, Step
 from data.prepare.words import Words, words_of
 from data.sources.documents import Document
 from data.sources.records import Broken, Raw, RecordFormat
-from data.sources.sentences import split
+from data.sources.sentences import Ends, split
 from data.vocabularies.encoder import Encoder, grouped
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
@@ -130,8 +130,8 @@ def keep_language(
     return documents.sift((judge(*detect(text)) for text in documents.texts), step, reject)
 
 
-def split_sentences(documents: Documents, step: Step, reject: Reject, how: str) -> Documents:
-    return replace(documents, sentences=[split(text, how) for text in documents.texts])  # type: ignore[arg-type]
+def split_sentences(documents: Documents, step: Step, reject: Reject, how: Ends) -> Documents:
+    return replace(documents, sentences=[split(text, how) for text in documents.texts])
 
 
 def tokenize(

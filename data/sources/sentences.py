@@ -7,11 +7,12 @@ from typing import Literal
 import sentencex
 
 LANGUAGE = "en"
+Ends = Literal["split", "lines"]  # how it is told where a sentence ends
 # Characters; a longer one over several lines is a list or a table, which sentencex takes for a sentence.
 LONG_SENTENCE = 1000
 
 
-def split(text: str, how: Literal["split", "lines"]) -> list[str]:
+def split(text: str, how: Ends) -> list[str]:
     """Sentences in order, none of them empty. Joined they give the text back but for whitespace.
 
     split: at the ends of sentences, by sentencex's rules for English; lines: every line is one already.

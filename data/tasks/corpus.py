@@ -25,6 +25,8 @@ from recipes.schema import Recipe, Task
 from recipes.tasks import TASKS, TaskFacts
 
 SPLITS = ("dev", "dev_mismatched", "test", "test_mismatched")  # that are predicted, in this order
+Parse = Callable[[TaskFacts, dict[str, Any], int, bool], Any]
+MakeSamples = Callable[[Recipe, PreTrainedTokenizerFast, Sequence[Any]], Features]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class PredictedSplit:
 class TaskCorpus(Corpus):
     """With the splits that are predicted at the end. The validation is that of dev."""
 
+    train: TaskSamples
     predicted: tuple[PredictedSplit, ...] = ()
 
 
@@ -60,18 +63,36 @@ class Kind:
         predicted: (recipe, tokenizer, split, examples) -> samples to predict, and their `score`.
     """
 
-    parse: Callable[[TaskFacts, dict[str, Any], int, bool], Any]
-    training: Callable[[Recipe, PreTrainedTokenizerFast, Sequence[Any]], Features]
+    parse: Parse
+    training: MakeSamples
     predicted: Callable[
         [Recipe, PreTrainedTokenizerFast, str, Sequence[Any]],
         tuple[Features, Callable[[np.ndarray, Scored | None], Scored]],
     ]
 
 
+def labelled(
+    parse: Parse, features: MakeSamples, score: Callable[[TaskFacts, str, Sequence[Any], np.ndarray], Scored]
+) -> Kind:
+    """The kind whose examples have a label each: samples to train on are made as those to predict are.
+
+    `score`: (facts, split, examples, logits (n, labels)) -> metrics and submission.
+    """
+
+    def predicted(
+        recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, examples: Sequence[Any]
+    ) -> tuple[Features, Callable[[np.ndarray, Scored | None], Scored]]:
+        facts = TASKS[_task(recipe).name]
+        samples = features(recipe, tokenizer, examples)
+        return samples, lambda logits, dev: score(facts, split, examples, logits)
+
+    return Kind(parse, features, predicted)
+
+
 KINDS: Mapping[str, Kind] = {
-    "classification": Kind(glue.parse, glue.features, glue.predicted),
+    "classification": labelled(glue.parse, glue.features, glue.score),
     "span": Kind(squad.parse, squad.training, squad.predicted),
-    "choice": Kind(race.parse, race.features, race.predicted),
+    "choice": labelled(race.parse, race.features, race.score),
 }
 
 

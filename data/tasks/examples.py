@@ -88,8 +88,7 @@ def label_of(record: dict[str, Any], name: str, labels: Sequence[str], labelled:
     value = record.get(name)
     if value in labels:
         return labels.index(value)
-    known = isinstance(value, int) and not isinstance(value, bool)
-    if known and 0 <= value < len(labels):  # type: ignore[operator]
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(labels):
         return value
     if not labelled and value in (None, -1, ""):
         return None

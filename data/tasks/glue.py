@@ -5,7 +5,7 @@ Wang et al. 2018 (arXiv 1804.07461). Submissions are tables of index and predict
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from data.tasks.examples import label_of, text_of
 from data.tasks.features import Features, encode
 from data.tasks.predictions import Scored, accuracy, f1
 from recipes.schema import Recipe
-from recipes.tasks import TASKS, TaskFacts
+from recipes.tasks import TaskFacts
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,6 @@ def features(
     rows = encode(tokenizer, columns[0], second, recipe.sequence_length, "longest_first")
     labels = [each.label or 0 for each in examples]
     return Features(rows, {"labels": labels}, recipe.sequence_length, tokenizer.pad_token_id)
-
-
-def predicted(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, examples: Sequence[ClassExample]
-) -> tuple[Features, Callable[[np.ndarray, Scored | None], Scored]]:
-    """Samples, and what their logits (n, classes) come to."""
-    assert recipe.task is not None
-    facts = TASKS[recipe.task.name]
-    return features(recipe, tokenizer, examples), lambda logits, dev: score(facts, split, examples, logits)
 
 
 def score(facts: TaskFacts, split: str, examples: Sequence[ClassExample], logits: np.ndarray) -> Scored:

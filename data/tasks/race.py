@@ -7,7 +7,7 @@ one. The article gives way where all of it does not fit.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from data.tasks.examples import Wrong, label_of, text_of
 from data.tasks.features import Features, encode
 from data.tasks.predictions import Scored, accuracy
 from recipes.schema import Recipe
-from recipes.tasks import TASKS, TaskFacts
+from recipes.tasks import TaskFacts
 
 BLANK = "_"
 
@@ -65,17 +65,11 @@ def with_option(question: str, option: str) -> str:
     return question.replace(BLANK, option, 1) if BLANK in question else f"{question} {option}"
 
 
-def predicted(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, examples: Sequence[ChoiceQuestion]
-) -> tuple[Features, Callable[[np.ndarray, Scored | None], Scored]]:
-    """Samples, and what their logits (n, choices) come to."""
-    assert recipe.task is not None
-    facts = TASKS[recipe.task.name]
-    return features(recipe, tokenizer, examples), lambda logits, dev: score(facts, split, examples, logits)
-
-
 def score(facts: TaskFacts, split: str, examples: Sequence[ChoiceQuestion], logits: np.ndarray) -> Scored:
-    """Accuracy, also of middle and high school where names tell them; a line of JSON for every question."""
+    """Accuracy, also of middle and high school where names tell them; a line of JSON for every question.
+
+    logits (n, choices).
+    """
     guesses = logits.argmax(-1)
     lines = [
         json.dumps(

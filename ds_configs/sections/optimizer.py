@@ -57,6 +57,12 @@ def _check_lamb(recipe: Recipe, config: dict[str, Any], stage: int | None, findi
     for key in ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_states", "bias_correction"):
         if lookup(config, dotted := f"optimizer.params.{key}") is not None:
             findings.refuse(dotted, dotted, "is a key of Adam's, not of LAMB's", "remove the key")
+    scale = lookup(config, key := "fp16.loss_scale")
+    if isinstance(scale, int | float) and scale != 0:
+        rule = "DeepSpeed runs LAMB with a loss scale that moves, and with no fixed one"
+        findings.refuse(
+            key, f"{key}={scale}", rule, "write 0, and the first scale as fp16.initial_scale_power"
+        )
 
 
 def fills(

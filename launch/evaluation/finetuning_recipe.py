@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_configs.plan import Machine
 from recipes import overrides
-from recipes.schema import Recipe
+from recipes.schema import Recipe, TaskName
 from recipes.tasks import TASKS
 from recipes.validation import validate
 from recipes.yaml_lines import Document
@@ -29,7 +29,7 @@ class Wishes:
     `files`: split -> path; `settings`: texts of --set, which have the last word.
     """
 
-    task: str
+    task: TaskName
     files: Mapping[str, str]
     sequence_length: int | None = None
     epochs: float = 3.0
@@ -48,7 +48,7 @@ def recipe_of(
     `examples`: samples to train on, which decide the steps; None: they are not counted yet. Raises
     RecipeError with every problem.
     """
-    facts = TASKS[wishes.task]  # type: ignore[index]
+    facts = TASKS[wishes.task]
     batch = wishes.batch or facts.batch
     values: dict[str, Any] = {
         "title": f"{facts.title}, {wishes.epochs:g} epochs",

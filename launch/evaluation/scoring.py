@@ -65,7 +65,7 @@ def build_scoring_engine(
     if isinstance(module, Pipeline):
         module.loss_fn = PipelineLoss(_sum_and_scores, grid.tensor_group, ())
     else:
-        module.loss = _scores  # type: ignore[assignment]
+        module.loss = _scores
         if plan.zero_stage == 3 and get_accelerator().device_name() == "cpu":
             set_z3_leaf_modules(module, [TransformerLayer])  # as for training (launch/training/engine.py)
     mpu = None if isinstance(module, Pipeline) else grid

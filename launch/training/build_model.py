@@ -17,6 +17,7 @@ from modeling import cost
 from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.families import family_of, model_shape
 from modeling.initialization import DTYPES, Init
+from modeling.layer_list import Pipeline, Stack
 from modeling.parallel.layers import group_size
 from modeling.parallel.process_grid import Group, ProcessGrid
 from recipes.layout import padded_vocab
@@ -45,7 +46,7 @@ def band_kernel(plan: Plan) -> str | None:
 
 def build_module(
     plan: Plan, grid: ProcessGrid, initial_weights: str | None = None, *, drawn: bool = True
-) -> torch.nn.Module:
+) -> Stack | Pipeline:
     """The model of this rank, with its initial weights; partitioned as it is built under ZeRO-3.
 
     `initial_weights`: directory of saved weights to start from instead of random ones; `drawn` False: a

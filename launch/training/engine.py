@@ -26,6 +26,7 @@ from launch.deepspeed_fixes.bf16_gradient_sums import mend_bf16_sums
 from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
 from launch.deepspeed_fixes.muon_compilation import postpone_compilation
+from launch.deepspeed_fixes.train_batch_timer import forget_batches
 from launch.machine import compiled_ops, memory
 from launch.training import compiling, micro_batches
 from launch.training.build_model import build_module
@@ -127,6 +128,7 @@ def train_step(
                 micro_batches.for_pipeline(b, s, engine.device) for b, s in zip(batches, salts, strict=True)
             )
             loss = engine.train_batch(pairs)
+            forget_batches(engine)
             parts = _pipeline_parts(engine, grid)
         else:
             losses = []

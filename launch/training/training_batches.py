@@ -27,12 +27,17 @@ def training_batches(
 
     Collective.
     """
-    start, state = (checkpoint.step, checkpoint.data_state) if checkpoint else (0, None)
-    of = (corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state)
-    workers = plan.recipe.run.loader_workers
     if corpus.train.random_access:  # mapped tokens, in which nothing can be broken
-        return StepBatches(*of, workers)
-    return StreamBatches(grid, *of, workers)
+        return StepBatches(*_place(plan, corpus, grid, checkpoint), plan.recipe.run.loader_workers)
+    return StreamBatches(plan, corpus, grid, checkpoint)
+
+
+def _place(
+    plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
+) -> tuple[TrainingSamples, int, Layout, int, int, dict[str, Any] | None]:
+    """What StepBatches takes, but for its workers."""
+    start, state = (checkpoint.step, checkpoint.data_state) if checkpoint else (0, None)
+    return corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state
 
 
 class StreamBatches(StepBatches):
@@ -41,23 +46,13 @@ class StreamBatches(StepBatches):
     All ranks get those of a step, or none does, where one of them cannot be read.
     """
 
-    def __init__(
-        self,
-        grid: ProcessGrid,
-        samples: TrainingSamples,
-        seed: int,
-        layout: Layout,
-        dp_rank: int,
-        start_step: int = 0,
-        start_state: dict[str, Any] | None = None,
-        workers: int = 0,
-    ):
-        """As StepBatches; `workers`: threads of each rank that reads. Collective."""
+    def __init__(self, plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None):
+        """Make batches of one rank, with run.loader_workers threads where it reads. Collective."""
         self._everyone = grid.control_group
         self._copy, self._reader = _of_one_copy(grid)
         self._reads = grid.rank == self._reader
-        own = workers if self._reads else 0
-        super().__init__(samples, seed, layout, dp_rank, start_step, start_state, own)
+        workers = plan.recipe.run.loader_workers if self._reads else 0
+        super().__init__(*_place(plan, corpus, grid, checkpoint), workers)
         self._before: dict[str, Any] | None = None  # state before a step that is being fetched
 
     def __next__(self) -> list[MicroBatch]:

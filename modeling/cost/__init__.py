@@ -11,7 +11,7 @@ from modeling.cost.activation_bytes import LayerActivations
 from modeling.cost.matrix_products import Product, attention_products, head_products, layer_products
 from modeling.cost.operation_count import band, exact_flops_per_step, exact_tflops, published_tflops, tflops
 from modeling.cost.parameter_count import parameters, parameters_per_rank
-from modeling.cost.pipeline_stages import balanced_stages, equal_stages, head_in_layers, stages_of
+from modeling.cost.pipeline_stages import equal_stages, stages_by_time, stages_of
 from modeling.cost.state_bytes import (
     FP32,
     MIXED,
@@ -33,19 +33,18 @@ __all__ = [
     "StateBytes",
     "Widths",
     "attention_products",
-    "balanced_stages",
     "band",
     "equal_stages",
     "exact_flops_per_step",
     "exact_tflops",
-    "head_in_layers",
     "head_products",
     "layer_products",
     "model_state_bytes",
     "parameters",
     "parameters_per_rank",
     "placed_state_bytes",
-    "stages_of",
     "published_tflops",
+    "stages_by_time",
+    "stages_of",
     "tflops",
 ]

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from modeling.cost.families import COUNTS
 from modeling.cost.operation_count import band
 from recipes.schema import Model, Recipe
 
 
-def stages_of(recipe: Recipe, padded_vocab: int, pp: int) -> list[int]:
+def stages_of(recipe: Recipe, padded_vocab: int, pp: int) -> tuple[int, ...]:
     """Layers of each stage of a recipe's model, as it trains."""
     recomputed = recipe.checkpoint_interval > 0
     predictions = recipe.predictions if recipe.model.family == "bert" else None
-    head = head_in_layers(recipe.model, recipe.sequence_length, padded_vocab, predictions, recomputed)
-    return balanced_stages(recipe.model.layers, pp, head)
+    return stages_by_time(recipe.model, recipe.sequence_length, padded_vocab, predictions, recomputed, pp)
+
+
+@lru_cache(maxsize=1024)  # a search of layouts asks ten times of each
+def stages_by_time(
+    model: Model, length: int, padded_vocab: int, predictions: int | None, recomputed: bool, pp: int
+) -> tuple[int, ...]:
+    """Layers of each stage, with the output layer's time as `head_in_layers` counts it."""
+    head = head_in_layers(model, length, padded_vocab, predictions, recomputed)
+    return tuple(balanced_stages(model.layers, pp, head))
 
 
 def equal_stages(layers: int, pp: int) -> list[int]:

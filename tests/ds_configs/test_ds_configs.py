@@ -600,6 +600,8 @@ def test_a_json_for_another_optimizer_is_refused(written):
     found = problems(adam, "optimizer.name=lamb")
     assert any("optimizer.type=AdamW" in each and '"auto" or "Lamb"' in each for each in found)
     assert any("torch_adam: is a key of Adam's" in each for each in found)
+    fixed = only(written(base="zero0", fp16__loss_scale=1024), "optimizer.name=lamb")
+    assert "fp16.loss_scale=1024: DeepSpeed runs LAMB with a loss scale that moves" in fixed
     lamb = only(written(base="zero0", optimizer__type="Lamb"))
     assert "the recipe's optimizer.name is adamw" in lamb and 'write "AdamW"' in lamb
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import transformers
+from their_bert import LENGTHS, REAL, random_input, their_bert
 from torch.testing import assert_close
 
 from launch.training.build_model import whole_model
@@ -16,7 +17,6 @@ from modeling.unpadding import row_of
 from recipes.schema import Dropout, Recipe
 
 FORMS = list(itertools.product(("post", "pre"), ("nsp", "sop", "none")))
-LENGTHS = torch.tensor([16, 9, 1])
 
 
 def recipe(layer_norm: str, sentence_head: str) -> Recipe:
@@ -30,46 +30,29 @@ def recipe(layer_norm: str, sentence_head: str) -> Recipe:
     ))  # fmt: skip
 
 
-def theirs(wanted: Recipe, kind: type | None = None) -> torch.nn.Module:
-    """A transformers model whose every weight, biases and norms too, is far from its initial value."""
-    torch.manual_seed(3)
-    config = bert.config(wanted.model, positions=wanted.sequence_length)
-    model = (kind or CONVERSION.model_class(wanted.model))(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
-
-
-def random_input() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randint(83, (3, 16), generator=generator), torch.randint(2, (3, 16), generator=generator)
-
-
 def both_logits(wanted: Recipe, weights, model: torch.nn.Module):
     """Logits of our model with `weights`, and of transformers' model; ours without padding are the same.
 
     Each ((tokens, V) where not padding, (B, 2) or None).
     """
     tokens, types = random_input()
-    real = torch.arange(16) < LENGTHS[:, None]
     with torch.no_grad():
         ours = whole_model(wanted, weights)
         logits, sentence = ours(tokens, types, LENGTHS)
         indices, row = row_of(LENGTHS, 16)
         in_a_row, of_a_row = ours(*(each.flatten()[indices][None] for each in (tokens, types)), row)
-        assert_close(in_a_row[0, : LENGTHS.sum()], logits[real])
+        assert_close(in_a_row[0, : LENGTHS.sum()], logits[REAL])
         assert_close(of_a_row, sentence)
-        done = model(tokens, attention_mask=real.long(), token_type_ids=types)
+        done = model(tokens, attention_mask=REAL.long(), token_type_ids=types)
     if wanted.model.sentence_head == "none":
-        return (logits[..., :83][real], sentence), (done.logits[real], None)
-    return (logits[..., :83][real], sentence), (done.prediction_logits[real], done.seq_relationship_logits)
+        return (logits[..., :83][REAL], sentence), (done.logits[REAL], None)
+    return (logits[..., :83][REAL], sentence), (done.prediction_logits[REAL], done.seq_relationship_logits)
 
 
 @pytest.mark.parametrize(("layer_norm", "sentence_head"), FORMS)
 def test_logits_are_equal_with_padding_and_the_round_trip_is_exact(layer_norm, sentence_head):
     wanted = recipe(layer_norm, sentence_head)
-    model = theirs(wanted)
+    model = their_bert(wanted)
     state = model.state_dict()
     ours = from_transformers(state, wanted.model)
     mine, other = both_logits(wanted, ours, model)
@@ -89,7 +72,7 @@ def test_logits_are_equal_with_padding_and_the_round_trip_is_exact(layer_norm, s
 @pytest.mark.parametrize(("layer_norm", "sentence_head"), FORMS)
 def test_names_are_those_of_our_model(layer_norm, sentence_head):
     wanted = recipe(layer_norm, sentence_head)
-    ours = from_transformers(theirs(wanted).state_dict(), wanted.model)
+    ours = from_transformers(their_bert(wanted).state_dict(), wanted.model)
     module = whole_model(wanted, ours)
     assert {parameter.canonical_name for parameter in module.parameters()} == set(ours)
 
@@ -97,7 +80,7 @@ def test_names_are_those_of_our_model(layer_norm, sentence_head):
 @pytest.mark.parametrize(("layer_norm", "sentence_head"), [("post", "nsp"), ("pre", "none")])
 def test_what_we_write_transformers_loads_and_we_read_again(layer_norm, sentence_head, tmp_path):
     wanted = recipe(layer_norm, sentence_head)
-    ours = from_transformers(theirs(wanted).state_dict(), wanted.model)
+    ours = from_transformers(their_bert(wanted).state_dict(), wanted.model)
     kind = CONVERSION.model_class(wanted.model)
     model = kind(bert.config(wanted.model, positions=wanted.sequence_length))
     left = model.load_state_dict(CONVERSION.to_transformers(ours, wanted.model), strict=False)
@@ -124,7 +107,7 @@ def test_settings_are_those_our_model_computes_with():
 
 def test_a_bare_encoder_is_refused_or_read_without_its_heads():
     wanted = recipe("post", "nsp")
-    bare = theirs(wanted, transformers.BertModel)
+    bare = their_bert(wanted, transformers.BertModel)
     with pytest.raises(ValueError, match="without heads(.|\n)*starts from a BertForPreTraining"):
         from_transformers(bare.state_dict(), wanted.model)
     found = from_transformers(bare.state_dict(), wanted.model, allow_missing_heads=True)
@@ -142,7 +125,7 @@ def test_a_bare_encoder_is_refused_or_read_without_its_heads():
 
 def test_old_checkpoints_and_unused_heads_are_read():
     wanted = recipe("post", "nsp")
-    state = theirs(wanted).state_dict()
+    state = their_bert(wanted).state_dict()
     expected = from_transformers(state, wanted.model)
     old = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
@@ -163,13 +146,13 @@ def test_old_checkpoints_and_unused_heads_are_read():
 
 def test_other_models_are_refused():
     wanted = recipe("post", "nsp")
-    state = theirs(wanted).state_dict()
+    state = their_bert(wanted).state_dict()
     with pytest.raises(
         ValueError, match=r"missing \['bert.encoder.layer.0.attention.ln.bias'.*model.layer_norm"
     ):
         from_transformers(state, recipe("pre", "nsp").model)
     with pytest.raises(ValueError, match="without heads .*model.sentence_head=none"):
-        from_transformers(theirs(recipe("post", "none")).state_dict(), wanted.model)
+        from_transformers(their_bert(recipe("post", "none")).state_dict(), wanted.model)
     untied = {**state, "cls.predictions.decoder.weight": state["cls.predictions.decoder.weight"] + 1}
     with pytest.raises(ValueError, match="of its own"):
         from_transformers(untied, wanted.model)

@@ -50,6 +50,14 @@ def test_salts_come_of_splitmix64():
     assert (found.numpy().view(np.uint64) == expected).all()
 
 
+def test_an_element_is_dropped_by_both_salts_of_its_position_and_the_factor_of_its_feature():
+    """Where a c + b, from the least signed word on, is below the share; by numpy's unsigned arithmetic."""
+    salts, columns = salts_of(5, 3, SAMPLES, S).numpy(), site().columns.numpy().astype(np.uint32)
+    a, b = (salts[..., i : i + 1].astype(np.uint32) for i in range(2))
+    expected = a * columns + b + np.uint32(2**31) < round(P * 2**32)
+    assert (dropped().numpy() == expected).all()
+
+
 def test_what_is_kept_is_scaled_and_gradients_pass_there_alone():
     x = torch.randn(B, S, H, requires_grad=True)
     out = site()(x, salts_of(5, 3, SAMPLES, S))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from modeling.cost import balanced_stages, equal_stages, head_in_layers, stages_of
+from modeling.cost.pipeline_stages import balanced_stages, equal_stages, head_in_layers, stages_of
 from recipes import catalog
 
 
@@ -25,9 +25,9 @@ def test_the_output_layer_is_counted_in_layers():
     head = head_in_layers(default.model, 256, 8192, None, recomputed=False)
     assert head == pytest.approx(2 * 256 * 384 * 8192 / layer)
     assert head_in_layers(default.model, 256, 8192, None, recomputed=True) == pytest.approx(0.75 * head)
-    assert stages_of(default, 8192, 2) == [4, 2]
+    assert stages_of(default, 8192, 2) == (4, 2)
     bert = catalog.load("bert/sotu")
-    assert stages_of(bert, 4096, 1) == [bert.model.layers]
+    assert stages_of(bert, 4096, 1) == (bert.model.layers,)
 
 
 def test_published_pipelines_have_the_stages_of_their_source():
@@ -36,4 +36,6 @@ def test_published_pipelines_have_the_stages_of_their_source():
         recipe = catalog.load(entry.name)
         layers, pp = recipe.model.layers, recipe.parallel.pp or 1
         if recipe.published and pp > 1:
-            assert stages_of(recipe, recipe.model.vocab_size, pp) == equal_stages(layers, pp), entry.name
+            assert list(stages_of(recipe, recipe.model.vocab_size, pp)) == equal_stages(layers, pp), (
+                entry.name
+            )

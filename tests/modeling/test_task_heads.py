@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from their_bert import LENGTHS, REAL, random_input, their_bert
 from torch.testing import assert_close
 
 from launch.training.build_model import whole_model
 from modeling import cost
 from modeling.families import meta_parameters
-from modeling.huggingface.bert import CONVERSION, config, from_transformers
+from modeling.huggingface.bert import CONVERSION, from_transformers
 from modeling.unpadding import row_of
 from recipes.schema import Recipe
 
-LENGTHS = torch.tensor([16, 9, 1])
-REAL = torch.arange(16) < LENGTHS[:, None]
 KINDS = [
     ("classification", "post", 3, "BertForSequenceClassification"),
     ("classification", "pre", 2, "MegatronBertForSequenceClassification"),
@@ -33,22 +32,6 @@ def recipe(head: str, layer_norm: str, classes: int) -> Recipe:
         model=dict(family="bert", task_head=head, head_classes=classes, **shape),
         data={"tokenizer": {"kind": "trained_wordpiece"}},
     ))  # fmt: skip
-
-
-def theirs(wanted: Recipe) -> transformers.PreTrainedModel:
-    """Of the class with this head; every weight, biases and norms too, is far from its initial value."""
-    torch.manual_seed(3)
-    settings = config(wanted.model, positions=wanted.sequence_length)
-    model = CONVERSION.model_class(wanted.model)(settings).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
-
-
-def random_input() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randint(83, (3, 16), generator=generator), torch.randint(2, (3, 16), generator=generator)
 
 
 def outcomes(wanted: Recipe, model: transformers.PreTrainedModel):
@@ -72,7 +55,7 @@ def outcomes(wanted: Recipe, model: transformers.PreTrainedModel):
 def test_logits_are_those_of_transformers(head, layer_norm, classes, kind):
     wanted = recipe(head, layer_norm, classes)
     assert CONVERSION.class_name(wanted.model) == kind
-    _, padded, in_a_row, expected, _ = outcomes(wanted, theirs(wanted))
+    _, padded, in_a_row, expected, _ = outcomes(wanted, their_bert(wanted))
     real = REAL if head == "span" else ...
     assert_close(padded[real], expected[real], atol=2e-5, rtol=1e-5)
     assert_close(in_a_row[real], expected[real], atol=2e-5, rtol=1e-5)
@@ -84,7 +67,7 @@ def test_logits_are_those_of_transformers(head, layer_norm, classes, kind):
 def test_losses_are_those_of_transformers(head, layer_norm, classes, kind):
     """Of spans where nothing is padded: our softmax leaves padding out."""
     wanted = recipe(head, layer_norm, classes)
-    model = theirs(wanted)
+    model = their_bert(wanted)
     ours = whole_model(wanted, from_transformers(model.state_dict(), wanted.model))
     tokens, types = random_input()
     given = dict(input_ids=tokens, token_type_ids=types)
@@ -110,7 +93,7 @@ def test_losses_are_those_of_transformers(head, layer_norm, classes, kind):
 @every_kind
 def test_the_round_trip_is_exact_and_counts_are_right(head, layer_norm, classes, kind):
     wanted = recipe(head, layer_norm, classes)
-    state = theirs(wanted).state_dict()
+    state = their_bert(wanted).state_dict()
     weights = from_transformers(state, wanted.model)
     assert set(weights) == set(meta_parameters(wanted))
     again = CONVERSION.to_transformers(weights, wanted.model)
@@ -120,7 +103,7 @@ def test_the_round_trip_is_exact_and_counts_are_right(head, layer_norm, classes,
 
 def test_accuracy_counts_right_answers():
     wanted = recipe("classification", "post", 3)
-    ours, padded, *_, given = outcomes(wanted, theirs(wanted))
+    ours, padded, *_, given = outcomes(wanted, their_bert(wanted))
     best = padded.argmax(-1)
     labels, weights = torch.stack([best[0], best[1], (best[2] + 1) % 3]), torch.full((3,), 1 / 3)
     _, parts = ours(*given, labels, weights)

@@ -338,7 +338,7 @@ def test_a_constant_rate_may_warm_up_to_the_end():
 def test_the_schema_is_frozen_and_every_number_says_what_it_is():
     recipe = load()
     with pytest.raises(ValidationError, match="frozen"):
-        recipe.steps = 3  # type: ignore[misc]
+        recipe.steps = 3
     assert "batch.global" in set(paths()) and "batch.global_" not in set(paths())
 
 

@@ -51,7 +51,7 @@ def equal_on_all_ranks(local: torch.Tensor, group: Group) -> bool:
 
 def joined(parameter: nn.Parameter, tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
     """What a group holds of a parameter or its gradient: one full tensor if it is cut, else all copies."""
-    shard: Shard | None = parameter.shard  # type: ignore[attr-defined]
+    shard: Shard | None = parameter.shard
     parts = gathered(tensor, group)
     return parts if shard is None else [join(shard, parts)]
 
@@ -65,9 +65,9 @@ def given_weights(build: Build, *, std: float = 0.3, dtype: torch.dtype = torch.
     weights = {}
     for i, parameter in enumerate(dense.parameters()):
         shape = list(parameter.shape)
-        if parameter.shard is not None:  # type: ignore[attr-defined]
-            shape[parameter.shard.dim] = parameter.shard.entries  # type: ignore[attr-defined]
-        weights[parameter.canonical_name] = std * randn(*shape, seed=1000 + i, dtype=dtype)  # type: ignore[attr-defined]
+        if parameter.shard is not None:
+            shape[parameter.shard.dim] = parameter.shard.entries
+        weights[parameter.canonical_name] = std * randn(*shape, seed=1000 + i, dtype=dtype)
     return _Given(seed=1, std=std, layers=1, dtype=dtype, given=weights)
 
 
@@ -97,7 +97,7 @@ def both_passes(module: nn.Module, x: torch.Tensor, cotangent: torch.Tensor, gro
 
 
 def gradients(module: nn.Module, group: Group) -> dict[str, list[torch.Tensor]]:
-    return {p.canonical_name: joined(p, p.grad, group) for p in module.parameters()}  # type: ignore[attr-defined]
+    return {p.canonical_name: joined(p, p.grad, group) for p in module.parameters()}
 
 
 def same_gradients(

@@ -21,17 +21,17 @@ MAX_DEPTH = 40  # links within links; MediaWiki's own limit for templates
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _DROPPED_ELEMENTS = (
-    "ref|references|chem|ce|gallery|timeline|syntaxhighlight|source|pre|score|hiero|imagemap|inputbox|graph|mapframe|maplink|"
-    "templatedata|templatestyles|table|style|indicator|categorytree"
+    "ref|references|chem|ce|gallery|timeline|syntaxhighlight|source|pre|score|hiero|imagemap|inputbox|"
+    "graph|mapframe|maplink|templatedata|templatestyles|table|style|indicator|categorytree"
 )
 _DROPPED_TAG = re.compile(rf"<(/?)({_DROPPED_ELEMENTS})\b[^<>]*>", re.IGNORECASE)
 _MATH_TAG = re.compile(r"<(/?)(math)\b[^<>]*>", re.IGNORECASE)
 _NOWIKI_TAG = re.compile(r"<(/?)(nowiki)\s*/?>", re.IGNORECASE)
 _MARKUP = str.maketrans({c: f"&#{ord(c)};" for c in "[]{}|'<>=*#:;_-!&"})
 _KEPT_TAG = re.compile(
-    r"</?(?:abbr|b|bdi|bdo|big|blockquote|center|cite|code|data|dd|del|dfn|div|dl|dt|em|font|h[1-6]|i|includeonly|ins|kbd|li|"
-    r"noinclude|nowiki|ol|onlyinclude|p|poem|q|rb|rp|rt|ruby|s|samp|section|small|span|strike|strong|td|th|time|tr|tt|u|ul|"
-    r"var|wbr|references|ref)\b[^<>]*>",
+    r"</?(?:abbr|b|bdi|bdo|big|blockquote|center|cite|code|data|dd|del|dfn|div|dl|dt|em|font|h[1-6]|i|"
+    r"includeonly|ins|kbd|li|noinclude|nowiki|ol|onlyinclude|p|poem|q|rb|rp|rt|ruby|s|samp|section|small|"
+    r"span|strike|strong|td|th|time|tr|tt|u|ul|var|wbr|references|ref)\b[^<>]*>",
     re.IGNORECASE,
 )
 _LINE_TAG = re.compile(r"<(?:br|hr)\b[^<>]*>", re.IGNORECASE)

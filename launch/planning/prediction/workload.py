@@ -90,14 +90,12 @@ class Workload:
 
     def layers_of(self, stage: int) -> int:
         """Transformer layers of a pipeline stage."""
-        layers, pp = self.model.layers, self.layout.pp
         if not self.software.balances_stages:
-            return cost.equal_stages(layers, pp)[stage]
-        recomputed = self.recomputed > 0
-        head = cost.head_in_layers(
-            self.model, self.sequence_length, self.padded_vocab, self.predicted, recomputed
-        )
-        return cost.balanced_stages(layers, pp, head)[stage]
+            return cost.equal_stages(self.model.layers, self.layout.pp)[stage]
+        return cost.stages_by_time(
+            self.model, self.sequence_length, self.padded_vocab, self.predicted, self.recomputed > 0,
+            self.layout.pp,
+        )[stage]  # fmt: skip
 
     def parameters_of(self, stage: int) -> int:
         """Parameters on a rank of a pipeline stage."""

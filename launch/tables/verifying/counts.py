@@ -17,7 +17,7 @@ def counts(recipe: Recipe) -> RankCounts:
     if model.implementation == "transformers":
         return counting.count_transformers(model, recipe.positions)
     shape = model_shape(recipe, embedding_rows(recipe, tp))
-    layers = tuple(cost.stages_of(recipe, shape.padded_vocab, pp))
+    layers = cost.stages_of(recipe, shape.padded_vocab, pp)
     return counting.count(LAYER_LISTS[model.family], shape, tp, layers)
 
 
@@ -32,4 +32,4 @@ def arithmetic(recipe: Recipe) -> RankCounts:
         return cost.parameters_per_rank(model, positions, padded, tp, layers=layers[stage], **ends)
 
     stages = tuple((held(stage),) * tp for stage in range(pp))
-    return RankCounts(stages, cost.parameters(model, positions), tuple(layers))
+    return RankCounts(stages, cost.parameters(model, positions), layers)

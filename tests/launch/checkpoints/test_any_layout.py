@@ -5,6 +5,7 @@ import json
 
 import pytest
 from launching import WORKERS, run_ranks
+from stored import layers_of_files
 
 from launch.checkpoints import checkpoint
 from launch.checkpoints.stored import load_weights
@@ -120,6 +121,13 @@ def check_ring(tmp_path, names, recipe=None, settings=()):
 
 def test_a_run_goes_on_under_one_layout_after_the_other(tmp_path):
     check_ring(tmp_path, RING)
+
+
+def test_a_run_goes_on_under_unequal_stages_and_in_one_process_again(tmp_path):
+    """A larger vocabulary takes layers from the last stage."""
+    check_ring(tmp_path, ["one", "pp2", "one"], settings=["model.vocab_size=2048"])
+    layers = layers_of_files(tmp_path / "2 pp2" / "checkpoints")
+    assert [*layers.values()] == [[0, 1, 2], [3]]
 
 
 @pytest.mark.long

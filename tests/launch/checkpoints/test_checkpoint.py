@@ -107,6 +107,20 @@ def test_tensors_are_read_whole_and_in_pieces(tmp_path):
         stored.fill(target, Placement("layers.0.x", "canonical", (10,), None), 0, "weight")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_elements_of_every_width_are_those_asked_for(tmp_path, dtype):
+    """Of the second tensor, from its middle; a piece that leaves its tensor is refused."""
+    one, two = torch.arange(7).to(dtype), torch.arange(100, 124).to(dtype).view(4, 6)
+    entries = [Entry(name, dtype, tuple(t.shape), lambda t=t: t) for name, t in (("one", one), ("two", two))]
+    tensor_file.write(tmp_path / "x", entries)
+    reader = tensor_file.Reader(tmp_path / "x")
+    assert torch.equal(reader.elements("two", 5, 11), two.flatten()[5:16])
+    assert torch.equal(reader.whole("two"), two) and reader.whole("one").dtype == dtype
+    for name, first in ("one", 4), ("two", 20):
+        with pytest.raises(FileError, match=f"ends within {name}"):
+            reader.elements(name, first, 6)
+
+
 # --- manifests
 
 

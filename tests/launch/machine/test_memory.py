@@ -74,3 +74,14 @@ def test_large_blocks_are_pinned_as_they_are_unless_the_user_says_otherwise(monk
     both = settings("expandable_segments:True")
     assert "pinned_max_round_threshold_mb:1" in both and "expandable_segments:True" in both
     assert "pinned_max_round_threshold_mb:1\n" not in settings("pinned_max_round_threshold_mb:1024")
+
+
+def test_the_peak_of_a_child_is_not_its_large_parents():
+    """As a launcher's is, which has imported more than the rank it starts; getrusage tells the larger one."""
+    child = "import sys, types; no_gpu = types.SimpleNamespace(is_available=lambda: False); "
+    child += "sys.modules['torch'] = types.SimpleNamespace(cuda=no_gpu); "
+    child += "from launch.machine.memory import peak_memory; print(peak_memory().bytes)"
+    parent = "import subprocess, sys; large = b'x' * (300 << 20); "
+    parent += f"raise SystemExit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"
+    done = subprocess.run([sys.executable, "-c", parent], text=True, capture_output=True, check=True)
+    assert 1e6 < int(done.stdout) < 150e6

@@ -24,6 +24,7 @@ from compared import (
     train_broken,
 )
 from launching import run
+from stored import layers_of_files
 
 from ds_configs.plan import Machine
 from launch import compare_layouts
@@ -115,6 +116,12 @@ def test_odd_shapes_agree(odd):
     found = outcome(odd[0], REFERENCE.name)
     assert found.weights["position.weight"].shape == (101, 96)
     assert not found.gradients["position.weight"][77:].any() and found.gradients["position.weight"][76].any()
+
+
+def test_a_pipeline_with_unequal_stages_is_among_them(odd):
+    """The others' stages are equal; the large embedding takes a layer from the last stage of this one."""
+    layers = layers_of_files(odd[0] / folder("pp2 own accumulation") / "checkpoints")
+    assert [*layers.values()] == [[0, 1, 2, 3], [4]]
 
 
 @pytest.mark.parametrize("name", [REFERENCE.name, *ODD_FAST])
@@ -293,7 +300,10 @@ def test_a_failing_layout_keeps_no_other_from_running(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--only", "tp2", "tp5"], "--only tp5: no such layout; there are: "),
+        (
+            ["--only", "tp2", "tp5"],
+            "--only tp5: no such layout; there are: accumulation 4; own accumulation; ",
+        ),
         (["--processes", "0"], "argument --processes: 0: give a whole number from 1"),
         (["--processes", "1", "--only", "tp2"], "tp2 is not run: it has 2 processes: there are 1 at most"),
         (["--steps", "0"], "argument --steps: 0: give a whole number from 1"),

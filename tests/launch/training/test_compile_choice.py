@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
-from launch.training import compile_choice
+from launch.training import compile_choice, compiling
 from launch.training.compiling import Gain, paid_back
+from modeling.layer_list import Stack
 from recipes import catalog
 
 CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
@@ -54,3 +56,31 @@ def test_the_step_at_which_compiling_is_paid_back():
     assert paid_back(gains, 16.0, accumulation=2, steps=100) == "paid back after 16 of 100 steps"
     assert paid_back(gains, 16.0, accumulation=2, steps=15) == "not paid back in this run"
     assert "saves nothing" in paid_back([Gain("a micro-batch", 0.2, 0.3)], 1.0, 1, 100)
+
+
+WHOLE = [
+    ("zero1", 1, (), "cpu", True),
+    ("zero1", 1, (), "cuda", True),
+    ("zero1", 2, ("parallel.tp=2",), "cuda", True),
+    ("zero1", 2, (), "cpu", True),
+    ("zero1", 2, (), "cuda", False),  # gradients travel while the layers before theirs are computed
+    ("zero0", 2, (), "cuda", False),
+    ("zero3", 1, (), "cpu", False),  # parameters are gathered layer by layer
+    ("zero1", 1, ("activation_checkpointing=full",), "cpu", False),
+]
+
+
+@pytest.mark.parametrize(("ds_config", "ranks", "settings", "device", "whole"), WHOLE)
+def test_what_is_compiled_as_a_whole_and_what_layer_by_layer(
+    ds_config, ranks, settings, device, whole, monkeypatch
+):
+    planned = resolve(catalog.load("default/sotu", settings, tiny=True), ds_config, ranks, CPU)
+    module = object.__new__(Stack)
+    accelerator = SimpleNamespace(device_name=lambda: device)
+    monkeypatch.setattr(compiling, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(compiling, "seed_step", lambda *of: None)
+    monkeypatch.setattr(compiling, "prepare", lambda *of: None)
+    monkeypatch.setattr(compiling, "_compile_whole", lambda *of: (2.0, 1.0))
+    monkeypatch.setattr(compiling, "_compile_layers", lambda *of: [Gain("one layer", 2.0, 1.0)])
+    said = compiling.compile_module(module, planned, SimpleNamespace(at=None))
+    assert ("a micro-batch" in said, "one layer" in said) == (whole, not whole)

@@ -7,10 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data.loader import rank_rows
+from ds_configs.plan import Machine
+from ds_configs.resolver import resolve
 from launch.training import micro_batches
+from recipes import catalog
 from recipes.micro_batch import FIELDS
 
 SIZES = dict(samples=3, length=24, predictions=4, vocabulary=90)
+MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
 ALONE = SimpleNamespace(dp=1)
 FAMILIES = pytest.mark.parametrize("family", FIELDS)
 
@@ -45,3 +50,19 @@ def test_weights_are_scaled_by_the_steps_predictions_where_samples_differ_in_the
     assert [float(b["weights"].sum()) for b in scaled] == pytest.approx([0, 2]), (
         "their mean over micro-batches is 1"
     )
+
+
+def test_salts_of_a_sample_are_those_of_its_number_on_whatever_rank():
+    """Of all ranks and micro-batches together: each sample's of the global batch once, as in one process."""
+
+    def salts(dp: int, accumulation: int, step: int = 3) -> torch.Tensor:
+        settings = f"parallel.dp={dp}", f"batch.accumulation={accumulation}", "dropout.hidden=0.1"
+        plan = resolve(catalog.load(overrides=settings, tiny=True), "zero1", dp, MACHINE)
+        of_ranks = [micro_batches.salts_of_step(plan, rank, step, "cpu") for rank in range(dp)]
+        rows = torch.cat([torch.from_numpy(rank_rows(plan.layout, rank)).flatten() for rank in range(dp)])
+        return torch.cat([torch.cat(each) for each in of_ranks])[rows.argsort()]
+
+    whole = salts(1, 1)
+    assert len({tuple(sample.flatten().tolist()) for sample in whole}) == len(whole)
+    assert all(torch.equal(salts(*shares), whole) for shares in ((1, 2), (2, 1), (2, 2), (4, 1)))
+    assert not torch.equal(salts(1, 1, step=4), whole)

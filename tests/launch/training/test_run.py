@@ -1,10 +1,12 @@
 """When a run validates and saves, and when it is stopped; without an engine."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
 from launch.checkpoints.checkpoint import Checkpoint
+from launch.training import loop
 from launch.training import run as runs
 from launch.training.outcome import STUCK_STEPS, Diverged, SkippedInARow, StepOutcome
 from launch.training.run import EarlyStop, TrainingRun
@@ -186,3 +188,58 @@ def test_a_run_saves_by_the_clock_too(start, monkeypatch):
     clock[0] += 240
     run.save_if_due(5, None)
     assert [step for _, step in events.of("save")] == [2, 4, 5]
+
+
+class FakeRun:
+    """Keeps in which order the loop does what."""
+
+    def __init__(self, seen, *of):
+        self.seen, self.start_step = seen, 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *of):
+        pass
+
+    def tell(self, waited):
+        self.seen.append("tell")
+
+    def hear(self, telling):
+        self.seen.append("hear")
+        return SimpleNamespace(rank_seconds=None, stopped=None)
+
+    def record(self, *of):
+        self.seen.append("record")
+
+    def validate_if_due(self, step):
+        self.seen.append("validate")
+
+    def save_if_due(self, step, stopped):
+        self.seen.append("save")
+
+
+def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are_read(monkeypatch):
+    """Reading the figures waits for the GPU: the exchange, which the CPUs make, is on its way by then."""
+    seen, nothing = [], contextlib.nullcontext
+    performed = SimpleNamespace(outcome=lambda: seen.append("outcome"))
+    made = {
+        "watching": lambda *of: nothing(SimpleNamespace(enter=lambda *phase: None)),
+        "build_engine": lambda *of, **how: SimpleNamespace(device="cpu"),
+        "training_batches": lambda *of: SimpleNamespace(close=lambda: None),
+        "released": lambda engine: nothing(),
+        "StopRequest": lambda file: nothing(),
+        "TrainingRun": lambda *of: FakeRun(seen),
+        "seed_step": lambda *of: None,
+        "next_batch": lambda batches: [],
+        "salts_of_step": lambda *of: [],
+        "train_step": lambda *of: seen.append("train") or performed,
+    }
+    for name, value in made.items():
+        monkeypatch.setattr(loop, name, value)
+    monkeypatch.setattr(loop.ending, "error_kept", lambda *of, **how: nothing())
+    job = SimpleNamespace(
+        plan=SimpleNamespace(recipe=catalog.load(tiny=True, steps=2)), stop_file=None, directory=None
+    )
+    loop.train(job, Events(), None, SimpleNamespace(at=SimpleNamespace(dp=0)))
+    assert seen == 2 * ["train", "tell", "outcome", "hear", "record", "validate", "save"]

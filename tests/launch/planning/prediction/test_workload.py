@@ -106,6 +106,21 @@ def test_what_tensor_ranks_share_out_is_the_plans():
     assert sequence.activations.kept / tensor.activations.kept == pytest.approx((2 + 6) / (4 + 6))
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("name", ["default/sotu", "bert/sotu"])
+def test_stages_are_those_that_train(name, checkpointing):
+    """Also where they are unequal, as of this vocabulary."""
+    shape = "model.layers=6", "model.vocab_size=50304"
+    flags = *shape, f"activation_checkpointing={checkpointing}", "parallel.pp=2", "ds_config=pipeline"
+    planned = plan(name, *flags)
+    work = workload.of_plan(planned)
+    trained = cost.stages_of(planned.recipe, planned.padded_vocab, 2)
+    assert [work.layers_of(stage) for stage in range(2)] == list(trained)
+    assert trained[0] > trained[1]
+    equal = replace(work, software=replace(work.software, balances_stages=False))
+    assert equal.layers_of(0) == equal.layers_of(1)
+
+
 def test_a_stage_holds_its_layers_and_the_micro_batches_in_flight():
     work = workload.of_plan(plan("jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"))
     uneven = replace(work, model=work.model.model_copy(update={"layers": 60}))
