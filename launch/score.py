@@ -44,6 +44,8 @@ examples:
       without the hub, from a local file
   python launch/score.py RUN --task lambada --variant openai --data lambada.jsonl
       the last word of each passage, of OpenAI's text or of the original one
+  python launch/score.py RUN --task lambada --from_scratch
+      the control: the run's shape and vocabulary with the weights that it began with
   torchrun --nproc_per_node 8 launch/score.py RUN --task wikitext103 --set parallel.tp=8 --precision bf16
       a model too large for one GPU; deepspeed and srun start it as well, and --ds_config pipeline or zero3
       share it out otherwise
@@ -77,6 +79,8 @@ def build_parser() -> ArgumentParser:
     what.add_argument("--stride", type=arguments.whole(most=10**7), metavar="N", help=stride)
     limit = "score only the first N documents or passages, of wikitext103 the first N windows"
     what.add_argument("--limit", type=arguments.whole(), metavar="N", help=limit)
+    scratch = "take only shape and vocabulary of MODEL, and draw all weights by its seed: the control"
+    what.add_argument("--from_scratch", action="store_true", help=scratch)
     how = parser.add_argument_group("how to run it")
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: %(default)s)"
     how.add_argument("--ds_config", metavar="FILE", default="zero0", help=config)
@@ -115,7 +119,10 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """What is scored and how, checked. `out`: file for the result; None: none is asked for."""
+    """What is scored and how, checked.
+
+    `out`: file for the result; None: none is asked for. `from_scratch`: with weights that are drawn.
+    """
 
     asked: Asked
     model: ScoredModel
@@ -123,6 +130,7 @@ class ScoringJob:
     window: int
     stride: int
     out: Path | None
+    from_scratch: bool = False
 
 
 def checked_job(args: Namespace) -> ScoringJob:
@@ -138,7 +146,7 @@ def checked_job(args: Namespace) -> ScoringJob:
     window, stride = asked.check(model)
     plan = plan_scoring(model, args.ds_config, world, abilities.detect_machine())
     out = output.new_file("--out", args.out, (".json",)) if args.out and processes.rank() == 0 else None
-    return ScoringJob(asked, model, plan, window, stride, out)
+    return ScoringJob(asked, model, plan, window, stride, out, args.from_scratch)
 
 
 def check_settings(settings: list[str]) -> None:
@@ -172,7 +180,8 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
     data = meeting.settle(lambda: read_task(job.asked, job.model, job.window, job.stride, say))
     meeting.end()
     check_same_data(data, processes.gathered(data.checksum, grid.control_group))
-    engine = build_scoring_engine(job.plan, grid, str(job.model.trained.weights), say)
+    weights = None if job.from_scratch else str(job.model.trained.weights)
+    engine = build_scoring_engine(job.plan, grid, weights, say)
     began = time.perf_counter()
     shown = sys.stderr if first else None
     if shown:
@@ -184,7 +193,7 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
     if first:
         made = make_score(job, data, figures(data, scores), seconds)
         print(result.describe(made, terminal.columns()))
-        if job.model.trained.run is not None:
+        if job.model.trained.run is not None and not job.from_scratch:
             say(f"kept in {result.keep(job.model.trained.run, made)}")
         if job.out:
             job.out.write_text(result.to_json(made))
@@ -210,11 +219,12 @@ def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds
     limited = job.asked.limit is not None
     return Score(
         model=model.given, parameters=cost.parameters(model.recipe.model, model.recipe.positions),
-        step=model.trained.step, task=data.task, variant=data.variant, source=data.source, figures=found,
+        step=None if job.from_scratch else model.trained.step, task=data.task, variant=data.variant, source=data.source, figures=found,
         examples=data.examples, windows=len(data.windows), tokens=data.tokens, words=data.words,
         limited=limited, broken=data.broken, cut=data.cut, window=job.window,
         stride=None if data.task == "lambada" else job.stride, batch=layout.micro, precision=plan.precision,
         layout=degrees + offload, hardware=description.summary(description.describe()), seconds=seconds,
+        from_scratch=job.from_scratch,
     )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ class Score:
         window, stride: tokens; a cloze test has no stride.
         layout: degrees of parallelism, and what DeepSpeed shards.
         seconds: from the first window to the last.
+        from_scratch: the weights were drawn, not trained.
     """
 
     model: str
@@ -71,6 +72,7 @@ class Score:
     layout: str
     hardware: str
     seconds: float
+    from_scratch: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -134,6 +136,7 @@ def describe(score: Score, width: int | None = None) -> str:
 
 def _lines(score: Score) -> Iterator[tuple[str, str]]:
     step = "" if score.step is None else f", step {score.step:,}"
+    step = ", weights drawn at random" if score.from_scratch else step
     yield "model", f"{score.model}{step}, {score.parameters:,} parameters"
     part = " (a part of it: --limit)" if score.limited else ""
     yield "task", f"{score.name} of {score.source}{part}"

@@ -54,9 +54,9 @@ class Step(NamedTuple):
 
 
 def build_scoring_engine(
-    plan: Plan, grid: ProcessGrid, weights: str, say: compiled_ops.Say
+    plan: Plan, grid: ProcessGrid, weights: str | None, say: compiled_ops.Say
 ) -> DeepSpeedEngine:
-    """An engine without an optimizer that holds the weights in a directory. Collective."""
+    """An engine without an optimizer that holds the weights in a directory; None: drawn ones. Collective."""
     if plan.offload != "none":
         memory.pin_no_more_than_asked()
     compiled_ops.prepare(plan.ds, grid.control_group, say)
