@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from launching import run_ranks
+from launching import ROOT, run_ranks
 
 from launch.deepspeed_fixes.lamb import Lamb
 
@@ -62,23 +62,60 @@ SETTINGS = (
     "--recipe", "bert/sotu", "--tiny", "--ds_config", "zero0", "--set", "optimizer.name=lamb",
     "--set", "optimizer.lr=0.02", "--set", "run.save_every=0",
 )  # fmt: skip
+IN_FP32 = "--set", "precision=fp32", "--steps", "6"
 
 
-def losses(out, *arguments: str, ranks: int = 1) -> dict[int, float]:
+def steps(out, *arguments: str, ranks: int = 1) -> dict[int, dict]:
+    """What the run recorded of every step."""
     done = run_ranks(ranks, "launch/pretrain.py", *SETTINGS, *arguments, "--out", out, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "compiling DeepSpeed's" not in done.stdout, "nothing is compiled for LAMB"
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
+    return {line["step"]: line for line in lines if line["kind"] == "step"}
 
 
-def test_tensor_ranks_train_as_one(tmp_path):
-    whole = losses(tmp_path / "whole", "--set", "precision=fp32", "--steps", "6")
-    assert whole[6] < whole[1] - 0.05
-    parts = losses(
-        tmp_path / "parts", "--set", "precision=fp32", "--steps", "6", "--set", "parallel.tp=2", ranks=2
+def losses(out, *arguments: str, ranks: int = 1) -> dict[int, float]:
+    return {step: line["loss"] for step, line in steps(out, *arguments, ranks=ranks).items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[int, float]:
+    """Losses in fp32 in one process."""
+    found = losses(tmp_path_factory.mktemp("lamb") / "whole", *IN_FP32)
+    assert found[6] < found[1] - 0.05
+    return found
+
+
+def test_tensor_ranks_train_as_one(whole, tmp_path):
+    assert losses(tmp_path / "parts", *IN_FP32, "--set", "parallel.tp=2", ranks=2) == pytest.approx(
+        whole, rel=3e-6
     )
-    assert parts == pytest.approx(whole, rel=3e-6)
+
+
+def test_data_parallel_ranks_train_as_one(whole, tmp_path):
+    """Each takes the norms of whole parameters and of gradients that are averaged over all."""
+    assert losses(tmp_path / "parts", *IN_FP32, ranks=2) == pytest.approx(whole, rel=3e-6)
+
+
+def test_fp16_trains_as_fp32_whatever_the_loss_scale(whole, tmp_path):
+    """A scale too high is halved until a step is made; those that overflow are skipped, not counted."""
+
+    def in_fp16(power: int) -> dict[int, dict]:
+        """The loss scale begins at 2^power, and is halved at every overflow."""
+        config = json.loads((ROOT / "ds_configs" / "zero0.json").read_text())
+        scaler = {"loss_scale": 0, "initial_scale_power": power, "hysteresis": 1, "loss_scale_window": 100}
+        config |= {"fp16": {"enabled": True, **scaler}, "bf16": {"enabled": False}}
+        (tmp_path / f"{power}.json").write_text(json.dumps(config))
+        flags = "--ds_config", str(tmp_path / f"{power}.json"), "--emulate_fp16", "--steps", "6"
+        return steps(tmp_path / str(power), *flags)
+
+    fixed, too_high = in_fp16(12), in_fp16(20)
+    assert not any(line["skipped"] for line in fixed.values())
+    assert {step: line["loss"] for step, line in fixed.items()} == pytest.approx(whole, abs=0.01)
+    skipped = [line["skipped"] for line in too_high.values()]
+    assert skipped == sorted(skipped, reverse=True) and skipped[0] and not skipped[-1]
+    assert too_high[1 + sum(skipped)]["lr"] == fixed[1]["lr"], "its first step"
+    assert too_high[6]["loss"] < too_high[1]["loss"]
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
