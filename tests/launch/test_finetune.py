@@ -172,3 +172,18 @@ def test_what_cannot_work_is_refused_before_anything_starts(folder, tmp_path):
     refused(folder, "only MNLI has examples of other genres", "--dev_mismatched", folder / "dev.jsonl")
     refused(folder, "sequence_length", "--sequence_length", 128)
     refused(folder, "unknown key", "--set", "dropout.all=1")
+
+
+def test_flags_of_several_runs_are_refused_without_a_library_being_heard(folder):
+    """All at once; DeepSpeed says on a machine without GPUs that there are none when it is imported."""
+    missing = ("--train", folder / "gone.jsonl", "--seeds", 2)
+    for said, flags in {
+        "--ensemble without --seeds: the seeds' models answer together, 2 at least": ["--ensemble", "--plan"],
+        "--ensemble with --seeds 1": ["--ensemble", "--seeds", 1],
+        "--plan with --seeds, --grid or --ensemble: a plan is that of one run": ["--ensemble", "--plan"],
+        "--ranks 2 without --seeds or --grid": ["--ranks", 2],
+        "no such file or directory": missing,
+    }.items():
+        done = finetune(folder, "--out", folder / "never", *flags)
+        assert done.returncode == 2 and said in done.stdout.replace("\n", " "), done.stdout[-3000:]
+        assert "accelerator" not in done.stdout and not (folder / "never").exists()
