@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from data.corpus import Corpus
     from data.tasks.corpus import TaskCorpus
     from launch.evaluation.finetuning_recipe import Wishes
+    from launch.evaluation.pretrained import Pretrained
     from launch.runs.directory import RunDirectory
     from launch.runs.result import TaskScore
     from launch.training.run import TrainingRun
@@ -196,10 +197,12 @@ class Finetuning:
     def __init__(self) -> None:
         self._corpus: TaskCorpus | None = None
         self._scores: tuple[TaskScore, ...] = ()
+        self._pretrained: Pretrained | None = None
 
     def checked_job(self, args: argparse.Namespace) -> tuple[Job, Facts]:
         """Reads and tokenizes the task's files, whose number decides the steps."""
         from data.tasks import corpus
+        from launch.evaluation import pretrained
         from launch.evaluation.finetuning_recipe import cut_to, recipe_of
         from launch.machine import abilities
         from launch.training import initial_weights
@@ -213,7 +216,10 @@ class Finetuning:
         original = recipe_of(*of, examples=len(self._corpus.train))  # type: ignore[arg-type]
         recipe = cut_to(original, args.steps)
         weights = None if args.from_scratch else args.init
-        return job_of(args, recipe, original, f"finetune/{args.task}", tiny=False, weights=weights)
+        found = job_of(args, recipe, original, f"finetune/{args.task}", tiny=False, weights=weights)
+        if (initial := found[0].initial_weights) is not None:
+            self._pretrained = pretrained.pretrained_in(initial)
+        return found
 
     def corpus(self, job: Job, meeting: Meeting) -> Corpus:
         assert self._corpus is not None, "checked_job has made it"
@@ -226,6 +232,10 @@ class Finetuning:
         self._scores = predict(run, self._corpus)
 
     def outcome(self, job: Job, directory: RunDirectory, corpus: Corpus) -> dict[str, Any]:
+        from launch.evaluation import pretrained
+
+        if self._pretrained is not None:
+            pretrained.keep(directory.path, self._pretrained)
         return {"task_scores": self._scores}
 
 
