@@ -9,7 +9,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.console import arguments, ends
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from data.corpus import Corpus
     from data.tasks.corpus import TaskCorpus
     from launch.evaluation.finetuning_recipe import Wishes
+    from launch.evaluation.pretrained import Pretrained
     from launch.runs.directory import RunDirectory
     from launch.runs.result import TaskScore
     from launch.training.run import TrainingRun
@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     several("--seeds", type=arguments.whole(1, 1000), metavar="N", help=seeds)
     tried = "before, try batches of 16 and 32 with rates of 1e-5, 2e-5 and 3e-5, and take the best by dev"
     several("--grid", action="store_true", help=tried)
-    together = "score the mean of the probabilities of all seeds, too"
+    together = "score the mean of the probabilities of all seeds, two at least, too"
     several("--ensemble", action="store_true", help=together)
     ranks = "processes of each run (default: 1)"
     several("--ranks", type=arguments.whole(1, 10**4), default=1, metavar="N", help=ranks)
@@ -112,41 +112,68 @@ def positive(text: str) -> float:
 
 def main() -> None:
     args = build_parser().parse_args()
-    if args.seeds or args.grid or args.ensemble:
+    several = bool(args.seeds or args.grid or args.ensemble)
+    check_flags(args, several)
+    if several:
         several_runs(args)
     else:
         launch(args, Finetuning())
 
 
+def check_flags(args: argparse.Namespace, several: bool) -> None:
+    """Refuse flags that contradict each other, before a library is loaded. Raises ProblemsError."""
+    from launch.evaluation.finetuning_summary import MEMBERS
+    from launch.machine import processes
+
+    problems = []
+    if several and processes.launched():
+        fix = f"start it as python launch/finetune.py, with --ranks {processes.world_size()}"
+        came, rule = "--seeds, --grid or --ensemble under a launcher", "each run starts its own processes"
+        problems.append(Problem("--seeds", came, rule, fix))
+    if args.ensemble and (args.seeds or 1) < MEMBERS:
+        came = f"--ensemble with --seeds {args.seeds}" if args.seeds else "--ensemble without --seeds"
+        rule = f"the seeds' models answer together, {MEMBERS} at least"
+        problems.append(Problem("--ensemble", came, rule, "add --seeds 5, or leave --ensemble out"))
+    if several and args.plan:
+        came, rule = "--plan with --seeds, --grid or --ensemble", "a plan is that of one run"
+        problems.append(Problem("--plan", came, rule, "leave these out, or --plan"))
+    alone = {"--ranks": args.ranks > 1 and args.ranks, "--side_by_side": args.side_by_side}
+    for flag, value in alone.items():
+        if value and not several:
+            came, rule = f"{flag} {value} without --seeds or --grid", "it is of several runs"
+            fix = f"leave it out, or add --seeds {MEMBERS}"
+            if flag == "--ranks":
+                fix = f"start one run as torchrun --nproc_per_node {value} launch/finetune.py"
+            problems.append(Problem(flag, came, rule, fix))
+    if problems:
+        raise ProblemsError(problems)
+
+
 def several_runs(args: argparse.Namespace) -> None:
     """Grid, seeds, median and ensemble. Ends with code 2 where the first run would be refused."""
     from launch.console import output, quiet, terminal
-    from launch.evaluation import finetuning_runs as runs
-    from launch.machine import abilities, ending, processes
 
-    quiet.quiet_libraries()
+    out = output.directory("--out", args.out or f"runs/finetune-{args.task}-seeds")
+    quiet.quiet_libraries()  # before the next line loads deepspeed
+    from launch.evaluation import finetuning_runs as runs
+    from launch.evaluation.finetuning_summary import SUMMARY, Trial, summary_text
+    from launch.machine import ending, processes
+
     facts = TASKS[args.task]
     try:
-        if processes.launched():
-            fix = f"start it as python launch/finetune.py, with --ranks {processes.world_size()}"
-            came, rule = "--seeds, --grid or --ensemble under a launcher", "each run starts its own processes"
-            raise ProblemsError([Problem("--seeds", came, rule, fix)])
-        out = Path(args.out or f"runs/finetune-{args.task}-seeds")
-        output.directory("--out", str(out))
-        abilities.detect_machine(args.emulate_fp16)
         devices = runs.shared_out(processes.device_limit() or 0, args.ranks, args.side_by_side)
         planned = argparse.Namespace(**{**vars(args), "plan": True, "processes": args.ranks, "out": None})
         Finetuning().checked_job(planned)
         made = runs.Runs(out, __file__, passed_on(sys.argv[1:]), args.ranks, devices, facts, terminal.say)
-        first = runs.Trial(args.batch or facts.batch, args.lr or facts.lr, args.seed)
+        first = Trial(args.batch or facts.batch, args.lr or facts.lr, args.seed)
         summary = runs.procedure(made, first, tried=args.grid, seeds=args.seeds or 1, together=args.ensemble)
     except ValueError as e:
         ending.refuse(e)
     except runs.NoScores as e:
         ending.explain(e)
         raise SystemExit(1) from None
-    terminal.say(f"\n{runs.summary_text(summary, facts)}\n\n{out}: summary.json and the runs")
-    if any(row["problem"] for row in summary["seeds"]):
+    terminal.say(f"\n{summary_text(summary, facts)}\n\n{out}: {SUMMARY} and the runs")
+    if any(row.problem for row in summary.seeds):
         raise SystemExit(1)
 
 
@@ -170,10 +197,12 @@ class Finetuning:
     def __init__(self) -> None:
         self._corpus: TaskCorpus | None = None
         self._scores: tuple[TaskScore, ...] = ()
+        self._pretrained: Pretrained | None = None
 
     def checked_job(self, args: argparse.Namespace) -> tuple[Job, Facts]:
         """Reads and tokenizes the task's files, whose number decides the steps."""
         from data.tasks import corpus
+        from launch.evaluation import pretrained
         from launch.evaluation.finetuning_recipe import cut_to, recipe_of
         from launch.machine import abilities
         from launch.training import initial_weights
@@ -187,7 +216,10 @@ class Finetuning:
         original = recipe_of(*of, examples=len(self._corpus.train))
         recipe = cut_to(original, args.steps)
         weights = None if args.from_scratch else args.init
-        return job_of(args, recipe, original, f"finetune/{args.task}", tiny=False, weights=weights)
+        found = job_of(args, recipe, original, f"finetune/{args.task}", tiny=False, weights=weights)
+        if (initial := found[0].initial_weights) is not None:
+            self._pretrained = pretrained.pretrained_in(initial)
+        return found
 
     def corpus(self, job: Job, meeting: Meeting) -> Corpus:
         assert self._corpus is not None, "checked_job has made it"
@@ -200,6 +232,10 @@ class Finetuning:
         self._scores = predict(run, self._corpus)
 
     def outcome(self, job: Job, directory: RunDirectory, corpus: Corpus) -> dict[str, Any]:
+        from launch.evaluation import pretrained
+
+        if self._pretrained is not None:
+            pretrained.keep(directory.path, self._pretrained)
         return {"task_scores": self._scores}
 
 

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from launch.console import arguments, ends, output, quiet, terminal
 from launch.machine import ending, processes
+from recipes.plural import counted
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ examples:
       that checkpoint, each weight cut over two processes (tensor parallelism), the most likely tokens
   python launch/generate.py runs/bert-sotu-zero1 --prompt "The [MASK] of the people."
       a BERT fills in its masks with the most likely tokens, the surest first
+
+Processes share out the weights, not the prompts: all of them work on every text. Of a model that fits one
+GPU, a file is written faster by several commands of one process, each with a part of it.
 
 A text ends after --tokens, at the end-of-text token, or at the model's last position, and a line says how
 many did which. What is drawn depends on --seed, the prompt and the number of the sample, and not on the
@@ -246,6 +250,8 @@ def loaded(job: Job, meeting: Meeting) -> Any:
     from modeling.parallel.process_grid import ProcessGrid
 
     world, first = processes.world_size(), processes.rank() == 0
+    if first and world > 1 and len(job.prompts) > 1:
+        terminal.say(f"{counted(world, 'process')} share out the weights, not the prompts", sys.stderr)
     for remark in (job.model.remarks or (str(job.model.weights),)) if first else ():
         terminal.say(f"weights: {remark}", sys.stderr)
     weights = meeting.settle(lambda: given_tensors.read(job.model.weights, job.model.recipe))

@@ -9,13 +9,15 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import abilities, ending, joining, launch_environment, orphans, processes
+from launch.machine import abilities, ending, joining, launch_environment, orphans, out_of_memory, processes
 from launch.machine.meeting import Meeting
 from recipes.problems import Problem, ProblemsError
 
@@ -114,7 +116,8 @@ def main() -> None:
         meeting.compare(meeting.settle(joining.own_place), processes.check_shared_devices)
     with ending.clean_exit():
         processes.start_processes(store=meeting.store)
-        run(job, meeting)
+        with out_of_memory_explained(job.plan):
+            run(job, meeting)
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,20 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
             say(f"kept in {result.keep(job.model.trained.run, made)}")
         if job.out:
             job.out.write_text(result.to_json(made))
+
+
+@contextmanager
+def out_of_memory_explained(plan: Plan) -> Iterator[None]:
+    """Raise Failed, which says what helps, where memory runs out in the block."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if (said := out_of_memory.said_by(error)) is None:
+            raise
+        smaller = "" if plan.layout.micro == 1 else f"lower --batch, which is {plan.layout.micro}, or "
+        half = "" if plan.precision != "fp32" else ", or take --precision bf16"
+        share = "share the model out (--set parallel.tp=2 on two GPUs, --ds_config zero3)"
+        raise ending.Failed(f"out of memory: {said}\n{smaller}{share}{half}") from None
 
 
 def check_same_data(data: TaskData, checksums: list[str]) -> None:

@@ -79,6 +79,11 @@ class Model(Strict):
     """classification: how many classes; choice: how many choices a question has"""
 
     @property
+    def sequences(self) -> int:
+        """Sequences that the model reads of a sample: one for each choice of a question, else one."""
+        return self.head_classes if self.task_head == "choice" else 1
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Attention window of every layer; None: dense."""
         kinds = (self.attention[i % len(self.attention)] for i in range(self.layers))

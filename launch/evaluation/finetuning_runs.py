@@ -23,18 +23,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from data.durable_files import write_atomically
 from data.tasks.corpus import splits_to_predict
-from launch.console import terminal
-from launch.console.text_table import table
 from launch.evaluation.finetuning_predictions import FOLDER, LOGITS, keep
+from launch.evaluation.finetuning_summary import MEMBERS, Finished, Summary, Trial, write
 from launch.runs.result import TaskScore, read_result
 from recipes import files
 from recipes.catalog import load_resolved
@@ -47,36 +45,6 @@ Say = Callable[[str], None]
 
 class NoScores(Exception):
     """None of several runs has come to an end; says why."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One run."""
-
-    batch: int
-    lr: float
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"batch{self.batch}-lr{self.lr:g}-seed{self.seed}"
-
-    @property
-    def flags(self) -> list[str]:
-        return ["--batch", str(self.batch), "--lr", repr(self.lr), "--seed", str(self.seed)]
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What came of a trial. `problem`: why it has no scores."""
-
-    trial: Trial
-    scores: tuple[TaskScore, ...]
-    problem: str = ""
-
-    def value(self, metric: str) -> float:
-        """Of the dev set."""
-        return self.scores[0].metrics[metric]
 
 
 @dataclass(frozen=True)
@@ -118,7 +86,8 @@ class Runs:
         if not path.exists():
             return None
         result = read_result(path)
-        return Finished(trial, result.task_scores) if result.status == "ok" and result.task_scores else None
+        scores = result.task_scores
+        return Finished(**vars(trial), scores=scores) if result.status == "ok" and scores else None
 
     def make(self, trials: Sequence[Trial]) -> list[Finished]:
         """The trials, side by side as devices allow; those that are finished are not made again."""
@@ -170,45 +139,40 @@ class Runs:
             )
         if found := self.finished(trial):
             return found
-        return Finished(trial, (), f"ended with code {ended.returncode}, see {log}")
+        return Finished(**vars(trial), problem=f"ended with code {ended.returncode}, see {log}")
 
 
 def grid(batches: Sequence[int], rates: Sequence[float], seed: int) -> list[Trial]:
     return [Trial(batch, lr, seed) for batch, lr in itertools.product(batches, rates)]
 
 
-def procedure(runs: Runs, first: Trial, *, tried: bool, seeds: int, together: bool) -> dict[str, Any]:
+def procedure(runs: Runs, first: Trial, *, tried: bool, seeds: int, together: bool) -> Summary:
     """Grid (`tried`), seeds, median and ensemble (`together`); the summary, which is kept as well.
 
     Raises NoScores where no trial of the grid, or no seed, has come to a score.
     """
     runs.check()
-    summary: dict[str, Any] = {"metric": runs.metric}
+    found: tuple[Finished, ...] = ()
     if tried:
-        made = runs.make(grid(BATCHES, RATES, first.seed))
-        summary["grid"] = [_row(each) for each in made]
-        first = max(_scored(made), key=lambda each: each.value(runs.metric)).trial
+        found = tuple(runs.make(grid(BATCHES, RATES, first.seed)))
+        first = max(_scored(found), key=lambda each: each.value(runs.metric)).trial
         runs.say(f"best by {runs.metric} on dev: {first.name}")
-    made = runs.make([Trial(first.batch, first.lr, first.seed + number) for number in range(seeds)])
+    made = runs.make([replace(first, seed=first.seed + number) for number in range(seeds)])
     sound = _scored(made)
-    summary["seeds"] = [_row(each) for each in made]
-    summary["median"] = dict(medians(sound))
-    if together and len(sound) > 1:
-        summary["ensemble"] = [asdict(score) for score in ensemble(runs.out, [each.trial for each in sound])]
-    write_atomically(runs.out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    summary = Summary(runs.metric, tuple(made), dict(medians(sound)), found)
+    if together:
+        members = [each.trial for each in sound]
+        joined = ensemble(runs.out, members) if len(members) >= MEMBERS else ()
+        summary = replace(summary, ensemble=joined, ensemble_of=len(members))
+    write(summary, runs.out)
     return summary
 
 
 def _scored(made: Sequence[Finished]) -> list[Finished]:
     sound = [each for each in made if each.scores]
     if not sound:
-        raise NoScores("\n".join(f"{each.trial.name}: {each.problem}" for each in made))
+        raise NoScores("\n".join(f"{each.name}: {each.problem}" for each in made))
     return sound
-
-
-def _row(finished: Finished) -> dict[str, Any]:
-    scores = [asdict(score) for score in finished.scores]
-    return {**asdict(finished.trial), "scores": scores, "problem": finished.problem}
 
 
 def medians(made: Sequence[Finished]) -> Iterator[tuple[str, dict[str, float]]]:
@@ -255,24 +219,3 @@ def shared_out(accelerators: int, ranks: int, side_by_side: int | None) -> tuple
     shown = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     names = shown or [str(number) for number in range(accelerators)]
     return tuple(tuple(names[i * ranks : (i + 1) * ranks]) for i in range(side_by_side or most))
-
-
-def summary_text(summary: dict[str, Any], facts: TaskFacts) -> str:
-    """The rows of every run, the median and the ensemble."""
-    rows = []
-    for kind in ("grid", "seeds"):
-        for row in summary.get(kind, ()):
-            told = row["problem"] or "; ".join(
-                _told(each["split"], each["metrics"]) for each in row["scores"]
-            )
-            rows.append((kind, row["batch"], f"{row['lr']:g}", row["seed"], told))
-    for split, metrics in summary["median"].items():
-        rows.append(("median", "", "", "", _told(split, metrics)))
-    for each in summary.get("ensemble", ()):
-        rows.append(("ensemble", "", "", "", _told(each["split"], each["metrics"])))
-    return table(rows, ("", "batch", "lr", "seed", facts.title), align="lrrrl", width=terminal.columns())
-
-
-def _told(split: str, metrics: dict[str, float]) -> str:
-    values = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
-    return f"{split}: {values or 'labels are hidden'}"

@@ -55,7 +55,8 @@ def describe_plan(
     betas = f"betas {o.betas[0]:g} {o.betas[1]:g}"
     warmup, steps = counted(s.warmup_steps, "warm-up step"), counted(recipe.steps, "step")
     decay = f"{s.kind}, {warmup}, to {s.min_lr:g} at step {recipe.decay_steps}"
-    tokens = f"{steps} = {recipe.steps * layout.global_batch * length:,} tokens"
+    read = recipe.steps * layout.global_batch * model.sequences * length
+    tokens = f"{steps} = {read:,} tokens"
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
         ("model", shape),

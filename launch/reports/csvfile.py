@@ -1,4 +1,7 @@
-"""A report as CSV: one line per row and run of every table, with the same columns for all tables."""
+"""A report as CSV: one line per row and run of every table, with the same columns for all tables.
+
+And a line per figure of a task that a row publishes, or a fine-tuning of its weights has.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from launch.reports.beside import PUBLISHED as PUBLISHED_LINE
 from launch.reports.beside import Line, label_of
 from launch.reports.document import Document
 from launch.reports.entries import MEASURED, RATIO_NAMES, Entry
+from launch.reports.finetuned import NOT_RUN, NOT_SCORED, FinetunedLine
 from launch.tables.scores import scores
 
 PUBLISHED = (
@@ -30,6 +34,7 @@ COLUMNS = (
     *("no_ratio", "hardware", "precision", "ds_config", "deviations"),
     *(f"published_{key}" for key in BESIDE),
     *BESIDE,
+    *("task", "figure", "published_score", "score", "ratio_score", "models"),
 )
 
 
@@ -43,6 +48,8 @@ def write(document: Document) -> str:
         besides = {(line.name, line.label): line for line in section.beside}
         for entry in section.entries:
             writer.writerow({**table, **_cells(entry), **_beside(entry, besides)})
+        for each in section.finetuned:
+            writer.writerow({**table, **_finetuned(each)})
     return buffer.getvalue()
 
 
@@ -75,6 +82,29 @@ def _cells(entry: Entry) -> dict[str, Any]:
         "precision": result.precision_text,
         "ds_config": result.ds_config,
         "deviations": "; ".join(map(str, entry.deviations)),
+    }
+
+
+def _finetuned(line: FinetunedLine) -> dict[str, Any]:
+    row, found = line.row, line.finetuned
+    values = {
+        "recipe": row.full_name,
+        "published_row": " | ".join(row.cells),
+        "task": line.figure.task,
+        "figure": line.figure.key,
+        "published_score": line.published,
+        "status": "measured" if line.measured is not None else NOT_SCORED if found else NOT_RUN,
+    }
+    if found is None:
+        return values
+    return {
+        **values,
+        "run": found.path,
+        "tiny": found.pretrained is not None and found.pretrained.tiny,
+        "score": line.measured,
+        "ratio_score": line.ratio,
+        "no_ratio": line.why_not,
+        "models": found.models,
     }
 
 

@@ -14,9 +14,10 @@ from launch.reports.beside import Line, lines_of
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
 from launch.reports.drawing import Figure
 from launch.reports.entries import Column, Entry, Scale, entries_of, measured_columns
+from launch.reports.finetuned import FinetunedLine, finetuned_in, finetuned_lines
 from launch.reports.remarks import Remarks, split_remarks
 from launch.reports.runs import Run
-from launch.reports.scores import ScoreLine, score_lines
+from launch.reports.scores import ScoreLine, score_lines, task_lines
 from launch.reports.tables import Published, Row, Tables
 from recipes.plural import counted
 from recipes.problems import ProblemsError
@@ -38,6 +39,7 @@ class Section:
     Attributes:
         columns: measured ones, none where nothing was run.
         beside: rows and runs next to what is predicted of them; empty: nothing is known of any.
+        finetuned: scores of fine-tuned models that rows publish, and those that came of their weights here.
         common: what all rows say of themselves; remarks: what each says besides that.
     """
 
@@ -48,6 +50,7 @@ class Section:
     remarks: list[tuple[Row, Remarks]]
     figures: list[Figure]
     beside: list[Line]
+    finetuned: list[FinetunedLine]
 
     @property
     def anchor(self) -> str:
@@ -81,7 +84,7 @@ class Section:
 class Document:
     """A whole report. `problems`: what could not be read; `notes`: what was left out, and why.
 
-    `scores`: of the runs and published ones; empty where no run was scored.
+    `scores`: of the runs and published ones, and of fine-tuned models that belong to no row.
     """
 
     title: str
@@ -103,9 +106,11 @@ def assemble(
     tables are reported too, and runs whose recipe is in no table of `recipes/` come in one of their own.
     """
     problems, notes = list(problems), []
-    names = list(dict.fromkeys((*names, *(() if only_named else sorted({run.table for run in runs})))))
+    finetuned = finetuned_in(runs, problems)
+    of_runs = {*(run.table for run in runs), *filter(None, (run.pretrained_table for run in runs))}
+    names = list(dict.fromkeys((*names, *(() if only_named else sorted(of_runs)))))
     shown = [run for run in runs if run.table in names]
-    if left_out := len(runs) - len(shown):
+    if left_out := sum(run not in shown and run.pretrained_table not in names for run in runs):
         notes.append(f"{counted(left_out, 'run')} of other tables left out (--table)")
     if len(shown) > MOST_COMPARED:
         many = f"{len(shown)} runs are too many to compare side by side"
@@ -120,7 +125,8 @@ def assemble(
         lines = lines_of(entries)
         beside = lines if any(line.known for line in lines) else []
         columns = measured_columns(table, ran)
-        return Section(table, entries, columns, *split_remarks(table.rows), drawn, beside)
+        of_tasks = finetuned_lines(table.rows, finetuned, tables.recipe)
+        return Section(table, entries, columns, *split_remarks(table.rows), drawn, beside, of_tasks)
 
     sections, strangers = [], []
     for name in names:
@@ -142,9 +148,9 @@ def assemble(
     else:
         title = "Published and measured" + (f": {sections[0].table.title}" if len(sections) == 1 else "")
     made, plots = time.strftime("%Y-%m-%d %H:%M %Z"), _comparison_figures(comparison) if comparison else []
-    return Document(
-        title, made, sections, comparison, plots, list(dict.fromkeys(problems)), notes, score_lines(shown)
-    )
+    in_rows = [line.finetuned for each in sections for line in each.finetuned]
+    scores = [*score_lines(shown), *task_lines(each for each in finetuned if each not in in_rows)]
+    return Document(title, made, sections, comparison, plots, list(dict.fromkeys(problems)), notes, scores)
 
 
 def _elsewhere(runs: Sequence[Run]) -> Published:

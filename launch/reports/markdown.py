@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from launch.reports import scores
+from launch.reports import finetuned, scores
 from launch.reports.beside import EXPLAINED, HEADINGS
 from launch.reports.comparison import Comparison
 from launch.reports.document import Document, Section
@@ -71,6 +71,9 @@ def _section(section: Section) -> list[str]:
     if section.beside:
         lines = ([*map(text, line.cells)] for line in section.beside)
         blocks += ["**Predicted beside published and measured**", EXPLAINED, table(HEADINGS, lines)]
+    if section.finetuned:
+        lines = ([*map(text, line.cells)] for line in section.finetuned)
+        blocks += ["**Fine-tuned**", finetuned.EXPLAINED, table(finetuned.HEADINGS, lines)]
     if section.runs:
         blocks.append("**Deviations of the runs**")
     for entry in section.entries:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ds_configs.plan import Plan
+from launch.evaluation import pretrained
+from launch.evaluation.pretrained import Pretrained
 from launch.evaluation.result import Score, read_scores
 from launch.machine import out_of_memory
 from launch.planning.deviations import Deviation
@@ -34,6 +36,7 @@ class Run:
         training, validation: (step, nats) of what is finite, of the loss's `part` that is per token.
         seconds: (step, seconds of wall time).
         scores: what launch/score.py has kept of it.
+        pretrained: of a fine-tuning run the run that its weights are of; None: of none.
     """
 
     path: Path
@@ -48,6 +51,7 @@ class Run:
     seconds: Points
     problems: tuple[str, ...]
     scores: tuple[Score, ...] = ()
+    pretrained: Pretrained | None = None
 
     @property
     def tiny(self) -> bool:
@@ -73,6 +77,11 @@ class Run:
     @property
     def table(self) -> str:
         return self.name.rpartition("/")[0]
+
+    @property
+    def pretrained_table(self) -> str | None:
+        """The table of the row whose pretraining the weights are of."""
+        return self.pretrained.recipe.rpartition("/")[0] if self.pretrained else None
 
     @property
     def started(self) -> datetime | None:
@@ -120,7 +129,8 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     seconds = [(float(step.step), step.seconds) for step in records.steps if step.seconds > 0]
     points = (training, validation, seconds)
     scores = _read(lambda: read_scores(path), problems) or ()
-    return Run(path, label, name, result, plan, launch, part, *points, tuple(problems), scores)
+    before = _read(lambda: pretrained.read(path), problems)
+    return Run(path, label, name, result, plan, launch, part, *points, tuple(problems), scores, before)
 
 
 def _continued(records: Records, result: Result) -> bool:

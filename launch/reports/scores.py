@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from launch.console.numbers import number
 from launch.evaluation.published import published_next_to
 from launch.evaluation.result import WORDS, Score, figure_text
+from launch.reports.finetuned import SHARES, Finetuned, percent
 from launch.reports.runs import Run
 
 HEADINGS = ("task", "figure", "model", "score", "parameters", "how")
@@ -49,6 +50,19 @@ def score_lines(runs: Sequence[Run]) -> list[ScoreLine]:
             ScoreLine(name, WORDS[each.figure], f"{PUBLISHED}{each.model}", each.printed, "", each.source)
             for each in published_next_to(task)
         ]
+    return lines
+
+
+def task_lines(finetuned: Iterable[Finetuned]) -> list[ScoreLine]:
+    """Every score of fine-tuned models that belong to no row."""
+    lines = []
+    for each in finetuned:
+        how = f"{each.weights}{', on files of its own' if each.own_files else ''}"
+        for split, metrics in each.scores.items():
+            for metric in (name for name in SHARES if name in metrics):
+                figure = f"{metric.replace('_', ' ')}, {split.replace('_', ' ')}"
+                values = (each.how, percent(metrics[metric]), number(each.parameters), how)
+                lines.append(ScoreLine(each.task, figure, *values))
     return lines
 
 

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from launch.console.numbers import number
-from launch.reports import beside, scores
+from launch.reports import beside, finetuned, scores
 from launch.reports.document import Document
 
 FOLDER = Path(__file__).resolve().parent
@@ -37,6 +37,7 @@ def write(document: Document) -> str:
         style=style,
         status_classes=STATUS_CLASSES,
         beside=beside,
+        finetuned=finetuned,
         scores=scores,
     )
 

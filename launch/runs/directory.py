@@ -13,6 +13,8 @@ Another run never overwrites anything in it.
     result.json        one row of a results table (launch/runs/result.py)
     checkpoints/
 
+Evaluation adds scores.json, predictions/ and pretrained.json (launch/evaluation/).
+
 Rank 0 alone creates and writes it: pure file work, no communication. What may start here is decided in
 launch/runs/admission.py.
 """

@@ -31,6 +31,7 @@ class Throughput:
     def __init__(self, plan: Plan) -> None:
         recipe = plan.recipe
         self._samples, self._length = plan.layout.global_batch, recipe.sequence_length
+        self._tokens = self._samples * recipe.model.sequences * self._length
         # For a step of one second; a longer one performs proportionally fewer.
         self._published, self._exact = cost.tflops(
             recipe.model, self._length, self._samples, 1.0, plan.layout.world, padded_vocab=plan.padded_vocab,
@@ -38,8 +39,8 @@ class Throughput:
         )  # fmt: skip
 
     def rates(self, seconds: float) -> Rates:
-        samples = self._samples / seconds
-        return Rates(samples, samples * self._length, self._published / seconds, self._exact / seconds)
+        samples, tokens = self._samples / seconds, self._tokens / seconds
+        return Rates(samples, tokens, self._published / seconds, self._exact / seconds)
 
 
 @dataclass(frozen=True)

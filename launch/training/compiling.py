@@ -91,7 +91,7 @@ def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
     module.to(device=device, dtype=DTYPES[plan.precision]).train()
     recipe, model = plan.recipe, plan.recipe.model
     sizes = plan.layout.micro, recipe.sequence_length, recipe.predictions, model.vocab_size
-    batch = random_batch(family_of(model).fields, *sizes)
+    batch = random_batch(family_of(model).fields, *sizes, model.sequences, model.head_classes)
     given, named = for_plain(batch, device, _salts(plan, device), module.position_ranks)
 
     def loss() -> torch.Tensor:
@@ -136,7 +136,7 @@ def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float
     prepare(layer, plan)
     cut_over = shape.positions_group(grid.tensor_group)
     length = recipe.sequence_length // group_size(cut_over)
-    size = (plan.layout.micro, length, recipe.model.hidden)
+    size = (plan.layout.micro * recipe.model.sequences, length, recipe.model.hidden)
     x = torch.randn(size, dtype=init.dtype, device=device, requires_grad=True)
     salts = _salts(plan, device)
     salts = None if salts is None else own_positions(salts, cut_over)
@@ -147,7 +147,8 @@ def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float
 
 def _salts(plan: Plan, device: torch.device) -> torch.Tensor | None:
     """Of a micro-batch, as training gives them."""
-    recipe, samples = plan.recipe, torch.arange(plan.layout.micro, device=device)
+    recipe = plan.recipe
+    samples = torch.arange(plan.layout.micro * recipe.model.sequences, device=device)
     return salts_of(recipe.seed, 0, samples, recipe.sequence_length) if recipe.dropout.hidden else None
 
 

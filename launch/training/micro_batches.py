@@ -151,19 +151,31 @@ def for_pipeline(
 
 
 def random_batch(
-    fields: MicroBatchFields, samples: int, length: int, predictions: int, vocabulary: int
+    fields: MicroBatchFields,
+    samples: int,
+    length: int,
+    predictions: int,
+    vocabulary: int,
+    sequences: int = 1,
+    classes: int = 2,
 ) -> MicroBatch:
-    """A micro-batch for timing; each sample predicts `predictions` tokens. The last may be padded."""
-    sizes = {"B": samples, "S": length, "P": predictions}
+    """A micro-batch for timing; each sample predicts `predictions` tokens. The last may be padded.
+
+    Of a task: `sequences` of a sample, and labels below `classes`.
+    """
+    sizes = {"B": samples * sequences, "N": samples, "S": length, "P": predictions}
     shortest = length - length // 4
     below = {"token_types": TOKEN_TYPES, "positions": shortest, "sentence_labels": SENTENCE_CLASSES}
+    below |= {"starts": shortest, "ends": shortest}
+    if fields.sizes["weights"] == "N":
+        below["labels"] = classes
     values = {}
     for name, dimensions in fields.sizes.items():
         size = [sizes[dimension] for dimension in dimensions]
         if name.endswith("weights"):
             values[name] = torch.ones(size) / math.prod(size)
         elif name == "lengths":
-            values[name] = torch.tensor([length] * (samples - 1) + [shortest])
+            values[name] = torch.tensor([length] * (sizes["B"] - 1) + [shortest])
         else:
             values[name] = torch.randint(below.get(name, vocabulary), size)
     return values

@@ -8,6 +8,7 @@ Imports neither torch nor deepspeed, so that planning is instant and runs anywhe
 """
 
 from modeling.cost.activation_bytes import LayerActivations
+from modeling.cost.families import head_outputs
 from modeling.cost.matrix_products import Product, attention_products, head_products, layer_products
 from modeling.cost.operation_count import band, exact_flops_per_step, exact_tflops, published_tflops, tflops
 from modeling.cost.parameter_count import parameters, parameters_per_rank
@@ -37,6 +38,7 @@ __all__ = [
     "equal_stages",
     "exact_flops_per_step",
     "exact_tflops",
+    "head_outputs",
     "head_products",
     "layer_products",
     "model_state_bytes",

@@ -55,8 +55,10 @@ def head_products(
     """The products after the last layer: logits at every position, a BERT's at its P predicted ones.
 
     BERT's masked-token head has a dense layer before its logits, on every tensor rank. Its sentence head is
-    left out here: two products of b rows.
+    left out here: two products of b rows. So is a head for a task, which has a few outputs.
     """
+    if model.task_head != "none":
+        return ()
     rows = samples * (length if predictions is None else predictions)
     logits = Product(rows, padded_vocab / tp, model.hidden)
     return (Product(rows, model.hidden, model.hidden), logits) if model.family == "bert" else (logits,)

@@ -32,8 +32,9 @@ def exact_flops_per_step(
     key instead of S^2: scores and values together 4 h (W S - W (W - 1) / 2) operations. What a kernel
     computes beyond, in blocks that the edge of the band crosses or under a mask, is no work of the model and
     is not counted. BERT has its own heads in place of 2 S h V, which see only P = `predictions` positions of
-    a sample (`modeling.cost.families`). Padding is counted as tokens. Embedding look-ups, LayerNorm, GeLU,
-    softmax, dropout and the optimizer are left out, as there.
+    a sample (`modeling.cost.families`). A question is a sequence for each of its choices. Padding is
+    counted as tokens. Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out,
+    as there.
     """
     hidden, length = model.hidden, sequence_length
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
@@ -41,7 +42,7 @@ def exact_flops_per_step(
     layers_forward = model.layers * 24 * length * hidden**2 + 4 * pairs * hidden
     heads_forward = COUNTS[model.family].head_operations(model, length, vocab, predictions)
     passes = 4 if checkpointing else 3
-    return global_batch * (passes * layers_forward + 3 * heads_forward)
+    return global_batch * model.sequences * (passes * layers_forward + 3 * heads_forward)
 
 
 def band(length: int, window: int) -> int:
@@ -81,5 +82,6 @@ def tflops(
     """
     size = parameters(model, length)
     flops = exact_flops_per_step(model, length, batch, checkpointing=checkpointing, **more)
-    by_formula = published_tflops(size, length, batch, seconds, gpus, checkpointing=checkpointing)
+    read = batch * model.sequences
+    by_formula = published_tflops(size, length, read, seconds, gpus, checkpointing=checkpointing)
     return by_formula, exact_tflops(flops, seconds, gpus)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import statistics
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from launching import ROOT, run_ranks
+from launching import ROOT, environment, run, run_ranks
 from tasked import VOCABULARY, questions, save_bert, sentences, write_lines
+
+from launch.checkpoints import manifest
+from launch.evaluation import pretrained
+from recipes import catalog
 
 COMMAND = ROOT / "launch" / "finetune.py"
 
@@ -96,9 +105,18 @@ def test_a_fine_tuned_run_starts_another_task_and_the_control_takes_none_of_its_
         done = run_ranks(1, COMMAND, *given, timeout=200)
         assert done.returncode == 0, done.stdout[-3000:]
         assert (said or "initial weights") in done.stdout if said else "initial weights" not in done.stdout
+        of = pretrained.read(out)
+        assert (of is None) if more else (of.recipe, of.changed) == ("finetune/sst2", None)
         (score,) = json.loads((out / "result.json").read_text())["task_scores"]
         assert {"exact", "f1", "no_answer_threshold"} == set(score["metrics"]) and score["examples"] == 20
         assert len(json.loads((out / "predictions" / "dev" / "predictions.json").read_text())) == 20
+
+
+def test_what_decides_the_weights_of_a_pretraining_is_compared_with_its_row(tmp_path):
+    changes = ["optimizer.lr=1e-5", "batch.micro=1", "run.save_every=7", "data.masking.max_ngram=2"]
+    changed = pretrained.changed_from_row("bert/sotu", catalog.load("bert/sotu", changes))
+    assert changed == ("optimizer.lr", "data.masking.max_ngram")
+    assert pretrained.changed_from_row("bert/gone", catalog.load("bert/sotu")) is None
 
 
 def test_an_exported_run_predicts_the_same(trained, folder):
@@ -172,3 +190,75 @@ def test_what_cannot_work_is_refused_before_anything_starts(folder, tmp_path):
     refused(folder, "only MNLI has examples of other genres", "--dev_mismatched", folder / "dev.jsonl")
     refused(folder, "sequence_length", "--sequence_length", 128)
     refused(folder, "unknown key", "--set", "dropout.all=1")
+
+
+def test_flags_of_several_runs_are_refused_all_at_once(folder):
+    for said, flags in {
+        "--ensemble without --seeds: the seeds' models answer together, 2 at least": ["--ensemble", "--plan"],
+        "--ensemble with --seeds 1": ["--ensemble", "--seeds", 1],
+        "--plan with --seeds, --grid or --ensemble: a plan is that of one run": ["--ensemble", "--plan"],
+        "--ranks 2 without --seeds or --grid": ["--ranks", 2],
+    }.items():
+        refused(folder, said, *flags)
+
+
+def test_several_runs_are_refused_without_a_word_of_deepspeed(folder, tmp_path):
+    """It says while it is imported that there is no GPU, where nothing names the accelerator."""
+    given = ["--task", "sst2", "--init", folder / "bert", "--train", tmp_path / "gone.jsonl", "--seeds", 2]
+    done = run(["env", "-u", "DS_ACCELERATOR", sys.executable, *map(str, (COMMAND, *given))], cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout.startswith("\n--train: "), done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_the_whole_procedure_killed_and_started_again(folder, tmp_path):
+    """Grid, seeds, median, ensemble; the run that was killed resumes to the scores of one that was not."""
+    flags = ["--epochs", 10, "--grid", "--seeds", 5, "--ensemble", "--out", tmp_path / "out"]
+    data = [f"--{split}={folder / f'{split}.jsonl'}" for split in ("train", "dev")]
+    given = ["--task", "sst2", "--init", folder / "bert", *data, "--sequence_length", 32]
+    command = [sys.executable, "-u", *map(str, (COMMAND, *given, *flags))]
+    killed = "-seed1236"
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(
+            command, env=environment(), stdout=said, stderr=said, start_new_session=True
+        )
+        while not any(tmp_path.glob(f"out/*{killed}/checkpoints/step-*/{manifest.NAME}")):
+            assert process.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)  # the procedure and the run that it waits for
+        process.wait()
+    (directory,) = tmp_path.glob(f"out/*{killed}")
+    assert not (directory / "result.json").exists() and not (tmp_path / "out" / "summary.json").exists()
+    done = run(command, timeout=900)
+    assert done.returncode == 0 and done.stdout.count("made before") == 6 + 2, done.stdout[-4000:]
+    assert "resumed from" in directory.with_suffix(".log").read_text()
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    best = max(summary["grid"], key=lambda row: row["scores"][0]["metrics"]["accuracy"])
+    assert {(row["batch"], row["lr"]) for row in summary["grid"]} == {
+        (batch, lr) for batch in (16, 32) for lr in (1e-5, 2e-5, 3e-5)
+    }  # fmt: skip
+    seeds = summary["seeds"]
+    assert [(row["seed"], row["batch"], row["lr"], row["problem"]) for row in seeds] == [
+        (1234 + number, best["batch"], best["lr"], "") for number in range(5)
+    ]  # fmt: skip
+    found = [row["scores"][0]["metrics"]["accuracy"] for row in seeds]
+    assert summary["median"]["dev"]["accuracy"] == statistics.median(found)
+    assert summary["ensemble_of"] == 5 and summary["ensemble"][0]["examples"] == 21
+    alone = [*given, "--epochs", 10, "--batch", best["batch"], "--lr", best["lr"], "--seed", 1236]
+    again = run_ranks(1, COMMAND, *alone, "--out", tmp_path / "alone", timeout=200)
+    assert again.returncode == 0, again.stdout[-3000:]
+    scores = json.loads((tmp_path / "alone" / "result.json").read_text())["task_scores"]
+    assert scores == seeds[2]["scores"]
+    logits = [
+        np.load(each / "predictions" / "dev" / "logits.npy") for each in (tmp_path / "alone", directory)
+    ]
+    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-6)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/*")}
+    done = run(command, timeout=200)
+    assert done.returncode == 0 and done.stdout.count("made before") == 6 + 5, done.stdout[-4000:]
+    after = {
+        path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/*") if "ensemble" not in str(path)
+    }
+    assert after.items() <= times.items()
+    assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
+    print(done.stdout)

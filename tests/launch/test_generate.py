@@ -131,6 +131,7 @@ def test_tensor_ranks_write_what_one_process_does(folder, written, tmp_path):
         done = run_ranks(ranks, COMMAND, folder / model, *words, "--out", out)
         assert done.returncode == 0, done.stdout[-4000:]
         assert done.stdout.count("tokens/s") == 1, "one rank speaks"
+        assert f"{ranks} processes share out the weights, not the prompts" in done.stdout
         assert records(out) == written(folder / model, *words)
 
 

@@ -117,7 +117,7 @@ class Forecast:
         if self.time is None:
             return None
         seconds, gpus = steps * self.time.total, self.work.layout.world
-        tokens = steps * self.work.layout.global_batch * self.work.sequence_length
+        tokens = steps * self.work.tokens_per_step
         other, watts = self.node.form.other_watts, self.node.gpu.watts * gpus
         energy = None if other is None else (watts + other * self.nodes) * seconds / 3.6e6
         return Bill(steps, tokens, seconds, gpus * seconds / HOURS, energy)
@@ -160,11 +160,10 @@ def speed(work: Workload, node: Node, seconds: float) -> Speed:
         return cost.exact_tflops(flops, seconds, layout.world)
 
     size = cost.parameters(work.model, work.positions)
-    by_formula = cost.published_tflops(
-        size, length, layout.global_batch, seconds, layout.world, checkpointing=work.recomputed > 0
-    )
+    read, recomputed = layout.global_batch * work.model.sequences, work.recomputed > 0
+    by_formula = cost.published_tflops(size, length, read, seconds, layout.world, checkpointing=recomputed)
     mfu = exact(False) / node.gpu.tflops[work.precision]
-    return Speed(per_second, per_second * length, by_formula, exact(work.recomputed > 0), mfu)
+    return Speed(per_second, work.tokens_per_step / seconds, by_formula, exact(work.recomputed > 0), mfu)
 
 
 def largest_micro(work: Workload, node: Node, constants: Constants) -> Largest:

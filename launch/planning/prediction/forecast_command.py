@@ -46,10 +46,9 @@ def run(args: argparse.Namespace) -> int:
     plan = planned(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
     work = workload.of_plan(plan)
     found = forecast(work, shared(node, plan.layout.world))
-    layout = plan.layout
     steps = recipe.steps
     if args.tokens:
-        steps = math.ceil(args.tokens / (layout.global_batch * recipe.sequence_length))
+        steps = math.ceil(args.tokens / work.tokens_per_step)
     bill = found.bill(steps)
     if args.json:
         print(json.dumps(forecast_text.as_json(found, bill), indent=2))

@@ -77,7 +77,12 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
-        return self.layout.micro * self.sequence_length
+        return self.layout.micro * self.model.sequences * self.sequence_length
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.layout.global_batch * self.model.sequences * self.sequence_length
 
     @property
     def activations(self) -> cost.LayerActivations:
@@ -121,7 +126,13 @@ class Workload:
 
     @property
     def logits(self) -> float:
-        """Logits of a micro-batch on one tensor rank: b S V / t, of a BERT those of its positions."""
+        """Logits of a micro-batch on one tensor rank: b S V / t, of a BERT those of its positions.
+
+        Those of a task are a few on every rank, of a sequence, or of spans at every position.
+        """
+        if self.model.task_head != "none":
+            places = self.tokens if self.model.task_head == "span" else self.tokens // self.sequence_length
+            return places * cost.head_outputs(self.model)
         positions = self.predicted or self.sequence_length
         return self.layout.micro * positions * self.padded_vocab / self.layout.tp
 

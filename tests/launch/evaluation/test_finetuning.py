@@ -33,7 +33,10 @@ LAYOUTS = {
     "pp2": ("pipeline", ["parallel.pp=2"]),
     "dp2": ("zero0", []),
     "zero3": ("zero3", []),
+    "zero2 offload": ("zero2_offload", []),
+    "zero3 offload": ("zero3_offload", []),
 }
+BF16 = "bf16"  # on one process: another precision, not another layout
 HEADS = {"rte": 0.1, "sst2": 0.0, "squad1": 0.1, "race": 0.1}  # task: hidden dropout
 RECORDS = {
     "rte": partial(sentences, two=True), "sst2": sentences, "squad1": questions, "race": choices,
@@ -68,9 +71,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(folder):
     """The directory of every case's report and predictions."""
-    one = [(task, ONE) for task in HEADS]
+    one = [*((task, ONE) for task in HEADS), ("rte", BF16)]
+    layouts = {**LAYOUTS, ONE: ("zero1", []), BF16: ("bf16", [])}
     for ranks, chosen in ((1, one), (2, COMPARED)):
-        cases = [case(folder, task, name, *LAYOUTS.get(name, ("zero1", []))) for task, name in chosen]
+        cases = [case(folder, task, name, *layouts[name]) for task, name in chosen]
         (folder / f"{ranks}.json").write_text(json.dumps(cases))
         done = run_ranks(ranks, WORKERS / "finetuning.py", folder, folder / f"{ranks}.json", timeout=280)
         assert done.returncode == 0, done.stdout[-5000:]
@@ -90,6 +94,14 @@ def test_layouts_agree(trained, task, name):
     assert_allclose(report["validations"], reference["validations"], rtol=2e-5)
     assert_allclose(logits, expected, atol=1e-4)
     assert report["scores"] == reference["scores"]
+
+
+def test_bf16_agrees_to_its_rounding(trained):
+    (report, logits), (reference, expected) = (reported(trained, "rte", each) for each in (BF16, ONE))
+    assert report["losses"] != reference["losses"]
+    assert_allclose(report["losses"], reference["losses"], rtol=2e-2)
+    assert_allclose(report["validations"][-1][0], reference["validations"][-1][0], rtol=2e-2)
+    assert_allclose(logits, expected, atol=5e-2)
 
 
 def test_predictions_are_a_table_in_the_order_of_the_examples(trained):

@@ -10,7 +10,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from launch.evaluation import finetuning_runs
-from launch.evaluation.finetuning_runs import Finished, NoScores, Runs, Trial, averaged, procedure, shared_out
+from launch.evaluation.finetuning_runs import NoScores, Runs, averaged, procedure, shared_out
+from launch.evaluation.finetuning_summary import Finished, Trial, read, summary_text
 from launch.finetune import passed_on
 from launch.runs.result import TaskScore
 from recipes.problems import ProblemsError
@@ -31,9 +32,9 @@ class Made:
             self.trials.append(trial)
             self.devices.append(devices)
         if trial.seed == 1236:
-            return Finished(trial, (), "ended with code 3")
+            return Finished(**vars(trial), problem="ended with code 3")
         accuracy = 0.5 + (trial.batch == 16) * 0.1 + (trial.lr == 2e-5) * 0.2 + (trial.seed - 1234) / 100
-        self.done[trial] = Finished(trial, (TaskScore("dev", {"accuracy": accuracy}, 9),))
+        self.done[trial] = Finished(**vars(trial), scores=(TaskScore("dev", {"accuracy": accuracy}, 9),))
         return self.done[trial]
 
 
@@ -44,13 +45,13 @@ def runs(out, devices=((),), arguments=("--task", "sst2")):
 def test_the_best_of_the_grid_gets_the_seeds(monkeypatch, tmp_path):
     made = Made(monkeypatch)
     summary = procedure(runs(tmp_path), Trial(32, 1e-5, 1234), tried=True, seeds=5, together=False)
-    assert len(summary["grid"]) == 6 and {row["batch"] for row in summary["grid"]} == {16, 32}
-    assert {(row["batch"], row["lr"]) for row in summary["seeds"]} == {(16, 2e-5)}
+    assert len(summary.grid) == 6 and {row.batch for row in summary.grid} == {16, 32}
+    assert {(row.batch, row.lr) for row in summary.seeds} == {(16, 2e-5)}
     assert len(made.trials) == 10  # the grid's best is the first seed, and is not made again
     # Of seeds 1234, 1235, 1237 and 1238.
-    assert summary["median"]["dev"]["accuracy"] == pytest.approx(0.8 + (0.01 + 0.03) / 2)
-    assert [row["seed"] for row in summary["seeds"] if row["problem"]] == [1236]
-    assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert summary.median["dev"]["accuracy"] == pytest.approx(0.8 + (0.01 + 0.03) / 2)
+    assert [row.seed for row in summary.seeds if row.problem] == [1236]
+    assert read(tmp_path) == summary and summary.ensemble is None
 
 
 def test_runs_side_by_side_have_devices_of_their_own(monkeypatch, tmp_path):
@@ -65,6 +66,15 @@ def test_no_score_at_all_is_told(monkeypatch, tmp_path):
     Made(monkeypatch)
     with pytest.raises(NoScores, match="batch32-lr1e-05-seed1236: ended with code 3"):
         procedure(runs(tmp_path), Trial(32, 1e-5, 1236), tried=False, seeds=1, together=False)
+
+
+def test_too_few_seeds_for_an_ensemble_are_told(monkeypatch, tmp_path):
+    Made(monkeypatch)
+    summary = procedure(runs(tmp_path), Trial(32, 1e-5, 1235), tried=False, seeds=2, together=True)
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["ensemble"] == [] and written["ensemble_of"] == 1
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "none: 1 seed of 2 with scores, and an ensemble takes 2" in summary_text(summary, TASKS["sst2"])
 
 
 def test_devices_are_shared_out(monkeypatch):

@@ -14,11 +14,14 @@ from launching import ROOT, run
 from scored import PASSAGES, make_run, tokenizer_of, write_passages
 from transformers import GPT2LMHeadModel
 
+from ds_configs.plan import Machine
 from launch import export_hf, report
 from launch.evaluation.figures import figures
 from launch.evaluation.result import read_scores
-from launch.evaluation.scored_model import Wishes, open_model
+from launch.evaluation.scored_model import Wishes, open_model, plan_scoring
 from launch.evaluation.tasks import Asked
+from launch.machine.ending import Failed
+from launch.score import out_of_memory_explained
 from recipes.problems import ProblemsError
 
 
@@ -177,3 +180,14 @@ def test_what_flags_and_weights_decide_is_no_setting(made):
     said = score(made / "run", "--task", "perplexity", *chosen, code=2)
     assert "--precision decides it" in said and "the weights decide it" in said
     assert "nothing is trained here" in said
+
+
+def test_running_out_of_memory_is_explained(made):
+    """Any other failure keeps its own traceback."""
+    model = open_model(str(made / "run"), Wishes("fp32", 8, 1))
+    plan = plan_scoring(model, "zero0", 1, Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False))
+    said = r"(?s)out of memory: OutOfMemoryError: .*20 GiB.*lower --batch, which is 8, or share.*bf16"
+    with pytest.raises(Failed, match=said), out_of_memory_explained(plan):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+    with pytest.raises(RuntimeError, match="^shapes differ$"), out_of_memory_explained(plan):
+        raise RuntimeError("shapes differ")

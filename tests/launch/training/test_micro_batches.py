@@ -12,7 +12,7 @@ from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch.training import micro_batches
 from recipes import catalog
-from recipes.micro_batch import FIELDS
+from recipes.micro_batch import FIELDS, TASK_FIELDS
 
 SIZES = dict(samples=3, length=24, predictions=4, vocabulary=90)
 MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
@@ -31,6 +31,14 @@ def test_a_random_batch_has_the_shapes_of_the_fields(family):
         value = batch(family)[name]
         assert value.shape == tuple(sizes[dimension] for dimension in dimensions), name
         assert value.dtype == (torch.float32 if "weights" in name else torch.int64), name
+
+
+def test_a_random_question_has_a_sequence_for_each_choice():
+    given = micro_batches.random_batch(TASK_FIELDS["choice"], **SIZES, sequences=4, classes=4)
+    assert given["tokens"].shape == (12, 24) and given["lengths"].shape == (12,)
+    assert given["labels"].shape == given["weights"].shape == (3,) and given["labels"].max() < 4
+    spans = micro_batches.random_batch(TASK_FIELDS["span"], **SIZES)
+    assert spans["ends"].shape == (3,) and max(spans["starts"].max(), spans["ends"].max()) < 24
 
 
 @FAMILIES

@@ -8,9 +8,11 @@ from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine
 from launch.planning.prediction import workload
 from launch.planning.prediction.constants import fitted
+from launch.planning.prediction.forecast import speed
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.rank_memory import of_stage
 from launch.planning.resolved_plans import anywhere, published_plan
+from launch.runs.throughput import Throughput
 from modeling import cost
 from recipes import catalog
 
@@ -44,6 +46,34 @@ def test_both_offload_devices_count():
     mixed.ds["zero_optimization"]["offload_optimizer"] = {"device": "none"}
     mixed.ds["zero_optimization"]["sub_group_size"] = 1e8
     assert states(mixed) == pytest.approx((14 * share + 4e8, 2 * share, 0))
+
+
+def of_task(head: str, batch: int):
+    """A plan of fine-tuning in one micro-batch."""
+    made = plan(
+        "bert/sotu", f"batch.global={batch}", f"batch.micro={batch}", "batch.accumulation=1", "precision=fp16"
+    )
+    model = made.recipe.model.model_copy(update=dict(task_head=head, head_classes=4, sentence_head="none"))
+    return replace(made, recipe=made.recipe.model_copy(update=dict(model=model)))
+
+
+def test_a_question_is_computed_as_one_sequence_for_each_choice():
+    """Four choices of 8 questions are what 32 samples of another task are, but for samples per second."""
+    asked, plain = (workload.of_plan(of_task(*of)) for of in (("choice", 8), ("classification", 32)))
+    assert asked.tokens == plain.tokens and asked.tokens_per_step == plain.tokens_per_step
+    assert asked.logits == 32 and plain.logits == 4 * 32
+    node = find("v100-32x4")
+    memory = [of_stage(work, 0, node.gpu, fitted(node.measured)) for work in (asked, plain)]
+    assert memory[0].activations == memory[1].activations > 0
+    speeds = [speed(work, node, 1.0) for work in (asked, plain)]
+    assert [each.samples for each in speeds] == [8, 32] and speeds[0].tokens == speeds[1].tokens
+    assert speeds[0].tflops == pytest.approx(speeds[1].tflops, rel=1e-3)
+    assert speeds[0].exact_tflops == pytest.approx(speeds[1].exact_tflops, rel=1e-3)
+    rates = [Throughput(of_task(*of)).rates(2.0) for of in (("choice", 8), ("classification", 32))]
+    assert [each.samples_per_s for each in rates] == [4, 16]
+    assert rates[0].tokens_per_s == rates[1].tokens_per_s == asked.tokens / 2
+    assert rates[0].exact_tflops == pytest.approx(rates[1].exact_tflops, rel=1e-3)
+    assert rates[0].tflops == pytest.approx(rates[1].tflops, rel=1e-3)
 
 
 def test_accumulated_gradients_are_on_the_host_under_zero2_offload():

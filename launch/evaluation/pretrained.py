@@ -1,0 +1,87 @@
+"""Which run a fine-tuned encoder was pretrained in: RUN/pretrained.json, by which reports find its row."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from data.durable_files import write_atomically
+from launch.runs.directory import RunDirectory
+from recipes import catalog, files
+from recipes.nested import differences
+from recipes.problems import RecipeError
+from recipes.schema import Recipe
+
+NAME = "pretrained.json"  # in the directory of a fine-tuning run
+# What decides the weights that a pretraining comes to.
+DECISIVE = (
+    *("model", "sequence_length", "batch.global", "steps", "optimizer", "schedule", "dropout", "init_std"),
+    "data",
+)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """The run that weights were taken from.
+
+    Attributes:
+        directory: of the checkpoint.
+        recipe: table/row as the user named it.
+        step, steps: of the checkpoint, and of the run as its recipe has it.
+        changed: keys that decide the weights and differ from the row's; None: the row cannot be read.
+    """
+
+    directory: str
+    recipe: str
+    tiny: bool
+    step: int
+    steps: int
+    changed: tuple[str, ...] | None
+
+
+_FORM = TypeAdapter(Pretrained)
+
+
+def pretrained_in(weights: str) -> Pretrained | None:
+    """The run of the weights in a directory; None where they are of no run, or its files do not say."""
+    from launch.training.given_tensors import RunWeights, saved_in
+
+    saved = saved_in(weights)
+    if not isinstance(saved, RunWeights):
+        return None
+    checkpoint, launches = saved.checkpoint, []
+    with contextlib.suppress(ValueError, OSError):
+        launches = RunDirectory(checkpoint.directory.parent.parent).launches()
+    if not launches:
+        return None
+    tiny, name, place = launches[-1].tiny, launches[-1].recipe, str(checkpoint.directory.resolve())
+    name = name.removesuffix("-tiny") if tiny else name
+    changed = changed_from_row(name, saved.recipe)
+    return Pretrained(place, name, tiny, checkpoint.step, saved.recipe.steps, changed)
+
+
+def changed_from_row(name: str, recipe: Recipe) -> tuple[str, ...] | None:
+    """Keys that decide the weights and differ from the row of that name; None: it cannot be read."""
+    try:
+        row = catalog.load(name)
+    except RecipeError:
+        return None
+    keys = (
+        key
+        for key, _, _ in differences(*(each.model_dump(mode="json", by_alias=True) for each in (row, recipe)))
+    )
+    return tuple(key for key in keys if any(key == part or key.startswith(f"{part}.") for part in DECISIVE))
+
+
+def keep(run: Path, pretrained: Pretrained) -> None:
+    write_atomically(run / NAME, json.dumps(asdict(pretrained), indent=2) + "\n")
+
+
+def read(run: Path) -> Pretrained | None:
+    """Of a fine-tuning run; None where its weights are of no run. Raises FileError."""
+    path = run / NAME
+    return files.checked(_FORM, files.read_json_object(path), path) if path.exists() else None

@@ -1,0 +1,280 @@
+"""Scores of fine-tuned models, next to those that the row of their pretraining published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from launch.console.numbers import ratio
+from launch.evaluation import finetuning_summary
+from launch.evaluation.finetuning_summary import SUMMARY, Summary
+from launch.evaluation.pretrained import Pretrained
+from launch.reports.runs import Run
+from launch.reports.tables import Row
+from launch.runs.result import TaskScore
+from recipes import catalog
+from recipes.schema import Downstream, Published, Recipe, TaskName
+from recipes.tasks import TASKS
+
+NOT_RUN, NOT_SCORED = "not run", "not scored"
+HEADINGS = ("recipe", "task", "figure", "published", "measured", "measured / published", "fine-tuning")
+EXPLAINED = (
+    "Fine-tuning runs whose weights are of the row's own pretraining. Published scores are medians over five "
+    "seeds, or of models that answer together."
+)
+PERCENT = 100
+SHARES = ("accuracy", "middle_accuracy", "high_accuracy", "f1", "exact")  # of the metrics of tasks
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that sources print of a task, and where it is among ours.
+
+    Attributes:
+        key: of `Downstream`'s field of the task.
+        split, metric: of a run's scores.
+    """
+
+    task: TaskName
+    key: str
+    name: str
+    split: str
+    metric: str
+
+
+FIGURES = (
+    Figure("mnli", "matched", "accuracy, matched dev set", "dev", "accuracy"),
+    Figure("mnli", "mismatched", "accuracy, mismatched dev set", "dev_mismatched", "accuracy"),
+    Figure("qqp", "accuracy", "accuracy, dev set", "dev", "accuracy"),
+    *(
+        Figure(task, key, f"{name}, dev set", "dev", metric)
+        for task in ("squad1", "squad2")
+        for key, name, metric in (("f1", "F1", "f1"), ("em", "exact match", "exact"))
+    ),
+    Figure("race", "accuracy", "accuracy, test set", "test", "accuracy"),
+    Figure("race", "middle", "accuracy, middle schools", "test", "middle_accuracy"),
+    Figure("race", "high", "accuracy, high schools", "test", "high_accuracy"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """A fine-tuned model, or several of one task.
+
+    Attributes:
+        label: of the run, or of the directory of several.
+        kind: one run, the median of seeds, or seeds that answer together; `models`: how many.
+        scores: split -> metric -> share of 1.
+        own_files: not the hub's data set.
+        cut: whether it ended before its last epoch (--steps).
+    """
+
+    label: str
+    path: Path
+    task: TaskName
+    pretrained: Pretrained | None
+    scores: Mapping[str, Mapping[str, float]]
+    parameters: int | None
+    own_files: bool
+    cut: bool
+    kind: Literal["run", "median", "ensemble"] = "run"
+    models: int = 1
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        several = {
+            "run": "",
+            "median": f", median of {self.models} seeds",
+            "ensemble": f", {self.models} together",
+        }
+        tiny = " (TINY)" if self.pretrained and self.pretrained.tiny else ""
+        return f"{self.label}{tiny}{several[self.kind]}"
+
+    @property
+    def weights(self) -> str:
+        """Where they are from, in words."""
+        if self.pretrained is None:
+            return "weights of no pretraining run, or drawn at random"
+        tiny = ", tiny" if self.pretrained.tiny else ""
+        return f"weights of {self.pretrained.recipe}{tiny}, step {self.pretrained.step:,}"
+
+
+@dataclass(frozen=True)
+class FinetunedLine:
+    """A figure of a row, published or measured or both; shares of 1.
+
+    Attributes:
+        why_not: why there is no ratio; "" where there is one, or nothing to compare.
+    """
+
+    row: Row
+    figure: Figure
+    published: float | None
+    finetuned: Finetuned | None
+    why_not: str = ""
+
+    @property
+    def measured(self) -> float | None:
+        found = self.finetuned
+        return found.scores.get(self.figure.split, {}).get(self.figure.metric) if found else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured / published."""
+        if self.measured is None or not self.published or self.why_not:
+            return None
+        return self.measured / self.published
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As HEADINGS."""
+        said = "not published" if self.published is None else percent(self.published)
+        without = NOT_SCORED if self.finetuned else NOT_RUN
+        compared = f"not compared: {self.why_not}" if self.why_not else ""
+        compared = compared if self.ratio is None else ratio(self.ratio)
+        measured = without if self.measured is None else percent(self.measured)
+        how = self.finetuned.how if self.finetuned else ""
+        return (
+            self.row.name,
+            TASKS[self.figure.task].title.split(",")[0],
+            self.figure.name,
+            said,
+            measured,
+            compared,
+            how,
+        )
+
+
+def finetuned_in(runs: Sequence[Run], problems: list[str]) -> list[Finetuned]:
+    """Fine-tuning runs with scores; of several with a summary their median and ensemble alone.
+
+    What cannot be read is added to `problems`.
+    """
+    found: list[Finetuned] = []
+    several: dict[Path, Summary | None] = {}
+    for run in runs:
+        task = run.recipe.task if run.recipe else None
+        if task is None or run.result.status != "ok" or not run.result.task_scores:
+            continue
+        above = run.path.parent
+        if above not in several:
+            several[above] = _summary(above, problems)
+            if summary := several[above]:
+                found += _of_summary(run, summary)
+        summary = several[above]
+        if summary is None or run.path.name not in {each.name for each in (*summary.grid, *summary.seeds)}:
+            found.append(_of_run(run, run.label, run.path, _values(run.result.task_scores)))
+    return found
+
+
+def _summary(folder: Path, problems: list[str]) -> Summary | None:
+    try:
+        return finetuning_summary.read(folder)
+    except (ValueError, OSError) as error:
+        problems.append(
+            f"{' '.join(str(error).split())}: start the same command again, or leave its runs out"
+        )
+        return None
+
+
+def _of_summary(run: Run, summary: Summary) -> Iterator[Finetuned]:
+    """Of `run`'s directory; the run is one of those that the summary names."""
+    above = run.path.parent
+    if run.path.name not in {each.name for each in (*summary.grid, *summary.seeds)}:
+        return
+    sound = sum(bool(each.scores) for each in summary.seeds)
+    yield _of_run(run, above.name, above / SUMMARY, summary.median, "median", sound)
+    if summary.ensemble:
+        joined = _values(summary.ensemble)
+        yield _of_run(run, above.name, above / SUMMARY, joined, "ensemble", summary.ensemble_of or sound)
+
+
+def _of_run(
+    run: Run,
+    label: str,
+    path: Path,
+    scores: Mapping[str, Mapping[str, float]],
+    kind: Literal["run", "median", "ensemble"] = "run",
+    models: int = 1,
+) -> Finetuned:
+    assert run.recipe is not None and run.recipe.task is not None, "a fine-tuning run"
+    task = run.recipe.task
+    cut = any(each.kind == "recipe" and each.key == "steps" for each in run.result.deviations)
+    own, parameters = task.train is not None, run.result.parameters
+    return Finetuned(label, path, task.name, run.pretrained, scores, parameters, own, cut, kind, models)
+
+
+def _values(scores: Sequence[TaskScore]) -> dict[str, Mapping[str, float]]:
+    return {score.split: score.metrics for score in scores}
+
+
+def finetuned_lines(
+    rows: Sequence[Row], finetuned: Sequence[Finetuned], recipe_of: Callable[[str], Recipe | None]
+) -> list[FinetunedLine]:
+    """Of every row each figure that it publishes, or that a fine-tuning of its weights has.
+
+    `recipe_of`: the recipe of that name. Rows of several tables may be one pretraining.
+    """
+    lines: list[FinetunedLine] = []
+    for row in rows:
+        own = [each for each in finetuned if _is_of(each, row, recipe_of)]
+        lines += [line for figure in FIGURES for line in _lines_of(row, figure, own)]
+    return lines
+
+
+def _is_of(finetuned: Finetuned, row: Row, recipe_of: Callable[[str], Recipe | None]) -> bool:
+    if (pretrained := finetuned.pretrained) is None:
+        return False
+    if pretrained.recipe == row.full_name:
+        return True
+    recipes = (row.recipe, recipe_of(pretrained.recipe))
+    trainings = {(catalog.digest(each), each.steps) if each else None for each in recipes}
+    return len(trainings) == 1 and None not in trainings
+
+
+def _lines_of(row: Row, figure: Figure, finetuned: Sequence[Finetuned]) -> Iterator[FinetunedLine]:
+    """`finetuned`: of the row's weights, on any task."""
+    published = row.published
+    printed = _printed(published.downstream, figure) if published else None
+    own = [each for each in finetuned if each.task == figure.task]
+    for each in own:
+        why_not = ", ".join(_why_not(each, published)) if published and printed is not None else ""
+        line = FinetunedLine(row, figure, printed, each, why_not)
+        if printed is not None or line.measured is not None:
+            yield line
+    if printed is not None and not own:
+        yield FinetunedLine(row, figure, printed, None)
+
+
+def _printed(downstream: Downstream | None, figure: Figure) -> float | None:
+    """As a share of 1."""
+    of_task = getattr(downstream, figure.task, None)
+    percent = getattr(of_task, figure.key, None)
+    return None if percent is None else round(percent / PERCENT, 6)
+
+
+def _why_not(finetuned: Finetuned, published: Published) -> Iterator[str]:
+    """What makes the scores those of something else than was published."""
+    pretrained = finetuned.pretrained
+    assert pretrained is not None, "of a row"
+    if pretrained.tiny:
+        yield "tiny, another model"
+    elif pretrained.changed is None:
+        yield "the recipe of its pretraining cannot be read"
+    elif pretrained.changed:
+        yield f"pretrained with other {', '.join(pretrained.changed)}"
+    if pretrained.step < pretrained.steps:
+        yield f"pretrained for {pretrained.step:,} of {pretrained.steps:,} steps"
+    if finetuned.own_files:
+        yield "on other files than the hub's"
+    if finetuned.cut:
+        yield "fine-tuning was cut short (--steps)"
+    if bool(published.ensemble) != (finetuned.kind == "ensemble"):
+        yield "published of models that answer together" if published.ensemble else "published of one model"
+
+
+def percent(share: float) -> str:
+    return f"{PERCENT * share:.1f} %"
