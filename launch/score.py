@@ -236,7 +236,8 @@ def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds
     limited = job.asked.limit is not None
     return Score(
         model=model.given, parameters=cost.parameters(model.recipe.model, model.recipe.positions),
-        step=None if job.from_scratch else model.trained.step, task=data.task, variant=data.variant, source=data.source, figures=found,
+        step=None if job.from_scratch else model.trained.step, task=data.task, variant=data.variant,
+        source=data.source, figures=found,
         examples=data.examples, windows=len(data.windows), tokens=data.tokens, words=data.words,
         limited=limited, broken=data.broken, cut=data.cut, window=job.window,
         stride=None if data.task == "lambada" else job.stride, batch=layout.micro, precision=plan.precision,

@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from launch.runs import vocabulary
+from modeling.families import family_of, model_shape
+from modeling.initialization import Init
 from recipes import catalog
 
 PASSAGES = [
@@ -37,8 +39,13 @@ def tokenizer_of(texts: list[str], size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
-def make_run(run: Path, *settings: str, scale: float = 8.0, family: str = "default/sotu") -> Path:
-    """A run of a tiny model with random weights, large enough that tokens differ in their likelihood."""
+def make_run(
+    run: Path, *settings: str, scale: float = 8.0, family: str = "default/sotu", untrained: bool = False
+) -> Path:
+    """A run of a tiny model with random weights, large enough that tokens differ in their likelihood.
+
+    `untrained`: with those that its training began with.
+    """
     recipe = catalog.load(family, [*settings, "precision=fp32"], tiny=True)
     run.mkdir()
     (run / "recipe.yaml").write_text(catalog.dump(recipe))
@@ -46,6 +53,11 @@ def make_run(run: Path, *settings: str, scale: float = 8.0, family: str = "defau
     for name in tensors:
         if "norm" in name and name.endswith("weight"):
             tensors[name] = torch.ones_like(tensors[name])
+    if untrained:
+        init = Init(recipe.seed, recipe.init_std, recipe.model.layers)
+        shape = model_shape(recipe, recipe.model.vocab_size)
+        plain = family_of(recipe.model).plain(shape, group=None, init=init)
+        tensors = {p.canonical_name: p.detach() for p in plain.parameters()}
     write_checkpoint(run / "checkpoints", 4, tensors, recipe, ranks=2)
     vocabulary.keep(run, tokenizer_of(PASSAGES, recipe.model.vocab_size))
     return run

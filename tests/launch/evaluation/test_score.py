@@ -132,6 +132,19 @@ def test_scores_are_kept_with_the_run_and_stand_in_its_report(made, tmp_path):
     assert report.main([str(run_directory), "--out", str(tmp_path / "report")]) == 1
 
 
+def test_from_scratch_scores_the_weights_that_the_run_began_with(made, tmp_path):
+    began = make_run(tmp_path / "began", untrained=True)
+    asked, figures = ("--task", "lambada", "--variant", "openai", "--data", made / "texts.jsonl"), []
+    for model, more in ((began, ()), (made / "run", ("--from_scratch",))):
+        out = tmp_path / f"{len(figures)}.json"
+        said = score(model, *asked, *more, "--out", out)
+        assert ("weights drawn at random" in said) == bool(more)
+        figures.append(json.loads(out.read_text())["figures"])
+    assert figures[0] == pytest.approx(figures[1], rel=1e-6)
+    kept = read_scores(made / "run")
+    assert not any(each.from_scratch for each in kept), "they are none of the run's"
+
+
 def test_a_right_word_counts_whole():
     """A word of two tokens is right where both are; its last token alone counts apart."""
     from data.tasks.task_data import TaskData
