@@ -20,6 +20,7 @@ from recipes.validation import validate
 from recipes.yaml_lines import Document
 
 WARMUP = 0.06  # share of the steps
+OPTIMIZER: dict[str, Any] = {"betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1, "clip": 1.0}
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,7 @@ def recipe_of(
         "sequence_length": wishes.sequence_length or min(facts.sequence_length, model["positions"]),
         "batch": {"global": batch},
         "steps": 1,
-        "optimizer": {
-            "lr": wishes.lr or facts.lr, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1, "clip": 1.0,
-        },
+        "optimizer": {"lr": wishes.lr or facts.lr, **OPTIMIZER},
         "schedule": {"kind": "linear"},
         "dropout": {"hidden": 0.1, "attention": 0.1},
         "precision": "fp32" if machine.accelerator == "cpu" else "bf16" if machine.bf16 else "fp16",

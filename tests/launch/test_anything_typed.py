@@ -67,6 +67,7 @@ WORK = {
         "launch.planning.search.search_text:as_json",
     ],
     "figure1": ["launch.figure1:run"],
+    "demonstrate": ["launch.evaluation.demonstration:Demonstration"],
     "recipe": ["launch.tables.verifying.verification:verify"],
     "report": ["launch.reports.document:assemble"],
     "export_hf": ["launch.training.export:choose_checkpoint"],
