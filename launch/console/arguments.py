@@ -16,6 +16,9 @@ from recipes import catalog
 WRITTEN = 105  # columns, about, to which the help's texts are written
 
 
+ROW = re.compile(r" *\S+ {2,}(?=\S)")  # a word, and far from it what it means
+
+
 def command(description: str, examples: str) -> argparse.ArgumentParser:
     """A parser whose --help teaches: what the command does, then examples."""
     _refuse_another_checkout()
@@ -36,7 +39,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
         for line in text.split("\n"):
             first, *_ = [*line.split(), ""]
             full = len(f"{above} {first}") > WRITTEN and not above.endswith(".")
-            if first and full and margin(above) == margin(line):
+            if first and full and column(above) == margin(line) and not ROW.match(line):
                 paragraphs[-1] += f" {line.strip()}"  # a sentence that was broken for want of room only
             else:
                 paragraphs.append(line)
@@ -49,8 +52,16 @@ def margin(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
+def column(line: str) -> int:
+    """Where its sentence begins: behind a word that it explains, or at its margin."""
+    row = ROW.match(line)
+    return row.end() if row else margin(line)
+
+
 def fitted(line: str, width: int) -> str:
     """A line of help at that width; a command, which is indented by two, still as one that can be pasted."""
+    if ROW.match(line):
+        return terminal.wrapped(line, width, hang=column(line) - margin(line))
     shown = terminal.command if margin(line) == 2 else terminal.wrapped
     return shown(line, width, hang=4 if margin(line) == 2 else 0)
 
