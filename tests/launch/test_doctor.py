@@ -111,8 +111,8 @@ def test_bf16_on_a_v100(diagnose, gpu_machine, monkeypatch):
         "eight processes are expected all the same"
     )
     assert next(check.found for check in found if check.key == "precision") == "fp32, fp16; no bf16"
-    code, found = diagnose("--ds_config", "zero1")
-    assert failed(found).keys() == {"shared memory"}, "auto falls to fp32"
+    code, found = diagnose("--ds_config", "zero1", "--set", "precision=bf16")
+    assert failed(found).keys() == {"shared memory"}, "auto falls to fp16"
     assert [check.verdict for check in found if check.key == "configuration"] == ["ok", "warning"]
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from modeling import bert, cost, counting, gpt2
+from modeling import bert, counting, gpt2
+from modeling.cost.pipeline_stages import balanced_stages
 from modeling.initialization import Init, canonical_name, full_shape
 
 SIZES = dict(layers=5, hidden=32, heads=4, vocab=70, padded_vocab=256, positions=16)
@@ -48,7 +49,7 @@ def alone(monkeypatch):
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 @pytest.mark.parametrize(("family", "shape"), MODELS)
 def test_ranks_hold_what_the_real_modules_hold(alone, capsys, family, shape, tp, pp):
-    stages = tuple(cost.balanced_stages(shape.layers, pp, head=1.5))
+    stages = tuple(balanced_stages(shape.layers, pp, head=1.5))
     counted = counting.count(family.layer_list, shape, tp, stages)
     init, once, real = Init(1, 0.02, shape.layers), {}, []
     for rank in range(tp * pp):

@@ -173,7 +173,7 @@ def test_all_problems_of_a_row_come_at_once_with_their_lines(table):
     assert f"mine/one: steps='ten': should be a valid integer ({path}:7)" in found
     assert f"mine/one: schedule.warmup: unknown key; did you mean schedule.warmup_steps? ({path}:12)" in found
     assert f"mine/one: seeed: unknown key; did you mean seed? ({path}:13)" in found
-    assert f"mine/one: precision='fp8': should be 'fp32', 'bf16' or 'fp16' ({path}:14)" in found
+    assert f"mine/one: precision='fp8': should be 'auto', 'fp32', 'bf16' or 'fp16' ({path}:14)" in found
     assert len(found) == 6
 
 

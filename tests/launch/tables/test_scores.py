@@ -204,6 +204,8 @@ def test_the_report_has_every_line_of_the_source(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     markdown = (out / "report.md").read_text()
     assert "**Of all rows**" in markdown and "*no recipe*: its layers share their parameters" in markdown
-    lines = {line["recipe"]: line for line in csv.DictReader((out / "report.csv").open(newline=""))}
+    lines: dict[str, dict] = {}
+    for line in csv.DictReader((out / "report.csv").open(newline="")):
+        lines.setdefault(line["recipe"], line)  # the row's own; those of its fine-tunings follow
     assert "RACE 89.5 (91.8/88.6)" in lines["a100_blog_table2/3.9b"]["published_scores"]
     assert lines["a100_blog_table2/albert"]["status"] == "no recipe"
