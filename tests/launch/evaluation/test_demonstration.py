@@ -48,7 +48,7 @@ def test_shares_are_those_of_all_examples_and_all_starts_have_a_line(demo, monke
     monkeypatch.setattr(demonstration, "TASK_SETTINGS", {"sst2": demonstration.TASK_SETTINGS["sst2"]})
     out = demo[0].out
     for start, shares in (("random", (0.5, 0.5, 0.0)), ("pretrained", (1.0, 0.5, 1.0))):
-        figures = {"perplexity_of_last_word": 1e4 if start == "random" else 99.0, "accuracy": 0.25}
+        figures = {"perplexity_per_token": 1e4 if start == "random" else 99.0, "accuracy": 0.25}
         (out / f"lambada-{start}.json").write_text(json.dumps({"figures": figures, "examples": 4}))
         for number, share in enumerate(shares):
             score = {"metrics": {"accuracy": share}, "examples": len(folds()[number].labels)}
@@ -61,7 +61,7 @@ def test_shares_are_those_of_all_examples_and_all_starts_have_a_line(demo, monke
     assert values["sst2", "random", "accuracy"] == pytest.approx((1.5 + 1.0) / 6)
     assert values["sst2", "pretrained", "accuracy"] == pytest.approx((3 + 1 + 1) / 6)
     assert values["sst2", "transformers", "accuracy"] == 0.75
-    assert values["lambada", "pretrained", "perplexity of the last word"] == 99.0
+    assert values["lambada", "pretrained", "perplexity per token"] == 99.0
     shown = demonstration.text(Results(measured, "two cores", 90.0), 110)
     for expected in ("10,000", "83.3 ± 15.2 %", "SST-2", "transformers' Trainer", "2 minutes on two cores"):
         assert expected in shown, shown
@@ -89,6 +89,6 @@ def test_what_is_done_is_not_made_again_and_what_failed_is_named(demo, tmp_path)
 
 def test_a_figure_without_an_error_is_no_share():
     results = Results(
-        (Measured("lambada", "random", "perplexity of the last word", 12345.6, 3),), "here", 0.0
+        (Measured("lambada", "random", "perplexity per token", 12345.6, 3),), "here", 0.0
     )
     assert "12,346" in demonstration.text(results, None) and "%" not in demonstration.text(results, None)
