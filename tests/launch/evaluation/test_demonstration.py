@@ -88,7 +88,5 @@ def test_what_is_done_is_not_made_again_and_what_failed_is_named(demo, tmp_path)
 
 
 def test_a_figure_without_an_error_is_no_share():
-    results = Results(
-        (Measured("lambada", "random", "perplexity per token", 12345.6, 3),), "here", 0.0
-    )
+    results = Results((Measured("lambada", "random", "perplexity per token", 12345.6, 3),), "here", 0.0)
     assert "12,346" in demonstration.text(results, None) and "%" not in demonstration.text(results, None)
