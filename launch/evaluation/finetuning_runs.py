@@ -14,27 +14,22 @@ A run that is finished is not made again, and one that was interrupted resumes.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import queue
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from data.durable_files import write_atomically
 from data.tasks.corpus import splits_to_predict
 from launch.evaluation.finetuning_predictions import FOLDER, LOGITS, keep
 from launch.evaluation.finetuning_summary import MEMBERS, Finished, Summary, Trial, write
+from launch.evaluation.several_runs import keep_asked, side_by_side
 from launch.runs.result import TaskScore, read_result
-from recipes import files
 from recipes.catalog import load_resolved
 from recipes.problems import Problem, ProblemsError
 from recipes.tasks import TaskFacts
@@ -71,15 +66,6 @@ class Runs:
         """By which trials are compared."""
         return "f1" if self.facts.head == "span" else "accuracy"
 
-    def check(self) -> None:
-        """Keep what is asked for; refuse to go on with what was asked otherwise. Raises ProblemsError."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        asked, path = {"arguments": list(self.arguments)}, self.out / "runs.json"
-        if path.exists() and files.read_json_object(path) != asked:
-            came, rule = f"{self.out} holds runs of other arguments", "runs that are compared are of one task"
-            raise ProblemsError([Problem("--out", came, rule, "name another directory with --out")])
-        write_atomically(path, json.dumps(asked, indent=1) + "\n")
-
     def finished(self, trial: Trial) -> Finished | None:
         """Of a trial that was made before."""
         path = self.out / trial.name / "result.json"
@@ -94,26 +80,21 @@ class Runs:
         free: queue.Queue[tuple[str, ...]] = queue.Queue()
         for devices in self.devices:
             free.put(devices)
-        started, done = time.monotonic(), itertools.count(1)
 
-        def one(trial: Trial) -> Finished:
+        def one(trial: Trial) -> tuple[Finished, str]:
             if before := self.finished(trial):
-                next(done)
-                self.say(f"{trial.name}: {before.scores[0]}, made before")
-                return before
+                return before, ", made before"
             devices = free.get()
             try:
-                found = self._made(trial, devices)
+                return self._made(trial, devices), ""
             finally:
                 free.put(devices)
-            number, seconds = next(done), time.monotonic() - started
-            left = tqdm.format_interval(seconds / number * (len(trials) - number))
-            told = found.problem or str(found.scores[0])
-            self.say(f"{trial.name}: {told}; {number} of {len(trials)}, about {left} left")
-            return found
 
-        with ThreadPoolExecutor(len(self.devices)) as pool:
-            return list(pool.map(one, trials))
+        def told(made: tuple[Finished, str]) -> str:
+            found, when = made
+            return f"{found.name}: {found.problem or found.scores[0]}{when}"
+
+        return [found for found, _ in side_by_side(one, trials, len(self.devices), told, self.say)]
 
     def _made(self, trial: Trial, devices: tuple[str, ...]) -> Finished:
         directory, log = self.out / trial.name, self.out / f"{trial.name}.log"
@@ -151,7 +132,7 @@ def procedure(runs: Runs, first: Trial, *, tried: bool, seeds: int, together: bo
 
     Raises NoScores where no trial of the grid, or no seed, has come to a score.
     """
-    runs.check()
+    keep_asked(runs.out, {"arguments": list(runs.arguments)})
     found: tuple[Finished, ...] = ()
     if tried:
         found = tuple(runs.make(grid(BATCHES, RATES, first.seed)))
