@@ -153,6 +153,7 @@ class Stack(nn.Module):
                 self.add_module(name, module)
         self.layers = nn.ModuleList(m for m in built.values() if isinstance(m, TransformerLayer))
         self._in_order = [(d.apply, built[d.name]) for d in definitions]
+        self.last_positions: int | None = None  # of the stream, that the last layer takes; None: all
 
     def unpadded(self, logits: Tensor) -> Tensor:
         """Logits of tokens alone, where one rank has them all; else its block as it is, -inf for padding."""
@@ -165,8 +166,9 @@ class Stack(nn.Module):
     def run(self, stream: Stream) -> Stream:
         """Every layer in turn."""
         interval = self.shape.checkpoint_interval if self.training else 0
+        layers = of_last_positions(self._in_order, self.last_positions)
         # DeepSpeed's checkpointing restores both streams of attention dropout.
-        return run_layers(self._in_order, stream, interval, deepspeed.checkpointing.checkpoint)
+        return run_layers(layers, stream, interval, deepspeed.checkpointing.checkpoint)
 
 
 class PipelineLoss:
@@ -220,6 +222,7 @@ class Pipeline(PipelineModule):
         self.loss_parts = loss.part_names
         self.salted = any(isinstance(m, HiddenDropout) and m.probability > 0 for m in self.modules())
         self._applies = [d.apply for d in definitions[self._local_start : self._local_stop]]
+        self.last_positions: int | None = None  # as of a Stack
 
     def _partition_layers(self, method: str = "") -> None:
         """Take this rank's part; DeepSpeed's own ways to cut know nothing of the output layer's time."""
@@ -229,7 +232,9 @@ class Pipeline(PipelineModule):
 
     def forward(self, stream: Stream) -> Stream:
         interval = self.activation_checkpoint_interval if self.training else 0
-        layers = list(zip(self._applies, self.forward_funcs, strict=True))
+        layers: Layers = list(zip(self._applies, self.forward_funcs, strict=True))
+        if self._local_stop == self.parts[-1]:
+            layers = of_last_positions(layers, self.last_positions)
         return run_layers(layers, stream, interval, self.activation_checkpoint_func)
 
 
@@ -239,6 +244,18 @@ def stage_bounds(definitions: Definitions, stages: Sequence[int]) -> list[int]:
     assert sum(stages) == len(layers), f"stages of {stages} layers for {len(layers)}"
     firsts = [layers[before] for before in accumulate(stages[:-1])]
     return [0, *firsts, len(definitions)]
+
+
+def of_last_positions(layers: Layers, count: int | None) -> Layers:
+    """The layers, the last of which takes the stream's last `count` positions alone; None: all of them."""
+    if count is None:
+        return layers
+    apply, output = layers[-1]
+
+    def cut(layer: nn.Module, stream: Stream) -> Stream:
+        return apply(layer, first(lambda x: x[:, -count:], stream))
+
+    return [*layers[:-1], (cut, output)]
 
 
 def run_layers(layers: Layers, stream: Stream, interval: int, checkpoint: Callable) -> Stream:

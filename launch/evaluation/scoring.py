@@ -2,8 +2,9 @@
 
 The model is made as for training and gets another loss: of every target its negative log-likelihood, and
 whether it is the model's likeliest token. A vocabulary that is cut over tensor-parallel ranks stays cut.
-A window is padded by its own length alone and lies in a batch of full size, so that its figures depend on
-layout and batch only as far as products of other shapes round otherwise.
+Logits are computed from the first target on that counts. A window is padded, and its logits are cut, by its
+own length and targets alone, and it lies in a batch of full size, so that its figures depend on layout and
+batch only as far as products of other shapes round otherwise.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from modeling.layer_list import Pipeline, PipelineLoss
 from modeling.parallel.cross_entropy import token_scores
 from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.transformer import TransformerLayer
+from modeling.unpadding import rounded_up
 
-LENGTH_MULTIPLE = 32  # to which windows are padded
+LENGTH_MULTIPLE = 32  # to which windows are padded, and their logits
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,11 @@ class WindowScore:
 
 
 class Step(NamedTuple):
-    """Windows that are scored together, by all ranks. `length`: to which they are padded."""
+    """Windows that are scored together, by all ranks."""
 
     windows: Sequence[int]  # indices, each data-parallel rank's one after the other, filled up with the last
-    length: int
+    length: int  # to which they are padded
+    scored: int  # of these positions the last, which have all targets that count
 
 
 def build_scoring_engine(
@@ -77,7 +80,7 @@ def build_scoring_engine(
 
 
 def _scores(logits: Tensor, labels: Tensor, weights: Tensor, group: Group) -> Tensor:
-    """(2, B, S): losses in nats, and 1 where a label is the likeliest token."""
+    """(2, B, scored): losses in nats, and 1 where a label is the likeliest token."""
     losses, likeliest = token_scores(logits, labels, group)
     return torch.stack([losses, likeliest.to(losses.dtype)])
 
@@ -104,12 +107,13 @@ def score(
     passes = layout.accumulation if grid.pp > 1 else 1
     own: dict[int, WindowScore] = {}
     of_rank, before = layout.micro * passes, 0
-    for step in steps_of(windows, of_rank * grid.dp, plan.recipe.positions, layout.tp):
+    for step in steps_of(windows, of_rank * grid.dp, plan):
         indices = step.windows[grid.at.dp * of_rank : (grid.at.dp + 1) * of_rank]
         batches = [
-            _micro_batch([windows[i] for i in indices[at : at + layout.micro]], step.length)
+            _micro_batch([windows[i] for i in indices[at : at + layout.micro]], step)
             for at in range(0, of_rank, layout.micro)
         ]
+        engine.module.last_positions = step.scored
         if isinstance(engine, PipelineEngine):
             if step.length != before:
                 engine.reset_activation_shape()
@@ -119,7 +123,8 @@ def score(
         before = step.length
         if scores is not None and grid.at.tp == 0:
             own |= {
-                i: _window_score(windows[i], row) for i, row in zip(indices, scores.unbind(1), strict=True)
+                i: _window_score(windows[i], row, step)
+                for i, row in zip(indices, scores.unbind(1), strict=True)
             }
         seen(len(set(step.windows)))
     everyone: dict[int, WindowScore] = {}
@@ -133,31 +138,33 @@ def score(
     return found
 
 
-def steps_of(windows: Sequence[Window], together: int, positions: int, tp: int) -> Iterator[Step]:
-    """Windows of like length, the longest first, `together` at a time."""
-    multiple = math.lcm(LENGTH_MULTIPLE, tp)
-    by_length: dict[int, list[int]] = {}
+def steps_of(windows: Sequence[Window], together: int, plan: Plan) -> Iterator[Step]:
+    """Windows of like length and like many logits, the longest first, `together` at a time."""
+    multiple = math.lcm(LENGTH_MULTIPLE, plan.layout.tp)
+    cut_over_ranks = plan.recipe.parallel.sequence and plan.layout.tp > 1
+    alike: dict[tuple[int, int], list[int]] = {}
     for index, window in enumerate(windows):
-        padded = min(positions, -(-window.length // multiple) * multiple)
-        by_length.setdefault(padded, []).append(index)
-    for length in sorted(by_length, reverse=True):
-        alike = by_length[length]
-        for at in range(0, len(alike), together):
-            part = alike[at : at + together]
-            yield Step([*part, *[part[-1]] * (together - len(part))], length)
+        length = min(plan.recipe.positions, rounded_up(window.length, multiple))
+        needed = length if cut_over_ranks else length - (window.length - window.counted)
+        alike.setdefault((length, min(length, rounded_up(needed, LENGTH_MULTIPLE))), []).append(index)
+    for (length, scored), indices in sorted(alike.items(), reverse=True):
+        for at in range(0, len(indices), together):
+            part = indices[at : at + together]
+            yield Step([*part, *[part[-1]] * (together - len(part))], length, scored)
 
 
-def _micro_batch(windows: Sequence[Window], length: int) -> MicroBatch:
-    tokens = torch.zeros((len(windows), length), dtype=torch.int64)
+def _micro_batch(windows: Sequence[Window], step: Step) -> MicroBatch:
+    tokens = torch.zeros((len(windows), step.length), dtype=torch.int64)
     labels = torch.zeros_like(tokens)
     for row, window in enumerate(windows):
         taken = torch.from_numpy(window.tokens.astype("int64"))
         tokens[row, : window.length], labels[row, : window.length] = taken[:-1], taken[1:]
-    return {"tokens": tokens, "labels": labels, "weights": torch.ones(tokens.shape)}
+    labels = labels[:, -step.scored :]
+    return {"tokens": tokens, "labels": labels, "weights": torch.ones(labels.shape)}
 
 
 def _plain_scores(engine: DeepSpeedEngine, batches: Sequence[MicroBatch]) -> Tensor:
-    """(2, windows, S) on the host."""
+    """(2, windows, scored) on the host."""
     found = []
     for batch in batches:
         given, named = micro_batches.for_plain(batch, engine.device)
@@ -173,7 +180,8 @@ def _pipeline_scores(engine: PipelineEngine, batches: Sequence[MicroBatch]) -> T
     return None if taken is None else torch.cat(list(taken), 1).cpu()
 
 
-def _window_score(window: Window, scores: Tensor) -> WindowScore:
-    """`scores` (2, S) -> those of the targets that count."""
-    losses, right = scores[:, window.length - window.counted : window.length].double().tolist()
+def _window_score(window: Window, scores: Tensor, step: Step) -> WindowScore:
+    """`scores` (2, scored) -> those of the targets that count."""
+    last = window.length - (step.length - step.scored)
+    losses, right = scores[:, last - window.counted : last].double().tolist()
     return WindowScore(math.fsum(losses), int(sum(right)), bool(right[-1]))

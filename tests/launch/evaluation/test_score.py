@@ -195,10 +195,34 @@ def test_what_flags_and_weights_decide_is_no_setting(made):
     assert "nothing is trained here" in said
 
 
+CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_logits_are_computed_where_targets_count(made, sequence):
+    """Of 64 positions; all of them where positions are cut over tensor-parallel ranks."""
+    from data.tasks.windows import Window
+    from launch.evaluation.scoring import Step, steps_of
+
+    settings = ("parallel.tp=2", "parallel.sequence=true") if sequence else ()
+    model = open_model(str(made / "run"), Wishes("fp32", 2, 1 + sequence, settings))
+    plan = plan_scoring(model, "zero0", 1 + sequence, CPU)
+    lengths = ((64, 64), (64, 24), (64, 32), (64, 33), (40, 8), (40, 9), (40, 24), (3, 1))
+    windows = [Window(torch.arange(length + 1).numpy(), counted) for length, counted in lengths]
+    found = list(steps_of(windows, 2, plan))
+    if sequence:
+        shorter = [Step([4, 5], 64, 64), Step([6, 6], 64, 64)]
+        assert found == [Step([0, 1], 64, 64), Step([2, 3], 64, 64), *shorter, Step([7, 7], 32, 32)]
+    else:
+        whole = [Step([0, 3], 64, 64), Step([5, 6], 64, 64)]
+        cut = [Step([1, 2], 64, 32), Step([4, 4], 64, 32)]
+        assert found == [*whole, *cut, Step([7, 7], 32, 32)]
+
+
 def test_running_out_of_memory_is_explained(made):
     """Any other failure keeps its own traceback."""
     model = open_model(str(made / "run"), Wishes("fp32", 8, 1))
-    plan = plan_scoring(model, "zero0", 1, Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False))
+    plan = plan_scoring(model, "zero0", 1, CPU)
     said = r"(?s)out of memory: OutOfMemoryError: .*20 GiB.*lower --batch, which is 8, or share.*bf16"
     with pytest.raises(Failed, match=said), out_of_memory_explained(plan):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
