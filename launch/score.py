@@ -60,7 +60,7 @@ Sums are exact (math.fsum of float64) and padding does not depend on the batch: 
 figures by the rounding of products alone, 1e-6 of a perplexity in fp32, which is the default for that.
 A row that cannot be read, or a passage of one word, is left out, counted and said.
 Of a run the figures are also kept in RUN/scores.json, which launch/report.py shows next to published ones.
-exit codes: 0 scored, 1 failed, 2 refused before anything was started."""
+exit codes: 0 scored, 1 failed, 2 refused before anything was started, 4 a rank hung (run.hang_after)."""
 
 
 def build_parser() -> ArgumentParser:
@@ -175,6 +175,7 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
     from launch.evaluation.figures import figures
     from launch.evaluation.scoring import build_scoring_engine, score
     from launch.evaluation.tasks import read_task
+    from launch.machine.watchdog import Watchdog
     from modeling.parallel.process_grid import ProcessGrid
 
     layout, first = job.plan.layout, processes.rank() == 0
@@ -185,13 +186,13 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
     check_same_data(data, processes.gathered(data.checksum, grid.control_group))
     weights = None if job.from_scratch else str(job.model.trained.weights)
     engine = build_scoring_engine(job.plan, grid, weights, say)
-    began = time.perf_counter()
-    shown = sys.stderr if first else None
-    if shown:
-        with bar(shown, total=len(data.windows), unit="window", desc=data.task) as progress:
-            scores = score(engine, job.plan, grid, data.windows, progress.update)
-    else:
-        scores = score(engine, job.plan, grid, data.windows)
+    began, watchdog = time.perf_counter(), Watchdog(None, job.plan.recipe.run.hang_after)
+    with watchdog.running(grid.control_group, say):
+        if first:
+            with bar(sys.stderr, total=len(data.windows), unit="window", desc=data.task) as progress:
+                scores = score(engine, job.plan, grid, data.windows, watchdog, progress.update)
+        else:
+            scores = score(engine, job.plan, grid, data.windows, watchdog)
     seconds = time.perf_counter() - began
     if first:
         made = make_score(job, data, figures(data, scores), seconds)

@@ -26,6 +26,7 @@ from data.tasks.windows import Window
 from ds_configs.plan import Plan
 from launch.machine import compiled_ops, ending, memory
 from launch.machine.processes import gathered
+from launch.machine.watchdog import Phase, Watchdog
 from launch.training import micro_batches
 from launch.training.build_model import build_module
 from launch.training.micro_batches import MicroBatch
@@ -97,22 +98,26 @@ def score(
     plan: Plan,
     grid: ProcessGrid,
     windows: Sequence[Window],
+    watchdog: Watchdog,
     seen: Callable[[int], object] = lambda number: None,
 ) -> list[WindowScore]:
     """The score of every window, on every rank. Collective.
 
-    `seen` hears how many windows a step has scored. Raises Failed where the model's numbers overflow.
+    `watchdog` hears of the steps, `seen` how many windows each has scored. Raises Failed where the model's
+    numbers overflow.
     """
     layout = plan.layout
     passes = layout.accumulation if grid.pp > 1 else 1
     own: dict[int, WindowScore] = {}
     of_rank, before = layout.micro * passes, 0
-    for step in steps_of(windows, of_rank * grid.dp, plan):
+    for number, step in enumerate(steps_of(windows, of_rank * grid.dp, plan), 1):
+        watchdog.enter(Phase.DATA, number)
         indices = step.windows[grid.at.dp * of_rank : (grid.at.dp + 1) * of_rank]
         batches = [
             _micro_batch([windows[i] for i in indices[at : at + layout.micro]], step)
             for at in range(0, of_rank, layout.micro)
         ]
+        watchdog.enter(Phase.COMPUTING)
         engine.module.last_positions = step.scored
         if isinstance(engine, PipelineEngine):
             if step.length != before:
@@ -120,6 +125,7 @@ def score(
             scores = _pipeline_scores(engine, batches)
         else:
             scores = _plain_scores(engine, batches)
+        watchdog.enter(Phase.COMPUTED)
         before = step.length
         if scores is not None and grid.at.tp == 0:
             own |= {

@@ -8,7 +8,8 @@ does not answer hangs; so does the run when every rank is overdue. As long as on
 where it waits for its data, the others wait on. A step costs a few assignments.
 
 The judge prints which rank, on which machine, in which step, and where the others stand, keeps that and all
-stacks in the run directory, and ends all ranks with `HANGING`; the launcher ends what does not answer.
+stacks in the directory of what is trained, and ends all ranks with `HANGING`; the launcher ends what does not
+answer.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class Watchdog:
     `enter` and `advance` are called by the loop. The other ranks' watchdogs ask by way of `places`.
     """
 
-    def __init__(self, directory: Path, hang_after: float) -> None:
-        """`hang_after`: seconds (run.hang_after); `directory`: of the run."""
+    def __init__(self, directory: Path | None, hang_after: float) -> None:
+        """`hang_after`: seconds (run.hang_after); `directory`: of the run; None: nothing is trained."""
         self.places: Sequence[Place] = ()
         self._directory, self._hang_after = directory, hang_after
         self._rank, self._token = 0, b""
@@ -269,9 +270,10 @@ class Watchdog:
             return
         lines = self._sentences(statuses, silent)
         text = "\n".join([*lines, *_stacks(statuses, SHOWN_FRAMES), self._advice()])
-        with contextlib.suppress(OSError):
-            whole = "\n".join([*lines, *_stacks(statuses), self._advice()])
-            (self._directory / REPORT).write_text(whole + "\n")
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                whole = "\n".join([*lines, *_stacks(statuses), self._advice()])
+                (self._directory / REPORT).write_text(whole + "\n")
         self._keep_stacks()
         terminal.say(f"\n{text}\n", sys.stderr)
         sys.stderr.flush()
@@ -310,6 +312,8 @@ class Watchdog:
 
     def _keep_stacks(self) -> None:
         """All threads' stacks in the run directory."""
+        if self._directory is None:
+            return
         with contextlib.suppress(OSError), open(self._directory / STACKS.format(self._rank), "w") as file:
             faulthandler.dump_traceback(file)
 
@@ -331,6 +335,8 @@ class Watchdog:
         return lines
 
     def _advice(self) -> str:
+        if self._directory is None:
+            return "Nothing was kept: the same command begins anew"
         return (
             f"All threads' stacks are in {self._directory}: {REPORT} and {STACKS.format('N')}. Nothing was "
             "saved: --resume continues from the newest complete checkpoint"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launching import WORKERS, deepspeed, environment, run, run_ranks
+from scored import make_run, write_passages
 
 from launch.machine.watchdog import HANGING
 from launch.runs.metrics import read_metrics
@@ -67,12 +68,29 @@ def started(command, out):
 def test_a_rank_that_hangs_in_training_is_named(tmp_path, implementation):
     out = tmp_path / "run"
     own = ["--set", "run.hang_after=3", "--set", f"model.implementation={implementation}"]
-    done = run_ranks(2, WORKERS / "hanging_rank.py", *TINY, *own, "--out", out, timeout=120, kill_after=0.5)
+    done = run_ranks(
+        2, WORKERS / "hanging_rank.py", "pretrain", *TINY, *own, "--out", out, timeout=120, kill_after=0.5
+    )
     assert done.returncode == HANGING, done.stdout[-3000:]
     assert "the run hangs in step 5 and is ended" in done.stdout and "rank 1 on " in done.stdout
     assert "does not answer: its process is stopped" in (out / "hang.txt").read_text()
     assert (out / "hang-rank-0.txt").exists() and steps_of(out) == 4
     assert not any((out / "checkpoints").glob("*"))
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_in_scoring_is_named(tmp_path):
+    """By a rank that has scored its own windows and waits; there is no directory for the stacks."""
+    model, texts = make_run(tmp_path / "run"), write_passages(tmp_path / "texts.jsonl")
+    before = {*(tmp_path / "run").iterdir()}
+    what = ("--task", "perplexity", "--data", texts, "--window", 8, "--batch", 1, "--set", "run.hang_after=3")
+    done = run_ranks(
+        2, WORKERS / "hanging_rank.py", "score", model, *map(str, what), timeout=120, kill_after=0.5
+    )
+    assert done.returncode == HANGING, done.stdout[-3000:]
+    assert "the run hangs in step " in done.stdout and "rank 1 on " in done.stdout
+    assert "does not answer: its process is stopped" in done.stdout
+    assert "the same command begins anew" in done.stdout and {*(tmp_path / "run").iterdir()} == before
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,13 @@
-"""launch/pretrain.py whose rank 1 is stopped, as by SIGSTOP from outside, in its fifth step."""
+"""pretrain.py or score.py whose rank 1 is stopped, as by SIGSTOP from outside, in its fifth step.
+
+hanging_rank.py pretrain|score ARGUMENTS
+"""
 
 import os
 import signal
 import sys
 
-from launch import pretrain
+from launch import pretrain, score
 from launch.machine import processes, watchdog
 
 enter = watchdog.Watchdog.enter
@@ -17,5 +20,6 @@ def stopped(self, phase, step=None):
 
 
 watchdog.Watchdog.enter = stopped
-sys.argv[0] = pretrain.__file__
-pretrain.main()
+command = {"pretrain": pretrain, "score": score}[sys.argv.pop(1)]
+sys.argv[0] = str(command.__file__)
+command.main()

@@ -21,6 +21,7 @@ from launch.evaluation.figures import figures  # noqa: E402  (after the accelera
 from launch.evaluation.scored_model import Wishes, open_model, plan_scoring  # noqa: E402
 from launch.evaluation.scoring import build_scoring_engine, score  # noqa: E402
 from launch.evaluation.tasks import Asked, read_task  # noqa: E402
+from launch.machine.watchdog import Watchdog  # noqa: E402
 from launch.training.engine import released  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
@@ -37,7 +38,7 @@ def score_case(run: str, texts: str, case: dict) -> dict:
         for asked in (Asked("lambada", "openai", texts), Asked("perplexity", "original", texts, stride=24)):
             window, stride = asked.check(model)
             data = read_task(asked, model, window, stride, print)
-            scores = score(engine, plan, grid, data.windows)
+            scores = score(engine, plan, grid, data.windows, Watchdog(None, 0))
             found[asked.task] = dict(
                 figures=figures(data, scores), nll=[s.nll for s in scores], right=[s.right for s in scores]
             )
