@@ -13,13 +13,15 @@ from launch.reports import curves, drawing
 from launch.reports.drawing import INK, PALETTE, Figure, log_axis
 from launch.reports.entries import MEASURED, Entry
 from launch.reports.runs import Points, Run
-from launch.runs.loss_plot import UNITS, moving_average
+from launch.runs.loss_plot import moving_average
 from launch.runs.result import TFLOPS_BY
 from launch.runs.result_text import EXACT
 from recipes.plural import counted
 
 LOG_FROM = 30  # largest / smallest value above which a linear axis would hide the small ones
 RUNS_PER_FIGURE = len(PALETTE)
+# Of a loss, by the part of it that runs have.
+UNITS = {"loss": "loss (nats per token)", "mlm_loss": "loss (nats per masked token)"}
 # One for each run of a figure: each curve shows through the gaps of the next; validations have a mark.
 DASHES: tuple[Any, ...] = (
     *("-", (0, (6, 3)), (0, (3, 3)), (0, (1, 2))),

@@ -15,13 +15,15 @@ from launch.runs.metrics import Records, curve
 
 MOST_NEIGHBOURS = 100  # of a step on either side, in the moving average
 LINE = 1.4  # from one line of text in the margin to the next, in sizes of the type
-UNITS = {"loss": "loss (nats per token)", "mlm_loss": "loss (nats per masked token)"}
 
 
-def plot_loss(records: Records, out_png: Path, reference_lines: Mapping[str, float], title: str = "") -> None:
+def plot_loss(
+    records: Records, out_png: Path, reference_lines: Mapping[str, float], title: str = "", per: str = "token"
+) -> None:
     """Draw training loss, its moving average, validation points and references; a BERT's masked-token loss.
 
-    `reference_lines`: label -> nats per token, such as the entropies of a uniform and a unigram model.
+    `reference_lines`: label -> nats, such as the entropies of a uniform and a unigram model; `per`: token,
+    masked token or example, over which the loss is a mean.
     """
     train, validation = (curve(each, records.part) for each in (records.steps, records.validations))
     # Figure and canvas by hand: pyplot would keep a global state and ask for a display.
@@ -37,7 +39,7 @@ def plot_loss(records: Records, out_png: Path, reference_lines: Mapping[str, flo
     _draw_references(axes, reference_lines)
     axes.xaxis.set_major_locator(step_ticks())
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel(UNITS[records.part])
+    axes.set_ylabel(f"loss (nats per {per})")
     axes.set_title(title)
     axes.grid(alpha=0.2)
     if train or validation:

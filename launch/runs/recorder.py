@@ -353,7 +353,8 @@ class Recorder(Silence):
             with self._going_on(self.directory.loss_png):
                 from launch.runs.loss_plot import plot_loss  # with matplotlib, which no first step needs
 
-                plot_loss(records, self.directory.loss_png, references, title=self._name)
+                per = predicted_by(self._plan.recipe.model)
+                plot_loss(records, self.directory.loss_png, references, self._name, per)
             self._drawn = len(records)
         return result
 

@@ -37,6 +37,7 @@ from launch.runs.result_version_1 import from_version_1
 from launch.runs.throughput import WARMUP_STEPS, SteadySeconds, Throughput, steady_seconds
 from modeling import cost
 from recipes import files
+from recipes.family_words import predicted_by
 from recipes.layout import Layout
 from recipes.schema import Model, Published, Recipe
 
@@ -173,6 +174,7 @@ class Result:
         predicted: None: nothing was, as in files of earlier versions.
         start: of the last launch that made a step.
         task_scores: of a fine-tuned model.
+        loss_per: what its losses are means over.
     """
 
     recipe: str
@@ -207,6 +209,7 @@ class Result:
     predicted: Predicted | None = None
     start: StartRecord | None = None
     task_scores: tuple[TaskScore, ...] = ()
+    loss_per: str = "token"
     version: Literal[2] = 2
 
     @property
@@ -309,6 +312,7 @@ def make_result(
         predicted=None if elsewhere else predicted,
         start=records.starts[-1] if records.starts else None,
         task_scores=tuple(task_scores),
+        loss_per=predicted_by(recipe.model),
     )
     comparable = not other and not elsewhere
     return replace(measured, comparison=compare_with(recipe.published, measured, comparable=comparable))

@@ -32,7 +32,7 @@ def _lines(result: Result) -> list[tuple[str, str]]:
         f"checkpointing {result.activation_checkpointing}"
     )
     skipped = f" ({result.skipped_steps:,} skipped)" if result.skipped_steps else ""
-    training = f"{_last(losses.training.steps)}, nats per token"
+    training = f"{_last(losses.training.steps)}, nats per {result.loss_per}"
     waited, peak = speed.data_wait_share, memory.peak_bytes
     samples, tokens = _number(speed.samples_per_s, " samples/s"), _number(speed.tokens_per_s, " tokens/s")
     formula, exact = _number(speed.tflops), _number(speed.exact_tflops)

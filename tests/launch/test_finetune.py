@@ -64,6 +64,7 @@ def test_a_run_scores_and_predicts(trained):
         f"accuracy {scores[0]['metrics']['accuracy']:.4f} (21 examples)" in said
         and "labels are hidden" in said
     )
+    assert "nats per example" in said and "nats per token" not in said
     assert len((run / "predictions" / "test" / "SST-2.tsv").read_text().splitlines()) == 10
     assert np.load(run / "predictions" / "dev" / "logits.npy").shape == (21, 2)
 

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import resource
+import time
 
 import pytest
 from recorded import Outcome, plan, recipe, recorder, run_steps
@@ -95,6 +96,7 @@ def test_a_resumed_run_continues_its_records(tmp_path):
 
 
 def test_tensorboard_events_and_what_a_resume_purges(tmp_path):
+    """Launches follow each other in the seconds of their files' names, by which they are read in order."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def events() -> EventAccumulator:
@@ -103,11 +105,13 @@ def test_tensorboard_events_and_what_a_resume_purges(tmp_path):
         return found
 
     run_steps(tmp_path, plan(), 7)
+    time.sleep(1)
     run_steps(tmp_path, plan(), 3, start=5)
     tags = set(events().Tags()["scalars"])
     assert {"train/loss", "train/grad_norm", "speed/tokens_per_s", "memory/peak_memory_bytes"} <= tags
     assert "train/loss_scale" not in tags, "only fp16 has a loss scale"
     assert [event.step for event in events().Scalars("train/loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    time.sleep(1)
     run_steps(tmp_path, plan(), 2)  # killed before its first checkpoint: from the beginning
     assert [event.step for event in events().Scalars("train/loss")] == [1, 2]
 
