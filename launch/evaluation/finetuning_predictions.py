@@ -1,32 +1,25 @@
-"""Predictions of a fine-tuned model under the layout that trained it, their scores and their files.
-
-RUN/predictions/dev/SST-2.tsv     in the form of the task's submissions
-RUN/predictions/dev/logits.npy    (n, classes) or (windows, S, 2), float32: what ensembles average
-"""
+"""Predictions of a fine-tuned model under the layout that trained it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from data.durable_files import write_atomically
 from data.samples.fields import HeldOut
-from data.tasks.corpus import PredictedSplit, TaskCorpus
+from data.tasks.corpus import TaskCorpus
 from data.tasks.features import Features
-from data.tasks.predictions import Scored
+from launch.evaluation.kept_predictions import FOLDER, keep
 from launch.machine.processes import gathered
 from launch.machine.watchdog import Phase
 from launch.runs.result import TaskScore
 from launch.training.run import TrainingRun, held_out_batches
 
 CHUNK = 2048  # examples that are in memory with their padding
-FOLDER, LOGITS = "predictions", "logits.npy"
 
 
 def predict(run: TrainingRun, corpus: TaskCorpus) -> tuple[TaskScore, ...]:
@@ -39,25 +32,6 @@ def predict(run: TrainingRun, corpus: TaskCorpus) -> tuple[TaskScore, ...]:
     if not found:
         return ()
     return keep(run.job.directory / FOLDER, corpus.predicted, found)
-
-
-def keep(
-    folder: Path, splits: Sequence[PredictedSplit], logits: Mapping[str, np.ndarray]
-) -> tuple[TaskScore, ...]:
-    """Scores the logits of splits, and writes these and the submissions below `folder`."""
-    scores, dev = list[TaskScore](), None
-    for split in splits:
-        scored: Scored = split.score(logits[split.name], dev)
-        dev = dev or scored
-        place = folder / split.name
-        place.mkdir(parents=True, exist_ok=True)
-        with open(place / LOGITS, "wb") as file:
-            np.save(file, logits[split.name])
-        for name, text in scored.files.items():
-            write_atomically(place / name, text)
-        metrics = dict(scored.metrics)
-        scores.append(TaskScore(split.name, metrics, split.examples, split.broken, tuple(scored.files)))
-    return tuple(scores)
 
 
 def logits_of(run: TrainingRun, features: Features) -> np.ndarray | None:
