@@ -63,6 +63,12 @@ def make_run(
     return run
 
 
+def write_long_text(path: Path) -> Path:
+    """One document of more than 64 tokens: windows of 64 overlap."""
+    path.write_text(" ".join([*PASSAGES, *PASSAGES]))
+    return path
+
+
 def write_passages(path: Path) -> Path:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in PASSAGES))
     return path

@@ -96,6 +96,11 @@ def plan_scoring(model: ScoredModel, ds_config: str, world: int, machine: Machin
     stage 0. What stage 3 shares out, or keeps outside the GPU, stays as it is.
     """
     plan = resolve(model.recipe, ds_config, world, machine)
+    tp = plan.layout.tp
+    if plan.recipe.parallel.sequence and plan.recipe.positions % tp:
+        came, rule = f"{plan.recipe.positions} positions, tp={tp}", "tensor ranks share positions out evenly"
+        fix = "leave it out: scores are the same"
+        raise ProblemsError([Problem("parallel.sequence", came, rule, fix)])
     deepspeed_judgement.check(plan, ds_config)
     ds = {key: value for key, value in plan.ds.items() if key not in ("optimizer", "scheduler")}
     zero = {key: v for key, v in (ds.get("zero_optimization") or {}).items() if key != "offload_optimizer"}

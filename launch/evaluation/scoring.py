@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -38,6 +39,7 @@ from modeling.transformer import TransformerLayer
 from modeling.unpadding import rounded_up
 
 LENGTH_MULTIPLE = 32  # to which windows are padded, and their logits
+MEETING = 16  # steps after which data-parallel ranks wait for each other, so that one that hangs is noticed
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ def score(
         else:
             scores = _plain_scores(engine, batches)
         watchdog.enter(Phase.COMPUTED)
+        if number % MEETING == 0:
+            dist.barrier(grid.control_group)
         before = step.length
         if scores is not None and grid.at.tp == 0:
             own |= {
@@ -136,6 +140,8 @@ def score(
     everyone: dict[int, WindowScore] = {}
     for each in gathered(own, grid.control_group):
         everyone |= each
+    watchdog.enter(Phase.SAVING)  # none that is already gone shall be missed
+    dist.barrier(grid.control_group)
     found = [everyone[i] for i in range(len(windows))]
     if odd := sum(not math.isfinite(each.nll) for each in found):
         fix = "" if plan.precision == "fp32" else "; --precision fp32 has more room"

@@ -65,7 +65,7 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
 def _has_bf16_products() -> bool:
     """Whether torch's library of CPU kernels multiplies in bf16 here, for which x86 needs AVX-512.
 
-    Without it a loop of torch's own does: 0.85 GFLOP/s on a core with AVX2 for 1024^3, and 59 in fp32.
+    Without it a loop of torch's own does: 0.85 GFLOP/s for 1024^3 on one core with AVX2, where fp32 has 59.
     """
     import torch
 

@@ -30,16 +30,20 @@ LOST_RANKS = "lost_ranks"  # attribute of an exception over the end of others: a
 
 @dataclass(frozen=True)
 class Lost:
-    """Ranks that are gone, a sentence each, where this one is to say so; how it ends those that are left."""
+    """Ranks that are gone, a sentence each, where this one is to say so; how it ends those that are left.
+
+    `what_next`: how what was under way goes on.
+    """
 
     sentences: Sequence[str]
     end_others: Callable[[], None]
+    what_next: str = ""
 
     def tell(self) -> None:
         """Say it, and end the others."""
         if self.sentences:
             first = f"rank {rank()} of {world_size()} on {socket.gethostname()} cannot go on without:"
-            fix = "what these said last tells why; --resume continues from the newest complete checkpoint"
+            fix = f"what these said last tells why; {self.what_next}"
             terminal.say("\n".join(["", first, *(f"  {each}" for each in self.sentences), fix]), sys.stderr)
         self.end_others()
 

@@ -114,7 +114,7 @@ class Watchdog:
     """
 
     def __init__(self, directory: Path | None, hang_after: float) -> None:
-        """`hang_after`: seconds (run.hang_after); `directory`: of the run; None: nothing is trained."""
+        """`hang_after`: seconds (run.hang_after); `directory`: of the run; None: nothing is kept."""
         self.places: Sequence[Place] = ()
         self._directory, self._hang_after = directory, hang_after
         self._rank, self._token = 0, b""
@@ -210,7 +210,7 @@ class Watchdog:
         said = tuple(f"{self.places[rank]} {how}" for rank, how in sorted(silent.items()))
         # Those that wait for this rank would fail over its end in turn, and name it.
         places = [self.places[rank] for rank in left]
-        return ending.Lost(said, lambda: self._dismiss(places)) if said else None
+        return ending.Lost(said, lambda: self._dismiss(places), self._what_next()) if said else None
 
     def _dismiss(self, places: Sequence[Place]) -> None:
         self._ask_all(places, b"leave")
@@ -322,7 +322,8 @@ class Watchdog:
     def _sentences(self, statuses: Mapping[int, Status], silent: Mapping[int, str]) -> list[str]:
         own = statuses[self._rank]
         usual = f"; a step usually takes {statistics.median(self._usual):.2g} s" if self._usual else ""
-        first = f"the run hangs in step {own.step} and is ended: {own.seconds:.0f} s without progress"
+        where = "" if self._directory is None else f" in step {own.step}"  # without one, ranks run ahead
+        first = f"the run hangs{where} and is ended: {own.seconds:.0f} s without progress"
         lines = [f"{first} (run.hang_after={self._hang_after:g}{usual})"]
         lines += [f"  {self.places[rank]} {how}" for rank, how in sorted(silent.items())]
         if not silent:
@@ -336,11 +337,16 @@ class Watchdog:
 
     def _advice(self) -> str:
         if self._directory is None:
-            return "Nothing was kept: the same command begins anew"
+            return f"Nothing was kept: {self._what_next()}"
+        files = f"{REPORT} and {STACKS.format('N')}"
         return (
-            f"All threads' stacks are in {self._directory}: {REPORT} and {STACKS.format('N')}. Nothing was "
-            "saved: --resume continues from the newest complete checkpoint"
+            f"All threads' stacks are in {self._directory}: {files}. Nothing was saved: {self._what_next()}"
         )
+
+    def _what_next(self) -> str:
+        if self._directory is None:
+            return "the same command begins anew"
+        return "--resume continues from the newest complete checkpoint"
 
 
 def forget(directory: Path) -> None:

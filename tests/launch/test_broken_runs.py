@@ -88,7 +88,7 @@ def test_a_rank_that_hangs_in_scoring_is_named(tmp_path):
         2, WORKERS / "hanging_rank.py", "score", model, *map(str, what), timeout=120, kill_after=0.5
     )
     assert done.returncode == HANGING, done.stdout[-3000:]
-    assert "the run hangs in step " in done.stdout and "rank 1 on " in done.stdout
+    assert "the run hangs and is ended" in done.stdout and "rank 1 on " in done.stdout
     assert "does not answer: its process is stopped" in done.stdout
     assert "the same command begins anew" in done.stdout and {*(tmp_path / "run").iterdir()} == before
 

@@ -1,6 +1,8 @@
 """Scores one model under several layouts, in one launch.
 
-scoring_layouts.py JOBS.json     run, texts (.jsonl), out, cases: name, ds_config, settings, batch, precision
+scoring_layouts.py JOBS.json     run, texts (.jsonl), long (.txt), out, and cases
+
+A case has a name, a ds_config, settings, a batch and a precision.
 
 Leaves the figures and the score of every window of each case in `out`, by the case's name.
 """
@@ -19,14 +21,14 @@ MACHINE = abilities.detect_machine()
 
 from launch.evaluation.figures import figures  # noqa: E402  (after the accelerator is chosen)
 from launch.evaluation.scored_model import Wishes, open_model, plan_scoring  # noqa: E402
-from launch.evaluation.scoring import build_scoring_engine, score  # noqa: E402
+from launch.evaluation.scoring import build_scoring_engine, score, steps_of  # noqa: E402
 from launch.evaluation.tasks import Asked, read_task  # noqa: E402
 from launch.machine.watchdog import Watchdog  # noqa: E402
 from launch.training.engine import released  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
 
-def score_case(run: str, texts: str, case: dict) -> dict:
+def score_case(run: str, texts: str, long: str, case: dict) -> dict:
     world = processes.world_size()
     wishes = Wishes(case.get("precision", "fp32"), case.get("batch", 2), world, case.get("settings", ()))
     model = open_model(run, wishes)
@@ -35,13 +37,19 @@ def score_case(run: str, texts: str, case: dict) -> dict:
     found = {}
     engine = build_scoring_engine(plan, grid, str(model.trained.weights), print)
     with released(engine):
-        for asked in (Asked("lambada", "openai", texts), Asked("perplexity", "original", texts, stride=24)):
+        every = {
+            "lambada": Asked("lambada", "openai", texts),
+            "perplexity": Asked("perplexity", "original", texts, stride=24),
+            "overlapping": Asked("perplexity", "original", long, stride=24),
+        }
+        for name, asked in every.items():
             window, stride = asked.check(model)
             data = read_task(asked, model, window, stride, print)
             scores = score(engine, plan, grid, data.windows, Watchdog(None, 0))
-            found[asked.task] = dict(
-                figures=figures(data, scores), nll=[s.nll for s in scores], right=[s.right for s in scores]
-            )
+            found[name] = dict(
+                figures=figures(data, scores), nll=[s.nll for s in scores], right=[s.right for s in scores],
+                cut=[step.scored < step.length for step in steps_of(data.windows, 1, plan)],
+            )  # fmt: skip
     return found
 
 
@@ -51,6 +59,6 @@ if __name__ == "__main__":
         jobs = json.loads(Path(sys.argv[1]).read_text())
         for case in jobs["cases"]:
             with processes.temporary_groups():
-                found = score_case(jobs["run"], jobs["texts"], case)
+                found = score_case(jobs["run"], jobs["texts"], jobs["long"], case)
             if processes.rank() == 0:
                 (Path(jobs["out"]) / f"{case['name']}.json").write_text(json.dumps(found))

@@ -43,33 +43,36 @@ def score(*arguments, code=0):
 
 def losses(model, tokenizer, before, after):
     """Of the tokens of `after`, by transformers, and whether each is the likeliest."""
-    tokens = torch.tensor([[*before, *after]])
+    tokens = torch.tensor([[*before, *after[:-1]]])
     with torch.no_grad():
-        logits = model(tokens).logits[0, len(before) - 1 : -1].double()
+        logits = model(tokens).logits[0, len(before) - 1 :].double()
     wanted = torch.tensor(after)
     return torch.log_softmax(logits, -1)[range(len(after)), wanted].neg(), logits.argmax(-1) == wanted
 
 
-def test_scores_of_documents_are_those_of_transformers(made):
-    """Windows as long as the positions: what follows the first 64 tokens sees what stands before it."""
+@pytest.mark.parametrize(("texts", "length"), [(PASSAGES, 16), ([" ".join([*PASSAGES, *PASSAGES])], 64)])
+def test_scores_of_documents_are_those_of_transformers(made, texts, length):
+    """Windows of 16 tokens, and as long as the positions: what follows sees what stands before it."""
     model, run_model = GPT2LMHeadModel.from_pretrained(made / "hf").eval(), made / "run"
     tokenizer = tokenizer_of(PASSAGES, model.config.vocab_size)
-    out = made / "documents.json"
-    score(run_model, "--task", "perplexity", "--data", made / "texts.jsonl", "--stride", 5, "--window", 16,
-          "--out", out)  # fmt: skip
+    out, data = made / f"documents-{length}.json", made / f"documents-{length}.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    asked = ("--task", "perplexity", "--data", data, "--stride", 5, "--window", length)
+    score(run_model, *asked, "--out", out)
     nll, right, tokens = [], 0, 0
-    for text in PASSAGES:
+    for text in texts:
         whole = [tokenizer.eos_token_id, *tokenizer.encode(text)]
-        ends = sorted({*range(17, len(whole), 5), len(whole)})
+        ends = sorted({*range(length + 1, len(whole), 5), len(whole)})
         for first, last in zip([1, *ends], ends, strict=False):
-            found, hits = losses(model, tokenizer, whole[max(0, last - 17) : first], whole[first:last])
+            before = whole[max(0, last - length - 1) : first]
+            found, hits = losses(model, tokenizer, before, whole[first:last])
             nll += found.tolist()
             right, tokens = right + int(hits.sum()), tokens + last - first
     kept = json.loads(out.read_text())
     assert kept["tokens"] == tokens == len(nll)
     assert kept["figures"]["loss_per_token"] == pytest.approx(math.fsum(nll) / tokens, rel=1e-6)
     assert kept["figures"]["accuracy_per_token"] == right / tokens
-    words, size = sum(len(t.split()) for t in PASSAGES), sum(len(t.encode()) for t in PASSAGES)
+    words, size = sum(len(t.split()) for t in texts), sum(len(t.encode()) for t in texts)
     assert kept["figures"]["perplexity_per_word"] == pytest.approx(math.exp(math.fsum(nll) / words), rel=1e-6)
     assert kept["figures"]["bits_per_byte"] == pytest.approx(math.fsum(nll) / size / math.log(2), rel=1e-6)
 
@@ -94,14 +97,18 @@ def test_a_window_is_a_sample_of_the_training_and_may_be_as_long_as_the_position
 
 
 def test_lambada_of_a_run_and_of_its_export_is_that_of_transformers(made):
+    """Among the passages one that is padded, and whose logits are cut."""
+    passages = [*PASSAGES, f"{PASSAGES[0]}, and {PASSAGES[3]}"]
     model = GPT2LMHeadModel.from_pretrained(made / "hf").eval()
     tokenizer = tokenizer_of(PASSAGES, model.config.vocab_size)
     found = []
-    for text in PASSAGES:
+    for text in passages:
         before, word = text.rsplit(" ", 1)
         found.append(losses(model, tokenizer, tokenizer.encode(before), tokenizer.encode(f" {word}")))
     nll = [math.fsum(each.tolist()) for each, _ in found]
-    texts = made / "texts.jsonl"
+    texts = made / "passages.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+    assert 32 < len(tokenizer.encode(passages[-1])) < 64
     for directory in (made / "run", made / "run" / "checkpoints" / "step-000004", made / "hf"):
         out = made / f"lambada-{directory.name}.json"
         said = score(directory, "--task", "lambada", "--variant", "openai", "--data", texts, "--out", out)

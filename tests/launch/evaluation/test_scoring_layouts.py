@@ -7,7 +7,7 @@ import math
 
 import pytest
 from launching import WORKERS, run_ranks
-from scored import make_run, write_passages
+from scored import make_run, write_long_text, write_passages
 
 ONE = [
     dict(name="one", ds_config="zero0"),
@@ -33,7 +33,8 @@ TWO = [
 def found(tmp_path_factory):
     """The scores of all cases, by name."""
     folder = tmp_path_factory.mktemp("scored")
-    jobs = dict(run=str(make_run(folder / "run")), texts=str(write_passages(folder / "texts.jsonl")))
+    texts, long = write_passages(folder / "texts.jsonl"), write_long_text(folder / "long.txt")
+    jobs = dict(run=str(make_run(folder / "run")), texts=str(texts), long=str(long))
     for processes, cases in ((1, ONE), (2, TWO)):
         file = folder / f"jobs-{processes}.json"
         file.write_text(json.dumps({**jobs, "out": str(folder), "cases": cases}))
@@ -57,6 +58,12 @@ def test_bf16_scores_alike_under_every_layout_and_unlike_fp32(name, found):
     exact, half = found["one"]["perplexity"]["figures"], found[name]["perplexity"]["figures"]
     assert half["loss_per_token"] == pytest.approx(exact["loss_per_token"], rel=2e-2)
     assert half["loss_per_token"] != exact["loss_per_token"]
+
+
+def test_windows_overlap_and_logits_are_cut_where_positions_are_whole(found):
+    """Otherwise the layouts would agree in nothing that the cut can change."""
+    for name, scored in found.items():
+        assert any(scored["overlapping"]["cut"]) == (name != "sequence tp2"), name
 
 
 def test_the_model_is_neither_always_right_nor_always_wrong(found):
