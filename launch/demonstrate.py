@@ -21,10 +21,10 @@ examples:
   python launch/demonstrate.py --out runs/demonstration
       everything, under half an hour on two cores; the same command goes on where it was interrupted
   python launch/demonstrate.py --out runs/demonstration --side_by_side 1
-      one fine-tuning at a time, with all cores
+      one run at a time, with all cores
 
 what is run: the default recipe, scored on LAMBADA before and after; a BERT pretrained on sentences of
-reviews, none of SST-2's among them; that BERT and the same one from random weights, fine-tuned on one half of
+reviews, none of SST-2's dev set; that BERT and the same one from random weights, fine-tuned on one half of
 SST-2, RTE and MRPC and scored on the other, so that every example is predicted once; on SST-2 also MiniLM's
 published weights, random ones of its shape, and MiniLM by transformers' Trainer with the same settings.
 results.json and results.txt lie in --out, next to the runs.
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     reviews = "source archive with sentences of reviews (default: %(default)s)"
     archive = f"runs/{shipped.ARCHIVE}"
     parser.add_argument("--reviews", default=archive, metavar="FILE", help=reviews)
-    beside = "fine-tunings at once, each with a share of the cores (default: %(default)s)"
+    beside = "runs at once, each with a share of the cores; GPT-2's have all (default: %(default)s)"
     parser.add_argument("--side_by_side", type=arguments.whole(1, 64), default=2, metavar="N", help=beside)
     return parser
 

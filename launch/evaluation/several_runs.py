@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
+import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from time import monotonic as clock
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -19,6 +20,7 @@ from recipes.problems import Problem, ProblemsError
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 ASKED = "runs.json"
+WORK_S = 1.0  # what takes less was made before, and tells nothing of what is left
 
 
 def keep_asked(out: Path, asked: dict[str, Any]) -> None:
@@ -40,21 +42,26 @@ def side_by_side(
 ) -> list[Found]:
     """What `make` returns for every item, in their order; `told` of each is said when it is there.
 
-    Where one raises, or on Ctrl-C, what has not begun is left out.
+    Where one raises, or on Ctrl-C, what has not begun is left out; what is under way is waited for.
     """
-    started, done = time.monotonic(), itertools.count(1)
+    done, took = itertools.count(1), list[float]()
 
     def one(item: Item) -> Found:
+        began = clock()
         found = make(item)
-        number, seconds = next(done), time.monotonic() - started
-        left = tqdm.format_interval(seconds / number * (len(items) - number))
-        say(f"{told(found)}; {number} of {len(items)}, about {left} left")
+        number, seconds = next(done), clock() - began
+        took.extend([seconds] if seconds > WORK_S else [])
+        left = statistics.mean(took or [0]) * (len(items) - number) / at_once
+        about = f", about {tqdm.format_interval(left)} left" if took else ""
+        say(f"{told(found)}; {number} of {len(items)}{about}")
         return found
 
     with ThreadPoolExecutor(at_once) as pool:
         futures = [pool.submit(one, item) for item in items]
         try:
-            wait(futures, return_when=FIRST_EXCEPTION)
+            ended = wait(futures, return_when=FIRST_EXCEPTION).done
+            for error in filter(None, (future.exception() for future in ended)):
+                say(f"{error}; no other begins, and what is under way is waited for")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return [future.result() for future in futures]  # what is left out was asked for after what has raised
