@@ -272,10 +272,10 @@ class Demonstration:
         """Accuracies over all folds: the majority, the controls, and what is set next to them."""
         for task, how in TASK_SETTINGS.items():
             yield mean(task, "majority", majority(folds[task]))
-            random, pretrained = (self.rights(task, how, start, folds[task]) for start in OF_BERT)
-            yield mean(task, "random", random)
+            drawn, pretrained = (self.rights(task, how, start, folds[task]) for start in OF_BERT)
+            yield mean(task, "random", drawn)
             yield mean(task, "pretrained", pretrained)
-            yield mean(task, "gain", pretrained - random)
+            yield mean(task, "gain", pretrained - drawn)
             if minilm := MINILM.get(task):
                 for start in OF_MINILM:
                     yield mean(task, start, self.rights(task, minilm, start, folds[task]))

@@ -53,9 +53,9 @@ class Outcome(NamedTuple):
 OUTCOMES = (
     Outcome("steps", lambda r: r.steps, "difference"),
     Outcome("skipped steps", lambda r: r.skipped_steps, "difference"),
-    Outcome("training loss (nats per token, last 10 steps)", lambda r: r.losses.training.loss, "loss"),
-    Outcome("validation loss (nats per token)", validation_loss, "loss"),
-    Outcome("test loss (nats per token)", lambda r: r.losses.test and r.losses.test.loss, "loss"),
+    Outcome("training loss (nats, last 10 steps)", lambda r: r.losses.training.loss, "loss"),
+    Outcome("validation loss (nats)", validation_loss, "loss"),
+    Outcome("test loss (nats)", lambda r: r.losses.test and r.losses.test.loss, "loss"),
     Outcome("time per step (s)", lambda r: r.speed.seconds_per_step, "ratio"),
     Outcome("waiting for data (share of the time)", lambda r: r.speed.data_wait_share, "difference"),
     Outcome("samples/s", lambda r: r.speed.samples_per_s, "ratio"),

@@ -51,7 +51,7 @@ MEASURED = (
     Column("exact_tflops", "TFLOPS per GPU, exact count", lambda result: result.speed.exact_tflops),
     Column("cached_gb", "cached per GPU (GB)", lambda result: numbers.gigabytes(result.memory.cached_bytes)),
     Column("parameters", "parameters", lambda result: result.parameters),
-    Column("validation_loss", "validation loss (nats per token)", validation_loss, numbers.loss),
+    Column("validation_loss", "validation loss (nats)", validation_loss, numbers.loss),
 )
 
 

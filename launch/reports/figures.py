@@ -20,8 +20,6 @@ from recipes.plural import counted
 
 LOG_FROM = 30  # largest / smallest value above which a linear axis would hide the small ones
 RUNS_PER_FIGURE = len(PALETTE)
-# Of a loss, by the part of it that runs have.
-UNITS = {"loss": "loss (nats per token)", "mlm_loss": "loss (nats per masked token)"}
 # One for each run of a figure: each curve shows through the gaps of the next; validations have a mark.
 DASHES: tuple[Any, ...] = (
     *("-", (0, (6, 3)), (0, (3, 3)), (0, (1, 2))),
@@ -54,13 +52,16 @@ def throughput(entries: Sequence[Entry]) -> list[Figure]:
 def losses(runs: Sequence[Run], title: str = "Loss") -> list[Figure]:
     """Training (moving average) and validation; one figure per unit and `RUNS_PER_FIGURE` runs."""
     found = []
-    for part in UNITS:
-        drawn = [run for run in runs if run.part == part and (run.training or run.validation)]
+    every = [run for run in runs if run.training or run.validation]
+    for per in dict.fromkeys(run.loss_per for run in every):
+        drawn = [run for run in every if run.loss_per == per]
         for start in range(0, len(drawn), RUNS_PER_FIGURE):
             some = drawn[start : start + RUNS_PER_FIGURE]
             which = f", runs {start + 1} to {start + len(some)} of {len(drawn)}"
             whole = title + which if len(drawn) > len(some) else title
-            found.append(_losses(some, UNITS[part], whole, curves.points_per_curve(2 * len(drawn))))
+            found.append(
+                _losses(some, f"loss (nats per {per})", whole, curves.points_per_curve(2 * len(drawn)))
+            )
     return found
 
 

@@ -17,6 +17,7 @@ from launch.planning.deviations import Deviation
 from launch.runs.directory import Launch, RunDirectory
 from launch.runs.metrics import Records, curve, read_metrics
 from launch.runs.result import Result, make_result, read_result
+from recipes.family_words import predicted_by
 from recipes.schema import Recipe
 
 Points = list[tuple[float, float]]
@@ -33,7 +34,7 @@ class Run:
         name: its recipe, table/row, without a remark that it was shrunk.
         result: of an unfinished run from its metrics; empty where the files do not say enough.
         plan, launch: of the newest launch; None: cannot be read.
-        training, validation: (step, nats) of what is finite, of the loss's `part` that is per token.
+        training, validation: (step, nats) of what is finite; of a BERT's pretraining the masked-token loss.
         seconds: (step, seconds of wall time).
         scores: what launch/score.py has kept of it.
         pretrained: of a fine-tuning run the run that its weights are of; None: of none.
@@ -45,13 +46,17 @@ class Run:
     result: Result
     plan: Plan | None
     launch: Launch | None
-    part: str
     training: Points
     validation: Points
     seconds: Points
     problems: tuple[str, ...]
     scores: tuple[Score, ...] = ()
     pretrained: Pretrained | None = None
+
+    @property
+    def loss_per(self) -> str:
+        """What its losses are means over: token, masked token or example."""
+        return predicted_by(self.recipe.model) if self.recipe else self.result.loss_per
 
     @property
     def tiny(self) -> bool:
@@ -123,14 +128,13 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
         if oom and result.status not in ("ok", OOM):  # of a launch that wrote no result
             stated = (Deviation("status", OOM, is_=oom), *result.deviations)
             result = replace(result, status=OOM, reason=oom, deviations=stated)
-    part = records.part
-    curves = (curve(each, part) for each in (records.steps, records.validations))
+    curves = (curve(each, records.part) for each in (records.steps, records.validations))
     training, validation = ([(float(step), value) for step, value in each] for each in curves)
     seconds = [(float(step.step), step.seconds) for step in records.steps if step.seconds > 0]
     points = (training, validation, seconds)
     scores = _read(lambda: read_scores(path), problems) or ()
     before = _read(lambda: pretrained.read(path), problems)
-    return Run(path, label, name, result, plan, launch, part, *points, tuple(problems), scores, before)
+    return Run(path, label, name, result, plan, launch, *points, tuple(problems), scores, before)
 
 
 def _continued(records: Records, result: Result) -> bool:
