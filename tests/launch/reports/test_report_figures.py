@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -49,6 +50,19 @@ def test_curves_that_coincide_are_told_apart_and_validations_named(tables, tmp_p
     )
     labels = [label.text for label in plot.iter("{http://www.w3.org/2000/svg}text")]
     assert "validation" in labels and "joined by dots" in figure.caption
+
+
+def test_losses_of_other_units_are_in_other_figures(tables, tmp_path):
+    """A fine-tuning has the same part of a loss as a GPT-2, and another unit."""
+    run = read_of(make_run(tmp_path / "a", tables, "widgets/fast"), tables, "pretrained")
+    assert run.plan is not None
+    tuned = run.recipe.model.model_copy(update={"family": "bert", "task_head": "classification"})
+    recipe = run.plan.recipe.model_copy(update={"model": tuned})
+    other = replace(run, label="tuned", plan=replace(run.plan, recipe=recipe))
+    found = [figure.svg for figure in figures.losses([run, other])]
+    shown = ("pretrained", "tuned", "nats per token", "nats per example")
+    held = [[word for word in shown if word in svg] for svg in found]
+    assert held == [["pretrained", "nats per token"], ["tuned", "nats per example"]]
 
 
 def test_the_step_axis_has_whole_numbers(tables, tmp_path):
