@@ -30,6 +30,7 @@ from launch.machine.processes import gathered
 from launch.machine.watchdog import Phase, Watchdog
 from launch.training import micro_batches
 from launch.training.build_model import build_module
+from launch.training.engine import move_buffers
 from launch.training.micro_batches import MicroBatch
 from modeling.initialization import DTYPES
 from modeling.layer_list import Pipeline, PipelineLoss
@@ -76,6 +77,7 @@ def build_scoring_engine(
             set_z3_leaf_modules(module, [TransformerLayer])  # as for training (launch/training/engine.py)
     mpu = None if isinstance(module, Pipeline) else grid
     engine = deepspeed.initialize(model=module, mpu=mpu, config=plan.ds)[0]
+    move_buffers(module, engine.device)
     if plan.zero_stage < 3:
         engine.module.to(DTYPES[plan.precision])
     engine.eval()

@@ -28,8 +28,20 @@ def compiles(wish: Wish, plan: Plan, machine: Machine) -> bool:
     """Whether the run of `plan` is compiled on this machine."""
     if wish != "auto":
         return wish == "on"
-    trained_as_it_is = plan.recipe.model.implementation == "transformers" or machine.emulated_fp16
-    return not trained_as_it_is and has_compiler(machine) and eager_seconds(plan, machine) >= PAYS_FROM
+    return worth_compiling(plan, machine) and has_compiler(machine)
+
+
+def worth_compiling(plan: Plan, machine: Machine) -> bool:
+    """Whether compiling could be paid back within the run, if there is a compiler.
+
+    Not under ZeRO-3 on a GPU, until it is measured there: DeepSpeed gathers each leaf's parameters in hooks that
+    run inside the compiled layer, where each of them breaks the graph.
+    """
+    if plan.recipe.model.implementation == "transformers" or machine.emulated_fp16:
+        return False
+    if plan.zero_stage == 3 and machine.accelerator != "cpu":
+        return False
+    return eager_seconds(plan, machine) >= PAYS_FROM
 
 
 def has_compiler(machine: Machine) -> bool:
@@ -43,9 +55,7 @@ def has_compiler(machine: Machine) -> bool:
 
 def explain_missing(wish: Wish, plan: Plan, machine: Machine) -> str | None:
     """What a run loses for want of a compiler; None: nothing."""
-    if wish == "off" or plan.recipe.model.implementation == "transformers" or machine.emulated_fp16:
-        return None
-    if has_compiler(machine) or eager_seconds(plan, machine) < PAYS_FROM:
+    if wish == "off" or not worth_compiling(plan, machine) or has_compiler(machine):
         return None
     needed = "Triton and a C compiler" if machine.accelerator == "cuda" else "g++ and Python's headers"
     return f"not compiled: torch.compile needs {needed}, which are missing; the run is slower without it"

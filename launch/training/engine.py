@@ -90,10 +90,18 @@ def build_engine(
     }
     engine = zero0.initialize(**how) if plan.zero_stage == 0 else deepspeed.initialize(**how)[0]
     memory.return_unused_pinned()  # of parameters, before they became parts of a buffer
+    move_buffers(module, engine.device)
     if engine.fp16_enabled():
         postpone_growth(engine)
     mend_bf16_sums(engine, grid)
     return engine
+
+
+def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
+    """Move all buffers to the device of the parameters, of which DeepSpeed's zero.Init moves no others."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 @contextlib.contextmanager

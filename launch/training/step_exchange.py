@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from launch.machine.stop_request import REASONS
 
+# torch 2.13 renamed it; what GPU machines hold is often older.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -71,7 +74,7 @@ class Telling:
         """Tell `own`. Collective."""
         row = torch.tensor(dataclasses.astuple(own), dtype=torch.float64)
         self._table = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64)
-        self._work = dist.all_gather_single(self._table.view(-1), row, group=group, async_op=True)
+        self._work = _all_gather(self._table.view(-1), row, group=group, async_op=True)
 
     def heard(self) -> StepNews:
         """What all ranks have told."""

@@ -51,6 +51,17 @@ def test_transformers_modules_and_emulated_fp16_are_left_as_they_are():
     assert not compile_choice.compiles("auto", plan(), replace(CPU, emulated_fp16=True))
 
 
+def test_zero_3_on_a_gpu_is_compiled_on_request_alone(monkeypatch):
+    monkeypatch.setattr(compile_choice, "has_compiler", lambda machine: True)
+    gpu = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=False)
+    recipe = catalog.load("default/sotu", steps=10**7)
+    by_stage = {stage: resolve(recipe, f"zero{stage}", 1, gpu) for stage in (2, 3)}
+    assert compile_choice.compiles("auto", by_stage[2], gpu)
+    assert not compile_choice.compiles("auto", by_stage[3], gpu)
+    assert compile_choice.compiles("on", by_stage[3], gpu)
+    assert compile_choice.compiles("auto", by_stage[3], CPU)
+
+
 def test_the_step_at_which_compiling_is_paid_back():
     gains = [Gain("one layer", 0.5, 0.25, times=2)]  # 0.5 s of a micro-batch, 1 s of a step
     assert paid_back(gains, 16.0, accumulation=2, steps=100) == "paid back after 16 of 100 steps"
