@@ -34,8 +34,8 @@ def compiles(wish: Wish, plan: Plan, machine: Machine) -> bool:
 def worth_compiling(plan: Plan, machine: Machine) -> bool:
     """Whether compiling could be paid back within the run, if there is a compiler.
 
-    Not under ZeRO-3 on a GPU, until it is measured there: DeepSpeed gathers each leaf's parameters in hooks that
-    run inside the compiled layer, where each of them breaks the graph.
+    Not under ZeRO-3 on a GPU, until it is measured there: DeepSpeed gathers parameters in hooks that run
+    inside the compiled layer, and each of them breaks its graph.
     """
     if plan.recipe.model.implementation == "transformers" or machine.emulated_fp16:
         return False

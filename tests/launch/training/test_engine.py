@@ -22,7 +22,7 @@ ALONE = SimpleNamespace(tp=1, pp=1, dp=1, tensor_group=None)
 
 
 def built() -> nn.Module:
-    """A GPT-2 with dropout whose parameters, and nothing else, DeepSpeed's zero.Init has moved to a device."""
+    """A GPT-2 with dropout of which the parameters alone are on a device, as zero.Init moves them."""
     recipe = catalog.load("default/sotu", DROPOUT, tiny=True)
     model = build_module(resolve(recipe, "zero1", 1, CPU), ALONE)
     for part in model.modules():
