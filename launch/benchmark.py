@@ -18,7 +18,8 @@ from typing import Any
 from tabulate import tabulate
 
 from data.prepare.settings import PreparationFailed, Settings
-from launch.benchmarks import (
+from launch.console import arguments, ends, output, preparation_flags, quiet
+from launch.experiments.benchmarks import (
     attention_speed,
     checkpoint_command,
     data_speed,
@@ -26,10 +27,10 @@ from launch.benchmarks import (
     layout_command,
     step_command,
 )
-from launch.benchmarks.attention_speed import DTYPES, Row, Shape
-from launch.benchmarks.data_speed import LEAST_MB
-from launch.console import arguments, ends, output, preparation_flags, quiet
-from launch.machine import description, ending
+from launch.experiments.benchmarks.attention_speed import DTYPES, Row, Shape
+from launch.experiments.benchmarks.data_speed import LEAST_MB
+from launch.machine import description
+from launch.ranks import ending
 from recipes.plural import counted
 
 EXAMPLES = """\

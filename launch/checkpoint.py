@@ -24,9 +24,9 @@ from recipes.plural import counted
 from recipes.problems import some
 
 if TYPE_CHECKING:
-    from launch.checkpoints.checkpoint import Checkpoint, Damaged
     from launch.checkpoints.inspection import Difference
     from launch.checkpoints.manifest import Manifest
+    from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
 
 Types = dict[str, dict[str, str]]  # tensor -> kind -> the type of its numbers
 
@@ -91,7 +91,7 @@ def main() -> int:
 
 def show(args: argparse.Namespace) -> int:
     """Print the list of checkpoints, or one with its tensors."""
-    from launch.checkpoints import checkpoint
+    from launch.checkpoints import run_checkpoints as checkpoint
 
     path = path_of(args.run, "RUN")
     every = checkpoint.below(path, args.step)
@@ -112,14 +112,14 @@ def show(args: argparse.Namespace) -> int:
 def _types(each: Checkpoint | Damaged) -> Types:
     """The types of each tensor's kinds; none where the files cannot tell."""
     from launch.checkpoints import inspection
-    from launch.checkpoints.checkpoint import Damaged
+    from launch.checkpoints.run_checkpoints import Damaged
 
     return {} if isinstance(each, Damaged) else inspection.dtypes(each)
 
 
 def _facts(each: Checkpoint | Damaged, types: Types | None) -> dict[str, Any]:
     """What is known of a checkpoint, for programs."""
-    from launch.checkpoints.checkpoint import Damaged
+    from launch.checkpoints.run_checkpoints import Damaged
 
     facts: dict[str, Any] = {"directory": str(each.directory), "step": each.step}
     if isinstance(each, Damaged):
@@ -137,7 +137,7 @@ def _facts(each: Checkpoint | Damaged, types: Types | None) -> dict[str, Any]:
 
 
 def _row(each: Checkpoint | Damaged) -> tuple[str, ...]:
-    from launch.checkpoints.checkpoint import Damaged
+    from launch.checkpoints.run_checkpoints import Damaged
 
     if isinstance(each, Damaged):
         return f"{each.step}", NOTHING, NOTHING, NOTHING, f"damaged: {each.why}"
@@ -146,7 +146,7 @@ def _row(each: Checkpoint | Damaged) -> tuple[str, ...]:
 
 
 def _one(each: Checkpoint | Damaged, types: Types | None) -> str:
-    from launch.checkpoints.checkpoint import Damaged
+    from launch.checkpoints.run_checkpoints import Damaged
 
     width = terminal.columns()
     if isinstance(each, Damaged):
@@ -203,7 +203,8 @@ def _saved_under(held: Manifest) -> str:
 
 def verify(args: argparse.Namespace) -> int:
     """Read checkpoints and print what is damaged."""
-    from launch.checkpoints import checkpoint, inspection
+    from launch.checkpoints import inspection
+    from launch.checkpoints import run_checkpoints as checkpoint
     from launch.console.progress import bar
 
     every = [each.directory for each in checkpoint.below(path_of(args.run, "RUN"), args.step)]
@@ -229,7 +230,8 @@ def verify(args: argparse.Namespace) -> int:
 
 def diff(args: argparse.Namespace) -> int:
     """Print how far the tensors of two checkpoints differ."""
-    from launch.checkpoints import checkpoint, inspection
+    from launch.checkpoints import inspection
+    from launch.checkpoints import run_checkpoints as checkpoint
     from launch.console.progress import bar
 
     found = [checkpoint.newest_whole(path_of(text, "RUN"), args.step) for text in (args.a, args.b)]

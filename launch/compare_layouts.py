@@ -13,11 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import abilities, ending, launch_environment
-from launch.machine.processes import device_limit
-from launch.parity.comparison import compare, reasons, table
-from launch.parity.layout_cases import CASES, DECIDED, FORCED, REFERENCE, LayoutCase, why_impossible
-from launch.parity.layout_runs import run_cases
+from launch.experiments.parity.comparison import compare, reasons, table
+from launch.experiments.parity.layout_cases import (
+    CASES,
+    DECIDED,
+    FORCED,
+    REFERENCE,
+    LayoutCase,
+    why_impossible,
+)
+from launch.experiments.parity.layout_runs import run_cases
+from launch.machine import abilities
+from launch.ranks import ending, launch_environment
+from launch.ranks.processes import device_limit
 from recipes import catalog
 from recipes.plural import counted
 from recipes.problems import Problem, ProblemsError, Setting
@@ -76,7 +84,9 @@ def main() -> None:
         rows = [compare(reference, other) for other in outcomes] if not reference.failure else []
     print("\n" + table(reference, rows, left_out, terminal.columns()))
     if picture and rows:
-        from launch.parity.curves import draw_curves  # with matplotlib, which nothing else here needs
+        from launch.experiments.parity.curves import (
+            draw_curves,  # with matplotlib, which nothing else here needs
+        )
 
         draw_curves(reference, [row.run for row in rows], picture, recipe.title)
     raise SystemExit(0 if rows and all(row.agrees for row in rows) else 1)

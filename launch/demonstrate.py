@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data.tasks import shipped
 from launch.console import arguments, ends, output, terminal
-from launch.machine import ending
+from launch.ranks import ending
 
 EXAMPLES = """\
 examples:

@@ -24,12 +24,13 @@ from ds_configs import jsonfile, known_keys
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends, quiet, terminal
-from launch.machine import abilities, checks, checkup, places, processes
+from launch.machine import abilities, checks, checkup, places
 from launch.machine.checks import Check, Verdict
-from launch.machine.meeting import Meeting
 from launch.machine.memory import Memory, this_machine
 from launch.planning import launch_checkup
 from launch.planning.launch_checkup import Hosts
+from launch.ranks import processes
+from launch.ranks.meeting import Meeting
 from recipes import catalog
 from recipes.files import path_of
 from recipes.plural import counted
@@ -104,7 +105,7 @@ def check_launcher() -> list[Check]:
 
 
 def default_directory(name: str, config: Path) -> Path:
-    from launch.runs.directory import default_path
+    from launch.records.directory import default_path
 
     return default_path(name, config.stem)
 
@@ -210,7 +211,7 @@ TOLD = TypeAdapter(Told)
 def together(own: list[Check], directory: Path) -> list[Check]:
     """On rank 0 the checks of all machines, with those that take several. Collective."""
     from launch.machine import description
-    from launch.runs import shared_directory
+    from launch.records import shared_directory
 
     meeting, place, path = Meeting(), places.existing(directory), str(directory.absolute())
     meeting.settle(lambda: None)

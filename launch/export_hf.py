@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import ending
+from launch.ranks import ending
 from recipes.family_words import WORDS
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
-    from launch.training.export import Export
+    from launch.weights.export import Export
 
 EXAMPLES = """\
 examples:
@@ -55,7 +55,7 @@ def main() -> None:
     quiet.quiet_libraries()
     from transformers.utils import logging
 
-    from launch.training.export import ExportMismatch
+    from launch.weights.export import ExportMismatch
 
     logging.disable_progress_bar()
     try:
@@ -85,8 +85,8 @@ def export(
             numbers were written.
     """
     from launch.console.progress import bar
-    from launch.runs import vocabulary
-    from launch.training import export as exporting
+    from launch.records import vocabulary
+    from launch.weights import export as exporting
 
     run = Path(run)
     recipe = exporting.recipe_of(run)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from data.durable_files import write_atomically
 from launch.console import arguments, ends, output
-from launch.machine import ending
-from launch.parity.placement_figure import PLACEMENTS, plot, summarise, table
+from launch.experiments.parity.placement_figure import PLACEMENTS, plot, summarise, table
+from launch.ranks import ending
 from recipes import catalog
 
 EXAMPLES = """\

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from launch.console import arguments, ends
-from launch.machine.meeting import Meeting
+from launch.ranks.meeting import Meeting
 from launch.starting.launch import Facts, add_run_arguments, job_of, launch, say_on_rank_0
 from launch.training.job import Job
 from recipes.problems import Problem, ProblemsError
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from data.tasks.corpus import TaskCorpus
     from launch.evaluation.finetuning_recipe import Wishes
     from launch.evaluation.pretrained import Pretrained
-    from launch.runs.directory import RunDirectory
-    from launch.runs.result import TaskScore
+    from launch.records.directory import RunDirectory
+    from launch.records.result import TaskScore
     from launch.training.run import TrainingRun
 
 SPLITS = ("train", "dev", "dev_mismatched", "test", "test_mismatched")
@@ -123,7 +123,7 @@ def main() -> None:
 def check_flags(args: argparse.Namespace, several: bool) -> None:
     """Refuse flags that contradict each other, before a library is loaded. Raises ProblemsError."""
     from launch.evaluation.finetuning_summary import MEMBERS
-    from launch.machine import processes
+    from launch.ranks import processes
 
     problems = []
     if several and processes.launched():
@@ -157,7 +157,7 @@ def several_runs(args: argparse.Namespace) -> None:
     quiet.quiet_libraries()  # before the next line loads deepspeed
     from launch.evaluation import finetuning_runs as runs
     from launch.evaluation.finetuning_summary import SUMMARY, Trial, summary_text
-    from launch.machine import ending, processes
+    from launch.ranks import ending, processes
 
     facts = TASKS[args.task]
     try:
@@ -205,7 +205,7 @@ class Finetuning:
         from launch.evaluation import pretrained
         from launch.evaluation.finetuning_recipe import cut_to, recipe_of
         from launch.machine import abilities
-        from launch.training import initial_weights
+        from launch.weights import initial_weights
 
         machine = abilities.detect_machine(args.emulate_fp16)
         described = initial_weights.encoder_in(args.init)

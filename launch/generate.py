@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import ending, processes
+from launch.ranks import ending, processes
 from recipes.plural import counted
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
-    from launch.generation.prompts import EncodedPrompt
-    from launch.generation.trained_model import TrainedModel
-    from launch.generation.writing import Settings, Written
-    from launch.machine.meeting import Meeting
+    from launch.evaluation.generation.prompts import EncodedPrompt
+    from launch.evaluation.generation.trained_model import TrainedModel
+    from launch.evaluation.generation.writing import Settings, Written
+    from launch.ranks.meeting import Meeting
 
 DTYPES = ("float32", "bfloat16", "float16")
 # What says how a continuation is drawn; a BERT has none.
@@ -130,7 +130,7 @@ def main() -> None:
         check_flags(args)
     except ValueError as e:
         ending.refuse(e)
-    from launch.machine.meeting import Meeting
+    from launch.ranks.meeting import Meeting
 
     meeting = Meeting()
     job = meeting.settle(lambda: checked_job(args))
@@ -164,7 +164,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def checked_job(args: argparse.Namespace) -> Job:
     """Everything but the weights, of which headers are read. Raises ProblemsError."""
-    from launch.generation import prompts, trained_model
+    from launch.evaluation.generation import prompts, trained_model
 
     processes.check_device()
     out = output.new_file("--out", args.out, (".jsonl",)) if args.out and processes.rank() == 0 else None
@@ -198,7 +198,7 @@ def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    from launch.generation.writing import Settings
+    from launch.evaluation.generation.writing import Settings
     from modeling.generation import DEFAULT_SAMPLING
     from modeling.sampling import Sampling
 
@@ -218,7 +218,7 @@ def run(job: Job, meeting: Meeting) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from launch.console.progress import bar
-    from launch.generation import writing
+    from launch.evaluation.generation import writing
 
     first, model = processes.rank() == 0, loaded(job, meeting)
     model.to(get_accelerator().current_device_name())
@@ -245,8 +245,8 @@ def loaded(job: Job, meeting: Meeting) -> Any:
     """The model, cut over all processes. Collective."""
     import torch
 
-    from launch.training import given_tensors
     from launch.training.build_model import whole_model
+    from launch.weights import foreign_weights as given_tensors
     from modeling.parallel.process_grid import ProcessGrid
 
     world, first = processes.world_size(), processes.rank() == 0

@@ -11,9 +11,9 @@ import sys
 
 from launch.console import arguments, ends
 from launch.planning.clusters import cluster_command
+from launch.planning.fitting import validation_command
 from launch.planning.prediction import forecast_command
 from launch.planning.search import largest_command, search_command
-from launch.tables.predicting import validation_command
 from recipes.problems import Problem, ProblemsError
 
 EXAMPLES = """\

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from data.prepare import fork_server
 from data.prepare.settings import PreparationFailed
 from launch.console import arguments, ends, preparation_flags, quiet
-from launch.machine import ending
+from launch.ranks import ending
 from recipes.refused_by_system import problem, told_by
 
 EXAMPLES = """\

@@ -9,7 +9,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from launch.console import arguments, ends
-from launch.machine.meeting import Meeting
+from launch.ranks.meeting import Meeting
 from launch.starting.launch import Facts, add_run_arguments, job_of, launch, say_on_rank_0
 from launch.training.job import Job
 from recipes import catalog
@@ -17,7 +17,7 @@ from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from launch.runs.directory import RunDirectory
+    from launch.records.directory import RunDirectory
     from launch.training.run import TrainingRun
 
 EXAMPLES = """\
@@ -80,7 +80,7 @@ class Pretraining:
         """Nothing: checkpoints are what pretraining leaves."""
 
     def outcome(self, job: Job, directory: RunDirectory, corpus: Corpus) -> dict[str, Any]:
-        from launch.generation.sample import sample
+        from launch.evaluation.generation.sample import sample
 
         return {"sample": sample(job.plan.recipe, directory.checkpoints, corpus.tokenizer)}
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends, output, quiet, terminal
-from launch.machine import abilities, ending, joining, launch_environment, orphans, out_of_memory, processes
-from launch.machine.meeting import Meeting
+from launch.machine import abilities
+from launch.ranks import ending, joining, launch_environment, orphans, out_of_memory, processes
+from launch.ranks.meeting import Meeting
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
     from launch.evaluation.figures import figures
     from launch.evaluation.scoring import build_scoring_engine, score
     from launch.evaluation.tasks import read_task
-    from launch.machine.watchdog import Watchdog
+    from launch.ranks.watchdog import Watchdog
     from modeling.parallel.process_grid import ProcessGrid
 
     layout, first = job.plan.layout, processes.rank() == 0

@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = build_parser().parse_args()
     from launch.console import quiet
-    from launch.machine import ending
+    from launch.ranks import ending
 
     quiet.quiet_libraries()
     try:

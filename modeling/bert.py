@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
 from modeling.family import Family, common_shape
+from modeling.formats.huggingface import bert
 from modeling.generation import fill_prompt
 from modeling.hidden_dropout import HiddenDropout
-from modeling.huggingface import bert
 from modeling.initialization import Init, Shard
 from modeling.layer_list import (
     LayerDefinition,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
-from modeling.huggingface import gpt2
+from modeling.formats.huggingface import gpt2
 from modeling.initialization import Init, canonical_name, full_shape
 from modeling.layer_list import LayerDefinition, LayerList, ModelShape, build, stage_bounds
 from modeling.parallel.process_grid import Group

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from modeling.formats.huggingface.conversion import Conversion
 from modeling.generation import Answer
-from modeling.huggingface.conversion import Conversion
 from modeling.initialization import Init
 from modeling.layer_list import LayerList, Loss, Pipeline, PipelineLoss
 from modeling.parallel.process_grid import Group, ProcessGrid

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.family import Family, common_shape
+from modeling.formats.huggingface import gpt2
 from modeling.generation import continue_prompt
 from modeling.hidden_dropout import HiddenDropout
-from modeling.huggingface import gpt2
 from modeling.initialization import Init
 from modeling.layer_list import (
     LayerDefinition,

@@ -22,9 +22,9 @@ from modeling import bert
 from modeling.bert import BertShape, Embedding
 from modeling.cost.families import head_outputs
 from modeling.family import Family
+from modeling.formats.huggingface.bert import CONVERSION, TASK_USAGE
 from modeling.generation import fill_prompt
 from modeling.hidden_dropout import HiddenDropout
-from modeling.huggingface.bert import CONVERSION, TASK_USAGE
 from modeling.initialization import Init
 from modeling.layer_list import LayerDefinition, Loss, Stack, embed_words, transformer_layers, word_embedding
 from modeling.parallel.collectives import gather_positions

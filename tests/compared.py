@@ -11,9 +11,9 @@ from pathlib import Path
 import broken_layouts
 from launching import ROOT, WORKERS, run, run_ranks
 
-from launch.parity.comparison import Difference, Outcome, compare, read_outcome, table
-from launch.parity.layout_cases import CASES, FORCED, REFERENCE, LayoutCase
-from launch.parity.layout_runs import run_cases
+from launch.experiments.parity.comparison import Difference, Outcome, compare, read_outcome, table
+from launch.experiments.parity.layout_cases import CASES, FORCED, REFERENCE, LayoutCase
+from launch.experiments.parity.layout_runs import run_cases
 from recipes import catalog
 
 COMMAND = [sys.executable, str(ROOT / "launch" / "compare_layouts.py"), "--tiny"]
@@ -47,7 +47,9 @@ def check_compiled_layouts(out: Path, names: Sequence[str], steps: int, *flags: 
 
 
 def start_forked(processes: int, jobs: Path, log: Path) -> None:
-    log.write_text(run_ranks(processes, ROOT / "launch/parity/layout_runs.py", jobs, timeout=400).stdout)
+    log.write_text(
+        run_ranks(processes, ROOT / "launch/experiments/parity/layout_runs.py", jobs, timeout=400).stdout
+    )
 
 
 def rows_of(output: str) -> dict[str, str]:

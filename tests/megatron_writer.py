@@ -1,7 +1,7 @@
 """Writes checkpoints as Megatron-LM and Megatron-DeepSpeed do, out of canonical weights.
 
-Shares nothing with `modeling/megatron`: whole tensors are taken apart here, by the text of Megatron's own
-modules (each names its source), and `modeling/megatron` puts them together.
+Shares nothing with `modeling/formats/megatron`: whole tensors are taken apart here, by the text of Megatron's
+own modules (each names its source), and `modeling/formats/megatron` puts them together.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_configs.plan import Plan
-from launch.runs.directory import RunDirectory
-from launch.runs.recorder import Recorder
+from launch.records.directory import RunDirectory
+from launch.records.recorder import Recorder
 from recipes.layout import Layout
 from recipes.schema import Recipe
 

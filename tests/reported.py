@@ -10,10 +10,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from ds_configs.plan import Plan, plan_to_json
+from launch.records import metrics, result
+from launch.records.directory import Launch, RunDirectory
 from launch.reports import runs as reading
 from launch.reports.tables import Tables
-from launch.runs import metrics, result
-from launch.runs.directory import Launch, RunDirectory
 from recipes.layout import Layout
 from recipes.schema import Recipe
 from recipes.tiny import tiny as shrink

@@ -10,7 +10,7 @@ from stored import model_tensors, write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from launch.runs import vocabulary
+from launch.records import vocabulary
 from modeling.families import family_of, model_shape
 from modeling.initialization import Init
 from recipes import catalog

@@ -2,12 +2,13 @@
 
 import torch
 
-from launch.checkpoints import checkpoint, manifest, tensor_file
+from launch.checkpoints import manifest, tensor_file
+from launch.checkpoints import run_checkpoints as checkpoint
 from launch.checkpoints.geometry import share
 from launch.checkpoints.manifest import WEIGHT, Manifest, Piece, Progress, StoredTensor
 from launch.checkpoints.tensor_file import Entry
 from modeling.families import family_of, meta_parameters
-from modeling.huggingface.conversion import SAME
+from modeling.formats.huggingface.conversion import SAME
 
 
 def model_tensors(recipe, seed=1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import transformers
 
-from modeling.huggingface.bert import CONVERSION, config
+from modeling.formats.huggingface.bert import CONVERSION, config
 from recipes.schema import Recipe
 
 VOCABULARY, LENGTH = 83, 16

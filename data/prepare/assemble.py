@@ -16,7 +16,7 @@ import numpy as np
 from data.prepare import chunk_file
 from data.prepare.duplicates import Duplicates
 from data.prepare.tally import Tally
-from data.stores.indexed import StoreWriter
+from data.tokens.indexed import StoreWriter
 
 STORE = "store"  # prefix of the store's two files
 ARTICLES, SENTENCES, REJECTED = "articles.jsonl", "sentences.jsonl", "rejected"

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from data.prepare.words import Words, ngrams, words_of
-from data.sources.opening import format_of
-from data.sources.records import Broken
-from data.vocabularies.encoder import grouped
+from data.text.sources.opening import format_of
+from data.text.sources.records import Broken
+from data.text.vocabularies.encoder import grouped
 from recipes import files
 from recipes.schema import Origin
 

@@ -25,8 +25,8 @@ from data.prepare.settings import FORMAT_VERSION, PreparationFailed, Settings
 from data.prepare.tally import BROKEN, Tally
 from data.prepare.work import Done, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
-from data.vocabularies.encoder import ONE_CORE_BATCH_CHARACTERS, Encoder
-from data.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
+from data.text.vocabularies.encoder import ONE_CORE_BATCH_CHARACTERS, Encoder
+from data.text.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
 from recipes.vocabularies import TRAINED
 
 EARLY_RECORDS = 10_000  # from here on too many broken ones end a run at once, not at its end

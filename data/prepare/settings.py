@@ -11,7 +11,7 @@ import shlex
 from functools import partial
 from typing import Any, Literal
 
-from data.sources.formats import wikitext
+from data.text.formats import wiki_markup as wikitext
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 from recipes.schema import Origin, Tokenizer
 from recipes.vocabularies import SMALLEST_BPE, TRAINED

@@ -23,10 +23,10 @@ from data.prepare.repair import repair
 from data.prepare.settings import in_flags
 from data.prepare.tally import BROKEN, Step
 from data.prepare.words import Words, words_of
-from data.sources.documents import Document
-from data.sources.records import Broken, Raw, RecordFormat
-from data.sources.sentences import Ends, split
-from data.vocabularies.encoder import Encoder, grouped
+from data.text.sources.documents import Document
+from data.text.sources.records import Broken, Raw, RecordFormat
+from data.text.sources.sentences import Ends, split
+from data.text.vocabularies.encoder import Encoder, grouped
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
 EXCERPT_CHARACTERS = 200  # of a dropped document

@@ -15,11 +15,11 @@ from data.prepare.inputs import Cursor, Inputs
 from data.prepare.language import make_detector
 from data.prepare.repair import repair
 from data.prepare.settings import Settings
-from data.sources.records import Raw
-from data.vocabularies.encoder import end_of_document
-from data.vocabularies.published import read_tokenizer, ready_made
-from data.vocabularies.trained import around, train_bpe, train_wordpiece
-from data.vocabularies.vocabulary import missing_roles
+from data.text.sources.records import Raw
+from data.text.vocabularies.encoder import end_of_document
+from data.text.vocabularies.published import read_tokenizer, ready_made
+from data.text.vocabularies.trained import around, train_bpe, train_wordpiece
+from data.text.vocabularies.vocabulary import missing_roles
 from recipes.problems import Problem, ProblemsError
 from recipes.vocabularies import TRAINED
 

@@ -21,9 +21,9 @@ from data.prepare.inputs import Chunk
 from data.prepare.language import make_detector
 from data.prepare.settings import Settings
 from data.prepare.tally import Tally
-from data.sources.records import RecordFormat
-from data.stores.indexed import token_dtype
-from data.vocabularies.encoder import Encoder
+from data.text.sources.records import RecordFormat
+from data.text.vocabularies.encoder import Encoder
+from data.tokens.indexed import token_dtype
 
 
 @dataclass(frozen=True)

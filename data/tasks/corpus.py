@@ -19,7 +19,7 @@ from data.tasks.examples import Examples, parsed
 from data.tasks.features import Features, TaskSamples
 from data.tasks.predictions import Scored
 from data.tasks.records import check_split, read_split
-from data.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
+from data.text.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe, Task
 from recipes.tasks import TASKS, TaskFacts

@@ -11,7 +11,7 @@ from data.samples.fields import HeldOut
 from data.tasks.rows import is_plain_text, read_rows, read_whole
 from data.tasks.task_data import TaskData, encoded
 from data.tasks.windows import Window, with_full_context
-from data.vocabularies.encoder import end_of_document
+from data.text.vocabularies.encoder import end_of_document
 
 
 def documents(

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from data.tasks.windows import Window, counted_tokens
-from data.vocabularies.encoder import Encoder
+from data.text.vocabularies.encoder import Encoder
 
 TaskName = Literal["wikitext103", "lambada", "perplexity"]
 NO_TOKENS = np.zeros(0, dtype=np.uint32)

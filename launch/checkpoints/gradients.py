@@ -9,7 +9,7 @@ from launch.checkpoints import manifest, tensor_file
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import MOMENTS, Manifest, Progress
 from launch.checkpoints.saving import Part, assembled, contents, file_name
-from launch.machine.processes import gathered
+from launch.ranks.processes import gathered
 from modeling.parallel.process_grid import ProcessGrid
 
 DIRECTORY = "first-gradients"  # of a run

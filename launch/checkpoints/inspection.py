@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 
 from launch.checkpoints import manifest
-from launch.checkpoints.checkpoint import EARLIER, Checkpoint
 from launch.checkpoints.manifest import Manifest
+from launch.checkpoints.run_checkpoints import EARLIER, Checkpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import BUCKET, DTYPES
 from modeling.families import meta_parameters, with_few_layers

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from launch.checkpoints import checkpoint as checkpoints
-from launch.checkpoints.checkpoint import Checkpoint, Damaged
+from launch.checkpoints import run_checkpoints as checkpoints
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.checkpoints.placement import Placement
+from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
 from launch.checkpoints.stored import StoredTensors
-from launch.machine.processes import gathered
+from launch.ranks.processes import gathered
 from modeling.parallel.process_grid import ProcessGrid
 
 Seen = Callable[[int, int], None]  # hears how many bytes of how many are read

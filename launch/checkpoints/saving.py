@@ -29,13 +29,14 @@ import torch.distributed as dist
 
 from data.loader import merge_states
 from ds_configs.plan import Plan, plan_facts
-from launch.checkpoints import checkpoint, tensor_file
+from launch.checkpoints import run_checkpoints as checkpoint
+from launch.checkpoints import tensor_file
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import MOMENTS, WEIGHT, Manifest, Piece, Progress, StoredFile, StoredTensor
 from launch.checkpoints.placement import Placement
 from launch.checkpoints.tensor_file import Entry
 from launch.machine import description, memory
-from launch.machine.processes import local_world_size
+from launch.ranks.processes import local_world_size
 from modeling.parallel.process_grid import ProcessGrid
 
 SPARE = 0.1  # of a machine's memory, which a copy of the state leaves free

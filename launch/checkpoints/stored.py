@@ -14,7 +14,7 @@ from launch.checkpoints.manifest import WEIGHT, Manifest, StoredTensor
 from launch.checkpoints.placement import Placement
 from launch.checkpoints.tensor_file import Reader
 from modeling.families import family_of
-from modeling.huggingface.conversion import Form
+from modeling.formats.huggingface.conversion import Form
 from recipes import files
 from recipes.schema import Recipe
 

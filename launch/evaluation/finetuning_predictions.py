@@ -14,9 +14,9 @@ from data.samples.fields import HeldOut
 from data.tasks.corpus import TaskCorpus
 from data.tasks.features import Features
 from launch.evaluation.kept_predictions import FOLDER, keep
-from launch.machine.processes import gathered
-from launch.machine.watchdog import Phase
-from launch.runs.result import TaskScore
+from launch.ranks.processes import gathered
+from launch.ranks.watchdog import Phase
+from launch.records.result import TaskScore
 from launch.training.run import TrainingRun, held_out_batches
 
 CHUNK = 2048  # examples that are in memory with their padding

@@ -14,7 +14,7 @@ import numpy as np
 
 from data.durable_files import write_atomically
 from data.tasks.predictions import Scored
-from launch.runs.result import TaskScore
+from launch.records.result import TaskScore
 
 if TYPE_CHECKING:
     from data.tasks.corpus import PredictedSplit

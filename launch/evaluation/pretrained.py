@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.runs.directory import RunDirectory
+from launch.records.directory import RunDirectory
 from recipes import catalog, files
 from recipes.nested import differences
 from recipes.problems import RecipeError
@@ -48,7 +48,7 @@ _FORM = TypeAdapter(Pretrained)
 
 def pretrained_in(weights: str) -> Pretrained | None:
     """The run of the weights in a directory; None where they are of no run, or its files do not say."""
-    from launch.training.given_tensors import RunWeights, saved_in
+    from launch.weights.foreign_weights import RunWeights, saved_in
 
     saved = saved_in(weights)
     if not isinstance(saved, RunWeights):

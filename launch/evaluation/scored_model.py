@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data.vocabularies.vocabulary import vocabulary_size
+from data.text.vocabularies.vocabulary import vocabulary_size
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
-from launch.generation import trained_model
-from launch.generation.trained_model import TrainedModel
-from launch.training import deepspeed_judgement, initial_weights
+from launch.evaluation.generation import trained_model
+from launch.evaluation.generation.trained_model import TrainedModel
+from launch.training import deepspeed_judgement
+from launch.weights import initial_weights
 from recipes import overrides
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Batch, Dropout, Parallel, Recipe, Tokenizer

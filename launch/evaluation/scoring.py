@@ -25,9 +25,10 @@ from torch import Tensor
 
 from data.tasks.windows import Window
 from ds_configs.plan import Plan
-from launch.machine import compiled_ops, ending, memory
-from launch.machine.processes import gathered
-from launch.machine.watchdog import Phase, Watchdog
+from launch.machine import compiled_ops, memory
+from launch.ranks import ending
+from launch.ranks.processes import gathered
+from launch.ranks.watchdog import Phase, Watchdog
 from launch.training import micro_batches
 from launch.training.build_model import build_module
 from launch.training.engine import move_buffers

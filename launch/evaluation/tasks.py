@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data import corpus
-from data.tasks import documents, lambada, wikitext
+from data.tasks import documents, lambada
+from data.tasks import wikitext103 as wikitext
 from data.tasks.lambada import Variant
 from data.tasks.rows import FLAG, local_file
 from data.tasks.task_data import TaskData, TaskName

@@ -33,7 +33,8 @@ from torch.utils.cpp_extension import _get_build_directory, _import_module_from_
 from data.cache import default_directory
 from data.durable_files import locked
 from ds_configs.known_keys import lookup
-from launch.machine import description, ending, processes
+from launch.machine import description
+from launch.ranks import ending, processes
 
 Say = Callable[[str], None]
 

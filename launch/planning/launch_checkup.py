@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from ds_configs.plan import Plan
-from launch.machine import checkup, gpu_checkup, places, processes
+from launch.machine import checkup, gpu_checkup, places
 from launch.machine.checks import Check, Function
 from launch.machine.memory import Memory
 from launch.planning import memory_fit
 from launch.planning.prediction.forecast import SNUG
+from launch.ranks import processes
 from modeling import cost
 from recipes import files
 from recipes.plural import counted

@@ -10,9 +10,9 @@ from launch.console import numbers
 from launch.planning.prediction import forecast_command, hardware
 from launch.planning.prediction.forecast import Forecast, forecast, speed
 from launch.planning.prediction.published_step import as_published, published_seconds
+from launch.records.result import Result
 from launch.reports.entries import Entry
 from launch.reports.runs import Run
-from launch.runs.result import Result
 from modeling import cost
 from recipes.schema import Published, Recipe
 

@@ -9,10 +9,10 @@ from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from launch.console import numbers
+from launch.records.result import Result
 from launch.reports.curves import differences
 from launch.reports.entries import validation_loss
 from launch.reports.runs import Run
-from launch.runs.result import Result
 from recipes import nested
 from recipes.plural import counted
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil
 
+from launch.records.loss_plot import mean
 from launch.reports.runs import Points
-from launch.runs.loss_plot import mean
 
 MOST_POINTS = 1000  # of one curve
 PAGE_POINTS = 12_000  # of all curves of one figure together

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
-from launch.runs.loss_plot import step_ticks, write_in_margin
+from launch.records.loss_plot import step_ticks, write_in_margin
 
 # Stand-ins that nothing else is drawn in, for colours that differ between day and night. As in style.css.
 INK, FAINT = "#010203", "#010204"

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from launch.console import numbers
 from launch.planning.comparability import Incomparable, changed_work, not_comparable
 from launch.planning.deviations import Deviation
+from launch.records.result import TFLOPS_BY, Compared, Result, compare_with
 from launch.reports.runs import OOM, Run
 from launch.reports.tables import Published, Row
-from launch.runs.result import TFLOPS_BY, Compared, Result, compare_with
 
 Scale = Literal["full", "tiny", "other", "unknown"]  # of a run, next to its row
 NOT_RUN = "not run"

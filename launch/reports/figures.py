@@ -9,13 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from launch.records.loss_plot import moving_average
+from launch.records.result import TFLOPS_BY
+from launch.records.result_text import EXACT
 from launch.reports import curves, drawing
 from launch.reports.drawing import INK, PALETTE, Figure, log_axis
 from launch.reports.entries import MEASURED, Entry
 from launch.reports.runs import Points, Run
-from launch.runs.loss_plot import moving_average
-from launch.runs.result import TFLOPS_BY
-from launch.runs.result_text import EXACT
 from recipes.plural import counted
 
 LOG_FROM = 30  # largest / smallest value above which a linear axis would hide the small ones

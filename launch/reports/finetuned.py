@@ -11,9 +11,9 @@ from launch.console.numbers import ratio
 from launch.evaluation import finetuning_summary
 from launch.evaluation.finetuning_summary import SUMMARY, Summary
 from launch.evaluation.pretrained import Pretrained
+from launch.records.result import TaskScore
 from launch.reports.runs import Run
 from launch.reports.tables import Row
-from launch.runs.result import TaskScore
 from recipes import catalog
 from recipes.schema import Downstream, Published, Recipe, TaskName
 from recipes.tasks import TASKS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from launch.records.result_text import EXACT
 from launch.reports.tables import Row
-from launch.runs.result_text import EXACT
 
 
 class Remark(NamedTuple):

@@ -12,11 +12,11 @@ from ds_configs.plan import Plan
 from launch.evaluation import pretrained
 from launch.evaluation.pretrained import Pretrained
 from launch.evaluation.result import Score, read_scores
-from launch.machine import out_of_memory
 from launch.planning.deviations import Deviation
-from launch.runs.directory import Launch, RunDirectory
-from launch.runs.metrics import Records, curve, read_metrics
-from launch.runs.result import Result, make_result, read_result
+from launch.ranks import out_of_memory
+from launch.records.directory import Launch, RunDirectory
+from launch.records.metrics import Records, curve, read_metrics
+from launch.records.result import Result, make_result, read_result
 from recipes.family_words import predicted_by
 from recipes.schema import Recipe
 

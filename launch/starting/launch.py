@@ -15,25 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from launch.console import arguments, output, quiet, terminal
-from launch.machine import (
-    abilities,
-    checks,
-    checkup,
-    ending,
-    joining,
-    launch_environment,
-    orphans,
-    out_of_memory,
-    processes,
-    start_up,
-)
+from launch.machine import abilities, checks, checkup
 from launch.machine.determinism import demand_determinism
-from launch.machine.meeting import Meeting
 from launch.planning import launch_checkup
+from launch.ranks import ending, joining, launch_environment, orphans, out_of_memory, processes, start_up
+from launch.ranks.meeting import Meeting
 from launch.training import compile_choice
-from launch.training import initial_weights as given_weights
 from launch.training.compile_choice import WISHES
 from launch.training.job import Job, plan_job
+from launch.weights import initial_weights as given_weights
 from recipes.problems import Problem, ProblemsError
 from recipes.refused_by_system import take_file_handles
 from recipes.schema import Recipe
@@ -41,8 +31,8 @@ from recipes.schema import Recipe
 if TYPE_CHECKING:
     from data.corpus import Corpus
     from launch.checkpoints.reading import Choice
-    from launch.runs.directory import RunDirectory
-    from launch.runs.recorder import Silence
+    from launch.records.directory import RunDirectory
+    from launch.records.recorder import Silence
     from launch.training.run import TrainingRun
 
 DIVERGED = 3  # exit code
@@ -163,7 +153,7 @@ def job_of(
     `original`: the recipe before --tiny, --set and --steps; `weights`: directory of initial ones. Raises
     ValueError with every problem of recipe and configuration.
     """
-    from launch.runs.directory import default_path
+    from launch.records.directory import default_path
 
     take_file_handles(checkup.files_needed(processes.world_size()))
     machine = abilities.detect_machine(args.emulate_fp16)
@@ -185,9 +175,9 @@ def job_of(
 
 def open_run_directory(job: Job, facts: Facts) -> RunDirectory | None:
     """The run directory, which rank 0 makes. Raises ValueError where this rank cannot start there."""
-    from launch.checkpoints.checkpoint import Checkpoint, Damaged, found
-    from launch.machine import watchdog
-    from launch.runs.admission import Kept, admit
+    from launch.checkpoints.run_checkpoints import Checkpoint, Damaged, found
+    from launch.ranks import watchdog
+    from launch.records.admission import Kept, admit
 
     processes.check_device()
     check_quickly(job)
@@ -230,7 +220,7 @@ def refuse_by_system(error: OSError, place: Path) -> NoReturn:
 
 def check_shared(job: Job, meeting: Meeting) -> None:
     """Refuse a run directory that other machines do not see. Collective."""
-    from launch.runs import shared_directory
+    from launch.records import shared_directory
 
     first = processes.rank() == 0
     with shared_directory.token(job.directory) if first else contextlib.nullcontext("") as token:
@@ -343,8 +333,8 @@ def open_recorder(
 ) -> Silence:
     """What keeps the run's records on rank 0, cut back to the chosen checkpoint; silent elsewhere."""
     from launch.machine import description
-    from launch.runs import vocabulary
-    from launch.runs.recorder import Recorder, Silence
+    from launch.records import vocabulary
+    from launch.records.recorder import Recorder, Silence
     from launch.training.build_model import band_kernel
     from launch.training.run import first_step
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from data.corpus import Corpus
 from ds_configs.plan import Plan
 from launch.machine import description, memory
-from launch.machine.processes import gathered
+from launch.ranks.processes import gathered
 from recipes import catalog
 
 

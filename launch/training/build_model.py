@@ -11,8 +11,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_configs.plan import Plan
-from launch.training import given_tensors
-from launch.training.given_tensors import NEW_HEADS
+from launch.weights import foreign_weights as given_tensors
+from launch.weights.foreign_weights import NEW_HEADS
 from modeling import cost
 from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.families import family_of, model_shape

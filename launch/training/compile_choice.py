@@ -10,7 +10,7 @@ import os
 from typing import Literal
 
 from ds_configs.plan import Machine, Plan
-from launch.machine import processes
+from launch.ranks import processes
 from modeling.cost import exact_flops_per_step
 
 Wish = Literal["auto", "on", "off"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
-from launch.machine import processes
 from launch.planning import resolved_plans
+from launch.ranks import processes
 from launch.training import deepspeed_judgement
-from launch.training import initial_weights as given_weights
+from launch.weights import initial_weights as given_weights
 from recipes.schema import Recipe
 
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from data.corpus import Corpus
-from launch.checkpoints.checkpoint import Checkpoint
-from launch.machine import ending
-from launch.machine.stop_request import StopRequest
-from launch.machine.watchdog import Phase
+from launch.checkpoints.run_checkpoints import Checkpoint
+from launch.ranks import ending
+from launch.ranks.stop_request import StopRequest
+from launch.ranks.watchdog import Phase
 from launch.training.engine import build_engine, released, train_step
 from launch.training.job import Job
 from launch.training.micro_batches import salts_of_step

@@ -21,18 +21,18 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from data.corpus import Corpus
 from data.loader import StepBatches, validation_batches
 from data.samples.fields import HeldOut
-from data.sources.documents import Skipped
+from data.text.sources.documents import Skipped
 from ds_configs.plan import Plan
 from launch.checkpoints import reading
-from launch.checkpoints.checkpoint import Checkpoint
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.gradients import save_first_gradients
 from launch.checkpoints.manifest import Progress
+from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.saving import Saved, Saver
-from launch.machine import ending
-from launch.machine.processes import gathered
-from launch.machine.stop_request import REASONS, StopRequest
-from launch.machine.watchdog import Phase, Watchdog
+from launch.ranks import ending
+from launch.ranks.processes import gathered
+from launch.ranks.stop_request import REASONS, StopRequest
+from launch.ranks.watchdog import Phase, Watchdog
 from launch.training import agreement
 from launch.training.engine import Forward, forward, validate
 from launch.training.forward_clock import ForwardClock

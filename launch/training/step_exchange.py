@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from launch.machine.stop_request import REASONS
+from launch.ranks.stop_request import REASONS
 
 # torch 2.13 renamed it; what GPU machines hold is often older.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -11,8 +11,8 @@ from data.corpus import Corpus
 from data.loader import StepBatches, pinned
 from data.samples.fields import TrainingSamples
 from ds_configs.plan import Plan
-from launch.checkpoints.checkpoint import Checkpoint
-from launch.machine.processes import gathered
+from launch.checkpoints.run_checkpoints import Checkpoint
+from launch.ranks.processes import gathered
 from launch.training.micro_batches import MicroBatch
 from launch.training.outcome import BrokenData
 from modeling.parallel.process_grid import ProcessGrid

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from launch.machine import processes
-from launch.training import given_tensors
+from launch.ranks import processes
+from launch.weights import foreign_weights as given_tensors
 from modeling import cost, gpt2
-from modeling.huggingface.conversion import SAME, Form
-from modeling.huggingface.gpt2 import CONVERSION
+from modeling.formats.huggingface.conversion import SAME, Form
+from modeling.formats.huggingface.gpt2 import CONVERSION
 from modeling.initialization import Init, canonical_name, label
 from recipes.schema import Recipe
 

@@ -33,12 +33,13 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from data.corpus import Corpus
 from data.loader import StepBatches
 from ds_configs.plan import Plan
-from launch.checkpoints.checkpoint import Checkpoint
+from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
-from launch.machine import compiled_ops, ending
-from launch.machine.stop_request import StopRequest
-from launch.machine.watchdog import Phase, Watchdog
+from launch.machine import compiled_ops
+from launch.ranks import ending
+from launch.ranks.stop_request import StopRequest
+from launch.ranks.watchdog import Phase, Watchdog
 from launch.training import engine as steps
 from launch.training import micro_batches, transformers_model
 from launch.training.engine import parameter_groups
@@ -220,7 +221,7 @@ class RecipeTrainer(Trainer):
         return inputs
 
     def floating_point_ops(self, inputs: MicroBatch) -> int:
-        """None: launch/runs/metrics.py counts them."""
+        """None: launch/records/metrics.py counts them."""
         return 0
 
 

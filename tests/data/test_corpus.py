@@ -24,17 +24,17 @@ from data.corpus import build, check_origin, check_sources
 from data.durable_files import locked
 from data.loader import validation_batches
 from data.samples.bert import BertFields
-from data.sources.documents import Document
-from data.sources.opening import PackagedSource
+from data.samples.splits import stored as store_parts
+from data.samples.streams.families import family_of
 from data.split_rule import part_of
-from data.splits import stored as store_parts
-from data.stores import verified
-from data.stores.indexed import Store, StoreWriter, open_store
-from data.streams.families import family_of
-from data.vocabularies.encoder import Encoder
-from data.vocabularies.published import gpt2_tokenizer
-from data.vocabularies.trained import END_OF_DOCUMENT, train_bpe
-from data.vocabularies.vocabulary import vocabulary_digest
+from data.text.sources.documents import Document
+from data.text.sources.opening import PackagedSource
+from data.text.vocabularies.encoder import Encoder
+from data.text.vocabularies.published import gpt2_tokenizer
+from data.text.vocabularies.trained import END_OF_DOCUMENT, train_bpe
+from data.text.vocabularies.vocabulary import vocabulary_digest
+from data.tokens import verified
+from data.tokens.indexed import Store, StoreWriter, open_store
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 

@@ -21,16 +21,16 @@ from data.loader import StepBatches, merge_states
 from data.samples.bert import BertSettings, stack
 from data.samples.gpt import GptFields
 from data.samples.masking import BertVocabulary
-from data.sources.documents import Document
-from data.sources.hub import Backoff, HubSource
+from data.samples.splits import streamed as stream_parts
+from data.samples.streams.bert import REMEMBERED, BertLane
+from data.samples.streams.gpt import GptLane
+from data.samples.streams.lanes import LaneReader, lane_count
+from data.samples.streams.samples import Lanes, StreamedSamples
 from data.split_rule import part_of
-from data.splits import streamed as stream_parts
-from data.streams.bert import REMEMBERED, BertLane
-from data.streams.gpt import GptLane
-from data.streams.lanes import LaneReader, lane_count
-from data.streams.samples import Lanes, StreamedSamples
-from data.vocabularies.encoder import Encoder
-from data.vocabularies.published import gpt2_tokenizer
+from data.text.sources.documents import Document
+from data.text.sources.hub import Backoff, HubSource
+from data.text.vocabularies.encoder import Encoder
+from data.text.vocabularies.published import gpt2_tokenizer
 from recipes.schema import Masking, Recipe
 
 Layout = namedtuple("Layout", "micro accumulation dp global_batch")
@@ -467,7 +467,7 @@ def test_only_the_first_training_tokens_of_a_stream_are_counted(files, tmp_path,
 
 
 def test_build_of_a_streamed_bert(files, tmp_path):
-    from data.vocabularies.trained import train_wordpiece
+    from data.text.vocabularies.trained import train_wordpiece
 
     texts = [text for file in files for text in read(file)] + ["abcdefghijklmnopqrstuvwxyz .,;"]
     size = 70

@@ -25,7 +25,7 @@ from recorded import Outcome, plan, recorder
 from stored import write_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from data.vocabularies.trained import around, train_bpe
+from data.text.vocabularies.trained import around, train_bpe
 from ds_configs.jsonfile import ConfigError, available
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
@@ -33,9 +33,9 @@ from launch.checkpoints import manifest
 from launch.checkpoints.inspection import faults
 from launch.console import ends
 from launch.planning.plan_text import describe_plan
+from launch.records.directory import RunDirectory
+from launch.records.result import read_result
 from launch.reports.runs import read_run
-from launch.runs.directory import RunDirectory
-from launch.runs.result import read_result
 from recipes import catalog, key_paths
 from recipes.files import FileError
 from recipes.problems import RecipeError
@@ -55,14 +55,14 @@ class Started(BaseException):
 
 # Command -> where its work begins, as module:attribute.
 WORK = {
-    "pretrain": ["launch.machine.ending:clean_exit"],
-    "finetune": ["launch.machine.ending:clean_exit", "launch.evaluation.finetuning_runs:procedure"],
+    "pretrain": ["launch.ranks.ending:clean_exit"],
+    "finetune": ["launch.ranks.ending:clean_exit", "launch.evaluation.finetuning_runs:procedure"],
     "doctor": ["launch.doctor:text", "launch.doctor:asdict"],  # where it has checked, and tells
-    "score": ["launch.machine.ending:clean_exit"],
+    "score": ["launch.ranks.ending:clean_exit"],
     "compare_layouts": ["launch.compare_layouts:run_cases"],
     "plan": [
-        "launch.tables.predicting.validation:validate",
-        "launch.tables.predicting.validation_command:refit",
+        "launch.planning.fitting.validation:validate",
+        "launch.planning.fitting.validation_command:refit",
         "launch.planning.search.search_text:describe",  # where the search is done
         "launch.planning.search.search_text:as_json",
     ],
@@ -70,7 +70,7 @@ WORK = {
     "demonstrate": ["launch.evaluation.demonstration:Demonstration"],
     "recipe": ["launch.tables.verifying.verification:verify"],
     "report": ["launch.reports.document:assemble"],
-    "export_hf": ["launch.training.export:choose_checkpoint"],
+    "export_hf": ["launch.weights.export:choose_checkpoint"],
     "checkpoint": [
         "launch.checkpoints.inspection:faults",
         "launch.checkpoints.inspection:dtypes",
@@ -80,12 +80,12 @@ WORK = {
     "show_data": ["data.corpus:build"],
     "generate": ["launch.generate:run"],
     "benchmark": [
-        "launch.benchmarks.data_speed:measure_preparation",
-        "launch.benchmarks.data_speed:measure_loader",
-        "launch.benchmarks.attention_speed:measure_dtype",
-        "launch.benchmarks.step_speed:measure",
-        "launch.benchmarks.checkpoint_command:Worker",
-        "launch.benchmarks.gpu_command:taken",
+        "launch.experiments.benchmarks.data_speed:measure_preparation",
+        "launch.experiments.benchmarks.data_speed:measure_loader",
+        "launch.experiments.benchmarks.attention_speed:measure_dtype",
+        "launch.experiments.benchmarks.step_speed:measure",
+        "launch.experiments.benchmarks.checkpoint_command:Worker",
+        "launch.experiments.benchmarks.gpu_command:taken",
     ],
 }
 
@@ -345,7 +345,7 @@ def test_a_damaged_table_is_read_or_refused(tmp_path_factory, at, cut, put):
 def made(tmp_path_factory) -> Path:
     """A run of three steps that nothing has trained."""
     path = tmp_path_factory.mktemp("run")
-    from launch.runs.admission import admit
+    from launch.records.admission import admit
 
     facts = dict(name="table/small", command=["x"], resume=False, tiny=True, emulated_fp16=False)
     admit(path, plan(), **facts).close()

@@ -13,8 +13,8 @@ import pytest
 from launching import WORKERS, deepspeed, environment, run, run_ranks
 from scored import make_run, write_passages
 
-from launch.machine.watchdog import HANGING
-from launch.runs.metrics import read_metrics
+from launch.ranks.watchdog import HANGING
+from launch.records.metrics import read_metrics
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 TINY = ["--tiny", "--ds_config", "zero1", "--set", "precision=fp32"]

@@ -23,16 +23,16 @@ from transformers import (
 )
 
 from data.corpus import build
-from data.vocabularies.trained import train_bpe
-from data.vocabularies.vocabulary import vocabulary_digest
+from data.text.vocabularies.trained import train_bpe
+from data.text.vocabularies.vocabulary import vocabulary_digest
 from launch import export_hf
-from launch.checkpoints import checkpoint as checkpoints
+from launch.checkpoints import run_checkpoints as checkpoints
 from launch.checkpoints.stored import load_weights
-from launch.runs import vocabulary
-from launch.runs.metrics import read_metrics
-from launch.training.export import ExportMismatch
+from launch.records import vocabulary
+from launch.records.metrics import read_metrics
+from launch.weights.export import ExportMismatch
 from modeling.families import FAMILIES, family_of
-from modeling.huggingface.conversion import Form
+from modeling.formats.huggingface.conversion import Form
 from recipes import catalog
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe

@@ -12,10 +12,10 @@ from launching import ROOT, run, run_ranks
 from stored import model_tensors, write_checkpoint
 from transformers import BertForMaskedLM, GPT2LMHeadModel
 
-from data.vocabularies.trained import around, train_bpe, train_wordpiece
+from data.text.vocabularies.trained import around, train_bpe, train_wordpiece
 from launch import generate
 from launch.console import ends
-from launch.runs import vocabulary
+from launch.records import vocabulary
 from modeling.families import family_of
 from recipes import catalog
 

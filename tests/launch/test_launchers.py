@@ -9,7 +9,7 @@ from launching import ROOT, WORKERS, deepspeed, run
 
 from ds_configs.plan import Machine
 from launch import pretrain
-from launch.runs.metrics import read_metrics
+from launch.records.metrics import read_metrics
 from launch.starting.launch import show_plan
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]

@@ -16,7 +16,7 @@ from rank_server import free_port
 from srun_task import srun_environment
 
 from data.cache import default_directory
-from launch.runs.metrics import read_metrics
+from launch.records.metrics import read_metrics
 
 SCRIPT = str(ROOT / "launch" / "pretrain.py")
 TINY = ["--tiny", "--steps", "4", "--set", "precision=fp32", "--ds_config", "zero1"]

@@ -18,14 +18,15 @@ from slices import joined
 from transformers import GPT2LMHeadModel
 
 from launch import export_hf
-from launch.parity.comparison import Outcome, compare
-from launch.parity.layout_cases import FORCED
+from launch.experiments.parity.comparison import Outcome, compare
+from launch.experiments.parity.layout_cases import FORCED
 from launch.planning import plan_text
-from launch.training import build_model, initial_weights
+from launch.training import build_model
+from launch.weights import initial_weights
 from modeling import banded_attention as band
 from modeling.families import model_shape
+from modeling.formats.huggingface.gpt2 import CONVERSION
 from modeling.gpt2 import GPT2, GPT2Shape
-from modeling.huggingface.gpt2 import CONVERSION
 from modeling.initialization import Init
 from recipes import catalog
 from recipes.schema import Model

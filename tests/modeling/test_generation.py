@@ -18,9 +18,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from modeling.formats.huggingface.gpt2 import config, from_transformers
 from modeling.generation import Continuation, Request, continue_all, continue_prompt
 from modeling.gpt2 import GPT2, GPT2Shape
-from modeling.huggingface.gpt2 import config, from_transformers
 from modeling.initialization import Init
 from modeling.past import Past
 from modeling.sampling import Sampling, uniform_numbers

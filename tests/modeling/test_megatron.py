@@ -15,9 +15,9 @@ import torch
 from megatron_writer import Form, random_weights, write
 from numpy.testing._private.utils import runstring
 
-from modeling.megatron.checkpoint import open_checkpoint
-from modeling.megatron.files import is_checkpoint
-from modeling.megatron.names import name_map
+from modeling.formats.megatron.checkpoint import open_checkpoint
+from modeling.formats.megatron.files import is_checkpoint
+from modeling.formats.megatron.names import name_map
 from recipes import catalog
 from recipes.files import FileError
 from recipes.schema import Recipe

@@ -16,8 +16,8 @@ from slices import joined
 from transformers import GPT2LMHeadModel
 
 from launch.training.engine import parameter_groups
+from modeling.formats.huggingface.gpt2 import CONVERSION, config, from_transformers
 from modeling.gpt2 import GPT2, GPT2Shape
-from modeling.huggingface.gpt2 import CONVERSION, config, from_transformers
 from modeling.initialization import Init, Shard, canonical_name
 from modeling.layer_list import first, recomputed_chunks
 from modeling.transformer import tanh_gelu

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from launch.training.build_model import whole_model
 from modeling import cost
 from modeling.families import meta_parameters
-from modeling.huggingface.bert import CONVERSION, from_transformers
+from modeling.formats.huggingface.bert import CONVERSION, from_transformers
 from modeling.unpadding import row_of
 from recipes.schema import Recipe
 

@@ -1,6 +1,6 @@
 """launch/pretrain.py on streams of which little is read before training, so that more lies ahead of it."""
 
-from data.splits import streamed
+from data.samples.splits import streamed
 from launch import pretrain
 from launch.console import ends
 

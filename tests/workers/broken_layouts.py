@@ -20,9 +20,10 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from launch.console import quiet
-from launch.machine import abilities, ending, processes
-from launch.parity.layout_cases import LayoutCase
-from launch.parity.layout_runs import run_case
+from launch.experiments.parity.layout_cases import LayoutCase
+from launch.experiments.parity.layout_runs import run_case
+from launch.machine import abilities
+from launch.ranks import ending, processes
 from launch.training import micro_batches
 from modeling import bert, gpt2
 from modeling.hidden_dropout import HiddenDropout

@@ -7,8 +7,8 @@ import os
 import sys
 
 from launch import pretrain
-from launch.machine import processes
-from launch.runs import shared_directory
+from launch.ranks import processes
+from launch.records import shared_directory
 
 shared_directory.LOOK_FOR_S = 1
 if processes.rank() == 1:

@@ -3,7 +3,7 @@
 import sys
 
 from launch import pretrain
-from launch.machine import processes
+from launch.ranks import processes
 from launch.training import loop
 
 steps = []

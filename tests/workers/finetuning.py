@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from launch.console import quiet
-from launch.machine import abilities, ending, processes
+from launch.machine import abilities
+from launch.ranks import ending, processes
 
 quiet.quiet_libraries()
 MACHINE = abilities.detect_machine(emulated_fp16=False)
@@ -19,10 +20,10 @@ from data.tasks.corpus import build  # noqa: E402  (after the accelerator is cho
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.evaluation.finetuning_predictions import predict  # noqa: E402
 from launch.evaluation.finetuning_recipe import Wishes, cut_to, recipe_of  # noqa: E402
-from launch.runs.recorder import Silence  # noqa: E402
-from launch.training import initial_weights  # noqa: E402
+from launch.records.recorder import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
+from launch.weights import initial_weights  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
 

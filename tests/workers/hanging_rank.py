@@ -8,7 +8,7 @@ import signal
 import sys
 
 from launch import pretrain, score
-from launch.machine import processes, watchdog
+from launch.ranks import processes, watchdog
 
 enter = watchdog.Watchdog.enter
 

@@ -23,7 +23,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from data.corpus import build
 from ds_configs.resolver import resolve
 from launch.checkpoints import reading
-from launch.machine import ending, processes
+from launch.ranks import ending, processes
 from launch.training import loop, transformers_model, transformers_trainer
 from launch.training.job import Job
 from launch.training.run import checksum

@@ -4,7 +4,7 @@ import os
 import signal
 
 from launch import pretrain
-from launch.machine import processes
+from launch.ranks import processes
 from launch.training import loop
 
 steps = []

@@ -4,7 +4,7 @@ import os
 import signal
 
 from launch import pretrain
-from launch.checkpoints import checkpoint
+from launch.checkpoints import run_checkpoints as checkpoint
 
 completed = []
 complete = checkpoint.complete

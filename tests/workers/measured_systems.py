@@ -9,9 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from launch.benchmarks import systems, worker
-from launch.benchmarks.specification import Specification
-from launch.machine import ending, processes
+from launch.experiments.benchmarks import systems, worker
+from launch.experiments.benchmarks.specification import Specification
+from launch.ranks import ending, processes
 
 STEPS = 2
 GPT = ("precision=fp32", "batch.accumulation=2")

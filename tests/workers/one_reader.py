@@ -14,12 +14,12 @@ from pathlib import Path
 
 from data import corpus
 from data.batches import batch_digest
-from data.splits import streamed
-from data.streams.samples import StreamedSamples
+from data.samples.splits import streamed
+from data.samples.streams.samples import StreamedSamples
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
-from launch.machine import ending, processes
-from launch.machine.meeting import Meeting
+from launch.ranks import ending, processes
+from launch.ranks.meeting import Meeting
 from launch.training.training_batches import training_batches
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from launch import pretrain
-from launch.machine import processes
+from launch.ranks import processes
 from launch.training import loop
 
 steps = []

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from launch.console import quiet
-from launch.machine import ending, processes
+from launch.ranks import ending, processes
 
 Checks = Mapping[str, Callable[[], None]]
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from launch.console import quiet
-from launch.machine import abilities, ending, processes
+from launch.machine import abilities
+from launch.ranks import ending, processes
 
 quiet.quiet_libraries()
 MACHINE = abilities.detect_machine(emulated_fp16=True)
@@ -19,9 +20,10 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.checkpoints import checkpoint, reading  # noqa: E402
+from launch.checkpoints import reading  # noqa: E402
+from launch.checkpoints import run_checkpoints as checkpoint  # noqa: E402
 from launch.checkpoints.stored import load_weights  # noqa: E402
-from launch.runs.recorder import Silence  # noqa: E402
+from launch.records.recorder import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
 from launch.training.run import checksum  # noqa: E402

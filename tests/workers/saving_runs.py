@@ -15,16 +15,18 @@ from pathlib import Path
 from unittest import mock
 
 from launch.console import quiet
-from launch.machine import abilities, ending, processes
+from launch.machine import abilities
+from launch.ranks import ending, processes
 
 quiet.quiet_libraries()
 MACHINE = abilities.detect_machine()
 
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.checkpoints import checkpoint, manifest, saving, tensor_file  # noqa: E402
+from launch.checkpoints import manifest, saving, tensor_file  # noqa: E402
+from launch.checkpoints import run_checkpoints as checkpoint  # noqa: E402
 from launch.machine import memory  # noqa: E402
-from launch.runs.recorder import Silence  # noqa: E402
+from launch.records.recorder import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
 from launch.training.run import NotSavedError  # noqa: E402

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from launch.console import quiet
-from launch.machine import abilities, ending, processes
+from launch.machine import abilities
+from launch.ranks import ending, processes
 
 quiet.quiet_libraries()
 MACHINE = abilities.detect_machine()
@@ -23,7 +24,7 @@ from launch.evaluation.figures import figures  # noqa: E402  (after the accelera
 from launch.evaluation.scored_model import Wishes, open_model, plan_scoring  # noqa: E402
 from launch.evaluation.scoring import build_scoring_engine, score, steps_of  # noqa: E402
 from launch.evaluation.tasks import Asked, read_task  # noqa: E402
-from launch.machine.watchdog import Watchdog  # noqa: E402
+from launch.ranks.watchdog import Watchdog  # noqa: E402
 from launch.training.engine import released  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 

@@ -5,7 +5,7 @@ import time
 
 from data import loader
 from launch import pretrain
-from launch.machine import processes
+from launch.ranks import processes
 from modeling import transformer
 
 forward = transformer.TransformerLayer.forward

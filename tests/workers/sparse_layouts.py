@@ -14,7 +14,7 @@ from unittest import mock
 
 from broken_layouts import Breakage, train
 
-from launch.parity.layout_cases import LayoutCase
+from launch.experiments.parity.layout_cases import LayoutCase
 from modeling import banded_attention
 
 PROCESSES = 2

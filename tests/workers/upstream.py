@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from launch.console import quiet
-from launch.machine import abilities, ending, processes
+from launch.machine import abilities
+from launch.ranks import ending, processes
 
 quiet.quiet_libraries()
 abilities.detect_machine(emulated_fp16=True)

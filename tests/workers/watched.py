@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from launch.machine import watchdog
-from launch.machine.watchdog import Phase, Watchdog
+from launch.ranks import watchdog
+from launch.ranks.watchdog import Phase, Watchdog
 
 
 def main(directory: str, hang_after: str, what: str, rank: str) -> None:

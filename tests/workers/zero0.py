@@ -22,10 +22,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from data.corpus import build
 from ds_configs.resolver import resolve
-from launch.checkpoints import checkpoint
+from launch.checkpoints import run_checkpoints as checkpoint
 from launch.checkpoints.stored import load_weights
 from launch.deepspeed_fixes.zero0 import MasterWeights
-from launch.machine import ending, processes
+from launch.ranks import ending, processes
 from launch.training.job import Job
 from launch.training.loop import train as train_run
 from modeling.parallel.process_grid import ProcessGrid

@@ -26,10 +26,10 @@ from launching import ROOT, environment
 from data.prepare import pipeline
 from data.prepare.pool import WorkerDied
 from data.prepare.settings import Settings
-from data.sources.opening import packaged_files
-from data.stores.indexed import open_store
-from data.vocabularies.published import read_tokenizer
-from data.vocabularies.trained import train_wordpiece, wordpiece_tokenizer
+from data.text.sources.opening import packaged_files
+from data.text.vocabularies.published import read_tokenizer
+from data.text.vocabularies.trained import train_wordpiece, wordpiece_tokenizer
+from data.tokens.indexed import open_store
 from recipes.problems import ProblemsError
 from recipes.schema import Origin, Tokenizer
 

@@ -12,7 +12,7 @@ from scored import PASSAGES, tokenizer_of
 
 from data.tasks.documents import documents
 from data.tasks.lambada import lambada
-from data.tasks.wikitext import detokenized, original_tokens, wikitext103
+from data.tasks.wikitext103 import detokenized, original_tokens, wikitext103
 from recipes.problems import ProblemsError
 
 ORIGINAL = (

@@ -7,7 +7,7 @@ import pytest
 from launching import WORKERS, run_ranks
 from stored import layers_of_files
 
-from launch.checkpoints import checkpoint
+from launch.checkpoints import run_checkpoints as checkpoint
 from launch.checkpoints.stored import load_weights
 
 CASES = {  # name: processes, case

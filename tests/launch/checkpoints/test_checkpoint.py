@@ -14,15 +14,16 @@ from launching import run
 from safetensors.torch import load_file
 from stored import rewrite_manifest, write_checkpoint
 
-from launch.checkpoints import checkpoint, manifest, tensor_file
-from launch.checkpoints.checkpoint import Checkpoint, Damaged
+from launch.checkpoints import manifest, tensor_file
+from launch.checkpoints import run_checkpoints as checkpoint
 from launch.checkpoints.geometry import Cut, copies, rectangles, share
 from launch.checkpoints.manifest import Piece
 from launch.checkpoints.placement import Placement
+from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
 from launch.checkpoints.stored import StoredTensors, load_weights
 from launch.checkpoints.tensor_file import Entry
-from launch.generation.sample import sample
-from launch.training.export import choose_checkpoint
+from launch.evaluation.generation.sample import sample
+from launch.weights.export import choose_checkpoint
 from recipes import catalog
 from recipes.files import FileError
 

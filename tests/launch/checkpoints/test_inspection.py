@@ -12,7 +12,8 @@ import torch
 from stored import model_tensors, rewrite_manifest, write_checkpoint
 
 from launch import checkpoint as command
-from launch.checkpoints import checkpoint, inspection, tensor_file
+from launch.checkpoints import inspection, tensor_file
+from launch.checkpoints import run_checkpoints as checkpoint
 from launch.checkpoints.geometry import Cut, overlap, rectangles
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.console import ends

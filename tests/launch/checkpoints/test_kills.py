@@ -10,8 +10,8 @@ import psutil
 import pytest
 from launching import ROOT, deepspeed, environment, run
 
-from launch.checkpoints.checkpoint import complete_checkpoints
-from launch.runs.metrics import read_metrics
+from launch.checkpoints.run_checkpoints import complete_checkpoints
+from launch.records.metrics import read_metrics
 
 KILLS = 20
 FLAGS = [

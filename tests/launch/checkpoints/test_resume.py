@@ -14,8 +14,8 @@ import pytest
 from launching import ROOT, WORKERS, environment, run, run_ranks
 
 from launch.checkpoints import manifest, tensor_file
-from launch.checkpoints.checkpoint import complete_checkpoints, newest
-from launch.runs.metrics import read_metrics
+from launch.checkpoints.run_checkpoints import complete_checkpoints, newest
+from launch.records.metrics import read_metrics
 
 TWO_RANKS = {
     "zero0": ("zero0", 1, 1, 2, "fp32", []),

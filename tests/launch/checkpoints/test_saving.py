@@ -7,8 +7,8 @@ import sys
 import pytest
 from launching import WORKERS, run, run_ranks
 
-from launch.checkpoints.checkpoint import complete_checkpoints
-from launch.runs.metrics import read_metrics
+from launch.checkpoints.run_checkpoints import complete_checkpoints
+from launch.records.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")

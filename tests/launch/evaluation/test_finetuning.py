@@ -17,9 +17,9 @@ from data.loader import StepBatches
 from data.tasks.corpus import build
 from ds_configs.plan import Machine
 from launch.evaluation.finetuning_recipe import Wishes, recipe_of
-from launch.training import initial_weights
 from launch.training.engine import parameter_groups
 from launch.training.schedule import learning_rate
+from launch.weights import initial_weights
 from recipes.layout import Layout
 
 MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)

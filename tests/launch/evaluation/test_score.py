@@ -20,7 +20,7 @@ from launch.evaluation.figures import figures
 from launch.evaluation.result import read_scores
 from launch.evaluation.scored_model import Wishes, open_model, plan_scoring
 from launch.evaluation.tasks import Asked
-from launch.machine.ending import Failed
+from launch.ranks.ending import Failed
 from launch.score import out_of_memory_explained
 from recipes.problems import ProblemsError
 

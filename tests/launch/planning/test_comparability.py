@@ -11,9 +11,9 @@ from ds_configs.jsonfile import find, read
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch.planning.comparability import Incomparable, not_comparable
-from launch.runs.metrics import Records, StepRecord
-from launch.runs.result import Result, make_result
-from launch.runs.result_text import result_text
+from launch.records.metrics import Records, StepRecord
+from launch.records.result import Result, make_result
+from launch.records.result_text import result_text
 from recipes import catalog
 from recipes.layout import Layout
 from recipes.schema import Recipe

@@ -136,7 +136,7 @@ def test_deepspeed_judges_what_is_handed_on_unread(monkeypatch, tmp_path):
 def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):
     machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
     monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
-    monkeypatch.setattr("launch.machine.processes.world_size", lambda: 2)
+    monkeypatch.setattr("launch.ranks.processes.world_size", lambda: 2)
     asked = pretrain.build_parser().parse_args(
         ["--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny", "--set", "optimizer.lr=3e-4"]
     )

@@ -4,9 +4,10 @@ import socket
 
 import pytest
 
-from launch.machine import checks, checkup, processes
+from launch.machine import checks, checkup
 from launch.machine.memory import Memory
 from launch.planning import launch_checkup, memory_fit
+from launch.ranks import processes
 from recipes import catalog
 from recipes.files import FileError
 

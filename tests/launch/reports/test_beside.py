@@ -14,11 +14,11 @@ from launch import report
 from launch.machine import measuring
 from launch.planning.prediction import forecast_command, hardware, workload
 from launch.planning.prediction.forecast import forecast
+from launch.records.prediction import Predicted
+from launch.records.result import read_result, write_result
 from launch.reports import beside
 from launch.reports.entries import entries_of
 from launch.reports.tables import Tables
-from launch.runs.prediction import Predicted
-from launch.runs.result import read_result, write_result
 from recipes import catalog
 
 GPU = {**MACHINE, "accelerator": "Abacus GPU", "accelerators": 8, "accelerator_memory_gb": 4.0}

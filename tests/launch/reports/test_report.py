@@ -14,11 +14,11 @@ import pytest
 from reported import EVIL, TABLE, Page, make_run, plots, read_of, step, write_tables
 
 from launch import report
+from launch.records.result import read_result
+from launch.records.result_text import EXACT, result_text
 from launch.reports import entries, figures
 from launch.reports.drawing import PALETTE
 from launch.reports.tables import Tables, source_cells
-from launch.runs.result import read_result
-from launch.runs.result_text import EXACT, result_text
 
 
 @pytest.fixture(scope="module")

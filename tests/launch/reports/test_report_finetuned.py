@@ -13,11 +13,11 @@ from reported import Page, make_run, write_tables
 from launch.evaluation import finetuning_summary, pretrained
 from launch.evaluation.finetuning_summary import Finished, Summary
 from launch.evaluation.pretrained import Pretrained
+from launch.records.result import TaskScore
 from launch.reports import csvfile, finetuned, markdown, webpage
 from launch.reports.document import assemble
 from launch.reports.runs import read_run
 from launch.reports.tables import Tables
-from launch.runs.result import TaskScore
 
 BERTS = """\
 title: Berts

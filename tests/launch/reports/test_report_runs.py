@@ -11,12 +11,12 @@ import pytest
 from reported import lines, make_run, read_of, step, validations, write_tables
 
 from launch import report
-from launch.machine import ending, out_of_memory
+from launch.ranks import ending, out_of_memory
+from launch.records.metrics import MOST_NAMED
 from launch.reports import comparison
 from launch.reports import runs as reading
 from launch.reports.entries import entry_of
 from launch.reports.tables import Tables
-from launch.runs.metrics import MOST_NAMED
 from recipes.layout import Layout
 
 

@@ -5,8 +5,8 @@ from launching import deepspeed, run
 
 from launch.machine.abilities import detect_machine
 from launch.planning import resolved_plans
-from launch.runs.metrics import read_metrics
-from launch.runs.result import read_result
+from launch.records.metrics import read_metrics
+from launch.records.result import read_result
 from recipes import catalog
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.checkpoints.checkpoint import Checkpoint
+from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.training import loop
 from launch.training import run as runs
 from launch.training.outcome import STUCK_STEPS, Diverged, SkippedInARow, StepOutcome

@@ -8,12 +8,14 @@ import pytest
 import torch
 from stored import model_tensors, write_checkpoint
 
-from data.vocabularies.trained import train_bpe
+from data.text.vocabularies.trained import train_bpe
 from ds_configs.plan import Machine
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
-from launch.runs import vocabulary
-from launch.training import agreement, build_model, given_tensors, initial_weights, transformers_model
+from launch.records import vocabulary
+from launch.training import agreement, build_model, transformers_model
 from launch.training.job import plan_job
+from launch.weights import foreign_weights as given_tensors
+from launch.weights import initial_weights
 from recipes import catalog
 from recipes.files import FileError
 from recipes.problems import ProblemsError

@@ -5,9 +5,9 @@ import json
 import pytest
 from launching import WORKERS, run_ranks
 
-from data.vocabularies.trained import around, train_bpe
-from launch.checkpoints.checkpoint import newest
-from launch.runs.metrics import read_metrics
+from data.text.vocabularies.trained import around, train_bpe
+from launch.checkpoints.run_checkpoints import newest
+from launch.records.metrics import read_metrics
 
 FILES, RECORDS, AT = 4, 60, 40
 

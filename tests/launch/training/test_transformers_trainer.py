@@ -14,9 +14,9 @@ from launching import ROOT, WORKERS, deepspeed, environment, run, run_ranks
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
-from launch.checkpoints.checkpoint import complete_checkpoints, newest
+from launch.checkpoints.run_checkpoints import complete_checkpoints, newest
 from launch.checkpoints.stored import load_weights
-from launch.runs.metrics import read_metrics
+from launch.records.metrics import read_metrics
 from launch.training.job import plan_job
 from recipes import catalog
 

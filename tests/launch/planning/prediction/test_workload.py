@@ -12,7 +12,7 @@ from launch.planning.prediction.forecast import speed
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.rank_memory import of_stage
 from launch.planning.resolved_plans import anywhere, published_plan
-from launch.runs.throughput import Throughput
+from launch.records.throughput import Throughput
 from modeling import cost
 from recipes import catalog
 

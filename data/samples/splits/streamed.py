@@ -1,0 +1,248 @@
+"""The splits of a stream: training samples as they come, and held-out ones from its first documents."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from data.cache import SAY_EVERY_S, Say
+from data.samples.fields import HELD_OUT_SEED, HeldOut, Parts
+from data.samples.streams.families import Family
+from data.samples.streams.lanes import Encode, Lane, LaneReader, Place, Placed, lane_count
+from data.samples.streams.samples import Lanes, StreamedSamples
+from data.split_rule import part_of
+from data.text.sources.documents import Source
+from recipes.problems import Key, Problem, ProblemsError, Setting, pieces
+from recipes.schema import Origin, Recipe
+
+T = TypeVar("T")
+
+
+class Once(Protocol):
+    """What `make` returns; in a run of several ranks one of them makes it, and the others are handed it.
+
+    Raises:
+        ValueError: `make` did, on the rank that ran it.
+    """
+
+    def __call__(self, make: Callable[[], T]) -> T: ...
+
+
+def made_here(make: Callable[[], T]) -> T:
+    """`Once` of a process that works for itself."""
+    return make()
+
+
+UNIGRAM_TOKENS = 200_000
+_FIRST_HELD_OUT = 1 << 10  # lanes of held-out samples are numbered from here, above all others
+_FILES_AT_ONCE = 8  # that held-out documents are taken from in turn
+# Tokenized at once, over all lanes: about 0.1 s, so that the first batch comes soon.
+_BATCH_CHARACTERS = 1 << 19
+_LEAST_BATCH = 1 << 15  # of one lane
+_HEAD_BATCH_CHARACTERS = 1 << 16  # little beyond what is wanted: 20 documents pass for one that is held out
+
+
+@dataclass
+class _Held:
+    """Held-out documents of one split, until they give enough samples.
+
+    Reads like the `LaneReader` of one epoch.
+    """
+
+    source: Source
+    family: Family
+    number: int  # of the lane
+    wanted: int
+    documents: list[tuple[Placed, Any]] = field(default_factory=list)
+    measured: int = 0
+
+    @property
+    def found(self) -> int:
+        """Samples that the documents give."""
+        return self.family.samples(self.measured)
+
+    @property
+    def full(self) -> bool:
+        return self.found >= self.wanted
+
+    def add(self, placed: Placed, encoded: Any) -> None:
+        if not self.full:
+            self.documents.append((placed, encoded))
+            self.measured += self.family.measure(self.number, placed.place, encoded)
+
+    def epoch_from(self, place: Place) -> Iterator[tuple[Placed, Any]]:
+        return iter(self.documents)
+
+    def finish(self, sequence_length: int) -> HeldOut:
+        lane = self.family.lane(self, self.number)
+        samples = [lane.take(item, HELD_OUT_SEED) for item in range(min(self.found, self.wanted))]
+        return HeldOut(self.family.stack(samples), sequence_length)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the first documents of a stream give: the same to every rank.
+
+    Attributes:
+        held_out: by split.
+        counts: (V,) of the first training tokens.
+        documents: that were read.
+    """
+
+    held_out: dict[str, HeldOut]
+    counts: np.ndarray
+    documents: int
+
+
+def read_head(
+    source: Source,
+    family: Family,
+    encode: Encode,
+    part: Callable[[int], str],
+    held: dict[str, _Held],
+    vocabulary: int,
+    say: Say,
+) -> tuple[np.ndarray, int]:
+    """Reads until every split has its samples and enough training tokens are counted.
+
+    Less if the stream ends.
+
+    Args:
+        part: the split of a document by its index within its file.
+        held: the held-out splits, to be filled.
+        vocabulary: V.
+
+    Returns:
+        (V,) counts of the first training tokens; the number of documents read.
+    """
+    counts = np.zeros(vocabulary, dtype=np.int64)
+    counted = documents = 0
+    last = time.monotonic()
+
+    def needed() -> Iterator[Placed]:
+        nonlocal documents, last
+        for placed in in_turn(source):
+            documents += 1
+            name = part(placed.index)
+            # Documents that nothing wants any more are passed over untokenized.
+            if counted < UNIGRAM_TOKENS if name == "train" else not held[name].full:
+                yield placed
+            elif counted >= UNIGRAM_TOKENS and all(split.full for split in held.values()):
+                return
+            if time.monotonic() - last >= SAY_EVERY_S:
+                last = time.monotonic()
+                found = ", ".join(f"{h.found:,} of {h.wanted:,} {n} samples" for n, h in held.items())
+                say(f"{source.name}: {found} after {documents:,} documents")
+
+    for placed, encoded in encode(needed()):
+        if (name := part(placed.index)) != "train":
+            held[name].add(placed, encoded)
+        elif counted < UNIGRAM_TOKENS:
+            ids = family.tokens(encoded)[: UNIGRAM_TOKENS - counted]
+            counts += np.bincount(ids, minlength=vocabulary)
+            counted += ids.size
+    return counts, documents
+
+
+def in_turn(source: Source) -> Iterator[Placed]:
+    """Documents of the first files in turn, then of the next files; the turn in a place is the file."""
+    for first in range(0, source.shards, _FILES_AT_ONCE):
+        files = range(first, min(first + _FILES_AT_ONCE, source.shards))
+        readers = deque((file, source.shard_documents(file)) for file in files)
+        while readers:
+            file, reader = readers.popleft()
+            if (document := next(reader, None)) is not None:
+                yield Placed(Place(turn=file, record=document.index), document.text)
+                readers.append((file, reader))
+
+
+def stream_parts(
+    recipe: Recipe,
+    family: Family,
+    origin: Origin,
+    source: Source,
+    wanted: int,
+    single_lane: bool,
+    say: Say,
+    once: Once,
+) -> Parts:
+    """The parts of a streamed source.
+
+    Held-out samples are made of the first held-out documents of its files.
+
+    Args:
+        wanted: samples of each held-out split.
+        single_lane: read in one lane, as a part of a blend is.
+        once: as for `data.corpus.build`.
+
+    Raises:
+        ValueError: the stream cannot be read, or ends before it has held out one sample.
+    """
+    data, length = recipe.data, recipe.sequence_length
+
+    def part(index: int) -> str:
+        return part_of(index, data.validation_every, data.test_every)
+
+    head = once(lambda: _head(recipe, family, origin, source, wanted, part, say))
+    held_out, counts = head.held_out, head.counts
+    lanes = 1 if single_lane else lane_count(recipe.batch.global_, source.shards)
+    encode = family.encoder(origin, max(_LEAST_BATCH, _BATCH_CHARACTERS // lanes))
+
+    def open_lane(number: int) -> Lane:
+        reader = LaneReader(source, number, lanes, encode, lambda index: part(index) == "train")
+        return family.lane(reader, number)
+
+    # Of what was read before training: another stream differs here already. Of one held-out sample, since a
+    # run may be resumed with more of them.
+    checksum = zlib.crc32(counts.astype("<i8").tobytes(), source.shards)
+    for _, values in sorted(held_out["validation"].fields.items()):
+        checksum = zlib.crc32(np.ascontiguousarray(values[:1]).tobytes(), checksum)
+    summary = {
+        "source": source.name,
+        "files": source.shards,
+        "lanes": lanes,
+        "train_tokens_crc32": f"{checksum:08x}",
+        "documents_read_for_validation": head.documents,
+        "unigram_tokens": int(counts.sum()),
+    }
+    opened = Lanes(source, lanes, open_lane, family.stack)
+    train = StreamedSamples(opened, length, recipe.batch.global_, say)
+    return Parts(train, held_out["validation"], held_out.get("test"), counts, summary)
+
+
+def _head(
+    recipe: Recipe,
+    family: Family,
+    origin: Origin,
+    source: Source,
+    wanted: int,
+    part: Callable[[int], str],
+    say: Say,
+) -> Head:
+    """The held-out samples and the counts of training tokens; raises ValueError as `stream_parts` says."""
+    data = recipe.data
+    every = f"every {data.validation_every}th document"
+    say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
+    held = {
+        name: _Held(source, family.for_held_out(), _FIRST_HELD_OUT + number, wanted)
+        for number, name in enumerate(("validation", "test") if data.test_every else ("validation",))
+    }
+    encode = family.encoder(origin, _HEAD_BATCH_CHARACTERS)
+    counts, documents = read_head(source, family, encode, part, held, recipe.model.vocab_size, say)
+    for name, split in held.items():
+        if not min(split.found, wanted):
+            key = f"data.{name}_every"
+            every_nth = Setting(key, getattr(data, f"{name}_every"))
+            why = pieces(family.too_short(split.measured))
+            came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
+            fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
+            raise ProblemsError([Problem(key, came, fix=fix)])
+    return Head(
+        {name: split.finish(recipe.sequence_length) for name, split in held.items()}, counts, documents
+    )

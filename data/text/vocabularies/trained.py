@@ -1,0 +1,182 @@
+"""Vocabularies trained on the recipe's own training documents and kept in the cache.
+
+trained_bpe: byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): any text can be encoded and no
+    token means "unknown".
+trained_wordpiece: lower-cased WordPiece as in BERT (Devlin et al. 2018, section 3): pieces that continue a
+    word begin with ##, and a word with a character outside the vocabulary is [UNK].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import BertTokenizer, PreTrainedTokenizerFast
+
+from data import cache, durable_files
+from data.cache import Say
+from data.durable_files import Damaged
+from data.split_rule import part_of
+from data.text.sources.documents import Source
+from data.text.vocabularies.encoder import use_all_cores
+from recipes.problems import Key, Problem, ProblemsError, Setting
+from recipes.schema import Recipe
+from recipes.vocabularies import SMALLEST_BPE
+
+END_OF_DOCUMENT = "<|endoftext|>"
+BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
+# Characters; merges hardly change beyond, and training keeps every distinct word.
+TRAINING_TEXT_LIMIT = 256 << 20
+# Different characters in a WordPiece vocabulary; BERT's own has about 1000.
+FEWEST_CHARACTERS, MOST_CHARACTERS = 48, 1000
+_FILE_MAGIC = "megarecipes-vocabulary-2"
+
+
+def trained_tokenizer(
+    recipe: Recipe, sources: Sequence[Source], directory: Path, say: Say
+) -> PreTrainedTokenizerFast:
+    """The vocabulary that the sources' training documents yield, from the cache or kept there.
+
+    Every source gives the same share of `TRAINING_TEXT_LIMIT`.
+
+    Raises:
+        ValueError: the text is too short to yield that many tokens.
+    """
+    size, data = recipe.model.vocab_size, recipe.data
+    finite = bool(sources) and all(source.finite for source in sources)
+    assert finite, "the schema refuses to train a vocabulary on a stream"
+    bert = data.tokenizer.kind == "trained_wordpiece"
+    fingerprints = [source.fingerprint() for source in sources]
+    splits = (data.validation_every, data.test_every)
+    decided_by = [_FILE_MAGIC, tokenizers.__version__, fingerprints, *splits, size, TRAINING_TEXT_LIMIT]
+    digest = hashlib.sha256(json.dumps(decided_by).encode()).hexdigest()[:20]
+    path = directory / f"{'wordpiece' if bert else 'bpe'}-{size}-{digest}.vocabulary"
+    what = f"vocabulary of {size} tokens"
+
+    def write() -> None:
+        started = time.perf_counter()
+        named = ", ".join(source.name for source in sources)
+        say(f"{what}: training a {'WordPiece' if bert else 'byte-level BPE'} on {named}")
+        tokenizer = (train_wordpiece if bert else train_bpe)(_texts(recipe, sources), size)
+        content = tokenizer.to_str().encode()
+        with durable_files.replacing(path) as file:
+            file.write(f"{_FILE_MAGIC} {hashlib.sha256(content).hexdigest()}\n".encode() + content)
+        say(f"{what}: trained in {time.perf_counter() - started:.1f} s, kept in {path}")
+
+    def read() -> Tokenizer:
+        head, _, content = path.read_bytes().partition(b"\n")
+        if head.decode("ascii", "replace") != f"{_FILE_MAGIC} {hashlib.sha256(content).hexdigest()}":
+            raise Damaged(f"{path} does not match its checksum")
+        return Tokenizer.from_str(content.decode())
+
+    return around(data.tokenizer.kind, cache.fetch([path], read, write, what, say))
+
+
+def around(kind: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
+    """What `train_bpe` or `train_wordpiece` gave, as `transformers` has it."""
+    if kind == "trained_wordpiece":
+        return wordpiece_tokenizer(backend.get_vocab(), lowercase=True)
+    ends = dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **ends)
+
+
+def _texts(recipe: Recipe, sources: Sequence[Source]) -> Iterator[str]:
+    """Training documents of every source in turn, each source up to its share of the limit."""
+    data, limit = recipe.data, TRAINING_TEXT_LIMIT // len(sources)
+    for source in sources:
+        parts = ((part_of(d.index, data.validation_every, data.test_every), d) for d in source.documents())
+        yield from _limited((document.text for part, document in parts if part == "train"), limit)
+
+
+def _limited(texts: Iterable[str], characters: int) -> Iterator[str]:
+    seen = 0
+    for text in texts:
+        yield text
+        seen += len(text)
+        if seen >= characters:
+            return
+
+
+def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
+    """Trains a byte-level BPE of exactly `size` tokens. Raises ValueError: the text is too short for that.
+
+    Equal texts give an equal vocabulary.
+    """
+    assert size >= SMALLEST_BPE, "the schema refuses smaller ones"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    begin: dict[str, Any] = dict(special_tokens=[END_OF_DOCUMENT], initial_alphabet=letters)
+    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, **begin)
+    use_all_cores()
+    tokenizer.train_from_iterator(_limited(texts, TRAINING_TEXT_LIMIT), trainer)
+    _check_size(tokenizer.get_vocab_size(), size)
+    return tokenizer
+
+
+def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
+    """Trains BERT's uncased WordPiece of exactly `size` tokens. Equal texts give an equal vocabulary.
+
+    The texts are held in memory while training (at most `TRAINING_TEXT_LIMIT` characters). [PAD] [UNK] [CLS]
+    [SEP] [MASK] are tokens 0 to 4, then come the most frequent characters, at most an eighth of the
+    vocabulary.
+
+    Raises:
+        ValueError: the text is too short to yield that many tokens, or the vocabulary too small for its
+            characters.
+    """
+    held = list(_limited(texts, TRAINING_TEXT_LIMIT))
+    specials = {token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}
+    template = wordpiece_tokenizer(specials, lowercase=True).backend_tokenizer
+    letters = _characters(held, template, min(max(FEWEST_CHARACTERS, size // 8), MOST_CHARACTERS))
+    continuing = [f"##{c}" for c in letters if len(template.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1]
+    first = [*BERT_SPECIAL_TOKENS, *letters, *continuing]
+    if len(first) > size:
+        rule = f"a WordPiece vocabulary of this text begins with {len(first)} special tokens and characters"
+        fix = ("set ", Key("model.vocab_size"), f" to {len(first)} or more")
+        raise ProblemsError([Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)])
+    # The trainer numbers ##-characters in the order of a randomly seeded hash table, breaks ties of merges by
+    # these numbers, and cuts an alphabet at random among equally frequent characters. As "special tokens"
+    # they keep the places given here.
+    begin: dict[str, Any] = dict(special_tokens=first, initial_alphabet=letters, limit_alphabet=len(letters))
+    trainer = trainers.WordPieceTrainer(vocab_size=size, show_progress=False, **begin)
+    use_all_cores()
+    raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    raw.normalizer, raw.pre_tokenizer = template.normalizer, template.pre_tokenizer
+    raw.train_from_iterator(held, trainer)
+    vocabulary = raw.get_vocab(with_added_tokens=False)
+    _check_size(len(vocabulary), size)
+    return wordpiece_tokenizer(vocabulary, lowercase=True).backend_tokenizer
+
+
+def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[str]:
+    """The `most` most frequent characters of the normalised texts, in the order of their code points."""
+    counts: Counter[str] = Counter()
+    for character, times in Counter(chain.from_iterable(texts)).items():
+        for kept in template.normalizer.normalize_str(character):
+            counts[kept] += times
+    letters = (c for c in counts if not c.isspace())
+    return sorted(sorted(letters, key=lambda c: (-counts[c], c))[:most])
+
+
+def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTrainedTokenizerFast:
+    """BERT's tokenizer around a vocabulary; equal vocabularies give tokenizers of an equal digest."""
+    by_number = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
+    return BertTokenizer(vocab=by_number, do_lower_case=lowercase)
+
+
+def _check_size(found: int, size: int) -> None:
+    if found != size:
+        rule = f"the training text yields a vocabulary of only {found} tokens"
+        fix = ("set ", Setting("model.vocab_size", found), " or less, or give more text")
+        raise ProblemsError([Problem("model.vocab_size", Setting("model.vocab_size", size), rule, fix)])

@@ -1,0 +1,123 @@
+"""Finite sources: tokenized once into a token store of the cache that all later runs map into memory.
+
+Document d of the store is document d of the source, empty ones too, so that one store serves every split.
+Next to it lies a JSON file with what it was made of and its checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from data import cache, durable_files
+from data.cache import SAY_EVERY_S, Say
+from data.durable_files import Damaged
+from data.text.sources.documents import Document, Skipped, Source
+from data.text.vocabularies.encoder import Encoder, SentenceEncoder
+from data.text.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
+from data.tokens.indexed import Checksum, Store, StoreWriter, bin_path, idx_path, open_store
+from data.tokens.verified import checksum_of
+from recipes.plural import counted
+from recipes.schema import Origin
+
+FORMAT_VERSION = 2
+
+
+@dataclass(frozen=True)
+class OpenedStore:
+    """A store and what is known about it."""
+
+    name: str
+    store: Store
+    text_bytes: int | None  # of the documents it was made of, in UTF-8; None: not known
+    checksum: str
+
+
+def cached_store(
+    sequences: Literal["documents", "sentences"],
+    origin: Origin,
+    source: Source,
+    tokenizer: PreTrainedTokenizerFast,
+    directory: Path,
+    say: Say,
+    skipped: Skipped | None = None,
+) -> OpenedStore:
+    """The token store of a source, made where the cache lacks it.
+
+    `skipped`: what has taken the source's broken records.
+
+    Raises:
+        ValueError: the source or the cache directory cannot be read.
+    """
+    sentences = origin.sentences if sequences == "sentences" else None
+    made_of = {
+        "format": FORMAT_VERSION,
+        "source": source.fingerprint(),
+        "vocabulary": vocabulary_digest(tokenizer),
+        "tokenizers": tokenizers.__version__,
+        "sentences": sentences,
+    }
+    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:20]
+    prefix = directory / f"{key}.{sequences}"
+    facts_path = prefix.with_name(prefix.name + ".json")
+    what = f"tokens of {source.name}"
+
+    def write() -> None:
+        encode = SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
+        writer = StoreWriter(prefix, vocabulary_size(tokenizer))
+        facts = made_of | _tokenize(encode(source.documents()), writer, what, say)
+        facts["left_out"] = Skipped.describe(skipped.found()) if skipped and skipped.found() else ""
+        content = json.dumps(facts, indent=2)
+        with durable_files.replacing(facts_path) as file:
+            file.write(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode())
+
+    def read() -> OpenedStore:
+        content, _, digest = facts_path.read_bytes().rstrip(b"\n").rpartition(b"\n")
+        if hashlib.sha256(content).hexdigest().encode() != digest:
+            raise Damaged(f"{facts_path} does not match its checksum")
+        facts, store = json.loads(content), open_store(prefix)
+        if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
+            found = f"{store.documents} documents and {store.tokens} tokens"
+            raise Damaged(f"{prefix} has {found}, not those of {facts_path.name}")
+        stated = Checksum(facts["idx_crc32"], facts["bin_crc32"])
+        if checksum_of(store, directory, say) != stated:
+            raise Damaged(f"{prefix} does not match its checksum")
+        if facts.get("left_out"):
+            say(f"{what}: {facts['left_out']}")
+        return OpenedStore(source.name, store, facts["text_bytes"], f"{stated.bin:08x}")
+
+    return cache.fetch((facts_path, bin_path(prefix), idx_path(prefix)), read, write, what, say)
+
+
+def _tokenize(
+    encoded: Iterable[tuple[Document, Any]], writer: StoreWriter, what: str, say: Say
+) -> dict[str, int]:
+    """Write the documents to a store; `say` how far it is every few seconds and at the end."""
+    text_bytes, started = 0, time.monotonic()
+    said = started
+
+    def progress(since: str) -> None:
+        done = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
+        say(f"{what}: {done} {since} {time.monotonic() - started:.1f} s")
+
+    with writer:
+        for document, tokens in encoded:
+            for _ in range(writer.documents, document.index):
+                writer.add_document([])  # an empty document of the source, which it passes over
+            writer.add_document(tokens if isinstance(tokens, list) else [tokens])
+            text_bytes += len(document.text.encode())
+            if time.monotonic() - said >= SAY_EVERY_S:
+                said = time.monotonic()
+                progress("after")
+    progress("in")
+    assert writer.checksum is not None
+    made = {"documents": writer.documents, "tokens": writer.tokens, "text_bytes": text_bytes}
+    return made | {"idx_crc32": writer.checksum.idx, "bin_crc32": writer.checksum.bin}

@@ -1,0 +1,214 @@
+"""Token stores that Megatron-LM and its relatives can read, and those that they wrote.
+
+`data/tokens/index_format.py` has the format.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.cache import SAY_EVERY_S, Say
+from data.durable_files import Damaged, replacing
+from data.tokens.index_format import BLOCK, DTYPES, HEADER, MAGIC, VERSION, Index, mapped, read_index
+
+SIXTEEN_BIT_VOCABULARY = 65500  # Megatron-LM's limit: smaller ones are stored as uint16, others as int32
+_CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+_READ = 1 << 24  # bytes
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Type of stored tokens, by Megatron-LM's rule, so that its tools choose the same."""
+    return np.dtype("<u2" if vocab_size < SIXTEEN_BIT_VOCABULARY else "<i4")
+
+
+def bin_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".idx")
+
+
+class Checksum(NamedTuple):
+    """CRC-32 of the two files."""
+
+    idx: int
+    bin: int
+
+
+class Store:
+    """An open store: both files are mapped, not read. `open_store` makes it.
+
+    The arrays over sequences lie in the file without alignment: copy before searching them, as numpy would at
+    each call.
+    """
+
+    def __init__(self, prefix: Path, index: Index, tokens: np.ndarray):
+        self.prefix, self.dtype = prefix, index.dtype
+        self.tokens_array = tokens  # (tokens,) of all sequences, in order
+        self.sizes = index.sizes  # (n,) int32 tokens per sequence
+        self.pointers = index.pointers  # (n,) int64 bytes
+        self.document_index = index.documents  # (documents + 1,) int64 sequences
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.sizes)
+
+    @property
+    def documents(self) -> int:
+        return len(self.document_index) - 1
+
+    @property
+    def tokens(self) -> int:
+        return len(self.tokens_array)
+
+    def document(self, document: int) -> np.ndarray:
+        """(tokens,) of all its sequences, where they lie."""
+        start, end = self.sequence_starts(self.document_index[document : document + 2]).tolist()
+        return self.tokens_array[start:end]
+
+    def sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
+        """int64: where in `tokens_array` each of `sequences` begins; `len(store)` is the end."""
+        starts = np.full(sequences.shape, self.tokens, dtype=np.int64)
+        inside = sequences < len(self)
+        starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
+        return starts
+
+    def checksum(self, say: Say = lambda line: None) -> Checksum:
+        """Reads both files whole; `say` is told how far it is every few seconds."""
+        return Checksum(_file_crc(idx_path(self.prefix), say), _file_crc(bin_path(self.prefix), say))
+
+
+def open_store(prefix: Path) -> Store:
+    """Opens a store and checks that the two files are whole and belong together.
+
+    Reads all of .idx, only the length of .bin.
+
+    Raises:
+        FileNotFoundError: neither file is there.
+        Damaged: one half is missing, truncated, contradicts itself or the other half, or is something else.
+        ValueError: the store is sound, but its tokens are no integers.
+    """
+    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    if len(missing) == 2:
+        raise FileNotFoundError(f"{prefix}: there is no {missing[0].name} and no {missing[1].name}")
+    if missing:
+        raise Damaged(f"{missing[0]} is missing: a token store is a .bin and an .idx of one name")
+    index = read_index(idx_path(prefix))
+    found, promised = os.stat(bin_path(prefix)).st_size, index.tokens * index.dtype.itemsize
+    if found != promised:
+        why = f"{idx_path(prefix).name} promises {promised} ({index.tokens} tokens of {index.dtype.itemsize})"
+        rule = "one of the two is truncated or belongs to another store"
+        raise Damaged(f"{bin_path(prefix)} has {found} bytes where {why}: {rule}")
+    return Store(prefix, index, mapped(bin_path(prefix)).view(index.dtype))
+
+
+class StoreWriter:
+    """Writes a store, document by document, in memory that does not grow with it.
+
+    Both files appear when it is complete, .bin first; `finish` or the good end of a `with` block completes
+    it, an exception in the block leaves nothing. A store of that name is replaced.
+    """
+
+    def __init__(self, prefix: Path, vocab_size: int):
+        """Open the files of a store to write, in a directory that exists.
+
+        Args:
+            vocab_size: decides the type of the tokens, and every token must be below.
+        """
+        self.dtype = token_dtype(vocab_size)
+        self.tokens = self.sequences = self.documents = 0
+        self.checksum: Checksum | None = None  # of the two files, once finished
+        self._prefix, self._vocab_size, self._bin_crc = prefix, vocab_size, 0
+        self._files = ExitStack()
+        # Files take their names in reverse order: .idx, which a reader looks at first, comes last.
+        self._idx = self._files.enter_context(replacing(idx_path(prefix)))
+        self._bin = self._files.enter_context(replacing(bin_path(prefix)))
+        # The document index; as an array it would be 8 bytes of memory per document.
+        index = tempfile.TemporaryFile(dir=prefix.parent)  # noqa: SIM115 - closed with the others
+        self._index = self._files.enter_context(index)
+        self._idx.write(bytes(HEADER.size))
+        self._index.write(np.int64(0).tobytes())
+
+    def add_document(self, sequences: Sequence[np.ndarray]) -> None:
+        """Append one document, which may be empty, without its empty sequences."""
+        self.add_documents(
+            np.concatenate(sequences) if len(sequences) else np.empty(0, np.int64),
+            np.array([len(sequence) for sequence in sequences], dtype=np.int64),
+            np.array([len(sequences)]),
+        )
+
+    def add_documents(self, tokens: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
+        """Appends many documents at once.
+
+        Args:
+            tokens: (N,) integers, of all sequences in order.
+            sizes: (S,) tokens of each sequence; they add up to N.
+            counts: (D,) sequences of each document; they add up to S.
+        """
+        assert sizes.sum() == len(tokens) and counts.sum() == len(sizes), "sizes do not match"
+        known = len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < self._vocab_size)
+        assert known, "token outside the vocabulary"
+        filled = sizes > 0
+        filled_before = np.concatenate([[0], np.cumsum(filled)])
+        ends = self.sequences + filled_before[np.cumsum(counts)]
+        payload = tokens.astype(self.dtype).tobytes()
+        self._bin.write(payload)
+        self._bin_crc = zlib.crc32(payload, self._bin_crc)
+        self._idx.write(sizes[filled].astype("<i4").tobytes())
+        self._index.write(ends.astype("<i8").tobytes())
+        self.tokens += len(tokens)
+        self.sequences += int(filled_before[-1])
+        self.documents += len(counts)
+
+    def finish(self) -> None:
+        """Completes the files, flushes them to disk and gives them their names."""
+        start = 0
+        for first in range(0, self.sequences, BLOCK):  # sizes are read back, pointers are written behind them
+            self._idx.seek(HEADER.size + 4 * first)
+            sizes = np.frombuffer(self._idx.read(4 * min(BLOCK, self.sequences - first)), "<i4")
+            ends = start + np.cumsum(sizes, dtype=np.int64)
+            self._idx.seek(HEADER.size + 4 * self.sequences + 8 * first)
+            self._idx.write(((ends - sizes) * self.dtype.itemsize).astype("<i8").tobytes())
+            start = int(ends[-1])
+        self._index.seek(0)
+        shutil.copyfileobj(self._index, self._idx)
+        self._idx.seek(0)
+        self._idx.write(HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], self.sequences, self.documents + 1))
+        self._idx.flush()
+        self.checksum = Checksum(_file_crc(Path(self._idx.name)), self._bin_crc)
+        # Between the two renames no .idx may stand next to a .bin that is not its own.
+        idx_path(self._prefix).unlink(missing_ok=True)
+        self._files.close()
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is not None:
+            self._files.__exit__(kind, *error)
+        elif self.checksum is None:
+            with self._files:  # a full disk leaves nothing either
+                self.finish()
+
+
+def _file_crc(path: Path, say: Say = lambda line: None) -> int:
+    found, said = 0, time.monotonic()
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while part := file.read(_READ):
+            found = zlib.crc32(part, found)
+            if time.monotonic() - said >= SAY_EVERY_S:
+                said = time.monotonic()
+                say(f"{path}: {file.tell() / 1e9:.1f} of {size / 1e9:.1f} GB checked")
+    return found

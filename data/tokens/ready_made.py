@@ -1,0 +1,191 @@
+"""Token stores that are there already: prepare_data's, or of another Megatron-family tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from data.cache import Say
+from data.durable_files import Damaged
+from data.text.vocabularies.vocabulary import vocabulary_digest
+from data.tokens.cached import OpenedStore
+from data.tokens.index_format import read_header
+from data.tokens.indexed import Checksum, Store, bin_path, idx_path, open_store
+from data.tokens.verified import checksum_of
+from recipes import files
+from recipes.problems import Key, Problem, ProblemsError, Setting, Text
+from recipes.schema import Origin
+
+REPORT = "report.json"
+MOST_REPORT = 1 << 30  # bytes; it names every input file
+LOOKED_AT = 1 << 22  # bytes of tokens that planning looks at
+Sequences = Literal["documents", "sentences"]
+
+
+def ready_made_store(
+    kind: str,
+    sequences: Sequences,
+    origin: Origin,
+    tokenizer: PreTrainedTokenizerFast,
+    directory: Path,
+    say: Say,
+) -> OpenedStore:
+    """The store that an origin names, checked.
+
+    Args:
+        kind: `data.tokenizer.kind`, which `tokenizer` comes from.
+        sequences: what one sequence must hold; a GPT can train from either.
+        directory: where the checksums of large stores are kept once they are read.
+
+    Raises:
+        ValueError: there is no sound store, it is not what its report tells of, its tokens are of another
+            vocabulary, or a BERT's store has no sentences.
+    """
+    prefix = store_prefix(origin, sequences)
+    try:
+        store = open_store(prefix)
+    except (OSError, Damaged) as error:
+        raise _refused(origin, str(error), "prepare or copy the store again") from error
+    facts = _facts(prefix.parent / REPORT, store)
+    _check_digest(kind, origin, facts, tokenizer)
+    each = np.diff(store.document_index)
+    if sequences == "sentences" and each.size and each.max() <= 1:
+        rule = "every document of the store is one sequence, and a BERT's samples are made of sentences"
+        again = "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)"
+        raise _refused(origin, rule, again)
+    checksum = checksum_of(store, directory, say)
+    _check_recorded(prefix, facts, checksum)
+    text_bytes = text_bytes if isinstance(text_bytes := facts.get("text_bytes"), int) else None
+    return OpenedStore(str(origin.name), store, text_bytes, f"{checksum.bin:08x}")
+
+
+def _check_recorded(prefix: Path, facts: dict[str, Any], found: Checksum) -> None:
+    """Refuse a store whose files have changed since prepare_data reported their checksums."""
+    recorded = facts.get("crc32")
+    stated = recorded if isinstance(recorded, dict) else {}
+    files_of = {"idx": idx_path(prefix), "bin": bin_path(prefix)}
+    changed = [
+        Problem(
+            "data.name",
+            f"{path} has CRC-32 {now:08x}, and {REPORT} recorded {stated[kind]}",
+            "it has changed since prepare_data wrote it",
+            "copy the whole directory again, or prepare the store again",
+        )
+        for kind, path in files_of.items()
+        if kind in stated and stated[kind] != f"{(now := getattr(found, kind)):08x}"
+    ]
+    if changed:
+        raise ProblemsError(changed)
+
+
+def check_ready_made(
+    kind: str,
+    sequences: Sequences,
+    origin: Origin,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerFast | None,
+) -> None:
+    """Check what the first bytes of a store and its report tell; `ready_made_store` checks all of it.
+
+    Args:
+        vocab_size: `model.vocab_size`.
+        tokenizer: of the recipe, where it is known.
+
+    Raises:
+        ValueError: there is no store, or one of another vocabulary.
+    """
+    prefix = store_prefix(origin, sequences)
+    try:
+        dtype = read_header(idx_path(prefix)).dtype
+        with open(bin_path(prefix), "rb") as file:
+            beginning = np.frombuffer(file.read(LOOKED_AT // dtype.itemsize * dtype.itemsize), np.uint8)
+    except (OSError, Damaged) as error:
+        raise _refused(origin, str(error), "prepare or copy the store again") from error
+    facts = _reported(prefix.parent / REPORT)
+    made_with = facts.get("vocab_size", vocab_size)
+    if tokenizer is None and made_with != vocab_size:
+        came = Setting("model.vocab_size", vocab_size)
+        rule = f"the store {origin.name} was made with a vocabulary of {made_with} tokens"
+        fix = ("set ", Setting("model.vocab_size", made_with))
+        raise ProblemsError([Problem("model.vocab_size", came, rule, fix)])
+    if tokenizer is not None:
+        _check_digest(kind, origin, facts, tokenizer)
+    tokens = beginning[: len(beginning) // dtype.itemsize * dtype.itemsize].view(dtype)
+    if tokens.size and int(tokens.max()) >= vocab_size:
+        raise outside_vocabulary(str(origin.name), int(tokens.max()), vocab_size)
+
+
+def outside_vocabulary(name: str, token: int, vocab_size: int) -> ProblemsError:
+    """What is raised where a store has a token that the recipe's vocabulary lacks."""
+    came = (f"{name}: token {token} is outside the vocabulary of ", Setting("model.vocab_size", vocab_size))
+    vocabulary = ("set ", Key("data.tokenizer.kind"), " and ", Key("model.vocab_size"))
+    fix = (*vocabulary, " to the vocabulary that the store was made with")
+    return ProblemsError([Problem("model.vocab_size", came, fix=fix)])
+
+
+def _check_digest(
+    kind: str, origin: Origin, facts: dict[str, Any], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    digest = vocabulary_digest(tokenizer)
+    if facts.get("vocabulary_digest", digest) != digest:
+        given = Setting("data.tokenizer.kind", kind)
+        fix = ("set ", Setting("data.tokenizer.kind", "store"), ", which takes the one kept with it")
+        raise _refused(origin, ("the store was made with another vocabulary than ", given, " gives"), fix)
+
+
+def store_prefix(origin: Origin, sequences: Sequences) -> Path:
+    """Path of the two files without .bin and .idx. Raises ValueError: there is none, or no single store."""
+    assert origin.name is not None, "the schema demands a name"
+    path = files.path_of(origin.name, "data.name")
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # a name too long, a NUL, a link to itself
+        raise _refused(origin, str(error), "give another path") from error
+    if not path.is_dir():
+        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        if not (bin_path(prefix).exists() or idx_path(prefix).exists()):
+            if path.with_name(path.name + ".partial").exists():
+                fix = "run its command again, which resumes the work"
+                raise _refused(origin, "prepare_data has not finished there", fix)
+            rule = f"no such directory, and no {bin_path(prefix).name} (seen from {Path.cwd()})"
+            fix = "give what prepare_data wrote, or the path of a .bin and an .idx without the ending"
+            raise _refused(origin, rule, fix)
+        return prefix
+    found = sorted(file.with_suffix("") for file in path.glob("*.idx"))
+    preferred = [prefix for prefix in found if sequences.removesuffix("s") in prefix.name]
+    if len(chosen := preferred if len(found) > 1 else found) != 1:
+        names = ", ".join(prefix.name for prefix in found) or "none"
+        rule = f"a directory with {len(found)} token stores ({names})"
+        raise _refused(origin, rule, f"name one of them, as {path / 'NAME'}")
+    return chosen[0]
+
+
+def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:
+    return ProblemsError([Problem("data.name", Setting("data.name", origin.name), rule, fix)])
+
+
+def _facts(report: Path, store: Store) -> dict[str, Any]:
+    """What prepare_data reported about the store, if it did. Raises ValueError: of another store."""
+    facts = _reported(report)
+    stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
+    if stated != {key: getattr(store, key) for key in stated}:
+        found = f"{store.documents} documents and {store.tokens} tokens, and {report} says {stated}"
+        fix = "copy the whole directory again"
+        raise ValueError(f"{store.prefix} has {found}: they do not belong together; {fix}")
+    return facts
+
+
+def _reported(report: Path) -> dict[str, Any]:
+    """The part of prepare_data's report about the store; {} without a report."""
+    if not report.exists():
+        return {}
+    facts = files.read_json_object(report, MOST_REPORT).get("store", {})
+    if not isinstance(facts, dict):
+        came = f'its "store" is {files.named_kind(facts)}'
+        files.refuse(report, came, "prepare_data writes an object there", "prepare the store again")
+    return facts

@@ -1,0 +1,32 @@
+"""The sample at the end of a run: its prompt, continued or with its masks filled by the final weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from launch.checkpoints import run_checkpoints as checkpoint
+from launch.checkpoints.stored import StoredTensors
+from launch.training.build_model import whole_model
+from modeling import cost
+from modeling.families import family_of
+from recipes.schema import Recipe
+
+LARGEST_SAMPLED = 2_000_000_000  # parameters; rank 0 does not assemble a larger model to continue a prompt
+
+
+def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """What the model of the last step says to run.prompt, or why it is not asked; None without a prompt."""
+    if recipe.run.prompt is None:
+        return None
+    if cost.parameters(recipe.model, recipe.positions) > LARGEST_SAMPLED:
+        return f"not sampled: more than {LARGEST_SAMPLED:,} parameters"
+    saved = checkpoint.newest(checkpoints)
+    if saved is None or saved.step < recipe.steps:
+        return (
+            "not sampled: there is no checkpoint of the last step (run.save_last=false); "
+            "--set run.save_last=true keeps one"
+        )
+    model = whole_model(recipe, StoredTensors(saved.directory, saved.manifest))
+    return str(family_of(recipe.model).answer(model, tokenizer, recipe.run.prompt, recipe.seed))

@@ -1,0 +1,119 @@
+"""A trained model in a directory: its recipe, where its weights are, and its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from data.text.vocabularies.published import gpt2_tokenizer, read_tokenizer
+from data.text.vocabularies.vocabulary import missing_roles, vocabulary_size
+from launch.records import vocabulary
+from launch.weights import foreign_weights as given_tensors
+from launch.weights import initial_weights
+from launch.weights.foreign_weights import RunWeights
+from modeling.families import family_of
+from recipes import catalog
+from recipes.problems import Problem, ProblemsError
+from recipes.schema import Recipe
+from recipes.vocabularies import GPT2_VOCABULARY
+
+KEY = "MODEL"  # how the command calls its argument
+TOKENIZER = "--tokenizer"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that can be loaded.
+
+    Attributes:
+        run: the run that it is of; None: `transformers`' or Megatron's weights.
+        weights: their directory: of a run that of its newest whole checkpoint.
+        step: completed optimizer steps of that run.
+        vocabulary_at: the directory that holds the vocabulary; None: GPT-2's published one.
+        recipe: its model without a sentence head; all but model and positions matters to training alone.
+        remarks: what a user should know of the weights.
+    """
+
+    weights: Path
+    run: Path | None
+    step: int | None
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerFast
+    vocabulary_at: Path | None
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def continues(self) -> bool:
+        """Whether it writes on after a prompt, and does not fill in masks."""
+        return family_of(self.recipe.model).continues
+
+
+def open_model(
+    given: str, tokenizer: str | None = None, check: Callable[[Recipe], None] = lambda recipe: None
+) -> TrainedModel:
+    """The model in a directory, checked as far as headers tell; `tokenizer`: where its vocabulary is.
+
+    `check`: raises ProblemsError where the model is not what is wanted, before its vocabulary is looked for.
+    Raises ProblemsError: there is none, its weights are not whole, or the vocabulary is not the model's.
+    """
+    try:
+        return _open(given, tokenizer, check)
+    except ProblemsError as error:
+        raise ProblemsError(map(_of_this_command, error.problems)) from None
+
+
+def _open(given: str, tokenizer: str | None, check: Callable[[Recipe], None]) -> TrainedModel:
+    recipe, run, step = initial_weights.described(given, catalog.load()), None, None
+    saved, weights = given_tensors.saved_in(given), Path(given)
+    if isinstance(saved, RunWeights):
+        recipe, weights, step = saved.recipe, saved.checkpoint.directory, saved.checkpoint.step
+        run = weights.parent.parent if weights.parent.name == "checkpoints" else None
+    check(recipe)
+    # The head is not asked, and weights without one are as good.
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"sentence_head": "none"})})
+    initial_weights.check(str(weights), recipe)
+    found, place = _tokenizer(weights, run, recipe, tokenizer)
+    if problems := list(_unfit(found, recipe)):
+        raise ProblemsError(problems)
+    return TrainedModel(weights, run, step, recipe, found, place, tuple(saved.remarks(recipe)))
+
+
+def _of_this_command(problem: Problem) -> Problem:
+    """What is said of weights and vocabularies in general, as of this command's arguments."""
+    where = problem.where.removeprefix(f"{initial_weights.KEY} ")
+    return replace(problem, key=KEY if problem.key == initial_weights.KEY else problem.key, where=where)
+
+
+def _tokenizer(
+    weights: Path, run: Path | None, recipe: Recipe, asked: str | None
+) -> tuple[PreTrainedTokenizerFast, Path | None]:
+    """The vocabulary, and where it is."""
+    if asked is not None:
+        tokenizer = read_tokenizer(asked)
+        if said := vocabulary.foreign_tokens(weights, tokenizer):
+            rule = "the weights know the tokens of their own vocabulary alone"
+            raise ProblemsError([Problem(TOKENIZER, said, rule, f"leave {TOKENIZER} out")])
+        return tokenizer, Path(asked)
+    if run is not None:
+        return vocabulary.load(run), run / vocabulary.FOLDER
+    if any((weights / name).is_file() for name in vocabulary.KEPT_BY_OTHERS):
+        return read_tokenizer(weights), weights
+    if recipe.model.vocab_size == GPT2_VOCABULARY:
+        return gpt2_tokenizer(), None
+    came = f"{weights} holds no vocabulary ({', '.join(vocabulary.KEPT_BY_OTHERS)})"
+    rule = "text becomes the model's tokens"
+    raise ProblemsError([Problem(TOKENIZER, came, rule, f"name its directory with {TOKENIZER} DIR")])
+
+
+def _unfit(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Problem]:
+    tokens, size = vocabulary_size(tokenizer), recipe.model.vocab_size
+    if tokens > size:
+        came = f"the vocabulary in {tokenizer.name_or_path or 'that directory'} has {tokens:,} tokens"
+        fix = f"name the directory of the model's own with {TOKENIZER} DIR"
+        yield Problem(TOKENIZER, came, f"the model has {size:,} (model.vocab_size)", fix)
+    if not family_of(recipe.model).continues and (missing := missing_roles(tokenizer)):
+        came = f"the vocabulary names no {', '.join(missing)}"
+        yield Problem(TOKENIZER, came, "masks are filled with them", f"name another with {TOKENIZER} DIR")

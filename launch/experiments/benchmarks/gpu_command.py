@@ -1,0 +1,148 @@
+"""`benchmark.py gpu`: its flags, and the walk through its steps, whose results are kept as they come."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.durable_files import write_atomically
+from launch.console import arguments, output, terminal
+from launch.console.text_table import table
+from recipes import files
+from recipes.problems import Problem, ProblemsError
+
+if TYPE_CHECKING:
+    from launch.experiments.benchmarks.gpu_steps import Step
+
+MOST_BYTES = 2**28  # of a results file
+
+EXAMPLES = """\
+examples:
+  python launch/benchmark.py gpu
+      everything that one GPU can tell, in steps of minutes; started again, it goes on after the last one
+  python launch/benchmark.py gpu --minutes 9 --only 1.2b attention
+      two steps, none of which is started later than nine minutes from now
+  python launch/benchmark.py gpu --again 1.2b
+      that step once more, and those that are not done
+  python launch/benchmark.py gpu --on cpu --folder runs/walk
+      every step on tiny shapes: shows that they work, and measures nothing
+
+results.json in --folder has hardware, versions, command, goals and all numbers, by step; results.txt shows
+them."""
+
+NO_GPU = Problem(
+    "gpu", "benchmark.py gpu on a machine without a GPU", "its steps measure one",
+    "start it where torch.cuda.is_available(), or walk through the steps on tiny shapes with --on cpu",
+)  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what is measured").add_argument
+    add("--only", nargs="+", metavar="STEP", help="these steps alone (--list shows them)")
+    add("--again", nargs="+", default=[], metavar="STEP", help="also where they are done")
+    add("--list", action="store_true", help="list the steps and exit")
+    add("--on", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, to try the steps")
+    minutes = arguments.whole(most=10**5)
+    add("--minutes", type=minutes, metavar="N", help="start no step later than this (default: no limit)")
+    folder = "results, traces, runs (default: %(default)s)"
+    add("--folder", default="runs/benchmark-gpu", metavar="DIR", help=folder)
+
+
+def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+    """Take the steps that are not done; all results. Raises ValueError where it cannot be done like that."""
+    from launch.experiments.benchmarks import gpu_steps
+    from launch.experiments.benchmarks.gpu_context import Context
+
+    steps = gpu_steps.STEPS
+    if args.list:
+        print(table((step.name, step.title) for step in steps))
+        return {}
+    chosen = chosen_steps(args, steps)
+    if args.on == "cuda" and not machine["accelerators"]:
+        raise ProblemsError([NO_GPU])
+    folder = output.directory("--folder", args.folder).absolute()
+    kept = kept_results(folder, args.on, machine)
+    folder.mkdir(parents=True, exist_ok=True)
+    context, started = Context(args.on, folder, terminal.say), time.monotonic()
+    for number, step in enumerate(chosen, 1):
+        done = kept["steps"].get(step.name, {}).get("status") == "done"
+        if done and step.name not in args.again:
+            terminal.say(f"{step.name}: done before")
+            continue
+        if args.minutes and time.monotonic() - started > 60 * args.minutes:
+            terminal.say(f"{step.name} and later steps: left for the next start (--minutes {args.minutes})")
+            break
+        terminal.say(f"\nstep {number} of {len(chosen)}: {step.name}, {step.title}")
+        kept["steps"][step.name] = taken(step, context) | {"command": sys.argv, "hardware": machine}
+        keep(folder, kept)
+        terminal.say(described(step.name, kept["steps"][step.name]))
+    return kept
+
+
+def taken(step: Step, context: Any) -> dict[str, Any]:
+    """The result of one step, which fails for itself alone."""
+    from launch.experiments.benchmarks.gpu_context import CannotRunHere
+
+    started = time.monotonic()
+    result: dict[str, Any] = {"title": step.title, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    try:
+        outcome = step.run(context)
+        # A walk reaches and misses nothing.
+        judged = [replace(goal, measured=None) if context.walks else goal for goal in outcome.goals]
+        goals = [asdict(goal) | {"said": str(goal)} for goal in judged]
+        result |= {"status": "done", "goals": goals, "said": outcome.said, "found": outcome.found}
+    except CannotRunHere as why:
+        result |= {"status": "cannot run here", "said": str(why)}
+    except Exception as error:  # whatever it is, the next step may work
+        told = str(error) if isinstance(error, ValueError) else traceback.format_exc()[-2000:]
+        result |= {"status": "failed", "said": told}
+    return result | {"seconds": time.monotonic() - started}
+
+
+def chosen_steps(args: argparse.Namespace, steps: Sequence[Step]) -> list[Step]:
+    """Those asked for by name, else all. Raises ProblemsError."""
+    names = [step.name for step in steps]
+    problems = [
+        Problem(flag, f"{flag} {name}", f"the steps are {', '.join(names)}", "see --list")
+        for flag, given in (("--only", args.only or []), ("--again", args.again))
+        for name in given
+        if name not in names
+    ]
+    if problems:
+        raise ProblemsError(problems)
+    return [step for step in steps if not args.only or step.name in args.only or step.name in args.again]
+
+
+def kept_results(folder: Path, device: str, machine: dict[str, Any]) -> dict[str, Any]:
+    """What earlier starts measured here. Raises ProblemsError where that was another machine."""
+    new = {"on": device, "accelerator": machine["accelerator"], "steps": {}}
+    path = folder / "results.json"
+    if not path.exists():
+        return new
+    kept: dict[str, Any] = files.read_json_object(path, MOST_BYTES)
+    was, is_ = ((each.get("on"), each.get("accelerator")) for each in (kept, new))
+    if was != is_ or not isinstance(kept.get("steps"), dict):
+        came, rule = f"{path} is of {was}, and this is {is_}", "one file is of one machine"
+        raise ProblemsError([Problem("--folder", came, rule, "name another --folder")])
+    return kept
+
+
+def keep(folder: Path, kept: dict[str, Any]) -> None:
+    """Write all results, as numbers and as text."""
+    write_atomically(folder / "results.json", json.dumps(kept, indent=1, default=str) + "\n")
+    text = "\n\n".join(described(name, result) for name, result in kept["steps"].items())
+    write_atomically(folder / "results.txt", f"{kept['accelerator']}, {kept['on']}\n\n{text}\n")
+
+
+def described(name: str, result: dict[str, Any]) -> str:
+    """One step's result as text: the goals next to what was measured, then the rest."""
+    first = f"{name}: {result['title']}: {result['status']} after {result['seconds']:.0f} s"
+    goals = [goal["said"] for goal in result.get("goals", [])]
+    return "\n".join([first, *goals, result["said"]])

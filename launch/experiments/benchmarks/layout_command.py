@@ -1,0 +1,124 @@
+"""`benchmark.py layouts` and `benchmark.py scaling`: their flags, and what they measure."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from launch.console import arguments, output, terminal
+from launch.experiments.benchmarks import layout_speed, step_speed, step_text
+from launch.experiments.benchmarks.layout_speed import STRONG, WEAK
+from launch.experiments.benchmarks.specification import Specification
+from launch.experiments.benchmarks.step_command import PICTURES, add_model, add_pace, pace_of, plans_of
+from launch.experiments.benchmarks.step_speed import RATE, Measured
+from recipes.layout import Layout
+from recipes.plural import counted
+from recipes.problems import Problem, ProblemsError
+
+EXAMPLES = """\
+examples:
+  python launch/benchmark.py layouts
+      TP2, DP2 and PP2 on this machine next to one process with all its cores, in turns
+  python launch/benchmark.py layouts --set model.hidden=768 --set model.heads=12 --eager
+
+  ideal      seconds that one process with all cores needs for as many tokens
+  bubble     the pipeline's schedule has nothing to do for a stage
+  waiting    for other ranks and their tensors, beyond that
+  computing  the rest: smaller products, work that is done twice, memory that is shared"""
+
+SCALING_EXAMPLES = """\
+examples:
+  python launch/benchmark.py scaling --plot scaling.png
+      data parallelism on 1, 2, 4, ... processes, of which each has one core or one GPU
+  python launch/benchmark.py scaling --kinds weak --processes 8 --ds_config zero2
+
+  weak    each process has the same work: as many tokens more as processes
+  strong  all share the work that the most processes have in weak scaling"""
+
+
+def add_layout_flags(parser: argparse.ArgumentParser) -> None:
+    _add_shared(parser)
+    add_pace(parser)
+
+
+def add_scaling_flags(parser: argparse.ArgumentParser) -> None:
+    add = _add_shared(parser)
+    kinds = (WEAK, STRONG)
+    add("--kinds", nargs="+", choices=kinds, default=list(kinds), help="default: both")
+    add(
+        "--processes", type=arguments.whole(most=4096), metavar="N", help="the most (default: cores, or GPUs)"
+    )
+    add("--plot", metavar="FILE", help="draw the efficiencies, as .png, .svg or .pdf")
+    add_pace(parser)
+
+
+def _add_shared(parser: argparse.ArgumentParser) -> Any:
+    add_model(parser)
+    add = parser.add_argument_group("what is measured").add_argument
+    add("--ds_config", default="zero1", metavar="FILE", help="but for the pipeline (default: %(default)s)")
+    add("--eager", action="store_true", help="without torch.compile")
+    return add
+
+
+def base(args: argparse.Namespace, system: str = "ours") -> Specification:
+    compiled = not args.eager and system == "ours"
+    settings = tuple(args.set)
+    return Specification(system, system, args.recipe, settings, args.tiny, args.ds_config, compiled)
+
+
+def one_process(args: argparse.Namespace) -> Layout:
+    """The layout of the recipe in one process. Raises ValueError."""
+    from ds_configs.resolver import resolve
+    from launch.machine import abilities
+
+    return resolve(base(args).load(), args.ds_config, 1, abilities.detect_machine()).layout
+
+
+def check_devices(needed: int, flag: str) -> None:
+    """Raises ProblemsError where ranks would share a GPU."""
+    from launch.ranks.processes import device_limit
+
+    limit = device_limit()
+    if limit is not None and needed > limit:
+        came, rule = f"{flag}: {counted(needed, 'process')}", f"each needs a GPU, and there are {limit}"
+        raise ProblemsError([Problem(flag, came, rule, "DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= for CPUs")])
+
+
+def measure_layouts(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+    """Measure and print; the numbers. Raises ValueError where it cannot be done like that."""
+    cases = layout_speed.cases(base(args), one_process(args))
+    check_devices(2, "layouts")
+    measured = measure(args, [case.spec for case in cases])
+    rows = layout_speed.overheads(measured, cases)
+    print(f"\n{layout_speed.overhead_table(rows)}\n\n{step_text.parts(measured)}")
+    print(step_text.disturbance(measured))
+    return {"rows": [asdict(row) for row in rows], "measured": [asdict(each) for each in measured]}
+
+
+def measure_scaling(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+    """The same of more and more processes."""
+    most = args.processes or machine["accelerators"] or machine["cores"]
+    specs = layout_speed.scaled(base(args), one_process(args), most, args.kinds)
+    check_devices(most, "--processes")
+    if args.plot is not None:
+        output.new_file("--plot", args.plot, PICTURES)
+    measured = measure(args, specs)
+    found = layout_speed.efficiencies(measured)
+    print(f"\n{step_text.speeds(step_speed.summarised(measured), specs[0].name)}\n")
+    for kind, efficiency in found.items():
+        said = ", ".join(f"{n}: {share:.0%}" for n, share in efficiency.items())
+        print(f"{kind} scaling, tokens/s and process over those of the fewest processes: {said}")
+    print(step_text.disturbance(measured))
+    if args.plot is not None and found:
+        layout_speed.draw_scaling(found, Path(args.plot), f"{args.recipe}, {args.ds_config}")
+    return {"efficiency": found, "measured": [asdict(each) for each in measured]}
+
+
+def measure(args: argparse.Namespace, specs: Sequence[Specification]) -> list[Measured]:
+    """The specifications and the matrix rate, in turns."""
+    terminal.say(plans_of(specs))
+    rate = base(args, RATE)
+    return step_speed.measure([*specs, rate], pace_of(args), terminal.say)

@@ -1,0 +1,173 @@
+"""`benchmark.py step`: its flags, and what they measure."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ds_configs.plan import Plan
+from launch.console import arguments, output, terminal
+from launch.experiments.benchmarks import step_speed, step_text
+from launch.experiments.benchmarks.specification import Specification
+from launch.experiments.benchmarks.step_speed import RATE, Pace
+from launch.experiments.benchmarks.turns import WorkerFailed
+from recipes.problems import Problem, ProblemsError
+
+EXAMPLES = """\
+examples:
+  python launch/benchmark.py step
+      GPT-2 of 14M parameters under zero1; some three minutes on two cores, most of it starting and compiling
+  python launch/benchmark.py step --ds_config zero1 zero3_offload --systems ours transformers
+      two configurations; each system in a process of its own, in turns of some steps each
+  python launch/benchmark.py step --recipe bert/sotu --set sequence_length=512 --set batch.global=8
+      a BERT, whose padding counts neither as tokens nor as operations
+  python launch/benchmark.py step --variants compiled --profile runs/traces --plot step.png --out step.json
+      also traces for chrome://tracing, and the operations that take longest
+
+systems:
+  ours          our engine as training runs it: the loader's batches, the step, what ranks tell each other
+  transformers  its model under the same resolved DeepSpeed JSON, in a loop without anything else
+  bare          our model in a compiled PyTorch loop with flat fp32 masters and torch's fused AdamW: what
+                DeepSpeed and our loop cost
+  nano          a plain GPT-2 in the manner of nanoGPT, compiled; weights in bf16 on a CPU, autocast on a GPU
+All read the same batches. Shares are of the rate of a large square product, and of the mean rate of the
+products that the model consists of, measured between the systems' turns; operations are counted exactly,
+those of recomputation not. Memory is of the process, or of the GPU."""
+
+SYSTEMS = ("ours", "transformers", "bare", "nano")
+VARIANTS = ("eager", "compiled")
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add = parser.add_argument_group("what is measured").add_argument
+    configs = "DeepSpeed JSONs, as paths or bare names in ds_configs/ (default: zero1)"
+    add("--ds_config", nargs="+", default=["zero1"], metavar="FILE", help=configs)
+    add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of ours (default: both)")
+    add("--no_launch", action="store_true", help="leave out the seconds from a launch to its first step")
+    add("--profile", metavar="DIR", help="write torch's traces there, and show what takes longest")
+    add("--plot", metavar="FILE", help="draw the table, as .png, .svg or .pdf")
+    add_pace(parser)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("which model").add_argument
+    add(
+        "--recipe",
+        default="default/sotu",
+        metavar="TABLE/ROW",
+        help="a row of recipes/ (default: %(default)s)",
+    )
+    setting = "override one field of the recipe, e.g. --set batch.global=16; repeatable"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
+    add("--tiny", action="store_true", help="shrink the recipe to what runs in seconds")
+
+
+def add_pace(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how long").add_argument
+    count = arguments.whole(most=10**6)
+    add("--blocks", type=count, default=5, metavar="N", help="turns of each system (default: %(default)s)")
+    add("--steps", type=count, default=6, metavar="N", help="of a turn (default: %(default)s)")
+    add(
+        "--warm_up",
+        type=count,
+        default=4,
+        metavar="N",
+        help="steps before the first turn (default: %(default)s)",
+    )
+    apart = "one system after the other, not in turns: for models of which memory holds one"
+    add("--apart", action="store_true", help=apart)
+
+
+def pace_of(args: argparse.Namespace) -> Pace:
+    return Pace(args.blocks, args.steps, args.warm_up, args.apart)
+
+
+def specifications(args: argparse.Namespace) -> list[Specification]:
+    """The systems that the flags ask for, ours first."""
+
+    def made(name: str, system: str, config: str, compiled: bool) -> Specification:
+        return Specification(name, system, args.recipe, tuple(args.set), args.tiny, config, compiled)
+
+    first, found, family = args.ds_config[0], [], made("", "", "", False).load().model.family
+    for config in args.ds_config:
+        for variant in reversed(VARIANTS):
+            if "ours" in args.systems and variant in args.variants:
+                found.append(made(f"ours, {config}, {variant}", "ours", config, variant == "compiled"))
+    if "bare" in args.systems:
+        found.append(made("bare loop, compiled", "bare", first, True))
+    if "nano" in args.systems and family == "bert":
+        terminal.say("nano: not measured: there is no plain loop for BERT")
+    elif "nano" in args.systems:
+        found.append(made("as nanoGPT, compiled", "nano", first, True))
+    for config in args.ds_config if "transformers" in args.systems else ():
+        found.append(made(f"transformers, {config}", "transformers", config, False))
+    return [*found, made("matrix rate", RATE, first, False)]
+
+
+def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+    """Measure and print; the numbers. Raises ValueError where it cannot be done like that."""
+    specs = specifications(args)
+    check_files(args)
+    described = plans_of(specs)
+    terminal.say(described)
+    folder = None
+    if args.profile:
+        folder = Path(args.profile).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    measured = step_speed.measure(specs, pace_of(args), terminal.say, folder)
+    rows = step_speed.summarised(measured)
+    found: dict[str, Any] = {"model": described, "rows": [asdict(row) for row in rows]}
+    found["measured"] = [asdict(each) for each in measured]
+    if rows:
+        print(f"\n{step_text.rates(measured)}\n\n{step_text.speeds(rows, rows[0].name)}")
+        print(step_text.disturbance(measured))
+        print(f"\n{step_text.parts(measured)}\n{step_text.starts(measured)}\n{step_text.profiled(measured)}")
+        if args.plot:
+            step_text.draw(rows, Path(args.plot), described)
+    if not args.no_launch and "ours" in args.systems:
+        try:
+            start = step_speed.launch_seconds(specs[0])
+            found["launch"] = {**asdict(start), "seconds": start.seconds}
+            print(f"pretrain.py: {start}")
+        except WorkerFailed as error:
+            print(f"launch to first step: not measured: {error}")
+    return found
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Raises ProblemsError where something cannot be written."""
+    if args.plot is not None:
+        output.new_file("--plot", args.plot, PICTURES)
+    if args.profile is not None:
+        output.directory("--profile", args.profile)
+
+
+def plans_of(specs: Sequence[Specification]) -> str:
+    """The model and its batch in a line. Raises ValueError where a configuration refuses it."""
+    from ds_configs.resolver import resolve
+    from launch.machine import abilities
+
+    machine = abilities.detect_machine()
+    plans: list[Plan] = []
+    for spec in specs:
+        recipe = spec.load()
+        if recipe.model.implementation == "transformers":
+            rule = "it runs transformers' modules, which are a system of their own here"
+            fix = "--set model.implementation=megarecipes"
+            raise ProblemsError([Problem("--recipe", f"--recipe {spec.recipe}", rule, fix)])
+        config = spec.ds_config or recipe.ds_config
+        plans.append(resolve(recipe, config, spec.processes, machine))
+    model, layout, precision = recipe.model, plans[0].layout, plans[0].precision
+    shape = (
+        f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocab_size}"
+    )
+    return (
+        f"{specs[0].recipe}: {model.family}, {shape}, sequence {recipe.sequence_length}, {precision}; "
+        f"micro-batch {layout.micro} x {layout.accumulation}, dropout {recipe.dropout.hidden:g}"
+    )

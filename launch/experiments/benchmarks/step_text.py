@@ -1,0 +1,118 @@
+"""What `benchmark.py step` shows: a table, where the time goes, a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.console.text_table import table
+from launch.experiments.benchmarks.step_speed import Measured, Row
+
+PARTS = ("data", "forward", "backward", "optimizer", "reduction", "between stages")
+
+
+def speeds(rows: Sequence[Row], reference: str) -> str:
+    """A line per system."""
+    headings = ("", "s/step", "fastest", "tokens/s", "TFLOP/s", "of square", "of products", "peak GB", "time")
+    cells = [
+        (
+            row.name,
+            f"{row.seconds:.4f}",
+            f"{row.fastest:.4f}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.tflops:.3f}",
+            percent(row.share),
+            percent(row.product_share),
+            "-" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.2f}",
+            f"{row.times:.2f}x",
+        )  # fmt: skip
+        for row in rows
+    ]
+    return f"{table(cells, headings, 'lrrrrrrrr')}\n(s/step: the median; time: over that of {reference})"
+
+
+def disturbance(measured: Sequence[Measured]) -> str:
+    """How much others computed meanwhile, without which no timing can be judged."""
+    shares = [share for each in measured for share in each.others]
+    if not shares:
+        return ""
+    median, most = statistics.median(shares), max(shares)
+    return f"other programs had {median:.0%} of the cores in the median turn, {most:.0%} in the worst"
+
+
+def rates(measured: Sequence[Measured]) -> str:
+    """The machine's rates, medians over the blocks."""
+    found = [rate for each in measured for rate in each.rates]
+    if not found:
+        return "the machine's matrix rate was not measured"
+    square, products = (
+        statistics.median(rate[key] for rate in found) / 1e12 for key in ("square", "products")
+    )
+    spread = [rate["square"] / 1e12 for rate in found]
+    return (
+        f"matrix rate: {square:.3f} TFLOP/s in large square products ({min(spread):.3f} to {max(spread):.3f} "
+        f"in {len(found)} blocks), {products:.3f} in the model's own, forward and backward"
+    )
+
+
+def parts(measured: Sequence[Measured]) -> str:
+    """Where the step's time goes, in milliseconds of rank 0; communication is part of the others."""
+    shown = [each for each in measured if each.phases]
+    used = [part for part in PARTS if any(part in each.phases[0] for each in shown)]
+    cells = []
+    for each in shown:
+        first = each.phases[0]
+        rest = first["step"] - sum(first.get(part, 0.0) for part in used)
+        values = [first.get(part, 0.0) for part in used] + [
+            rest,
+            first["step"],
+            first.get("communication", 0.0),
+        ]
+        cells.append((each.spec.name, *(f"{1e3 * value:.1f}" for value in values)))
+    headings = ("ms of a step", *used, "rest", "whole", "waiting for ranks")
+    return table(cells, headings, "l" + "r" * (len(headings) - 1))
+
+
+def profiled(measured: Sequence[Measured]) -> str:
+    """The operations that take longest."""
+    found = []
+    for each in measured:
+        if each.profile:
+            found.append(f"\n{each.spec.name}: operations of a step, by their own time")
+            cells = [(f"{1e3 * s:.1f}", f"{count:g}", name) for name, s, count in each.profile["top"]]
+            found.append(table(cells, ("ms", "calls", "operation"), "rrl"))
+    return "\n".join(found)
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def draw(rows: Sequence[Row], out: Path, title: str) -> None:
+    """A bar per system: tokens per second, with the share of the matrix rate."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1 + 0.4 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    names = [row.name for row in rows]
+    bars = axes.barh(names, [row.tokens_per_s for row in rows], color="tab:blue")
+    said = [f" {row.seconds:.3g} s, {percent(row.share)}" for row in rows]
+    axes.bar_label(bars, said, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_xlabel("tokens per second (seconds per step, share of the matrix rate)")
+    axes.set_title(title, fontsize=9)
+    figure.savefig(out, dpi=120)
+
+
+def starts(measured: Sequence[Measured]) -> str:
+    """Seconds until a system is ready for its first step, and of the first steps."""
+    cells = [
+        (each.spec.name, f"{each.start_s:.1f}", f"{each.warm_up_s:.1f}", " ".join(each.said))
+        for each in measured
+        if each.start_s is not None and each.warm_up_s is not None and each.seconds
+    ]
+    return table(cells, ("s until", "built", "warm", "said"), "lrrl")

@@ -1,0 +1,113 @@
+"""Measured systems in processes of their own, of which one computes at a time: noise meets all alike."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launch.experiments.benchmarks.specification import Specification
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST_LINES = 6  # of what a process said before it failed
+LOOK_EVERY_S, ENDS_WITHIN_S = 0.2, 30
+
+
+class WorkerFailed(Exception):
+    """A system could not be measured; the message says why."""
+
+
+class Worker:
+    """The processes of one system, ready for turns. Raises WorkerFailed."""
+
+    def __init__(self, spec: Specification, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        written, self.spec, self._log = folder / "specification.json", spec, folder / "log.txt"
+        written.write_text(json.dumps(dataclasses.asdict(spec)), encoding="utf-8")
+        self._connection, theirs = multiprocessing.Pipe()
+        path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+        module = "launch.experiments.benchmarks.worker"
+        command = [sys.executable, "-m", module, str(written), str(theirs.fileno())]
+        threads = {"OMP_NUM_THREADS": str(spec.threads)} if spec.threads else {}
+        self._ranks = []
+        with theirs, self._log.open("w") as log:
+            for place in places(spec.processes):
+                own = {**os.environ, "PYTHONPATH": path, **place, **threads}
+                passed = (theirs.fileno(),) if place["RANK"] == "0" else ()
+                how: dict[str, Any] = dict(env=own, stdout=log, stderr=subprocess.STDOUT, pass_fds=passed)
+                self._ranks.append(subprocess.Popen(command, **how))
+        try:
+            ready = self._answer()
+        except BaseException:
+            self.kill()
+            raise
+        self.start_seconds, self.said = ready["ready"], ready["said"]
+
+    def ask(self, *command: Any) -> Any:
+        """What the system answers to a command of `worker.serve`."""
+        self._connection.send(command)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        gone = False
+        while not gone:
+            gone = any(rank.poll() not in (None, 0) for rank in self._ranks)  # looked at before the answer
+            if self._connection.poll(LOOK_EVERY_S):
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    answer = self._connection.recv()
+                    if isinstance(answer, dict) and "failed" in answer:
+                        raise WorkerFailed(answer["failed"])
+                    return answer
+                gone = True
+        self.kill()
+        lines = self._log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
+        raise WorkerFailed("\n".join(lines) or "it ended without a word")
+
+    def end(self) -> None:
+        """End the processes, which have nothing left to do."""
+        with contextlib.suppress(OSError):
+            self._connection.send(("end",))
+        deadline = time.monotonic() + ENDS_WITHIN_S
+        for rank in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(max(0.1, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.wait()
+
+
+def places(processes: int) -> list[dict[str, str]]:
+    """What torchrun would tell each of so many ranks on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {
+        "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
+    return [{name: str(value) for name, value in place.items()} for place in ranks]
+
+
+@contextlib.contextmanager
+def ended(worker: Worker) -> Iterator[Worker]:
+    """The worker, whose processes end with the block."""
+    try:
+        yield worker
+    finally:
+        worker.end()

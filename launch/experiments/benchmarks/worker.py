@@ -1,0 +1,170 @@
+"""A rank of a measured system. It waits for its turns, so that of many systems one computes at a time.
+
+python -m launch.experiments.benchmarks.worker SPECIFICATION.json FILE-DESCRIPTOR
+
+(started by `turns.py` beside it; rank 0 has the other end of the connection and tells the others)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from launch.console import quiet
+from launch.experiments.benchmarks import checkpoint_speed
+from launch.experiments.benchmarks.specification import Specification
+from launch.ranks import start_up
+
+COLLECTIVES = "nccl"  # how a GPU's kernels of collectives begin
+SHOWN = 15  # lines of a profile
+
+
+def main() -> None:
+    started = time.time()
+    quiet.quiet_libraries()
+    start_up.keep_compiled_code()
+    spec = Specification(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    from launch.machine import abilities
+    from launch.ranks import ending, orphans, processes
+
+    first = processes.rank() == 0
+    parent = Connection(int(sys.argv[2])) if first else None
+    orphans.end_with_launcher()
+    with ending.clean_exit():
+        try:
+            abilities.detect_machine(spec.emulate_fp16)  # before anything takes the accelerator
+            if spec.shared_device:
+                share_device()
+            processes.start_processes()
+            from launch.experiments.benchmarks import systems
+
+            kinds: dict[str, Any] = {
+                "ours": systems.Ours, "transformers": systems.Transformers, "bare": systems.Bare,
+                "nano": systems.Nano, "rate": systems.MatrixRate,
+            }  # fmt: skip
+            system = kinds[spec.system](spec)
+        except ValueError as error:
+            if parent:
+                parent.send({"failed": str(error)})
+            raise
+        if parent:
+            parent.send({"ready": time.time() - started, "said": getattr(system, "said", [])})
+        serve(system, parent)
+
+
+def serve(system: Any, parent: Connection | None) -> None:
+    """Do what the parent asks for until it asks for the end. Collective."""
+    import torch.distributed as dist
+
+    commands: dict[str, Callable[..., Any]] = {
+        "run": run, "phases": phases, "profile": profile, "rates": lambda system, n: system.rates(n),
+        "memory": memory, "checkpoint": checkpoint_speed.measure, "graphs": graphs, "zeros": zeros,
+    }  # fmt: skip
+    while True:
+        asked: list[Any] = [parent.recv() if parent else None]
+        dist.broadcast_object_list(asked, src=0, group=system.data.grid.control_group)
+        command, *arguments = asked[0]
+        if command == "end":
+            return
+        answer = commands[command](system, *arguments)
+        if parent:
+            parent.send(answer)
+
+
+def run(system: Any, steps: int) -> list[tuple[float, int, int]]:
+    """(seconds, tokens, operations) of each of so many steps."""
+    from launch.experiments.benchmarks.clock import now
+
+    found = []
+    for _ in range(steps):
+        started = now()
+        work = system.step()
+        found.append((now() - started, *work))
+    return found
+
+
+def phases(system: Any, steps: int) -> list[dict[str, float]]:
+    """Seconds of a step and of its parts on every rank, means of so many; "step" is the whole."""
+    from launch.ranks.processes import gathered
+
+    system.clock.running = True
+    whole = sum(seconds for seconds, *_ in run(system, steps))
+    system.clock.running = False
+    own = {"step": whole, **system.clock.take()}
+    return gathered({name: seconds / steps for name, seconds in own.items()}, system.data.grid.control_group)
+
+
+def profile(system: Any, trace: str | None, steps: int) -> dict[str, Any]:
+    """What takes longest in a step on rank 0, and a GPU's collectives; a trace for chrome://tracing."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    from launch.experiments.benchmarks.gpu_kernels import ATTENTION
+
+    gpu = torch.cuda.is_available()
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        run(system, steps)
+    averages = profiler.key_averages()
+    lasting = "self_device_time_total" if gpu else "self_cpu_time_total"
+    kernels = [e for e in averages if e.key.startswith(COLLECTIVES)]
+    top = sorted(averages, key=lambda event: -getattr(event, lasting))[:SHOWN]
+    if trace and os.environ.get("RANK", "0") == "0":
+        profiler.export_chrome_trace(trace)
+    return {
+        "attention": sorted({e.key[:100] for e in averages if ATTENTION.search(e.key)}),
+        "collectives": sum(getattr(e, lasting) for e in kernels) / 1e6 / steps,
+        "top": [(e.key[:80], getattr(e, lasting) / 1e6 / steps, e.count / steps) for e in top],
+    }
+
+
+def share_device() -> None:
+    """Put every rank on the first GPU, where NCCL would refuse a second one: gloo takes its place."""
+    from deepspeed.accelerator import get_accelerator
+
+    os.environ["LOCAL_RANK"] = "0"
+    get_accelerator()._communication_backend_name = "gloo"
+
+
+def graphs(system: Any) -> dict[str, Any]:
+    """How many graphs torch.compile has made so far, and what broke them."""
+    from torch._dynamo.utils import counters
+
+    breaks = {reason[:200]: count for reason, count in counters["graph_break"].items()}
+    return {"graphs": counters["stats"].get("unique_graphs", 0), "breaks": breaks}
+
+
+def zeros(system: Any) -> float:
+    """Share of zeros among the gradients of the layers' matrices, of the micro-batches of a step."""
+    import torch
+
+    counts = torch.zeros(2, dtype=torch.float64)
+
+    def count(gradient: torch.Tensor) -> None:
+        counts.add_(torch.tensor([float((gradient == 0).sum()), gradient.numel()], dtype=torch.float64))
+
+    matrices = [p for p in system.engine.module.layers.parameters() if p.dim() > 1]
+    handles = [parameter.register_hook(count) for parameter in matrices]
+    run(system, 1)
+    for handle in handles:
+        handle.remove()
+    return float(counts[0] / counts[1])
+
+
+def memory(system: Any) -> dict[str, Any]:
+    """The largest peak of any rank."""
+    from launch.machine.memory import peak_memory
+    from launch.ranks.processes import gathered
+
+    own = peak_memory()
+    return {"peak_bytes": max(gathered(own.bytes, system.data.grid.control_group)), "kind": own.kind}
+
+
+if __name__ == "__main__":
+    main()

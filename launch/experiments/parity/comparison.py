@@ -1,0 +1,210 @@
+"""Comparing two runs of one recipe: losses, gradient norms, gradients of the first step and final weights."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from launch.checkpoints.run_checkpoints import newest
+from launch.console import text_table
+from launch.console.terminal import wrapped
+from launch.records.metrics import read_metrics
+from recipes.plural import counted
+from recipes.problems import Problem
+
+LOSS_TOLERANCE = 1e-4  # nats per token, at every step
+NORM_TOLERANCE = 1e-4  # relative, at every step
+GRADIENT_TOLERANCE = 1e-4  # L2 norm of the difference, relative to that of the tensor
+WEIGHT_TOLERANCE = 1e-3  # the same, of the final weights: Adam amplifies rounding where gradients are small
+
+FINISHED = "result.json"  # in a run directory: every step was done
+MOST_SHOWN = 2000  # characters of a failure, from its end
+ENDED = re.compile(r"^.*failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)", re.MULTILINE)
+HEADINGS = ("layout", "ranks", "loss", "grad norm", "gradients", "weights", "s/step", "agrees")
+
+# Names of parameters, and of what is in a layer or a head, in forward order.
+TOP = ("word", "position", "embedding", "layers", "final_norm", "head", "decoder_bias")
+INNER = ("position", "token_type", "attention_norm", "attention", "mlp_norm", "mlp",
+         "pooler", "sentence", "transform", "norm")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left."""
+
+    name: str
+    processes: int
+    losses: Sequence[float] = ()  # of every step
+    norms: Sequence[float] = ()
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first step, by canonical name
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last one
+    seconds: float = math.nan  # median per step, the first five left out
+    validations: Sequence[float] = ()  # losses on held-out text, before and after the steps
+    failure: str | None = None  # why there is nothing to compare
+    compiled_from: str | None = None  # the name of the same layout without compiled layers
+
+    def without_tensors(self) -> Outcome:
+        return replace(self, gradients={}, weights={})
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a run, kept without its tensors, is from the reference.
+
+    `diverging`: the first tensor beyond the tolerance, of gradients in backward, of weights in forward order.
+    """
+
+    run: Outcome
+    loss: float = math.nan  # largest absolute difference over the steps and the validations
+    norm: float = math.nan  # largest relative difference over the steps
+    gradient: float = math.nan  # largest relative difference over the tensors, first step
+    weight: float = math.nan  # largest absolute difference of an element of the final weights
+    diverging: str | None = None
+    agrees: bool = False
+    failure: str | None = None  # why nothing was compared
+
+
+def read_outcome(
+    name: str, processes: int, directory: Path, log: Path, compiled_from: str | None = None
+) -> Outcome:
+    """The outcome of the run in `directory`, whose launch wrote `log`."""
+    # With DeepSpeed, which --help and refusals do without.
+    from launch.checkpoints import gradients
+    from launch.checkpoints.stored import load_weights
+
+    last = newest(directory / "checkpoints")
+    if last is None or not (directory / FINISHED).exists():
+        return Outcome(name, processes, failure=f"did not finish: {_cause(directory, log)}".strip())
+    records = read_metrics(directory / "metrics.jsonl")
+    return Outcome(
+        name, processes,
+        losses=[_number(record.loss) for record in records.steps],
+        validations=[_number(record.loss) for record in records.validations],
+        norms=[_number(record.grad_norm) for record in records.steps],
+        gradients=load_weights(directory / gradients.DIRECTORY, gradients.KIND),
+        weights=load_weights(last.directory),
+        seconds=statistics.median(record.seconds for record in records.steps[5:] or records.steps),
+        compiled_from=compiled_from,
+    )  # fmt: skip
+
+
+def _number(recorded: float | None) -> float:
+    return math.nan if recorded is None else recorded
+
+
+def compare(reference: Outcome, other: Outcome) -> Difference:
+    failure = reference.failure or other.failure
+    if failure is None and len(reference.losses) != len(other.losses):
+        failure = f"{counted(len(other.losses), 'step')}, the reference has {len(reference.losses)}"
+    if failure:
+        return Difference(other.without_tensors(), failure=failure)
+    losses, others = ([*run.losses, *run.validations] for run in (reference, other))
+    loss = _largest(abs(a - b) for a, b in zip(losses, others, strict=True))
+    norm = _largest(abs(a - b) / max(a, 1e-30) for a, b in zip(reference.norms, other.norms, strict=True))
+    gradients = {name: _relative(t, other.gradients[name]) for name, t in reference.gradients.items()}
+    weights = {name: _relative(t, other.weights[name]) for name, t in reference.weights.items()}
+    weight = _largest(float((t - other.weights[name]).abs().max()) for name, t in reference.weights.items())
+    diverging = _first(gradients, GRADIENT_TOLERANCE, "gradient of step 1", backward=True)
+    diverging = diverging or _first(weights, WEIGHT_TOLERANCE, "final weight")
+    agrees = loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE and diverging is None
+    return Difference(
+        other.without_tensors(), loss, norm, _largest(gradients.values()), weight, diverging, agrees
+    )
+
+
+def table(
+    reference: Outcome,
+    rows: Sequence[Difference],
+    left_out: Mapping[str, Sequence[Problem]],
+    width: int | None = None,
+) -> str:
+    """The comparison as aligned text of `width` columns; at its end what failed, and what was not run."""
+    if reference.failure:
+        return f"{reference.name}: {reference.failure}"
+    first, last = reference.losses[0], reference.losses[-1]
+    steps = counted(len(reference.losses), "step")
+    cells = [(r.run.name, r.run.processes, *_numbers(r), _verdict(r)) for r in rows]
+    cells += [(name, *"------", "not run") for name in left_out]
+    said = [
+        "loss: largest absolute difference of a step or a validation; grad norm: largest relative one",
+        "gradients: of the first step, largest relative L2 difference of a tensor",
+        "weights: after the last step, largest difference of an element",
+        *_compile_gains([reference, *(r.run for r in rows)]),
+        *(f"\n{r.run.name}: {r.failure}" for r in rows if r.failure),
+        *(f"\n{reason}" for reason in reasons(left_out)),
+    ]
+    lines = [
+        f"{steps}, loss {first:.4f} -> {last:.4f} in one process; differences from it:",
+        text_table.table(cells, HEADINGS, "lrrrrrrl", width),
+        *(wrapped(line, width) for line in said),
+    ]
+    return "\n".join(lines)
+
+
+def _numbers(row: Difference) -> tuple[str, ...]:
+    if row.failure:
+        return tuple("-----")
+    differences = (row.loss, row.norm, row.gradient, row.weight)
+    return *(f"{each:.1e}" for each in differences), f"{row.run.seconds:.3f}"
+
+
+def _verdict(row: Difference) -> str:
+    if row.failure:
+        return "FAILED"
+    return "yes" if row.agrees else f"NO, first: {row.diverging or 'the loss or the norm alone'}"
+
+
+def reasons(left_out: Mapping[str, Sequence[Problem]]) -> list[str]:
+    """Why layouts are not run, a line for each."""
+    return [f"{name} is not run: {'; '.join(map(str, problems))}" for name, problems in left_out.items()]
+
+
+def _compile_gains(runs: list[Outcome]) -> list[str]:
+    """How many times faster a compiled layout steps than the same one eager."""
+    seconds = {run.name: run.seconds for run in runs}
+    pairs = [(run.compiled_from, run.seconds) for run in runs if run.compiled_from]
+    gains = ", ".join(f"{eager} {seconds[eager] / compiled:.2f}x" for eager, compiled in pairs)
+    return [f"\ncompiling makes a step faster by: {gains}"] if gains else []
+
+
+def _largest(values: Iterable[float]) -> float:
+    """Like max, but not blind to NaN."""
+    return float(np.max([*values]))
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm()) / max(float(a.norm()), 1e-30)
+
+
+def _first(differences: dict[str, float], tolerance: float, what: str, backward: bool = False) -> str | None:
+    """The tensor nearest to the fault: a wrong gradient spreads to all that backpropagation reaches then."""
+    for name in sorted(differences, key=_forward_order, reverse=backward):
+        if not differences[name] <= tolerance:
+            return f"{name} ({what} differs by {differences[name]:.1e})"
+    return None
+
+
+def _forward_order(name: str) -> tuple[Any, ...]:
+    """Where a parameter stands in the forward pass."""
+    top, *below = name.split(".")
+    layer = int(below.pop(0)) if top == "layers" else 0
+    return TOP.index(top), layer, INNER.index(below[0]) if below[0] in INNER else 0, name
+
+
+def _cause(directory: Path, log: Path) -> str:
+    """The traceback that a failing rank left, there or before the first run; else the end of the log."""
+    pattern = "error-rank-*.txt"
+    for kept in (*sorted(directory.glob(pattern)), *sorted(directory.parent.glob(pattern))):
+        return kept.read_text(errors="replace").strip()[-MOST_SHOWN:]
+    text = log.read_text(errors="replace") if log.exists() else ""
+    ended = ENDED.search(text)  # what follows is torchrun's report, which knows no more
+    killed = f"\nrank {ended['rank']} ended with exit code {ended['code']}" if ended else ""
+    return text[: ended.start() if ended else None].strip()[-MOST_SHOWN:] + killed

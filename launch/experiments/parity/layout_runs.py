@@ -1,0 +1,132 @@
+"""Training a recipe under layouts, one launch for all of the same number of processes.
+
+python -m torch.distributed.run --nproc_per_node=2 -m launch.experiments.parity.layout_runs CASES.json
+
+(started by `run_cases`, which writes CASES.json)
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ds_configs.plan import Machine
+from launch.console import quiet, terminal
+from launch.experiments.parity.comparison import Outcome, read_outcome
+from launch.experiments.parity.layout_cases import LayoutCase, case_plan
+from launch.machine import abilities
+from launch.ranks import ending
+from launch.ranks.processes import TIMEOUT, rank, start_processes, temporary_groups
+from recipes import catalog
+from recipes.plural import counted
+from recipes.schema import Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+Start = Callable[[int, Path, Path], None]  # (processes, CASES.json, log to write)
+
+
+def start_torchrun(processes: int, jobs: Path, log: Path) -> None:
+    """Run the cases of a file on so many ranks, by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *launcher, "-m", "launch.experiments.parity.layout_runs", str(jobs)]
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    with log.open("w") as file:
+        environment = {**os.environ, "PYTHONPATH": path}
+        launched = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            launched.wait()
+        except BaseException:  # Ctrl-C: its workers are in sessions of their own, and it has to end them
+            launched.terminate()
+            launched.wait()
+            raise
+
+
+def run_cases(
+    recipe: Recipe, cases: Sequence[LayoutCase], out: Path, keep: bool = True, start: Start = start_torchrun
+) -> Iterator[Outcome]:
+    """Run every case, each possible, fewest processes first; its run directory is removed unless `keep`.
+
+    Cases of one number of processes share a launch, which takes longer than they. Where one fails, another
+    launch takes those behind it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "recipe.yaml").write_text(catalog.dump(recipe))
+    launches = itertools.count(1)
+    for processes in sorted({case.processes for case in cases}):
+        waiting = [case for case in cases if case.processes == processes]
+        while waiting:
+            number = next(launches)
+            jobs, log = out / f"jobs-{number}.json", out / f"log-{number}.txt"
+            jobs.write_text(json.dumps([vars(case) for case in waiting]))
+            names = "; ".join(case.name for case in waiting)
+            terminal.say(f"{counted(processes, 'process')}: {names}")
+            for earlier in out.glob("error-rank-*.txt"):  # of a launch that failed before its first case
+                earlier.unlink()
+            start(processes, jobs, log)
+            began = [case for case in waiting if (out / case.folder).exists()]
+            for case in began or waiting:
+                run = out / case.folder
+                yield read_outcome(case.name, processes, run, log, case.compiled_from)
+                if not keep:
+                    shutil.rmtree(run, ignore_errors=True)
+            waiting = waiting[len(began) :] if began else []
+
+
+def work(jobs: Path) -> None:
+    """The ranks of one launch: every case in turn, in the same process group."""
+    quiet.quiet_libraries()
+    out = jobs.parent
+    current = out  # the run directory of the case that is trained
+    with ending.clean_exit(lambda text: ending.keep_error(current, text)):
+        recipe = catalog.load_resolved(out / "recipe.yaml")
+        machine = abilities.detect_machine()
+        start_processes()
+        for case in (LayoutCase(**c) for c in json.loads(jobs.read_text())):
+            current = out / case.folder
+            with temporary_groups():
+                run_case(recipe, case, current, machine)
+
+
+def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine) -> None:
+    """Train one case; one that fails ends the launch with its traceback, one that diverges says so."""
+    from data.corpus import build
+    from launch.machine import description
+    from launch.records import vocabulary
+    from launch.records.admission import admit
+    from launch.records.recorder import Recorder, Silence
+    from launch.training.job import Job
+    from launch.training.loop import train
+    from launch.training.outcome import Diverged
+    from modeling.parallel.process_grid import ProcessGrid
+
+    directory.mkdir(exist_ok=True)
+    plan = case_plan(recipe, case, machine)
+    job = Job(plan, case.name, directory, compiled=case.compiled_from is not None, record_gradients=True)
+    corpus = build(recipe, say=lambda text: None)
+    recorder = Silence()
+    if rank() == 0:
+        opened = admit(
+            directory, plan, name=case.name, command=sys.argv, resume=False, tiny=False, emulated_fp16=False
+        )
+        vocabulary.keep(opened.path, corpus.tokenizer)
+        recorder = Recorder(
+            opened, plan, name=case.name, corpus_facts=corpus, start_step=0, described=description.describe(),
+            original=recipe, tiny=False, emulated=False, progress=False,
+        )  # fmt: skip
+    with recorder:
+        try:
+            train(job, recorder, corpus, ProcessGrid(case.tp, case.pp, case.dp, TIMEOUT))
+        except Diverged as error:  # on all ranks alike: the next case may do better
+            ending.keep_error(directory, error.why)
+        else:
+            recorder.finish("ok")
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))

@@ -1,0 +1,321 @@
+"""Rows that a user gives as CSV: which columns there are, and what becomes of them.
+
+Column names are those of `other_documents.csv` next to this file; some have a second spelling. A cell that
+is empty states nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from launch.planning.fitting.cases import Case
+from launch.planning.fitting.fitting import start
+from launch.planning.prediction import hardware, rank_memory
+from launch.planning.prediction.published_step import seconds_of
+from launch.planning.prediction.software import SYSTEMS
+from launch.planning.prediction.step_time import step_time
+from launch.planning.prediction.workload import Buffers, Workload, usual_buffers
+from modeling.cost import FP32, MIXED
+from recipes import files
+from recipes.layout import Layout, divisors, padded_vocab
+from recipes.problems import Problem, ProblemsError
+from recipes.schema import Dropout, Model
+
+OURS = Path(__file__).with_name("other_documents.csv")
+COLUMNS = {
+    "document": "short name of the source; constants are fitted leaving one out (default: the file's name)",
+    "row": "name of the row",
+    "family": "gpt2 (default) or bert",
+    "layers": "transformer layers",
+    "hidden": "hidden size",
+    "heads": "attention heads (default: hidden / 128)",
+    "vocab_size": "tokens of the vocabulary before padding (default: 50257, bert 30522)",
+    "sequence_length": "tokens per sample (default: 1024, bert 512)",
+    "tp": "tensor-parallel degree (default: 1)",
+    "pp": "pipeline stages (default: 1)",
+    "dp": "data-parallel degree (default: gpus / (tp x pp))",
+    "interleave": "model chunks per pipeline stage (default: 1, plain 1F1B)",
+    "gpus": "of the whole run (default: tp x pp x dp)",
+    "micro_batch": "samples per forward pass and replica (default: the one that the planner finds fastest)",
+    "global_batch": "samples per step (default: micro_batch x dp x gradient_accumulation)",
+    "gradient_accumulation": "micro-batches per step and replica (default: what global_batch asks)",
+    "activation_checkpointing": "none, full (or yes), selective, or N layers per chunk (default: what fits)",
+    "sequence_parallel": "yes or no (default)",
+    "attention": "plain keeps its scores, flash does not (default: the software's)",
+    "precision": "fp16 (default), bf16 or fp32",
+    "zero_stage": "0 (default) to 3",
+    "offload": "none (default), or of optimizer, parameters, activations, joined by +: to the host",
+    "hardware": "node of the catalogue, FILE.yaml:NODE, or V100, A100 40GB, … for its usual node",
+    "software": f"{', '.join(SYSTEMS)} (default: megatron; with ZeRO "
+    "megatron-deepspeed, on H100 megatron-core, on V100 without a pipeline megatron-2019)",
+    "time_per_iteration_s": "seconds per step, as published",
+    "samples_per_s": "samples per second over all GPUs, as published",
+    "tflops": "per GPU, as published; stands for the time where none is",
+    "tflops_by": "exact (default): every product; model: no recomputed ones; formula: 2 x parameters",
+    "cached_gb": "memory of the fullest GPU that PyTorch cached, GiB",
+    "memory_by": "torch (default); device: as nvidia-smi shows it, with CUDA's context",
+    "status": "ok, OOM, or doubtful: shown and not compared",
+    "source": "where it is from",
+    "note": "what else is known of it",
+}
+SPELLINGS = {
+    "row_id": "row", "model": "row", "name": "row", "num_layers": "layers", "hidden_size": "hidden",
+    "num_heads": "heads", "attention_heads": "heads", "vocab": "vocab_size", "seq_len": "sequence_length",
+    "seq": "sequence_length", "tensor_parallel": "tp", "pipeline_parallel": "pp", "data_parallel": "dp",
+    "virtual_stages": "interleave", "num_gpus": "gpus", "mbs": "micro_batch",
+    "micro_batch_size": "micro_batch", "gbs": "global_batch", "global_batch_size": "global_batch",
+    "batch": "global_batch",
+    "checkpointing": "activation_checkpointing", "recompute": "activation_checkpointing",
+    "zero": "zero_stage",
+    "memory_gb": "cached_gb", "time": "time_per_iteration_s", "time_s": "time_per_iteration_s",
+}  # fmt: skip
+# What stands in the place of a node's name -> the usual node of such, the first that is found.
+USUAL_NODES = {
+    "dgx-?2": "dgx2", "jean ?zay.*16": "v100-16x4", "jean ?zay.*v100": "v100-32x4",
+    "v100[^0-9]*16": "v100-16x4", "v100": "v100-32x8", r"\ba100\b[^0-9]*40": "a100-40x8",
+    r"\ba100\b": "a100-80x8",
+    r"\bh100\b(?!.*(nvl|pcie))": "h100-80x8", r"\bh200\b(?!.*(nvl|pcie))": "h200x8",
+}  # fmt: skip
+SOFTWARE = {"deepspeed": "megatron-deepspeed", "pytorch": "fsdp", "megatron-lm": "megatron"}
+YES, NO = ("yes", "true", "1"), ("no", "false", "0")
+OFFLOADED = {"optimizer", "parameters", "activations"}
+MOST_MICRO = 16  # samples that are tried where a row states no micro-batch
+
+
+def read(path: Path) -> list[Case]:
+    """Every row of a CSV file. Raises ProblemsError: every line that cannot be read, with its number."""
+    lines = csv.DictReader(StringIO(files.read_text(path)))
+    named = {
+        name: SPELLINGS.get(name.strip().lower(), name.strip().lower()) for name in lines.fieldnames or ()
+    }
+    if missing := {"layers", "hidden", "hardware"} - set(named.values()):
+        known = ", ".join(COLUMNS)
+        rule = f"a table of rows has at least layers, hidden and hardware, of the columns {known}"
+        raise ProblemsError(
+            [Problem("--table", f"{path}: no column {', '.join(sorted(missing))}", rule, "add it")]
+        )
+    cases, problems = list[Case](), list[Problem]()
+    for line, cells in enumerate(lines, 2):
+        values = {}
+        for name, cell in cells.items():
+            key = named.get(name or "", "")
+            if key in COLUMNS and (cell or "").strip() and key not in values:
+                values[key] = cell.strip()
+        try:
+            cases.append(_Line(path, line, values).case())
+        except NotPredictable as why:
+            document = values.get("document", path.stem)
+            excluded = dict.fromkeys(("time", "memory"), str(why))
+            cases.append(
+                Case(document, path.stem, values.get("row", f"line {line}"), None, None, excluded=excluded)
+            )
+        except ProblemsError as error:
+            problems += error.problems
+    if problems:
+        raise ProblemsError(problems)
+    return cases
+
+
+def _whole(text: str) -> int:
+    if float(text) % 1:
+        raise ValueError(text)
+    return int(float(text))
+
+
+class NotPredictable(Exception):
+    """A row that states too little, or what cannot be."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the file."""
+
+    path: Path
+    number: int
+    cells: Mapping[str, str]
+
+    def case(self) -> Case:
+        """Raises ProblemsError."""
+        cells, name = self.cells, self.cells.get("row", f"line {self.number}")
+        node = self.node()
+        work = self.workload(node)
+        gpus = work.layout.world
+        if (stated := self.whole("gpus")) and stated != gpus:
+            raise NotPredictable(f"{stated} GPUs are not tp x pp x dp = {gpus}")
+        seconds = self.real("time_per_iteration_s")
+        if not seconds and (rate := self.real("samples_per_s")):
+            seconds = work.layout.global_batch / rate
+        if not seconds and (tflops := self.real("tflops")):
+            counted = self.choice("tflops_by", ("exact", "model", "formula"), "exact")
+            seconds = seconds_of(work, tflops, gpus, counted)
+        status = self.choice("status", ("ok", "oom", "doubtful"), "ok")
+        cached, oom, doubtful = self.real("cached_gb"), status == "oom", status == "doubtful"
+        document = cells.get("document", self.path.stem)
+        return Case(
+            document=document, table=self.path.stem, name=name,
+            node=node, work=work, seconds=None if oom else seconds, cached=cached and cached * hardware.GIB,
+            by_device=self.choice("memory_by", ("torch", "device"), "torch") == "device",
+            oom=oom if oom or seconds or cached else None,
+            excluded=dict.fromkeys(("time", "memory"), cells.get("note", "doubtful")) if doubtful else None,
+        )  # fmt: skip
+
+    def node(self) -> hardware.Node:
+        """The node of the catalogue, or the usual one of a GPU that is named in its place."""
+        written = self.cells.get("hardware", "")
+        if written in hardware.names() or written.partition(":")[0].endswith((".yaml", ".yml")):
+            return hardware.find(written)
+        named = (node for words, node in USUAL_NODES.items() if re.search(words, written.lower()))
+        if (node := next(named, None)) is None:
+            raise NotPredictable(f"hardware {written!r} is no known GPU or node")
+        return hardware.find(node)
+
+    def workload(self, node: hardware.Node) -> Workload:
+        """The step. Of what a row leaves open, micro-batch and recomputation, the fastest that fits.
+
+        By the constants with which fitting starts: fitted ones may have seen the row.
+        """
+        base, constants = self.base(), start()
+        if base.precision not in node.gpu.tflops:
+            raise NotPredictable(f"{node.gpu.title} has no {base.precision}")
+
+        def rank(work: Workload) -> tuple[bool, float]:
+            need = rank_memory.fullest(work, node.gpu, constants).total
+            return need > node.gpu.memory_bytes, step_time(work, node, constants).total
+
+        options = [
+            replace(base, layout=layout, recomputed=recomputed, selective=selective)
+            for layout in self.layouts(base.layout)
+            for recomputed, selective in self.recomputations()
+        ]
+        return options[0] if len(options) == 1 else min(options, key=rank)
+
+    def base(self) -> Workload:
+        """The step with one micro-batch of one sample."""
+        family, system = self.choice("family", ("gpt2", "bert"), "gpt2"), SYSTEMS[self.software()]
+        length = self.whole("sequence_length") or (512 if family == "bert" else 1024)
+        vocab = self.whole("vocab_size") or (30522 if family == "bert" else 50257)
+        tp, pp, hidden = self.whole("tp") or 1, self.whole("pp") or 1, self.needed("hidden")
+        dp = self.whole("dp") or max(1, (self.whole("gpus") or tp * pp) // (tp * pp))
+        if "attention" in self.cells:
+            plain = self.choice("attention", ("plain", "flash"), "") == "plain"
+            system = replace(system, keeps_scores=plain)
+        away = {*self.cells.get("offload", "none").lower().split("+")} - {"none"}
+        if away - OFFLOADED:
+            self.refuse("offload", f"{'+'.join(sorted(away - OFFLOADED))} cannot be offloaded")
+        precision, stage = (
+            self.choice("precision", ("fp32", "bf16", "fp16"), "fp16"),
+            self.whole("zero_stage") or 0,
+        )
+        if stage > 3:
+            self.refuse("zero_stage", "ZeRO has the stages 0 to 3")
+        heads = self.whole("heads") or max(1, hidden // 128)
+        try:
+            model = Model(
+                family=family, layers=self.needed("layers"), hidden=hidden, heads=heads, vocab_size=vocab
+            )
+        except ValidationError as error:
+            self.refuse("layers", error.errors()[0]["msg"])
+        if heads % tp or model.layers < pp:
+            raise NotPredictable(f"{heads} heads and {model.layers} layers cannot be cut by tp={tp}, pp={pp}")
+        return Workload(
+            model=model, dropout=Dropout(hidden=0.1, attention=0.1), sequence_length=length, predictions=None,
+            padded_vocab=padded_vocab(vocab, tp), layout=Layout(tp, pp, dp, 1, 1, dp), precision=precision,
+            recomputed=0, zero_stage=stage, software=system, widths=FP32 if precision == "fp32" else MIXED,
+            optimizer_at="host" if stage and "optimizer" in away else "gpu",
+            weights_at="host" if stage == 3 and "parameters" in away else "gpu",
+            checkpoints_at="host" if "activations" in away else "gpu",
+            buffers=Buffers() if system.states else usual_buffers(stage),
+            sequence_parallel=self.choice("sequence_parallel", (*YES, *NO), "no") in YES,
+            interleave=self.whole("interleave") or 1,
+        )  # fmt: skip
+
+    def layouts(self, base: Layout) -> list[Layout]:
+        """The layout with the row's micro-batch, or with each that divides a replica's share."""
+        micro, accumulation = self.whole("micro_batch"), self.whole("gradient_accumulation")
+        total = self.whole("global_batch")
+        if not micro and not total:
+            raise NotPredictable("neither micro_batch nor global_batch is stated")
+        if total and total % base.dp:
+            raise NotPredictable(f"global_batch {total} is not divisible by dp={base.dp}")
+        per_rank = total // base.dp if total else (micro or 1) * (accumulation or 1)
+        if per_rank % ((micro or 1) * (accumulation or 1)):
+            shares = f"micro_batch {micro or 'open'} x accumulation {accumulation or 'open'} x dp {base.dp}"
+            raise NotPredictable(f"global_batch {total} is not {shares}")
+        if micro:
+            sizes = [micro]
+        elif accumulation:
+            sizes = [per_rank // accumulation]
+        else:
+            sizes = [size for size in divisors(per_rank) if size <= MOST_MICRO]
+        if micro and accumulation and micro * accumulation != per_rank:
+            raise NotPredictable(f"global_batch {total} is not {micro} x {accumulation} x {base.dp}")
+        return [
+            replace(base, micro=size, accumulation=per_rank // size, global_batch=per_rank * base.dp)
+            for size in sizes
+        ]
+
+    def recomputations(self) -> list[tuple[int, bool]]:
+        """(layers per chunk, whether attention's scores alone): the row's, or what the planner may choose."""
+        written = self.cells.get("activation_checkpointing", "").lower()
+        if not written:
+            return [(0, False), (1, False)]
+        if written.isdigit() and written != "0":
+            return [(int(written), False)]
+        chosen = self.choice("activation_checkpointing", ("none", "full", "selective", *YES, *NO), "")
+        return [(int(chosen in ("full", *YES)), chosen == "selective")]
+
+    def software(self) -> str:
+        """The system, or the usual one of the row's ZeRO stage and GPU."""
+        written = self.cells.get("software", "").lower()
+        if not written:
+            return self.usual_software()
+        named = SOFTWARE.get(written, written)
+        return named if named in SYSTEMS else self.refuse("software", f"{written} is none of these")
+
+    def usual_software(self) -> str:
+        """By ZeRO stage, GPU and pipeline, which tell the years: Megatron-LM had no pipeline before 2021."""
+        gpu = self.node().gpu.compute_capability or ""
+        if self.whole("zero_stage"):
+            return "megatron-deepspeed"
+        if gpu.startswith("7") and (self.whole("pp") or 1) == 1:
+            return "megatron-2019"
+        return "megatron-core" if gpu.startswith("9") else "megatron"
+
+    def choice(self, key: str, options: tuple[str, ...], default: str) -> Any:
+        """One of `options` as the cell names it."""
+        written = self.cells.get(key, default).lower()
+        return (
+            written if written in options else self.refuse(key, f"{written} is none of {', '.join(options)}")
+        )
+
+    def whole(self, key: str) -> int | None:
+        return self._number(key, _whole)
+
+    def real(self, key: str) -> float | None:
+        return self._number(key, float)
+
+    def needed(self, key: str) -> int:
+        if value := self.whole(key):
+            return value
+        raise NotPredictable(f"{key} is not stated")
+
+    def _number(self, key: str, read: Callable[[str], Any]) -> Any:
+        if key not in self.cells:
+            return None
+        try:
+            value = read(self.cells[key].replace(",", ""))
+        except ValueError:
+            value = -1
+        return value if 0 <= value < 1e15 else self.refuse(key, f"{self.cells[key]} is no number from 0")
+
+    def refuse(self, key: str, why: str) -> Any:
+        came = f"{self.path.name}, line {self.number}, {key}: {why}"
+        raise ProblemsError([Problem("--table", came, COLUMNS[key], "correct the cell")])

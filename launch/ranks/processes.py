@@ -1,0 +1,284 @@
+"""The processes of a run: this one's place among them, joining them, and the device it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from launch.ranks import launch_environment
+from recipes.problems import Problem, ProblemsError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+T = TypeVar("T")
+
+WHOLE = re.compile("[0-9]{1,9}")
+# What launchers set, with the least and the greatest value that makes sense.
+_RANKS = (0, 10**6)
+VARIABLES = {
+    "RANK": _RANKS,
+    "LOCAL_RANK": _RANKS,
+    "WORLD_SIZE": (1, 10**6),
+    "LOCAL_WORLD_SIZE": (1, 10**6),
+    "LOCAL_SIZE": (1, 10**6),
+    "MASTER_PORT": (1, 65535),
+}
+TIMEOUT = datetime.timedelta(minutes=30)  # that ranks wait for each other: at the start, in a collective
+UNSET = (
+    "start with deepspeed, torchrun, srun, mpirun or plain python, and unset what a shell or a job script "
+    "has set"
+)
+# As a launcher said it, once LOCAL_RANK is the number of the device that this rank alone sees; DeepSpeed and
+# accelerate take LOCAL_RANK for that.
+OWN_LOCAL_RANK = "MEGARECIPES_LOCAL_RANK"
+
+
+def rank() -> int:
+    return _variable("RANK", 0)
+
+
+def local_rank() -> int:
+    """This process's place among those of its machine."""
+    return _variable(OWN_LOCAL_RANK, _variable("LOCAL_RANK", 0))
+
+
+def local_world_size() -> int:
+    """Ranks on this machine."""
+    return _variable("LOCAL_WORLD_SIZE", _variable("LOCAL_SIZE", 1))
+
+
+def world_size() -> int:
+    return _variable("WORLD_SIZE", 1)
+
+
+def _variable(name: str, default: int) -> int:
+    """A variable of the launcher; what is no number counts as absent here, and `check_launch` refuses it."""
+    written = os.environ.get(name, "")
+    return int(written) if WHOLE.fullmatch(written) else default
+
+
+def check_launch(start: bool) -> None:
+    """Check the variables by which a launcher tells a process its place, and the port where all meet.
+
+    Those of Slurm and MPIs are translated first, so that everything else knows torchrun's alone.
+
+    `start`: a run is to be started, for which none may be missing; a plan needs none.
+
+    Raises ProblemsError: no numbers, out of range, only some of them, or a port that is taken.
+    """
+    os.environ.update(launch_environment.missing_variables(os.environ, at_terminal=os.isatty(0)))
+    problems = []
+    for name, (least, most) in VARIABLES.items():
+        written = os.environ.get(name)
+        if written is not None and not (WHOLE.fullmatch(written) and least <= int(written) <= most):
+            rule = f"a launcher sets a whole number from {least} to {most}"
+            problems.append(Problem(name, f"{name}={written!r}", rule, UNSET))
+    if not problems and "WORLD_SIZE" in os.environ and rank() >= world_size():
+        came = f"RANK={rank()} with WORLD_SIZE={world_size()}"
+        problems.append(Problem("RANK", came, "ranks count from 0 to WORLD_SIZE - 1", UNSET))
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    launched = "RANK" in os.environ or world_size() > 1
+    if start and launched and missing and not problems:
+        there = ", ".join(name for name in needed if name not in missing)
+        came = f"{there} without {', '.join(missing)}"
+        problems.append(Problem(missing[0], came, "a launcher sets all of them", UNSET))
+    if problems:
+        raise ProblemsError(problems)
+    agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if start and launched and rank() == 0 and not agent_listens:
+        try:
+            with socket.socket() as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(("", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            raise port_is_taken(error.strerror) from None
+
+
+def port_is_taken(because: str | None) -> ProblemsError:
+    """The refusal where rank 0 cannot listen at the launcher's port."""
+    port = os.environ["MASTER_PORT"]
+    rule = f"all processes of a launch meet there, and rank 0 cannot listen ({because}): does another run?"
+    fix = (
+        f"give deepspeed or torchrun another --master_port, e.g. {int(port) + 1}; with srun and mpirun, set "
+        "MASTER_PORT for all ranks"
+    )
+    return ProblemsError([Problem("MASTER_PORT", f"port {port}", rule, fix)])
+
+
+def launched() -> bool:
+    """Whether a launcher says how many processes there are; a plain `python` is one."""
+    return "WORLD_SIZE" in os.environ
+
+
+def gathered(own: T, group: ProcessGroup) -> list[T]:
+    """Every rank's `own`, in rank order. Collective."""
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
+def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None = None) -> None:
+    """Join the process group that the launcher's environment describes; a plain `python` makes one of one.
+
+    `store`: where the ranks have met already.
+
+    Raises ProblemsError: another launch took the port since `check_launch`.
+    """
+    import torch.distributed as dist
+
+    alone = "RANK" not in os.environ
+    if alone:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    share_cores()
+    if accelerator.device_name() == "cpu":
+        switch_shared_memory_op_off()
+        backend, device = "gloo", 0
+    else:
+        device = take_device()
+        backend = accelerator.communication_backend_name()
+    if store is not None:
+        place = accelerator.device(device) if accelerator.device_name() == "cuda" else None  # as DeepSpeed
+        dist.init_process_group(
+            backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout, device_id=place
+        )
+    try:
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error) or alone:
+            raise
+        raise port_is_taken("address already in use") from None
+
+
+@contextlib.contextmanager
+def temporary_groups() -> Iterator[None]:
+    """Destroy in the end the process groups that were made within, DeepSpeed's too. Collective.
+
+    Each keeps threads that wake a hundred times a second: a few trainings after each other in the same
+    processes, and these take more of the machine than the training.
+    """
+    from deepspeed.utils import groups
+    from torch.distributed import destroy_process_group, distributed_c10d
+
+    before, kept = {*distributed_c10d._world.pg_map}, dict(vars(groups))
+    try:
+        yield
+    finally:
+        for group in [each for each in distributed_c10d._world.pg_map if each not in before]:
+            destroy_process_group(group)
+        vars(groups).update(kept)  # those that DeepSpeed keeps for its next engine
+
+
+def switch_shared_memory_op_off() -> None:
+    """Have DeepSpeed's collectives on a CPU go through gloo alone.
+
+    DeepSpeed 0.19.8, `comm/torch.py`: `init_distributed` compiles an op for collectives through shared
+    memory, for 20 s, which only inference uses, and which leaves 66 MiB per rank in /dev/shm in the end.
+    Upstream: no issue found on either; https://github.com/deepspeedai/DeepSpeed/issues/7625 asks for one.
+    No longer needed when `test_processes.py::test_deepspeed_alone_leaves_shared_memory_behind` fails.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def device_limit() -> int | None:
+    """How many ranks this machine's devices carry; None on a CPU, where ranks share cores."""
+    from deepspeed.accelerator import get_accelerator
+
+    return None if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
+
+
+def check_device() -> int:
+    """Index of the device of this rank. Raises ProblemsError: it has none of its own. CPUs are shared.
+
+    A rank to which Slurm or a wrapper shows one device alone has that one, whatever its local rank.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    limit, local = device_limit(), local_rank()
+    if limit is None or local < limit:
+        return local
+    accelerator = get_accelerator()
+    if limit == 1 and launch_environment.sees_own_device(os.environ, accelerator.visible_devices_envs()):
+        return 0
+    came = f"local rank {local} has no {accelerator.device_name()} device of its own"
+    rule = f"this machine has {limit}"
+    fix = "start as many processes as devices, or set DS_ACCELERATOR=cpu and CUDA_VISIBLE_DEVICES= for CPUs"
+    raise ProblemsError([Problem("LOCAL_RANK", came, rule, fix)])
+
+
+def take_device() -> int:
+    """Take the device of this rank, also for DeepSpeed and accelerate, and return its index.
+
+    They take LOCAL_RANK for the index: where it is another, `local_rank` remembers what the launcher said.
+    Raises ProblemsError as `check_device`.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    device, local = check_device(), local_rank()
+    if device != local:
+        os.environ[OWN_LOCAL_RANK] = str(local)
+        os.environ["LOCAL_RANK"] = str(device)
+        if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed's engine insists that it is the same
+            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(device)
+    get_accelerator().set_device(device)
+    return device
+
+
+def device_identity() -> tuple[str, str] | None:
+    """This machine's name and its GPU's serial number (UUID), by which ranks that share one are found."""
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cuda":
+        return None
+    import torch
+
+    return socket.gethostname(), str(torch.cuda.get_device_properties(check_device()).uuid)
+
+
+def check_shared_devices(identities: Sequence[Sequence[str] | None]) -> None:
+    """Raise ProblemsError where ranks have the same GPU. `identities`: `device_identity` of each rank."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for number, identity in enumerate(identities):
+        if identity is not None:
+            host, gpu = identity
+            ranks.setdefault((host, gpu), []).append(number)
+    rule = "each rank needs one of its own"
+    fix = "give every task its own (srun --gpus-per-task=1), or all of them to all (--gres, no binding)"
+    shared = [
+        Problem("LOCAL_RANK", f"ranks {', '.join(map(str, some))} on {host} have one GPU, {gpu}", rule, fix)
+        for (host, gpu), some in ranks.items()
+        if len(some) > 1
+    ]
+    if shared:
+        raise ProblemsError(shared)
+
+
+def share_cores() -> None:
+    """Split the cores over the ranks of this node; without it every rank starts a thread on every core.
+
+    With GPUs, too: an offloaded optimizer steps on the cores. The user's OMP_NUM_THREADS stands, but not the
+    1 that torchrun sets by itself.
+    """
+    import torch
+
+    asked = os.environ.get("OMP_NUM_THREADS")
+    if asked is None or (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))

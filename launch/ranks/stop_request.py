@@ -1,0 +1,47 @@
+"""A request to stop after the current step, by signal or by file."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from launch.ranks.ending import AFTER_STOP_REQUEST
+from launch.ranks.processes import rank
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # launchers act on SIGUSR1 nowhere
+STOP_FILE = "STOP file"
+REASONS = ("", *(number.name for number in SIGNALS), STOP_FILE)  # the last one wins
+
+
+class StopRequest:
+    """A signal or the appearance of `stop_file` asks for an orderly stop after the current step."""
+
+    def __init__(self, stop_file: Path) -> None:
+        self.reason = ""  # of REASONS
+        self._stop_file = stop_file
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if error is not None and self.reason:  # the launcher is ending this rank because another one failed
+            setattr(error, AFTER_STOP_REQUEST, True)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.reason = signal.Signals(number).name
+
+    def look(self) -> str:
+        """What has asked this rank to stop, of REASONS. Rank 0 looks for the file, and takes it away."""
+        if rank() == 0 and self._stop_file.exists():
+            self._stop_file.unlink()  # so that a resumed run does not stop at once
+            self.reason = STOP_FILE
+        return self.reason

@@ -1,0 +1,380 @@
+"""A watchdog over the ranks of a run: a rank that hangs ends the run soon, and by its name.
+
+Ranks wait for each other in every step, so one that stops stops all: for half an hour, until a collective
+times out, and without a word of who it was. Here a thread of every rank looks at the clock of its own
+rank's step. One that is overdue asks the others, over sockets of the watchdog's own, since nothing that a
+stopped rank serves (a store of rank 0) answers any more. The lowest rank that answers judges: a rank that
+does not answer hangs; so does the run when every rank is overdue. As long as one rank is still in time, as
+where it waits for its data, the others wait on. A step costs a few assignments.
+
+The judge prints which rank, on which machine, in which step, and where the others stand, keeps that and all
+stacks in the directory of what is trained, and ends all ranks with `HANGING`; the launcher ends what does not
+answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import faulthandler
+import json
+import os
+import secrets
+import socket
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from launch.console import terminal
+from launch.ranks import ending
+from launch.ranks.processes import gathered
+
+HANGING = 4  # exit code
+REPORT = "hang.txt"  # in the run directory, next to STACKS.format(rank)
+STACKS = "hang-rank-{}.txt"
+USUAL_STEPS = 5  # a step may take so many times what steps usually take
+LONG = 25  # times run.hang_after, for what is no usual step; of a minute, just under the collectives' 30
+ANSWER_S = 10.0  # for an answer
+REMEMBERED = 20  # steps
+SHOWN_FRAMES = 8  # of a stack on the screen; the file has all
+SHOWN_RANKS = 8  # names in a row
+
+
+class Phase(enum.Enum):
+    """What a rank is doing, in the order of a step."""
+
+    STARTING = "starting"
+    DATA = "waiting for its data"
+    COMPUTING = "computing"
+    COMPUTED = "done with its step, waiting for the others"
+    VALIDATING = "validating"
+    SAVING = "saving a checkpoint"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank listens."""
+
+    rank: int
+    host: str
+    pid: int
+    address: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank answers. `stack`: of its main thread; `seconds`: in this phase, or since its last pass."""
+
+    rank: int
+    step: int
+    phase: Phase
+    passes: int  # forward passes of this step
+    seconds: float
+    overdue: bool
+    stack: tuple[str, ...]
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        return self.step, [*Phase].index(self.phase), self.passes
+
+    def to_json(self) -> bytes:
+        return json.dumps({**vars(self), "phase": self.phase.name}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Status:
+        values = json.loads(text)
+        return cls(**{**values, "phase": Phase[values["phase"]], "stack": tuple(values["stack"])})
+
+    def __str__(self) -> str:
+        passes = f" (forward passes: {self.passes})" if self.phase is Phase.COMPUTING else ""
+        return f"step {self.step}, {self.phase.value}{passes} for {self.seconds:.0f} s"
+
+
+class Unreachable(Exception):
+    """A rank does not answer. The message says how that shows."""
+
+
+class Watchdog:
+    """Of this rank: what it is doing, and the threads that watch and answer.
+
+    `enter` and `advance` are called by the loop. The other ranks' watchdogs ask by way of `places`.
+    """
+
+    def __init__(self, directory: Path | None, hang_after: float) -> None:
+        """`hang_after`: seconds (run.hang_after); `directory`: of the run; None: nothing is kept."""
+        self.places: Sequence[Place] = ()
+        self._directory, self._hang_after = directory, hang_after
+        self._rank, self._token = 0, b""
+        self._step, self._phase, self._since, self._passes = 0, Phase.STARTING, time.monotonic(), 0
+        self._began = self._since  # of the step
+        self._usual: deque[float] = deque(maxlen=REMEMBERED)
+        self._ended = threading.Event()
+
+    # --- what the loop tells
+
+    def enter(self, phase: Phase, step: int | None = None) -> None:
+        """Begin a phase; with `step`, of that step."""
+        now = time.monotonic()
+        if phase is Phase.COMPUTING:
+            self._began = now
+        if self._phase is Phase.COMPUTED and self._step > 1:  # the first step of a launch compiles
+            self._usual.append(now - self._began)
+        if step is not None:
+            self._step, self._passes = step, 0
+        self._phase, self._since = phase, now
+
+    def advance(self) -> None:
+        """One more forward pass is done."""
+        self._passes += 1
+        if self._phase is Phase.VALIDATING:  # which may be long
+            self._since = time.monotonic()
+
+    # --- what the others ask
+
+    def status(self) -> Status:
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        seconds = time.monotonic() - self._since
+        stack = tuple(traceback.format_stack(main)) if main else ()
+        overdue = seconds > self.limit()
+        return Status(self._rank, self._step, self._phase, self._passes, seconds, overdue, stack)
+
+    def limit(self) -> float:
+        """Seconds that the current phase may take."""
+        if self._phase in (Phase.COMPUTING, Phase.COMPUTED) and self._usual:
+            return max(self._hang_after, USUAL_STEPS * statistics.median(self._usual))
+        return LONG * self._hang_after
+
+    # --- threads
+
+    @contextlib.contextmanager
+    def running(self, group: dist.ProcessGroup, say: Callable[[str], None]) -> Iterator[Watchdog]:
+        """Watch in the block. Nothing is watched with hang_after 0, or in a run of one. Collective.
+
+        `say` is told where the ranks cannot reach each other, and so do not watch.
+        """
+        if not self._hang_after or dist.get_world_size(group) == 1:
+            yield self
+            return
+        self._rank = dist.get_rank(group)
+        server = socket.create_server(("", 0), backlog=dist.get_world_size(group))
+        asked = False  # for as long as this process lives
+        try:
+            host, port = socket.gethostname(), server.getsockname()[1]
+            own = Place(self._rank, host, os.getpid(), _own_address(self._rank), port)
+            told = gathered((own, secrets.token_hex(16)), group)
+            self.places, self._token = [place for place, _ in told], told[0][1].encode()
+            threading.Thread(target=self._answer, args=(server,), daemon=True).start()
+            neighbour = self.places[(self._rank + 1) % len(self.places)]
+            failure = None
+            try:
+                self._ask(neighbour)
+            except Unreachable as error:
+                failure = f"{neighbour} {error}"
+            failures = [text for text in gathered(failure, group) if text]
+            if failures:
+                say(f"no watchdog, a hanging rank will be noticed late: {failures[0]}")
+            else:
+                threading.Thread(target=self._watch, daemon=True).start()
+            yield self
+        except RuntimeError as error:
+            if self.places and ending.lost_peers(error):
+                asked = True  # by others that fail over the same rank
+                setattr(error, ending.LOST_RANKS, self._lost())
+            raise
+        finally:
+            self._ended.set()
+            if not asked:
+                with contextlib.suppress(OSError):
+                    server.shutdown(socket.SHUT_RDWR)  # or its thread would wait on
+                server.close()
+
+    def _lost(self) -> ending.Lost | None:
+        """Which ranks are gone, for the lowest that is left to say; None where all answer."""
+        if not self._is_judge():
+            return ending.Lost((), lambda: None)
+        others = [place for place in self.places if place.rank != self._rank]
+        left, silent = self._ask_all(others)
+        said = tuple(f"{self.places[rank]} {how}" for rank, how in sorted(silent.items()))
+        # Those that wait for this rank would fail over its end in turn, and name it.
+        places = [self.places[rank] for rank in left]
+        return ending.Lost(said, lambda: self._dismiss(places), self._what_next()) if said else None
+
+    def _dismiss(self, places: Sequence[Place]) -> None:
+        self._ask_all(places, b"leave")
+
+    def _answer(self, server: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:  # closed: the run is over
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(ANSWER_S)
+                token, _, wish = connection.makefile("rb").readline(200).strip().partition(b" ")
+                if not secrets.compare_digest(token, self._token):
+                    continue
+                if wish == b"end":
+                    self._keep_stacks()
+                connection.sendall(self.status().to_json())
+                connection.shutdown(socket.SHUT_RDWR)
+                if wish == b"end":
+                    os._exit(HANGING)
+                if wish == b"leave":
+                    os._exit(1)
+
+    def _watch(self) -> None:
+        tick = min(5.0, self._hang_after / 10)
+        looked, pause = time.monotonic(), tick
+        while not self._ended.wait(pause):
+            asleep = time.monotonic() - looked - pause
+            if asleep > 2 * tick:  # this process itself was stopped, and its clock was not
+                self._since += asleep
+                self._began += asleep
+            pause = tick
+            if self.limit() < time.monotonic() - self._since:
+                if self._is_judge():
+                    self._judge()
+                pause = max(tick, self._hang_after / 4)
+            looked = time.monotonic()
+
+    def _is_judge(self) -> bool:
+        """Whether no lower rank answers."""
+        for place in self.places[: self._rank]:
+            with contextlib.suppress(Unreachable):
+                self._ask(place)
+                return False
+        return True
+
+    def _judge(self) -> None:
+        """End the run if it hangs."""
+        others = [place for place in self.places if place.rank != self._rank]
+        statuses, silent = self._ask_all(others)
+        if silent:
+            more, silent = self._ask_all([self.places[rank] for rank in silent])
+            statuses |= more
+        statuses[self._rank] = self.status()
+        if self._ended.is_set() or not (silent or all(status.overdue for status in statuses.values())):
+            return
+        lines = self._sentences(statuses, silent)
+        text = "\n".join([*lines, *_stacks(statuses, SHOWN_FRAMES), self._advice()])
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                whole = "\n".join([*lines, *_stacks(statuses), self._advice()])
+                (self._directory / REPORT).write_text(whole + "\n")
+        self._keep_stacks()
+        terminal.say(f"\n{text}\n", sys.stderr)
+        sys.stderr.flush()
+        self._ask_all([place for place in others if place.rank not in silent], b"end")
+        os._exit(HANGING)
+
+    def _ask_all(
+        self, places: Sequence[Place], wish: bytes = b"status"
+    ) -> tuple[dict[int, Status], dict[int, str]]:
+        """Answers by rank, and how silence shows by rank."""
+        statuses, silent = {}, {}
+
+        def ask(place: Place) -> None:
+            try:
+                statuses[place.rank] = self._ask(place, wish)
+            except Unreachable as error:
+                silent[place.rank] = str(error)
+
+        with ThreadPoolExecutor(min(len(places), 64) or 1) as pool:
+            list(pool.map(ask, places))
+        return statuses, silent
+
+    def _ask(self, place: Place, wish: bytes = b"status") -> Status:
+        patience = min(ANSWER_S, self._hang_after)
+        try:
+            with socket.create_connection((place.address, place.port), timeout=patience) as connection:
+                connection.sendall(self._token + b" " + wish + b"\n")
+                return Status.from_json(connection.makefile("rb").read())
+        except TimeoutError:
+            stopped = "does not answer: its process is stopped, or its machine or network is down"
+            raise Unreachable(stopped) from None
+        except OSError as error:
+            raise Unreachable(f"has ended, or cannot be reached ({error.strerror or error})") from None
+        except ValueError:
+            raise Unreachable("ended while it answered") from None
+
+    def _keep_stacks(self) -> None:
+        """All threads' stacks in the run directory."""
+        if self._directory is None:
+            return
+        with contextlib.suppress(OSError), open(self._directory / STACKS.format(self._rank), "w") as file:
+            faulthandler.dump_traceback(file)
+
+    # --- what is printed
+
+    def _sentences(self, statuses: Mapping[int, Status], silent: Mapping[int, str]) -> list[str]:
+        own = statuses[self._rank]
+        usual = f"; a step usually takes {statistics.median(self._usual):.2g} s" if self._usual else ""
+        where = "" if self._directory is None else f" in step {own.step}"  # without one, ranks run ahead
+        first = f"the run hangs{where} and is ended: {own.seconds:.0f} s without progress"
+        lines = [f"{first} (run.hang_after={self._hang_after:g}{usual})"]
+        lines += [f"  {self.places[rank]} {how}" for rank, how in sorted(silent.items())]
+        if not silent:
+            least = min(status.progress for status in statuses.values())
+            behind = [rank for rank, status in sorted(statuses.items()) if status.progress == least]
+            if len(behind) < len(statuses):
+                lines += [f"  {self.places[rank]} is behind the others" for rank in behind[:SHOWN_RANKS]]
+            else:
+                lines.append("  all ranks answer, and none is behind the others")
+        return lines
+
+    def _advice(self) -> str:
+        if self._directory is None:
+            return f"Nothing was kept: {self._what_next()}"
+        files = f"{REPORT} and {STACKS.format('N')}"
+        return (
+            f"All threads' stacks are in {self._directory}: {files}. Nothing was saved: {self._what_next()}"
+        )
+
+    def _what_next(self) -> str:
+        if self._directory is None:
+            return "the same command begins anew"
+        return "--resume continues from the newest complete checkpoint"
+
+
+def forget(directory: Path) -> None:
+    """Remove what the watchdogs of former launches left."""
+    for path in (directory / REPORT, *directory.glob(STACKS.format("*"))):
+        path.unlink(missing_ok=True)
+
+
+def _stacks(statuses: Mapping[int, Status], frames: int | None = None) -> Iterator[str]:
+    """Where ranks stand; those with the same stack together."""
+    alike: dict[tuple[object, ...], list[Status]] = {}
+    for _, status in sorted(statuses.items()):
+        alike.setdefault((status.step, status.phase, status.stack), []).append(status)
+    for together in alike.values():
+        ranks = ", ".join(str(status.rank) for status in together[:SHOWN_RANKS])
+        more = f" and {len(together) - SHOWN_RANKS} more" if len(together) > SHOWN_RANKS else ""
+        first = together[0]
+        shown = first.stack if frames is None else first.stack[-frames:]
+        yield f"rank{'s' if len(together) > 1 else ''} {ranks}{more}: {first}; stack, innermost last:"
+        yield "".join(shown).rstrip()
+
+
+def _own_address(rank: int) -> str:
+    """By which other ranks reach this one: as the launcher says of rank 0, else on the way there."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if rank == 0:
+        return master
+    place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(place[0], socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
+        probe.connect(place[4])
+        return str(probe.getsockname()[0])

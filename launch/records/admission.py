@@ -1,0 +1,244 @@
+"""What may start or resume in a run directory, in which nothing is ever overwritten."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.durable_files import Lock, left_by_a_crash
+from ds_configs.plan import Plan, plan_to_json
+from launch.records.directory import Launch, RunDirectory, default_path
+from launch.records.metrics import Records, StepRecord, read_metrics
+from launch.records.result import OURS
+from recipes import catalog, files
+from recipes.nested import differences
+from recipes.plural import counted
+from recipes.schema import Recipe
+
+# Facts of a plan that a resumed run may have otherwise.
+LAID_OUT = ("layout", "ds_name", "zero_stage", "offload", "precision", "padded_vocab")
+# Keys of a recipe that a plan's facts tell better, or that tell nothing of the run.
+SAID_BY_PLAN = ("parallel", "batch", "precision", "ds_config")
+UNSAID = ("title", "hardware", "published", "inferred", "differs", "unknown", "note")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stands in the checkpoints/ of a run.
+
+    Attributes:
+        complete: steps of those that a run can resume from.
+        damaged: (directory, what is wrong with it) of the others.
+    """
+
+    complete: tuple[int, ...] = ()
+    damaged: tuple[tuple[Path, str], ...] = ()
+
+
+class RunDirectoryError(ValueError):
+    """The directory cannot take this run. The message says what is there, the rule and the fix."""
+
+
+def admit(
+    path: str | Path | None,
+    plan: Plan,
+    *,
+    name: str,
+    command: Sequence[str],
+    resume: bool,
+    tiny: bool,
+    emulated_fp16: bool,
+    kept: Kept = Kept(),
+) -> RunDirectory:
+    """Make the directory, or enter it again with `resume`; the files that describe the run are written.
+
+    `path` None: runs/<name>-<ds_config> under the current directory. `name`: the recipe's, as the user names
+    it. `kept`: the directory's checkpoints. With `resume` and nothing there the run starts from its beginning
+    (`resumed` is False), so that a job script may always say --resume. Raises RunDirectoryError, having
+    changed nothing, where something else is in the way.
+    """
+    directory = RunDirectory(Path(path) if path is not None else default_path(name, plan.ds_name))
+    _make(directory.path)
+    _refuse_strangers(directory)
+    lock = _lock(directory.path)
+    try:
+        resumed, notices = _admit(directory, plan, resume, kept)
+        former = directory.launches() if resumed else []
+    except ValueError as error:
+        lock.release()
+        if isinstance(error, files.FileError):
+            raise RunDirectoryError(f"{error}: restore it, or name another directory with --out") from None
+        raise error if isinstance(error, RunDirectoryError) else RunDirectoryError(str(error)) from None
+    directory.checkpoints.mkdir(exist_ok=True)
+    launch = Launch.now(plan, name=name, command=command, tiny=tiny, emulated_fp16=emulated_fp16)
+    directory.write_description(plan, [*former, launch])
+    return dataclasses.replace(directory, resumed=resumed, notices=notices, lock=lock)
+
+
+def _admit(directory: RunDirectory, plan: Plan, resume: bool, kept: Kept) -> tuple[bool, tuple[str, ...]]:
+    """(whether it resumes, notices). Raises RunDirectoryError, or ValueError for a broken file."""
+    records = read_metrics(directory.metrics_jsonl) if directory.recipe_yaml.exists() else Records()
+    steps = records.steps
+    if not directory.recipe_yaml.exists() or not (_saved(directory) or steps):
+        # A start that failed before its first step has left nothing worth keeping.
+        shutil.rmtree(directory.path / "tokenizer", ignore_errors=True)
+        first = f"a first start: {directory.path} holds nothing to resume yet"
+        return False, (first,) if resume else ()
+    saved = directory.plan()
+    changes = catalog.changes(saved.recipe, plan.recipe)
+    _refuse_other_recipe(directory, changes.refused)
+    if not resume:
+        raise RunDirectoryError(
+            f"{directory.path} already holds steps of this recipe, and a run is never overwritten: add "
+            "--resume to resume from its newest checkpoint, or start a second run elsewhere with --out"
+        )
+    if not kept.complete:
+        _refuse_lost(directory, saved.recipe, kept, records)
+        return False, _put_aside(directory, steps)
+    done = max(*kept.complete, steps[-1].step if steps else 0)
+    if plan.recipe.steps < done:
+        raise RunDirectoryError(
+            f"--steps {plan.recipe.steps}: {directory.path} has {counted(done, 'step')} done, and a run is "
+            f"never cut back: give --steps {done} or more, or start another run with --out"
+        )
+    return True, _changed(saved, plan, changes.allowed)
+
+
+def _saved(directory: RunDirectory) -> bool:
+    return any(directory.checkpoints.glob("*"))
+
+
+def _refuse_lost(directory: RunDirectory, recipe: Recipe, kept: Kept, records: Records) -> None:
+    """Refuse to train a run again, over its records, whose checkpoints are damaged, gone or not wanted.
+
+    A run that was killed before its first save was complete is not refused.
+    """
+    elsewhere = "or start again elsewhere with --out"
+    if kept.damaged:
+        named = "".join(f"\n  {path}: {why}" for path, why in kept.damaged)
+        raise RunDirectoryError(
+            f"--resume: no checkpoint in {directory.path} is whole, and its steps are not thrown away: "
+            f"restore one of them from a copy, {elsewhere}{named}"
+        )
+    result = files.read_json_object(directory.result_json) if directory.result_json.exists() else {}
+    ended, was_saved = result.get("status") == "ok", any(not save.problem for save in records.saves)
+    if was_saved or (ended and recipe.run.save_last):
+        raise RunDirectoryError(
+            f"--resume: {directory.path} has {counted(len(records.steps), 'step')} recorded and saved "
+            f"checkpoints, of which {directory.checkpoints} holds none any more: put them back, {elsewhere}"
+        )
+    if ended:
+        raise RunDirectoryError(
+            f"--resume: {directory.path} holds a finished run without a checkpoint (run.save_last=false): "
+            "there is nothing to resume from, and a run is never overwritten; start again elsewhere with "
+            "--out, with --set run.save_last=true to be able to resume"
+        )
+
+
+def _put_aside(directory: RunDirectory, steps: Sequence[StepRecord]) -> tuple[str, ...]:
+    """Keep the metrics of a run that was killed before its first save under another name; says so."""
+    if not steps:
+        return (f"no save in {directory.path} was ever complete: it starts again at step 0",)
+    names = (directory.path / f"metrics-before-{number}.jsonl" for number in itertools.count(1))
+    aside = next(path for path in names if not path.exists())
+    directory.metrics_jsonl.rename(aside)
+    return (
+        f"it ended after step {steps[-1].step}, before its first save was complete, and starts again at "
+        f"step 0; what it recorded is kept in {aside.name}",
+    )
+
+
+def _refuse_strangers(directory: RunDirectory) -> None:
+    """Refuse a directory with files that no run made."""
+    if directory.recipe_yaml.exists():
+        return
+    empty = () if _saved(directory) else (directory.checkpoints.name,)
+    names = sorted(entry.name for entry in directory.path.iterdir())
+    strangers = [name for name in names if not left_by_a_crash(name) and name not in empty]
+    if strangers:
+        more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+        raise RunDirectoryError(
+            f"{directory.path} holds {', '.join(strangers[:3])}{more} but no run (no recipe.yaml): a run "
+            "starts in a new or empty directory and touches nothing else; name another with --out"
+        )
+
+
+def _refuse_other_recipe(directory: RunDirectory, changed: Sequence[catalog.Change]) -> None:
+    if not changed:
+        return
+    ways = {
+        "schedule.decay_steps": "--steps N trains longer or shorter and keeps the schedule",
+        "sequence_length": "--init_from starts another run, of samples of another length, from its weights",
+    }
+    keys = {key for key, _, _ in changed}
+    found = "; ".join(way for key, way in ways.items() if key in keys)
+    other = f" ({found})" if found else ""
+    raise RunDirectoryError(
+        f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
+        f"directory with --out, or give these keys the values that are there{other}. {_differ(changed)}"
+    )
+
+
+def _changed(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Change]) -> tuple[str, ...]:
+    """Notices of all in which the run resumes otherwise than it was run before."""
+    # Through JSON, since what was saved has lists where a plan may have tuples.
+    there, now = (json.loads(json.dumps(plan_to_json(each))) for each in (saved, plan))
+    facts = [change for change in differences(there, now) if _within(change[0], LAID_OUT)]
+    facts += [change for change in of_recipe if not _within(change[0], (*SAID_BY_PLAN, *UNSAID))]
+    notices = [f"resumed with {key}: {old} -> {new}" for key, old, new in facts]
+    if config := differences(there["ds"], now["ds"]):
+        listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in config)
+        notices.append(f"resumed with another DeepSpeed configuration: {listed}")
+    if plan.precision == "fp16" != saved.precision:
+        notices.append("fp16's loss scaler starts afresh, with its initial scale")
+    if _other_masks(saved, plan):
+        notices.append(
+            "dropout follows the layout here: the loss curve continues statistically, not to the digit"
+        )
+    return tuple(notices)
+
+
+def _other_masks(saved: Plan, plan: Plan) -> bool:
+    """Whether dropout draws other masks than before: on attention, or in transformers' modules."""
+    own, other = plan.recipe.model.implementation, saved.recipe.model.implementation
+    dropout = plan.recipe.dropout
+    every = own == other == OURS and not dropout.attention
+    return (own != other or saved.layout != plan.layout) and not every and any(dict(dropout).values())
+
+
+def _within(key: str, parts: Sequence[str]) -> bool:
+    return key.split(".")[0] in parts
+
+
+def _lock(path: Path) -> Lock:
+    try:
+        return Lock.take(path)
+    except BlockingIOError as holder:
+        raise RunDirectoryError(
+            f"{path}: {holder} is training in it: wait for it, or have it save and end with `touch "
+            f"{path / 'STOP'}`; or name another directory with --out"
+        ) from None
+
+
+def _make(path: Path) -> None:
+    fix = "name a directory you may write with --out"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        used = f"{path} is a file, a run needs a directory"
+        raise RunDirectoryError(f"{used}: name another with --out") from None
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be made ({error.strerror}): {fix}") from None
+    if not os.access(path, os.W_OK):
+        raise RunDirectoryError(f"{path} is not writable for you: {fix}")
+
+
+def _differ(changes: Sequence[catalog.Change]) -> str:
+    lines = (f"\n  {key}: {old} -> {new}" for key, old, new in changes)
+    return f"They differ in (there -> now):{''.join(lines)}"

@@ -1,0 +1,183 @@
+"""The directory of one run: what was run, on what, and what came out.
+
+Another run never overwrites anything in it.
+
+    plan.json          what was decided: recipe, layout, DeepSpeed configuration (ds_configs/plan.py)
+    recipe.yaml        the resolved recipe, loadable again
+    ds_config.json     the resolved DeepSpeed configuration, as DeepSpeed got it
+    tokenizer/         the vocabulary, in transformers' form (launch/records/vocabulary.py)
+    environment.json   one entry per launch: command line, commit, versions, hardware, layout, notices
+    metrics.jsonl      one line per optimizer step, validation and note (launch/records/metrics.py)
+    tensorboard/       the same as events
+    loss.png           the loss curve (launch/records/loss_plot.py)
+    result.json        one row of a results table (launch/records/result.py)
+    checkpoints/
+
+Evaluation adds scores.json, predictions/ and pretrained.json (launch/evaluation/).
+
+Rank 0 alone creates and writes it: pure file work, no communication. What may start here is decided in
+launch/records/admission.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from data.durable_files import Lock, write_atomically
+from ds_configs.findings import Notice
+from ds_configs.plan import FORM as PLAN
+from ds_configs.plan import Plan, plan_facts, plan_to_json
+from launch.machine import description
+from launch.planning.launch_lines import run_directory
+from recipes import catalog, files
+from recipes.layout import Layout
+from recipes.problems import RecipeError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a run, an entry of environment.json.
+
+    Attributes:
+        started: local time, as "2026-07-01T10:00:00+0000".
+        recipe: table/row as the user names it.
+        plan: facts of the plan, without recipe and DeepSpeed configuration.
+        machine: `description.describe()`.
+    """
+
+    started: str
+    command: tuple[str, ...]
+    working_directory: str
+    recipe: str
+    tiny: bool
+    emulated_fp16: bool
+    plan: Mapping[str, Any]
+    machine: Mapping[str, Any]
+
+    @classmethod
+    def now(cls, plan: Plan, *, name: str, command: Sequence[str], tiny: bool, emulated_fp16: bool) -> Launch:
+        facts = plan_facts(plan)
+        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        machine = description.describe()
+        return cls(started, tuple(command), os.getcwd(), name, tiny, emulated_fp16, facts, machine)
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any], where: Path) -> Launch:
+        """From `where`, in which earlier versions tell tiny and emulated runs by their command only.
+
+        Raises FileError.
+        """
+        command = entry.get("command") or ()
+        listed = command if isinstance(command, (list, tuple)) else ()
+        own = {
+            **{key: entry.get(key, "") for key in ("started", "working_directory", "recipe")},
+            "command": command,
+            "tiny": entry.get("tiny", "--tiny" in listed),
+            "emulated_fp16": entry.get("emulated_fp16", "--emulate_fp16" in listed),
+            "plan": entry.get("plan") or {},
+        }
+        machine = {key: value for key, value in entry.items() if key not in own}
+        return files.checked(TypeAdapter(cls), {**own, "machine": machine}, where)
+
+    def entry(self) -> dict[str, Any]:
+        """As environment.json has it: the machine's facts next to the others."""
+        values = {key: value for key, value in vars(self).items() if key != "machine"}
+        return {**values, "command": list(self.command), **self.machine}
+
+    @property
+    def started_at(self) -> datetime | None:
+        try:
+            return datetime.strptime(self.started, "%Y-%m-%dT%H:%M:%S%z")
+        except ValueError:
+            return None
+
+
+class _File:
+    """A name in the directory of a run; its path, where a run asks for it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
+        return run.path / self._name
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths of one run. `resumed`: it already held steps; `notices`: lines worth showing to the user."""
+
+    path: Path
+    resumed: bool = False
+    notices: tuple[str, ...] = ()
+    lock: Lock | None = field(default=None, repr=False, compare=False)
+
+    plan_json = _File("plan.json")
+    recipe_yaml = _File("recipe.yaml")
+    ds_config_json = _File("ds_config.json")
+    environment_json = _File("environment.json")
+    metrics_jsonl = _File("metrics.jsonl")
+    tensorboard = _File("tensorboard")
+    loss_png = _File("loss.png")
+    result_json = _File("result.json")
+    checkpoints = _File("checkpoints")
+
+    def write_description(self, plan: Plan, launches: Sequence[Launch]) -> None:
+        """Write the files that say what is run."""
+        write_atomically(self.recipe_yaml, catalog.dump(plan.recipe))
+        write_atomically(self.ds_config_json, _json(plan.ds))
+        write_atomically(self.plan_json, _json(plan_to_json(plan)))
+        write_atomically(self.environment_json, _json({"launches": [launch.entry() for launch in launches]}))
+
+    def launches(self) -> list[Launch]:
+        """Oldest first; none where there is no environment.json. Raises FileError."""
+        if not self.environment_json.exists():
+            return []
+        path = self.environment_json
+        entries = files.read_json_object(path).get("launches", [])
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            files.refuse(path, "launches is no list of objects", "it has one for every launch")
+        return [Launch.read(entry, path) for entry in entries]
+
+    def plan(self) -> Plan:
+        """The plan of the newest launch. Raises FileError."""
+        if not self.plan_json.exists():
+            return self._plan_of_earlier_version()
+        return files.checked(PLAN, files.read_json_object(self.plan_json), self.plan_json)
+
+    def _plan_of_earlier_version(self) -> Plan:
+        """From recipe.yaml, ds_config.json and the facts in environment.json."""
+        try:
+            recipe = catalog.load_resolved(self.recipe_yaml)
+        except RecipeError as error:
+            raise files.FileError(error.problems) from None
+        ds = files.read_json_object(self.ds_config_json)
+        try:
+            facts = dict(self.launches()[-1].plan)
+            facts["layout"] = Layout(**facts["layout"])
+            facts["notices"] = tuple(Notice("", text) for text in facts["notices"])
+            return Plan(recipe=recipe, ds=ds, **facts)
+        except (KeyError, TypeError, IndexError) as error:
+            files.refuse(self.environment_json, f"does not say how the run was made, {error!r}")
+
+    def close(self) -> None:
+        """Let another process resume this run."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def default_path(name: str, ds_name: str) -> Path:
+    """runs/default-sotu-zero3_offload for recipe "default/sotu"."""
+    return Path(run_directory(name, ds_name))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

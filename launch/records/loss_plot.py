@@ -1,0 +1,110 @@
+"""The loss curve of a run, drawn from its records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from launch.records.metrics import Records, curve
+
+MOST_NEIGHBOURS = 100  # of a step on either side, in the moving average
+LINE = 1.4  # from one line of text in the margin to the next, in sizes of the type
+
+
+def plot_loss(
+    records: Records, out_png: Path, reference_lines: Mapping[str, float], title: str = "", per: str = "token"
+) -> None:
+    """Draw training loss, its moving average, validation points and references; a BERT's masked-token loss.
+
+    `reference_lines`: label -> nats, such as the entropies of a uniform and a unigram model; `per`: token,
+    masked token or example, over which the loss is a mean.
+    """
+    train, validation = (curve(each, records.part) for each in (records.steps, records.validations))
+    # Figure and canvas by hand: pyplot would keep a global state and ask for a display.
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if train:
+        steps, losses = zip(*train, strict=True)
+        axes.plot(steps, losses, linewidth=0.6, alpha=0.5, color="tab:blue", label="training, each step")
+        axes.plot(steps, moving_average(losses), linewidth=1.8, color="tab:blue", label=averaged(len(losses)))
+    if validation:
+        axes.plot(*zip(*validation, strict=True), "o-", markersize=4, color="tab:orange", label="validation")
+    _draw_references(axes, reference_lines)
+    axes.xaxis.set_major_locator(step_ticks())
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(f"loss (nats per {per})")
+    axes.set_title(title)
+    axes.grid(alpha=0.2)
+    if train or validation:
+        axes.legend(loc="upper right")
+    figure.savefig(out_png, dpi=120)
+
+
+def moving_average(values: Sequence[float]) -> list[float]:
+    """The mean of each value and of as many before it as behind it, so that a falling curve stays in place.
+
+    Towards both ends these are fewer, and at the ends none.
+    """
+    reach, last = _reach(len(values)), len(values) - 1
+    around = (min(reach, index, last - index) for index in range(len(values)))
+    return [mean(values[index - n : index + n + 1]) for index, n in enumerate(around)]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of values whose sum may be too large for a float."""
+    return sum(value / len(values) for value in values)
+
+
+def averaged(count: int) -> str:
+    """What the moving average of so many steps is."""
+    return f"training, mean of the {2 * _reach(count) + 1} steps around (fewer towards the ends)"
+
+
+def _reach(count: int) -> int:
+    """How many neighbours on either side: 10 of 300 steps, so that the window is a fifteenth of the run."""
+    return min(max(1, count // 30), MOST_NEIGHBOURS)
+
+
+def step_ticks() -> MaxNLocator:
+    """Round numbers of steps: 10, 20, 30."""
+    return MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True)
+
+
+def write_in_margin(axes: Axes, labels: Sequence[tuple[float, str]], color: str, size: float = 9) -> None:
+    """Write each text at its height on the y axis, right of the axes, where no curve is, none over another.
+
+    An arrow stands with what lies above or below the axis. Call it after everything is drawn.
+    """
+    low, high = axes.get_ylim()
+    found = sorted(((min(max((y - low) / (high - low), 0), 1), y, text) for y, text in labels), reverse=True)
+    rows = max((1 + text.count("\n") for _, _, text in found), default=1)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    inches = axes.get_window_extent().height / figure.dpi
+    gap = LINE * size * rows / 72 / inches  # between the middles of two, as a share of the height
+    heights: list[float] = []
+    for height, _, _ in found:  # down, away from each one above
+        heights.append(min([height, *(above - gap for above in heights[-1:])]))
+    lowest = 0.0
+    for index in reversed(range(len(heights))):  # and up again, from the lower edge
+        heights[index] = max(heights[index], lowest)
+        lowest = heights[index] + gap
+    at: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (5, 0), "textcoords": "offset points"}
+    for height, (_, y, text) in zip(heights, found, strict=True):
+        arrow = " ↑" if y > high else " ↓" if y < low else ""
+        axes.annotate(f"{text}{arrow}", (1, height), fontsize=size, color=color, va="center", **at)
+
+
+def _draw_references(axes: Axes, reference_lines: Mapping[str, float]) -> None:
+    styles = ("--", ":", "-.") * len(reference_lines)
+    for value, style in zip(reference_lines.values(), styles, strict=False):
+        axes.axhline(value, linestyle=style, color="gray", linewidth=1)
+    labels = [(value, f"{label} {value:.2f}") for label, value in reference_lines.items()]
+    write_in_margin(axes, labels, "gray")

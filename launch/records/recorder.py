@@ -1,0 +1,407 @@
+"""What rank 0 shows and keeps of a run, from its plan to its result; the other ranks are silent."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
+from torch.utils.tensorboard import SummaryWriter
+
+from ds_configs.plan import Plan
+from launch.console import terminal
+from launch.console.numbers import short
+from launch.console.progress import Silent, screen
+from launch.machine import description
+from launch.machine.memory import peak_cached_bytes, peak_memory
+from launch.planning.plan_text import describe_plan
+from launch.ranks.start_up import StartClock
+from launch.records import metrics
+from launch.records.directory import RunDirectory
+from launch.records.metrics import (
+    How,
+    LaunchRecord,
+    Note,
+    Record,
+    SaveRecord,
+    StartRecord,
+    StepRecord,
+    ValidationRecord,
+    finite,
+    finite_parts,
+)
+from launch.records.prediction import predicted
+from launch.records.result import Entropies, Result, TaskScore, hardware_of, make_result, write_result
+from launch.records.result_text import result_text
+from launch.records.step_fields import fields_of
+from launch.records.throughput import Throughput
+from recipes.family_words import predicted_by
+from recipes.refused_by_system import problem
+from recipes.schema import Recipe
+
+ELSEWHERE = "move the run directory to another disk and --resume there"
+
+
+class ValidationOutcome(Protocol):
+    """A loss in nats per token, and its parts by name."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def parts(self) -> Mapping[str, float]: ...
+
+
+class StepOutcome(ValidationOutcome, Protocol):
+    """What one optimizer step came to. `skipped`: the loss scaler threw the update away."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def grad_norm(self) -> float | None: ...
+    @property
+    def loss_scale(self) -> float: ...
+    @property
+    def skipped(self) -> bool: ...
+
+
+class SaveOutcome(Protocol):
+    """How a checkpoint was saved; `metrics.SaveRecord` says what its facts are."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def blocking_seconds(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def background(self) -> bool: ...
+    @property
+    def problem(self) -> str | None: ...
+
+
+class RankSeconds(Protocol):
+    """How long ranks were busy in a step, compared; in seconds."""
+
+    @property
+    def least(self) -> float: ...
+    @property
+    def median(self) -> float: ...
+    @property
+    def most(self) -> float: ...
+    @property
+    def slowest(self) -> int: ...
+
+
+class CorpusFacts(Protocol):
+    """What a corpus says of itself; entropies in nats per token of the validation text."""
+
+    @property
+    def summary(self) -> dict[str, Any]: ...
+    @property
+    def uniform_entropy(self) -> float: ...
+    @property
+    def unigram_entropy(self) -> float: ...
+
+
+class Silence:
+    """The ranks other than 0."""
+
+    def __enter__(self) -> Silence:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def reached(self, part: str) -> None: ...
+
+    def step(
+        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
+    ) -> None: ...
+
+    def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None: ...
+
+    def saving(self, memory: Mapping[str, int | None]) -> None: ...
+
+    def saved(self, outcome: SaveOutcome) -> None: ...
+
+    def finish(
+        self,
+        status: str,
+        reason: str | None = None,
+        memory: Mapping[str, int | None] | None = None,
+        because: str | None = None,
+        sample: str | None = None,
+        task_scores: Sequence[TaskScore] = (),
+    ) -> None: ...
+
+
+class Recorder(Silence):
+    """Rank 0: writes metrics.jsonl, TensorBoard events and results, and shows them."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        plan: Plan,
+        *,
+        name: str,
+        corpus_facts: CorpusFacts,
+        start_step: int,
+        described: Mapping[str, Any],
+        original: Recipe | None,
+        tiny: bool,
+        emulated: bool,
+        band_kernel: str | None = None,
+        clock: StartClock | None = None,
+        progress: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        """Show the plan, and open the records at `start_step`; what they hold of later steps is dropped.
+
+        `name`: the recipe's, as the user names it. `start_step`: steps of the checkpoint that the run
+        resumes; 0: it starts. `described`: `description.describe()`. `original`: the recipe before --tiny,
+        --set and --steps. `band_kernel`: what computes banded layers. `clock`: times the start. `progress`:
+        show plan, steps and result on `stream` (standard output).
+        """
+        self.directory, self._plan, self._name, self._start_step = directory, plan, name, start_step
+        self._described, self._original, self._tiny, self._emulated = described, original, tiny, emulated
+        self._band_kernel, self._clock = band_kernel, clock
+        self._entropies = Entropies(corpus_facts.uniform_entropy, corpus_facts.unigram_entropy)
+        self._stream = (stream or sys.stdout) if progress else None
+        self._throughput, self._predicted = Throughput(plan), predicted(plan, described)
+        self._memory_kind, self._step = peak_memory().kind, start_step
+        self._drawn: int | None = None  # records in loss.png
+        self._show_plan(corpus_facts.summary)
+        metrics.truncate(directory.metrics_jsonl, start_step)
+        # Without a buffer of Python's, whose rest a full disk would make it write again at the end.
+        self._file = open(directory.metrics_jsonl, "ab", buffering=0)  # noqa: SIM115 (closed by _close)
+        self._unwritten = b""  # lines that the disk has not taken
+        self._lost: OSError | None = None  # why
+        threading.excepthook = _untold
+        folder, purged = str(directory.tensorboard), start_step + 1 if start_step else 0
+        self._events = SummaryWriter(folder, purge_step=purged, flush_secs=10)
+        self._screen = screen(self._stream, start_step, plan.recipe.steps) if self._stream else Silent()
+        how = How.of(plan, hardware_of(described, plan.layout))
+        self._write(LaunchRecord(start_step, how, time.time()))
+        for notice in directory.notices:
+            self.say(notice)
+        self.reached("records")
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+        self.directory.close()
+
+    def say(self, text: str) -> None:
+        """Record and show one line of text."""
+        self._write(Note(self._step, text, time.time()))
+        self._screen.line(text)
+
+    def reached(self, part: str) -> None:
+        """The start of the run has come to the end of this part of it."""
+        if self._clock:
+            self._clock.reached(part)
+
+    def step(
+        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
+    ) -> None:
+        """Record a completed optimizer step; `waited` of its `seconds` were spent on the batch."""
+        assert step == self._step + 1, f"step {step} follows step {self._step}: the first completed step is 1"
+        self._step = step
+        compared: dict[str, Any] = {}
+        if ranks is not None:
+            compared = dict(rank_seconds_min=ranks.least, rank_seconds_median=ranks.median)
+            compared |= dict(rank_seconds_max=ranks.most, slowest_rank=ranks.slowest)
+        record = StepRecord(
+            step=step,
+            loss=finite(outcome.loss),
+            skipped=bool(outcome.skipped),
+            seconds=seconds,
+            launch_step=step - self._start_step,
+            peak_memory_bytes=peak_memory().bytes,
+            memory_kind=self._memory_kind,
+            lr=outcome.lr,
+            grad_norm=finite(outcome.grad_norm),
+            loss_scale=finite(outcome.loss_scale),
+            data_seconds=waited,
+            **vars(self._throughput.rates(seconds)),
+            **compared,
+            parts=finite_parts(outcome.parts),
+            time=time.time(),
+        )
+        self._write(record)
+        scale = ("loss_scale",) if self._plan.precision == "fp16" else ()
+        speed = ("seconds", "data_seconds", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
+        self._event("train", record, ("loss", *record.parts, "lr", "grad_norm", *scale))
+        self._event("speed", record, speed)
+        self._event("ranks", record, tuple(compared))
+        self._event("memory", record, ("peak_memory_bytes",))
+        self._screen.step(step, fields_of(record, show_scale=bool(scale)))
+        if self._clock and step == self._start_step + 1:
+            self._clock.reached("first_step")
+            parts: dict[str, Any] = self._clock.parts
+            self._write(start := StartRecord(step, **parts, time=time.time()))
+            self._screen.line(str(start))
+
+    def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None:
+        """Record the loss on held-out text after `step` completed steps; `kind` "test": on the test split."""
+        parts, loss = finite_parts(outcome.parts), finite(outcome.loss)
+        record = ValidationRecord(step, loss, parts, time.time(), "test" if kind == "test" else "validation")
+        self._write(record)
+        self._event(kind, record, ("loss", *parts))
+        names = metrics.PART_NAMES
+        shown = "".join(f", {names[name]} {value:.4f}" for name, value in outcome.parts.items())
+        self._screen.line(f"step {step}: {kind} loss {outcome.loss:.4f}{shown}")
+
+    def saving(self, memory: Mapping[str, int | None]) -> None:
+        """Write curve and result before the last checkpoint, which a host may not survive."""
+        self._keep("saving", memory, "its last checkpoint was not complete when this was written")
+
+    def saved(self, outcome: SaveOutcome) -> None:
+        """Record a checkpoint, or why there is none."""
+        blocked, took = outcome.blocking_seconds, outcome.seconds
+        self._write(
+            SaveRecord(
+                outcome.step, outcome.bytes, blocked, took, outcome.background, outcome.problem, time.time()
+            )
+        )
+        for name, value in (("blocking_seconds", blocked), ("bytes_per_second", outcome.bytes / took)):
+            self._scalar(f"save/{name}", value, outcome.step)
+        if outcome.problem:
+            self._screen.line(f"WARNING: no checkpoint of step {outcome.step}: {outcome.problem}")
+            return
+        rate = f"{short(outcome.bytes)}B at {short(outcome.bytes / took)}B/s"
+        self._screen.line(f"step {outcome.step}: checkpoint, {rate}; training waited {blocked:.2g} s")
+
+    def finish(
+        self,
+        status: str,
+        reason: str | None = None,
+        memory: Mapping[str, int | None] | None = None,
+        because: str | None = None,
+        sample: str | None = None,
+        task_scores: Sequence[TaskScore] = (),
+    ) -> None:
+        """Write curve and result, and show the result; after an early stop, say how to resume.
+
+        `reason`: of an early stop, for the screen; `because`: of a failure, for the result. `memory`: peaks
+        over all ranks ("peak_memory_bytes", "cached_bytes"); rank 0's own where the others can no longer be
+        asked. `sample`: what the trained model says; `task_scores`: what a fine-tuned one is worth.
+        """
+        self._lost = None  # what matters now is whether the records are whole in the end
+        self._write_rest()
+        self._close()
+        result = self._keep(
+            status, memory or {"cached_bytes": peak_cached_bytes()}, because, sample, task_scores
+        )
+        if self._stream is not None:
+            width = terminal.columns(self._stream)
+            text = [f"\n{result_text(result, width)}"]
+            if sample:
+                text += ["\nsample", terminal.wrapped(textwrap.indent(sample, "  "), width, hang=0)]
+            text.append(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}")
+            if reason:
+                text.append(f"{reason}; resume with the same command and --resume")
+            terminal.say("\n".join(text), self._stream)
+        if self._lost and (status == "ok" or reason):  # else the run has ended badly already
+            raise self._lost
+
+    def _show_plan(self, data: dict[str, Any]) -> None:
+        if self._stream is None:
+            return
+        hardware = description.summary(dict(self._described))
+        text = describe_plan(
+            self._plan, name=self._name, hardware=hardware, data=data, run_directory=self.directory.path,
+            band_kernel=self._band_kernel, gpus=self._described["accelerators"] > 0,
+            width=terminal.columns(self._stream),
+        )  # fmt: skip
+        token = predicted_by(self._plan.recipe.model)
+        beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(self._entropies).items())
+        to_beat = f"to beat on the validation text, in nats per {token}: {beat}"
+        terminal.say(f"\n{text}\n\n{to_beat}\n", self._stream)
+
+    def _checkpoints(self) -> str:
+        if any(self.directory.checkpoints.glob("*/manifest.json")):
+            return ", checkpoints/"
+        kept = self._plan.recipe.run.save_last
+        return "" if kept else "; no checkpoint (--set run.save_last=true keeps one)"
+
+    def _keep(
+        self, status: str, memory: Mapping[str, int | None], because: str | None, sample: str | None = None,
+        task_scores: Sequence[TaskScore] = (),
+    ) -> Result:  # fmt: skip
+        """Write result.json and loss.png as they are now."""
+        records = metrics.read_metrics(self.directory.metrics_jsonl)
+        result = make_result(
+            self._plan, records, name=self._name, described=self._described, original=self._original,
+            entropies=self._entropies, **memory, tiny=self._tiny, emulated_fp16=self._emulated, status=status,
+            reason=because, band_kernel=self._band_kernel, sample=sample, predicted=self._predicted,
+            task_scores=task_scores,
+        )  # fmt: skip
+        # Before the plot: where another rank has failed, this one is soon ended.
+        with self._going_on(self.directory.result_json):
+            write_result(self.directory.result_json, result)
+        if self._drawn != len(records):
+            references = {kind: nats for kind, nats in vars(self._entropies).items() if nats is not None}
+            with self._going_on(self.directory.loss_png):
+                from launch.records.loss_plot import plot_loss  # with matplotlib, which no first step needs
+
+                per = predicted_by(self._plan.recipe.model)
+                plot_loss(records, self.directory.loss_png, references, self._name, per)
+            self._drawn = len(records)
+        return result
+
+    def _close(self) -> None:
+        """Close screen and files; a second call does nothing."""
+        self._screen.close()
+        with contextlib.suppress(OSError):  # of events that a full disk has not taken
+            self._events.close()
+        self._file.close()
+
+    def _write(self, record: Record) -> None:
+        """One line, handed to the system at once: a killed process loses none but the one it was writing.
+
+        What a full disk does not take is tried again with the next line.
+        """
+        self._unwritten += metrics.to_line(record).encode()
+        self._write_rest()
+
+    def _write_rest(self) -> None:
+        with self._going_on(self.directory.metrics_jsonl):
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def _event(self, group: str, record: StepRecord | ValidationRecord, names: tuple[str, ...]) -> None:
+        for name in names:
+            value = record.parts[name] if name in record.parts else getattr(record, name)
+            if value is not None:
+                self._scalar(f"{group}/{name}", value, record.step)
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        with self._going_on(self.directory.tensorboard):
+            self._events.add_scalar(name, value, step)
+
+    @contextlib.contextmanager
+    def _going_on(self, path: Path) -> Iterator[None]:
+        """What the disk does not take of the records is said once, and fails the run at its end alone."""
+        try:
+            yield
+        except OSError as error:
+            known = self._lost is not None
+            self._lost = OSError(error.errno, error.strerror or str(error), error.filename or str(path))
+            if not known:
+                said = problem(self._lost, path, ELSEWHERE)
+                self._screen.line(f"WARNING: {said}; training continues")
+
+
+def _untold(args: threading.ExceptHookArgs) -> None:
+    """What ends the thread that writes events is raised again by the next event, which says it."""
+    if not isinstance(args.thread, _AsyncWriterThread):
+        threading.__excepthook__(args)

@@ -1,0 +1,410 @@
+"""The result of a run: what was measured, next to what was published, with every deviation stated.
+
+`result.json` holds it. `launch/records/result_text.py` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from data.durable_files import write_atomically
+from ds_configs.plan import Plan
+from launch.console.numbers import gigabytes
+from launch.machine import description
+from launch.planning.comparability import Incomparable, not_comparable
+from launch.planning.deviations import Deviation, deviations
+from launch.records.metrics import (
+    Finite,
+    How,
+    Parts,
+    Records,
+    StartRecord,
+    StepRecord,
+    Stretch,
+    ValidationRecord,
+    stretches,
+)
+from launch.records.prediction import Predicted
+from launch.records.result_version_1 import from_version_1
+from launch.records.throughput import WARMUP_STEPS, SteadySeconds, Throughput, steady_seconds
+from modeling import cost
+from recipes import files
+from recipes.family_words import predicted_by
+from recipes.layout import Layout
+from recipes.schema import Model, Published, Recipe
+
+OURS = "megarecipes"  # as model.implementation names it
+# What a source counts -> (unit, the measured number that counts the same).
+TFLOPS_BY: dict[str, tuple[str, Literal["tflops", "exact_tflops"]]] = {
+    "formula": ("TFLOPS per GPU, formula", "tflops"),
+    "exact": ("TFLOPS per GPU, exact count", "exact_tflops"),
+}
+UNSAID = "what an earlier version did not record"
+LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
+
+
+@dataclass(frozen=True)
+class TrainingLoss:
+    """The mean over the last `steps` steps, nats per token; None: there was none, or one was not finite."""
+
+    loss: Finite | None = None
+    parts: Parts | None = None
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Nats per token on held-out text after `step` steps; None: not finite."""
+
+    loss: Finite | None
+    parts: Parts | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What the losses came to; None: that text was not read."""
+
+    training: TrainingLoss = TrainingLoss()
+    validation: HeldOutLoss | None = None
+    test: HeldOutLoss | None = None
+
+
+@dataclass(frozen=True)
+class Entropies:
+    """What a uniform and a unigram model reach on the validation text, nats per token."""
+
+    uniform: Finite | None = None
+    unigram: Finite | None = None
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """A split that a fine-tuned model has predicted.
+
+    Attributes:
+        metrics: by name, in shares of 1; none where labels are hidden.
+        examples: that were predicted; `broken` ones could not be.
+        files: of the submission, in RUN/predictions/SPLIT.
+    """
+
+    split: str
+    metrics: dict[str, Finite]
+    examples: int
+    broken: int = 0
+    files: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.metrics.items()]
+        broken = f", {self.broken} broken ones left out" if self.broken else ""
+        return f"{', '.join(shown) or 'labels are hidden'} ({self.examples:,} examples{broken})"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Rates at the median time per step, over all ranks; TFLOPS per rank. None: no step was made.
+
+    Attributes:
+        seconds_per_step: the median of `steps` steps, the first `left_out` of each launch not among them.
+        data_wait_share: share of the time of steps spent waiting for batches, 0 to 1.
+    """
+
+    seconds_per_step: Finite | None = None
+    steps: int = 0
+    left_out: int = 0
+    data_wait_share: Finite | None = None
+    samples_per_s: Finite | None = None
+    tokens_per_s: Finite | None = None
+    tflops: Finite | None = None
+    exact_tflops: Finite | None = None
+
+    @property
+    def measured_over(self) -> str:
+        """Which steps the median is of."""
+        return str(SteadySeconds(self.seconds_per_step or 0.0, self.steps, self.left_out))
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The largest of any rank; `kind`: which memory the peak is of; `cached_bytes`: reserved on the GPU."""
+
+    peak_bytes: int | None = None
+    kind: str | None = None
+    cached_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published quantity (None: not printed), the measured one (None: it was not) and measured / published.
+
+    The ratio is None where one is missing or the run's numbers are not those of the row.
+    """
+
+    quantity: str
+    unit: str
+    published: bool | int | float | None
+    measured: bool | int | float | None
+    ratio: Finite | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of a results table. Fields with a default may be missing in files of earlier versions.
+
+    Attributes:
+        recipe: table/row as the user names it.
+        implementation: whose modules and loop: ours, or "transformers" with its version.
+        status: "ok", or what ended the run ("interrupted", "OOM", "diverged", "not saved": its last
+            checkpoint could not be written); "saving": it is at its last checkpoint.
+        reason: of the status.
+        emulated_fp16: fp16 on a CPU, whose speed means nothing.
+        parameters_summed_over_tp_ranks: as Megatron-LM prints a model's size, duplicates and padding
+            included.
+        steps: optimizer steps, of which the loss scaler skipped `skipped_steps`.
+        not_comparable: why there are no ratios; None also where nothing was published.
+        banded_attention_kernel: what computed banded layers; None: all layers are dense.
+        predicted: None: nothing was, as in files of earlier versions.
+        start: of the last launch that made a step.
+        task_scores: of a fine-tuned model.
+        loss_per: what its losses are means over.
+    """
+
+    recipe: str
+    status: str
+    title: str = ""
+    tiny: bool = False
+    implementation: str | None = None
+    reason: str | None = None
+    ds_config: str | None = None
+    layout: Layout | None = None
+    precision: str | None = None
+    emulated_fp16: bool = False
+    zero_stage: int | None = None
+    offload: str | None = None
+    activation_checkpointing: str | int | None = None
+    sequence_parallel: bool = False
+    parameters: int | None = None
+    parameters_summed_over_tp_ranks: int | None = None
+    steps: int = 0
+    skipped_steps: int = 0
+    losses: Losses = Losses()
+    entropies: Entropies = Entropies()
+    speed: Speed = Speed()
+    memory: MemoryUse = MemoryUse()
+    hardware: str | None = None
+    deviations: tuple[Deviation, ...] = ()
+    not_comparable: Incomparable | None = None
+    comparison: tuple[Compared, ...] = ()
+    published_source: str | None = None
+    banded_attention_kernel: str | None = None
+    sample: str | None = None
+    predicted: Predicted | None = None
+    start: StartRecord | None = None
+    task_scores: tuple[TaskScore, ...] = ()
+    loss_per: str = "token"
+    version: Literal[2] = 2
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the peak rate that was reached, no recomputation counted; None: not known.
+
+        The operations are those of the predicted step, which took another time.
+        """
+        seconds, said = self.speed.seconds_per_step, self.predicted
+        if not seconds or said is None or said.mfu is None or said.seconds_per_step is None:
+            return None
+        return said.mfu * said.seconds_per_step / seconds
+
+    @property
+    def head_room(self) -> float | None:
+        """Share of the memory that the fullest process left, negative where it swapped; None: not known."""
+        used, there = self.memory.cached_bytes or self.memory.peak_bytes, self.predicted
+        if not used or there is None or not there.available_bytes:
+            return None
+        return 1 - used / there.available_bytes
+
+    @property
+    def precision_text(self) -> str | None:
+        """The precision, and that it was emulated."""
+        return f"{self.precision} (emulated)" if self.emulated_fp16 else self.precision
+
+
+_ADAPTER = TypeAdapter(Result)
+
+
+def make_result(
+    plan: Plan,
+    records: Records,
+    *,
+    name: str,
+    described: Mapping[str, Any],
+    original: Recipe | None = None,
+    entropies: Entropies = Entropies(),
+    cached_bytes: int | None = None,
+    peak_memory_bytes: int | None = None,
+    tiny: bool = False,
+    emulated_fp16: bool = False,
+    status: str = "ok",
+    reason: str | None = None,
+    band_kernel: str | None = None,
+    sample: str | None = None,
+    predicted: Predicted | None = None,
+    task_scores: Sequence[TaskScore] = (),
+) -> Result:
+    """The result of a run with these records. Failures are results too.
+
+    `described`: `description.describe()`. `original`: the recipe before --tiny, --set and --steps.
+    `cached_bytes` and `peak_memory_bytes`: the largest of any rank; the records hold rank 0's. `reason`: of
+    the status, stated first. `predicted`: of the plan on that machine.
+    """
+    recipe, steps = plan.recipe, records.steps
+    last = steps[-1].step if steps else 0
+    hardware = hardware_of(described, plan.layout)
+    *others, measured_over = stretches(records) or [Stretch(None, ())]
+    # A finished run may be resumed in another way, to do nothing more.
+    elsewhere = bool(measured_over.how) and measured_over.how != How.of(plan, hardware)
+    recorded = [record.peak_memory_bytes for record in measured_over.steps]
+    peak = max(recorded if elsewhere else [peak_memory_bytes or 0, *recorded])
+    stated = [Deviation("status", status, is_=reason)] if reason else []
+    stated += deviations(
+        plan, original=original, tiny=tiny, emulated_fp16=emulated_fp16, hardware=hardware, steps=last
+    )
+    stated += [Deviation("otherwise", str(each), is_=str(each.how or UNSAID)) for each in others]
+    stated += [Deviation("measured", str(measured_over), is_=str(measured_over.how))] if elsewhere else []
+    other = not_comparable(original or recipe, plan, tiny=tiny, emulated_fp16=emulated_fp16)
+    measured = Result(
+        recipe=name,
+        status=status,
+        title=recipe.title,
+        tiny=tiny,
+        implementation=implementation(recipe.model),
+        reason=reason,
+        ds_config=plan.ds_name,
+        layout=plan.layout,
+        precision=plan.precision,
+        emulated_fp16=emulated_fp16 and plan.precision == "fp16",
+        zero_stage=plan.zero_stage,
+        offload=plan.offload,
+        activation_checkpointing=recipe.activation_checkpointing,
+        sequence_parallel=recipe.parallel.sequence,
+        parameters=cost.parameters(recipe.model, recipe.positions),
+        parameters_summed_over_tp_ranks=_summed_parameters(plan),
+        steps=last,
+        skipped_steps=sum(record.skipped for record in steps),
+        losses=Losses(_training_loss(steps), _last(records.validations), _last(records.tests)),
+        entropies=entropies,
+        speed=_speed(plan, measured_over.steps, elsewhere),
+        memory=MemoryUse(peak or None, steps[-1].memory_kind if steps else None, cached_bytes),
+        hardware=hardware,
+        deviations=tuple(stated),
+        not_comparable=other if recipe.published else None,
+        published_source=recipe.published.source if recipe.published else None,
+        banded_attention_kernel=band_kernel,
+        sample=sample,
+        predicted=None if elsewhere else predicted,
+        start=records.starts[-1] if records.starts else None,
+        task_scores=tuple(task_scores),
+        loss_per=predicted_by(recipe.model),
+    )
+    comparable = not other and not elsewhere
+    return replace(measured, comparison=compare_with(recipe.published, measured, comparable=comparable))
+
+
+def hardware_of(described: Mapping[str, Any], layout: Layout) -> str:
+    """The machine in one line, with as many accelerators as the layout uses."""
+    return description.summary({**described, "accelerators": described["accelerators"] and layout.world})
+
+
+def compare_with(published: Published | None, result: Result, *, comparable: bool) -> tuple[Compared, ...]:
+    """Every quantity that tables print, with ratios where the result is `comparable` to `published`."""
+    if published is None:
+        return ()
+    unit, key = TFLOPS_BY[published.tflops_by]
+    measured: dict[str, tuple[str, bool | int | float | None]] = {
+        "time_per_iteration_s": ("s", result.speed.seconds_per_step),
+        "samples_per_s": ("samples/s", result.speed.samples_per_s),
+        "tflops": (unit, getattr(result.speed, key)),
+        "cached_gb": ("GB per GPU", gigabytes(result.memory.cached_bytes)),
+        "parameters": ("summed over tensor-parallel ranks", result.parameters_summed_over_tp_ranks),
+        "oom": ("", result.status == "OOM"),
+    }
+    compared = []
+    for quantity, (unit, value) in measured.items():
+        printed = getattr(published, quantity)
+        both = comparable and printed is not None and value is not None and quantity != "oom"
+        compared.append(Compared(quantity, unit, printed, value, value / printed if both else None))
+    return tuple(compared)
+
+
+def implementation(model: Model) -> str:
+    """Whose modules and loop: ours, or "transformers" with its version."""
+    own = model.implementation == OURS
+    return OURS if own else f"{model.implementation} {metadata.version(model.implementation)}"
+
+
+def _summed_parameters(plan: Plan) -> int:
+    recipe, tp = plan.recipe, plan.layout.tp
+    return tp * cost.parameters_per_rank(recipe.model, recipe.positions, plan.padded_vocab, tp)
+
+
+def _training_loss(steps: Sequence[StepRecord]) -> TrainingLoss:
+    last = steps[-LAST_STEPS:]
+    if not last:
+        return TrainingLoss()
+    parts = {name: _mean([record.parts.get(name) for record in last]) for name in last[-1].parts}
+    return TrainingLoss(_mean([record.loss for record in last]), parts, len(last))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where one value is None, which stands for a number that was not finite: no mean can hide that."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if len(known) == len(values) else None
+
+
+def _last(records: Sequence[ValidationRecord]) -> HeldOutLoss | None:
+    return HeldOutLoss(records[-1].loss, records[-1].parts, records[-1].step) if records else None
+
+
+def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
+    """`elsewhere`: the steps were not made as the plan says, and only their own rates tell."""
+    steady = steady_seconds(steps)
+    if steady is None:
+        return Speed()
+    rates: Mapping[str, float | None] = vars(Throughput(plan).rates(steady.seconds))
+    if elsewhere:
+        own = {name: getattr(steps[-1], name) for name in rates}
+        share = steps[-1].seconds / steady.seconds
+        rates = {name: None if value is None else value * share for name, value in own.items()}
+    late = [record for record in steps if record.launch_step > WARMUP_STEPS] or steps
+    total = math.fsum(record.seconds for record in late)
+    waited = math.fsum(record.data_seconds for record in late) / total if total else None
+    return Speed(steady.seconds, steady.steps, steady.left_out, waited, **rates)
+
+
+def write_result(path: Path, result: Result) -> None:
+    """Write result.json, whole or not at all."""
+    values = _ADAPTER.dump_python(result, mode="json", by_alias=True)
+    ordered = {"version": values.pop("version"), **values}
+    write_atomically(path, json.dumps(ordered, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_result(path: Path) -> Result:
+    """The result of a run of this version or of version 1. Raises FileError with the first wrong field."""
+    values = files.read_json_object(path)
+    try:
+        values = (
+            values
+            if "version" in values
+            else from_version_1(values, {each.name for each in fields(Result)}, LAST_STEPS)
+        )
+    except (TypeError, ValueError) as error:
+        files.refuse(path, "has no version, and is not what version 1 wrote", str(error))
+    return files.checked(_ADAPTER, values, path)

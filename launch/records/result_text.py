@@ -1,0 +1,133 @@
+"""A result as it is printed at the end of a run."""
+
+from __future__ import annotations
+
+from launch.console.numbers import number
+from launch.console.terminal import wrapped
+from launch.console.text_table import aligned, table
+from launch.records.metrics import PART_NAMES, Parts
+from launch.records.result import OURS, TFLOPS_BY, Result
+
+NOT_MEASURED, NOT_PREDICTED = "not measured", "not predicted"
+EXACT = (
+    "the source names no definition; the numbers of NVIDIA's repository count every matrix product, so that "
+    "our exact count stands next to them, not the formula"
+)
+
+
+def result_text(result: Result, width: int | None = None) -> str:
+    """The measured numbers next to the published ones, and the deviations, in lines of `width` columns."""
+    block = aligned(_lines(result), gap=1, width=width)
+    stated = ["\ndeviations from the recipe", *(f"  - {each}" for each in result.deviations)]
+    more = [*_comparison(result, width), *(stated if result.deviations else [])]
+    return "\n".join([block, *(wrapped(line, width) for line in more)])
+
+
+def _lines(result: Result) -> list[tuple[str, str]]:
+    layout, losses, speed, memory = result.layout, result.losses, result.speed, result.memory
+    tensor = f"tp {layout.tp}{' (and sequence)' * result.sequence_parallel}" if layout else ""
+    degrees = f"{tensor} x pp {layout.pp} x dp {layout.dp}" if layout else "layout not recorded"
+    how = (
+        f"ZeRO-{result.zero_stage}, offload {result.offload}, {result.precision_text}, activation "
+        f"checkpointing {result.activation_checkpointing}"
+    )
+    skipped = f" ({result.skipped_steps:,} skipped)" if result.skipped_steps else ""
+    training = f"{_last(losses.training.steps)}, nats per {result.loss_per}"
+    waited, peak = speed.data_wait_share, memory.peak_bytes
+    samples, tokens = _number(speed.samples_per_s, " samples/s"), _number(speed.tokens_per_s, " tokens/s")
+    formula, exact = _number(speed.tflops), _number(speed.exact_tflops)
+    lines = [
+        ("recipe", f"{result.recipe}: {result.title}"),
+        ("status", result.status + (f": {result.reason}" if result.reason else "")),
+        ("run with", f"{result.ds_config}: {degrees}, {how}"),
+        *([("implementation", str(result.implementation))] if result.implementation != OURS else []),
+        ("hardware", str(result.hardware)),
+        ("parameters", number(result.parameters)),
+        ("steps", f"{result.steps:,}{skipped}"),
+        ("training loss", _loss(losses.training.loss, training)),
+        ("validation loss", _validation(result)),
+        *_parts("of validation", losses.validation.parts if losses.validation else None),
+    ]
+    if losses.test and losses.test.loss:
+        lines.append(("test loss", _loss(losses.test.loss, "held-out test documents, after the last step")))
+        lines += _parts("of test", losses.test.parts)
+    lines += [(f"score on {each.split}", str(each)) for each in result.task_scores]
+    return [
+        *lines,
+        *([("start", str(result.start))] if result.start else []),
+        ("time per step", _number(speed.seconds_per_step, f" s ({speed.measured_over})")),
+        ("waiting for data", NOT_MEASURED if waited is None else f"{100 * waited:.2f} % of the time"),
+        ("throughput", f"{samples}, {tokens}"),
+        ("TFLOPS per GPU", f"{formula} by the published formula, {exact} by exact count"),
+        ("peak memory", NOT_MEASURED if peak is None else f"{peak / 1e9:.2f} GB ({memory.kind})"),
+        ("predicted", _predicted(result)),
+        ("of the peak rate", f"{_percent(result.mfu)} (MFU)"),
+        ("memory left", _percent(result.head_room)),
+    ]
+
+
+def _last(steps: int) -> str:
+    return "the only step" if steps == 1 else f"mean of the last {steps} steps"
+
+
+def _comparison(result: Result, width: int | None) -> list[str]:
+    if not result.comparison:
+        return []
+    rows = [
+        (
+            each.quantity,
+            "not published" if each.published is None else number(each.published),
+            NOT_MEASURED if each.measured is None else number(each.measured),
+            "" if each.ratio is None else f"{each.ratio:.4g}",
+            each.unit,
+        )
+        for each in result.comparison
+    ]
+    lines = ["", table(rows, ("", "published", "measured", "ratio", ""), align="lrrrl", width=width)]
+    if result.not_comparable:
+        lines.append(f"no ratios: {result.not_comparable}")
+    exact = TFLOPS_BY["exact"][0]
+    if any(each.unit == exact and each.published is not None for each in result.comparison):
+        lines.append(f"TFLOPS: {EXACT}")
+    return [*lines, f"source: {result.published_source}"]
+
+
+def _validation(result: Result) -> str:
+    if (validation := result.losses.validation) is None:
+        return NOT_MEASURED
+    entropies = vars(result.entropies).items()
+    references = [f"{kind} {entropy:.4f}" for kind, entropy in entropies if entropy is not None]
+    if references and "mlm_loss" in (validation.parts or {}):
+        references[0] = f"of masked tokens: {references[0]}"
+    return _loss(validation.loss, ", ".join([f"after step {validation.step}", *references]))
+
+
+def _parts(what: str, parts: Parts | None) -> list[tuple[str, str]]:
+    shown = [
+        f"{PART_NAMES[name]} {NOT_MEASURED if value is None else f'{value:.4f}'}"
+        for name, value in (parts or {}).items()
+    ]
+    return [(f"  {what}", ", ".join(shown))] if shown else []
+
+
+def _loss(value: float | None, remark: str) -> str:
+    return NOT_MEASURED if value is None else f"{value:.4f} ({remark})"
+
+
+def _predicted(result: Result) -> str:
+    said = result.predicted
+    if said is None or said.seconds_per_step is None:
+        return NOT_PREDICTED + (f": {said.why_not}" if said and said.why_not else "")
+    step, memory = (
+        f"{number(said.seconds_per_step)} s per step",
+        f"{(said.bytes_per_process or 0) / 1e9:.2f} GB",
+    )
+    return f"{step}, {memory} per process, MFU {_percent(said.mfu)} ({said.node})"
+
+
+def _percent(share: float | None) -> str:
+    return NOT_MEASURED if share is None else f"{100 * share:.3g} %"
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return NOT_MEASURED if value is None else f"{number(value)}{unit}"

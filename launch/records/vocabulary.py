@@ -1,0 +1,100 @@
+"""The tokenizer of a run, kept in its directory: checkpoints can then be used without the corpus."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from data.text.vocabularies.vocabulary import vocabulary_digest
+from recipes.files import FileError, read_json_object, read_text, refuse
+
+FOLDER = "tokenizer"
+KEPT_BY_OTHERS = ("tokenizer.json", "vocab.json", "vocab.txt")  # next to weights, in this order
+MOST_VOCABULARY = 64 * 2**20  # bytes; a quarter of a million tokens take 17 MB
+RESTORE = "restore it from a copy of the run"
+
+
+def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Save the tokenizer in the run directory, in `transformers`' form; later check that it is the same.
+
+    Raises:
+        ProblemsError: the run started with another vocabulary, or what is kept of it is broken.
+    """
+    if (run / FOLDER).is_dir():
+        if vocabulary_digest(load(run)) != vocabulary_digest(tokenizer):
+            came = "is not the vocabulary that the recipe's data yields now"
+            changed = "the corpus or the version of tokenizers has changed"
+            rule = f"{changed}, and the weights know only the old tokens"
+            refuse(run / FOLDER, came, rule, "restore them, or start again with --out")
+        return
+    temporary = run / f".{FOLDER}.{os.getpid()}.tmp"
+    try:
+        tokenizer.save_pretrained(temporary)
+    except Exception as error:  # tokenizers has no kind of its own for what the system refuses
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not (number := re.search(r"\(os error (\d+)\)", str(error))):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(temporary)) from error
+    os.replace(temporary, run / FOLDER)
+
+
+def load(run: Path) -> PreTrainedTokenizerFast:
+    """Raises FileError where the run has no tokenizer, or a broken one."""
+    if not (run / FOLDER).is_dir():
+        why = "it is no run of this project, or its files were not copied whole"
+        refuse(run, f"holds no {FOLDER}/", why, RESTORE)
+    file = run / FOLDER / "tokenizer.json"
+    read_json_object(file, MOST_VOCABULARY)
+    try:
+        where = dict(local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(run / FOLDER, **where)
+    except Exception as error:  # what transformers and tokenizers raise for a broken file is of many types
+        refuse(file.parent, f"cannot be read ({type(error).__name__}: {str(error)[:200]})", fix=RESTORE)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        refuse(file.parent, f"is a {type(tokenizer).__name__}, which has no tokenizer.json", fix=RESTORE)
+    return tokenizer
+
+
+def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """A warning where given weights number the tokens otherwise; None where they do not, or do not say."""
+    # Next to them; those of a run, RUN/checkpoints/step-NNNNNN, have it in RUN/tokenizer.
+    places = [weights / name for name in KEPT_BY_OTHERS]
+    if weights.parent.name == "checkpoints":
+        places.append(weights.parent.parent / FOLDER / "tokenizer.json")
+    file = next((place for place in places if place.exists()), None)
+    if file is None:
+        return None
+    try:
+        vocabulary = _numbered(file)
+    except FileError as error:
+        return f"{error}; whether the given weights know this run's tokens is not known"
+    known = tokenizer.get_vocab()
+    other = sum(known.get(token) != number for token, number in vocabulary.items())
+    if not other:
+        return None
+    return (
+        f"{file} is not the vocabulary of this run ({other:,} of {len(vocabulary):,} tokens differ): the "
+        "given weights know other tokens, so the loss starts high"
+    )
+
+
+def _numbered(file: Path) -> dict[str, int]:
+    """Token -> number, as a file next to weights has them. Raises FileError."""
+    if file.suffix == ".txt":
+        lines = read_text(file, MOST_VOCABULARY).removesuffix("\n").split("\n")
+        return {token: number for number, token in enumerate(lines)}
+    vocabulary: Any = read_json_object(file, MOST_VOCABULARY)
+    if file.name == "tokenizer.json":
+        model = vocabulary.get("model")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # of a Unigram: [token, score]
+        pairs = [each for each in vocabulary if isinstance(each, list) and each and isinstance(each[0], str)]
+        vocabulary = {each[0]: number for number, each in enumerate(pairs)}
+    if not isinstance(vocabulary, dict) or not all(type(number) is int for number in vocabulary.values()):
+        refuse(file, "numbers no tokens", "a vocabulary maps each token to its number")
+    return vocabulary

@@ -1,0 +1,329 @@
+"""Export a checkpoint to a directory that `transformers` loads, a tensor at a time, and compare the two."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast as Tokenizer
+
+from data.text.vocabularies.vocabulary import vocabulary_size
+from launch.checkpoints import inspection, tensor_file
+from launch.checkpoints.manifest import WEIGHT
+from launch.checkpoints.run_checkpoints import Checkpoint, Damaged, found
+from launch.checkpoints.stored import StoredTensors
+from launch.checkpoints.tensor_file import Entry, Reader
+from launch.machine import memory
+from launch.training.build_model import whole_model
+from modeling.families import family_of, meta_parameters
+from modeling.formats.huggingface.conversion import Conversion, Logits, Tensors, check_convertible
+from modeling.lazy_weights import LazyWeights
+from recipes import catalog
+from recipes.files import FileError, is_file, refuse
+from recipes.problems import some
+from recipes.schema import Recipe
+
+TOLERANCE = 1e-4  # largest difference of a logit, relative to the largest logit where that is above 1
+RESTORE = "restore it from a copy of the run, or name another with --step"
+SAMPLES, POSITIONS = 2, 128  # random tokens to compare on; the second sample is padded where samples may be
+SHARD = 5 * 10**9  # bytes of a file, as transformers had it up to version 4
+# Bytes a parameter that comparing logits takes: one model at a time in float32, and what transformers loads.
+COMPARING = 8
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written.
+
+    Attributes:
+        difference: the largest absolute one between logits on random tokens, of transformers on the export
+            and of our model with the same, rounded, weights; None: they were not compared.
+        rounding: that of our model with the rounded weights and with the run's float32 weights.
+        needed, free: bytes of memory for comparing logits, and those that there were.
+    """
+
+    directory: Path
+    checkpoint: Path
+    step: int
+    dtype: str
+    files: int
+    difference: float | None
+    rounding: float
+    needed: int
+    free: int
+
+
+class ExportMismatch(RuntimeError):
+    """The exported model computes something else than ours, or has other numbers."""
+
+
+def recipe_of(run: Path) -> Recipe:
+    """The recipe of a run. Raises ValueError where `run` is none, or `transformers` has no such model."""
+    if not is_file(run / "recipe.yaml"):
+        what = "is no run of this project (it holds no recipe.yaml)" if run.exists() else "does not exist"
+        raise ValueError(f"{run} {what}: give a run directory, as pretrain.py printed it")
+    recipe = catalog.load_resolved(run / "recipe.yaml")
+    check_convertible(recipe.model)
+    return recipe
+
+
+def choose_checkpoint(
+    run: Path, recipe: Recipe, step: int | None, warn: Callable[[str], None] = lambda text: None
+) -> Checkpoint:
+    """The complete checkpoint after `step` steps, or the newest. Raises ValueError naming those there are.
+
+    `warn` hears of newer ones that are damaged.
+    """
+    damaged: list[Damaged] = []
+    whole: dict[int, Checkpoint] = {}
+    for each in found(run / "checkpoints"):
+        if isinstance(each, Checkpoint):
+            whole[each.step] = each
+        elif not whole or each.step == step:
+            damaged.append(each)
+    broken = "".join(f"\n  {each}" for each in damaged)
+    if not whole:
+        why = _why_no_checkpoint(recipe) if not damaged else f"they are damaged{broken}"
+        raise ValueError(f"{run} holds no complete checkpoint: {why}")
+    if step is not None and step not in whole:
+        came = f"--step {step}: {run} holds no complete checkpoint of that step"
+        raise ValueError(f"{came}, only of {', '.join(map(str, reversed(whole)))}: give one of these{broken}")
+    chosen = whole[max(whole) if step is None else step]
+    for each in damaged if step is None else ():
+        warn(f"WARNING: {each}; step {chosen.step} is exported")
+    return chosen
+
+
+def _why_no_checkpoint(recipe: Recipe) -> str:
+    if recipe.run.save_last:
+        return "the run saves at its end and every run.save_every steps; let it continue"
+    every = f"every run.save_every={recipe.run.save_every} steps and" if recipe.run.save_every else "only"
+    saves = f"with run.save_last=false the run saves {every} when it is stopped"
+    return f"{saves}; train it again with --set run.save_last=true"
+
+
+def export(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    out: Path,
+    dtype: str,
+    *,
+    run: Path,
+    compare_logits: bool = False,
+    seen: inspection.Seen = lambda number: None,
+) -> Export:
+    """Export to `out`, a directory that is new or empty, which appears whole and checked or not at all.
+
+    Memory holds one tensor at a time; two models, one after the other, where `compare_logits` says so or
+    they fit. `seen` hears of the checkpoint's bytes as they are checked.
+
+    Raises:
+        FileError: checkpoint or tokenizer are damaged or of another model, or `out` cannot be made.
+        ExportMismatch: `transformers` computes other logits than our model from the same weights, or the
+            files hold other numbers.
+    """
+    if (tokens := vocabulary_size(tokenizer)) > recipe.model.vocab_size:
+        came = f"its tokenizer has {tokens} tokens, and model.vocab_size={recipe.model.vocab_size}"
+        fix = "restore tokenizer/ and recipe.yaml from a copy of the run"
+        refuse(run, came, "the model knows no more", fix)
+    master = checked_weights(checkpoint, recipe, seen)
+    kind = getattr(torch, dtype)
+    temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+    except (OSError, ValueError) as error:
+        refuse(f"--out {out}", f"cannot be made ({error})", fix="name another directory")
+    try:
+        files = write_model(recipe, master, tokenizer, temporary, kind)
+        tokenizer.save_pretrained(temporary)
+        facts = dict(run=str(run), step=checkpoint.step, dtype=dtype)
+        facts |= dict(recipe_digest=catalog.digest(recipe), title=recipe.title)
+        (temporary / "export.json").write_text(json.dumps(facts, indent=2) + "\n")
+        difference, rounding = None, 0.0
+        needed = COMPARING * sum(p.numel() for p in meta_parameters(recipe).values())
+        free = int(memory.available())
+        if compare_logits or needed <= free:
+            batch = RandomBatch.of(recipe)
+            ours = our_logits(recipe, _in_type(master, kind), batch)
+            if dtype != "float32":
+                rounding = _largest(ours, our_logits(recipe, master, batch))
+            difference = compare(ours, their_logits(recipe, temporary, batch), checkpoint.directory)
+        else:
+            compare_tensors(recipe, master, kind, files, temporary, checkpoint.directory)
+        os.replace(temporary, out)  # onto nothing, or onto an empty directory
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    how = difference, rounding, needed, free
+    return Export(out, checkpoint.directory, checkpoint.step, dtype, len(set(files.values())), *how)
+
+
+def checked_weights(
+    checkpoint: Checkpoint, recipe: Recipe, seen: inspection.Seen = lambda number: None
+) -> StoredTensors:
+    """The weights of a checkpoint whose files were read. Raises FileError: damaged, or of another recipe."""
+    stored = StoredTensors(checkpoint.directory, checkpoint.manifest)
+    expected = {name: tuple(parameter.shape) for name, parameter in meta_parameters(recipe).items()}
+    if other := sorted(expected.keys() ^ stored.keys()):
+        rule = "its tensors are those of the run's recipe"
+        refuse(checkpoint.directory, f"holds or lacks {some(other)}", rule, RESTORE)
+    shapes = ((name, stored.shape(name), shape) for name, shape in expected.items())
+    if odd := [
+        f"{name} has shape {list(has)}, not {list(wanted)}" for name, has, wanted in shapes if has != wanted
+    ]:
+        refuse(checkpoint.directory, some(odd, 3), "they are not of the run's recipe", RESTORE)
+    if problems := inspection.not_whole(checkpoint.directory, (WEIGHT,), RESTORE, seen):
+        raise FileError(problems)
+    return stored
+
+
+class RandomBatch(NamedTuple):
+    """Random inputs: tokens (B, S), token types (B, S) and lengths (B,) where the family has them."""
+
+    tokens: Tensor
+    token_types: Tensor | None
+    lengths: Tensor | None
+
+    @staticmethod
+    def of(recipe: Recipe) -> RandomBatch:
+        """By the recipe's seed."""
+        generator, inputs = torch.Generator().manual_seed(recipe.seed), family_of(recipe.model).fields.inputs
+        samples = recipe.model.head_classes if recipe.model.task_head == "choice" else SAMPLES
+        shape = (samples, min(POSITIONS, recipe.positions))
+        return RandomBatch(
+            torch.randint(recipe.model.vocab_size, shape, generator=generator),
+            torch.randint(2, shape, generator=generator) if "token_types" in inputs else None,
+            torch.tensor([shape[1], *[shape[1] // 2 + 1] * (samples - 1)]) if "lengths" in inputs else None,
+        )
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, S), True for tokens that are not padding."""
+        if self.lengths is None:
+            return torch.ones_like(self.tokens, dtype=torch.bool)
+        return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
+
+def our_logits(recipe: Recipe, weights: Tensors, batch: RandomBatch) -> Logits:
+    """From our own model in one process."""
+    with torch.no_grad():
+        outcome = whole_model(recipe, weights)(*(x for x in batch if x is not None))
+    if recipe.model.task_head != "none":  # of tokens for spans, else of samples
+        return (outcome[batch.mask] if recipe.model.task_head == "span" else outcome,)
+    logits, *sentence = outcome if isinstance(outcome, tuple) else (outcome,)
+    tokens = logits[..., : recipe.model.vocab_size][batch.mask]
+    return (tokens, *(x for x in sentence if x is not None))
+
+
+def write_model(
+    recipe: Recipe, weights: Tensors, tokenizer: Tokenizer, directory: Path, dtype: torch.dtype
+) -> Mapping[str, str]:
+    """Write config.json, the weights and, of a GPT-2, generation_config.json; the file of each tensor.
+
+    `weights` are canonical, and read one after the other. Files are those of `save_pretrained`:
+    model.safetensors, or shards with their index.
+    """
+    conversion = family_of(recipe.model).conversion
+    special = dict(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id or 0)
+    config = conversion.config(recipe.model, recipe.positions, recipe.dropout, **special)
+    kind = conversion.model_class(recipe.model)
+    with torch.device("meta"):
+        model = kind(config)
+    state = {
+        name: torch.empty(tensor.shape, dtype=dtype, device="meta")
+        for name, tensor in conversion.to_transformers(meta_parameters(recipe), recipe.model).items()
+    }
+    left = model.load_state_dict(state, strict=False, assign=True)
+    assert set(left.missing_keys) <= conversion.copies and not left.unexpected_keys, left
+    config.architectures, config.dtype = [kind.__name__], dtype
+    config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
+    split = split_torch_state_dict_into_shards(state, max_shard_size=SHARD)
+    read = _Converted(weights, conversion, recipe, dtype).read
+    for file, names in split.filename_to_tensors.items():
+        entries = [Entry(name, dtype, tuple(state[name].shape), partial(read, name)) for name in names]
+        tensor_file.write(directory / file, entries, {"format": "pt"})
+    if split.is_sharded:
+        metadata = {"total_parameters": sum(tensor.numel() for tensor in state.values()), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (directory / "model.safetensors.index.json").write_text(f"{text}\n")
+    return split.tensor_to_filename
+
+
+class _Converted:
+    """The tensors of `transformers`, made of canonical ones one at a time."""
+
+    def __init__(self, weights: Tensors, conversion: Conversion, recipe: Recipe, dtype: torch.dtype):
+        self._weights, self._dtype, self._heads = weights, dtype, recipe.model.heads
+        entries = conversion.name_map(recipe.model)
+        self._places = {name: (entry, i) for entry in entries for i, name in enumerate(entry.theirs)}
+        self._made: dict[str, list[Tensor]] = {}  # of the newest canonical tensor, which may be several
+
+    def read(self, name: str) -> Tensor:
+        entry, index = self._places[name]
+        if entry.ours not in self._made:
+            self._made.clear()  # before the next one is read
+            parts = entry.form.to_theirs(self._weights[entry.ours], self._heads)
+            self._made[entry.ours] = [part.to(self._dtype) for part in parts]
+        return self._made[entry.ours][index]
+
+
+def _in_type(weights: Tensors, dtype: torch.dtype) -> LazyWeights:
+    """The weights as they are after rounding."""
+    return LazyWeights({name: partial(lambda n: weights[n].to(dtype), name) for name in weights})
+
+
+def their_logits(recipe: Recipe, directory: Path, batch: RandomBatch) -> Logits:
+    """From the exported directory as a user loads it, computed in float32."""
+    conversion = family_of(recipe.model).conversion
+    kind = conversion.model_class(recipe.model)
+    model = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    with torch.no_grad():
+        return conversion.logits(model, batch.tokens, batch.token_types, batch.mask)
+
+
+def compare_tensors(
+    recipe: Recipe,
+    weights: Tensors,
+    dtype: torch.dtype,
+    files: Mapping[str, str],
+    directory: Path,
+    source: Path,
+) -> None:
+    """Read the exported tensors again, one at a time. Raises ExportMismatch: they hold other numbers."""
+    opened = {file: Reader(directory / file) for file in set(files.values())}
+    odd = []
+    for ours, theirs, form in family_of(recipe.model).conversion.name_map(recipe.model):
+        parts = [opened[files[name]].whole(name).float() for name in theirs]
+        if not torch.equal(form.to_ours(parts, recipe.model.heads), weights[ours].to(dtype).float()):
+            odd.append(ours)
+    if odd:
+        came = f"the written files hold other numbers of {some(odd)} than the checkpoint"
+        raise ExportMismatch(f"{came}: nothing was exported from {source}; is the disk sound?")
+
+
+def compare(ours: Logits, theirs: Logits, source: Path) -> float:
+    """The largest difference. Raises ExportMismatch where it is more than rounding."""
+    for mine, other in zip(ours, theirs, strict=True):
+        difference = _largest((mine,), (other,))
+        allowed = TOLERANCE * max(1.0, float(mine.abs().max()))
+        if not difference <= allowed:  # NaN differs
+            came = f"the logits of transformers differ from ours by {difference:.3g}, more than {allowed:.3g}"
+            fix = "with the pinned version of transformers (requirements.txt) this is a bug of the conversion"
+            raise ExportMismatch(f"{came}: nothing was exported from {source}; {fix}")
+    return _largest(ours, theirs)
+
+
+def _largest(a: Logits, b: Logits) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))

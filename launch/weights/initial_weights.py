@@ -1,0 +1,279 @@
+"""Whether given weights fit a recipe, seen before a start from what states their model, and from headers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_configs.findings import Notice
+from modeling.formats.huggingface.config_forms import (
+    FORMS,
+    MEGATRON_FORMS,
+    RUN_FORMS,
+    ConfigForm,
+    Forms,
+    form_of,
+)
+from recipes.files import FileError
+from recipes.nested import flatten
+from recipes.problems import Problem, ProblemsError
+from recipes.schema import Recipe
+from recipes.vocabularies import PUBLISHED_VOCABULARIES, TRAINED_BY_FAMILY
+
+KEY = "--init_from"
+SAVED = "give a directory that save_pretrained or export_hf.py wrote, a run, or a checkpoint of Megatron"
+TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}
+FAMILIES = {
+    form.model_type: family
+    for table in (FORMS, MEGATRON_FORMS, RUN_FORMS)
+    for family, forms in table.items()
+    for form in forms
+}
+LARGEST = 10**8  # of a size in a config.json, so that a product of two is still an integer of torch
+# What a recipe of another family has to set besides its shape.
+WITH_FAMILY: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"model.layer_norm": "pre", "model.sentence_head": "none"},
+    "bert": {
+        "model.implementation": "megarecipes",
+        "model.attention": ("dense",),
+        "model.attention_window": None,
+    },
+}
+
+
+@dataclass(frozen=True)
+class GivenModel:
+    """The model of a config.json, or of arguments. `shape`: key of a recipe -> its value."""
+
+    form: ConfigForm
+    shape: Mapping[str, int]
+
+    @property
+    def family(self) -> str:
+        return FAMILIES[self.form.model_type]
+
+    @property
+    def model_values(self) -> dict[str, Any]:
+        """What a recipe's model takes of it."""
+        values: dict[str, Any] = {key.partition(".")[2]: size for key, size in self.shape.items()}
+        return {**values, "family": self.family, "layer_norm": self.form.layer_norm}
+
+    def as_recipe(self, recipe: Recipe) -> Recipe:
+        """The recipe with this model, in dense layers, for samples of all its positions.
+
+        The recipe says whether it has a sentence head.
+        """
+        values = self.model_values | {"attention": ("dense",), "attention_window": None}
+        values["layer_norm"] = self.form.layer_norm or recipe.model.layer_norm
+        if self.family != recipe.model.family:
+            values["sentence_head"] = "none"
+        model = recipe.model.model_copy(update=values)
+        return recipe.model_copy(update={"model": model, "sequence_length": model.positions})
+
+
+def check(path: str | Path, recipe: Recipe) -> tuple[Notice, ...]:
+    """What differs between weights that can be given to the recipe and the model that it trains.
+
+    Reads config.json, or arguments, and the headers of the weights; on the first process of a machine also
+    the tensors that have to be equal. Raises ProblemsError with every mismatch, and what to put on the
+    command line instead.
+    """
+    from launch.weights import foreign_weights as given_tensors
+
+    directory, where = Path(path), f"{KEY} {str(path)[:200]}"
+    if problems := list(_no_directory(directory)):
+        raise ProblemsError(replace(problem, where=where) for problem in problems)
+    saved, given = given_tensors.saved_in(directory), None
+    try:
+        found = _Config(saved.config(recipe), recipe, saved.forms)
+        problems, given = found.problems, found.given
+    except FileError as error:
+        problems = [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
+    problems += saved.problems(given.as_recipe(recipe) if given else None)
+    if problems:
+        raise ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
+    assert given is not None, "nothing is wrong with what states the model"
+    remarks = (f"those of {path}", *saved.remarks(recipe))
+    return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
+
+
+def described(path: str | Path, recipe: Recipe) -> Recipe:
+    """`recipe` with the model that the weights in a directory are of, for samples of all its positions.
+
+    Raises ProblemsError: there are none, or what states the model is broken. `check` finds what else is
+    wrong.
+    """
+    from launch.weights import foreign_weights as given_tensors
+
+    directory, where = Path(path), f"{KEY} {str(path)[:200]}"
+    problems: Sequence[Problem] = list(_no_directory(directory))
+    if not problems:
+        saved = given_tensors.saved_in(directory)
+        try:
+            found = _Config(saved.config(recipe), recipe, saved.forms)
+            if found.given:
+                return found.given.as_recipe(recipe)
+            problems = found.problems
+        except FileError as error:
+            problems = [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
+    raise ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
+
+
+def encoder_in(path: str | Path) -> GivenModel:
+    """The model of weights that `save_pretrained` or a run of ours left, for a recipe that takes its shape.
+
+    Raises ProblemsError where it is none of ours.
+    """
+    from launch.weights import foreign_weights as given_tensors
+
+    directory, where = Path(path), f"--init {str(path)[:200]}"
+    fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
+    if problems := list(_no_directory(directory)):
+        raise ProblemsError(replace(problem, where=where) for problem in problems)
+    saved = given_tensors.saved_in(directory)
+    if isinstance(saved, given_tensors.MegatronWeights):
+        rule = "weights of Megatron say nothing of their vocabulary"
+        export = "pretrain from it with --init_from, and fine-tune that run"
+        raise ProblemsError([Problem("--init", "is a checkpoint of Megatron", rule, export, where=where)])
+    config = saved.config(None)
+    known = {form.model_type: form for forms in saved.forms.values() for form in forms}
+    form = known.get(str(config.get("model_type")))
+    if form is None or FAMILIES[form.model_type] != "bert":
+        kind, rule = _shown(config.get("model_type")), "heads for tasks stand on a BERT"
+        raise ProblemsError([Problem("--init", f"is a model of type {kind}", rule, fix, where=where)])
+    sizes = {key: config.get(theirs, default) for key, (theirs, default) in form.shape.items()}
+    if odd := [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= LARGEST]:
+        came = f"{form.says} {', '.join(f'{form.shape[key][0]}={_shown(sizes[key])}' for key in odd)}"
+        raise ProblemsError([Problem("--init", came, "sizes are whole numbers", SAVED, where=where)])
+    return GivenModel(form, sizes)
+
+
+def vocabulary_of(path: str | Path) -> Path:
+    """Where the vocabulary of such weights is kept: in the run, or next to them."""
+    from launch.weights.foreign_weights import RunWeights, saved_in
+
+    saved = saved_in(path)
+    if isinstance(saved, RunWeights):
+        return (saved.checkpoint.directory.parent.parent / "tokenizer").resolve()
+    return Path(path).resolve()
+
+
+def resolved(path: str) -> str:
+    """The directory with the weights: of a run that of its newest whole checkpoint, which may change."""
+    from launch.weights.foreign_weights import RunWeights, saved_in
+
+    saved = saved_in(path)
+    return str(saved.checkpoint.directory) if isinstance(saved, RunWeights) else path
+
+
+def _no_directory(path: Path) -> Iterator[Problem]:
+    try:
+        if path.is_dir():
+            return
+        came = "is a file" if path.exists() else "does not exist"
+    except (OSError, ValueError) as error:  # a name too long, a NUL, no permission
+        came = f"cannot be read ({error})"
+    name = str(path)
+    hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not path.suffix and "exist" in came
+    fetch = f"; weights of the hub are downloaded first, hf download {name} --local-dir DIR" if hub else ""
+    yield Problem(KEY, came, fix=f"{SAVED}{fetch}")
+
+
+class _Config:
+    """What is wrong with a config for a recipe, and the model that it describes if that is clear."""
+
+    def __init__(self, config: Mapping[str, Any], recipe: Recipe, forms: Forms):
+        self.config, self.recipe, self.forms = config, recipe, forms
+        self.values = {**dict(flatten(recipe.model_dump())), "model.positions": recipe.positions}
+        self.given: GivenModel | None = None
+        self.problems = list(self._find())
+
+    def _find(self) -> Iterator[Problem]:
+        kind, own = self.config.get("model_type"), form_of(self.recipe.model, self.forms)
+        known = {form.model_type: form for forms in self.forms.values() for form in forms}
+        form = known.get(kind) if isinstance(kind, str) else None
+        differing = [] if form is own else [self._other_kind(kind, own)]
+        if form is None:
+            fix = f"the types that can be trained here are {', '.join(known)}"
+            yield from (replace(problem, fix=fix) for problem in differing)
+            return
+        sizes = {key: self.config.get(theirs, default) for key, (theirs, default) in form.shape.items()}
+        odd = [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= LARGEST]
+        for key in odd:
+            came = f"{form.says} {form.shape[key][0]}={_shown(sizes[key])}"
+            yield Problem(KEY, came, f"it is a whole number from 1 to {LARGEST:,}", SAVED)
+        sizes = {key: size for key, size in sizes.items() if key not in odd}
+        if not odd and sizes["model.hidden"] % sizes["model.heads"]:
+            hidden, heads = (f"{form.shape[key][0]}={sizes[key]}" for key in ("model.hidden", "model.heads"))
+            rule = "the first is divisible by the second"
+            yield Problem(KEY, f"{form.says} {hidden} and {heads}", rule, SAVED)
+        elif not odd:
+            self.given = GivenModel(form, sizes)
+        other = {key: size for key, size in sizes.items() if size != self.values[key]}
+        for key, size in other.items():
+            follows = key == "model.positions" and self.recipe.model.positions is None
+            here = f"{'sequence_length' if follows else key} is {self.values[key]}"
+            differing.append(Problem(KEY, f"{form.shape[key][0]}={size}, but the recipe's {here}"))
+        if differing and self.given:
+            sets = {**self._settings(form, sizes["model.vocab_size"]), **self._of_this_shape(other)}
+            asked = " ".join(f"--set {key}={_setting(value)}" for key, value in sets.items())
+            differing[-1] = replace(differing[-1], fix=f"to train a model of this shape add {asked}")
+        yield from differing
+        yield from self._fixed(form, sizes.get("model.hidden"))
+
+    def _of_this_shape(self, other: Mapping[str, int]) -> dict[str, int | None]:
+        """What the recipe has to set for sizes that are not its own; samples end where positions do."""
+        sets: dict[str, int | None] = dict(other)
+        positions = other.get("model.positions", self.recipe.positions)
+        if positions < self.recipe.sequence_length:
+            sets |= {"model.positions": None, "sequence_length": positions}
+            if self.recipe.model.positions is None:
+                del sets["model.positions"]
+        return sets
+
+    def _other_kind(self, kind: Any, own: ConfigForm | None) -> Problem:
+        model = self.recipe.model
+        placed = own is None or own.layer_norm
+        ours = model.family + (f" with model.layer_norm={model.layer_norm}" if placed else "")
+        rule = (
+            f"{f'only {own.model_type}' if own else 'none of Megatron'} can be given to model.family={ours}"
+        )
+        came = "config.json names no model_type" if kind is None else f"is a model of type {_shown(kind)}"
+        return Problem(KEY, came, rule)
+
+    def _settings(self, form: ConfigForm, vocabulary: int) -> dict[str, Any]:
+        """What the recipe has to set for a model of this form, besides the shape."""
+        family = FAMILIES[form.model_type]
+        wanted: dict[str, Any] = {"model.layer_norm": form.layer_norm} if form.layer_norm else {}
+        if family != self.recipe.model.family:
+            kind = TOKENIZERS.get(vocabulary, TRAINED_BY_FAMILY[family])
+            wanted |= {"model.family": family, **WITH_FAMILY[family], "data.tokenizer.kind": kind}
+        elif vocabulary != self.recipe.model.vocab_size and vocabulary in TOKENIZERS:
+            wanted["data.tokenizer.kind"] = TOKENIZERS[vocabulary]
+        return {key: value for key, value in wanted.items() if self.values[key] != value}
+
+    def _fixed(self, form: ConfigForm, hidden: int | None) -> Iterator[Problem]:
+        """Settings that our models have without a switch."""
+        allowed_by_key = {key: (allowed, allowed[0]) for key, allowed in form.fixed.items()}
+        width, standard = form.width
+        if hidden is not None:
+            allowed_by_key[width] = ((4 * hidden,) if standard else (4 * hidden, None), standard)
+        for key, (allowed, default) in allowed_by_key.items():
+            if (value := self.config.get(key, default)) not in allowed:
+                rule = f"our {FAMILIES[form.model_type]} has {_shown(allowed[0])}, and no switch"
+                yield Problem(KEY, f"{key}={_shown(value)}", rule, "give other weights")
+
+
+def _shown(value: Any) -> str:
+    """As it stands in a config.json, shortened."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _setting(value: Any) -> str:
+    """As --set takes it."""
+    return "null" if value is None else f"[{','.join(value)}]" if isinstance(value, tuple) else str(value)

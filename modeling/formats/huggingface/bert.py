@@ -1,0 +1,221 @@
+"""Conversion between our canonical BERT weights and `transformers`', a name map for each LayerNorm placement.
+
+Post-LN is `BertForPreTraining`, pre-LN `MegatronBertForPreTraining`; without a sentence head
+`BertForMaskedLM` and `MegatronBertForMaskedLM`; with a head for a task `BertForSequenceClassification`,
+`BertForQuestionAnswering`, `BertForMultipleChoice`. Besides names one thing differs: they hold query, key and
+value apart, each (heads x D, H); we hold one matrix with rows (head, q/k/v, D), so that a tensor-parallel
+slice holds whole heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+
+from modeling.cost.families import head_outputs
+from modeling.formats.huggingface import conversion
+from modeling.formats.huggingface.conversion import NO_DROPOUT, Conversion, Entry, Form, Logits, Tensors
+from modeling.lazy_weights import LazyWeights
+from modeling.transformer import BERT_NORM_EPS
+from recipes.schema import Dropout, Model
+
+PARAMETERS = {
+    "word.weight": "bert.embeddings.word_embeddings.weight",
+    "embedding.position": "bert.embeddings.position_embeddings.weight",
+    "embedding.token_type": "bert.embeddings.token_type_embeddings.weight",
+}
+
+# Modules, each with a weight and a bias: ours -> theirs; of layers, below layers.N. and bert.encoder.layer.N.
+PER_LAYER = {
+    "attention.projection": "attention.output.dense",
+    "mlp.expand": "intermediate.dense",
+    "mlp.contract": "output.dense",
+}
+QKV_NAMES = ("attention.self.query", "attention.self.key", "attention.self.value")
+MASKED_HEAD = {
+    "head.transform": "cls.predictions.transform.dense",
+    "head.norm": "cls.predictions.transform.LayerNorm",
+}
+SENTENCE_HEAD = {"head.pooler": "bert.pooler.dense", "head.sentence": "cls.seq_relationship"}
+DECODER_BIAS = Entry("decoder_bias.bias", ("cls.predictions.bias",))
+_SAMPLE_HEAD = {"head.pooler": "bert.pooler.dense", "head.classifier": "classifier"}
+TASK_HEADS = {"classification": _SAMPLE_HEAD, "span": {"head.span": "qa_outputs"}, "choice": _SAMPLE_HEAD}
+TASK_CLASSES = {
+    "classification": "ForSequenceClassification",
+    "span": "ForQuestionAnswering",
+    "choice": "ForMultipleChoice",
+}
+
+
+class Placement(NamedTuple):
+    """Where a placement of LayerNorm has its norms, and what `transformers` calls the model."""
+
+    top: Mapping[str, str]
+    per_layer: Mapping[str, str]
+    prefix: str  # of the names of their classes
+
+
+_POST_NORMS = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
+_PRE_NORMS = {"attention_norm": "attention.ln", "mlp_norm": "ln"}
+PLACEMENTS = {
+    "post": Placement({"embedding.norm": "bert.embeddings.LayerNorm"}, _POST_NORMS, "Bert"),
+    "pre": Placement({"final_norm": "bert.encoder.ln"}, _PRE_NORMS, "MegatronBert"),
+}
+
+# Copies of tied tensors, and a buffer that old checkpoints stored.
+TIED = {
+    "cls.predictions.decoder.weight": PARAMETERS["word.weight"],
+    "cls.predictions.decoder.bias": DECODER_BIAS.theirs[0],
+}
+BUFFERS = frozenset({"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"})
+
+
+def _fused(parts: Sequence[Tensor], heads: int) -> Tensor:
+    """Query, key and value, each (heads x D, ...), -> (heads x 3 x D, ...)."""
+    by_head = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
+    return torch.stack(by_head, dim=1).reshape(-1, *parts[0].shape[1:])
+
+
+def _apart(fused: Tensor, heads: int) -> Sequence[Tensor]:
+    """(heads x 3 x D, ...) -> query, key and value, each (heads x D, ...)."""
+    by_part = fused.view(heads, 3, -1, *fused.shape[1:]).unbind(1)
+    return [part.reshape(-1, *fused.shape[1:]) for part in by_part]
+
+
+QKV = Form(to_theirs=_apart, to_ours=_fused)
+
+
+def name_map(model: Model) -> Iterator[Entry]:
+    """Every parameter of the model; three of theirs where ours is fused."""
+    placement = PLACEMENTS[model.layer_norm]
+    yield from (Entry(ours, (theirs,)) for ours, theirs in PARAMETERS.items())
+    modules = [Entry(ours, (theirs,)) for ours, theirs in placement.top.items()]
+    for i in range(model.layers):
+        here, there = f"layers.{i}.", f"bert.encoder.layer.{i}."
+        modules.append(Entry(f"{here}attention.qkv", tuple(there + name for name in QKV_NAMES), QKV))
+        one_to_one = {**PER_LAYER, **placement.per_layer}.items()
+        modules += [Entry(here + ours, (there + theirs,)) for ours, theirs in one_to_one]
+    heads = TASK_HEADS.get(model.task_head) or MASKED_HEAD | (
+        SENTENCE_HEAD if model.sentence_head != "none" else {}
+    )
+    modules += [Entry(ours, (theirs,)) for ours, theirs in heads.items()]
+    for ours, theirs, form in modules:
+        for leaf in ("weight", "bias"):
+            yield Entry(f"{ours}.{leaf}", tuple(f"{name}.{leaf}" for name in theirs), form)
+    if model.task_head == "none":
+        yield DECODER_BIAS
+
+
+def from_transformers(theirs: Tensors, model: Model, *, allow_missing_heads: bool = False) -> LazyWeights:
+    """The state dict of a `transformers` BERT of this placement -> canonical float32 weights.
+
+    A pooler and a sentence head are left out where the model has none. `allow_missing_heads`: parameters of
+    heads that the weights lack (as a `BertModel`'s do) are missing in the result too, for the caller to fill;
+    so are those of a head for a task.
+
+    Raises ValueError naming missing and unexpected tensors, or where decoder and embedding are not tied.
+    """
+    selected = select(theirs, model)
+    conversion.check_tied(selected)
+    found, entries = selected.tensors, list(name_map(model))
+    heads = [entry for entry in entries if entry.ours.startswith(("head.", "decoder_bias."))]
+    missing_heads = [entry for entry in heads if found.keys().isdisjoint(entry.theirs)]
+    if allow_missing_heads or model.task_head != "none":
+        entries = [entry for entry in entries if entry not in missing_heads]
+    elif why := why_missing([name for entry in missing_heads for name in entry.theirs], model):
+        missing = ", ".join(entry.ours for entry in missing_heads[:4])
+        raise ValueError(f"transformers weights without heads ({missing}, ... are missing): {why}")
+    keys = "model.layers, model.family, model.layer_norm and model.sentence_head"
+    return conversion.to_canonical(found, entries, model.heads, keys)
+
+
+def select(theirs: Tensors, model: Model) -> conversion.Selected:
+    """The tensors of any BERT of this placement, without the heads that a model lacks."""
+    found = conversion.under_one_name(theirs, _rename, TIED)
+    if model.task_head != "none":
+        wanted, outputs = {name for entry in name_map(model) for name in entry.theirs}, head_outputs(model)
+        kept = {name: tensor for name, tensor in found.tensors.items() if name in wanted}
+        # A classifier of other classes is another one's.
+        own = {n: t for n, t in kept.items() if not n.startswith("classifier.") or t.shape[0] == outputs}
+        return found._replace(tensors=own, twice=[name for name in found.twice if name in own])
+    if model.sentence_head != "none":
+        return found
+    unused = tuple(f"{module}." for module in SENTENCE_HEAD.values())
+    return found._replace(tensors={n: t for n, t in found.tensors.items() if not n.startswith(unused)})
+
+
+def _rename(stored: str) -> str | None:
+    """Handles a bare `BertModel` (no prefix), TensorFlow's gamma and beta of LayerNorm, stored buffers."""
+    name = stored if stored.startswith(("bert.", "cls.", "classifier.", "qa_outputs.")) else f"bert.{stored}"
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    return None if name in BUFFERS else name
+
+
+def why_missing(missing: Collection[str], model: Model) -> str:
+    """Which class was saved, where heads are missing."""
+    if {f"{name}.weight" for name in MASKED_HEAD.values()} <= {*missing}:
+        bare = f"a {PLACEMENTS[model.layer_norm].prefix}Model alone has no head to predict tokens with"
+        return f"{bare}; pretraining starts from a {class_name(model)}"
+    if missing and all(name.startswith(tuple(SENTENCE_HEAD.values())) for name in missing):
+        return "they have no head for sentences; add --set model.sentence_head=none to train without one"
+    return ""
+
+
+def class_name(model: Model) -> str:
+    """Name of the `transformers` class that holds the model with its heads."""
+    heads = "ForMaskedLM" if model.sentence_head == "none" else "ForPreTraining"
+    heads = TASK_CLASSES.get(model.task_head, heads)
+    return PLACEMENTS[model.layer_norm].prefix + heads
+
+
+def config(
+    model: Model, positions: int, dropout: Dropout = NO_DROPOUT, end: int | None = None, pad: int = 0
+) -> transformers.PretrainedConfig:
+    """The `BertConfig` or `MegatronBertConfig` of the same model; `end` is GPT-2's."""
+    return getattr(transformers, PLACEMENTS[model.layer_norm].prefix + "Config")(
+        vocab_size=model.vocab_size, max_position_embeddings=positions, hidden_size=model.hidden,
+        num_hidden_layers=model.layers, num_attention_heads=model.heads, intermediate_size=4 * model.hidden,
+        hidden_act="gelu", layer_norm_eps=BERT_NORM_EPS, type_vocab_size=2, pad_token_id=pad,
+        num_labels=model.head_classes if model.task_head == "classification" else 2,
+        hidden_dropout_prob=dropout.hidden, attention_probs_dropout_prob=dropout.attention,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def logits(model: Any, tokens: Tensor, token_types: Tensor, mask: Tensor) -> Logits:
+    """Of every token that is not padding, and of the sentence head where the model has one; or of samples."""
+    given = dict(input_ids=tokens, attention_mask=mask.long(), token_type_ids=token_types)
+    if type(model).__name__.endswith(TASK_CLASSES["choice"]):  # (N, C, S), where our choices are samples
+        given = {name: value[None] for name, value in given.items()}
+    outcome = model(**given)
+    if "start_logits" in outcome:
+        return (torch.stack([outcome.start_logits, outcome.end_logits], -1)[mask],)
+    if "prediction_logits" not in outcome and outcome.logits.dim() == 2:
+        return (outcome.logits,)
+    if "prediction_logits" in outcome:
+        return outcome.prediction_logits[mask], outcome.seq_relationship_logits
+    return (outcome.logits[mask],)
+
+
+USAGE = """\
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+model = AutoModelForMaskedLM.from_pretrained("{directory}")
+tokenizer = AutoTokenizer.from_pretrained("{directory}")
+masked = tokenizer({prompt}, return_tensors="pt")
+guesses = model(**masked).logits.argmax(-1)
+filled = guesses.where(masked.input_ids == tokenizer.mask_token_id, masked.input_ids)
+print(tokenizer.decode(filled[0], skip_special_tokens=True))"""
+_TASK_USAGE = """\
+from transformers import {kind}, AutoTokenizer
+model = {kind}.from_pretrained("{{directory}}")
+tokenizer = AutoTokenizer.from_pretrained("{{directory}}")
+print(model(**tokenizer({{prompt}}, return_tensors="pt")))"""
+TASK_USAGE = {head: _TASK_USAGE.format(kind=f"AutoModel{name}") for head, name in TASK_CLASSES.items()}
+CONVERSION = Conversion(
+    class_name, config, name_map, select, why_missing, from_transformers, frozenset(TIED),
+    logits, USAGE,
+)  # fmt: skip

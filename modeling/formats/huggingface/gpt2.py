@@ -1,0 +1,114 @@
+"""Conversion between our canonical GPT-2 weights and `transformers`' GPT-2.
+
+Besides names two things differ: `transformers` stores linear weights as (inputs, outputs), and orders the
+rows of QKV as (q/k/v, head, D) where we order (head, q/k/v, D), so that a tensor-parallel slice holds whole
+heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import transformers
+from torch import Tensor
+
+from modeling.formats.huggingface import conversion
+from modeling.formats.huggingface.conversion import NO_DROPOUT, SAME, TRANSPOSED, Conversion, Entry, Form
+from modeling.lazy_weights import LazyWeights
+from modeling.transformer import GPT2_NORM_EPS
+from recipes.schema import Dropout, Model
+
+TOP = {
+    "word.weight": "transformer.wte.weight",
+    "position.weight": "transformer.wpe.weight",
+    "final_norm.weight": "transformer.ln_f.weight",
+    "final_norm.bias": "transformer.ln_f.bias",
+}
+
+TIED = {"lm_head.weight": TOP["word.weight"]}  # the head's copy of the embedding
+
+
+def _qkv_to_theirs(ours: Tensor, heads: int) -> Sequence[Tensor]:
+    """(heads x 3 x D, H) -> (H, 3 x heads x D); biases (heads x 3 x D) -> (3 x heads x D)."""
+    rows = ours.view(heads, 3, -1, *ours.shape[1:]).transpose(0, 1).reshape(ours.shape)
+    return (rows.t() if rows.dim() == 2 else rows,)
+
+
+def _qkv_to_ours(theirs: Sequence[Tensor], heads: int) -> Tensor:
+    rows = theirs[0].t() if theirs[0].dim() == 2 else theirs[0]
+    return rows.reshape(3, heads, -1, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+QKV = Form(_qkv_to_theirs, _qkv_to_ours)
+
+# Modules of a layer, each with a weight and a bias: ours -> theirs, and the form of the weight.
+PER_LAYER = {
+    "attention_norm": ("ln_1", SAME),
+    "attention.qkv": ("attn.c_attn", QKV),
+    "attention.projection": ("attn.c_proj", TRANSPOSED),
+    "mlp_norm": ("ln_2", SAME),
+    "mlp.expand": ("mlp.c_fc", TRANSPOSED),
+    "mlp.contract": ("mlp.c_proj", TRANSPOSED),
+}
+
+
+def name_map(model: Model) -> Iterator[Entry]:
+    """Every parameter of the model."""
+    for ours, theirs in TOP.items():
+        yield Entry(ours, (theirs,))
+    for i in range(model.layers):
+        for ours, (theirs, form) in PER_LAYER.items():
+            for leaf, its_form in (("weight", form), ("bias", QKV if form is QKV else SAME)):
+                yield Entry(f"layers.{i}.{ours}.{leaf}", (f"transformer.h.{i}.{theirs}.{leaf}",), its_form)
+
+
+def _rename(stored: str) -> str | None:
+    """Handles a bare `GPT2Model` (no prefix), and masks that old checkpoints stored."""
+    if stored.endswith((".attn.bias", ".attn.masked_bias")):
+        return None
+    return stored if stored.startswith(("transformer.", "lm_head.")) else f"transformer.{stored}"
+
+
+def select(theirs: conversion.Tensors, model: Model) -> conversion.Selected:
+    """The tensors of `GPT2LMHeadModel`, or of `GPT2Model`."""
+    return conversion.under_one_name(theirs, _rename, TIED)
+
+
+def from_transformers(theirs: conversion.Tensors, model: Model) -> LazyWeights:
+    """The state dict of `GPT2LMHeadModel`, or of `GPT2Model`, -> canonical float32 weights.
+
+    Raises ValueError naming missing and unexpected tensors, or where head and embedding are not tied.
+    """
+    selected = select(theirs, model)
+    conversion.check_tied(selected)
+    return conversion.to_canonical(selected.tensors, name_map(model), model.heads)
+
+
+def config(
+    model: Model, positions: int, dropout: Dropout = NO_DROPOUT, end: int | None = None, pad: int = 0
+) -> transformers.GPT2Config:
+    """The `GPT2Config` of the same model; samples have no padding, so `pad` is not used."""
+    return transformers.GPT2Config(
+        vocab_size=model.vocab_size, n_positions=positions, n_embd=model.hidden, n_layer=model.layers,
+        n_head=model.heads, activation_function="gelu_new", layer_norm_epsilon=GPT2_NORM_EPS,
+        resid_pdrop=dropout.hidden, embd_pdrop=dropout.hidden, attn_pdrop=dropout.attention,
+        bos_token_id=end, eos_token_id=end, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def logits(model: Any, tokens: Tensor, token_types: None, mask: Tensor) -> conversion.Logits:
+    """At every position that is not padding."""
+    return (model(tokens).logits[mask],)
+
+
+USAGE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("{directory}")
+tokenizer = AutoTokenizer.from_pretrained("{directory}")
+text = tokenizer({prompt}, return_tensors="pt")
+print(tokenizer.decode(model.generate(**text, max_new_tokens=40, do_sample=True)[0]))"""
+CONVERSION = Conversion(
+    lambda model: "GPT2LMHeadModel", config, name_map, select, lambda missing, model: "", from_transformers,
+    frozenset(TIED), logits, USAGE,
+)  # fmt: skip

@@ -1,0 +1,342 @@
+"""A checkpoint of Megatron-LM or Megatron-DeepSpeed, mapped into memory: what it says, and its tensors.
+
+Its files are pickles that name classes of Megatron-LM, numpy and others. None of them is imported or called:
+a `StandIn` takes the place of each, and a file that names anything else is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from modeling.formats.megatron.files import LAYER as LAYER_FILE
+from modeling.formats.megatron.files import WHOLE, Files, find
+from modeling.formats.megatron.names import (
+    LAYER,
+    POSITION,
+    WITH_PADDING,
+    WORD,
+    cut_dimension,
+    heads_first,
+    is_qkv,
+    name_map,
+    renamed,
+)  # fmt: skip
+from modeling.lazy_weights import LazyWeights, same_numbers
+from recipes.files import FileError, read_part, refuse
+from recipes.problems import Problem, some
+from recipes.schema import Model
+
+# Modules whose classes such checkpoints name, in arguments, random states, optimizers and loss scalers.
+STOOD_IN_FOR = re.compile(
+    r"(megatron|deepspeed|fp16|apex|transformer_engine|numpy|signal|pathlib|datetime|enum|torch|types)\."
+)
+OF_ENUMS = "builtins.getattr"  # by which Python 3.11.0 to 3.11.3 pickles a member of an enumeration
+KEYS = ("model", "module")  # of the state dict: Megatron-LM's, DeepSpeed's
+CHUNK = re.compile(r"model(\d+)")  # of an interleaved pipeline schedule
+BERT_ALONE = ("lm_head.", "pooler.", "binary_head.", "embedding.tokentype_embeddings.")
+SMALLEST_PADDING = 1024  # rows that a vocabulary may at least be padded with: 128 x 8 slices is common
+
+
+class StandIn:
+    """Takes the place of a class that a checkpoint names: takes everything and does nothing."""
+
+    def __init__(self, *args: Any, **more: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class Slices(NamedTuple):
+    """One tensor as tensor-parallel ranks hold it; `dim`: where it is cut, None: each rank has all of it."""
+
+    parts: tuple[Tensor, ...]
+    dim: int | None
+
+    @property
+    def shape(self) -> torch.Size:
+        sizes = list(self.parts[0].shape)
+        if self.dim is not None and self.dim < len(sizes):
+            sizes[self.dim] *= len(self.parts)
+        return torch.Size(sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def layout(self) -> torch.layout:
+        return self.parts[0].layout
+
+    def join(self) -> Tensor:
+        """The whole tensor, a copy only where it is cut."""
+        if self.dim is None or len(self.parts) == 1:
+            return self.parts[0]
+        return torch.cat(self.parts, self.dim)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One iteration.
+
+    Attributes:
+        where: its directory.
+        arguments: what it was trained with, by Megatron's names; empty where it does not say.
+        version: of the checkpoint, which tells the order of QKV's rows.
+        slices: ranks of tensor parallelism.
+        tensors: by the names of `names.py`, layers counted over all stages.
+        copies: (name of a copy as it is stored, its tensor) -> the copy: of tied tensors of several stages.
+    """
+
+    where: Path
+    arguments: Mapping[str, Any]
+    version: float
+    slices: int
+    tensors: Mapping[str, Slices] = field(repr=False)
+    copies: Mapping[tuple[str, str], Slices] = field(repr=False)
+
+    @property
+    def is_bert(self) -> bool:
+        return any(name.startswith(BERT_ALONE) for name in self.tensors)
+
+    @property
+    def layers(self) -> int:
+        return sum(name.endswith("input_layernorm.weight") for name in self.tensors)
+
+    @property
+    def tanh_gelu(self) -> bool:
+        """Whether the MLP has the tanh form of GELU, as Megatron's default, fused with the bias, does."""
+        return bool(self.arguments.get("openai_gelu") or self.arguments.get("bias_gelu_fusion", True))
+
+    @property
+    def most_padding(self) -> int:
+        """Rows that the vocabulary may have more than tokens."""
+        multiple = self.arguments.get("make_vocab_size_divisible_by")
+        return max(SMALLEST_PADDING, multiple * self.slices if type(multiple) is int else 0)
+
+    def size(self, name: str, dim: int) -> int | None:
+        """A size of a tensor, if there is one."""
+        shape = self.tensors[name].shape if name in self.tensors else ()
+        return shape[dim] if dim < len(shape) else None
+
+    def config(self, model: Model, vocabularies: Sequence[int]) -> dict[str, Any]:
+        """As a config.json of one of `MEGATRON_FORMS` would state it.
+
+        What its arguments leave out is read off the tensors; the number of heads, which no tensor tells, is
+        then the model's. How many tokens the vocabulary has without padding is not stored: the model's number
+        is taken, or the first of `vocabularies`, that some padding makes as many rows; or else all rows.
+        """
+        rows = self.size(WORD, 0)
+        padded = [v for v in (model.vocab_size, *vocabularies) if rows and 0 <= rows - v < self.most_padding]
+        sizes = {
+            "num_layers": self.layers, "hidden_size": self.size(WORD, 1), "num_attention_heads": model.heads,
+            "max_position_embeddings": self.size(POSITION, 0),
+        }  # fmt: skip
+        return {
+            **sizes,
+            **self.arguments,
+            "model_type": "megatron-lm-bert" if self.is_bert else "megatron-lm-gpt",
+            "vocab_size": padded[0] if padded else rows,
+            "gelu": "tanh" if self.tanh_gelu else "exact",
+        }
+
+    def untied(self) -> list[tuple[str, str]]:
+        """(copy, tensor) where the numbers differ, which have to be read for it."""
+        return [
+            (copy, name)
+            for (copy, name), slices in self.copies.items()
+            if not all(map(same_numbers, slices.parts, self.tensors[name].parts))
+        ]
+
+    def weights(self, model: Model) -> LazyWeights:
+        """Canonical weights of a model that has these tensors."""
+        return LazyWeights({
+            ours: partial(self._canonical, theirs, model)
+            for ours, theirs in name_map(model).items()
+        })  # fmt: skip
+
+    def _canonical(self, name: str, model: Model) -> Tensor:
+        slices = self.tensors[name]
+        if is_qkv(name):
+            heads = model.heads // len(slices.parts)
+            parts = tuple(heads_first(part, heads, self.version) for part in slices.parts)
+            slices = slices._replace(parts=parts)
+        whole = slices.join()
+        return whole[: model.vocab_size] if name in WITH_PADDING else whole
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """The newest iteration in a directory. Reads names, shapes and arguments; raises FileError."""
+    files = find(Path(directory))
+    problems: list[Problem] = []
+    paths = dict.fromkeys([files.stated, *(file for stage in files.stages for file in stage)])
+    contents: dict[Path, dict[str, Any]] = {}
+    for file in paths:
+        try:
+            contents[file] = _load(file)
+        except FileError as error:
+            problems += error.problems
+    if problems:
+        raise FileError(problems)
+    stated = contents[files.stated]
+    arguments, version = _arguments(stated.get("args")), stated.get("checkpoint_version", 0)
+    if type(version) not in (int, float) or not 0 <= version <= 3:
+        refuse(files.stated, f"has checkpoint_version {str(version)[:60]}", "versions 0 to 3 are known", "")
+    tensors, copies = dict[str, Slices](), dict[tuple[str, str], Slices]()
+    offset = 0
+    for called, slices in _stages(files, contents):
+        offset += _take(called, slices, offset, tensors, copies, problems)
+    layers = {
+        file for file, content in contents.items() if any(".query_key_value." in str(k) for k in content)
+    }
+    problems += _missing(files, arguments, layers)
+    if problems:
+        raise FileError(problems)
+    return Checkpoint(files.where, arguments, float(version), len(files.stages[0]), tensors, copies)
+
+
+def _load(file: Path) -> dict[str, Any]:
+    """The dictionary in a file of torch.save, its tensors mapped into memory."""
+    if read_part(file, 0, 4) != b"PK\x03\x04":
+        rule = "it is no file of torch.save, or one of before torch 1.6, which cannot be mapped into memory"
+        again = f"torch.save(torch.load(f, map_location='cpu', weights_only=False), f) with f={str(file)!r}"
+        fix = f"copy it again; or, which runs what the file says, save it again with Megatron-LM: {again}"
+        refuse(file, "cannot be read", rule, fix)
+    try:
+        named = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        stood_in_for = {n for n in named if STOOD_IN_FOR.match(n) or n == OF_ENUMS}
+        if other := sorted(named - stood_in_for - {"argparse.Namespace"}):
+            rule = "a checkpoint of Megatron names none of it, and loading it might run a program"
+            refuse(
+                file, f"names {some(other, 4)[:200]}", rule, "do not load it; get it from its source again"
+            )
+        allowed: list[Any] = [argparse.Namespace]
+        allowed += [(_stand_in(name), name) for name in stood_in_for]
+        with torch.serialization.safe_globals(allowed):
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except FileError:
+        raise
+    except Exception as error:  # of many types, for a pickle that is broken
+        refuse(
+            file,
+            f"cannot be read by torch.load ({type(error).__name__})",
+            "it is damaged or of another kind",
+            WHOLE,
+        )
+    if not isinstance(content, dict):
+        refuse(file, f"holds a {type(content).__name__}", "a checkpoint is a dictionary", WHOLE)
+    return content
+
+
+def _stand_in(name: str) -> type[StandIn]:
+    """A class of its own for each name, as torch wants it."""
+    return type(name.rpartition(".")[2], (StandIn,), {})
+
+
+def _arguments(stored: Any) -> dict[str, Any]:
+    """Those whose values are plain."""
+    found = vars(stored) if isinstance(stored, argparse.Namespace) else stored
+    plain = (bool, int, float, str, list, type(None))
+    return {k: v for k, v in found.items() if type(v) in plain} if isinstance(found, dict) else {}
+
+
+def _stages(
+    files: Files, contents: Mapping[Path, Mapping[str, Any]]
+) -> Iterator[tuple[str, Sequence[Mapping[str, Tensor]]]]:
+    """(what it is called, the tensors of each slice by stored names) of each stage in the model's order."""
+    if files.by_layer:
+        for stage in files.stages:
+            slices = [_flat(contents[file]) for file in stage]
+            prefix = _layer_prefix(slices[0], stage[0])
+            yield stage[0].name, [{f"{prefix}{name}": t for name, t in slice_.items()} for slice_ in slices]
+        return
+    chunked = [[_chunks(contents[file]) for file in stage] for stage in files.stages]
+    most = max(len(chunks) for stage in chunked for chunks in stage)
+    for number in range(most):  # chunk 0 of all stages comes before chunk 1 of the first
+        for stage, chunks in zip(files.stages, chunked, strict=True):
+            name = str(stage[0].relative_to(files.where))
+            yield name, [_flat(each[number] if number < len(each) else {}) for each in chunks]
+
+
+def _chunks(content: Mapping[str, Any]) -> list[Any]:
+    numbered = sorted((int(m[1]), key) for key in content if (m := CHUNK.fullmatch(str(key))))
+    return [content[key] for _, key in numbered] or [next((content[k] for k in KEYS if k in content), {})]
+
+
+def _layer_prefix(tensors: Mapping[str, Tensor], file: Path) -> str:
+    """What comes before the names of a layer of DeepSpeed's pipeline, where they say nothing of the place."""
+    if any(name.startswith("word_embeddings.") for name in tensors):
+        return "embedding."
+    if tensors.keys() == {"weight", "bias"}:
+        return "encoder.final_layernorm."
+    return "encoder.layers.0." if any(".query_key_value." in name for name in tensors) else f"{file.stem}."
+
+
+def _flat(state: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of nested dictionaries, by their keys joined with dots."""
+    found = dict[str, Tensor]()
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor) and not str(key).endswith("_extra_state"):
+            found[f"{prefix}{key}"] = value.detach()
+    return found
+
+
+def _take(
+    called: str,
+    slices: Sequence[Mapping[str, Tensor]],
+    offset: int,
+    tensors: dict[str, Slices],
+    copies: dict[tuple[str, str], Slices],
+    problems: list[Problem],
+) -> int:
+    """Add a stage, whose layers count from `offset` on, and return how many it has."""
+    uneven = sorted(set().union(*slices) - set(slices[0]).intersection(*slices))
+    uneven += [n for n in slices[0] if n not in uneven and len({s[n].shape for s in slices}) > 1]
+    if uneven:
+        came = f"{called}: its tensor-parallel slices differ in {some(uneven, 3)}"
+        problems.append(Problem(called, came, "each holds an equal part of the same tensors", WHOLE))
+    layers = 0
+    for stored in slices[0]:
+        name = renamed(stored)
+        if layer := LAYER.fullmatch(name):
+            layers = max(layers, int(layer[2]) + 1)
+            name = f"{layer[1]}{offset + int(layer[2])}{layer[3]}"
+        if stored in uneven:
+            continue
+        joined = Slices(tuple(each[stored] for each in slices), cut_dimension(name))
+        if name in tensors:
+            copies[f"{stored} of {called}", name] = joined
+        else:
+            tensors[name] = joined
+    return layers
+
+
+def _missing(files: Files, arguments: Mapping[str, Any], layers: Collection[Path]) -> Iterator[Problem]:
+    """Ranks that the arguments tell of, whose files are not there, and layers between those of `layers`."""
+    found = {"tensor": len(files.stages[0])}
+    if not files.by_layer:
+        found["pipeline"] = len(files.stages)
+    for kind, count in found.items():
+        stated = arguments.get(f"{kind}_model_parallel_size")
+        if kind == "tensor" and stated is None:
+            stated = arguments.get("model_parallel_size")
+        if type(stated) is int and stated != count:
+            came = f"holds files of {count} {kind}-parallel ranks, and its arguments tell of {stated}"
+            yield Problem(str(files.where), came, "each has a part of the weights", WHOLE, str(files.where))
+    present = {int(m[1]) for s in files.stages if (m := LAYER_FILE.fullmatch(s[0].name)) and s[0] in layers}
+    if gaps := [
+        f"layer_{n:02d}" for n in range(min(present, default=0), max(present, default=0)) if n not in present
+    ]:
+        came = f"lacks the files of {some(gaps, 4)}"
+        yield Problem(str(files.where), came, "every layer is needed", WHOLE, str(files.where))

@@ -1,0 +1,890 @@
+"""Files and hub datasets as documents.
+
+Broken records come out of formats as such, and strict sources refuse them.
+"""
+
+import bz2
+import gzip
+import itertools
+import json
+import lzma
+import os
+import pickle
+import re
+import sys
+import tracemalloc
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from backports import zstd
+
+from data.prepare import pipeline
+from data.prepare.inputs import Cursor, Inputs
+from data.prepare.pipeline import TooManyBroken, check_broken
+from data.prepare.pool import WorkerDied
+from data.prepare.settings import Settings, in_flags
+from data.prepare.tally import Step, Tally
+from data.text.formats import wikipedia
+from data.text.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
+from data.text.formats.wiki_markup import plain_text
+from data.text.formats.wikipedia import WikipediaFormat
+from data.text.sources import records, sentences
+from data.text.sources.documents import Skipped
+from data.text.sources.hub import Backoff, HubSource, is_temporary
+from data.text.sources.opening import FileSource, PackagedSource, files_of, format_of, open_source
+from data.text.sources.records import EXCERPT_BYTES, Broken, Raw
+from data.text.vocabularies.published import read_tokenizer
+from data.text.vocabularies.trained import train_bpe, train_wordpiece
+from launch import prepare_data
+from launch.console import preparation_flags
+from recipes.problems import Key, Problem, ProblemsError, Setting
+from recipes.schema import Data, Origin, Tokenizer
+
+ZSTD_OPTIONS = {zstd.CompressionParameter.content_size_flag: 0, zstd.CompressionParameter.checksum_flag: 1}
+COMPRESS = {
+    "plain": lambda content: content,
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": lambda content: zstd.compress(content, options=ZSTD_OPTIONS),
+}
+
+
+def texts(form, path, start=0):
+    """What a format makes of a file: texts, None, and (number, kind) of broken records."""
+    found = []
+    for item in form.frame(path, start):
+        result = form.parse(item) if isinstance(item, Raw) else item
+        found.append((result.number, result.kind) if isinstance(result, Broken) else result)
+    return found
+
+
+def jsonl(*documents) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
+
+
+# ---- JSON lines, and what all files share ----
+
+
+@pytest.mark.parametrize("kind", COMPRESS)
+def test_compression_is_told_by_content_and_archives_may_have_several_parts(tmp_path, kind):
+    path = tmp_path / "corpus.txt"  # the name tells nothing
+    path.write_bytes(COMPRESS[kind](jsonl("one", "two")) + COMPRESS[kind](jsonl("thrée")))
+    assert texts(JsonlFormat(), path) == ["one", "two", "thrée"]
+    assert texts(JsonlFormat(), path, 2) == ["thrée"]
+
+
+def test_text_that_begins_like_an_archive_is_text(tmp_path):
+    (tmp_path / "a").write_text("BZh9 is how bzip2 files begin")
+    assert texts(TextFormat(), tmp_path / "a") == ["BZh9 is how bzip2 files begin"]
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_of_a_damaged_archive_comes_out_what_can_be_read_and_then_the_damage(tmp_path, kind, damage):
+    whole = COMPRESS[kind](jsonl("early")) + COMPRESS[kind](
+        jsonl(*(os.urandom(200).hex() for _ in range(200)))
+    )
+    middle = len(whole) * 2 // 3
+    path = tmp_path / "corpus"
+    rest = (
+        b""
+        if damage == "cut"
+        else bytes(byte ^ 255 for byte in whole[middle : middle + 99]) + whole[middle + 99 :]
+    )
+    path.write_bytes(whole[:middle] + rest)
+    found = texts(JsonlFormat(), path)
+    assert found[0] == "early"
+    assert "damaged file" in [kind for _, kind in filter(lambda x: isinstance(x, tuple), found)]
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_what_stands_before_damage_at_the_end_is_read(tmp_path, kind):
+    (tmp_path / "a").write_bytes(COMPRESS[kind](jsonl("early")) + b"no frame, no member")
+    assert texts(JsonlFormat(), tmp_path / "a") == ["early", (2, "damaged file")]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "reason"),
+    [
+        (b'{"text": ', "not a JSON object", "Expecting value"),
+        (b"[" * 200_000, "not a JSON object", "recursion"),
+        (b'["text"]', "no JSON object", "a JSON list where an object"),
+        (b'{"body": "a", "id": 1}', "no field 'text'", "set data.text_column to one of body, id"),
+        (b'{"text": 7}', "field 'text' is int, not a string", "set data.text_column"),
+        (b'{"text": null}', "field 'text' is NoneType, not a string", "set data.text_column"),
+        (b'{"text": "\xff"}', "invalid UTF-8", "at byte 10"),
+        (b'{"text": "a\0b"}', "NUL bytes", "1, the first at character 11"),
+        (b'{"text": "a\\u0000b"}', "NUL bytes", "1 in field 'text'"),
+        (b'{"text": "' + b"x" * 500_000 + b'"}', "too large", "bytes where a record has at most 400,000"),
+    ],
+)
+def test_a_broken_line_says_why_and_costs_only_itself(tmp_path, line, kind, reason):
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(jsonl("before") + b"\n" + line + b"\n" + jsonl("after"))
+    form = JsonlFormat(max_record_bytes=400_000)
+    assert texts(form, path) == ["before", (3, kind), "after"]
+    _, item, _ = form.frame(path)
+    broken = form.parse(item) if isinstance(item, Raw) else item
+    assert reason in broken.reason and broken.file == str(path)
+    assert broken.excerpt == (line + b"\n")[:EXCERPT_BYTES]
+    assert len(line) <= broken.size <= len(line) + 1
+    with pytest.raises(ValueError, match=r"corpus.jsonl:3: .*prepare_data") as refused:
+        list(open_source_of(path, max_record_bytes=400_000).documents())
+    assert broken.reason in str(refused.value)
+
+
+def open_source_of(path, source="jsonl", **settings):
+
+    limit = settings.pop("max_record_bytes", records.MAX_RECORD_BYTES)
+    return FileSource(Origin(source=source, name=str(path), **settings), limit)
+
+
+def test_a_line_as_long_as_the_limit_is_whole(tmp_path):
+    line = jsonl("x" * 80)
+    (tmp_path / "a").write_bytes(line * 2 + line.strip())
+    assert texts(JsonlFormat(max_record_bytes=len(line) - 1), tmp_path / "a") == ["x" * 80] * 3
+    assert texts(JsonlFormat(max_record_bytes=len(line) - 2), tmp_path / "a") == [
+        (n, "too large") for n in (1, 2, 3)
+    ]
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("form", "piece", "records"),
+    [
+        (JsonlFormat("text", MIB), b"x" * MIB, 2),
+        (TextFormat("blank_line", MIB), b"x" * MIB, 2),
+        (TextFormat("blank_line", MIB), b"x" * (MIB - 1) + b"\n", 2),
+        (TextFormat("file", MIB), b"x" * MIB, 1),
+        (WikipediaFormat(MIB), b"x" * MIB, 2),
+    ],
+)
+def test_a_long_record_is_not_held_in_memory(tmp_path, form, piece, records):
+    path = tmp_path / "long.gz"
+    before, _, after = (
+        dump("?").decode().partition("?") if isinstance(form, WikipediaFormat) else ("", "", "\n\nafter\n")
+    )
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(before.encode() + b"<page>" * bool(before))
+        for _ in range(60):
+            file.write(piece)
+        file.write(b"</page>" * bool(before) + page().encode() * bool(before) + after.encode())
+    tracemalloc.start()
+    items = list(form.frame(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (
+        items[0].reason.startswith("too large")
+        and items[0].size >= 60 * MIB
+        and len(items[0].excerpt) == EXCERPT_BYTES
+    )
+    assert peak < 8 * MIB, f"{peak:,} bytes for a record of 60 MiB and a limit of 1 MiB"
+    assert len(items) == records
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet", "text", "wikipedia"])
+@pytest.mark.parametrize("content", [b"", gzip.compress(b"", mtime=0)], ids=["nothing", "gzip of nothing"])
+def test_an_empty_file_is_a_broken_one(tmp_path, source, content):
+    (tmp_path / "empty").write_bytes(content)
+    expected = "damaged file" if source == "parquet" and content else "empty file"
+    form = format_of(Origin(source=source, name="x"))
+    assert texts(form, tmp_path / "empty") == [(1, expected)]
+    assert texts(form, tmp_path / "empty", 1) == []
+
+
+def test_lone_surrogates_and_byte_order_marks_do_no_harm(tmp_path):
+    (tmp_path / "a").write_bytes(b'\xef\xbb\xbf{"text": "\\ud800four"}\n{"text": ""}\n')
+    assert texts(JsonlFormat(), tmp_path / "a") == ["?four", None]
+
+
+def test_a_file_that_cannot_be_opened_is_the_users_matter(tmp_path):
+    for form in (JsonlFormat(), ParquetFormat(), TextFormat(), WikipediaFormat()):
+        with pytest.raises(ValueError, match="absent: cannot be opened .No such file"):
+            list(form.frame(tmp_path / "absent"))
+
+
+# ---- text ----
+
+
+def test_text_documents_are_files_or_blocks(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone\r\ntwo\r\n \r\n\n\nthree\n\nvier ö".encode())
+    assert texts(TextFormat("file"), path) == ["one\ntwo\n \n\n\nthree\n\nvier ö"]
+    blocks = TextFormat("blank_line")
+    assert texts(blocks, path) == ["one\ntwo\n", "three\n", "vier ö"]
+    assert [raw.number for raw in blocks.frame(path)] == [1, 6, 8]
+    path.write_bytes(
+        b"good\n\nb\xffd\n\nb\0d\n\n" + b"long\n" * 30 + b"\n" + b"long" * 30 + b"\nrest of it\n\nlast"
+    )
+    broken = [(3, "invalid UTF-8"), (5, "NUL bytes"), (7, "too large"), (38, "too large")]
+    assert texts(TextFormat("blank_line", 100), path) == ["good\n", *broken, "last"]
+
+
+# ---- parquet ----
+
+
+def test_parquet_rows(tmp_path):
+    path = tmp_path / "a.parquet"
+    values = [b"one", None, b"", b"\xff", b"n\0l", "fünf".encode(), b"x" * 200, b"last"]
+    column = pa.array(values, pa.binary()).view(pa.string())  # pyarrow writes what is no UTF-8 as well
+    pq.write_table(pa.table({"id": range(8), "text": column}), path, row_group_size=3)
+    null = (2, "field 'text' is null, not a string")
+    expected = ["one", null, None, (4, "invalid UTF-8"), (5, "NUL bytes"), "fünf", (7, "too large"), "last"]
+    form = ParquetFormat(max_record_bytes=100, batch_rows=2)
+    for start in range(10):
+        assert texts(form, path, start) == expected[start:]
+    for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.binary()):
+        pq.write_table(
+            pa.table({"text": pa.array(["a", "b"]).cast(pa.string()).dictionary_encode().cast(kind)}), path
+        )
+        assert texts(form, path) == ["a", "b"]
+
+
+def test_parquet_that_cannot_be_used_counts_every_row(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": [os.urandom(500).hex() for _ in range(40)], "n": range(40)})
+    pq.write_table(table, path, row_group_size=10, use_dictionary=False)
+    assert texts(ParquetFormat("body"), path) == [(n, "no field 'body'") for n in range(1, 41)]
+    assert texts(ParquetFormat("n"), path, 38) == [(n, "field 'n' is int64, not a string") for n in (39, 40)]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    assert texts(ParquetFormat(), path) == [(1, "damaged file")]
+    place = pq.ParquetFile(pa.BufferReader(whole)).metadata.row_group(1).column(0)
+    begin = place.data_page_offset
+    path.write_bytes(whole[:begin] + bytes(len(b"header of a page")) + whole[begin + 16 :])
+    found = texts(ParquetFormat(), path)
+    assert found[10:20] == [(n, "damaged file") for n in range(11, 21)]
+    assert sum(isinstance(text, str) for text in found) == 30
+
+
+# ---- Wikipedia ----
+
+
+def page(title="A", text="Text.", ns="<ns>0</ns>", redirect="", model="wikitext") -> str:
+    revisions = f"<revision><id>1</id><model>{model}</model><text>old</text></revision>"
+    body = f'<text bytes="9" xml:space="preserve">{text}</text>'
+    latest = f"<revision>\n<id>2</id><model>{model}</model>{body}</revision>"
+    return f"  <page>\n<title>{title}</title>\n{ns}<id>3</id>{redirect}{revisions}{latest}\n  </page>\n"
+
+
+def dump(*pages: str) -> bytes:
+    main, talk = (f'<namespace key="{key}" case="first-letter"' for key in (0, 1))
+    names = f"<namespaces>{main} />{talk}>Talk</namespace></namespaces>"
+    root = '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="en">'
+    head = f"{root}\n<siteinfo>{names}</siteinfo>\n"
+    return (head + "".join(pages) + "</mediawiki>\n").encode()
+
+
+ARTICLE = """{{Infobox|a={{b|c}}
+|d=e}}
+{| class="wikitable"
+|-
+! head
+| cell [[link]]
+|}
+'''Café''' ({{lang-fr|x}}; 1 &amp;lt; 2) is a [[coffee house|house]]&lt;ref name="x"&gt;A note.\
+&lt;/ref&gt;.&lt;!-- hidden --&gt;
+[[File:a.jpg|thumb|A [[caption]]]]
+== History ==
+* An ''item''&amp;nbsp;here
+* Another
+== Empty ==
+{| |}
+== References ==
+{{reflist}}
+[[Category:Coffee]]"""
+PLAIN = "Café (x; 1 < 2) is a house.\n\nHistory\n\nAn item here\nAnother"
+
+
+def test_a_dump_gives_the_latest_text_of_its_articles(tmp_path):
+    path = tmp_path / "dump.xml.bz2"
+    talk = page("Talk:A", ns="<ns>1</ns>")
+    redirect = page("B", "#REDIRECT [[A]]", redirect='<redirect title="A" />')
+    script = page("C", model="javascript")
+    path.write_bytes(bz2.compress(dump(redirect, talk, page("Café", ARTICLE), script, page("D", ""))))
+    form = WikipediaFormat()
+    assert texts(form, path) == [PLAIN, None, None]
+    assert [raw.number for raw in form.frame(path)] == [3, 4, 5]
+    assert texts(form, path, 1) == [None, None]
+
+
+def test_dumps_without_namespace_numbers_are_told_by_titles(tmp_path):
+    pages = [page("Talk:A", ns=""), page("2001: A film", "Film.", ns=""), page("B", "#REDIRECT [[A]]", ns="")]
+    (tmp_path / "old.xml").write_bytes(dump(*pages))
+    assert texts(WikipediaFormat(), tmp_path / "old.xml") == ["Film.", None]
+
+
+def test_a_damaged_page_costs_only_itself(tmp_path):
+    good = page("A", "Good.")
+    bad = [
+        good.replace("</revision>", "", 1),
+        good.replace("  </page>\n", ""),
+        page("B", "&nosuch;"),
+        page("C", "x" * 3000),
+        page("D", "[[a|" * 50 + "]]" * 50),
+        good.replace("<page>", "<pa\0e>"),
+    ]
+    content = dump(*itertools.chain.from_iterable((good, b) for b in bad), good)
+    path = tmp_path / "dump.xml"
+    path.write_bytes(content)
+    kinds = [
+        "malformed XML",
+        "page without an end",
+        "malformed XML",
+        "too large",
+        "wikitext",
+        "text between pages",
+    ]
+    found = texts(WikipediaFormat(max_record_bytes=2500), path)
+    assert [x[1] for x in found if isinstance(x, tuple)] == kinds
+    assert found.count("Good.") == len(bad) + 1
+    path.write_bytes(content[: content.rindex(b"</page>")])
+    assert texts(WikipediaFormat(), path)[-1][1] == "damaged file"
+    path.write_bytes(content.replace(b"</mediawiki>", b""))
+    assert texts(WikipediaFormat(), path)[-1][1] == "damaged file"
+    path.write_bytes("<mediawiki>".encode("utf-16"))
+    assert texts(WikipediaFormat(), path) == [(1, "no <page>")]
+
+
+def test_cuts_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "dump.xml"
+    path.write_bytes(
+        dump(
+            page("A", "One."),
+            page("B", "x" * 900),
+            page("C", "Two.").replace("  </page>\n", ""),
+            page("D", "Three."),
+        )
+    )
+    form = WikipediaFormat(max_record_bytes=700)
+    whole = list(form.frame(path))
+    assert [type(item) for item in whole] == [Raw, Broken, Broken, Raw] and whole[1].size > 900
+    for size in [*range(1, 40), 100, 333, 1000]:
+        monkeypatch.setattr(wikipedia, "_BLOCK", size)
+        head = len(dump()) - len("</mediawiki>\n")
+        if size < head:  # the head is kept up to a block; only old dumps need it
+            assert list(form.frame(path)) == whole
+
+
+@pytest.mark.parametrize(
+    ("wikitext", "expected"),
+    [
+        ("#REDIRECT [[A]]", ""),
+        ("a<!-- b -->c<!-- d", "ac"),
+        ("[[A]], [[B|b]]s, [[:Category:C]], [[D (film)|]], [[fr:E]][[Image:f|g]]", "A, bs, Category:C, D,"),
+        ("[http://a.b words here] [http://c.d] see http://e.f", "words here see http://e.f"),
+        ("'''''a''''' '''b''' ''c'' don''''t", "a b c don't"),
+        ("<nowiki>[[a]] {{b}}</nowiki>", "[[a]] {{b}}"),
+        ("x<ref name=a/> y<ref>note [[z]]</ref> z<ref>open", "x y zopen"),
+        ("H<sub>2</sub>O, 1 &lt; 2<br/>next", "H₂O, 1 < 2\nnext"),
+        ("{{a|{{b}}|{{{c|}}}}} d {{e", "d e"),
+        ("{{a\n|}} b", "b"),
+        ("{|\n{{a\n|}}\n|b\n|}\nc", "c"),
+        (
+            "{{convert|5|km|mi}}, {{cvt|1|to|2|m}}, {{lang|fr|[[mot|mots]]}}, {{circa|1900}}",
+            "5 km, 1 to 2 m, mots, c. 1900",
+        ),
+        ("a __NOTOC__b", "a b"),
+        ("== See also ==\n* x\n=== y ===\nz\n== Kept ==\ntext", "Kept\n\ntext"),
+        ("== Literature ==\nIt has some.", "Literature\n\nIt has some."),
+        ("== Only a heading ==\n== Full ==\n=== Sub ===\nx", "Full\n\nSub\n\nx"),
+        ("[[File:a.png|thumb|cap\n\ntion]]b", "b"),
+        ("[[File:a.png|thumb|never closed\n\nb", "b"),
+        ("one\n\n\n\ntwo\nthree", "one\n\ntwo\nthree"),
+        ("( ; 1900) and () and (, x)", "(1900) and and (x)"),
+        ("<math>\\int_0^1 x</math>a<gallery>\nb.jpg\n</gallery>", "a"),
+        ("<ref>" + "a</ref>", ""),
+    ],
+)
+def test_wikitext(wikitext, expected):
+    assert plain_text(wikitext) == expected
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "{{",
+        "{|\n",
+        "\n|}",
+        "<ref>",
+        "''a",
+        "[http://a",
+        "[[File:a]] [[b\n\n",
+        "x\n\n",
+        "\n==a==\n",
+        "{{lang|a|b",
+        "&a",
+        "<b>",
+        "(; ",
+        "<sup>",
+        "<math>x^",
+        "{{nowrap|",
+        "{{ ",
+        "{{a|b =",
+        "{{val|1|e=",
+    ]
+    + ["<ref>x</ref>"],
+)
+@pytest.mark.timeout(120)
+def test_a_pathological_page_does_not_hang(unit):
+    """A linear parser takes about a second.
+
+    A quadratic one that needs 7 s for 20,000 (mwparserfromhell's case) would need ten minutes.
+    """
+    plain_text(unit * 200_000)
+
+
+# ---- names ----
+
+
+def test_names_are_globs_sorted_and_no_directories(tmp_path, monkeypatch):
+    for name in ("b.jsonl", "a.jsonl.gz", "deep/er/c.jsonl", "x[1].jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(jsonl(name))
+
+    def names(pattern):
+        return [str(path.relative_to(tmp_path)) for path in files_of(Origin(source="jsonl", name=pattern))]
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert names("~/[ab].jsonl*") == ["a.jsonl.gz", "b.jsonl"]
+    assert names(f"{tmp_path}/**/*.jsonl") == ["b.jsonl", "deep/er/c.jsonl", "x[1].jsonl"]
+    assert names(f"{tmp_path}/x[1].jsonl") == ["x[1].jsonl"], "a name that exists is no glob"
+    with pytest.raises(ValueError, match=r"is a directory; name the files in it, e.g. .*deep/\*.jsonl"):
+        names(f"{tmp_path}/deep")
+    with pytest.raises(ValueError, match="absent.*: no such file .*glob of jsonl files"):
+        names("absent*.jsonl")
+
+
+# ---- sources ----
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_broken_records_are_left_out_as_if_they_were_empty(tmp_path, streaming):
+    texts, broken = jsonl("a0", "a1", "a2", "a3").splitlines(True), b'{"text": 7}\n'
+    for name, third in (("empty", jsonl("")), ("broken", broken)):
+        (tmp_path / f"{name}.jsonl").write_bytes(b"".join([texts[0], texts[1], third, texts[3]]))
+    origins = (Origin(source="jsonl", name=str(tmp_path / f"{n}.jsonl")) for n in ("empty", "broken"))
+    skipped = Skipped()
+    empty, left_out = (open_source(each, skipped=skipped) for each in origins)
+    for start in range(4):
+        read = [
+            list(s.shard_documents(0, start) if streaming else s.documents(start)) for s in (empty, left_out)
+        ]
+        assert read[0] == read[1] and [d.index for d in read[0]] == [i for i in (0, 1, 3) if i >= start]
+    (place,) = skipped.found()  # it was met three times
+    assert place.startswith(f"{tmp_path}/broken.jsonl:3: field 'text' is int")
+    strict = open_source(Origin(source="jsonl", name=left_out.name))
+    assert strict.fingerprint() != left_out.fingerprint(), "their stores differ"
+    with pytest.raises(ProblemsError, match=r"broken.jsonl:3: .*data.broken_records=skip"):
+        list(strict.documents())
+
+
+def test_a_source_reads_its_files_in_order_and_each_as_a_shard(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl("a0", "", "a2"))
+    (tmp_path / "b.jsonl").write_bytes(jsonl("b0"))
+    (tmp_path / "c.jsonl").write_bytes(jsonl("c0", "c1"))
+    source = open_source(Data(source="jsonl", name=str(tmp_path / "*.jsonl")))
+    found = [(d.index, d.text) for d in source.documents()]
+    assert found == [(0, "a0"), (2, "a2"), (3, "b0"), (4, "c0"), (5, "c1")]
+    for start in range(8):
+        assert [(d.index, d.text) for d in source.documents(start)] == [x for x in found if x[0] >= start]
+    assert source.shards == 3
+    shards = [[(d.index, d.text) for d in source.shard_documents(shard)] for shard in range(3)]
+    assert shards == [[(0, "a0"), (2, "a2")], [(0, "b0")], [(0, "c0"), (1, "c1")]]
+    assert [(d.index, d.text) for d in source.shard_documents(0, 1)] == [(2, "a2")]
+    assert source.finite and not open_source(Origin(source="jsonl", name=source.name, streaming=True)).finite
+    before = source.fingerprint()
+    assert before == open_source(Origin(source="jsonl", name=source.name)).fingerprint()
+    assert before != open_source(Origin(source="jsonl", name=source.name, text_column="body")).fingerprint()
+    (tmp_path / "b.jsonl").write_bytes(jsonl("b1"))
+    os.utime(tmp_path / "b.jsonl", ns=(1, 1))
+    assert before != source.fingerprint()
+
+
+def test_the_packaged_corpus_is_one_shard():
+    source = PackagedSource()
+    documents = list(source.documents())
+    assert (source.shards, len(documents)) == (1, 249)
+    assert list(source.shard_documents(0, 240)) == documents[240:] == list(source.documents(240))
+    assert files_of(Origin()) == source._paths
+
+
+@pytest.mark.parametrize("source", ["packaged", "jsonl", "parquet", "text", "wikipedia"])
+def test_formats_travel_to_worker_processes(source):
+    form = format_of(Origin(source=source, name="x", text_column="body", documents="blank_line"), 99)
+    assert pickle.loads(pickle.dumps(form)) == form and form.max_record_bytes == 99
+
+
+# ---- the hub ----
+
+
+@pytest.fixture(autouse=True)
+def without_network(monkeypatch):
+    """`load_dataset` reports its use to the hub, for local files too, and waits for an answer."""
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+
+
+HUB_TEXTS = [[f"file {part} document {i}" * (i != 3) for i in range(5 + part)] for part in range(3)]
+
+
+@pytest.fixture(scope="module", params=["wikipedia", "openwebtext"])
+def hub_stream(request, tmp_path_factory):
+    """Opens local files in the schema of wikimedia/wikipedia (parquet) and of Skylion007/openwebtext."""
+    directory, files = tmp_path_factory.mktemp("hub"), []
+    for part, documents in enumerate(HUB_TEXTS):
+        if request.param == "wikipedia":
+            rows = [
+                {"id": str(i), "url": "https://en.wikipedia.org", "title": "t", "text": text}
+                for i, text in enumerate(documents)
+            ]
+            files.append(str(directory / f"train-{part}.parquet"))
+            pq.write_table(pa.Table.from_pylist(rows), files[-1], row_group_size=2)
+        else:
+            files.append(str(directory / f"{part}.jsonl"))
+            (directory / f"{part}.jsonl").write_bytes(jsonl(*documents))
+    kind = "parquet" if request.param == "wikipedia" else "json"
+    return lambda: datasets.load_dataset(kind, data_files=files, split="train", streaming=True)
+
+
+def expected(texts, start=0):
+    return [(i, text) for i, text in enumerate(texts) if text and i >= start]
+
+
+def test_a_hub_dataset_is_read_whole_or_by_its_files(hub_stream):
+    source = HubSource("wikimedia/wikipedia", "20231101.en", open_stream=hub_stream)
+    assert not source.finite and source.shards == 3
+    for start in (0, 4, 13):
+        assert [(d.index, d.text) for d in source.documents(start)] == expected(sum(HUB_TEXTS, []), start)
+    for shard, documents in enumerate(HUB_TEXTS):
+        for start in (0, 3, 5):
+            assert [(d.index, d.text) for d in source.shard_documents(shard, start)] == expected(
+                documents, start
+            )
+    missing = HubSource("local", text_column="body", open_stream=hub_stream)
+    with pytest.raises(
+        ValueError, match="local/train, document 0: no field 'body': set data.text_column to one of .*text"
+    ):
+        list(missing.documents())
+    assert source.fingerprint() != missing.fingerprint()
+
+
+@pytest.mark.parametrize("revision", [None, "refs/convert/parquet"])
+def test_the_revision_is_asked_for_and_part_of_the_fingerprint(monkeypatch, revision):
+    asked = []
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *names, **how: asked.append((*names, how)) or Faulty(99, None)
+    )
+    source = open_source(Origin(source="hub", name="a/b", config="c", revision=revision))
+    assert len(list(source.shard_documents(1))) == 10
+    assert asked == [("a/b", "c", {"split": "train", "revision": revision, "streaming": True})]
+    assert (source.fingerprint() == HubSource("a/b", "c").fingerprint()) == (revision is None)
+
+
+def test_a_dataset_that_is_a_script_is_refused_with_the_branch_that_does_without():
+    def script():
+        raise RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py")
+
+    def absent():
+        raise RuntimeError("absent")
+
+    for open_stream, hint in ((script, True), (absent, False)):
+        with pytest.raises(
+            ValueError, match="tried load_dataset.*revision='main'.*check the name"
+        ) as refused:
+            list(HubSource("a/b", revision="main", open_stream=open_stream).documents())
+        assert ("set data.revision=refs/convert/parquet" in str(refused.value)) == hint
+
+
+def test_a_hub_dataset_is_opened_once_and_anew_after_an_error(hub_stream):
+    opened = []
+
+    def open_stream():
+        opened.append(hub_stream())
+        return opened[-1]
+
+    source = HubSource("a/b", open_stream=open_stream)
+    readers = [
+        source.shard_documents(0),
+        source.documents(),
+        source.documents(2),
+        source.shard_documents(0),
+        source.shard_documents(2, 1),
+    ]
+    found = [
+        [d.text for d in some if d] for some in zip(*itertools.zip_longest(*readers), strict=True)
+    ]  # one from each in turn
+    first, whole, last = HUB_TEXTS[0], sum(HUB_TEXTS, []), HUB_TEXTS[2]
+    assert found == [list(filter(None, texts)) for texts in (first, whole, whole[2:], first, last[1:])]
+    assert source.shards == 3 and len(opened) == 1
+
+    streams = [Faulty(4, ConnectionError("reset")), Faulty(99, None)]
+    source = HubSource(
+        "a/b", open_stream=lambda: streams.pop(0), say=lambda line: None, backoff=Pauses().backoff()
+    )
+    assert [d.index for d in source.shard_documents(1)] == list(range(10)) and not streams
+
+
+BROKEN_RECORDS = [
+    {"text": "one"},
+    {"text": "a\0b"},
+    {"body": "x"},
+    {"text": 7},
+    {"text": ""},
+    {"text": "six"},
+]
+
+
+def test_broken_records_of_the_hub_come_out_as_such_and_strict_readers_refuse_them(monkeypatch):
+    source = HubSource(
+        "a/b", open_stream=lambda: datasets.IterableDataset.from_generator(lambda: iter(BROKEN_RECORDS))
+    )
+    found = [item.kind if isinstance(item, Broken) else item.payload for item in source.records()]
+    assert found == ["one", "NUL bytes", "no field 'text'", "field 'text' is int, not a string", "", "six"]
+    assert [item.number for item in source.records(2)] == [3, 4, 5, 6] and {
+        item.file for item in source.records()
+    } == {"a/b/train"}
+    broken = list(source.records())[2]
+    assert (broken.excerpt, broken.size) == (b'{"body": "x"}', 13)
+    for read in (source.documents, lambda: source.shard_documents(0)):
+        documents = read()
+        assert next(documents).text == "one"
+        with pytest.raises(ValueError, match="a/b/train, document 1: NUL bytes.*prepare_data"):
+            next(documents)
+
+    monkeypatch.setattr("data.prepare.inputs.hub_source", lambda origin: source)
+    origin = Origin(source="hub", name="a/b")
+    inputs = Inputs(Settings((origin,), "gpt", Tokenizer(kind="gpt2")))
+    items = [item for _, item in inputs.records(Cursor())]
+    assert items == list(source.records())
+    assert [inputs.format.parse(item) for item in items if isinstance(item, Raw)] == ["one", None, "six"]
+    assert [item for _, item in inputs.records(Cursor(0, 4))] == items[4:]
+
+
+def test_prepare_data_names_its_flags_where_the_libraries_name_keys_of_a_recipe(tmp_path):
+    def message(use) -> str:
+        with pytest.raises((ProblemsError, TooManyBroken)) as refused:
+            use()
+        if isinstance(refused.value, TooManyBroken):
+            return str(refused.value)
+        (problem,) = refused.value.problems
+        return problem.render(in_flags)
+
+    def no_script():
+        raise RuntimeError("Dataset scripts are no longer supported")
+
+    place = str(tmp_path / "data.name")  # a path stays what it is
+    found = [
+        message(lambda: files_of(Origin(source="jsonl", name=place))),
+        message(lambda: list(HubSource("a/b", open_stream=no_script).documents())),
+        message(lambda: read_tokenizer(place)),
+        message(lambda: train_wordpiece(["some text"], 3)),
+        message(lambda: train_bpe(["some text"], 30000)),
+        message(
+            lambda: check_broken(Tally(read=Step(2, 2, dropped={"broken: x": [1, 1]})), 0.1, tmp_path, 0)
+        ),
+    ]
+    expected = [
+        f"--name {place}: no such file",
+        "--revision refs/convert/parquet, the branch that",
+        f"--tokenizer KIND:{place} does not exist",
+        "--vocab_size 3: a WordPiece",
+        "--vocab_size 30000: the training text",
+        "more than --max_broken 0.1",
+    ]
+    for text, part in zip(found, expected, strict=True):
+        assert part in text and not re.search(r"--set|(?<!/)\b(data|model)\.", text), text
+    for part in (
+        "leave --config out",
+        "--split and the network",
+        "--source parquet --name 'DIRECTORY/*.parquet'",
+        "(--source packaged)",
+    ):
+        assert part in found[1]
+    (tmp_path / "a.jsonl").write_bytes(b'{"body": "x"}\n')
+    (item,) = JsonlFormat().frame(tmp_path / "a.jsonl")
+    assert JsonlFormat().parse(item).render(in_flags) == "no field 'text': set --text_column to one of body"
+    assert in_flags(Setting("data.tokenizer.kind", "gpt2")) == "--tokenizer gpt2"
+
+
+@pytest.mark.parametrize(
+    ("error", "problem", "code"),
+    [
+        (ProblemsError, [Problem("", ("set ", Key("data.text_column"), " to one of body"))], 2),
+        (ValueError, "set --text_column to one of body", 2),
+        (TooManyBroken, "set --text_column to one of body", 2),
+        (WorkerDied, "set --text_column to one of body", 1),
+    ],
+)
+def test_the_command_refuses_in_its_own_flags(monkeypatch, capsys, error, problem, code):
+    def refuse(*_):
+        raise error(problem)
+
+    monkeypatch.setattr(prepare_data.fork_server, "start", lambda *modules: None)
+    monkeypatch.setattr(prepare_data.quiet, "quiet_libraries", lambda: None)
+    monkeypatch.setattr(pipeline, "prepare", refuse)
+    args = prepare_data.build_parser().parse_args(["--tokenizer", "gpt2", "--out", "x"])
+    with pytest.raises(SystemExit) as end:
+        prepare_data.run(args, prepare_data.Screen(sys.stderr))
+    assert end.value.code == code and "\nset --text_column to one of body\n" in capsys.readouterr().err
+
+
+def test_the_revision_is_a_flag():
+    flags = ["--source", "hub", "--name", "a/b", "--revision", "main", "--tokenizer", "gpt2", "--out", "x"]
+    settings = preparation_flags.settings_of(prepare_data.build_parser().parse_args(flags))
+    assert settings.origin.revision == "main" == settings.deciding()["revision"]
+
+
+class Faulty:
+    """A stream of `num_shards` x 10 records that fails after every k of them, wherever it is opened."""
+
+    num_shards = 2
+
+    def __init__(self, every, error, shard=None, skipped=0):
+        self.every, self.error, self.index, self.skipped = every, error, shard, skipped
+
+    def shard(self, num_shards, index):
+        return Faulty(self.every, self.error, index, self.skipped)
+
+    def skip(self, count):
+        return Faulty(self.every, self.error, self.index, count)
+
+    def __iter__(self):
+        for read, i in enumerate(range(self.skipped, 10)):
+            if read == self.every:
+                raise self.error
+            yield {"text": f"{self.index}/{i}"}
+
+
+class Pauses(list):
+    def backoff(self, attempts=4):
+        return Backoff(attempts, first_s=1.0, longest_s=3.0, sleep=self.append)
+
+
+@pytest.mark.parametrize("every", [1, 3, 9])
+def test_network_errors_neither_lose_nor_repeat_documents(every):
+    said, pauses = [], Pauses()
+    source = HubSource(
+        "a/b",
+        open_stream=lambda: Faulty(every, ConnectionError("reset")),
+        say=said.append,
+        backoff=pauses.backoff(),
+    )
+    assert [(d.index, d.text) for d in source.shard_documents(1, 2)] == [(i, f"1/{i}") for i in range(2, 10)]
+    assert len(said) == len(pauses) == (8 - 1) // every if every > 1 else len(said) >= 7
+    assert all("a/b/train: ConnectionError: reset: attempt 2 of 4 in" in line for line in said)
+    assert all(0.5 <= pause <= 1.0 for pause in pauses), "a record that came through ends a row of failures"
+
+
+def test_a_reader_gives_up_after_failures_in_a_row_and_says_how_to_go_on():
+    said, pauses = [], Pauses()
+    source = HubSource(
+        "a/b", open_stream=lambda: Faulty(0, TimeoutError("slow")), say=said.append, backoff=pauses.backoff(6)
+    )
+    tried = r"tried load_dataset\('a/b', None, split='train', streaming=True\), 6 times in a row: Timeout"
+    with pytest.raises(ValueError, match=tried) as refused:
+        list(source.documents())
+    assert "data.source=parquet" in str(refused.value) and "data.source=packaged" in str(refused.value)
+    assert len(said) == len(pauses) == 5
+    for pause, longest in zip(pauses, [1, 2, 3, 3, 3], strict=True):
+        assert longest / 2 <= pause <= longest
+
+
+def test_without_network_nothing_is_tried_again():
+    def no_network():
+        raise ConnectionError("Couldn't reach 'a/b' on the Hub")
+
+    pauses = Pauses()
+    for read in (
+        lambda source: list(source.documents()),
+        lambda source: source.shards,
+        lambda source: list(source.shard_documents(0)),
+    ):
+        with pytest.raises(
+            ValueError,
+            match="a/b/train: tried load_dataset.*Couldn't reach.*|a/b/train: tried .*do without the hub",
+        ):
+            read(HubSource("a/b", open_stream=no_network, backoff=pauses.backoff()))
+    assert not pauses
+
+
+class HttpError(Exception):
+    def __init__(self, status):
+        super().__init__(f"HTTP {status}")
+        self.response = type("Response", (), {"status_code": status})()
+
+
+def wrapped(cause):
+    try:
+        try:
+            raise cause
+        except Exception as error:
+            raise FileNotFoundError("dataset not found") from error
+    except FileNotFoundError as error:
+        return error
+
+
+def test_what_may_pass_is_tried_again_and_what_may_not_is_not():
+    libraries = [
+        type("ReadError", (Exception,), {"__module__": f"{name}.exceptions"})()
+        for name in ("httpx", "httpx2", "aiohttp")
+    ]
+    temporary = [ConnectionResetError(), TimeoutError(), *libraries]
+    temporary += map(HttpError, (408, 429, 500, 503, 504))
+    lasting = [ValueError("x"), FileNotFoundError("x"), PermissionError("x"), KeyError("text")]
+    lasting += map(HttpError, (400, 401, 403, 404, 416))
+    for error in temporary:
+        assert is_temporary(error) and is_temporary(wrapped(error)), error
+    for error in lasting:
+        assert not is_temporary(error) and not is_temporary(wrapped(error)), error
+    pauses = Pauses()
+    with pytest.raises(ValueError, match="HTTP 404"):
+        list(
+            HubSource(
+                "a/b", open_stream=lambda: Faulty(2, HttpError(404)), backoff=pauses.backoff()
+            ).documents()
+        )
+    assert not pauses
+
+
+def test_an_answer_of_the_hub_is_tried_again_also_at_first():
+    answers = [HttpError(429), HttpError(503)]
+
+    def busy():
+        if answers:
+            raise answers.pop()
+        return Faulty(99, None)
+
+    pauses = Pauses()
+    assert HubSource("a/b", open_stream=busy, say=lambda line: None, backoff=pauses.backoff()).shards == 2
+    assert len(pauses) == 2
+
+
+# ---- sentences ----
+
+
+def test_sentences_lose_nothing_but_white_space():
+    text = list(PackagedSource().documents())[100].text
+    for how in ("split", "lines"):
+        found = sentences.split(text, how)
+        assert "".join("".join(found).split()) == "".join(text.split())
+        assert all(s == s.strip() and s and "\n" not in s for s in found)
+    assert 20 < sum(map(len, sentences.split(text, "split"))) / len(sentences.split(text, "split")) < 400
+
+
+def test_sentences_end_where_they_end():
+    text = "Dr. Smith of the U.S. paid $3.50\nfor it. He left!  Did he?\n\nA new paragraph"
+    assert sentences.split(text, "split") == [
+        "Dr. Smith of the U.S. paid $3.50 for it.",
+        "He left!",
+        "Did he?",
+        "A new paragraph",
+    ]
+    assert sentences.split("One. Two\n\n  three \n", "lines") == ["One. Two", "three"]
+    items = [f"item {i} of a list without full stops" for i in range(100)]
+    assert sentences.split("\n".join(items), "split") == items
+    assert sentences.split(" \n ", "split") == []

@@ -1,0 +1,139 @@
+"""launch/benchmark.py layouts, scaling and checkpoint: what is compared, and computed from times."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from ds_configs.plan import Machine
+from ds_configs.resolver import resolve
+from launch import benchmark
+from launch.experiments.benchmarks import checkpoint_command, layout_speed, step_speed
+from launch.experiments.benchmarks.specification import Specification
+from launch.experiments.benchmarks.step_speed import Measured
+from recipes.layout import Layout
+
+ONE = Specification("ours", "ours", "default/sotu", ("precision=fp32",), True, "zero1")
+LAYOUT = Layout(1, 1, 1, 4, 2, 8)  # micro-batches of 4, two of them
+CPU = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+
+
+def measured(spec: Specification, seconds: float, tokens: int, waited: float = 0.0) -> Measured:
+    phases = [{"step": 10.0, "communication": share * 10 * waited} for share in (0.5, 1.5)]
+    return Measured(spec, [seconds] * 3, [tokens] * 3, [1] * 3, phases=phases[: spec.processes])
+
+
+def test_each_layout_is_one_that_can_be_trained_and_does_the_work_of_its_reference():
+    cases = layout_speed.cases(ONE, LAYOUT)
+    plans = {c.spec.name: resolve(c.spec.load(), c.spec.ds_config, c.spec.processes, CPU) for c in cases}
+    layouts = {name: plan.layout for name, plan in plans.items()}
+    degrees = {name: (each.tp, each.pp, each.dp) for name, each in layouts.items()}
+    piped, many = "pp2, 8 micro-batches", "one process, 8 micro-batches"
+    assert [degrees[name] for name in ("tp2", "dp2", piped)] == [(2, 1, 1), (1, 1, 2), (1, 2, 1)]
+    assert {each.micro for each in layouts.values()} == {4}
+    accumulated = {name: each.accumulation for name, each in layouts.items()}
+    assert accumulated == {"one process": 2, "tp2": 2, "dp2": 2, many: 8, piped: 8}
+    assert {c.spec.name: c.reference for c in cases}[piped] == many
+
+
+def test_overhead_is_split_into_kinds_that_add_up():
+    cases = layout_speed.cases(ONE, LAYOUT)
+    times = {"one process": (1.0, 100), "dp2": (3.0, 200)}
+    many, piped = cases[3].spec.name, cases[4].spec.name
+    times |= {many: (4.0, 400), piped: (9.0, 400)}
+    waits = {"dp2": 0.2, piped: 0.3}
+    found = [
+        measured(c.spec, *times[c.spec.name], waits.get(c.spec.name, 0.0))
+        for c in cases
+        if c.spec.name in times
+    ]
+    rows = {row.name: row for row in layout_speed.overheads(found, cases)}
+    assert "tp2" not in rows
+    dp2 = rows["dp2"]
+    assert (dp2.ideal, dp2.bubble) == (2.0, 0.0) and dp2.rate == pytest.approx(2 / 3)
+    assert dp2.waiting == pytest.approx(0.6) and dp2.computing == pytest.approx(0.4)
+    pp2 = rows[piped]
+    assert (pp2.ideal, pp2.bubble) == (4.0, pytest.approx(1.0))  # a ninth of its time
+    assert pp2.waiting == pytest.approx(9 * 0.3 - 1) and pp2.rate == pytest.approx(4 / 9)
+    for row in rows.values():
+        assert row.ideal + row.bubble + row.waiting + row.computing == pytest.approx(row.seconds)
+    assert rows["one process"].rate == 1 and "67%" in layout_speed.overhead_table(list(rows.values()))
+
+
+def test_scaling_keeps_the_work_of_a_process_or_of_all():
+    specs = layout_speed.scaled(ONE, LAYOUT, 6, ("weak", "strong"))
+    assert [spec.name for spec in specs if "weak" in spec.name] == [
+        "weak, 1",
+        "weak, 2",
+        "weak, 4",
+        "weak, 6",
+    ]
+    batches = {spec.name: next(s for s in spec.settings if "batch.global" in s) for spec in specs}
+    assert batches["weak, 4"] == "batch.global=32" and batches["weak, 1"] == "batch.global=8"
+    assert {batches[f"strong, {n}"] for n in (1, 2, 4, 6)} == {"batch.global=48"}
+    for spec in specs:
+        assert resolve(spec.load(), "zero1", spec.processes, CPU).layout.dp == spec.processes
+
+
+def test_efficiency_is_against_the_fewest_processes(tmp_path):
+    specs = {spec.name: spec for spec in layout_speed.scaled(ONE, LAYOUT, 2, ("weak", "strong"))}
+    found = [
+        measured(specs["weak, 1"], 1.0, 8), measured(specs["weak, 2"], 1.25, 16),
+        measured(specs["strong, 1"], 2.0, 16), measured(specs["strong, 2"], 2.0, 16),
+    ]  # fmt: skip
+    efficiencies = layout_speed.efficiencies(found)
+    assert efficiencies == {"weak": {1: 1.0, 2: pytest.approx(0.8)}, "strong": {1: 1.0, 2: 0.5}}
+    layout_speed.draw_scaling(efficiencies, tmp_path / "x.png", "title")
+    assert (tmp_path / "x.png").stat().st_size > 5000
+
+
+def command(monkeypatch, *flags: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *map(str, flags)])
+    benchmark.main()
+
+
+def test_layouts_and_scaling_are_measured_in_turns_and_written(tmp_path, monkeypatch, capsys):
+    def measure(specs, pace, say, profile=None):
+        return [measured(spec, spec.processes, 8) for spec in specs if spec.system == "ours"]
+
+    monkeypatch.setattr(step_speed, "measure", measure)
+    command(monkeypatch, "layouts", "--tiny", "--out", tmp_path / "layouts.json")
+    rows = json.loads((tmp_path / "layouts.json").read_text())["rows"]
+    assert {row["name"]: row["rate"] for row in rows}["tp2"] == 0.5
+    picture = tmp_path / "scaling.png"
+    command(monkeypatch, "scaling", "--tiny", "--kinds", "weak", "--processes", 2, "--plot", picture)
+    assert picture.exists()
+    assert "weak scaling, tokens/s and process over those of the fewest processes: 1: 100%, 2: 25%" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_checkpoint_is_saved_loaded_and_compared_with_the_disk(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = tmp_path / "found.json"
+    command(monkeypatch, "checkpoint", "--tiny", "--times", 1, "--folder", tmp_path, "--out", out)
+    found = json.loads(out.read_text())
+    assert found["bytes"] > 10**6 and all(min(found[name]) > 0 for name in checkpoint_command.ROWS)
+    assert found["saved"] >= found["blocked"]
+    printed = capsys.readouterr().out
+    assert all(said in printed for said in checkpoint_command.SHOWN)
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"], "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("layouts", "--set", "model.heads=5", "--set", "model.hidden=65"), "5"),
+        (("scaling", "--processes", "0"), "--processes"),
+        (("scaling", "--plot", "x.txt"), ".png"),
+        (("checkpoint", "--folder", "/dev/null"), "--folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_first(flags, said, monkeypatch, capsys):
+    monkeypatch.setattr(step_speed, "measure", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(checkpoint_command, "Worker", lambda *_: pytest.fail("started"))
+    with pytest.raises(SystemExit) as end:
+        command(monkeypatch, *flags)
+    assert end.value.code == 2 and said in capsys.readouterr().err

@@ -1,0 +1,39 @@
+"""How a rank ends: by a failure that is kept before it cleans up, or by a signal that asks for it."""
+
+import os
+import signal
+
+import pytest
+
+from launch.ranks import ending, stop_request
+
+
+def test_a_failure_is_kept_before_what_surrounds_it_is_released(tmp_path):
+    """An engine's release may hang behind ranks that wait for this one."""
+    kept = tmp_path / "error-rank-0.txt"
+    seen = []
+    with pytest.raises(OSError):
+        try:
+            with ending.error_kept(tmp_path, but=(KeyError,)):
+                raise OSError("planted")
+        finally:
+            seen.append(kept.read_text())
+    assert "OSError: planted" in seen[0]
+    kept.unlink()
+    with pytest.raises(KeyError), ending.error_kept(tmp_path, but=(KeyError,)):
+        raise KeyError
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_asks_for_a_stop(tmp_path, number):
+    with stop_request.StopRequest(tmp_path / "STOP") as stop:
+        assert stop.look() == ""
+        os.kill(os.getpid(), number)
+        assert stop.look() == signal.Signals(number).name and stop.reason in stop_request.REASONS
+
+
+def test_the_stop_file_asks_once(tmp_path):
+    (tmp_path / "STOP").touch()
+    assert stop_request.StopRequest(tmp_path / "STOP").look() == "STOP file"
+    assert stop_request.StopRequest(tmp_path / "STOP").look() == ""

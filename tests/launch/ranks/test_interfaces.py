@@ -1,0 +1,57 @@
+"""The interface by which gloo reaches other machines."""
+
+import pytest
+
+from launch.ranks import interfaces
+from launch.ranks.interfaces import check_own_address, gloo_interface
+from recipes.problems import ProblemsError
+
+INTERFACES = ["lo", "docker0", "eno1", "eth0", "eth1", "ib0"]
+MEANT = {
+    "": None,
+    "eth": "eth0",
+    "ib,eth": "eth0",  # in the order of the machine, as NCCL goes through them
+    "=eth1": "eth1",
+    "=eth": None,
+    "=ib1,ib0": "ib0",
+    "wlan": None,
+    "^lo,docker": None,  # four are left
+    "^docker,eno,eth": "ib0",
+    "^=docker0,eno1,eth0,eth1": "ib0",
+    "^=docker0,eno1,eth": None,
+}
+
+
+@pytest.mark.parametrize("nccl", MEANT)
+def test_gloo_takes_the_interface_that_nccl_is_told(nccl):
+    assert gloo_interface(nccl, INTERFACES) == MEANT[nccl]
+
+
+def test_only_what_nobody_chose_is_set(monkeypatch):
+    monkeypatch.setattr(interfaces, "with_address", lambda: INTERFACES)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    interfaces.follow_nccl()
+    assert interfaces.os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    interfaces.follow_nccl()
+    assert interfaces.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_the_loopback_of_this_machine_has_an_address():
+    assert "lo" in interfaces.with_address()
+
+
+def test_a_machine_whose_name_is_its_loopback_is_refused(monkeypatch):
+    """As Debian writes /etc/hosts, or where the name does not resolve."""
+    addresses = {"here": "127.0.1.1", "master": "10.0.0.1", "lost": None, "well": "10.0.0.2"}
+    monkeypatch.setattr(interfaces, "_resolved", addresses.get)
+    for name in ("here", "lost"):
+        monkeypatch.setattr(interfaces.socket, "gethostname", lambda name=name: name)
+        with pytest.raises(ProblemsError, match="set GLOO_SOCKET_IFNAME to the interface"):
+            check_own_address({"MASTER_ADDR": "master"}, several_machines=True)
+        check_own_address({"MASTER_ADDR": "master"}, several_machines=False)
+        check_own_address({"MASTER_ADDR": "here"}, several_machines=True)  # all are on this machine in truth
+        check_own_address({"MASTER_ADDR": "master", "GLOO_SOCKET_IFNAME": "eth0"}, several_machines=True)
+    monkeypatch.setattr(interfaces.socket, "gethostname", lambda: "well")
+    check_own_address({"MASTER_ADDR": "master"}, several_machines=True)

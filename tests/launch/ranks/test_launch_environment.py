@@ -1,0 +1,242 @@
+"""Slurm's, Open MPI's and PMI's variables tell each process its place, or are refused."""
+
+import re
+
+import pytest
+from srun_task import srun_environment
+
+from launch.ranks.launch_environment import (
+    carried,
+    forgotten_srun,
+    hosts,
+    missing_variables,
+    refuse_tasks,
+    sees_own_device,
+    tasks_per_node,
+    wanted_by_tensor_parallelism,
+)
+from recipes.problems import ProblemsError
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+BATCH = {  # a batch script of a job of eight tasks, and the shell of salloc
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+}
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29400",
+}
+
+
+def refusal(environ, **how):
+    with pytest.raises(ProblemsError) as caught:
+        missing_variables(environ, **how)
+    return str(caught.value)
+
+
+def test_lists_of_hosts_are_expanded():
+    assert hosts("node[003-006,010],gpu-b[1-2]") == [
+        *("node003", "node004", "node005", "node006", "node010"),
+        *("gpu-b1", "gpu-b2"),
+    ]
+    assert hosts("login") == ["login"]
+    assert hosts("r[1-2]n[09-10]-ib") == ["r1n09-ib", "r1n10-ib", "r2n09-ib", "r2n10-ib"]
+    for wrong in ("", ",", "a[1-", "a]", "a[x]", "a[5-3]", "a[1-3]b[1", "a[0-99999999]"):
+        with pytest.raises(ValueError, match=re.escape(repr(wrong)) + "|is no range"):
+            hosts(wrong)
+
+
+def test_tasks_of_nodes_are_expanded():
+    assert tasks_per_node("4(x2),3") == [4, 4, 3]
+    with pytest.raises(ValueError, match="no number of tasks"):
+        tasks_per_node("4x2")
+
+
+def test_a_task_of_srun_finds_its_place():
+    assert missing_variables(srun_environment(5, 8, 4)) == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "node001",
+        "MASTER_PORT": str(15_000 + 4711 * 8 % 16_000),
+    }
+    other_job = missing_variables(srun_environment(5, 8, 4, job=4712))
+    assert other_job["MASTER_PORT"] != missing_variables(srun_environment(5, 8, 4))["MASTER_PORT"]
+    assert missing_variables(srun_environment(1, 4, 4))["MASTER_ADDR"] == "127.0.0.1", "one machine"
+    assert missing_variables(srun_environment(0, 1, 1)) == {}, "one task is a plain python"
+
+
+def test_what_a_job_script_chose_stays():
+    chosen = {"MASTER_ADDR": "ib0-node001", "MASTER_PORT": "6000", "WORLD_SIZE": "8"}
+    assert {*missing_variables({**srun_environment(5, 8, 4), **chosen})} == {
+        *("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    }
+
+
+def test_the_step_counts_and_not_its_job():
+    """`srun --preserve-env` leaves the job's numbers in the others."""
+    job = {"SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "4(x4)", "SLURM_JOB_NODELIST": "node[001-004]"}
+    assert missing_variables({**srun_environment(5, 8, 4), **job}) == missing_variables(
+        srun_environment(5, 8, 4)
+    )
+
+
+def test_uneven_nodes_have_their_own_size():
+    environ = {**srun_environment(6, 8, 4), "SLURM_STEP_TASKS_PER_NODE": "5,3", "SLURM_LOCALID": "1"}
+    assert missing_variables(environ)["LOCAL_WORLD_SIZE"] == "3"
+
+
+@pytest.mark.parametrize("step", [None, "batch", "4294967290", "4294967291"])
+def test_a_batch_script_is_one_process_whatever_its_job_has(step):
+    environ = BATCH if step is None else {**BATCH, "SLURM_STEP_ID": step}
+    assert missing_variables(environ) == {}
+    assert "`srun python …` starts one for each" in forgotten_srun(environ)
+    assert forgotten_srun({**BATCH, "SLURM_NTASKS": "1"}) is None and forgotten_srun({}) is None
+
+
+def test_a_command_typed_into_a_shell_of_srun_is_one_process():
+    shell = {**srun_environment(0, 8, 4), "SLURM_PTY_PORT": "4000"}
+    assert missing_variables(shell, at_terminal=True) == {}
+    assert missing_variables(shell, at_terminal=False)["WORLD_SIZE"] == "8", "a step started from that shell"
+
+
+def test_torchrun_under_srun_keeps_its_own_variables():
+    """One task a node, and one of mpirun's likewise."""
+    assert missing_variables({**srun_environment(1, 2, 1), **TORCHRUN}) == {}
+    orted = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    local = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    assert missing_variables({**orted, **local, **TORCHRUN}) == {}
+    assert missing_variables(TORCHRUN) == {}
+
+
+@pytest.mark.parametrize("launches", ["GROUP_WORLD_SIZE", "CROSS_SIZE"])
+def test_srun_of_launches_that_do_not_know_each_other_is_refused(launches):
+    """`srun -n 2 torchrun --standalone --nproc_per_node 4`: each would write into the run directory."""
+    alone = {name: value for name, value in TORCHRUN.items() if name != "GROUP_WORLD_SIZE"}
+    said = refusal({**srun_environment(1, 2, 1), **alone, "WORLD_SIZE": "4", launches: "1"})
+    assert "srun started 2 launches of 4" in said and "--nnodes" in said
+
+
+def test_places_left_by_a_shell_are_refused():
+    """Each of eight tasks would take itself for the only process."""
+    left = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    assert "unset RANK, LOCAL_RANK, WORLD_SIZE" in refusal({**srun_environment(5, 8, 4), **left})
+    assert "srun says 5" in refusal({**srun_environment(5, 8, 4), **left, "WORLD_SIZE": "8"})
+    said = refusal({**srun_environment(5, 8, 4), "WORLD_SIZE": "4"})
+    assert "WORLD_SIZE=4 with SLURM_STEP_NUM_TASKS=8, SLURM_PROCID=5: srun says 8; unset" in said
+
+
+CONTRADICTIONS = {
+    "SLURM_PROCID=8": "contradict each other",
+    "SLURM_LOCALID=4": "contradict each other",
+    "SLURM_NODEID=2": "contradict each other",
+    "SLURM_STEP_TASKS_PER_NODE=4": "contradict each other",
+    "SLURM_STEP_TASKS_PER_NODE=4,5": "contradict each other",
+    "SLURM_STEP_NODELIST=node[001-003]": "contradict each other",
+    "SLURM_STEP_NODELIST=node[001": "SLURM_STEP_NODELIST='node[001': a bracket of its own",
+    "SLURMD_NODENAME=login": "another step's",
+    "SLURM_STEP_NUM_TASKS=x": "SLURM_STEP_NUM_TASKS='x': a launcher sets a whole number",
+}
+
+
+@pytest.mark.parametrize("changed", CONTRADICTIONS)
+def test_contradictions_of_slurm_are_refused(changed):
+    name, _, value = changed.partition("=")
+    said = refusal({**srun_environment(5, 8, 4), name: value})
+    assert CONTRADICTIONS[changed] in said and "unset" in said
+
+
+@pytest.mark.parametrize("lost", ["SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"])
+def test_a_part_of_srun_variables_is_refused(lost):
+    """As in a container that takes only some of them along."""
+    environ = srun_environment(5, 8, 4)
+    del environ[lost]
+    assert lost in refusal(environ)
+
+
+def test_ranks_of_mpi_find_their_place():
+    for environ, rank in ((OPEN_MPI, "3"), (HYDRA, "1")):
+        found = missing_variables(environ)
+        assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == (rank, "4", rank)
+        assert found["MASTER_ADDR"] == "127.0.0.1" and found["LOCAL_WORLD_SIZE"] == "4"
+    mvapich = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
+    assert missing_variables(mvapich) == missing_variables(OPEN_MPI)
+    cray = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+    assert missing_variables(cray) == missing_variables(HYDRA)
+
+
+def test_mpi_over_machines_needs_the_address_of_rank_0():
+    environ = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert "mpirun -x MASTER_ADDR=HOST" in refusal(environ)
+    assert missing_variables({**environ, "MASTER_ADDR": "a"})["MASTER_PORT"] == "29500"
+    assert "mpiexec -genv MASTER_ADDR HOST" in refusal({**HYDRA, "MPI_LOCALNRANKS": "2"})
+
+
+def test_mpi_counts_before_the_tasks_of_slurm_that_carry_it():
+    orted = srun_environment(1, 2, 1)
+    assert missing_variables({**orted, **OPEN_MPI})["RANK"] == "3"
+    assert missing_variables({**orted, **HYDRA})["RANK"] == "1"
+    pmi2 = {"PMI_RANK": "5", "PMI_SIZE": "8"}
+    assert missing_variables({**srun_environment(5, 8, 4), **pmi2})["LOCAL_RANK"] == "1", "srun --mpi=pmi2"
+
+
+@pytest.mark.parametrize("lost", [*OPEN_MPI, *HYDRA, "PMIX_RANK"])
+def test_a_part_of_mpi_variables_is_refused(lost):
+    environ = {"PMIX_RANK": "1"} if lost == "PMIX_RANK" else {**(OPEN_MPI if lost in OPEN_MPI else HYDRA)}
+    if lost != "PMIX_RANK":
+        del environ[lost]
+    assert lost in refusal(environ)
+    contradicting = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+    assert "contradict each other" in refusal(contradicting)
+
+
+def test_a_command_that_starts_its_own_processes_is_started_once():
+    with pytest.raises(ProblemsError, match="starts its processes itself, and srun started it 8 times"):
+        refuse_tasks(srun_environment(5, 8, 4))
+    for once in ({}, BATCH, srun_environment(0, 1, 1)):
+        refuse_tasks(once)
+
+
+def test_a_plain_python_is_left_alone():
+    assert missing_variables({}) == {} == missing_variables({"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+
+
+def test_secrets_are_not_told_to_other_machines():
+    environ = {"HF_HOME": "/scratch", "HF_TOKEN": "secret", "MEGARECIPES_CACHE": "c", "PATH": "p"}
+    environ |= {"GLOO_SOCKET_IFNAME": "ib0", "MEGARECIPES_LOCAL_RANK": "3"}
+    assert {*carried(environ)} == {"HF_HOME", "MEGARECIPES_CACHE", "GLOO_SOCKET_IFNAME"}
+
+
+def test_one_device_is_taken_for_a_rank_s_own_only_where_something_bound_it():
+    """torchrun's ranks see alike: one device there is one for all of them."""
+    visible = ["CUDA_VISIBLE_DEVICES"]
+    one, two = {"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert sees_own_device({"SLURM_GPUS_PER_TASK": "1"}, visible)
+    assert sees_own_device({"SLURM_GPU_BIND": "verbose,single:1"}, visible)
+    assert not sees_own_device({"SLURM_GPU_BIND": "none"}, visible)
+    assert sees_own_device(one, visible), "a wrapper that chose it"
+    assert not sees_own_device(two, visible) and not sees_own_device({}, visible)
+    assert not sees_own_device({**one, **TORCHRUN}, visible)
+
+
+def test_tensor_parallelism_orders_what_a_gpu_starts():
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    wanted = wanted_by_tensor_parallelism
+    assert wanted({}, 2) == {name: "1"} and wanted({}, 1) == wanted({name: "8"}, 2) == {}

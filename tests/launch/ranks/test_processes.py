@@ -1,0 +1,109 @@
+"""Joining the processes of a run."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from launching import run_ranks
+
+from launch.ranks import processes
+from modeling.parallel.process_grid import ProcessGrid
+from recipes.problems import ProblemsError
+
+PROGRAM = """
+import sys
+from launch.machine import processes
+if sys.argv[1] == "alone":
+    processes.switch_shared_memory_op_off = lambda: None
+processes.start_processes()
+import torch.distributed as dist
+print(f"backend {dist.get_backend()} world {dist.get_world_size()}" + chr(10), end="")  # in one write
+"""
+
+
+def left_behind(ranks: int, how: str, tmp_path: Path) -> set[str]:
+    """Names of DeepSpeed's buffers that `ranks` processes which join each other leave in /dev/shm."""
+    (tmp_path / "joining.py").write_text(PROGRAM)
+    shared = Path("/dev/shm")
+    before = set(os.listdir(shared))
+    env = {"LOCAL_SIZE": str(ranks)}  # as the deepspeed launcher sets it
+    done = run_ranks(ranks, tmp_path / "joining.py", how, env=env, timeout=500)
+    assert done.returncode == 0 and f"backend gloo world {ranks}" in done.stdout, done.stdout[-3000:]
+    found = {name for name in set(os.listdir(shared)) - before if "deepspeed_allreduce" in name}
+    for name in found:
+        (shared / name).unlink()
+    return found
+
+
+def test_joined_processes_leave_no_shared_memory(tmp_path):
+    assert left_behind(2, "corrected", tmp_path) == set()
+
+
+@pytest.mark.long
+def test_deepspeed_alone_leaves_shared_memory_behind(tmp_path):
+    assert left_behind(2, "alone", tmp_path), "switch_shared_memory_op_off can go"
+
+
+def test_every_group_of_the_grid_has_the_timeout_asked_for(monkeypatch):
+    """torch's own is 10 minutes with NCCL, which a slow start of one rank outlasts."""
+    made = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, **how: made.append(how.get("timeout")))
+    ProcessGrid(2, 1, 2, timedelta(minutes=30))
+    assert len(made) == 2 + 2 + 1 and {*made} == {timedelta(minutes=30)}  # none for an axis of one rank
+
+
+class OneDevice:
+    """An accelerator that shows this process a single device."""
+
+    taken = None
+
+    def device_name(self):
+        return "cuda"
+
+    def device_count(self):
+        return 1
+
+    def visible_devices_envs(self):
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def set_device(self, index):
+        self.taken = index
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    for name in (processes.OWN_LOCAL_RANK, "CUDA_VISIBLE_DEVICES", "SLURM_GPUS_PER_TASK", "GROUP_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    fake = OneDevice()
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: fake)
+    return fake
+
+
+def test_a_rank_to_which_slurm_shows_one_device_takes_it(one_device, monkeypatch):
+    """DeepSpeed takes LOCAL_RANK for the device, and its engine wants Open MPI's to be the same."""
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
+    for _ in range(2):
+        assert processes.take_device() == 0 == one_device.taken
+        assert os.environ["LOCAL_RANK"] == "0" == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]
+        assert processes.local_rank() == 2
+
+
+def test_a_rank_without_a_device_is_refused(one_device, monkeypatch):
+    with pytest.raises(ProblemsError, match="local rank 2 has no cuda device of its own: this machine has 1"):
+        processes.take_device()
+    assert os.environ["LOCAL_RANK"] == "2" and one_device.taken is None
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert processes.take_device() == 0 == processes.local_rank()
+
+
+def test_ranks_that_share_a_device_are_told():
+    processes.check_shared_devices([("a", "GPU-1"), ("b", "GPU-1"), ("a", "GPU-2"), None, None])
+    with pytest.raises(ProblemsError, match="ranks 0, 2 on a have one GPU, GPU-1: each rank needs one"):
+        processes.check_shared_devices([("a", "GPU-1"), ("b", "GPU-1"), ["a", "GPU-1"]])

@@ -1,0 +1,72 @@
+"""The watchdog names the rank that hangs, ends the run, and is not fooled by ranks that take their time."""
+
+import pytest
+from launching import WORKERS, run_ranks
+
+from launch.ranks.watchdog import HANGING, LONG, USUAL_STEPS, Phase, Watchdog
+
+
+def watched(tmp_path, what, rank, hang_after=1, ranks=3):
+    how = (tmp_path, hang_after, what, rank)
+    return run_ranks(ranks, WORKERS / "watched.py", *how, timeout=60, kill_after=0.1)
+
+
+@pytest.mark.parametrize("stopped", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_a_stopped_rank_is_named_and_the_others_end(tmp_path, stopped):
+    """Also where it is rank 0, whose process serves the store of the process group."""
+    done = watched(tmp_path, "stopped", stopped)
+    assert done.returncode == HANGING, done.stdout
+    assert "the run hangs in step 5" in done.stdout and "Traceback" not in done.stdout
+    assert done.stdout.count("does not answer: its process is stopped") == 1
+    report = (tmp_path / "hang.txt").read_text()
+    assert f"rank {stopped} on " in report and report.count("does not answer") == 1
+    others = [rank for rank in range(3) if rank != stopped]
+    assert f"ranks {others[0]}, {others[1]}: step 5, computing" in report and "all_reduce" in report
+    left = sorted(path.name for path in tmp_path.glob("hang-rank-*.txt"))
+    assert left == [f"hang-rank-{rank}.txt" for rank in others]
+    assert "dist.all_reduce" in done.stdout and "watched.py" in (tmp_path / left[0]).read_text()
+
+
+def test_a_rank_that_answers_and_does_not_get_on_is_named(tmp_path):
+    done = watched(tmp_path, "asleep", 1)
+    assert done.returncode == HANGING, done.stdout
+    assert "rank 1 on " in done.stdout and done.stdout.count("is behind the others") == 1, done.stdout
+    assert "signal.pause()" in done.stdout and (tmp_path / "hang-rank-1.txt").exists()
+
+
+def test_a_rank_that_waits_for_its_data_is_waited_for(tmp_path):
+    done = watched(tmp_path, "waits", 1, hang_after=0.5)
+    assert done.returncode == 0 and "all steps done" in done.stdout, done.stdout
+    assert not [*tmp_path.iterdir()]
+
+
+def test_ranks_that_cannot_reach_each_other_are_not_watched(tmp_path):
+    done = watched(tmp_path, "blocked", 1)
+    assert done.returncode == 0 and "all steps done" in done.stdout, done.stdout
+    assert "no watchdog, a hanging rank will be noticed late: rank 1 on " in done.stdout
+
+
+def test_a_step_has_a_multiple_of_its_usual_time_and_other_phases_have_long(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("launch.ranks.watchdog.time.monotonic", lambda: now[0])
+    watchdog = Watchdog(tmp_path, 60)
+
+    def step(number, seconds):
+        watchdog.enter(Phase.DATA, number)
+        assert watchdog.limit() == LONG * 60
+        watchdog.enter(Phase.COMPUTING)
+        limit = watchdog.limit()
+        now[0] += seconds
+        watchdog.enter(Phase.COMPUTED)
+        watchdog.enter(Phase.VALIDATING)
+        return limit
+
+    assert step(1, 600) == LONG * 60, "it compiles"
+    assert step(2, 1) == LONG * 60
+    assert step(3, 1) == 60, "at least hang_after"
+    for number in range(4, 8):
+        step(number, 40)
+    assert step(8, 40) == USUAL_STEPS * 40
+    now[0] += LONG * 60
+    watchdog.advance()
+    assert watchdog.status().seconds == 0, "a validation is bounded by its passes"

@@ -1,0 +1,329 @@
+"""A run directory takes one run, refuses everything else and survives being killed."""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import recorded
+
+from data import durable_files
+from data.durable_files import write_atomically
+from ds_configs.findings import Notice
+from ds_configs.plan import Plan
+from launch.records.admission import Kept, RunDirectoryError, admit
+from launch.records.directory import RunDirectory, default_path
+from launch.records.metrics import SaveRecord, read_metrics, to_line
+from launch.starting.launch import Facts, open_run_directory
+from launch.training.job import Job
+from recipes import catalog
+from recipes.layout import Layout
+from recipes.schema import Recipe
+
+
+def plan(dp: int = 1, **changes) -> Plan:
+    layout = Layout(tp=1, pp=1, dp=dp, micro=2, accumulation=2 // dp, global_batch=4)
+    ds = {"zero_optimization": {"stage": 1}, "optimizer": {"params": {"betas": (0.9, 0.95)}}}
+    return recorded.plan(**{"recipe_": recipe(), "layout": layout, "ds": ds, **changes})
+
+
+def recipe(**changes) -> Recipe:
+    return recorded.recipe(**{"batch": {"micro": 2, "global": 4}, **changes})
+
+
+def create(path, plan_: Plan, resume: bool = False, kept: Kept | None = None) -> RunDirectory:
+    """`kept` None: a checkpoint of the first step, where it resumes."""
+    run = admit(
+        path,
+        plan_,
+        name="default/small",
+        command=["pretrain.py", "--steps", "3"],
+        resume=resume,
+        tiny=False,
+        emulated_fp16=False,
+        kept=kept or Kept((1,) if resume else ()),
+    )
+    run.close()
+    return run
+
+
+def add_steps(run: RunDirectory, steps: int = 3) -> None:
+    recorded.run_steps(run.path, plan(), steps)
+
+
+def refusal(path, plan_, resume: bool = False, kept: Kept | None = None) -> str:
+    before = snapshot(path)
+    with pytest.raises(RunDirectoryError) as caught:
+        create(path, plan_, resume, kept)
+    assert snapshot(path) == before, "a refused launch has changed the directory"
+    return str(caught.value)
+
+
+def snapshot(path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in Path(path).rglob("*") if file.is_file()}
+
+
+def test_the_directory_explains_the_run(tmp_path):
+    run = create(
+        tmp_path / "deep" / "run", plan(notices=(Notice("precision", "bf16 -> fp32: no bf16 here"),))
+    )
+    assert catalog.load_resolved(run.recipe_yaml) == recipe()
+    assert json.loads(run.ds_config_json.read_text())["zero_optimization"] == {"stage": 1}
+    (launch,) = run.launches()
+    assert launch.command == ("pretrain.py", "--steps", "3") and not launch.tiny
+    notice = {"key": "precision", "text": "bf16 -> fp32: no bf16 here"}
+    assert launch.plan["layout"]["dp"] == 1 and launch.plan["notices"] == [notice]
+    (entry,) = json.loads(run.environment_json.read_text())["launches"]
+    assert entry["versions"]["torch"] and entry["cores"] >= 1 and entry["host"] and entry["tiny"] is False
+    assert run.plan().layout == plan().layout and run.plan().recipe == recipe()
+    assert run.checkpoints.is_dir() and not run.resumed
+
+
+def test_the_default_path_names_recipe_and_ds_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert create(None, plan()).path == Path("runs/default-small-zero1")
+    assert default_path("a table.yaml/72x3072-h32 (tiny)", "3d") == Path(
+        "runs/a-table.yaml-72x3072-h32-tiny-3d"
+    )
+
+
+def test_an_empty_directory_and_a_run_that_never_made_a_step_are_taken(tmp_path):
+    assert not create(tmp_path, plan()).resumed
+    assert not create(tmp_path, plan()).resumed
+    assert not create(tmp_path, plan(), resume=True).resumed, (
+        "--resume with nothing to resume starts from the beginning"
+    )
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_of_another_recipe_is_refused(tmp_path, resume):
+    add_steps(create(tmp_path, plan()))
+    message = refusal(tmp_path, plan(recipe_=recipe(seed=7)), resume)
+    assert "another recipe" in message and "--out" in message
+    assert "seed: 1234 -> 7" in message
+
+
+def test_steps_are_not_overwritten_without_resume(tmp_path):
+    add_steps(create(tmp_path, plan()))
+    message = refusal(tmp_path, plan())
+    assert "--resume" in message and "--out" in message
+
+
+def test_a_launch_forgets_the_errors_of_the_last_and_a_refused_one_does_not(tmp_path):
+    add_steps(create(tmp_path, plan()))
+    (tmp_path / "error-rank-3.txt").write_text("torch.OutOfMemoryError: CUDA out of memory.")
+    job, facts = Job(plan(), "default/small", tmp_path), Facts(recipe(), False, False)
+    with pytest.raises(RunDirectoryError):
+        open_run_directory(job, facts)
+    assert (tmp_path / "error-rank-3.txt").exists()
+    open_run_directory(dataclasses.replace(job, resume=True), facts).close()
+    assert not (tmp_path / "error-rank-3.txt").exists()
+
+
+def test_checkpoints_alone_count_as_steps(tmp_path):
+    run = create(tmp_path, plan())
+    (run.checkpoints / "step_10").mkdir()
+    assert "--resume" in refusal(tmp_path, plan())
+
+
+def test_resume_adds_a_launch(tmp_path):
+    add_steps(create(tmp_path, plan()))
+    run = create(tmp_path, plan(), resume=True)
+    assert run.resumed and run.notices == ()
+    assert len(run.launches()) == 2
+    assert len(read_metrics(run.metrics_jsonl)) == 3
+
+
+def test_resume_may_change_how_the_work_is_done_and_says_so(tmp_path):
+    add_steps(create(tmp_path, plan(ds={"zero_optimization": {"stage": 1}, "steps_per_print": 10})))
+    ds = {"zero_optimization": {"stage": 3}, "steps_per_print": 500}
+    changes = dict(
+        activation_checkpointing="full", run={"save_every": 5}, steps=30, precision="bf16",
+        schedule={"decay_steps": 20}, title="another",
+        model={**recipe().model.model_dump(), "implementation": "transformers", "vocab_divisible_by": 1},
+    )  # fmt: skip
+    facts = dict(zero_stage=3, precision="bf16", offload="optimizer", padded_vocab=300, ds_name="zero3")
+    other = plan(dp=2, ds=ds, recipe_=recipe(**changes), **facts)
+    run = create(tmp_path, other, resume=True)
+    *facts, config = run.notices
+    assert config == (
+        "resumed with another DeepSpeed configuration: zero_optimization.stage: 1 -> 3; "
+        "steps_per_print: 10 -> 500"
+    )
+    assert sorted(facts) == [
+        f"resumed with {change}" for change in (
+            "activation_checkpointing: none -> full", "ds_name: zero1 -> zero3",
+            "layout.accumulation: 2 -> 1", "layout.dp: 1 -> 2",
+            "model.implementation: megarecipes -> transformers", "model.vocab_divisible_by: 128 -> 1",
+            "offload: none -> optimizer", "padded_vocab: 384 -> 300", "precision: fp32 -> bf16",
+            "run.save_every: 0 -> 5", "steps: 20 -> 30", "zero_stage: 1 -> 3",
+        )
+    ]  # fmt: skip
+    assert json.loads(run.ds_config_json.read_text()) == ds
+    assert [launch.plan["layout"]["dp"] for launch in run.launches()] == [1, 2]
+    assert catalog.load_resolved(run.recipe_yaml).run.save_every == 5
+
+
+def test_resume_says_what_is_not_to_the_digit(tmp_path):
+    dropout = recipe(dropout={"attention": 0.1})
+    add_steps(create(tmp_path, plan(recipe_=dropout)))
+    (same,) = create(tmp_path, plan(recipe_=dropout, precision="fp16"), resume=True).notices[1:]
+    assert same == "fp16's loss scaler starts afresh, with its initial scale"
+    notices = create(tmp_path, plan(dp=2, recipe_=dropout, precision="fp16"), resume=True).notices
+    assert "statistically, not to the digit" in notices[-1] and "scaler" not in "".join(notices)
+    hidden = recipe(dropout={"hidden": 0.1})
+    path = tmp_path / "hidden"
+    add_steps(create(path, plan(recipe_=hidden)))
+    assert "statistically" not in "".join(create(path, plan(dp=2, recipe_=hidden), resume=True).notices)
+
+
+def test_everything_that_cannot_change_is_named_at_once(tmp_path):
+    add_steps(create(tmp_path, plan()))
+    changes = dict(
+        sequence_length=32, optimizer={"lr": 2e-3}, steps=30, dropout={"hidden": 0.1}, init_std=0.1,
+        batch={"global": 8}, data={"validation_every": 5}, precision="bf16",
+        model={**recipe().model.model_dump(), "layers": 3, "vocab_size": 301},
+    )  # fmt: skip
+    message = refusal(tmp_path, plan(recipe_=recipe(**changes)), resume=True)
+    assert message.splitlines()[1:] == [
+        "  model.layers: 2 -> 3", "  model.vocab_size: 300 -> 301", "  sequence_length: 16 -> 32",
+        "  batch.global: 4 -> 8", "  optimizer.lr: 0.001 -> 0.002", "  schedule.decay_steps: 20 -> 30",
+        "  dropout.hidden: 0.0 -> 0.1", "  init_std: 0.02 -> 0.1", "  data.validation_every: 20 -> 5",
+    ]  # fmt: skip
+    assert "--steps N" in message
+
+
+def test_a_run_is_never_cut_back(tmp_path):
+    add_steps(create(tmp_path, plan()), 6)
+    kept = Kept((4, 6))
+    schedule = {"decay_steps": 20}
+    message = refusal(tmp_path, plan(recipe_=recipe(steps=3, schedule=schedule)), True, kept)
+    assert "--steps 3" in message and "6 steps done" in message and "--steps 6" in message
+    for steps in (6, 7):
+        assert create(tmp_path, plan(recipe_=recipe(steps=steps, schedule=schedule)), True, kept).resumed
+
+
+def test_steps_whose_checkpoints_are_all_damaged_are_not_thrown_away(tmp_path):
+    run = create(tmp_path, plan())
+    add_steps(run)
+    damaged = tuple((run.checkpoints / f"step-00000{n}", f"file {n} is missing") for n in (2, 3))
+    message = refusal(tmp_path, plan(), True, Kept((), damaged))
+    assert all(f"{path}: {why}" in message for path, why in damaged) and "--out" in message
+    assert create(tmp_path, plan(), True, Kept((2,), damaged)).resumed
+
+
+@pytest.mark.parametrize(
+    ("saves", "status", "save_last", "said"),
+    [
+        ([None], None, True, "put them back"),
+        ([None], "ok", False, "put them back"),
+        ([], "ok", True, "put them back"),  # by a version that recorded no saves
+        ([], "ok", False, "run.save_last=false"),
+        (["no space left"], "not saved", True, None),
+        ([], "saving", True, None),
+        ([], None, True, None),
+    ],
+)
+def test_lost_checkpoints_are_told_from_a_first_save_that_never_was(tmp_path, saves, status, save_last, said):
+    own = plan(recipe_=recipe(run={"save_last": save_last}))
+    run = create(tmp_path, own)
+    add_steps(run, 6)
+    with open(run.metrics_jsonl, "a") as file:
+        file.writelines(to_line(SaveRecord(6, 1, 0.1, 0.1, True, problem)) for problem in saves)
+    if status:
+        run.result_json.write_text(json.dumps({"status": status, "steps": 6}))
+    recorded = run.metrics_jsonl.read_text()
+    if said:
+        assert said in refusal(tmp_path, own, True, Kept())
+        return
+    again = create(tmp_path, own, True, Kept())
+    (notice,) = again.notices
+    assert not again.resumed and "after step 6" in notice and "starts again at step 0" in notice
+    assert (tmp_path / "metrics-before-1.jsonl").read_text() == recorded
+    assert not again.metrics_jsonl.exists()
+
+
+def test_a_directory_that_is_no_run_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    message = refusal(tmp_path, plan(), resume=True)
+    assert "thesis.tex" in message and "--out" in message
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_paths_that_cannot_be_a_directory_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RunDirectoryError, match="--out"):
+            create(path, plan())
+
+
+def test_a_broken_plan_is_named(tmp_path):
+    run = create(tmp_path, plan())
+    add_steps(run)
+    run.plan_json.write_text('{"recipe": [')
+    message = refusal(tmp_path, plan(), resume=True)
+    assert "plan.json" in message and "--out" in message
+
+
+def test_a_run_of_the_version_before_plan_json_is_resumed(tmp_path):
+    """Its facts are in environment.json, with notices that are sentences."""
+    run = create(tmp_path, plan())
+    add_steps(run)
+    run.plan_json.unlink()
+    environment = json.loads(run.environment_json.read_text())
+    (launch,) = environment["launches"]
+    del launch["tiny"], launch["emulated_fp16"]
+    launch["plan"]["notices"] = ["bf16 -> fp32: no bf16 here"]
+    launch["command"] += ["--tiny"]
+    run.environment_json.write_text(json.dumps(environment))
+    assert run.plan().notices == (Notice("", "bf16 -> fp32: no bf16 here"),) and run.launches()[0].tiny
+    assert "seed: 1234 -> 7" in refusal(tmp_path, plan(recipe_=recipe(seed=7)), resume=True)
+    resumed = create(tmp_path, plan(), resume=True)
+    assert resumed.resumed and resumed.plan_json.exists() and len(resumed.launches()) == 2
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    write_atomically(path, "old")
+
+    def crash(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(durable_files.os, "replace", crash)
+    with pytest.raises(OSError, match="no space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_written_files_follow_the_umask(tmp_path):
+    previous = os.umask(0o027)
+    try:
+        write_atomically(tmp_path / "file", "text")
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+
+
+def test_one_process_at_a_time_even_after_a_kill(tmp_path):
+    code = (
+        "import sys, time, pathlib; from data.durable_files import Lock\n"
+        "lock = Lock.take(pathlib.Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
+    )
+    root = Path(__file__).resolve().parents[3]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=root
+    ) as holder:
+        try:
+            assert holder.stdout.readline() == b"taken\n"
+            said = refusal(tmp_path, plan())
+            assert f"process {holder.pid} on {socket.gethostname()}" in said and "STOP" in said
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    create(tmp_path, plan())

@@ -1,0 +1,55 @@
+"""The curve of a run stands where its losses are, and its words stand where no curve is."""
+
+from __future__ import annotations
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from launch.records.loss_plot import averaged, moving_average, step_ticks, write_in_margin
+from launch.reports.drawing import log_axis
+
+
+@pytest.fixture
+def axes():
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure.add_subplot()
+
+
+def test_a_moving_average_does_not_lag():
+    falling = [9 - 0.01 * step for step in range(300)]
+    assert moving_average(falling) == pytest.approx(falling)
+    assert "mean of the 21 steps around" in averaged(300)
+    noisy = [5 + (-1) ** step for step in range(300)]
+    assert max(abs(value - 5) for value in moving_average(noisy)[10:-10]) < 0.06
+    assert moving_average([]) == [] and moving_average([1e308] * 60)[30] == pytest.approx(1e308)
+
+
+@pytest.mark.parametrize("steps", (3, 20, 40, 60, 300, 1000, 12345))
+def test_ticks_are_round_numbers_of_steps(axes, steps):
+    axes.plot([0, steps], [1, 2])
+    axes.xaxis.set_major_locator(step_ticks())
+    apart = {round(b - a) for a, b in zip(axes.get_xticks(), axes.get_xticks()[1:], strict=False)}
+    assert len(apart) == 1 and str(apart.pop()).strip("0") in ("1", "2", "5")
+
+
+@pytest.mark.parametrize("low, high", ((2.7, 2.95), (0.11, 0.9), (3, 60), (1e-9, 1.0)))
+def test_a_logarithmic_axis_has_numbers_wherever_its_values_lie(axes, low, high):
+    axes.plot([0, 1], [low, high])
+    log_axis(axes, "y")
+    axes.figure.canvas.draw()
+    bottom, top = axes.get_ylim()
+    shown = [text.get_text() for text in axes.get_yticklabels() if bottom <= text.get_position()[1] <= top]
+    assert len([text for text in shown if text]) >= 3 and all(float(text) > 0 for text in shown)
+
+
+def test_references_are_named_beside_the_axes_and_not_one_over_another(axes):
+    axes.plot([0, 300], [9.0, 5.0])
+    labels = [(6.672, "a"), (6.67, "b"), (6.668, "c"), (4.81, "d"), (40.0, "above"), (0.1, "below")]
+    write_in_margin(axes, labels, "gray")
+    axes.figure.canvas.draw()
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
+    assert all(box.x0 >= axes.get_window_extent().x1 for box in boxes)
+    assert all(low.y1 <= high.y0 for low, high in zip(boxes, boxes[1:], strict=False))
+    assert {text.get_text() for text in axes.texts} >= {"above ↑", "below ↓", "a"}

@@ -1,0 +1,327 @@
+"""What a run records and shows, and what it leaves when it ends."""
+
+import contextlib
+import errno
+import io
+import json
+import math
+import resource
+import time
+
+import pytest
+from recorded import Outcome, plan, recipe, recorder, run_steps
+
+from launch.console.progress import LINES_PER_RUN
+from launch.machine import memory
+from launch.ranks.start_up import StartClock
+from launch.records.loss_plot import plot_loss
+from launch.records.metrics import START_PARTS, Records, curve, read_metrics
+from launch.records.result import read_result
+from launch.records.throughput import Throughput
+from modeling import cost
+
+PARTS = {"mlm_loss": 5.0, "sentence_loss": 0.69, "sentence_accuracy": 0.5}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_step_is_one_line_with_rates(tmp_path):
+    run = run_steps(tmp_path, plan(), 1)
+    _, line = run.metrics_jsonl.read_text().splitlines()
+    (record,) = read_metrics(run.metrics_jsonl).steps
+    assert json.loads(line)["kind"] == "step" and record.step == 1 and record.loss == pytest.approx(5.9)
+    assert record.samples_per_s == 16 and record.tokens_per_s == 256
+    flops = cost.exact_flops_per_step(recipe().model, 16, 8, padded_vocab=384)
+    assert record.exact_tflops == pytest.approx(flops / 0.5 / 2 / 1e12)
+    assert record.memory_kind == memory.peak_memory().kind
+
+
+def test_a_killed_process_loses_no_line(tmp_path):
+    records = recorder(tmp_path, plan())
+    records.step(1, Outcome(1.0), 0.1, 0.0)
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1, (
+        "the line must be with the system before step returns"
+    )
+    for _ in range(2):
+        records.__exit__(None, None, None)
+
+
+def test_the_first_step_of_a_launch_ends_its_start(tmp_path):
+    shown = io.StringIO()
+    with recorder(tmp_path, plan(), stream=shown, clock=StartClock()) as records:
+        for part in ("imports", "data", "engine", "weights"):
+            records.reached(part)
+        for step in (1, 2):
+            records.step(step, Outcome(5.0), 0.1, 0.0)
+        records.finish("ok")
+    (start,) = read_metrics(tmp_path / "metrics.jsonl").starts
+    parts = [getattr(start, part) for part in START_PARTS]
+    assert start.step == 1 and all(part >= 0 for part in parts)
+    assert start.seconds == pytest.approx(sum(parts)) and start.compiling == 0
+    assert read_result(tmp_path / "result.json").start == start
+    assert shown.getvalue().count(f"{start.seconds:.1f} s from launch to first step: launcher") == 2
+
+
+def test_checkpointing_counts_as_work_done():
+    plain = Throughput(plan()).rates(1.0)
+    recomputing = Throughput(plan(recipe(activation_checkpointing=2))).rates(1.0)
+    assert recomputing.tflops / plain.tflops == pytest.approx(4 / 3)
+    assert recomputing.exact_tflops > plain.exact_tflops
+
+
+def test_what_is_not_finite_is_null_and_the_line_stays_json(tmp_path):
+    run = run_steps(tmp_path, plan(precision="fp16"), 1, grad_norm=math.inf, skipped=True)
+    _, line = run.metrics_jsonl.read_text().splitlines()
+    record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert record["grad_norm"] is None and record["skipped"] is True
+
+
+def test_steps_count_completed_steps(tmp_path):
+    with (
+        recorder(tmp_path, plan()) as records,
+        pytest.raises(AssertionError, match="first completed step is 1"),
+    ):
+        records.step(0, Outcome(1.0), 0.1, 0.0)
+
+
+def test_a_resumed_run_continues_its_records(tmp_path):
+    run_steps(tmp_path, plan(), 7)
+    run = run_steps(tmp_path, plan(), 3, start=5)
+    steps = read_metrics(run.metrics_jsonl).steps
+    assert [record.step for record in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [record.launch_step for record in steps] == [1, 2, 3, 4, 5, 1, 2, 3]
+
+
+def test_tensorboard_events_and_what_a_resume_purges(tmp_path):
+    """Launches follow each other in the seconds of their files' names, by which they are read in order."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def events() -> EventAccumulator:
+        found = EventAccumulator(str(tmp_path / "tensorboard"))
+        found.Reload()
+        return found
+
+    run_steps(tmp_path, plan(), 7)
+    time.sleep(1)
+    run_steps(tmp_path, plan(), 3, start=5)
+    tags = set(events().Tags()["scalars"])
+    assert {"train/loss", "train/grad_norm", "speed/tokens_per_s", "memory/peak_memory_bytes"} <= tags
+    assert "train/loss_scale" not in tags, "only fp16 has a loss scale"
+    assert [event.step for event in events().Scalars("train/loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    time.sleep(1)
+    run_steps(tmp_path, plan(), 2)  # killed before its first checkpoint: from the beginning
+    assert [event.step for event in events().Scalars("train/loss")] == [1, 2]
+
+
+def shown_steps(stream: io.StringIO) -> list[str]:
+    return [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
+
+
+def test_a_log_gets_whole_lines(tmp_path):
+    stream = io.StringIO()
+    run_steps(tmp_path, plan(recipe(steps=200)), 200, stream=stream)
+    lines = shown_steps(stream)
+    assert "\r" not in stream.getvalue()
+    assert LINES_PER_RUN <= len(lines) <= LINES_PER_RUN + 1
+    first = "step 1/200 | loss 5.9000 | lr 1.0e-03 | grad norm 1.5 | 16 samples/s | 256 tokens/s"
+    assert lines[0].startswith(first)
+    # One step tells nothing about the rate: it compiles and allocates.
+    assert "left" not in lines[0] and "left" in lines[1]
+    assert lines[-1].startswith("step 200/200")
+    assert "scale" not in lines[0]
+
+
+def test_a_slow_run_is_heard_of_between_its_lines(tmp_path, monkeypatch):
+    clock = iter(range(0, 10**6, 20))
+    monkeypatch.setattr("launch.console.progress.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    run_steps(
+        tmp_path, plan(recipe(steps=10**6)), 10, stream=stream
+    )  # a line every 50,000 steps, but 20 s per step
+    assert len(shown_steps(stream)) == 1 + 4
+
+
+def test_a_terminal_gets_a_bar(tmp_path):
+    stream = Terminal()
+    run_steps(tmp_path, plan(precision="fp16"), 20, stream=stream, loss_scale=65536.0, skipped=True)
+    assert "\r" in stream.getvalue()
+    for expected in ("step 20/20", "scale 65.5k", "SKIPPED", "loss 4.0000", "left"):
+        assert expected in stream.getvalue()
+
+
+def test_the_plan_and_what_to_beat_are_shown_first(tmp_path):
+    stream = io.StringIO()
+    bands = {
+        "layers": 2,
+        "hidden": 32,
+        "heads": 4,
+        "vocab_size": 300,
+        "attention": ["banded"],
+        "attention_window": 4,
+    }
+    records = recorder(tmp_path, plan(recipe(model=bands)), stream=stream, band_kernel="blocks (why)")
+    records.__exit__(None, None, None)
+    shown = stream.getvalue()
+    assert "recipe         table/small: small" in shown and "  banded by    blocks (why)" in shown
+    assert "in nats per token: uniform 5.7000, unigram 5.0000" in shown
+
+
+class TestTheEnd:
+    """What rank 0 keeps at the end of a run."""
+
+    @pytest.fixture
+    def records(self, tmp_path):
+        used = plan(recipe(published={"source": "S", "cached_gb": 10.0}))
+        run_steps(tmp_path, used, 20)
+        return recorder(tmp_path, used, start=20)
+
+    @staticmethod
+    def kept(records):
+        return read_result(records.directory.result_json)
+
+    def test_memory_is_the_largest_of_any_rank_in_the_result_and_next_to_the_published(
+        self, records, monkeypatch
+    ):
+        monkeypatch.setattr("launch.records.recorder.peak_cached_bytes", lambda: 20 * 10**9)  # rank 0's own
+        records.finish("ok", memory={"peak_memory_bytes": 7 * 10**12, "cached_bytes": 30 * 10**9})
+        result = self.kept(records)
+        assert (result.memory.cached_bytes, result.memory.peak_bytes) == (30 * 10**9, 7 * 10**12)
+        cached = next(entry for entry in result.comparison if entry.quantity == "cached_gb")
+        assert (cached.measured, cached.ratio) == (30.0, 3.0)
+
+    def test_rank_0_speaks_for_itself_where_the_others_cannot_be_asked(self, records, monkeypatch):
+        monkeypatch.setattr("launch.records.recorder.peak_cached_bytes", lambda: 20 * 10**9)
+        records.finish("OOM", because="rank 3: torch.OutOfMemoryError: CUDA out of memory.")
+        result = self.kept(records)
+        assert (
+            result.status == "OOM" and result.memory.cached_bytes == 20 * 10**9 and result.memory.peak_bytes
+        )
+        assert str(result.deviations[0]) == "OOM: rank 3: torch.OutOfMemoryError: CUDA out of memory."
+
+    def test_a_run_at_its_last_checkpoint_has_a_result_and_a_curve(self, records, monkeypatch):
+        drawn = []
+        monkeypatch.setattr("launch.records.loss_plot.plot_loss", lambda *_, **__: drawn.append(1))
+        records.saving({"peak_memory_bytes": 1, "cached_bytes": None})
+        result = self.kept(records)
+        assert (result.status, result.steps, result.speed.seconds_per_step, drawn) == ("saving", 20, 0.5, [1])
+        assert "last checkpoint was not complete" in str(result.deviations[0])
+        records.finish("ok", memory={"peak_memory_bytes": 1, "cached_bytes": None}, sample="We the people")
+        result = self.kept(records)
+        assert result.status == "ok" and result.deviations == () and result.sample == "We the people"
+        assert drawn == [1], "nothing new to draw"
+
+
+@pytest.mark.parametrize(
+    "save_last, saved, said",
+    [
+        (True, False, ""),  # a run that failed before its first one
+        (False, False, "; no checkpoint (--set run.save_last=true keeps one)"),
+        (False, True, ", checkpoints/"),
+    ],
+)
+def test_the_end_says_what_is_kept_and_how_to_resume(tmp_path, save_last, saved, said):
+    if saved:
+        (tmp_path / "checkpoints" / "step-000007").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "step-000007" / "manifest.json").write_text("{}")
+    stream = io.StringIO()
+    records = recorder(tmp_path, plan(recipe(run={"save_last": save_last})), stream=stream)
+    records.finish("interrupted", "SIGTERM: stopped")
+    end = stream.getvalue().splitlines()[-2:]
+    assert end == [
+        f"{tmp_path}: result.json, loss.png, metrics.jsonl{said}",
+        "SIGTERM: stopped; resume with the same command and --resume",
+    ]
+
+
+def test_a_line_broken_in_the_middle_is_not_ignored(tmp_path):
+    run = run_steps(tmp_path, plan(), 3)
+    launch, first, _, last = run.metrics_jsonl.read_text().splitlines()
+    run.metrics_jsonl.write_text(f'{launch}\n{first}\n{{"st\n{last}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl:3"):
+        read_metrics(run.metrics_jsonl)
+    problems: list[str] = []
+    records = read_metrics(run.metrics_jsonl, problems)
+    assert [record.step for record in records.steps] == [1, 3] and records.broken
+    assert len(problems) == 1 and "metrics.jsonl:3" in problems[0] and "left out" in problems[0]
+
+
+def kinds(run) -> list[str]:
+    return [json.loads(line)["kind"] for line in run.metrics_jsonl.read_text().splitlines()]
+
+
+def test_metrics_are_cut_at_the_resumed_step(tmp_path):
+    run = run_steps(tmp_path, plan(), 5)
+    with open(run.metrics_jsonl, "a") as file:
+        file.write('{"kind": "step", "step": 6, "lo')  # what a killed process leaves
+    assert [record.step for record in read_metrics(run.metrics_jsonl).steps] == [1, 2, 3, 4, 5]
+    recorder(tmp_path, plan(), start=4).__exit__(None, None, None)
+    assert kinds(run) == ["launch", *["step"] * 4, "launch"] and run.metrics_jsonl.read_text().endswith("}\n")
+    recorder(tmp_path, plan()).__exit__(None, None, None)
+    assert kinds(run) == ["launch"]
+
+
+def test_a_run_that_starts_over_forgets_its_first_validation(tmp_path):
+    with recorder(tmp_path, plan()) as records:
+        records.validation(0, Outcome(6.0))
+    for start, left in ((1, 1), (0, 0)):
+        recorder(tmp_path, plan(), start=start).__exit__(None, None, None)
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == left
+
+
+def test_the_loss_curve_is_a_picture(tmp_path):
+    run = run_steps(tmp_path, plan(), 5)
+    plot_loss(read_metrics(run.metrics_jsonl), run.loss_png, {"uniform": 5.7, "unigram": 5.0})
+    assert run.loss_png.read_bytes().startswith(b"\x89PNG")
+    plot_loss(Records(), tmp_path / "empty.png", {})
+
+
+def test_the_curve_of_a_bert_is_its_masked_token_loss(tmp_path):
+    with recorder(tmp_path, plan()) as run:
+        run.step(1, Outcome(6.59, {**PARTS, "mlm_loss": 5.9}), 0.5, 0.0)
+        run.validation(1, Outcome(5.69, PARTS))
+        run.validation(1, Outcome(5.89, PARTS), kind="test")
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert curve(records.steps, records.part) == [(1, 5.9)]
+    assert curve(records.validations, records.part) == [(1, 5.0)], "the test split is no validation"
+    plot_loss(records, tmp_path / "loss.png", {"unigram": 6.5})
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """What a full disk does to a write, which takes a part of it, by a limit that needs no disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_records_that_the_disk_does_not_take_are_written_once_it_does(tmp_path):
+    stream = io.StringIO()
+    with recorder(tmp_path, plan(), stream=stream) as records:
+        records.step(1, Outcome(5.0), 0.5, 0.0)
+        with files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 100):
+            for step in range(2, 6):
+                records.step(step, Outcome(5.0), 0.5, 0.0)
+        records.step(6, Outcome(5.0), 0.5, 0.0)
+        records.finish("ok")
+    assert [record.step for record in read_metrics(tmp_path / "metrics.jsonl").steps] == [1, 2, 3, 4, 5, 6]
+    assert stream.getvalue().count("training continues") == 1 and "ulimit -f" in stream.getvalue()
+
+
+@pytest.mark.parametrize("status", ["ok", "not saved"])
+def test_a_run_whose_records_are_lost_in_the_end_fails_with_the_reason(tmp_path, status):
+    with recorder(tmp_path, plan(), stream=io.StringIO()) as records, files_of_at_most(1000):
+        for step in range(1, 6):
+            records.step(step, Outcome(5.0), 0.5, 0.0)
+        if status != "ok":  # it fails already, and says why
+            records.finish(status, because="full")
+            return
+        with pytest.raises(OSError) as caught:
+            records.finish(status)
+    assert caught.value.errno == errno.EFBIG and str(tmp_path) in caught.value.filename

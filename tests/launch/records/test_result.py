@@ -1,0 +1,262 @@
+"""What a run concludes: its result, the file that holds it, and the lines that show it."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from recorded import DESCRIBED, Outcome, plan, recipe, recorder, run_steps
+
+from ds_configs.findings import Notice
+from launch.records.directory import RunDirectory
+from launch.records.metrics import StepRecord, read_metrics
+from launch.records.result import Entropies, HeldOutLoss, Result, make_result, read_result, write_result
+from launch.records.result_text import result_text
+from launch.records.throughput import SteadySeconds, steady_seconds
+from modeling import cost
+from recipes.files import FileError
+from recipes.layout import Layout
+
+PARTS = {"mlm_loss": 5.0, "sentence_loss": 0.69, "sentence_accuracy": 0.5}
+
+
+def result_of(run: RunDirectory, plan_, **changes) -> Result:
+    facts = {"name": "table/small", "described": DESCRIBED, "entropies": Entropies(5.7, 5.0)}
+    return make_result(plan_, read_metrics(run.metrics_jsonl), **{**facts, **changes})
+
+
+def test_steady_time_leaves_out_the_start_of_every_launch():
+    def launch(*seconds: float) -> list[StepRecord]:
+        return [StepRecord(n, 1.0, False, each, n, 1, "kind") for n, each in enumerate(seconds, start=1)]
+
+    slow = (9.0,) * 5
+    steady = steady_seconds([*launch(*slow, 1.0, 2.0, 3.0), *launch(*slow, 2.0)])
+    assert steady == SteadySeconds(2.0, 4, 5)
+    assert str(steady) == "median of 4 steps, the first 5 of each launch left out"
+    assert steady_seconds(launch(9.0, 1.0)) == SteadySeconds(1.0, 1, 1)
+    assert str(steady_seconds(launch(9.0))) == "median of 1 step"
+    assert steady_seconds([]) is None
+
+
+def test_the_result_of_a_faithful_run(tmp_path):
+    run = run_steps(tmp_path, plan(), 20)
+    result = result_of(run, plan(), original=recipe())
+    assert result.deviations == () and result.comparison == () and result.status == "ok" and not result.tiny
+    assert result.losses.training.loss == pytest.approx(6.0 - 0.1 * 15.5), "mean of steps 11 to 20"
+    assert result.speed.samples_per_s == 16 and result.speed.seconds_per_step == 0.5
+    assert result.parameters == cost.parameters(recipe().model, 16)
+    text = result_text(result)
+    assert "uniform 5.7000, unigram 5.0000" not in text, "no validation was made"
+    assert "not measured" in text and "CPU: Some CPU, 2 cores" in text
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path):
+    named = recipe(
+        hardware="16x V100",
+        published={"source": "S", "samples_per_s": 4.0},
+        optimizer={"lr": 1, "betas": [0.5, 0.6]},
+    )
+    used = plan(
+        recipe(published={"source": "S", "samples_per_s": 4.0}),
+        notices=(Notice("precision", "precision: loudly"),),
+    )
+    run = run_steps(tmp_path, used, 3)
+    with recorder(tmp_path, used, start=3) as records:
+        records.validation(3, Outcome(5.0, PARTS))
+    result = result_of(run, used, original=named, sample="We", status="OOM", reason="rank 1: no memory")
+    assert {each.kind for each in result.deviations} >= {"status", "notice", "recipe", "hardware", "steps"}
+    write_result(run.result_json, result)
+    assert read_result(run.result_json) == result
+    written = json.loads(run.result_json.read_text())
+    assert written["version"] == 2 and {"kind", "key", "was", "is"} == set(written["deviations"][0])
+
+
+def test_a_result_that_is_none_names_the_field(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"version": 2, "recipe": "a/b", "status": "ok", "speed": {"tflops": "many"}}))
+    with pytest.raises(FileError, match="result.json: speed.tflops='many'"):
+        read_result(path)
+
+
+def test_a_result_of_version_1_is_read(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(
+        json.dumps(
+            {
+                "recipe": "a/b",
+                "title": "t",
+                "status": "ok",
+                "status_is": None,
+                "ds_config": "zero1",
+                "layout": {"tp": 1, "pp": 1, "dp": 1, "micro": 8, "accumulation": 1, "global_batch": 8},
+                "precision": "fp16 (emulated)",
+                "steps": 20,
+                "train_loss": 5.0,
+                "validation_loss": 4.5,
+                "validation_parts": {"mlm_loss": 4.0},
+                "validation_step": 20,
+                "uniform_entropy": 6.0,
+                "seconds_per_step": 0.5,
+                "peak_memory_bytes": 10,
+                "deviations": ["seed: 5, the recipe's is 1"],
+            }
+        )
+    )
+    result = read_result(path)
+    assert result.layout == Layout(1, 1, 1, 8, 1, 8) and result.precision == "fp16"
+    assert result.losses.validation == HeldOutLoss(4.5, {"mlm_loss": 4.0}, 20) and result.losses.test is None
+    assert (result.entropies.uniform, result.speed.seconds_per_step, result.memory.peak_bytes) == (
+        6.0,
+        0.5,
+        10,
+    )
+    assert [str(each) for each in result.deviations] == ["seed: 5, the recipe's is 1"]
+
+
+def test_validation_and_entropies_stand_together(tmp_path):
+    run = run_steps(tmp_path, plan(), 2)
+    with recorder(tmp_path, plan(), start=2) as records:
+        records.validation(2, Outcome(4.5))
+        records.say("saved")
+    kinds = [json.loads(line)["kind"] for line in run.metrics_jsonl.read_text().splitlines()]
+    assert kinds == ["launch", "step", "step", "launch", "validation", "note"]
+    assert "4.5000 (after step 2, uniform 5.7000, unigram 5.0000)" in result_text(result_of(run, plan()))
+
+
+def test_every_deviation_is_stated(tmp_path):
+    named = recipe(hardware="16x V100", precision="bf16", parallel={"tp": 2, "pp": 1}, steps=100)
+    changed = named.model_copy(update={"sequence_length": 8, "seed": 5})
+    layout = Layout(tp=1, pp=2, dp=1, micro=2, accumulation=4, global_batch=8)
+    notices = (Notice("optimizer", "optimizer: loudly"),)
+    used = plan(changed, ds_name="fp16_dynamic", layout=layout, precision="fp16", notices=notices)
+    result = result_of(run_steps(tmp_path, used, 3), used, original=named, tiny=True, emulated_fp16=True)
+    assert result.tiny and result.emulated_fp16
+    text = result_text(result)
+    for expected in (
+        "optimizer: loudly",
+        "tiny: the recipe was shrunk (--tiny)",
+        "sequence_length: 8, the recipe's is 16",
+        "seed: 5, the recipe's is 1234",
+        "ds_config: run with fp16_dynamic, the recipe's is zero1",
+        "parallel.tp: 1, the recipe's is 2",
+        "parallel.pp: 2, the recipe's is 1",
+        "hardware: run on CPU: Some CPU, 2 cores, the recipe's is 16x V100",
+        "precision: fp16, the recipe's is bf16",
+        "fp16 is emulated on a CPU",
+        "steps: 3 of the recipe's 100",
+    ):
+        assert f"  - {expected}" in text or f": {expected}" in text, expected
+
+
+def test_a_notice_on_the_precision_says_all_about_it(tmp_path):
+    used = plan(precision="bf16", notices=(Notice("precision", "precision: bf16 INSTEAD OF fp32"),))
+    result = result_of(run_steps(tmp_path, used, 20), used)
+    assert [str(each) for each in result.deviations] == ["precision: bf16 INSTEAD OF fp32"]
+
+
+def test_published_and_measured_side_by_side(tmp_path):
+    published = {
+        "source": "Some table",
+        "time_per_iteration_s": 0.25,
+        "samples_per_s": 32.0,
+        "parameters": 30000,
+    }
+    used = plan(recipe(published=published))
+    run = run_steps(tmp_path, used, 20)
+    result = result_of(run, used)
+    compared = {entry.quantity: entry for entry in result.comparison}
+    time = compared["time_per_iteration_s"]
+    assert (time.published, time.measured, time.ratio) == (0.25, 0.5, 2.0)
+    assert compared["tflops"].published is None and compared["tflops"].measured > 0
+    assert compared["cached_gb"].measured is None
+    text = result_text(result)
+    assert "not published" in text and "not measured" in text and "source: Some table" in text
+    assert result_of(run, used, cached_bytes=31_400_000_000).comparison[3].measured == pytest.approx(31.4)
+
+
+def test_no_ratio_to_a_published_number_of_other_work(tmp_path):
+    original = recipe(published={"source": "Some table", "time_per_iteration_s": 0.25})
+    changed = original.model_copy(update={"sequence_length": 8})
+    for used, tiny, why in (
+        (plan(original), True, "tiny, another model"),
+        (plan(changed), False, "other sequence_length"),
+    ):
+        result = result_of(run_steps(tmp_path, used, 3), used, original=original, tiny=tiny)
+        assert str(result.not_comparable) == why and f"no ratios: {why}" in result_text(result)
+        assert {entry.ratio for entry in result.comparison} == {None}
+    assert (
+        result_of(run_steps(tmp_path, plan(original), 3), plan(original), original=original).not_comparable
+        is None
+    )
+
+
+def test_a_run_that_ended_at_once_is_a_result_too(tmp_path):
+    run = run_steps(tmp_path, plan(), 0)
+    result = result_of(run, plan(), status="OOM", entropies=Entropies())
+    assert result.status == "OOM" and result.speed.seconds_per_step is None
+    assert [str(each) for each in result.deviations] == ["steps: 0 of the recipe's 20"]
+    assert "OOM" in result_text(result)
+    write_result(run.result_json, result)
+    assert read_result(run.result_json) == result
+
+
+def test_the_speed_of_a_run_of_two_layouts_is_that_of_the_last(tmp_path):
+    one = plan(layout=Layout(tp=1, pp=1, dp=1, micro=8, accumulation=1, global_batch=8), ds_name="zero0")
+    run_steps(tmp_path, one, 20, seconds=4.0)
+    run_steps(tmp_path, plan(), 0, start=20)  # killed at once: it counts for nothing
+    run_steps(tmp_path, plan(), 7, start=20, seconds=0.5)
+    run = run_steps(tmp_path, plan(), 7, start=27, seconds=0.5)
+    result = result_of(run, plan())
+    assert result.speed.seconds_per_step == 0.5 and result.speed.steps == 4
+    assert result.speed.samples_per_s == 16
+    (other,) = [str(each) for each in result.deviations if each.kind == "otherwise"]
+    assert other.startswith("steps 1 to 20: run with zero0: tp 1 x pp 1 x dp 1, micro-batch 8")
+    assert other.endswith("speed and memory are not of these steps")
+    # Resumed in the first layout, with nothing more to do.
+    made, at_end = result_of(run, one), result_of(run, plan())
+    assert made.speed == at_end.speed
+    assert [each.kind for each in made.deviations if each.kind in ("otherwise", "measured")] == [
+        "otherwise", "measured",
+    ]  # fmt: skip
+
+
+def test_a_loss_that_is_not_finite_is_not_averaged_away(tmp_path):
+    run = run_steps(tmp_path, plan(), 3)
+    with recorder(tmp_path, plan(), start=3) as records:
+        records.step(4, Outcome(math.nan), 0.1, 0.0)
+    assert result_of(run, plan()).losses.training.loss is None
+
+
+def test_skipped_steps_are_counted(tmp_path):
+    result = result_of(run_steps(tmp_path, plan(), 3, skipped=True), plan())
+    assert result.skipped_steps == 3 and "3 (3 skipped)" in result_text(result)
+
+
+# --- BERT: parts of the loss, the test split, waiting for data
+
+
+@pytest.fixture
+def bert(tmp_path) -> Result:
+    with recorder(tmp_path, plan()) as records:
+        for step in range(1, 21):
+            parts = {**PARTS, "mlm_loss": 6.0 - 0.1 * step}
+            records.step(step, Outcome(6.69 - 0.1 * step, parts), 0.5, 0.4 if step <= 5 else 0.01)
+        records.validation(20, Outcome(5.69, PARTS))
+        records.validation(20, Outcome(5.89, {**PARTS, "mlm_loss": 5.2}), kind="test")
+    return result_of(RunDirectory(tmp_path), plan(), entropies=Entropies(unigram=6.5))
+
+
+def test_parts_of_the_loss_stand_next_to_it(bert):
+    losses = bert.losses
+    assert losses.validation == HeldOutLoss(5.69, PARTS, 20)
+    assert losses.test.loss == 5.89 and losses.test.parts["mlm_loss"] == 5.2
+    assert losses.training.parts["mlm_loss"] == pytest.approx(6.0 - 0.1 * 15.5), "mean of the last ten steps"
+    text = result_text(bert)
+    assert "masked tokens 5.0000, sentence objective 0.6900, sentence accuracy 0.5000" in text
+    assert "of masked tokens: unigram 6.5" in text and "test loss" in text
+
+
+def test_waiting_for_data_is_a_share_of_the_steady_time(bert):
+    assert bert.speed.data_wait_share == pytest.approx(0.01 / 0.5)
+    assert "2.00 % of the time" in result_text(bert)
+    assert "not measured" in result_text(replace(bert, speed=replace(bert.speed, data_wait_share=None)))
