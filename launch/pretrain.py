@@ -29,7 +29,7 @@ examples:
   torchrun --nproc_per_node 8 launch/pretrain.py --ds_config ds_configs/3d.json --recipe parallel_kinds/3d
       2 x 2 x 2 tensor, pipeline and data parallel
   srun --ntasks-per-node 4 python launch/pretrain.py --ds_config zero1 --out $SCRATCH/run --resume
-      in a job of Slurm, one process a task; launch/README.md has mpirun, and several nodes without Slurm
+      in a job of Slurm, one process a task; docs/running.md has mpirun, and several nodes without Slurm
   python launch/pretrain.py --plan --processes 64 --recipe openwebtext/gpt2-124m
       the plan of 64 processes, checked on a laptop; nothing is started
   python launch/pretrain.py --ds_config bf16 --set optimizer.lr=3e-4 --steps 100 --out runs/try1
