@@ -6,7 +6,7 @@
             another, so that scores live for one block. torch's kernel makes the backward pass of small
             products, and with dropout holds all scores in fp32
 
-`choose` rests on what was measured on a CPU (`launch/benchmark.py attention`); nothing was measured on CUDA.
+`choose` rests on what was measured on a CPU (docs/benchmarks.md); nothing was measured on CUDA.
 
 Shapes: B samples, N heads, S positions, D head size.
 """

@@ -66,7 +66,6 @@ WORK = {
         "launch.planning.search.search_text:describe",  # where the search is done
         "launch.planning.search.search_text:as_json",
     ],
-    "figure1": ["launch.figure1:run"],
     "demonstrate": ["launch.evaluation.demonstration:Demonstration"],
     "recipe": ["launch.tables.verifying.verification:verify"],
     "report": ["launch.reports.document:assemble"],
@@ -80,11 +79,7 @@ WORK = {
     "show_data": ["data.corpus:build"],
     "generate": ["launch.generate:run"],
     "benchmark": [
-        "launch.experiments.benchmarks.data_speed:measure_preparation",
-        "launch.experiments.benchmarks.data_speed:measure_loader",
-        "launch.experiments.benchmarks.attention_speed:measure_dtype",
         "launch.experiments.benchmarks.step_speed:measure",
-        "launch.experiments.benchmarks.checkpoint_command:Worker",
         "launch.experiments.benchmarks.gpu_command:taken",
     ],
 }

@@ -17,7 +17,7 @@ from typing import Any
 
 from launch.experiments.benchmarks.specification import Specification
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LAST_LINES = 6  # of what a process said before it failed
 LOOK_EVERY_S, ENDS_WITHIN_S = 0.2, 30
 

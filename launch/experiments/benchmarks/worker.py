@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from launch.console import quiet
-from launch.experiments.benchmarks import checkpoint_speed
 from launch.experiments.benchmarks.specification import Specification
 from launch.ranks import start_up
 
@@ -64,7 +63,7 @@ def serve(system: Any, parent: Connection | None) -> None:
 
     commands: dict[str, Callable[..., Any]] = {
         "run": run, "phases": phases, "profile": profile, "rates": lambda system, n: system.rates(n),
-        "memory": memory, "checkpoint": checkpoint_speed.measure, "graphs": graphs, "zeros": zeros,
+        "memory": memory, "graphs": graphs, "zeros": zeros,
     }  # fmt: skip
     while True:
         asked: list[Any] = [parent.recv() if parent else None]

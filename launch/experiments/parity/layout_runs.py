@@ -27,7 +27,7 @@ from recipes import catalog
 from recipes.plural import counted
 from recipes.schema import Recipe
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 Start = Callable[[int, Path, Path], None]  # (processes, CASES.json, log to write)
 
 

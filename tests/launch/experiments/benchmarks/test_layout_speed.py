@@ -1,4 +1,4 @@
-"""launch/benchmark.py layouts, scaling and checkpoint: what is compared, and computed from times."""
+"""launch/benchmark.py layouts and scaling: what is compared, and computed from times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch import benchmark
-from launch.experiments.benchmarks import checkpoint_command, layout_speed, step_speed
+from launch.experiments.benchmarks import layout_speed, step_speed
 from launch.experiments.benchmarks.specification import Specification
 from launch.experiments.benchmarks.step_speed import Measured
 from recipes.layout import Layout
@@ -110,30 +110,22 @@ def test_layouts_and_scaling_are_measured_in_turns_and_written(tmp_path, monkeyp
     )
 
 
-def test_a_checkpoint_is_saved_loaded_and_compared_with_the_disk(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    out = tmp_path / "found.json"
-    command(monkeypatch, "checkpoint", "--tiny", "--times", 1, "--folder", tmp_path, "--out", out)
-    found = json.loads(out.read_text())
-    assert found["bytes"] > 10**6 and all(min(found[name]) > 0 for name in checkpoint_command.ROWS)
-    assert found["saved"] >= found["blocked"]
-    printed = capsys.readouterr().out
-    assert all(said in printed for said in checkpoint_command.SHOWN)
-    assert [path.name for path in tmp_path.iterdir()] == ["found.json"], "nothing is left behind"
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("layouts", "--set", "model.heads=5", "--set", "model.hidden=65"), "5"),
         (("scaling", "--processes", "0"), "--processes"),
         (("scaling", "--plot", "x.txt"), ".png"),
-        (("checkpoint", "--folder", "/dev/null"), "--folder"),
+        (("layouts", "--out", "there.json"), "--out"),
+        (("layouts", "--out", "no/such/x.json"), "which is not there"),
+        (("layouts", "--out", "gone.json"), "--out"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_first(flags, said, monkeypatch, capsys):
+def test_what_cannot_be_measured_is_refused_first(flags, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.json").write_text("mine")
+    (tmp_path / "gone.json").symlink_to("nowhere")
     monkeypatch.setattr(step_speed, "measure", lambda *_: pytest.fail("started"))
-    monkeypatch.setattr(checkpoint_command, "Worker", lambda *_: pytest.fail("started"))
     with pytest.raises(SystemExit) as end:
         command(monkeypatch, *flags)
     assert end.value.code == 2 and said in capsys.readouterr().err
