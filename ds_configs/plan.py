@@ -43,6 +43,10 @@ class Machine:
     slow_bf16: bool = False
 
 
+# For resolving a plan that is meant for another machine: it refuses nothing.
+ANY_GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What will be run.

@@ -24,7 +24,7 @@ from ds_configs import jsonfile, known_keys
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends, quiet, terminal
-from launch.machine import abilities, checks, checkup, places
+from launch.machine import abilities, checks, checkup, places, start_checks
 from launch.machine.checks import Check, Verdict
 from launch.machine.memory import Memory, this_machine
 from launch.planning import launch_checkup
@@ -140,7 +140,7 @@ def checkup_of(
         listed |= {"ops": partial(checkup.ops, plan.ds), "DeepSpeed": partial(judged, plan, config)}
         listed["rest of the JSON"] = partial(rest, plan, config)
     listed["data"] = partial(data, recipe)
-    listed |= places.functions(directory, *launch_checkup.checkpoint_bytes(recipe), several)
+    listed |= places.functions(directory, *start_checks.checkpoint_bytes(recipe), several)
     return checks.run(listed)
 
 

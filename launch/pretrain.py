@@ -80,7 +80,7 @@ class Pretraining:
         """Nothing: checkpoints are what pretraining leaves."""
 
     def outcome(self, job: Job, directory: RunDirectory, corpus: Corpus) -> dict[str, Any]:
-        from launch.evaluation.generation.sample import sample
+        from launch.training.sample import sample
 
         return {"sample": sample(job.plan.recipe, directory.checkpoints, corpus.tokenizer)}
 

@@ -21,9 +21,9 @@ PACKAGES = {
 }
 # room of launch/ -> the other rooms that it may import; a command (a file at the top) may import them all
 _GROUND = {"console", "ranks", "machine", "deepspeed_fixes"}
-_TRAINING = {*_GROUND, "planning", "checkpoints", "weights"}
+_TRAINING = {*_GROUND, "checkpoints", "weights"}
 _TRAINED = {*_TRAINING, "training", "records"}
-_EVERYTHING = {*_TRAINED, "tables", "evaluation"}
+_EVERYTHING = {*_TRAINED, "planning", "tables", "evaluation"}
 LAUNCH = {
     "console": set(),
     "ranks": {"console"},
@@ -33,8 +33,8 @@ LAUNCH = {
     "checkpoints": {"deepspeed_fixes", "ranks", "machine"},
     "weights": {*_GROUND, "checkpoints", "training"},
     "training": _TRAINING,
-    "records": {"console", "ranks", "machine", "planning"},
-    "tables": {"console", "machine", "planning"},
+    "records": {"console", "ranks", "machine"},
+    "tables": {"console", "machine", "planning", "records"},
     "evaluation": _TRAINED,
     "starting": {*_TRAINED, "evaluation"},
     "reports": _EVERYTHING,
@@ -105,7 +105,11 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 # What pretrain.py reaches over all its imports: files (folders' markers aside) and lines. It only falls.
-ENGINE = (231, 30_300)
+ENGINE = (209, 26_960)
+APART = (
+    *("launch.planning", "launch.tables", "launch.reports", "launch.evaluation", "launch.experiments"),
+    *("data.tasks", "data.prepare"),
+)
 
 
 def test_the_engine_grows_no_further():
@@ -115,6 +119,7 @@ def test_the_engine_grows_no_further():
         new = GRAPH[module] | {module.rsplit(".", depth)[0] for depth in range(1, module.count(".") + 1)}
         queue += new - reached
         reached |= new
+    assert not [module for module in reached if module.startswith(APART)]
     lines = {module: len(MODULES[module].read_text().splitlines()) for module in reached}
     counted = [n for module, n in lines.items() if MODULES[module].name != "__init__.py" or n > 3]
     assert (len(counted), sum(counted)) <= ENGINE and sum(counted) <= ENGINE[1], (len(counted), sum(counted))

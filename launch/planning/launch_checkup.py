@@ -13,17 +13,15 @@ from functools import partial
 from pathlib import Path
 
 from ds_configs.plan import Plan
-from launch.machine import checkup, gpu_checkup, places
+from launch.machine import checkup
 from launch.machine.checks import Check, Function
 from launch.machine.memory import Memory
 from launch.planning import memory_fit
 from launch.planning.prediction.forecast import SNUG
 from launch.ranks import processes
-from modeling import cost
 from recipes import files
 from recipes.plural import counted
 from recipes.problems import Problem, some
-from recipes.schema import Recipe
 
 DEFAULT_PORT = 29500  # of deepspeed and torchrun
 # What the deepspeed launcher of 0.19.8 hands to other machines (launcher/runner.py, cuda_accelerator.py), and
@@ -81,19 +79,6 @@ def read_hosts(path: str | Path) -> Hosts:
     if not slots and not problems:
         problems.append(Problem(str(file), "names no machine", "", "write: name slots=8", where=str(file)))
     return Hosts(slots, tuple(problems))
-
-
-def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
-    """Those that a start can afford, and that nothing else at a start does. `directory`: of the run."""
-    chosen: dict[str, Function] = {
-        "GPU kernels": gpu_checkup.kernels,
-        "variables": checkup.variables,
-        "shared memory": partial(gpu_checkup.shared_memory, processes.local_world_size()),
-    }
-    if processes.rank() == 0:
-        chosen["packages"] = checkup.packages
-        chosen["disk"] = partial(places.space, directory, *checkpoint_bytes(recipe))
-    return chosen
 
 
 def port(environ: Mapping[str, str] = os.environ) -> Check:
@@ -268,22 +253,6 @@ def fits(plan: Plan, memory: Memory, hosts: Hosts | None) -> Check:
     return (
         Check("memory", "warning", f"{came}: snug", fix) if share > 1 - SNUG else Check("memory", "ok", came)
     )
-
-
-def checkpoint_bytes(recipe: Recipe) -> tuple[float, int | None]:
-    """(bytes of a checkpoint, the most that lie on the disk at once; None: no bound is known).
-
-    A checkpoint holds fp32 weights and Adam's two moments (launch/checkpoints), and an old one goes once the
-    newer one is on the disk.
-    """
-    run = recipe.run
-    size = 12.0 * cost.parameters(recipe.model, recipe.positions)
-    saves = recipe.steps // run.save_every if run.save_every else 0
-    saves += bool(run.save_last and not (run.save_every and recipe.steps % run.save_every == 0))
-    most = run.keep_checkpoints + 1 if run.keep_checkpoints else None
-    if run.save_every_minutes is not None:
-        return size, most
-    return size, saves if most is None else min(saves, most)
 
 
 def unread(sections: Sequence[str], untried: str | None) -> Check:

@@ -33,6 +33,26 @@ def needs(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
     return rank_memory.fullest(workload.of_plan(plan), cores, fitted((("fragmentation", 0.0),)))
 
 
+def describe(plan: Plan) -> str:
+    """What a process of the fullest pipeline stage needs, by kind and place."""
+    rank = needs(plan)
+    activations, other = rank.activations + rank.working, rank.buffers + rank.fragmentation + rank.context
+    kinds = (
+        ("model states", rank.states),
+        ("activations", activations),
+        ("loss", rank.logits),
+        ("other", other),
+    )
+    split = ", ".join(f"{name} {_gb(size)}" for name, size in kinds if size)
+    away = ((rank.host, "in host memory"), (rank.nvme, "on NVMe"))
+    more = "".join(f"; {_gb(size)} GB {place}" for size, place in away if size)
+    return f"{_gb(rank.total)} GB per process, as predicted ({split}){more}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g}"
+
+
 def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
     """(whether the row can be run on one such machine, how or why not)."""
     shared = math.prod(recipe.parallel.model_parallel)

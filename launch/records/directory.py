@@ -36,8 +36,8 @@ from data.durable_files import Lock, write_atomically
 from ds_configs.findings import Notice
 from ds_configs.plan import FORM as PLAN
 from ds_configs.plan import Plan, plan_facts, plan_to_json
+from launch.console.launch_lines import run_directory
 from launch.machine import description
-from launch.planning.launch_lines import run_directory
 from recipes import catalog, files
 from recipes.layout import Layout
 from recipes.problems import RecipeError

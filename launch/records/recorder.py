@@ -20,7 +20,6 @@ from launch.console.numbers import short
 from launch.console.progress import Silent, screen
 from launch.machine import description
 from launch.machine.memory import peak_cached_bytes, peak_memory
-from launch.planning.plan_text import describe_plan
 from launch.ranks.start_up import StartClock
 from launch.records import metrics
 from launch.records.directory import RunDirectory
@@ -36,7 +35,7 @@ from launch.records.metrics import (
     finite,
     finite_parts,
 )
-from launch.records.prediction import predicted
+from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import Entropies, Result, TaskScore, hardware_of, make_result, write_result
 from launch.records.result_text import result_text
 from launch.records.step_fields import fields_of
@@ -176,7 +175,7 @@ class Recorder(Silence):
         self._band_kernel, self._clock = band_kernel, clock
         self._entropies = Entropies(corpus_facts.uniform_entropy, corpus_facts.unigram_entropy)
         self._stream = (stream or sys.stdout) if progress else None
-        self._throughput, self._predicted = Throughput(plan), predicted(plan, described)
+        self._throughput = Throughput(plan)
         self._memory_kind, self._step = peak_memory().kind, start_step
         self._drawn: int | None = None  # records in loss.png
         self._show_plan(corpus_facts.summary)
@@ -317,11 +316,8 @@ class Recorder(Silence):
         if self._stream is None:
             return
         hardware = description.summary(dict(self._described))
-        text = describe_plan(
-            self._plan, name=self._name, hardware=hardware, data=data, run_directory=self.directory.path,
-            band_kernel=self._band_kernel, gpus=self._described["accelerators"] > 0,
-            width=terminal.columns(self._stream),
-        )  # fmt: skip
+        around = Surroundings(hardware, self._band_kernel, self.directory.path, data)
+        text = describe_plan(self._plan, self._name, around, terminal.columns(self._stream))
         token = predicted_by(self._plan.recipe.model)
         beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(self._entropies).items())
         to_beat = f"to beat on the validation text, in nats per {token}: {beat}"
@@ -342,7 +338,7 @@ class Recorder(Silence):
         result = make_result(
             self._plan, records, name=self._name, described=self._described, original=self._original,
             entropies=self._entropies, **memory, tiny=self._tiny, emulated_fp16=self._emulated, status=status,
-            reason=because, band_kernel=self._band_kernel, sample=sample, predicted=self._predicted,
+            reason=because, band_kernel=self._band_kernel, sample=sample,
             task_scores=task_scores,
         )  # fmt: skip
         # Before the plot: where another rank has failed, this one is soon ended.

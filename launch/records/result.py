@@ -19,8 +19,8 @@ from data.durable_files import write_atomically
 from ds_configs.plan import Plan
 from launch.console.numbers import gigabytes
 from launch.machine import description
-from launch.planning.comparability import Incomparable, not_comparable
-from launch.planning.deviations import Deviation, deviations
+from launch.records.comparability import Incomparable, not_comparable
+from launch.records.deviations import Deviation, deviations
 from launch.records.metrics import (
     Finite,
     How,
@@ -32,7 +32,6 @@ from launch.records.metrics import (
     ValidationRecord,
     stretches,
 )
-from launch.records.prediction import Predicted
 from launch.records.result_version_1 import from_version_1
 from launch.records.throughput import WARMUP_STEPS, SteadySeconds, Throughput, steady_seconds
 from modeling import cost
@@ -171,7 +170,6 @@ class Result:
         steps: optimizer steps, of which the loss scaler skipped `skipped_steps`.
         not_comparable: why there are no ratios; None also where nothing was published.
         banded_attention_kernel: what computed banded layers; None: all layers are dense.
-        predicted: None: nothing was, as in files of earlier versions.
         start: of the last launch that made a step.
         task_scores: of a fine-tuned model.
         loss_per: what its losses are means over.
@@ -206,30 +204,10 @@ class Result:
     published_source: str | None = None
     banded_attention_kernel: str | None = None
     sample: str | None = None
-    predicted: Predicted | None = None
     start: StartRecord | None = None
     task_scores: tuple[TaskScore, ...] = ()
     loss_per: str = "token"
     version: Literal[2] = 2
-
-    @property
-    def mfu(self) -> float | None:
-        """Share of the peak rate that was reached, no recomputation counted; None: not known.
-
-        The operations are those of the predicted step, which took another time.
-        """
-        seconds, said = self.speed.seconds_per_step, self.predicted
-        if not seconds or said is None or said.mfu is None or said.seconds_per_step is None:
-            return None
-        return said.mfu * said.seconds_per_step / seconds
-
-    @property
-    def head_room(self) -> float | None:
-        """Share of the memory that the fullest process left, negative where it swapped; None: not known."""
-        used, there = self.memory.cached_bytes or self.memory.peak_bytes, self.predicted
-        if not used or there is None or not there.available_bytes:
-            return None
-        return 1 - used / there.available_bytes
 
     @property
     def precision_text(self) -> str | None:
@@ -256,14 +234,13 @@ def make_result(
     reason: str | None = None,
     band_kernel: str | None = None,
     sample: str | None = None,
-    predicted: Predicted | None = None,
     task_scores: Sequence[TaskScore] = (),
 ) -> Result:
     """The result of a run with these records. Failures are results too.
 
     `described`: `description.describe()`. `original`: the recipe before --tiny, --set and --steps.
     `cached_bytes` and `peak_memory_bytes`: the largest of any rank; the records hold rank 0's. `reason`: of
-    the status, stated first. `predicted`: of the plan on that machine.
+    the status, stated first.
     """
     recipe, steps = plan.recipe, records.steps
     last = steps[-1].step if steps else 0
@@ -309,7 +286,6 @@ def make_result(
         published_source=recipe.published.source if recipe.published else None,
         banded_attention_kernel=band_kernel,
         sample=sample,
-        predicted=None if elsewhere else predicted,
         start=records.starts[-1] if records.starts else None,
         task_scores=tuple(task_scores),
         loss_per=predicted_by(recipe.model),

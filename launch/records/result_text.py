@@ -8,7 +8,7 @@ from launch.console.text_table import aligned, table
 from launch.records.metrics import PART_NAMES, Parts
 from launch.records.result import OURS, TFLOPS_BY, Result
 
-NOT_MEASURED, NOT_PREDICTED = "not measured", "not predicted"
+NOT_MEASURED = "not measured"
 EXACT = (
     "the source names no definition; the numbers of NVIDIA's repository count every matrix product, so that "
     "our exact count stands next to them, not the formula"
@@ -60,9 +60,6 @@ def _lines(result: Result) -> list[tuple[str, str]]:
         ("throughput", f"{samples}, {tokens}"),
         ("TFLOPS per GPU", f"{formula} by the published formula, {exact} by exact count"),
         ("peak memory", NOT_MEASURED if peak is None else f"{peak / 1e9:.2f} GB ({memory.kind})"),
-        ("predicted", _predicted(result)),
-        ("of the peak rate", f"{_percent(result.mfu)} (MFU)"),
-        ("memory left", _percent(result.head_room)),
     ]
 
 
@@ -112,21 +109,6 @@ def _parts(what: str, parts: Parts | None) -> list[tuple[str, str]]:
 
 def _loss(value: float | None, remark: str) -> str:
     return NOT_MEASURED if value is None else f"{value:.4f} ({remark})"
-
-
-def _predicted(result: Result) -> str:
-    said = result.predicted
-    if said is None or said.seconds_per_step is None:
-        return NOT_PREDICTED + (f": {said.why_not}" if said and said.why_not else "")
-    step, memory = (
-        f"{number(said.seconds_per_step)} s per step",
-        f"{(said.bytes_per_process or 0) / 1e9:.2f} GB",
-    )
-    return f"{step}, {memory} per process, MFU {_percent(said.mfu)} ({said.node})"
-
-
-def _percent(share: float | None) -> str:
-    return NOT_MEASURED if share is None else f"{100 * share:.3g} %"
 
 
 def _number(value: float | None, unit: str = "") -> str:

@@ -12,6 +12,7 @@ from launch.planning.prediction.forecast import Forecast, forecast, speed
 from launch.planning.prediction.published_step import as_published, published_seconds
 from launch.records.result import Result
 from launch.reports.entries import Entry
+from launch.reports.prediction import of_run
 from launch.reports.runs import Run
 from modeling import cost
 from recipes.schema import Published, Recipe
@@ -131,15 +132,14 @@ def _planned(recipe: Recipe) -> Forecast | None:
 
 def _of_run(name: str, run: Run) -> Line:
     result: Result = run.result
-    said, world = result.predicted, result.layout.world if result.layout else None
+    said, world = of_run(run.plan, run.machine, result), result.layout.world if result.layout else None
     gpus = world if run.machine.get("accelerators") else None  # processes that share cores are no GPUs
-    room = said.available_bytes if said else None
-    needed = said.bytes_per_process if said else None
+    room, needed, seconds = said.available_bytes, said.bytes_per_process, result.speed.seconds_per_step
     return Line(
         name, label_of(run), where="" if run.tiny else _machine(run), gpus=gpus, parameters=result.parameters,
         samples_per_s=result.speed.samples_per_s, tflops=result.speed.exact_tflops,
-        seconds=result.speed.seconds_per_step, predicted_s=said.seconds_per_step if said else None,
-        mfu=result.mfu, predicted_mfu=said.mfu if said else None, left=result.head_room,
+        seconds=seconds, predicted_s=said.seconds_per_step, mfu=said.reached_mfu(seconds),
+        predicted_mfu=said.mfu, left=said.left_by(result.memory.cached_bytes or result.memory.peak_bytes),
         predicted_left=1 - needed / room if needed and room else None, oom=result.status == "OOM",
         predicted_oom=bool(needed and room and needed > room),
     )  # fmt: skip

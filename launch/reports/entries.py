@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from launch.console import numbers
-from launch.planning.comparability import Incomparable, changed_work, not_comparable
-from launch.planning.deviations import Deviation
+from launch.records.comparability import Incomparable, changed_work, not_comparable
+from launch.records.deviations import Deviation
 from launch.records.result import TFLOPS_BY, Compared, Result, compare_with
 from launch.reports.runs import OOM, Run
 from launch.reports.tables import Published, Row

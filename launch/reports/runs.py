@@ -12,8 +12,8 @@ from ds_configs.plan import Plan
 from launch.evaluation import pretrained
 from launch.evaluation.pretrained import Pretrained
 from launch.evaluation.result import Score, read_scores
-from launch.planning.deviations import Deviation
 from launch.ranks import out_of_memory
+from launch.records.deviations import Deviation
 from launch.records.directory import Launch, RunDirectory
 from launch.records.metrics import Records, curve, read_metrics
 from launch.records.result import Result, make_result, read_result

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from launch.console import arguments, output, quiet, terminal
-from launch.machine import abilities, checks, checkup
+from launch.machine import abilities, checks, checkup, start_checks
 from launch.machine.determinism import demand_determinism
-from launch.planning import launch_checkup
 from launch.ranks import ending, joining, launch_environment, orphans, out_of_memory, processes, start_up
 from launch.ranks.meeting import Meeting
 from launch.training import compile_choice
 from launch.training.compile_choice import WISHES
-from launch.training.job import Job, plan_job
+from launch.training.job import Job, assumed_machine, plan_job
 from launch.weights import initial_weights as given_weights
 from recipes.problems import Problem, ProblemsError
 from recipes.refused_by_system import take_file_handles
@@ -202,7 +201,7 @@ def open_run_directory(job: Job, facts: Facts) -> RunDirectory | None:
 
 def check_quickly(job: Job) -> None:
     """The part of doctor.py that takes no time: rank 0 says warnings; what fails raises ProblemsError."""
-    found = checks.run(launch_checkup.quick(job.plan.recipe, job.directory))
+    found = checks.run(start_checks.quick(job.plan.recipe, job.directory))
     checks.refuse(found)
     for check in found:
         if check.verdict == "warning":
@@ -231,21 +230,18 @@ def check_shared(job: Job, meeting: Meeting) -> None:
 
 def show_plan(job: Job) -> None:
     from launch.machine import description
-    from launch.planning.plan_text import describe_plan
-    from launch.planning.resolved_plans import assumed_machine, assumes_gpus
+    from launch.records.plan_text import Surroundings, describe_plan
     from launch.training.build_model import band_kernel
 
     if processes.rank() == 0:
         described, kernel = description.describe(), band_kernel(job.plan)
-        hardware, elsewhere = description.summary(described), assumes_gpus(job.plan)
+        hardware = description.summary(described)
         if job.plan.layout.world != processes.world_size():
             hardware = assumed_machine(job.plan, hardware)
-        how = describe_plan(
-            job.plan, name=job.name, hardware=hardware, run_directory=job.directory, band_kernel=kernel,
-            started=processes.world_size(), gpus=elsewhere or described["accelerators"] > 0,
-            width=terminal.columns(),
-        )  # fmt: skip
-        print(how)
+        around = Surroundings(
+            hardware, band_kernel=kernel, run_directory=job.directory, started=processes.world_size()
+        )
+        print(describe_plan(job.plan, job.name, around, terminal.columns()))
 
 
 def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting, work: Work) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
 from launch.console import terminal
+from launch.console.launch_lines import SCRIPT, arguments, deepspeed, quoted
 from launch.console.text_table import aligned
-from launch.planning.comparability import not_comparable
-from launch.planning.launch_lines import SCRIPT, arguments, deepspeed, quoted
-from launch.planning.plan_text import describe_plan
+from launch.planning import memory_fit
 from launch.planning.resolved_plans import processes, published_plan
+from launch.records.comparability import not_comparable
+from launch.records.plan_text import Surroundings, describe_plan
 from launch.tables.scores import said
 from launch.tables.verifying import evidence
 from modeling import cost
@@ -98,8 +99,9 @@ def describe(
         resolved = [f"  cannot be run as it is: {line}" for line in plan.problems]
     else:
         hardware = str(recipe.hardware or "any")
-        more = derived(plan, original, tiny=tiny)
-        resolved = [describe_plan(plan, name=name, hardware=hardware, more=more, width=width)]
+        more, memory = derived(plan, original, tiny=tiny), memory_fit.describe(plan)
+        around = Surroundings(hardware, memory=memory, more=more)
+        resolved = [describe_plan(plan, name, around, width)]
         lines = launch_lines(recipe, asked, tiny, settings)
         launch = [terminal.command(f"  {line}", width, hang=4) for line in lines]
     reasons = {**recipe.inferred, **recipe.differs, **recipe.unknown}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ds_configs.plan import Machine, Plan
+from ds_configs.findings import Notice
+from ds_configs.jsonfile import ConfigError
+from ds_configs.plan import ANY_GPU, Machine, Plan
 from ds_configs.resolver import resolve
-from launch.planning import resolved_plans
 from launch.ranks import processes
 from launch.training import deepspeed_judgement
 from launch.weights import initial_weights as given_weights
@@ -57,11 +58,10 @@ def plan_job(
     """
     # These take transformers along, which no --help should wait for.
     from data.corpus import check_sources
-    from data.tasks import corpus as task_corpus
 
     config = ds_config or recipe.ds_config
     if elsewhere:
-        plan = resolved_plans.anywhere(recipe, config, machine, planned)
+        plan = anywhere(recipe, config, machine, planned)
     else:
         plan = resolve(recipe, config, processes.world_size(), machine)
     deepspeed_judgement.check(plan, config)
@@ -75,6 +75,28 @@ def plan_job(
         plan = replace(plan, notices=(*plan.notices, *found))
     if recipe.task is None:
         check_sources(recipe)
-    else:
-        task_corpus.check(recipe)
     return plan
+
+
+def anywhere(recipe: Recipe, ds_config: str, machine: Machine, world: int | None = None) -> Plan:
+    """The plan of `world` processes, or of as many as the layout asks for.
+
+    Where `machine` alone is in the way, it is a plan for a GPU that can do everything, and a notice says so.
+    Raises ConfigError: it cannot run on any machine.
+    """
+    try:
+        return resolve(recipe, ds_config, world, machine)
+    except ConfigError as refused:
+        try:
+            plan = resolve(recipe, ds_config, world, ANY_GPU)
+        except ConfigError:
+            raise refused from None
+        here = [Notice("machine", f"refused on this machine: {problem}") for problem in refused.problems]
+        return replace(plan, notices=(*plan.notices, *here))
+
+
+def assumed_machine(plan: Plan, here: str) -> str:
+    """On what a plan of `anywhere` would run, where this machine, called `here`, does not start it."""
+    if any(notice.key == "machine" for notice in plan.notices):
+        return f"planned for GPUs that have fp16, bf16 and every op of DeepSpeed's; here: {here}"
+    return f"planned for machines like this one: {here}"

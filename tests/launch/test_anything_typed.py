@@ -32,8 +32,8 @@ from ds_configs.resolver import resolve
 from launch.checkpoints import manifest
 from launch.checkpoints.inspection import faults
 from launch.console import ends
-from launch.planning.plan_text import describe_plan
 from launch.records.directory import RunDirectory
+from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import read_result
 from launch.reports.runs import read_run
 from recipes import catalog, key_paths
@@ -312,7 +312,7 @@ def test_any_value_of_any_field_is_planned_or_refused(chosen, config, tiny, worl
         assert str(error).strip()
         return
     event("planned")
-    describe_plan(made, name=name, hardware="a CPU", run_directory=Path("runs/x"), band_kernel=None)
+    describe_plan(made, name, Surroundings("a CPU", run_directory=Path("runs/x")))
     assert yaml.safe_load(catalog.dump(made.recipe))["title"] == made.recipe.title
 
 

@@ -20,7 +20,7 @@ from transformers import GPT2LMHeadModel
 from launch import export_hf
 from launch.experiments.parity.comparison import Outcome, compare
 from launch.experiments.parity.layout_cases import FORCED
-from launch.planning import plan_text
+from launch.records import plan_text
 from launch.training import build_model
 from launch.weights import initial_weights
 from modeling import banded_attention as band

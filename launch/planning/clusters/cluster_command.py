@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data.durable_files import write_atomically
-from launch.console import arguments, output, terminal
+from launch.console import arguments, launch_lines, output, terminal
 from launch.console.text_table import aligned
-from launch.planning import launch_lines
 from launch.planning.clusters import dockerfile, kubernetes, map_text, slurm
 from launch.planning.clusters.job import PORT, WRITTEN_BY, Job, Wishes, hostfile
 from launch.planning.clusters.nodes import node_of

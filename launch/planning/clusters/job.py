@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.planning import launch_lines
+from launch.console import launch_lines
 from launch.planning.clusters.nodes import ClusterNode
 from launch.planning.clusters.placement import Placement
 from recipes.layout import Layout

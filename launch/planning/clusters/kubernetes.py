@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 
-from launch.planning import launch_lines
+from launch.console import launch_lines
 from launch.planning.clusters.job import Job, filled
 from modeling import cost
 

@@ -6,11 +6,10 @@ import tempfile
 from dataclasses import dataclass
 
 from ds_configs.jsonfile import ConfigError
-from ds_configs.plan import Plan
+from ds_configs.plan import ANY_GPU, Plan
 from ds_configs.resolver import resolve
 from ds_configs.sections.zero import NVME_VARIABLE
 from launch.planning.clusters.nodes import ClusterNode
-from launch.planning.resolved_plans import ANY_GPU
 from recipes.layout import divisors
 from recipes.plural import counted
 from recipes.problems import Problem, ProblemsError

@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_configs.plan import Plan, Precision
+from launch.machine.model_states import PLACES, offloads, state_widths
 from launch.planning.prediction.software import OURS, SYSTEMS, Software
 from modeling import cost
 from recipes.layout import Layout
 from recipes.schema import Dropout, Model
-
-PLACES: dict[str, cost.Place] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}  # of DeepSpeed's devices
 
 
 @dataclass(frozen=True)
@@ -174,12 +173,6 @@ def as_run_by(work: Workload, software: str) -> Workload:
     return replace(work, software=system, zero_stage=stage, buffers=buffers)
 
 
-def offloads(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sections offload_optimizer and offload_param of the resolved JSON; empty where there is none."""
-    zero = plan.ds.get("zero_optimization") or {}
-    return zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
-
-
 def _buffers(stage: int, zero: dict[str, Any]) -> Buffers:
     """DeepSpeed 0.19.8: `setup_buckets` of stage_1_and_2.py and `__ipg_bucket_flat_buffer` of stage3.py.
 
@@ -195,22 +188,3 @@ def _buffers(stage: int, zero: dict[str, Any]) -> Buffers:
 def usual_buffers(stage: int) -> Buffers:
     """DeepSpeed's defaults for a ZeRO stage."""
     return (Buffers(), Buffers(5e8), Buffers(5e8), Buffers(5e8, live=1e9))[stage]
-
-
-def state_widths(plan: Plan) -> cost.Widths:
-    """Bytes of a number of each kind, as the resolved JSON has them.
-
-    DeepSpeed 0.19.8: `<half>_master_weights_and_grads` keeps the optimizer's weights, and the gradients that
-    it takes, in half precision; Adam's moments follow with `bf16_optimizer_states` on the GPU, and on the CPU
-    with `fp32_optimizer_states: false` (ops/adam/cpu_adam.py); `grad_accum_dtype` is that of the gradients.
-    """
-    if plan.precision == "fp32":
-        return cost.FP32
-    ds, half = plan.ds, plan.precision
-    accumulated = (ds.get("data_types") or {}).get("grad_accum_dtype") or half
-    gradient = 4 if accumulated == "fp32" else 2
-    if not ds.get(half, {}).get(f"{half}_master_weights_and_grads"):
-        return cost.Widths(gradient=gradient)
-    params = (ds.get("optimizer") or {}).get("params") or {}
-    halved = ds.get(half, {}).get("bf16_optimizer_states") or params.get("fp32_optimizer_states") is False
-    return cost.Widths(gradient=gradient, master=2, moment=2 if halved else 4)

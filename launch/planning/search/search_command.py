@@ -15,8 +15,7 @@ from data.durable_files import write_atomically
 from ds_configs import jsonfile
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
-from launch.console import arguments, output, terminal
-from launch.planning import launch_lines
+from launch.console import arguments, launch_lines, output, terminal
 from launch.planning.prediction import forecast_command, forecast_text, hardware, workload
 from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.software import OURS, SYSTEMS

@@ -22,7 +22,7 @@ from launch.checkpoints.placement import Placement
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
 from launch.checkpoints.stored import StoredTensors, load_weights
 from launch.checkpoints.tensor_file import Entry
-from launch.evaluation.generation.sample import sample
+from launch.training.sample import sample
 from launch.weights.export import choose_checkpoint
 from recipes import catalog
 from recipes.files import FileError

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from launch.machine import checks, checkup
+from launch.machine import checks
 from launch.machine.memory import Memory
 from launch.planning import launch_checkup, memory_fit
 from launch.ranks import processes
@@ -134,28 +134,3 @@ def test_the_memory_is_that_of_this_machines_processes(tmp_path):
     for room, verdict in ((1.2 * host, "ok"), (1.01 * host, "warning"), (0.99 * host, "failed")):
         assert launch_checkup.fits(offloaded, Memory(8, 32e9, room), None).verdict == verdict
         assert launch_checkup.fits(offloaded, Memory(0, 0, room), None).verdict == "failed", "all of it"
-
-
-def test_how_much_disk_the_checkpoints_take():
-    def bytes_of(*settings):
-        return launch_checkup.checkpoint_bytes(catalog.load("default/sotu", [f"run.{s}" for s in settings]))
-
-    size, _ = bytes_of()
-    assert size == 12 * 13_891_584
-    assert bytes_of("save_every=0", "save_last=false", "keep_checkpoints=null")[1] == 0
-    assert bytes_of("save_every=0", "save_last=true", "keep_checkpoints=null")[1] == 1
-    assert bytes_of("save_every=100", "save_last=true", "keep_checkpoints=null")[1] == 3, "300 steps"
-    assert bytes_of("save_every=7", "save_last=true", "keep_checkpoints=null")[1] == 43
-    assert bytes_of("save_every=7", "save_last=true", "keep_checkpoints=2")[1] == 3, (
-        "one until the next is there"
-    )
-    assert bytes_of("save_every_minutes=5", "keep_checkpoints=null")[1] is None
-
-
-def test_the_start_runs_the_quick_part(monkeypatch, tmp_path):
-    functions = launch_checkup.quick(catalog.load(), tmp_path)
-    assert {"packages", "GPU kernels", "variables", "disk"} <= set(functions)
-    assert checkup.files_needed(8) == 192
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "disk" not in launch_checkup.quick(catalog.load(), tmp_path), "rank 0 writes"

@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
+from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch import benchmark
 from launch.experiments.benchmarks import gpu_command, gpu_context, gpu_kernels, gpu_steps, step_speed
 from launch.experiments.benchmarks.gpu_context import CannotRunHere, Context, Goal, Outcome
 from launch.experiments.benchmarks.gpu_steps import Step
 from launch.experiments.benchmarks.step_speed import Measured
-from launch.planning.resolved_plans import ANY_GPU
 from recipes import catalog
 
 

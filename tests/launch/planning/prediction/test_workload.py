@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from ds_configs.jsonfile import ConfigError
-from ds_configs.plan import Machine
+from launch.machine.model_states import state_widths
 from launch.planning.prediction import workload
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import speed
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.rank_memory import of_stage
-from launch.planning.resolved_plans import anywhere, published_plan
+from launch.planning.resolved_plans import published_plan
 from launch.records.throughput import Throughput
 from modeling import cost
 from recipes import catalog
@@ -91,7 +90,7 @@ def test_the_jsons_half_precision_states_count():
         made = plan("default/sotu", f"precision={half}", "ds_config=zero2")
         params = {**made.ds["optimizer"]["params"], **(params or {})}
         changed = {**made.ds, "optimizer": {"params": params}, **ds}
-        return workload.state_widths(replace(made, ds=changed))
+        return state_widths(replace(made, ds=changed))
 
     low = {"enabled": True, "bf16_master_weights_and_grads": True}
     assert widths() == widths("fp16") == cost.MIXED and widths("fp32") == cost.FP32
@@ -168,15 +167,3 @@ def test_a_system_with_states_of_its_own_shards_nothing():
     theirs = workload.as_run_by(work, "megatron")
     assert (work.zero_stage, theirs.zero_stage, theirs.buffers) == (1, 0, workload.Buffers())
     assert workload.as_run_by(work, "megatron-deepspeed").zero_stage == 1
-
-
-def test_a_plan_for_another_machine_says_what_this_one_refuses():
-    bare = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
-    made = anywhere(catalog.load("megatron_paper_table1/8.3b-mp-dp"), "fp16_dynamic", bare)
-    assert made.layout.world == 512 and made.precision == "fp16"
-    (notice,) = [notice for notice in made.notices if notice.key == "machine"]
-    assert "refused on this machine: ds_configs/fp16_dynamic.json: fp16.enabled=true: the cpu" in str(notice)
-    assert anywhere(catalog.load(), "3d", bare).layout.world == 4
-    with pytest.raises(ConfigError, match="heads") as refused:
-        anywhere(catalog.load("default", ["parallel.tp=4"]), "fp16_dynamic", bare)
-    assert "no fp16" in str(refused.value), "both reasons"

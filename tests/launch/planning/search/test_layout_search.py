@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from ds_configs.jsonfile import ConfigError
+from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.planning.prediction import forecast_command, workload
 from launch.planning.prediction.forecast import forecast
-from launch.planning.resolved_plans import ANY_GPU
 from launch.planning.search import layout_search, search_command, ways
 from launch.planning.search.layout_search import WORTH
 from recipes import catalog

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Plan
 from launch.console.terminal import wrapped
 from launch.console.text_table import aligned
-from launch.planning.memory_fit import needs
-from launch.planning.prediction.rank_memory import RankMemory
+from launch.machine.model_states import model_states
 from modeling import cost
 from recipes.family_words import WORDS
 from recipes.plural import counted
@@ -19,30 +19,35 @@ from recipes.schema import Model
 OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
 
 
-def describe_plan(
-    plan: Plan,
-    *,
-    name: str,
-    hardware: str,
-    run_directory: Path | None = None,
-    data: Mapping[str, Any] | None = None,
-    band_kernel: str | None = None,
-    started: int | None = None,
-    gpus: bool = True,
-    more: Iterable[tuple[str, str]] = (),
-    width: int | None = None,
-) -> str:
-    """A block of aligned lines of `width` columns, with `more` of them at the end.
+@dataclass(frozen=True)
+class Surroundings:
+    """What stands next to a plan on the screen.
 
-    `data`: the corpus' summary, once it is known. `band_kernel`: what will train banded layers on this
-    machine, if there are any. `started`: the processes of this launch, where it is more than a plan on paper.
-    `gpus`: whether it is for machines that have any.
+    Attributes:
+        band_kernel: what will train banded layers on this machine, if there are any.
+        run_directory: None: nothing is started.
+        data: the corpus' summary, once it is known.
+        started: the processes of this launch, where it is more than a plan on paper.
+        memory: what a process needs; None: its model states, counted.
+        more: lines at the end.
     """
+
+    hardware: str
+    band_kernel: str | None = None
+    run_directory: Path | None = None
+    data: Mapping[str, Any] | None = None
+    started: int | None = None
+    memory: str | None = None
+    more: Iterable[tuple[str, str]] = ()
+
+
+def describe_plan(plan: Plan, name: str, around: Surroundings, width: int | None = None) -> str:
+    """A block of aligned lines of `width` columns."""
     recipe, layout = plan.recipe, plan.layout
     model, o, s, length = recipe.model, recipe.optimizer, recipe.schedule, recipe.sequence_length
     parameters = cost.parameters(model, recipe.positions)
     apart = f" of {recipe.positions} positions" if recipe.positions > length else ""
-    asked = "" if started in (None, layout.world) else ", planned; not started here"
+    asked = "" if around.started in (None, layout.world) else ", planned; not started here"
     tensor = f"{layout.tp} tensor{' (and sequence)' * recipe.parallel.sequence}"
     degrees = f"{tensor} x {layout.pp} pipeline x {layout.dp} data parallel"
     chunks = f"chunks of {counted(recipe.checkpoint_interval, 'layer')}"
@@ -60,23 +65,23 @@ def describe_plan(
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
         ("model", shape),
-        *describe_attention(model, band_kernel),
+        *describe_attention(model, around.band_kernel),
         ("parameters", f"{parameters:,}"),
         ("layout", f"{degrees} = {counted(layout.world, 'process')}{asked}"),
         ("batch", layout.identity()),
         ("precision", describe_precision(plan)),
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
-        ("memory", describe_memory(needs(plan, gpus=gpus))),
+        ("memory", around.memory or describe_states(plan)),
         ("recomputed", recomputed.get(recipe.checkpoint_interval, chunks)),
         (
             "optimizer",
             f"{OPTIMIZERS[o.name]}, lr {o.lr:g}, {betas}, weight decay {o.weight_decay:g}, clip {o.clip:g}",
         ),
         ("schedule", f"{decay}; {tokens}"),
-        *([("data", describe_data(plan, data))] if data else []),
-        ("hardware", hardware),
-        *([("run directory", run_directory)] if run_directory else []),
-        *more,
+        *([("data", describe_data(plan, around.data))] if around.data else []),
+        ("hardware", around.hardware),
+        *([("run directory", around.run_directory)] if around.run_directory else []),
+        *around.more,
     ]
     notices = (wrapped(f"\n  ! {notice}", width) for notice in plan.notices)
     return "\n".join([aligned(lines, indent=2, width=width), *notices])
@@ -95,23 +100,12 @@ def describe_precision(plan: Plan) -> str:
     )
 
 
-def describe_memory(rank: RankMemory) -> str:
-    """What a process of the fullest pipeline stage needs, by kind and place."""
-    activations, other = rank.activations + rank.working, rank.buffers + rank.fragmentation + rank.context
-    kinds = (
-        ("model states", rank.states),
-        ("activations", activations),
-        ("loss", rank.logits),
-        ("other", other),
-    )
-    split = ", ".join(f"{name} {_gb(size)}" for name, size in kinds if size)
-    away = ((rank.host, "in host memory"), (rank.nvme, "on NVMe"))
-    more = "".join(f"; {_gb(size)} GB {place}" for size, place in away if size)
-    return f"{_gb(rank.total)} GB per process, as predicted ({split}){more}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g}"
+def describe_states(plan: Plan) -> str:
+    """Model states of a process of the fullest pipeline stage, by place."""
+    at = model_states(plan)
+    places = ((at.gpu, "per process"), (at.host, "in host memory"), (at.nvme, "on NVMe"))
+    sizes = "; ".join(f"{size / 1e9:.3g} GB {place}" for size, place in places if size)
+    return f"model states of {sizes}, counted; launch/plan.py predicts the rest"
 
 
 def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:

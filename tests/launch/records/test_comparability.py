@@ -10,7 +10,7 @@ from recorded import DESCRIBED, plan
 from ds_configs.jsonfile import find, read
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
-from launch.planning.comparability import Incomparable, not_comparable
+from launch.records.comparability import Incomparable, not_comparable
 from launch.records.metrics import Records, StepRecord
 from launch.records.result import Result, make_result
 from launch.records.result_text import result_text

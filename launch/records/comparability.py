@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ds_configs.findings import Findings
 from ds_configs.jsonfile import ConfigError, find, read
 from ds_configs.known_keys import lookup
-from ds_configs.plan import Machine, Plan
+from ds_configs.plan import ANY_GPU, Plan
 from ds_configs.sections import zero
 from recipes.layout import Layout
 from recipes.nested import differences
@@ -24,7 +24,6 @@ REASONS = {
     "unreadable": "the recipe cannot be read",
     "emulated": "fp16 emulated on a CPU",
 }
-_ANY = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)  # a machine that refuses nothing
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def sharding(config: Mapping[str, Any]) -> str | None:
         return None
     ignored = Findings("")
     stage = zero.stage(dict(config), ignored)
-    parts = [f"ZeRO-{stage}", f"offload {zero.offload(dict(config), stage, _ANY, ignored)}"]
+    parts = [f"ZeRO-{stage}", f"offload {zero.offload(dict(config), stage, ANY_GPU, ignored)}"]
     if lookup(dict(config), "activation_checkpointing.cpu_checkpointing"):
         parts.append("activations in CPU memory")
     return ", ".join(parts)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ds_configs.plan import Plan
-from launch.planning.comparability import short_name
+from launch.records.comparability import short_name
 from recipes.layout import share_batch
 from recipes.nested import flatten
 from recipes.problems import Problem

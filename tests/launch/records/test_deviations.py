@@ -8,7 +8,7 @@ from recorded import plan
 
 from ds_configs.plan import Machine
 from launch import pretrain
-from launch.planning.deviations import deviations
+from launch.records.deviations import deviations
 from launch.starting.launch import show_plan
 from recipes import catalog
 from recipes.layout import Layout

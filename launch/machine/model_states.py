@@ -1,0 +1,65 @@
+"""Bytes of weights, gradients and optimizer states of one process under a resolved plan, counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_configs.plan import Plan
+from modeling import cost
+
+PLACES: dict[str, cost.Place] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}  # of DeepSpeed's devices
+
+
+def model_states(plan: Plan) -> cost.StateBytes:
+    """Bytes on the fullest pipeline stage, where each lies while the optimizer steps."""
+    recipe, layout = plan.recipe, plan.layout
+    zero = plan.ds.get("zero_optimization") or {}
+    optimizer, weights = (PLACES[section.get("device") or "none"] for section in offloads(plan))
+    stages = cost.stages_of(recipe, plan.padded_vocab, layout.pp)
+    parameters = max(
+        cost.parameters_per_rank(
+            recipe.model,
+            recipe.positions,
+            plan.padded_vocab,
+            layout.tp,
+            layers=layers,
+            first=stage == 0,
+            last=stage == layout.pp - 1,
+        )
+        for stage, layers in enumerate(stages)
+    )
+    return cost.placed_state_bytes(
+        parameters,
+        plan.zero_stage,
+        layout.dp,
+        widths=state_widths(plan),
+        optimizer=optimizer,
+        weights=weights,
+        accumulates=layout.accumulation > 1,
+        sub_group=zero.get("sub_group_size", 1e9),
+    ).total
+
+
+def offloads(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The sections offload_optimizer and offload_param of the resolved JSON; empty where there is none."""
+    zero = plan.ds.get("zero_optimization") or {}
+    return zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
+
+
+def state_widths(plan: Plan) -> cost.Widths:
+    """Bytes of a number of each kind, as the resolved JSON has them.
+
+    DeepSpeed 0.19.8: `<half>_master_weights_and_grads` keeps the optimizer's weights, and the gradients that
+    it takes, in half precision; Adam's moments follow with `bf16_optimizer_states` on the GPU, and on the CPU
+    with `fp32_optimizer_states: false` (ops/adam/cpu_adam.py); `grad_accum_dtype` is that of the gradients.
+    """
+    if plan.precision == "fp32":
+        return cost.FP32
+    ds, half = plan.ds, plan.precision
+    accumulated = (ds.get("data_types") or {}).get("grad_accum_dtype") or half
+    gradient = 4 if accumulated == "fp32" else 2
+    if not ds.get(half, {}).get(f"{half}_master_weights_and_grads"):
+        return cost.Widths(gradient=gradient)
+    params = (ds.get("optimizer") or {}).get("params") or {}
+    halved = ds.get(half, {}).get("bf16_optimizer_states") or params.get("fp32_optimizer_states") is False
+    return cost.Widths(gradient=gradient, master=2, moment=2 if halved else 4)

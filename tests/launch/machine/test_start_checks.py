@@ -1,0 +1,29 @@
+"""The checks that every start of a run makes."""
+
+from launch.machine import checkup, start_checks
+from recipes import catalog
+
+
+def test_how_much_disk_the_checkpoints_take():
+    def bytes_of(*settings):
+        return start_checks.checkpoint_bytes(catalog.load("default/sotu", [f"run.{s}" for s in settings]))
+
+    size, _ = bytes_of()
+    assert size == 12 * 13_891_584
+    assert bytes_of("save_every=0", "save_last=false", "keep_checkpoints=null")[1] == 0
+    assert bytes_of("save_every=0", "save_last=true", "keep_checkpoints=null")[1] == 1
+    assert bytes_of("save_every=100", "save_last=true", "keep_checkpoints=null")[1] == 3, "300 steps"
+    assert bytes_of("save_every=7", "save_last=true", "keep_checkpoints=null")[1] == 43
+    assert bytes_of("save_every=7", "save_last=true", "keep_checkpoints=2")[1] == 3, (
+        "one until the next is there"
+    )
+    assert bytes_of("save_every_minutes=5", "keep_checkpoints=null")[1] is None
+
+
+def test_the_start_runs_the_quick_part(monkeypatch, tmp_path):
+    functions = start_checks.quick(catalog.load(), tmp_path)
+    assert {"packages", "GPU kernels", "variables", "disk"} <= set(functions)
+    assert checkup.files_needed(8) == 192
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "disk" not in start_checks.quick(catalog.load(), tmp_path), "rank 0 writes"
