@@ -205,20 +205,21 @@ class Finetuning:
         from launch.evaluation import pretrained
         from launch.evaluation.finetuning_recipe import cut_to, recipe_of
         from launch.machine import abilities
-        from launch.weights import initial_weights
+        from launch.weights.initial_weights import InitialWeights, encoder_in
 
         machine = abilities.detect_machine(args.emulate_fp16)
-        described = initial_weights.encoder_in(args.init)
-        of = (wishes(args), described.model_values, initial_weights.vocabulary_of(args.init), machine)
+        given = InitialWeights(args.init, "--init")
+        described = encoder_in(given)
+        of = (wishes(args), described.model_values, given.vocabulary(), machine)
         first = recipe_of(*of)
         corpus.check(first)
         self._corpus = corpus.build(first, say_on_rank_0)
         original = recipe_of(*of, examples=len(self._corpus.train))
         recipe = cut_to(original, args.steps)
-        weights = None if args.from_scratch else args.init
+        weights = None if args.from_scratch else InitialWeights(args.init)
         found = job_of(args, recipe, original, f"finetune/{args.task}", tiny=False, weights=weights)
         if (initial := found[0].initial_weights) is not None:
-            self._pretrained = pretrained.pretrained_in(initial)
+            self._pretrained = pretrained.pretrained_in(initial.directory)
         return found
 
     def corpus(self, job: Job, meeting: Meeting) -> Corpus:

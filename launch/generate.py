@@ -245,8 +245,8 @@ def loaded(job: Job, meeting: Meeting) -> Any:
     """The model, cut over all processes. Collective."""
     import torch
 
-    from launch.training.build_model import whole_model
     from launch.weights import foreign_weights as given_tensors
+    from modeling.families import whole_model
     from modeling.parallel.process_grid import ProcessGrid
 
     world, first = processes.world_size(), processes.rank() == 0

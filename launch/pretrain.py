@@ -92,7 +92,12 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
         raise ProblemsError([Problem("task", "a recipe with a task", "pretraining has none", fix)])
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
-    return job_of(args, recipe, catalog.load(args.recipe), name, tiny=args.tiny, weights=args.init_from)
+    weights = None
+    if args.init_from is not None:
+        from launch.weights.initial_weights import InitialWeights
+
+        weights = InitialWeights(args.init_from)
+    return job_of(args, recipe, catalog.load(args.recipe), name, tiny=args.tiny, weights=weights)
 
 
 if __name__ == "__main__":

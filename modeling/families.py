@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch.nn import Parameter
 
 from modeling import bert, gpt2, task_heads
 from modeling.family import Family
 from modeling.initialization import Init, canonical_name
 from modeling.layer_list import ModelShape
+from modeling.parallel.layers import group_size
+from modeling.parallel.process_grid import Group
+from recipes.layout import padded_vocab
 from recipes.schema import Model, Recipe
 
 FAMILIES: Mapping[str, Family] = {family.name: family for family in (gpt2.FAMILY, bert.FAMILY)}
@@ -39,3 +45,19 @@ def with_few_layers(recipe: Recipe, stored: int) -> Recipe:
     """At most one layer more than `stored` tensors could fill: of a billion layers none can be made."""
     few = min(recipe.model.layers, stored + 1)
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": few})})
+
+
+def whole_model(
+    recipe: Recipe,
+    weights: Mapping[str, torch.Tensor],
+    group: Group = None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """The model with the given canonical weights in evaluation mode, in one process or cut over `group`.
+
+    Every rank reads one tensor after the other and keeps its slice, on the CPU.
+    """
+    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=weights, dtype=dtype)
+    shape = model_shape(recipe, padded_vocab(recipe.model.vocab_size, group_size(group)))
+    shape = replace(shape, sequence_parallel=False)
+    return family_of(recipe.model).plain(shape, group=group, init=init).eval()

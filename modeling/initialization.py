@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from modeling.parallel.process_grid import Group
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the names of recipes
+NEW_HEADS = ("head.",)  # canonical names of what a head for a task may draw anew
 Size = tuple[int, ...]
 
 

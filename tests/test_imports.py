@@ -21,8 +21,8 @@ PACKAGES = {
 }
 # room of launch/ -> the other rooms that it may import; a command (a file at the top) may import them all
 _GROUND = {"console", "ranks", "machine", "deepspeed_fixes"}
-_TRAINING = {*_GROUND, "checkpoints", "weights"}
-_TRAINED = {*_TRAINING, "training", "records"}
+_TRAINING = {*_GROUND, "checkpoints"}
+_TRAINED = {*_TRAINING, "weights", "training", "records"}
 _EVERYTHING = {*_TRAINED, "planning", "tables", "evaluation"}
 LAUNCH = {
     "console": set(),
@@ -31,7 +31,7 @@ LAUNCH = {
     "deepspeed_fixes": set(),
     "planning": {"console", "ranks", "machine", "tables"},
     "checkpoints": {"deepspeed_fixes", "ranks", "machine"},
-    "weights": {*_GROUND, "checkpoints", "training"},
+    "weights": {*_GROUND, "checkpoints"},
     "training": _TRAINING,
     "records": {"console", "ranks", "machine"},
     "tables": {"console", "machine", "planning", "records"},

@@ -12,7 +12,7 @@ from ds_configs.resolver import resolve
 from launch.evaluation.generation import trained_model
 from launch.evaluation.generation.trained_model import TrainedModel
 from launch.training import deepspeed_judgement
-from launch.weights import initial_weights
+from launch.weights.initial_weights import InitialWeights
 from recipes import overrides
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Batch, Dropout, Parallel, Recipe, Tokenizer
@@ -64,7 +64,7 @@ def open_model(given: str, wishes: Wishes) -> ScoredModel:
         fix = "name the directory of the model's own with --tokenizer DIR"
         raise ProblemsError([Problem(trained_model.TOKENIZER, came, "they are of one vocabulary", fix)])
     recipe = _as_scored(opened.recipe, wishes, opened.vocabulary_at)
-    initial_weights.check(str(opened.weights), recipe)  # with the settings that are wished for
+    InitialWeights(str(opened.weights)).check(recipe)  # with the settings that are wished for
     return ScoredModel(given, opened, recipe)
 
 

@@ -23,6 +23,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor
 
+from data.batches import MicroBatch
 from data.tasks.windows import Window
 from ds_configs.plan import Plan
 from launch.machine import compiled_ops, memory
@@ -32,7 +33,7 @@ from launch.ranks.watchdog import Phase, Watchdog
 from launch.training import micro_batches
 from launch.training.build_model import build_module
 from launch.training.engine import move_buffers
-from launch.training.micro_batches import MicroBatch
+from launch.weights.foreign_weights import read
 from modeling.initialization import DTYPES
 from modeling.layer_list import Pipeline, PipelineLoss
 from modeling.parallel.cross_entropy import token_scores
@@ -69,7 +70,7 @@ def build_scoring_engine(
         memory.pin_no_more_than_asked()
     compiled_ops.prepare(plan.ds, grid.control_group, say)
     deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
-    module = build_module(plan, grid, weights)
+    module = build_module(plan, grid, None if weights is None else read(weights, plan.recipe))
     if isinstance(module, Pipeline):
         module.loss_fn = PipelineLoss(_sum_and_scores, grid.tensor_group, ())
     else:

@@ -21,8 +21,7 @@ from launch.ranks import ending, joining, launch_environment, orphans, out_of_me
 from launch.ranks.meeting import Meeting
 from launch.training import compile_choice
 from launch.training.compile_choice import WISHES
-from launch.training.job import Job, assumed_machine, plan_job
-from launch.weights import initial_weights as given_weights
+from launch.training.job import InitialWeights, Job, assumed_machine, plan_job
 from recipes.problems import Problem, ProblemsError
 from recipes.refused_by_system import take_file_handles
 from recipes.schema import Recipe
@@ -145,11 +144,17 @@ class Facts:
 
 
 def job_of(
-    args: argparse.Namespace, recipe: Recipe, original: Recipe, name: str, *, tiny: bool, weights: str | None
+    args: argparse.Namespace,
+    recipe: Recipe,
+    original: Recipe,
+    name: str,
+    *,
+    tiny: bool,
+    weights: InitialWeights | None,
 ) -> tuple[Job, Facts]:
     """The job of a recipe and of the flags of `add_run_arguments`.
 
-    `original`: the recipe before --tiny, --set and --steps; `weights`: directory of initial ones. Raises
+    `original`: the recipe before --tiny, --set and --steps; `weights`: initial ones. Raises
     ValueError with every problem of recipe and configuration.
     """
     from launch.records.directory import default_path
@@ -161,7 +166,7 @@ def job_of(
         elsewhere=args.plan and not processes.launched(), planned=args.processes,
     )  # fmt: skip
     # Now, since a run that is still training saves newer ones meanwhile.
-    weights = weights and given_weights.resolved(weights)
+    weights = weights and weights.resolved()
     facts = Facts(original, tiny, machine.emulated_fp16)
     if args.out and processes.rank() == 0:
         output.directory("--out", args.out)
@@ -263,7 +268,8 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
     corpus = meeting.settle(lambda: build_corpus(job, meeting, work), PREPARATION)
     meeting.end()
     try:
-        agreement.check(job.plan, corpus, grid.control_group, job.initial_weights)
+        given = job.initial_weights
+        agreement.check(job.plan, corpus, grid.control_group, given.directory if given else None)
         # Once, and before anything in the run directory is cut back to it.
         chosen = reading.Choice(None)
         if job.resume:
@@ -343,7 +349,7 @@ def open_recorder(
         emulated=facts.emulated_fp16, band_kernel=band_kernel(job.plan), clock=facts.clock,
     )  # fmt: skip
     given = job.initial_weights
-    if given and (warning := vocabulary.foreign_tokens(Path(given), corpus.tokenizer)):
+    if given and (warning := vocabulary.foreign_tokens(Path(given.directory), corpus.tokenizer)):
         recorder.say(warning)
     for damaged in chosen.passed_over:
         recorder.say(f"WARNING: {damaged}; it is left as it is, and an older checkpoint is taken")

@@ -1,27 +1,21 @@
-"""From a plan to the model of this rank, and from weights to the whole model."""
+"""From a plan to the model of this rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_configs.plan import Plan
-from launch.weights import foreign_weights as given_tensors
-from launch.weights.foreign_weights import NEW_HEADS
 from modeling import cost
 from modeling.banded_attention import choose, computes_fewer_scores, has_gpu_compiler
 from modeling.families import family_of, model_shape
-from modeling.initialization import DTYPES, Init
+from modeling.initialization import DTYPES, NEW_HEADS, Init
 from modeling.layer_list import Pipeline, Stack
-from modeling.parallel.layers import group_size
-from modeling.parallel.process_grid import Group, ProcessGrid
-from recipes.layout import padded_vocab
-from recipes.schema import Recipe
+from modeling.parallel.process_grid import ProcessGrid
 
 
 def band_kernel(plan: Plan) -> str | None:
@@ -45,17 +39,16 @@ def band_kernel(plan: Plan) -> str | None:
 
 
 def build_module(
-    plan: Plan, grid: ProcessGrid, initial_weights: str | None = None, *, drawn: bool = True
+    plan: Plan, grid: ProcessGrid, given: Mapping[str, torch.Tensor] | None = None, *, drawn: bool = True
 ) -> Stack | Pipeline:
     """The model of this rank, with its initial weights; partitioned as it is built under ZeRO-3.
 
-    `initial_weights`: directory of saved weights to start from instead of random ones; `drawn` False: a
-    checkpoint will be read into it, so that it needs neither.
+    `given`: full tensors by canonical name, instead of random ones; `drawn` False: a checkpoint will be read
+    into it, so that it needs neither.
     """
     recipe, family = plan.recipe, family_of(plan.recipe.model)
     shape = model_shape(recipe, plan.padded_vocab)
     group = grid.tensor_group
-    given = given_tensors.read(initial_weights, recipe) if initial_weights and drawn else None
     new = NEW_HEADS if recipe.model.task_head != "none" else ()
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given, new=new, drawn=drawn)
     if grid.pp > 1:
@@ -65,19 +58,3 @@ def build_module(
         return family.plain(shape, group=group, init=init)
     with deepspeed.zero.Init(data_parallel_group=grid.data_group, config_dict_or_path=plan.ds, mpu=grid):
         return family.plain(shape, group=group, init=replace(init, dtype=DTYPES[plan.precision]))
-
-
-def whole_model(
-    recipe: Recipe,
-    weights: Mapping[str, torch.Tensor],
-    group: Group = None,
-    dtype: torch.dtype = torch.float32,
-) -> Any:
-    """The model with the given canonical weights in evaluation mode, in one process or cut over `group`.
-
-    Every rank reads one tensor after the other and keeps its slice, on the CPU.
-    """
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=weights, dtype=dtype)
-    shape = model_shape(recipe, padded_vocab(recipe.model.vocab_size, group_size(group)))
-    shape = replace(shape, sequence_parallel=False)
-    return family_of(recipe.model).plain(shape, group=group, init=init).eval()

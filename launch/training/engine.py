@@ -21,6 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import set_z3_leaf_modules
 
+from data.batches import MicroBatch
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.bf16_gradient_sums import mend_bf16_sums
 from launch.deepspeed_fixes.loss_scale_floor import is_at_floor
@@ -31,7 +32,6 @@ from launch.machine import compiled_ops, memory
 from launch.training import compiling, micro_batches
 from launch.training.build_model import build_module
 from launch.training.job import Job
-from launch.training.micro_batches import MicroBatch
 from launch.training.outcome import Diverged, StepOutcome, Validation
 from launch.training.schedule import Schedule
 from modeling.parallel.process_grid import ProcessGrid
@@ -72,7 +72,8 @@ def build_engine(
     postpone_compilation()
     # Not left to DeepSpeed: the tracker of dropout states has to know the tensor group before a draw.
     deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
-    module = build_module(plan, grid, job.initial_weights, drawn=not resumed)
+    given = None if resumed or job.initial_weights is None else job.initial_weights.read(plan.recipe)
+    module = build_module(plan, grid, given, drawn=not resumed)
     if plan.zero_stage == 3 and get_accelerator().device_name() == "cpu":
         # Gather a layer's parameters at once: one set of hooks for a layer, not one for each of its leaves.
         # Not on a GPU: DeepSpeed does not gather such a layer ahead of its use.

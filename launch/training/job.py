@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from ds_configs.findings import Notice
 from ds_configs.jsonfile import ConfigError
@@ -11,8 +13,28 @@ from ds_configs.plan import ANY_GPU, Machine, Plan
 from ds_configs.resolver import resolve
 from launch.ranks import processes
 from launch.training import deepspeed_judgement
-from launch.weights import initial_weights as given_weights
 from recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ds_configs.findings import Notice
+
+
+class InitialWeights(Protocol):
+    """Weights in a directory, from which a run starts instead of random ones (`launch.weights`)."""
+
+    @property
+    def directory(self) -> str: ...
+
+    def check(self, recipe: Recipe) -> tuple[Notice, ...]:
+        """Remarks on weights that fit the recipe. Raises ProblemsError with all that does not fit."""
+
+    def resolved(self) -> InitialWeights:
+        """The same weights once a run that still trains has saved newer ones."""
+
+    def read(self, recipe: Recipe) -> Mapping[str, Tensor]:
+        """Full tensors by canonical name, read when they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +47,7 @@ class Job:
     resume: bool = False  # start from the newest complete checkpoint of `directory`, if there is one
     compiled: bool = False  # torch.compile the model
     record_gradients: bool = False  # write the gradients of the first step, to compare layouts
-    initial_weights: str | None = None  # directory of saved weights; None: random ones
+    initial_weights: InitialWeights | None = None  # None: random ones
     cache: Path | None = None  # of vocabularies and tokens; None: `data.cache.default_directory()`
 
     @property
@@ -45,7 +67,7 @@ def plan_job(
     machine: Machine,
     *,
     compiled: bool,
-    initial_weights: str | None,
+    initial_weights: InitialWeights | None,
     elsewhere: bool = False,
     planned: int | None = None,
 ) -> Plan:
@@ -71,8 +93,7 @@ def plan_job(
             "source did, uncompiled; leave --compile out, or --set model.implementation=megarecipes"
         )
     if initial_weights is not None:
-        found = given_weights.check(initial_weights, recipe)
-        plan = replace(plan, notices=(*plan.notices, *found))
+        plan = replace(plan, notices=(*plan.notices, *initial_weights.check(recipe)))
     if recipe.task is None:
         check_sources(recipe)
     return plan

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.batches import MicroBatch
 from data.loader import rank_rows
 from ds_configs.plan import Plan
 from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
@@ -19,7 +20,6 @@ from modeling.parallel.process_grid import ProcessGrid
 from modeling.unpadding import ROW_MULTIPLE, filled, rounded_up, row_of
 from recipes.micro_batch import MicroBatchFields, fields_of
 
-MicroBatch = dict[str, Tensor]
 Device = torch.device | str
 
 LENGTH_MULTIPLE = 8  # trimmed samples stay a multiple of this, which matrix units want

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from data.batches import MicroBatch
 from data.corpus import Corpus
 from data.loader import StepBatches, validation_batches
 from data.samples.fields import HeldOut
@@ -37,7 +38,6 @@ from launch.training import agreement
 from launch.training.engine import Forward, forward, validate
 from launch.training.forward_clock import ForwardClock
 from launch.training.job import Job
-from launch.training.micro_batches import MicroBatch
 from launch.training.outcome import BrokenData, Diverged, SkippedInARow, StepOutcome, Validation
 from launch.training.step_exchange import RankSeconds, StepNews, StepReport, Telling
 from modeling.parallel.process_grid import ProcessGrid

@@ -8,9 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from launch.checkpoints import run_checkpoints as checkpoint
 from launch.checkpoints.stored import StoredTensors
-from launch.training.build_model import whole_model
 from modeling import cost
-from modeling.families import family_of
+from modeling.families import family_of, whole_model
 from recipes.schema import Recipe
 
 LARGEST_SAMPLED = 2_000_000_000  # parameters; rank 0 does not assemble a larger model to continue a prompt

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from data.batches import MicroBatch
 from data.corpus import Corpus
 from data.loader import StepBatches, pinned
 from data.samples.fields import TrainingSamples
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks.processes import gathered
-from launch.training.micro_batches import MicroBatch
 from launch.training.outcome import BrokenData
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.layout import Layout

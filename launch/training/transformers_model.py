@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from launch.ranks import processes
-from launch.weights import foreign_weights as given_tensors
+from launch.training.job import InitialWeights
 from modeling import cost, gpt2
 from modeling.formats.huggingface.conversion import SAME, Form
 from modeling.formats.huggingface.gpt2 import CONVERSION
@@ -41,7 +41,7 @@ class Converted:
 
 def build(
     recipe: Recipe,
-    initial_weights: str | None = None,
+    initial_weights: InitialWeights | None = None,
     say: Callable[[str], None] = lambda text: None,
     *,
     drawn: bool = True,
@@ -53,7 +53,7 @@ def build(
     `TrainingArguments`, which have to be made before and kept. Where nothing is partitioned, ranks but 0 have
     no weights yet: DeepSpeed's engine broadcasts those of rank 0.
 
-    `initial_weights`: directory of a GPT-2 to start from instead of random weights. `say` hears how far the
+    `initial_weights`: a GPT-2 to start from instead of random weights. `say` hears how far the
     weights of a large model are. `drawn` False: a checkpoint will be read into it, so that it needs none.
     """
     config = CONVERSION.config(recipe.model, recipe.positions, recipe.dropout)
@@ -77,7 +77,7 @@ def build(
 def _fill(
     model: GPT2LMHeadModel,
     recipe: Recipe,
-    initial_weights: str | None,
+    initial_weights: InitialWeights | None,
     say: Callable[[str], None],
     drawn: bool,
 ) -> None:
@@ -106,7 +106,7 @@ def _fill(
 
 
 def _canonical_weights(
-    recipe: Recipe, directory: str | None, sources: int
+    recipe: Recipe, initial_weights: InitialWeights | None, sources: int
 ) -> Iterator[tuple[str, Tensor, int]]:
     """(canonical name, full tensor, source) of every parameter; on the meta device on ranks but the source.
 
@@ -114,9 +114,7 @@ def _canonical_weights(
     0: none draws.
     """
     mine = processes.rank()
-    given = None
-    if directory and mine < sources:
-        given = given_tensors.read(directory, recipe)
+    given = initial_weights.read(recipe) if initial_weights and mine < sources else None
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, given=given)
     shape = gpt2.shape_of(recipe, padded_vocab=recipe.model.vocab_size)
     drawn, shapes = (

@@ -30,6 +30,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from data.batches import MicroBatch
 from data.corpus import Corpus
 from data.loader import StepBatches
 from ds_configs.plan import Plan
@@ -44,7 +45,6 @@ from launch.training import engine as steps
 from launch.training import micro_batches, transformers_model
 from launch.training.engine import parameter_groups
 from launch.training.job import Job
-from launch.training.micro_batches import MicroBatch
 from launch.training.run import EXPECTED, EarlyStop, Recorder, TrainingRun, first_step, next_batch, watching
 from launch.training.schedule import Schedule
 from launch.training.training_batches import training_batches

@@ -23,8 +23,7 @@ from launch.checkpoints.run_checkpoints import Checkpoint, Damaged, found
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import Entry, Reader
 from launch.machine import memory
-from launch.training.build_model import whole_model
-from modeling.families import family_of, meta_parameters
+from modeling.families import family_of, meta_parameters, whole_model
 from modeling.formats.huggingface.conversion import Conversion, Logits, Tensors, check_convertible
 from modeling.lazy_weights import LazyWeights
 from recipes import catalog

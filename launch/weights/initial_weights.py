@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ds_configs.findings import Notice
+from launch.weights.foreign_weights import MegatronWeights, RunWeights, Saved, read, saved_in
 from modeling.formats.huggingface.config_forms import (
     FORMS,
     MEGATRON_FORMS,
@@ -18,6 +19,7 @@ from modeling.formats.huggingface.config_forms import (
     Forms,
     form_of,
 )
+from modeling.lazy_weights import LazyWeights
 from recipes.files import FileError
 from recipes.nested import flatten
 from recipes.problems import Problem, ProblemsError
@@ -75,99 +77,102 @@ class GivenModel:
         return recipe.model_copy(update={"model": model, "sequence_length": model.positions})
 
 
-def check(path: str | Path, recipe: Recipe) -> tuple[Notice, ...]:
-    """What differs between weights that can be given to the recipe and the model that it trains.
+@dataclass(frozen=True)
+class InitialWeights:
+    """Weights in a directory, for a run to start from. `key`: the flag that names it."""
 
-    Reads config.json, or arguments, and the headers of the weights; on the first process of a machine also
-    the tensors that have to be equal. Raises ProblemsError with every mismatch, and what to put on the
-    command line instead.
-    """
-    from launch.weights import foreign_weights as given_tensors
+    directory: str
+    key: str = KEY
 
-    directory, where = Path(path), f"{KEY} {str(path)[:200]}"
-    if problems := list(_no_directory(directory)):
-        raise ProblemsError(replace(problem, where=where) for problem in problems)
-    saved, given = given_tensors.saved_in(directory), None
-    try:
-        found = _Config(saved.config(recipe), recipe, saved.forms)
-        problems, given = found.problems, found.given
-    except FileError as error:
-        problems = [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
-    problems += saved.problems(given.as_recipe(recipe) if given else None)
-    if problems:
-        raise ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
-    assert given is not None, "nothing is wrong with what states the model"
-    remarks = (f"those of {path}", *saved.remarks(recipe))
-    return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
+    def check(self, recipe: Recipe) -> tuple[Notice, ...]:
+        """Remarks on weights that fit the recipe.
 
+        Reads config.json, or arguments, and the headers of the weights; on the first process of a machine
+        also the tensors that have to be equal. Raises ProblemsError with every mismatch, and what to put on
+        the command line instead.
+        """
+        saved = self.saved()
+        given, problems = self._model(saved, recipe)
+        if problems := [*problems, *saved.problems(given.as_recipe(recipe) if given else None)]:
+            raise self._error(problems)
+        remarks = (f"those of {self.directory}", *saved.remarks(recipe))
+        return tuple(Notice("init_from", f"initial weights: {text}") for text in remarks)
 
-def described(path: str | Path, recipe: Recipe) -> Recipe:
-    """`recipe` with the model that the weights in a directory are of, for samples of all its positions.
+    def described(self, recipe: Recipe) -> Recipe:
+        """`recipe` with the model that the weights are of, for samples of all its positions.
 
-    Raises ProblemsError: there are none, or what states the model is broken. `check` finds what else is
-    wrong.
-    """
-    from launch.weights import foreign_weights as given_tensors
+        Raises ProblemsError: there are none, or what states the model is broken. `check` finds what else is
+        wrong.
+        """
+        given, problems = self._model(self.saved(), recipe)
+        if given is None:
+            raise self._error(problems)
+        return given.as_recipe(recipe)
 
-    directory, where = Path(path), f"{KEY} {str(path)[:200]}"
-    problems: Sequence[Problem] = list(_no_directory(directory))
-    if not problems:
-        saved = given_tensors.saved_in(directory)
+    def resolved(self) -> InitialWeights:
+        """The same; of a run those of its newest whole checkpoint, which may change."""
+        saved = saved_in(self.directory)
+        if not isinstance(saved, RunWeights):
+            return self
+        return replace(self, directory=str(saved.checkpoint.directory))
+
+    def read(self, recipe: Recipe) -> LazyWeights:
+        """Canonical weights, read when they are asked for. Raises ValueError as `foreign_weights.read`."""
+        return read(self.directory, recipe)
+
+    def vocabulary(self) -> Path:
+        """Where their vocabulary is kept: in the run, or next to them."""
+        saved = saved_in(self.directory)
+        if isinstance(saved, RunWeights):
+            return (saved.checkpoint.directory.parent.parent / "tokenizer").resolve()
+        return Path(self.directory).resolve()
+
+    def saved(self) -> Saved:
+        """Raises ProblemsError: there is no directory."""
+        if problems := list(_no_directory(Path(self.directory))):
+            raise self._error(problems)
+        return saved_in(self.directory)
+
+    def _model(self, saved: Saved, recipe: Recipe) -> tuple[GivenModel | None, Sequence[Problem]]:
+        """The model that is stated, if that is clear, and what is wrong with it for the recipe."""
         try:
             found = _Config(saved.config(recipe), recipe, saved.forms)
-            if found.given:
-                return found.given.as_recipe(recipe)
-            problems = found.problems
         except FileError as error:
-            problems = [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
-    raise ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
+            return None, [replace(problem, fix=problem.fix or SAVED) for problem in error.problems]
+        return found.given, found.problems
+
+    def _error(self, problems: Iterable[Problem]) -> ProblemsError:
+        where = f"{self.key} {self.directory[:200]}"
+        return ProblemsError(replace(problem, where=problem.where or where) for problem in problems)
 
 
-def encoder_in(path: str | Path) -> GivenModel:
+def encoder_in(weights: InitialWeights) -> GivenModel:
     """The model of weights that `save_pretrained` or a run of ours left, for a recipe that takes its shape.
 
     Raises ProblemsError where it is none of ours.
     """
-    from launch.weights import foreign_weights as given_tensors
-
-    directory, where = Path(path), f"--init {str(path)[:200]}"
+    saved = weights.saved()
     fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
-    if problems := list(_no_directory(directory)):
-        raise ProblemsError(replace(problem, where=where) for problem in problems)
-    saved = given_tensors.saved_in(directory)
-    if isinstance(saved, given_tensors.MegatronWeights):
+
+    def refuse(came: str, rule: str, fix: str) -> NoReturn:
+        raise weights._error([Problem(weights.key, came, rule, fix)])
+
+    if isinstance(saved, MegatronWeights):
         rule = "weights of Megatron say nothing of their vocabulary"
-        export = "pretrain from it with --init_from, and fine-tune that run"
-        raise ProblemsError([Problem("--init", "is a checkpoint of Megatron", rule, export, where=where)])
+        refuse(
+            "is a checkpoint of Megatron", rule, "pretrain from it with --init_from, and fine-tune that run"
+        )
     config = saved.config(None)
     known = {form.model_type: form for forms in saved.forms.values() for form in forms}
     form = known.get(str(config.get("model_type")))
     if form is None or FAMILIES[form.model_type] != "bert":
-        kind, rule = _shown(config.get("model_type")), "heads for tasks stand on a BERT"
-        raise ProblemsError([Problem("--init", f"is a model of type {kind}", rule, fix, where=where)])
+        came = f"is a model of type {_shown(config.get('model_type'))}"
+        refuse(came, "heads for tasks stand on a BERT", fix)
     sizes = {key: config.get(theirs, default) for key, (theirs, default) in form.shape.items()}
     if odd := [key for key, size in sizes.items() if type(size) is not int or not 0 < size <= LARGEST]:
         came = f"{form.says} {', '.join(f'{form.shape[key][0]}={_shown(sizes[key])}' for key in odd)}"
-        raise ProblemsError([Problem("--init", came, "sizes are whole numbers", SAVED, where=where)])
+        refuse(came, "sizes are whole numbers", SAVED)
     return GivenModel(form, sizes)
-
-
-def vocabulary_of(path: str | Path) -> Path:
-    """Where the vocabulary of such weights is kept: in the run, or next to them."""
-    from launch.weights.foreign_weights import RunWeights, saved_in
-
-    saved = saved_in(path)
-    if isinstance(saved, RunWeights):
-        return (saved.checkpoint.directory.parent.parent / "tokenizer").resolve()
-    return Path(path).resolve()
-
-
-def resolved(path: str) -> str:
-    """The directory with the weights: of a run that of its newest whole checkpoint, which may change."""
-    from launch.weights.foreign_weights import RunWeights, saved_in
-
-    saved = saved_in(path)
-    return str(saved.checkpoint.directory) if isinstance(saved, RunWeights) else path
 
 
 def _no_directory(path: Path) -> Iterator[Problem]:

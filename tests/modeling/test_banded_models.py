@@ -22,7 +22,7 @@ from launch.experiments.parity.comparison import Outcome, compare
 from launch.experiments.parity.layout_cases import FORCED
 from launch.records import plan_text
 from launch.training import build_model
-from launch.weights import initial_weights
+from launch.weights.initial_weights import InitialWeights
 from modeling import banded_attention as band
 from modeling.families import model_shape
 from modeling.formats.huggingface.gpt2 import CONVERSION
@@ -181,10 +181,10 @@ def test_export_is_refused_before_anything_is_read_or_written(tmp_path):
 def test_weights_of_a_dense_model_are_taken_and_that_is_said(tmp_path):
     recipe, dense = (catalog.load("default/sotu", sets, tiny=True) for sets in (BANDED, ()))
     GPT2LMHeadModel(CONVERSION.config(recipe.model, recipe.sequence_length)).save_pretrained(tmp_path)
-    said = [str(notice) for notice in initial_weights.check(tmp_path, recipe)]
+    said = [str(notice) for notice in InitialWeights(str(tmp_path)).check(recipe)]
     assert said[0] == f"initial weights: those of {tmp_path}"
     assert "layers 1, 3 are banded here: they see 24 of 64 positions (model.attention_window)" in said[1]
-    assert [str(notice) for notice in initial_weights.check(tmp_path, dense)] == said[:1]
+    assert [str(notice) for notice in InitialWeights(str(tmp_path)).check(dense)] == said[:1]
 
 
 # What is said

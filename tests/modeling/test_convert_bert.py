@@ -10,7 +10,7 @@ import transformers
 from their_bert import LENGTHS, REAL, random_input, their_bert
 from torch.testing import assert_close
 
-from launch.training.build_model import whole_model
+from modeling.families import whole_model
 from modeling.formats.huggingface import bert
 from modeling.formats.huggingface.bert import CONVERSION, from_transformers
 from modeling.unpadding import row_of

@@ -8,9 +8,8 @@ import transformers
 from their_bert import LENGTHS, REAL, random_input, their_bert
 from torch.testing import assert_close
 
-from launch.training.build_model import whole_model
 from modeling import cost
-from modeling.families import meta_parameters
+from modeling.families import meta_parameters, whole_model
 from modeling.formats.huggingface.bert import CONVERSION, from_transformers
 from modeling.unpadding import row_of
 from recipes.schema import Recipe

@@ -23,7 +23,7 @@ from launch.evaluation.finetuning_recipe import Wishes, cut_to, recipe_of  # noq
 from launch.records.recorder import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
-from launch.weights import initial_weights  # noqa: E402
+from launch.weights.initial_weights import InitialWeights, encoder_in  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
 
@@ -41,17 +41,17 @@ class Records(Silence):
 
 
 def finetune(out: Path, case: dict) -> None:
-    init = case["init"]
+    weights = InitialWeights(case["init"])
     wishes = Wishes(
         case["task"], case["files"], settings=case["settings"], batch=8, lr=1e-3, sequence_length=32
     )
-    given = initial_weights.encoder_in(init).model_values, initial_weights.vocabulary_of(init), MACHINE
+    given = encoder_in(weights).model_values, weights.vocabulary(), MACHINE
     corpus = build(recipe_of(wishes, *given), say=lambda text: None)
     recipe = cut_to(recipe_of(wishes, *given, examples=len(corpus.train)), case["steps"])
     plan, records = resolve(recipe, case["ds_config"], processes.world_size(), MACHINE), Records()
     directory, scores = out / case["name"], []
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
-    job = Job(plan, case["name"], directory, initial_weights=init)
+    job = Job(plan, case["name"], directory, initial_weights=weights)
     train(job, records, corpus, grid, after=lambda run: scores.extend(predict(run, corpus)))
     if processes.rank() == 0:
         reported = vars(records) | {"scores": {each.split: each.metrics for each in scores}}

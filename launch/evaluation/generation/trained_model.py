@@ -12,8 +12,9 @@ from data.text.vocabularies.published import gpt2_tokenizer, read_tokenizer
 from data.text.vocabularies.vocabulary import missing_roles, vocabulary_size
 from launch.records import vocabulary
 from launch.weights import foreign_weights as given_tensors
-from launch.weights import initial_weights
 from launch.weights.foreign_weights import RunWeights
+from launch.weights.initial_weights import KEY as INIT_FROM
+from launch.weights.initial_weights import InitialWeights
 from modeling.families import family_of
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError
@@ -66,7 +67,7 @@ def open_model(
 
 
 def _open(given: str, tokenizer: str | None, check: Callable[[Recipe], None]) -> TrainedModel:
-    recipe, run, step = initial_weights.described(given, catalog.load()), None, None
+    recipe, run, step = InitialWeights(given).described(catalog.load()), None, None
     saved, weights = given_tensors.saved_in(given), Path(given)
     if isinstance(saved, RunWeights):
         recipe, weights, step = saved.recipe, saved.checkpoint.directory, saved.checkpoint.step
@@ -74,7 +75,7 @@ def _open(given: str, tokenizer: str | None, check: Callable[[Recipe], None]) ->
     check(recipe)
     # The head is not asked, and weights without one are as good.
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"sentence_head": "none"})})
-    initial_weights.check(str(weights), recipe)
+    InitialWeights(str(weights)).check(recipe)
     found, place = _tokenizer(weights, run, recipe, tokenizer)
     if problems := list(_unfit(found, recipe)):
         raise ProblemsError(problems)
@@ -83,8 +84,8 @@ def _open(given: str, tokenizer: str | None, check: Callable[[Recipe], None]) ->
 
 def _of_this_command(problem: Problem) -> Problem:
     """What is said of weights and vocabularies in general, as of this command's arguments."""
-    where = problem.where.removeprefix(f"{initial_weights.KEY} ")
-    return replace(problem, key=KEY if problem.key == initial_weights.KEY else problem.key, where=where)
+    where = problem.where.removeprefix(f"{INIT_FROM} ")
+    return replace(problem, key=KEY if problem.key == INIT_FROM else problem.key, where=where)
 
 
 def _tokenizer(

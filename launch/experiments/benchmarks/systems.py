@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from data.batches import MicroBatch
 from data.corpus import build as build_corpus
 from launch.deepspeed_fixes import zero0
 from launch.experiments.benchmarks.clock import Clock, now
@@ -23,7 +24,7 @@ from launch.machine import abilities, compiled_ops
 from launch.training import compiling
 from launch.training.engine import build_engine, parameter_groups, train_step
 from launch.training.job import Job, plan_job
-from launch.training.micro_batches import MicroBatch, for_plain, normalised, padded, salts_of_step
+from launch.training.micro_batches import for_plain, normalised, padded, salts_of_step
 from launch.training.run import next_batch
 from launch.training.schedule import Schedule, learning_rate
 from launch.training.step_exchange import StepReport, Telling

@@ -19,7 +19,7 @@ from ds_configs.plan import Machine
 from launch.evaluation.finetuning_recipe import Wishes, recipe_of
 from launch.training.engine import parameter_groups
 from launch.training.schedule import learning_rate
-from launch.weights import initial_weights
+from launch.weights.initial_weights import InitialWeights, encoder_in
 from recipes.layout import Layout
 
 MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
@@ -122,7 +122,8 @@ def test_losses_are_those_of_transformers_step_by_step(trained):
     files = {split: str(trained / f"sst2-{split}.jsonl") for split in ("train", "dev")}
     wishes = Wishes("sst2", files, settings=NO_DROPOUT, batch=8, lr=1e-3, sequence_length=32)
     init = trained / "bert"
-    of = (wishes, initial_weights.encoder_in(init).model_values, initial_weights.vocabulary_of(init), MACHINE)
+    given = InitialWeights(str(init))
+    of = (wishes, encoder_in(given).model_values, given.vocabulary(), MACHINE)
     corpus = build(recipe_of(*of), say=lambda text: None)
     recipe = recipe_of(*of, examples=len(corpus.train))
     assert (recipe.sequence_length, recipe.positions) == (32, 64), "all positions are kept"

@@ -15,7 +15,7 @@ from launch.records import vocabulary
 from launch.training import agreement, build_model, transformers_model
 from launch.training.job import plan_job
 from launch.weights import foreign_weights as given_tensors
-from launch.weights import initial_weights
+from launch.weights.initial_weights import InitialWeights
 from recipes import catalog
 from recipes.files import FileError
 from recipes.problems import ProblemsError
@@ -34,7 +34,7 @@ def make_run(path, recipe, step=4, **how):
 
 
 def planned(path, recipe):
-    return plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=str(path))
+    return plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=InitialWeights(str(path)))
 
 
 def refusal(path, recipe):
@@ -46,11 +46,13 @@ def refusal(path, recipe):
 def built(plan, path):
     """Canonical weights of the model that is built."""
     if plan.recipe.model.implementation == "transformers":
-        module = transformers_model.build(plan.recipe, str(path))
+        module = transformers_model.build(plan.recipe, InitialWeights(str(path)))
         return {
             p.canonical_name: p.shard.form.to_ours([p.detach()], p.shard.heads) for p in module.parameters()
         }
-    module = build_model.build_module(plan, SimpleNamespace(tensor_group=None, pp=1), str(path))
+    module = build_model.build_module(
+        plan, SimpleNamespace(tensor_group=None, pp=1), given_tensors.read(path, plan.recipe)
+    )
     full = given_tensors.meta_parameters(plan.recipe)
     return {p.canonical_name: p.detach()[: len(full[p.canonical_name])] for p in module.parameters()}
 
@@ -64,7 +66,7 @@ def test_weights_of_any_form_become_those_of_any_model(form, implementation, tmp
     recipe = tiny("default/sotu", *shorter, "model.positions=64")
     for path in (tmp_path / "run", directory.parent, directory):
         plan = planned(path, recipe)
-        assert initial_weights.resolved(str(path)) == str(directory)
+        assert InitialWeights(str(path)).resolved().directory == str(directory)
     expected = model_tensors(given, 4)
     made = built(plan, directory)
     assert made.keys() == expected.keys() and all(torch.equal(made[n], expected[n]) for n in made)
@@ -115,7 +117,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_refused(tmp_path
     recipe = tiny()
     make_run(tmp_path / "run", recipe, step=4)
     newest = make_run(tmp_path / "run", recipe, step=8)
-    assert initial_weights.resolved(str(tmp_path / "run")) == str(newest)
+    assert InitialWeights(str(tmp_path / "run")).resolved().directory == str(newest)
     file = newest / "rank-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 8
@@ -125,7 +127,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_a_damaged_one_refused(tmp_path
     file.unlink()
     plan = planned(tmp_path / "run", recipe)
     assert "WARNING" in str(plan.notices) and "step-000008 is damaged" in str(plan.notices)
-    assert initial_weights.resolved(str(tmp_path / "run")).endswith("step-000004")
+    assert InitialWeights(str(tmp_path / "run")).resolved().directory.endswith("step-000004")
     assert "is damaged" in refusal(newest, recipe)
     (newest / "manifest.json").rename(newest / "complete.json")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")

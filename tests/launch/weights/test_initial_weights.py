@@ -22,6 +22,7 @@ from launch.training import build_model, transformers_model
 from launch.training.job import plan_job
 from launch.weights import export
 from launch.weights import foreign_weights as given_tensors
+from launch.weights.initial_weights import InitialWeights
 from modeling.families import family_of
 from modeling.formats.huggingface.config_forms import SHAPE
 from modeling.formats.huggingface.weight_files import read_state_dict
@@ -70,7 +71,7 @@ def copy(saved, tmp_path) -> Callable[..., Path]:
 def refusal(directory: Path | str, recipe: Recipe) -> str:
     """What `plan_job` says; nothing else but ProblemsError is raised."""
     with pytest.raises(ProblemsError) as refused:
-        plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=str(directory))
+        plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=InitialWeights(str(directory)))
     return str(refused.value)
 
 
@@ -200,7 +201,9 @@ def test_damaged_weights_and_odd_configurations_are_refused(case, copy):
 
 
 def noticed(directory: Path, recipe: Recipe) -> tuple:
-    return plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=str(directory)).notices
+    return plan_job(
+        recipe, "zero0", MACHINE, compiled=False, initial_weights=InitialWeights(str(directory))
+    ).notices
 
 
 @pytest.mark.parametrize(
@@ -288,7 +291,7 @@ def test_shorter_samples_keep_all_positions(case, saved, tmp_path):
     asked = "=64, but the recipe's sequence_length is 40; to train .* add --set model.positions=64$"
     assert re.search(asked, refusal(directory, alone))
     recipe = tiny(name, (*settings, "sequence_length=40", "model.positions=64"))
-    plan = plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=str(directory))
+    plan = plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=InitialWeights(str(directory)))
     said = [str(notice) for notice in plan.notices if notice.key == "init_from"]
     assert said == [f"initial weights: those of {directory}"]
     batch = export.RandomBatch.of(recipe)
@@ -297,14 +300,14 @@ def test_shorter_samples_keep_all_positions(case, saved, tmp_path):
     conversion = family_of(recipe.model).conversion
     weights = given_tensors.read(directory, recipe)
     if case == "transformers":
-        model = transformers_model.build(recipe, str(directory)).eval()
+        model = transformers_model.build(recipe, InitialWeights(str(directory))).eval()
         with torch.no_grad():
             ours = conversion.logits(model, batch.tokens, None, batch.mask)
     else:
         ours = export.our_logits(recipe, weights, batch)
     assert expected[0].abs().max() > 1 and export.compare(ours, expected, directory) < 1e-4
     if case != "transformers":  # as the run builds it
-        module = build_model.build_module(plan, SimpleNamespace(tensor_group=None, pp=1), str(directory))
+        module = build_model.build_module(plan, SimpleNamespace(tensor_group=None, pp=1), weights)
         built = {parameter.canonical_name: parameter for parameter in module.parameters()}
         table = "embedding.position" if "bert" in case else "position.weight"
         assert len(built[table]) == 64 and torch.equal(built[table], weights[table])

@@ -15,10 +15,12 @@ from ds_configs.plan import Machine
 from launch.training import build_model, transformers_model
 from launch.training.job import plan_job
 from launch.weights import foreign_weights as given_tensors
+from launch.weights.initial_weights import InitialWeights
 from recipes import catalog
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 
+ONE_RANK = SimpleNamespace(tensor_group=None, pp=1)
 MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
 GPT2, BERT = ("default/sotu", ()), ("bert/sotu", ())
 
@@ -28,7 +30,7 @@ def tiny(name: str = "default/sotu", settings: tuple[str, ...] = ()) -> Recipe:
 
 
 def planned(directory: Path, recipe: Recipe):
-    return plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=str(directory))
+    return plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=InitialWeights(str(directory)))
 
 
 def refusal(directory: Path, recipe: Recipe) -> str:
@@ -55,11 +57,11 @@ def test_a_run_of_shorter_samples_starts_from_them(name, settings, tmp_path):
     write(tmp_path, given, weights, Form(version=1.0, tp=2, names="v1"))
     plan = planned(tmp_path, recipe)
     if "transformers" in str(settings):
-        module: torch.nn.Module = transformers_model.build(recipe, str(tmp_path))
+        module: torch.nn.Module = transformers_model.build(recipe, InitialWeights(str(tmp_path)))
         heads = recipe.model.heads
         built = {p.canonical_name: p.shard.form.to_ours([p.detach()], heads) for p in module.parameters()}
     else:
-        module = build_model.build_module(plan, SimpleNamespace(tensor_group=None, pp=1), str(tmp_path))
+        module = build_model.build_module(plan, ONE_RANK, given_tensors.read(tmp_path, recipe))
         built = {
             p.canonical_name: p.detach()[: p.shard.entries] if p.shard else p for p in module.parameters()
         }
