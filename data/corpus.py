@@ -14,13 +14,12 @@ from transformers import PreTrainedTokenizerFast
 from data import cache
 from data.cache import Say
 from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
+from data.samples.families import FAMILIES, Family, family_of
 from data.samples.fields import HeldOut, Parts, TrainingSamples
-from data.samples.splits.stored import store_parts
-from data.samples.splits.streamed import Once, made_here, stream_parts
-from data.samples.streams.families import FAMILIES, Family, family_of
-from data.text.sources.documents import Skipped, Source
-from data.text.sources.opening import open_source
-from data.text.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
+from data.samples.splits import Once, made_here, store_parts, stream_parts
+from data.text.records import Skipped, Source
+from data.text.sources import open_source
+from data.text.vocabulary import build_vocabulary, vocabulary_digest
 from data.tokens.cached import cached_store
 from data.tokens.ready_made import check_ready_made, ready_made_store, store_prefix
 from recipes.schema import BlendPart, Origin, Recipe

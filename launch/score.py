@@ -23,7 +23,7 @@ from launch.ranks.meeting import Meeting
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
-    from data.tasks.task_data import TaskData
+    from data.tasks.windows import TaskData
     from ds_configs.plan import Plan
     from launch.evaluation.result import Score
     from launch.evaluation.scored_model import ScoredModel

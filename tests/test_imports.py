@@ -47,7 +47,7 @@ DATA = (
     {"text"},
     {"tokens"},
     {"samples"},
-    {"corpus", "batches", "prefetch", "prepare"},
+    {"corpus", "prefetch", "prepare"},
     {"loader", "tasks"},
 )
 WITHOUT_TORCH = ("recipes", "ds_configs", "modeling.cost", "launch.console", "launch.planning")

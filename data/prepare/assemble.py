@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.prepare import chunk_file
+from data.prepare.chunk_file import Tally
 from data.prepare.duplicates import Duplicates
-from data.prepare.tally import Tally
-from data.tokens.indexed import StoreWriter
+from data.tokens.store import StoreWriter
 
 STORE = "store"  # prefix of the store's two files
 ARTICLES, SENTENCES, REJECTED = "articles.jsonl", "sentences.jsonl", "rejected"

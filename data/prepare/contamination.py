@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from data.prepare.words import Words, ngrams, words_of
-from data.text.sources.opening import format_of
-from data.text.sources.records import Broken
-from data.text.vocabularies.encoder import grouped
+from data.text.encoder import grouped
+from data.text.records import Broken
+from data.text.sources import format_of
 from recipes import files
 from recipes.schema import Origin
 

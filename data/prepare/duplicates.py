@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.keyed_random import mix
-from data.prepare.minhash import Bands
+from data.prepare.words import Bands
 
 _ROWS_AT_ONCE = 1 << 16
 _COMPARED_AT_ONCE = 1 << 14

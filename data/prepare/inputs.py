@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.prepare.settings import Settings
-from data.text.sources.opening import files_of, format_of, hub_source, looks_like
-from data.text.sources.records import Broken, Raw, RecordFormat, Untitled
+from data.text.records import Broken, Raw, RecordFormat, Untitled
+from data.text.sources import files_of, format_of, hub_source, looks_like
 from recipes.problems import Problem, ProblemsError, Setting, Text
 
 FILES_LOOKED_AT, RECORDS_LOOKED_AT = 8, 100  # before any work is done

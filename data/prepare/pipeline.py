@@ -15,18 +15,19 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from data.prepare import assemble, chunk_file, pool, report, tokenizer
+from data.prepare import assemble, chunk_file, report, tokenizer
+from data.prepare import work as pool
+from data.prepare.chunk_file import BROKEN, Tally
+from data.prepare.cleaning import check_code
 from data.prepare.contamination import read_evaluation
 from data.prepare.duplicates import find_duplicates
 from data.prepare.inputs import Chunk, Cursor, Inputs
-from data.prepare.language import check_code
-from data.prepare.minhash import Bands, choose_bands
 from data.prepare.settings import FORMAT_VERSION, PreparationFailed, Settings
-from data.prepare.tally import BROKEN, Tally
+from data.prepare.words import Bands, choose_bands
 from data.prepare.work import Done, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
-from data.text.vocabularies.encoder import ONE_CORE_BATCH_CHARACTERS, Encoder
-from data.text.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
+from data.text.encoder import ONE_CORE_BATCH_CHARACTERS, Encoder
+from data.text.vocabulary import vocabulary_digest, vocabulary_size
 from recipes.vocabularies import TRAINED
 
 EARLY_RECORDS = 10_000  # from here on too many broken ones end a run at once, not at its end

@@ -10,8 +10,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from data.prepare.chunk_file import BROKEN, Tally
 from data.prepare.inputs import InputFile
-from data.prepare.tally import BROKEN, Tally
 from recipes.plural import counted
 
 HASHED_UP_TO = 1 << 30  # bytes; larger input files are known by size and time of change

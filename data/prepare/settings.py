@@ -11,7 +11,7 @@ import shlex
 from functools import partial
 from typing import Any, Literal
 
-from data.text.formats import wiki_markup as wikitext
+from data.text import wiki_markup
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 from recipes.schema import Origin, Tokenizer
 from recipes.vocabularies import SMALLEST_BPE, TRAINED
@@ -109,7 +109,7 @@ class Settings:
             "name": [origin.name for origin in self.origins],
             **{name: value for name, value in vars(self).items() if name not in elsewhere},
             "tokenizer": self.tokenizer.model_dump(),
-            **({"wikitext": wikitext.VERSION} if self.origin.source == "wikipedia" else {}),
+            **({"wikitext": wiki_markup.VERSION} if self.origin.source == "wikipedia" else {}),
             "decontaminate": list(self.decontaminate),
         }
 

@@ -16,17 +16,13 @@ from itertools import compress
 
 import numpy as np
 
+from data.prepare.chunk_file import BROKEN, Step
+from data.prepare.cleaning import Detect, repair
 from data.prepare.contamination import Evaluation
-from data.prepare.language import Detect
-from data.prepare.minhash import signatures
-from data.prepare.repair import repair
 from data.prepare.settings import in_flags
-from data.prepare.tally import BROKEN, Step
-from data.prepare.words import Words, words_of
-from data.text.sources.documents import Document
-from data.text.sources.records import Broken, Raw, RecordFormat
-from data.text.sources.sentences import Ends, split
-from data.text.vocabularies.encoder import Encoder, grouped
+from data.prepare.words import Words, signatures, words_of
+from data.text.encoder import Encoder, Ends, grouped, sentences_of
+from data.text.records import Broken, Document, Raw, RecordFormat
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
 EXCERPT_CHARACTERS = 200  # of a dropped document
@@ -131,7 +127,7 @@ def keep_language(
 
 
 def split_sentences(documents: Documents, step: Step, reject: Reject, how: Ends) -> Documents:
-    return replace(documents, sentences=[split(text, how) for text in documents.texts])
+    return replace(documents, sentences=[sentences_of(text, how) for text in documents.texts])
 
 
 def tokenize(

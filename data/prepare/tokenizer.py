@@ -11,15 +11,13 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from data.cache import Say
+from data.prepare.cleaning import make_detector, repair
 from data.prepare.inputs import Cursor, Inputs
-from data.prepare.language import make_detector
-from data.prepare.repair import repair
 from data.prepare.settings import Settings
-from data.text.sources.records import Raw
-from data.text.vocabularies.encoder import end_of_document
-from data.text.vocabularies.published import read_tokenizer, ready_made
-from data.text.vocabularies.trained import around, train_bpe, train_wordpiece
-from data.text.vocabularies.vocabulary import missing_roles
+from data.text.encoder import end_of_document
+from data.text.records import Raw
+from data.text.trained_vocabulary import around, train_bpe, train_wordpiece
+from data.text.vocabulary import missing_roles, read_tokenizer, ready_made
 from recipes.problems import Problem, ProblemsError
 from recipes.vocabularies import TRAINED
 

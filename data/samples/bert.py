@@ -27,7 +27,7 @@ from data.keyed_random import generator
 from data.samples.chunks import Lengths, build_chunks
 from data.samples.fields import HELD_OUT_SEED, Fields, HeldOut, StoredSamples, spread
 from data.samples.masking import BertVocabulary, check_whole_words, mask
-from data.tokens.indexed import Store
+from data.tokens.store import Store
 from recipes.micro_batch import FIELDS
 from recipes.plural import counted
 from recipes.problems import Key, Problem, ProblemsError, Setting

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.keyed_random import random_bits
-from data.tokens.indexed import Store
+from data.tokens.store import Store
 
 SHORTEST_TARGET = 2  # tokens
 _BLOCK = 1 << 16

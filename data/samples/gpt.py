@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from data.samples.fields import Fields, HeldOut, StoredSamples, spread, window_count
-from data.tokens.indexed import Store
+from data.tokens.store import Store
 from recipes.plural import counted
 from recipes.problems import Key, Problem, ProblemsError, Setting
 

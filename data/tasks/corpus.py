@@ -14,19 +14,17 @@ from transformers import PreTrainedTokenizerFast
 from data.cache import Say
 from data.corpus import Corpus, unigram_cross_entropy
 from data.samples.fields import HeldOut
-from data.tasks import glue, race, squad
-from data.tasks.examples import Examples, parsed
+from data.tasks import choices, squad
+from data.tasks.choices import Scored
 from data.tasks.features import Features, TaskSamples
-from data.tasks.predictions import Scored
-from data.tasks.records import check_split, read_split
-from data.text.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
+from data.tasks.records import Examples, check_split, parsed, read_split
+from data.text.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe, Task
 from recipes.tasks import TASKS, TaskFacts
 
 SPLITS = ("dev", "dev_mismatched", "test", "test_mismatched")  # that are predicted, in this order
-Parse = Callable[[TaskFacts, dict[str, Any], int, bool], Any]
-MakeSamples = Callable[[Recipe, PreTrainedTokenizerFast, Sequence[Any]], Features]
+Score = Callable[[np.ndarray, Scored | None], Scored]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class PredictedSplit:
 
     name: str
     features: Features
-    score: Callable[[np.ndarray, Scored | None], Scored]
+    score: Score
     examples: int
     broken: int
 
@@ -63,37 +61,14 @@ class Kind:
         predicted: (recipe, tokenizer, split, examples) -> samples to predict, and their `score`.
     """
 
-    parse: Parse
-    training: MakeSamples
-    predicted: Callable[
-        [Recipe, PreTrainedTokenizerFast, str, Sequence[Any]],
-        tuple[Features, Callable[[np.ndarray, Scored | None], Scored]],
-    ]
+    parse: Callable[[TaskFacts, dict[str, Any], int, bool], Any]
+    training: Callable[[Recipe, PreTrainedTokenizerFast, Sequence[Any]], Features]
+    predicted: Callable[[Recipe, PreTrainedTokenizerFast, str, Sequence[Any]], tuple[Features, Score]]
 
 
-def labelled(
-    parse: Parse, features: MakeSamples, score: Callable[[TaskFacts, str, Sequence[Any], np.ndarray], Scored]
-) -> Kind:
-    """The kind whose examples have a label each: samples to train on are made as those to predict are.
-
-    `score`: (facts, split, examples, logits (n, labels)) -> metrics and submission.
-    """
-
-    def predicted(
-        recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, examples: Sequence[Any]
-    ) -> tuple[Features, Callable[[np.ndarray, Scored | None], Scored]]:
-        facts = TASKS[_task(recipe).name]
-        samples = features(recipe, tokenizer, examples)
-        return samples, lambda logits, dev: score(facts, split, examples, logits)
-
-    return Kind(parse, features, predicted)
-
-
-KINDS: Mapping[str, Kind] = {
-    "classification": labelled(glue.parse, glue.features, glue.score),
-    "span": Kind(squad.parse, squad.training, squad.predicted),
-    "choice": labelled(race.parse, race.features, race.score),
-}
+_CHOICES = Kind(choices.parse, choices.features, choices.predicted)
+_SPANS = Kind(squad.parse, squad.training, squad.predicted)
+KINDS = {"classification": _CHOICES, "choice": _CHOICES, "span": _SPANS}
 
 
 def build(recipe: Recipe, say: Say = print) -> TaskCorpus:

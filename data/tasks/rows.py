@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data.text.formats.text_files import JsonlFormat, ParquetFormat, numbered_lines
-from data.text.sources.hub import HubSource
-from data.text.sources.opening import looks_like
-from data.text.sources.records import MAX_RECORD_BYTES, Broken, Raw, RecordFormat, decoded
+from data.text.hub import HubSource
+from data.text.records import MAX_RECORD_BYTES, Broken, Raw, RecordFormat, decoded
+from data.text.sources import looks_like
+from data.text.text_files import JsonlFormat, ParquetFormat, numbered_lines
 from recipes import files
 from recipes.problems import Key, Problem, ProblemsError, Words
 

@@ -1,7 +1,7 @@
-"""Finite sources: tokenized once into a token store of the cache that all later runs map into memory.
+"""Token stores of finite sources in the cache, made once, and the checksums of stores.
 
-Document d of the store is document d of the source, empty ones too, so that one store serves every split.
-Next to it lies a JSON file with what it was made of and its checksums.
+Document d of a cached store is document d of the source, empty ones too, so that one store serves every
+split. Next to it lies a JSON file with what it was made of and its checksums.
 """
 
 from __future__ import annotations
@@ -19,14 +19,44 @@ from transformers import PreTrainedTokenizerFast
 
 from data import cache, durable_files
 from data.cache import SAY_EVERY_S, Say
-from data.durable_files import Damaged
-from data.text.sources.documents import Document, Skipped, Source
-from data.text.vocabularies.encoder import Encoder, SentenceEncoder
-from data.text.vocabularies.vocabulary import vocabulary_digest, vocabulary_size
-from data.tokens.indexed import Checksum, Store, StoreWriter, bin_path, idx_path, open_store
-from data.tokens.verified import checksum_of
+from data.durable_files import Damaged, write_atomically
+from data.text.encoder import Encoder, SentenceEncoder
+from data.text.records import Document, Skipped, Source
+from data.text.vocabulary import vocabulary_digest, vocabulary_size
+from data.tokens.store import Checksum, Store, StoreWriter, bin_path, idx_path, open_store
 from recipes.plural import counted
 from recipes.schema import Origin
+
+READ_BY_ALL = 1 << 26  # bytes of a .bin that every process reads for itself: 0.05 s at zlib's 1.3 GB/s
+
+
+def checksum_of(store: Store, directory: Path, say: Say) -> Checksum:
+    """CRC-32 of both files.
+
+    One process of those that share the cache `directory` reads a large store, and leaves what it found there
+    for all later ones, until size, inode or times of a file change.
+    """
+    if store.tokens_array.nbytes <= READ_BY_ALL:
+        return store.checksum()
+    paths = (idx_path(store.prefix).resolve(), bin_path(store.prefix).resolve())
+    facts = [(path, path.stat()) for path in paths]
+    version = [(str(path), f.st_size, f.st_ino, f.st_mtime_ns, f.st_ctime_ns) for path, f in facts]
+    kept = directory / f"{hashlib.sha256(json.dumps(version).encode()).hexdigest()[:20]}.crc32.json"
+
+    def read() -> Checksum:
+        try:
+            return Checksum(**json.loads(kept.read_text()))
+        except (TypeError, ValueError) as error:
+            raise Damaged(f"{kept} holds no checksums") from error
+
+    def write() -> None:
+        write_atomically(kept, json.dumps(store.checksum(say)._asdict()))
+
+    try:
+        return cache.fetch((kept,), read, write, f"checksum of {store.prefix}", say)
+    except cache.Unwritable:  # then every process reads for itself
+        return store.checksum(say)
+
 
 FORMAT_VERSION = 2
 

@@ -10,11 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from data.cache import Say
 from data.durable_files import Damaged
-from data.text.vocabularies.vocabulary import vocabulary_digest
-from data.tokens.cached import OpenedStore
-from data.tokens.index_format import read_header
-from data.tokens.indexed import Checksum, Store, bin_path, idx_path, open_store
-from data.tokens.verified import checksum_of
+from data.text.vocabulary import vocabulary_digest
+from data.tokens.cached import OpenedStore, checksum_of
+from data.tokens.store import Checksum, Store, bin_path, idx_path, open_store, read_header
 from recipes import files
 from recipes.problems import Key, Problem, ProblemsError, Setting, Text
 from recipes.schema import Origin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from data.tasks.task_data import TaskData
+from data.tasks.windows import TaskData
 from launch.evaluation.scoring import WindowScore
 
 LARGEST_EXPONENT = 700.0  # of e, in float64

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data.durable_files import write_atomically
-from data.tasks.predictions import Scored
+from data.tasks.choices import Scored
 from launch.records.result import TaskScore
 
 if TYPE_CHECKING:

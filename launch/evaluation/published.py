@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from data.tasks.task_data import TaskName
+from data.tasks.windows import TaskName
 from recipes import catalog
 from recipes.family_words import WORDS
 from recipes.schema import Downstream

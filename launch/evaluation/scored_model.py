@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data.text.vocabularies.vocabulary import vocabulary_size
+from data.text.vocabulary import vocabulary_size
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
 from launch.evaluation.generation import trained_model

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data import corpus
-from data.tasks import documents, lambada
-from data.tasks import wikitext103 as wikitext
-from data.tasks.lambada import Variant
 from data.tasks.rows import FLAG, local_file
-from data.tasks.task_data import TaskData, TaskName
+from data.tasks.scored_text import WIKITEXT103, Variant, documents, held_out, lambada, wikitext103
+from data.tasks.windows import TaskData, TaskName
 from launch.evaluation.scored_model import ScoredModel
 from recipes.problems import Problem, ProblemsError
 
@@ -82,14 +80,14 @@ def read_task(
     place = Path(local_file(asked.data)) if asked.data is not None else None
     tokenizer, column, limit = model.trained.tokenizer, asked.column, asked.limit
     if asked.task == "wikitext103":
-        data = wikitext.wikitext103(tokenizer, window, stride, place or wikitext.HUB, column, limit)
+        data = wikitext103(tokenizer, window, stride, place or WIKITEXT103, column, limit)
     elif asked.task == "lambada":
-        data = lambada.lambada(tokenizer, window, asked.variant, place, column, limit)
+        data = lambada(tokenizer, window, asked.variant, place, column, limit)
     elif place:
-        data = documents.documents(tokenizer, window, stride, place, column, limit)
+        data = documents(tokenizer, window, stride, place, column, limit)
     else:
         built = corpus.build(model.recipe, say=say)
-        data = documents.held_out(built.validation, str(built.summary["source"]), limit)
+        data = held_out(built.validation, str(built.summary["source"]), limit)
     if not data.windows:
         first = f", the first: {data.broken[0]}" if data.broken else ""
         came, rule = f"{data.source}: nothing is left to score", f"{len(data.broken)} broken examples{first}"

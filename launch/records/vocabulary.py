@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.text.vocabularies.vocabulary import vocabulary_digest
+from data.text.vocabulary import vocabulary_digest
 from recipes.files import FileError, read_json_object, read_text, refuse
 
 FOLDER = "tokenizer"

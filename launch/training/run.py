@@ -22,7 +22,7 @@ from data.batches import MicroBatch
 from data.corpus import Corpus
 from data.loader import StepBatches, validation_batches
 from data.samples.fields import HeldOut
-from data.text.sources.documents import Skipped
+from data.text.records import Skipped
 from ds_configs.plan import Plan
 from launch.checkpoints import reading
 from launch.checkpoints.engine_state import EngineState

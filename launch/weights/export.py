@@ -16,7 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
-from data.text.vocabularies.vocabulary import vocabulary_size
+from data.text.vocabulary import vocabulary_size
 from launch.checkpoints import inspection, tensor_file
 from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.run_checkpoints import Checkpoint, Damaged, found

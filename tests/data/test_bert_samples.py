@@ -25,7 +25,7 @@ from data.samples.bert import (
 from data.samples.chunks import Lengths, build_chunks, chunks_of_document
 from data.samples.masking import BertVocabulary, check_whole_words, choose, mask
 from data.split_rule import documents_of
-from data.tokens.indexed import Store, StoreWriter, open_store
+from data.tokens.store import Store, StoreWriter, open_store
 from recipes.schema import Masking, Recipe
 
 CLS, SEP, MASK, PAD, TEXT = 1, 2, 3, 0, 10  # tokens from TEXT on are text: TEXT + place in the store

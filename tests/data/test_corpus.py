@@ -23,18 +23,17 @@ from data.cache import default_directory
 from data.corpus import build, check_origin, check_sources
 from data.durable_files import locked
 from data.loader import validation_batches
+from data.samples import splits
 from data.samples.bert import BertFields
-from data.samples.splits import stored as store_parts
-from data.samples.streams.families import family_of
+from data.samples.families import family_of
 from data.split_rule import part_of
-from data.text.sources.documents import Document
-from data.text.sources.opening import PackagedSource
-from data.text.vocabularies.encoder import Encoder
-from data.text.vocabularies.published import gpt2_tokenizer
-from data.text.vocabularies.trained import END_OF_DOCUMENT, train_bpe
-from data.text.vocabularies.vocabulary import vocabulary_digest
-from data.tokens import verified
-from data.tokens.indexed import Store, StoreWriter, open_store
+from data.text.encoder import Encoder
+from data.text.records import Document
+from data.text.sources import PackagedSource
+from data.text.trained_vocabulary import END_OF_DOCUMENT, train_bpe
+from data.text.vocabulary import gpt2_tokenizer, vocabulary_digest
+from data.tokens import cached as verified
+from data.tokens.store import Store, StoreWriter, open_store
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 
@@ -149,16 +148,16 @@ def test_build_measures_the_entropies_on_the_validation_labels(corpus_file, tmp_
 
 
 def test_tokens_of_large_stores_are_counted_in_a_part_that_is_spread_over_all(monkeypatch):
-    monkeypatch.setattr(store_parts, "COUNTED_TOKENS", 400_000)
-    monkeypatch.setattr(store_parts, "_COUNTED_AT_ONCE", 1000)
+    monkeypatch.setattr(splits, "COUNTED_TOKENS", 400_000)
+    monkeypatch.setattr(splits, "_COUNTED_AT_ONCE", 1000)
     tokens = np.arange(4_000_000) * 50 // 4_000_000
-    counts = store_parts.token_counts(lambda start, end: tokens[start:end], len(tokens), 50, "x")
+    counts = splits.token_counts(lambda start, end: tokens[start:end], len(tokens), 50, "x")
     assert counts.sum() == 400_000 and counts.min() > 0.9 * counts.max()
     monkeypatch.undo()
-    exact = store_parts.token_counts(lambda start, end: tokens[start:end], len(tokens), 50, "x")
+    exact = splits.token_counts(lambda start, end: tokens[start:end], len(tokens), 50, "x")
     assert exact.tolist() == np.bincount(tokens).tolist()
     with pytest.raises(ValueError, match="x: token 49 is outside the vocabulary of model.vocab_size=49"):
-        store_parts.token_counts(lambda start, end: tokens[start:end], len(tokens), 49, "x")
+        splits.token_counts(lambda start, end: tokens[start:end], len(tokens), 49, "x")
 
 
 def test_validation_samples_are_spread_over_the_held_out_part(corpus_file, tmp_path):
@@ -543,11 +542,11 @@ def test_a_foreign_store_is_named_by_its_prefix_or_either_file_and_its_tokens_ar
     (tmp_path / "larger").mkdir()
     write_store(tmp_path / "larger" / "foreign", gpt2_tokenizer())
     recipe = store_recipe(tmp_path / "larger", 300, {"kind": "file", "path": "x"})
-    opened = store_parts.OpenedStore("foreign", open_store(tmp_path / "larger" / "foreign"), None, "")
+    opened = splits.OpenedStore("foreign", open_store(tmp_path / "larger" / "foreign"), None, "")
     with pytest.raises(
         ValueError, match="foreign: token .* is outside the vocabulary of model.vocab_size=300"
     ):
-        store_parts.store_parts(recipe, family_of(recipe, gpt2_tokenizer()), opened, 6)
+        splits.store_parts(recipe, family_of(recipe, gpt2_tokenizer()), opened, 6)
 
 
 def test_missing_and_damaged_stores_are_refused(tmp_path):

@@ -17,10 +17,9 @@ import pytest
 import torch
 from launching import ROOT
 
-from data.batches import batch_digest, micro_batch
 from data.corpus import unigram_cross_entropy
 from data.keyed_random import shuffled
-from data.loader import StepBatches, merge_states, rank_rows, validation_batches
+from data.loader import StepBatches, batch_digest, merge_states, micro_batch, rank_rows, validation_batches
 from data.prefetch import Prefetcher
 from data.samples.bert import BertFields
 from data.samples.blend import BLOCK, BlendedSamples, blended_held_out, largest_remainder

@@ -15,22 +15,19 @@ import datasets
 import numpy as np
 import pytest
 
-from data.batches import batch_digest
 from data.corpus import build
-from data.loader import StepBatches, merge_states
+from data.loader import StepBatches, batch_digest, merge_states
+from data.samples import splits
 from data.samples.bert import BertSettings, stack
 from data.samples.gpt import GptFields
+from data.samples.lanes import REMEMBERED, BertLane, GptLane, LaneReader, lane_count
 from data.samples.masking import BertVocabulary
-from data.samples.splits import streamed as stream_parts
-from data.samples.streams.bert import REMEMBERED, BertLane
-from data.samples.streams.gpt import GptLane
-from data.samples.streams.lanes import LaneReader, lane_count
-from data.samples.streams.samples import Lanes, StreamedSamples
+from data.samples.streamed import Lanes, StreamedSamples
 from data.split_rule import part_of
-from data.text.sources.documents import Document
-from data.text.sources.hub import Backoff, HubSource
-from data.text.vocabularies.encoder import Encoder
-from data.text.vocabularies.published import gpt2_tokenizer
+from data.text.encoder import Encoder
+from data.text.hub import Backoff, HubSource
+from data.text.records import Document
+from data.text.vocabulary import gpt2_tokenizer
 from recipes.schema import Masking, Recipe
 
 Layout = namedtuple("Layout", "micro accumulation dp global_batch")
@@ -462,12 +459,12 @@ def test_build_of_a_stream_holds_out_the_first_documents_of_its_files(files, tmp
 
 
 def test_only_the_first_training_tokens_of_a_stream_are_counted(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(stream_parts, "UNIGRAM_TOKENS", 50)
+    monkeypatch.setattr(splits, "UNIGRAM_TOKENS", 50)
     assert build(make_recipe(), tmp_path, quiet, hub(files)).summary["unigram_tokens"] == 50
 
 
 def test_build_of_a_streamed_bert(files, tmp_path):
-    from data.text.vocabularies.trained import train_wordpiece
+    from data.text.trained_vocabulary import train_wordpiece
 
     texts = [text for file in files for text in read(file)] + ["abcdefghijklmnopqrstuvwxyz .,;"]
     size = 70

@@ -25,7 +25,7 @@ from recorded import Outcome, plan, recorder
 from stored import write_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from data.text.vocabularies.trained import around, train_bpe
+from data.text.trained_vocabulary import around, train_bpe
 from ds_configs.jsonfile import ConfigError, available
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from data.corpus import build
-from data.text.vocabularies.trained import train_bpe
-from data.text.vocabularies.vocabulary import vocabulary_digest
+from data.text.trained_vocabulary import train_bpe
+from data.text.vocabulary import vocabulary_digest
 from launch import export_hf
 from launch.checkpoints import run_checkpoints as checkpoints
 from launch.checkpoints.stored import load_weights

@@ -12,7 +12,7 @@ from launching import ROOT, run, run_ranks
 from stored import model_tensors, write_checkpoint
 from transformers import BertForMaskedLM, GPT2LMHeadModel
 
-from data.text.vocabularies.trained import around, train_bpe, train_wordpiece
+from data.text.trained_vocabulary import around, train_bpe, train_wordpiece
 from launch import generate
 from launch.console import ends
 from launch.records import vocabulary

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from data import corpus
-from data.batches import batch_digest
-from data.samples.splits import streamed
-from data.samples.streams.samples import StreamedSamples
+from data.loader import batch_digest
+from data.samples import splits
+from data.samples.streamed import StreamedSamples
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch.ranks import ending, processes
@@ -55,7 +55,7 @@ def batches_of(case: dict, settings: list[str], meeting: Meeting) -> dict:
 if __name__ == "__main__":
     out, cases, *given = sys.argv[1:]
     with ending.clean_exit():
-        streamed.read_head = counted(streamed.read_head, "heads")
+        splits.read_head = counted(splits.read_head, "heads")
         StreamedSamples.take = counted(StreamedSamples.take, "samples")
         met = Meeting()
         met.settle(lambda: None)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from data.text.vocabularies.published import gpt2_tokenizer, read_tokenizer
-from data.text.vocabularies.vocabulary import missing_roles, vocabulary_size
+from data.text.vocabulary import gpt2_tokenizer, missing_roles, read_tokenizer, vocabulary_size
 from launch.records import vocabulary
 from launch.weights import foreign_weights as given_tensors
 from launch.weights.foreign_weights import RunWeights

@@ -24,12 +24,12 @@ import pytest
 from launching import ROOT, environment
 
 from data.prepare import pipeline
-from data.prepare.pool import WorkerDied
 from data.prepare.settings import Settings
-from data.text.sources.opening import packaged_files
-from data.text.vocabularies.published import read_tokenizer
-from data.text.vocabularies.trained import train_wordpiece, wordpiece_tokenizer
-from data.tokens.indexed import open_store
+from data.prepare.work import WorkerDied
+from data.text.sources import packaged_files
+from data.text.trained_vocabulary import train_wordpiece, wordpiece_tokenizer
+from data.text.vocabulary import read_tokenizer
+from data.tokens.store import open_store
 from recipes.problems import ProblemsError
 from recipes.schema import Origin, Tokenizer
 

@@ -9,11 +9,11 @@ import ftfy
 import numpy as np
 import pytest
 
-from data.prepare import contamination, repair
+from data.prepare import cleaning as repair
+from data.prepare import contamination
+from data.prepare.cleaning import make_detector
 from data.prepare.duplicates import find_duplicates
-from data.prepare.language import make_detector
-from data.prepare.minhash import Bands, choose_bands, signatures
-from data.prepare.words import ngrams, words_of
+from data.prepare.words import Bands, choose_bands, ngrams, signatures, words_of
 
 BROKEN_PIECES = (
     "a",

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from tasked import sentences, write_lines
 
-from data.tasks import glue, race
-from data.tasks.examples import Wrong, parsed
-from data.tasks.predictions import accuracy, f1
-from data.tasks.records import read_split
+from data.tasks import choices
+from data.tasks.choices import accuracy, f1
+from data.tasks.records import Wrong, parsed, read_split
 from recipes.problems import ProblemsError
 from recipes.tasks import TASKS
 
@@ -85,8 +84,8 @@ def test_broken_examples_are_counted_and_named(tmp_path):
     )
     with path.open("a") as file:
         file.write("{\n")
-    found = parsed("dev", read_split(SST2, "dev", str(path)), lambda *of: glue.parse(SST2, *of))
-    assert [example.texts[0] for example in found.sound] == [record["sentence"] for record in sound]
+    found = parsed("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
+    assert [example.choices[0][0] for example in found.sound] == [record["sentence"] for record in sound]
     assert "dev: 3 broken examples left out" in str(found)
     assert f"{path}:4: label 2 is out of range: it is one of 0..1 (negative, positive)" in str(found)
     assert f"{path}:5: sentence is int" in str(found) and f"{path}:6: not JSON" in str(found)
@@ -97,16 +96,16 @@ def test_a_file_of_broken_examples_alone_is_refused(tmp_path):
     with pytest.raises(
         ProblemsError, match=r"all of its 5 examples are broken: .*label 7 is out of range"
     ) as refused:
-        parsed("dev", read_split(SST2, "dev", str(path)), lambda *of: glue.parse(SST2, *of))
+        parsed("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
     assert "--dev" in str(refused.value)
 
 
 def test_labels_may_be_names_and_are_hidden_in_a_test_alone():
     of = {"sentence": "a film"}
-    assert glue.parse(SST2, {**of, "label": "positive"}, 0, True).label == 1
-    assert glue.parse(SST2, {**of, "label": -1}, 0, False).label is None
+    assert choices.parse(SST2, {**of, "label": "positive"}, 0, True).label == 1
+    assert choices.parse(SST2, {**of, "label": -1}, 0, False).label is None
     with pytest.raises(Wrong, match="label -1 is out of range"):
-        glue.parse(SST2, {**of, "label": -1}, 0, True)
+        choices.parse(SST2, {**of, "label": -1}, 0, True)
 
 
 def test_f1_is_of_label_one():
@@ -126,12 +125,12 @@ def test_race_fills_blanks_and_scores_schools():
         "answer": "B",
     }
     names = ["high1.txt", "high1.txt", "middle2.txt"]
-    every = [race.parse(facts, {**record, "example_id": name}, i, True) for i, name in enumerate(names)]
-    assert race.with_option(record["question"], "bad") == "it is bad ."
-    assert race.with_option("what is it?", "bad") == "what is it? bad"
+    every = [choices.parse(facts, {**record, "example_id": name}, i, True) for i, name in enumerate(names)]
+    assert choices.with_option(record["question"], "bad") == "it is bad ."
+    assert choices.with_option("what is it?", "bad") == "what is it? bad"
     logits = np.eye(4)[[1, 0, 1]]
-    done = race.score(facts, "dev", every, logits)
+    done = choices.score(facts, "dev", every, logits)
     assert done.metrics == {"accuracy": 2 / 3, "middle_accuracy": 1.0, "high_accuracy": 0.5}
     assert [json.loads(line)["answer"] for line in done.files["race.jsonl"].splitlines()] == ["B", "A", "B"]
     with pytest.raises(Wrong, match="it has 3 options, and 4 are needed"):
-        race.parse(facts, {**record, "options": ["a", "b", "c"]}, 0, True)
+        choices.parse(facts, {**record, "options": ["a", "b", "c"]}, 0, True)

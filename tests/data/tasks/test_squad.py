@@ -11,10 +11,19 @@ import pytest
 from tasked import VOCABULARY, WORDS
 from transformers import BertTokenizer
 
-from data.tasks.examples import Wrong
-from data.tasks.predictions import Scored
-from data.tasks.squad import Question, Span, best_spans, parse, scored, windows_of
-from data.tasks.squad_metrics import best_threshold, judged, means
+from data.tasks.choices import Scored
+from data.tasks.records import Wrong
+from data.tasks.squad import (
+    Question,
+    Span,
+    best_spans,
+    best_threshold,
+    judged,
+    means,
+    parse,
+    scored,
+    windows_of,
+)
 from recipes.schema import Recipe
 from recipes.tasks import TASKS
 

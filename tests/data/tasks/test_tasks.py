@@ -10,9 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from scored import PASSAGES, tokenizer_of
 
-from data.tasks.documents import documents
-from data.tasks.lambada import lambada
-from data.tasks.wikitext103 import detokenized, original_tokens, wikitext103
+from data.tasks.scored_text import detokenized, documents, lambada, original_tokens, wikitext103
 from recipes.problems import ProblemsError
 
 ORIGINAL = (

@@ -21,22 +21,20 @@ import pytest
 from backports import zstd
 
 from data.prepare import pipeline
+from data.prepare.chunk_file import Step, Tally
 from data.prepare.inputs import Cursor, Inputs
 from data.prepare.pipeline import TooManyBroken, check_broken
-from data.prepare.pool import WorkerDied
 from data.prepare.settings import Settings, in_flags
-from data.prepare.tally import Step, Tally
-from data.text.formats import wikipedia
-from data.text.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
-from data.text.formats.wiki_markup import plain_text
-from data.text.formats.wikipedia import WikipediaFormat
-from data.text.sources import records, sentences
-from data.text.sources.documents import Skipped
-from data.text.sources.hub import Backoff, HubSource, is_temporary
-from data.text.sources.opening import FileSource, PackagedSource, files_of, format_of, open_source
-from data.text.sources.records import EXCERPT_BYTES, Broken, Raw
-from data.text.vocabularies.published import read_tokenizer
-from data.text.vocabularies.trained import train_bpe, train_wordpiece
+from data.prepare.work import WorkerDied
+from data.text import encoder, records, wikipedia
+from data.text.hub import Backoff, HubSource, is_temporary
+from data.text.records import EXCERPT_BYTES, Broken, Raw, Skipped
+from data.text.sources import FileSource, PackagedSource, files_of, format_of, open_source
+from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
+from data.text.trained_vocabulary import train_bpe, train_wordpiece
+from data.text.vocabulary import read_tokenizer
+from data.text.wiki_markup import plain_text
+from data.text.wikipedia import WikipediaFormat
 from launch import prepare_data
 from launch.console import preparation_flags
 from recipes.problems import Key, Problem, ProblemsError, Setting
@@ -870,21 +868,25 @@ def test_an_answer_of_the_hub_is_tried_again_also_at_first():
 def test_sentences_lose_nothing_but_white_space():
     text = list(PackagedSource().documents())[100].text
     for how in ("split", "lines"):
-        found = sentences.split(text, how)
+        found = encoder.sentences_of(text, how)
         assert "".join("".join(found).split()) == "".join(text.split())
         assert all(s == s.strip() and s and "\n" not in s for s in found)
-    assert 20 < sum(map(len, sentences.split(text, "split"))) / len(sentences.split(text, "split")) < 400
+    assert (
+        20
+        < sum(map(len, encoder.sentences_of(text, "split"))) / len(encoder.sentences_of(text, "split"))
+        < 400
+    )
 
 
 def test_sentences_end_where_they_end():
     text = "Dr. Smith of the U.S. paid $3.50\nfor it. He left!  Did he?\n\nA new paragraph"
-    assert sentences.split(text, "split") == [
+    assert encoder.sentences_of(text, "split") == [
         "Dr. Smith of the U.S. paid $3.50 for it.",
         "He left!",
         "Did he?",
         "A new paragraph",
     ]
-    assert sentences.split("One. Two\n\n  three \n", "lines") == ["One. Two", "three"]
+    assert encoder.sentences_of("One. Two\n\n  three \n", "lines") == ["One. Two", "three"]
     items = [f"item {i} of a list without full stops" for i in range(100)]
-    assert sentences.split("\n".join(items), "split") == items
-    assert sentences.split(" \n ", "split") == []
+    assert encoder.sentences_of("\n".join(items), "split") == items
+    assert encoder.sentences_of(" \n ", "split") == []

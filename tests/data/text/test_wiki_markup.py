@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from data.text.formats.wiki_markup import plain_text
+from data.text.wiki_markup import plain_text
 
 SHOWN = [
     # From the speed of light to the mass of an electron: numbers with powers of ten.

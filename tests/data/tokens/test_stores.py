@@ -11,8 +11,7 @@ import pytest
 from data.durable_files import Damaged
 from data.samples.gpt import GptSamples, Stream
 from data.split_rule import PARTS, documents_of, part_of, parts
-from data.tokens.index_format import read_index
-from data.tokens.indexed import StoreWriter, open_store, token_dtype
+from data.tokens.store import StoreWriter, open_store, read_index, token_dtype
 
 END = 9
 
@@ -107,7 +106,7 @@ def test_what_is_written_is_read_by_an_independent_reader_and_by_ours(tmp_path, 
 
 
 def test_many_documents_at_once_make_the_same_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.tokens.indexed.BLOCK", 3)  # several blocks of pointers
+    monkeypatch.setattr("data.tokens.store.BLOCK", 3)  # several blocks of pointers
     documents = [[[1, 2], [3]], [], [[4, 5, 6], [], [7]], [[8]]]
     with StoreWriter(tmp_path / "one", 100) as writer:
         for document in documents:
@@ -200,7 +199,7 @@ GOOD_IDX = index_bytes(**GOOD)
     ],
 )
 def test_a_broken_store_is_refused_with_what_is_wrong(tmp_path, monkeypatch, idx, message):
-    monkeypatch.setattr("data.tokens.index_format.BLOCK", 2)  # what is wrong may lie in a later block
+    monkeypatch.setattr("data.tokens.store.BLOCK", 2)  # what is wrong may lie in a later block
     with pytest.raises(Damaged, match=message):
         open_store(write_pair(tmp_path, idx))
 

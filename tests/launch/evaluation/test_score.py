@@ -154,8 +154,7 @@ def test_from_scratch_scores_the_weights_that_the_run_began_with(made, tmp_path)
 
 def test_a_right_word_counts_whole():
     """A word of two tokens is right where both are; its last token alone counts apart."""
-    from data.tasks.task_data import TaskData
-    from data.tasks.windows import Window
+    from data.tasks.windows import TaskData, Window
     from launch.evaluation.scoring import WindowScore
 
     windows = tuple(Window(torch.arange(5).numpy(), counted) for counted in (2, 2, 1, 1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from stored import model_tensors, write_checkpoint
 
-from data.text.vocabularies.trained import train_bpe
+from data.text.trained_vocabulary import train_bpe
 from ds_configs.plan import Machine
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.records import vocabulary

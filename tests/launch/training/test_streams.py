@@ -5,7 +5,7 @@ import json
 import pytest
 from launching import WORKERS, run_ranks
 
-from data.text.vocabularies.trained import around, train_bpe
+from data.text.trained_vocabulary import around, train_bpe
 from launch.checkpoints.run_checkpoints import newest
 from launch.records.metrics import read_metrics
 

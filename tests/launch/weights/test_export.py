@@ -9,7 +9,7 @@ import torch
 from stored import model_tensors, write_checkpoint
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from data.text.vocabularies.trained import train_bpe
+from data.text.trained_vocabulary import train_bpe
 from launch import export_hf
 from launch.checkpoints import tensor_file
 from launch.checkpoints.manifest import MOMENTS, WEIGHT

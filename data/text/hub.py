@@ -19,8 +19,7 @@ from http.client import HTTPException
 from typing import Any
 
 from data.cache import Say
-from data.text.sources.documents import Document, Skipped, left_out_or_refused
-from data.text.sources.records import Broken, Raw, broken, field_text
+from data.text.records import Broken, Document, Raw, Skipped, broken, field_text, left_out_or_refused
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 
 _NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}

@@ -1,4 +1,4 @@
-"""Text to tokens, in batches. Imports neither transformers nor torch, for quick worker processes."""
+"""Text to sentences and tokens, in batches. Worker processes import it: neither transformers nor torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,37 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
+import sentencex
 from tokenizers import Tokenizer
 
-from data.text.sources import sentences
 from recipes.problems import Key, Problem, ProblemsError
+
+LANGUAGE = "en"
+Ends = Literal["split", "lines"]  # how it is told where a sentence ends
+# Characters; a longer one over several lines is a list or a table, which sentencex takes for a sentence.
+LONG_SENTENCE = 1000
+
+
+def sentences_of(text: str, how: Ends) -> list[str]:
+    """Sentences in order, none of them empty. Joined they give the text back but for whitespace.
+
+    split: at the ends of sentences, by sentencex's rules for English; lines: every line is one already.
+    """
+    if how == "lines":
+        pieces = text.split("\n")
+    else:
+        assert how == "split", how
+        found = sentencex.segment(LANGUAGE, text)
+        pieces = [line for s in found for line in (s.split("\n") if len(s) > LONG_SENTENCE else [s])]
+    stripped = (
+        piece.strip() for piece in pieces
+    )  # and on one line, as the one-sentence-per-line form needs it
+    return [" ".join(piece.split()) if "\n" in piece else piece for piece in stripped if piece]
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
 
 BATCH_CHARACTERS = 1 << 22  # enough for all cores
 # For one core: the library's objects of a batch, some 100 bytes per token, stay in the processor's cache.
@@ -134,5 +158,5 @@ class SentenceEncoder:
 
     def __call__(self, documents: Iterable[D]) -> Iterator[tuple[D, list[np.ndarray]]]:
         for batch in grouped(documents, lambda document: len(document.text), self._least):
-            texts = [sentences.split(document.text, self._how) for document in batch]
+            texts = [sentences_of(document.text, self._how) for document in batch]
             yield from zip(batch, self._encoder.encode_sentences(texts), strict=True)

@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from data.text.formats.archives import READ_ERRORS, decompressed
-from data.text.formats.wiki_markup import Pathological, plain_text
-from data.text.sources import records
-from data.text.sources.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Broken, Raw, broken, damaged, too_large
+from data.text.records import (
+    EXCERPT_BYTES,
+    MAX_RECORD_BYTES,
+    Broken,
+    Raw,
+    broken,
+    damaged,
+    too_large,
+    unusable,
+)
+from data.text.text_files import READ_ERRORS, decompressed
+from data.text.wiki_markup import Pathological, plain_text
 
 _OPEN, _CLOSE, _END = b"<page>", b"</page>", b"</mediawiki>"
 _BLOCK = 1 << 20
@@ -93,16 +101,16 @@ class WikipediaFormat:
         try:
             page = ElementTree.fromstring(raw.payload)
         except ElementTree.ParseError as error:
-            return records.unusable(raw, "malformed XML", f"{error} of the page")
+            return unusable(raw, "malformed XML", f"{error} of the page")
         if not (revisions := page.findall("revision")):
-            return records.unusable(raw, "page without a <revision>", "nothing to read")
+            return unusable(raw, "page without a <revision>", "nothing to read")
         latest = revisions[-1]
         if latest.findtext("model", "wikitext") != "wikitext":  # scripts, style sheets, JSON
             return None
         try:
             return plain_text(latest.findtext("text") or "") or None
         except Pathological as error:
-            return records.unusable(raw, "wikitext", str(error))
+            return unusable(raw, "wikitext", str(error))
 
 
 def _is_article(page: bytes, others: frozenset[bytes]) -> bool:

@@ -1,18 +1,76 @@
-"""JSON lines, parquet and plain text, compressed or not, as records."""
+"""JSON lines, parquet and plain text as records, and compressed files as a stream."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import json
+import lzma
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from data.text.formats.archives import READ_ERRORS, decompressed, opened
-from data.text.sources import records
-from data.text.sources.records import MAX_RECORD_BYTES, Broken, Raw, Untitled, broken, damaged, too_large
+from backports import zstd  # in Python 3.14's standard library: compression.zstd
+
+from data.text.records import (
+    EXCERPT_BYTES,
+    MAX_RECORD_BYTES,
+    Broken,
+    Raw,
+    Untitled,
+    broken,
+    choose_column,
+    damaged,
+    decoded,
+    field_text,
+    too_large,
+    unusable,
+)
 from recipes.problems import Setting, Text
+
+# What reading a damaged or cut archive raises.
+READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+_BUFFER = 1 << 20
+_BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, or the end of an empty file
+_LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}  # as `zstd --long=31` writes
+
+
+@contextmanager
+def decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
+    """The file's content. Its first bytes tell the compression, not its name; all parts of it are read.
+
+    Raises:
+        ValueError: the file cannot be opened.
+    """
+    with opened(path) as file:
+        head = file.read(10)
+        file.seek(0)
+        content: io.BufferedIOBase = file
+        if head.startswith(b"\x1f\x8b"):
+            content = gzip.GzipFile(fileobj=file)
+        elif head.startswith(b"BZh") and head[4:] in _BZIP2_BLOCKS:
+            content = bz2.BZ2File(file)
+        elif head.startswith(b"\xfd7zXZ\0"):
+            content = lzma.LZMAFile(file)  # noqa: SIM115 - closed below
+        elif head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
+            content = zstd.ZstdFile(file, options=_LONG_WINDOWS)  # a frame, or a skippable one
+        with content:
+            yield content
+
+
+def opened(path: Path) -> io.BufferedReader:
+    """The file as it is. Raises ValueError: it cannot be opened."""
+    try:
+        return io.BufferedReader(io.FileIO(path), _BUFFER)
+    except OSError as error:
+        fix = "check the path and its permissions"
+        raise ValueError(f"{path}: cannot be opened ({error.strerror}): {fix}") from error
+
 
 _PIECE = 1 << 20
 
@@ -31,13 +89,13 @@ class JsonlFormat(Untitled):
         return islice(_or_empty(path, found), start, None)
 
     def parse(self, raw: Raw) -> str | Broken | None:
-        if isinstance(text := records.decoded(raw), Broken):
+        if isinstance(text := decoded(raw), Broken):
             return text
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:  # RecursionError: brackets nested by the thousand
-            return records.unusable(raw, "not a JSON object", f"{error}: every line must be one")
-        return records.field_text(record, self.text_column, raw)
+            return unusable(raw, "not a JSON object", f"{error}: every line must be one")
+        return field_text(record, self.text_column, raw)
 
 
 @dataclass(frozen=True)
@@ -80,7 +138,7 @@ class TextFormat(Untitled):
             if not ends:
                 first = first if size else number
                 size += line.size if isinstance(line, Broken) else len(line)
-                room = records.EXCERPT_BYTES if size > self.max_record_bytes else self.max_record_bytes
+                room = EXCERPT_BYTES if size > self.max_record_bytes else self.max_record_bytes
                 block += line.excerpt if isinstance(line, Broken) else line
                 del block[room:]
             elif isinstance(line, Broken):
@@ -94,7 +152,7 @@ class TextFormat(Untitled):
         return Raw(str(path), number, bytes(block))
 
     def parse(self, raw: Raw) -> str | Broken | None:
-        if isinstance(text := records.decoded(raw), Broken):
+        if isinstance(text := decoded(raw), Broken):
             return text
         text = text.replace("\r\n", "\n")
         return text if text.strip() else None
@@ -155,12 +213,12 @@ class ParquetFormat(Untitled):
 
         schema = file.schema_arrow
         if self.text_column not in schema.names:
-            return f"no field {self.text_column!r}", records.choose_column(sorted(schema.names))
+            return f"no field {self.text_column!r}", choose_column(sorted(schema.names))
         kind = schema.field(self.text_column).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
         if not any(is_text(kind) for is_text in texts):
-            return f"field {self.text_column!r} is {kind}, not a string", records.choose_column(())
+            return f"field {self.text_column!r} is {kind}, not a string", choose_column(())
         return None
 
     def _values(self, file: Any, group: int) -> Iterator[bytes | None]:
@@ -182,7 +240,7 @@ class ParquetFormat(Untitled):
         return Raw(str(path), row, value)
 
     def parse(self, raw: Raw) -> str | Broken | None:
-        return records.decoded(raw) or None
+        return decoded(raw) or None
 
 
 def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken]]:
@@ -197,7 +255,7 @@ def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken
                 number += 1
                 if len(line) > limit and not line.endswith(b"\n"):
                     size = len(line)
-                    line = line[: records.EXCERPT_BYTES]
+                    line = line[:EXCERPT_BYTES]
                     while piece := file.readline(_PIECE):
                         size += len(piece)
                         if piece.endswith(b"\n"):

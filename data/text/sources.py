@@ -10,13 +10,11 @@ from pathlib import Path
 
 from data.cache import Say
 from data.packages import package_directory
-from data.text.formats import wiki_markup as wikitext
-from data.text.formats.archives import READ_ERRORS, decompressed
-from data.text.formats.text_files import JsonlFormat, ParquetFormat, TextFormat
-from data.text.formats.wikipedia import WikipediaFormat
-from data.text.sources.documents import Document, Skipped, Source, read_strictly
-from data.text.sources.hub import HubSource
-from data.text.sources.records import MAX_RECORD_BYTES, RecordFormat
+from data.text import wiki_markup
+from data.text.hub import HubSource
+from data.text.records import MAX_RECORD_BYTES, Document, RecordFormat, Skipped, Source, read_strictly
+from data.text.text_files import READ_ERRORS, JsonlFormat, ParquetFormat, TextFormat, decompressed
+from data.text.wikipedia import WikipediaFormat
 from recipes import files
 from recipes.problems import Problem, ProblemsError, Setting, some
 from recipes.schema import Origin
@@ -128,7 +126,7 @@ class FileSource:
         if skipped is not None:
             self._settings.append("without broken records")
         if origin.source == "wikipedia":
-            self._settings.append(f"wikitext {wikitext.VERSION}")
+            self._settings.append(f"wikitext {wiki_markup.VERSION}")
         self._format = format_of(origin, max_record_bytes)
         self._paths = files_of(origin)
         self.shards = len(self._paths)

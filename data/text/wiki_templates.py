@@ -1,9 +1,9 @@
-"""What templates show within a sentence, where leaving them out would change what it says.
+"""What Wikipedia's templates show within a sentence, where leaving them out would change what it says.
 
 Numbers with powers of ten and units, fractions, dates, foreign words, names: `{{val|3|e=8|u=m/s}}` is
 "3×10⁸ m/s". Most templates (infoboxes, notes, navigation) show nothing worth keeping and are not here;
-`wikitext` drops them. A template may show markup, such as <sup>, which `wikitext` resolves after it. Names as
-in the English Wikipedia, without case.
+`wiki_markup` drops them. A template may show markup, such as <sup>, which is resolved after it. Names are
+those of the English Wikipedia, without case.
 """
 
 from __future__ import annotations

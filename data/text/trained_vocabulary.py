@@ -25,8 +25,8 @@ from data import cache, durable_files
 from data.cache import Say
 from data.durable_files import Damaged
 from data.split_rule import part_of
-from data.text.sources.documents import Source
-from data.text.vocabularies.encoder import use_all_cores
+from data.text.encoder import use_all_cores
+from data.text.records import Source
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Recipe
 from recipes.vocabularies import SMALLEST_BPE

@@ -1,0 +1,300 @@
+"""Lanes of a stream: parts that are read side by side, each in its own order, so that ranks read other files.
+
+A stream of n files has L lanes, and lane l reads files l, l + L, l + 2 L, ... epoch after epoch. Every rank
+that reads a lane gets the same items from it. A place in a lane is the file and the record in it, so that a
+resumed run opens the right file at the right record.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from data.keyed_random import generator
+from data.samples.bert import BertSettings, Sample, assemble, segments
+from data.samples.chunks import chunks_of_document
+from data.samples.masking import BertVocabulary
+from data.text.records import Source
+from recipes.plural import counted
+from recipes.problems import Problem, ProblemsError, Setting, Text, Words, pieces
+
+MOST_LANES = 64  # files that a single rank may have to hold open
+
+
+def lane_count(global_batch: int, shards: int) -> int:
+    """Most lanes, of no more than there are files, that share a global batch evenly."""
+    most = min(shards, MOST_LANES, global_batch)
+    return next(count for count in range(most, 0, -1) if global_batch % count == 0)
+
+
+class Place(NamedTuple):
+    """Where a document stands in a lane."""
+
+    epoch: int = 0
+    turn: int = 0  # position in the lane's list of files
+    record: int = 0  # in the file
+    wide: bool = False  # the lane's own files hold less than one sample: it reads all files, its own first
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A document and its place; what an encoder takes for a document."""
+
+    place: Place
+    text: str
+
+    @property
+    def index(self) -> int:
+        return self.place.record
+
+
+Encode = Callable[[Iterable[Placed]], Iterator[tuple[Placed, Any]]]
+
+
+class Reader(Protocol):
+    """Encoded documents of a lane."""
+
+    source: Source
+
+    def epoch_from(self, place: Place) -> Iterator[tuple[Placed, Any]]:
+        """(document, what `encode` makes of it) from `place` to the end of its epoch."""
+        ...
+
+
+@dataclass
+class LaneReader:
+    """Training documents of one lane, encoded."""
+
+    source: Source
+    lane: int
+    lanes: int
+    encode: Encode
+    is_training: Callable[[int], bool]  # of an index within a file
+
+    def epoch_from(self, place: Place) -> Iterator[tuple[Placed, Any]]:
+        return self.encode(self._documents(place))
+
+    def _documents(self, place: Place) -> Iterator[Placed]:
+        total = self.source.shards
+        every = [(self.lane + i) % total for i in range(total)]
+        files = every if place.wide else range(self.lane, total, self.lanes)
+        for turn in range(place.turn, len(files)):
+            start = place.record if turn == place.turn else 0
+            for document in self.source.shard_documents(files[turn], start):
+                if self.is_training(document.index):
+                    yield Placed(place._replace(turn=turn, record=document.index), document.text)
+
+
+class Lane(ABC):
+    """Items of one lane, one after another."""
+
+    def __init__(self, reader: Reader):
+        self.reader = reader
+        self._open(Place())
+
+    @abstractmethod
+    def take(self, item: int, seed: int) -> Any:
+        """The next item, for the family's `stack`; `item` is its number in the lane."""
+
+    @abstractmethod
+    def skip(self) -> None:
+        """Passes the next item over."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """JSON-able: where the next item begins."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def too_little(self) -> Text:
+        """Why all files together give no item."""
+
+    def _open(self, place: Place) -> None:
+        self._place = place
+        self._whole = place.turn == place.record == 0  # this epoch is read from its beginning
+        self._fruitful = False  # it has given an item
+        self._encoded = self.reader.epoch_from(place)
+
+    def _open_next_epoch(self) -> None:
+        barren = self._whole and not self._fruitful
+        if barren and self._place.wide:
+            came = (f"{self.reader.source.name}: ", *pieces(self.too_little()))
+            raise ProblemsError([Problem("data.name", came, fix="give more text")])
+        self._open(Place(self._place.epoch + 1, wide=self._place.wide or barren))
+
+
+def too_short(tokens: int, sequence_length: int) -> tuple[Words, ...]:
+    """Why so many tokens give no sample."""
+    length = Setting("sequence_length", sequence_length)
+    return f"have {counted(tokens, 'token')}, and one sample of ", length, f" needs {sequence_length + 1}"
+
+
+class GptLane(Lane):
+    """Windows of T + 1 tokens over the lane's documents; the next begins with the last label of this one.
+
+    A rest shorter than a window is left out at the end of an epoch, as at the end of stored tokens.
+    """
+
+    def __init__(self, reader: Reader, sequence_length: int):
+        self._length = sequence_length
+        super().__init__(reader)
+
+    def take(self, item: int, seed: int) -> np.ndarray:
+        """(T + 1,) int64. The seed has no part in it: a stream is read in its own order."""
+        self._fill()
+        parts, start = [], self._offset
+        for _, ids in self._pending:
+            parts.append(ids[max(start, 0) : max(start + self._length + 1, 0)])
+            start -= ids.size
+        self._use()
+        return np.concatenate(parts).astype(np.int64)
+
+    def skip(self) -> None:
+        self._fill()
+        self._use()
+
+    def state(self) -> dict[str, Any]:
+        place = self._pending[0][0] if self._pending else self._place
+        return {**place._asdict(), "token_offset": self._offset}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._open(Place(**{key: state[key] for key in Place._fields}))
+        self._offset = state["token_offset"]
+        self._fruitful = self._offset > 0
+
+    def too_little(self) -> Text:
+        return "the training documents ", *too_short(self._buffered, self._length)
+
+    def _open(self, place: Place) -> None:
+        super()._open(place)
+        self._offset = 0  # tokens of the first pending document that are used up
+        self._pending: deque[tuple[Place, np.ndarray]] = deque()  # documents that are not wholly used
+        self._buffered = 0  # tokens in `_pending`, those before the offset included
+
+    def _fill(self) -> None:
+        while self._buffered < self._offset + self._length + 1:
+            if (found := next(self._encoded, None)) is None:
+                self._open_next_epoch()
+                continue
+            document, ids = found
+            self._pending.append((document.place, ids))
+            self._buffered += ids.size
+            self._place = document.place._replace(record=document.place.record + 1)
+
+    def _use(self) -> None:
+        self._fruitful = True
+        self._offset += self._length
+        while self._pending and self._offset >= self._pending[0][1].size:
+            used = self._pending.popleft()[1].size
+            self._offset -= used
+            self._buffered -= used
+
+
+REMEMBERED = 16  # documents of a lane that the random segments of NSP are taken from
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """A document as one run of tokens."""
+
+    place: Place
+    tokens: np.ndarray  # (L,)
+    edges: np.ndarray  # (S + 1,) where sentences begin, and L
+    starts: np.ndarray  # (C,) where chunks begin
+    lengths: np.ndarray  # (C,)
+
+
+def text_of(number: int, place: Place, sentences: list[np.ndarray], settings: BertSettings) -> Tokenized:
+    """The document that these sentences are.
+
+    Args:
+        number: of the lane; with the place it decides the random lengths of chunks.
+    """
+    sizes = np.array([len(sentence) for sentence in sentences], dtype=np.int64)
+    # Without the epoch: as in a store, a document is always cut into the same chunks.
+    document = (number << 48) ^ (place.turn << 32) ^ place.record
+    chunks = chunks_of_document(sizes, document, settings.lengths)
+    return Tokenized(place, np.concatenate(sentences), np.concatenate([[0], np.cumsum(sizes)]), *chunks)
+
+
+class BertLane(Lane):
+    """One sample per chunk. An item is a function of (seed, lane, item) and of the last REMEMBERED documents.
+
+    The state names the first document that is remembered: a resumed run reads from there, so that it
+    remembers the same ones.
+    """
+
+    def __init__(self, reader: Reader, number: int, settings: BertSettings, vocabulary: BertVocabulary):
+        self._number, self._settings, self._vocabulary = number, settings, vocabulary
+        self._remembered: deque[Tokenized] = deque(maxlen=REMEMBERED)
+        self._current: Tokenized | None = None
+        self._chunk = 0  # of the current document, that comes next
+        super().__init__(reader)
+
+    def take(self, item: int, seed: int) -> Sample:
+        text, chunk = self._next_chunk()
+        start, length = int(text.starts[chunk]), int(text.lengths[chunk])
+        inside = text.edges[(text.edges > start) & (text.edges < start + length)] - start
+        rng, head = generator(seed, self._number, item), self._settings.sentence_head
+        found = segments(rng, text.tokens[start : start + length], inside, head, self._other(rng, text))
+        return assemble(rng, *found, self._vocabulary, self._settings)
+
+    def skip(self) -> None:
+        self._next_chunk()
+
+    def _next_chunk(self) -> tuple[Tokenized, int]:
+        while self._current is None or self._chunk == len(self._current.starts):
+            following = self._read()
+            if self._current is not None:
+                self._remembered.append(self._current)
+            self._current, self._chunk = following, 0
+        self._chunk += 1
+        return self._current, self._chunk - 1
+
+    def _read(self) -> Tokenized:
+        while True:
+            for document, sentences in self._encoded:
+                if sentences:
+                    self._fruitful = True
+                    return text_of(self._number, document.place, sentences, self._settings)
+            self._open_next_epoch()
+
+    def _other(self, rng: np.random.Generator, current: Tokenized) -> Callable[[int], np.ndarray | None]:
+        """A function that gives sentences of a remembered document, as many tokens as are wanted."""
+
+        def text(wanted: int) -> np.ndarray | None:
+            # Of another turn or record: the same document comes again in every epoch.
+            others = [text for text in self._remembered if text.place[1:3] != current.place[1:3]]
+            if not others:
+                return None
+            chosen = others[rng.integers(len(others))]
+            first = int(rng.integers(len(chosen.edges) - 1))
+            start = chosen.edges[first]
+            last = min(int(np.searchsorted(chosen.edges, start + wanted)), len(chosen.edges) - 1)
+            return chosen.tokens[start : chosen.edges[last]]
+
+        return text
+
+    def state(self) -> dict[str, Any]:
+        first = self._remembered[0] if self._remembered else self._current
+        place = first.place if first else self._place
+        chunk = self._chunk if self._current else None
+        return {**place._asdict(), "remembered": len(self._remembered), "chunk": chunk}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._open(Place(**{key: state[key] for key in Place._fields}))
+        self._remembered.clear()
+        self._remembered.extend(self._read() for _ in range(state["remembered"]))
+        self._current, self._chunk = None, 0
+        if state["chunk"] is not None:
+            self._current, self._chunk = self._read(), state["chunk"]
+
+    def too_little(self) -> Text:
+        return "the training documents have no text"

@@ -1,0 +1,120 @@
+"""Tasks whose examples have a label each: GLUE's of classes, and RACE's questions with four choices.
+
+GLUE (SST-2, RTE, MRPC, MNLI, QQP): Wang et al. 2018, arXiv 1804.07461; a submission is a table of index and
+prediction for each test. RACE: Lai et al. 2017, arXiv 1704.04683; a sample is [CLS] article [SEP] question
+and option [SEP], and an option fills the question's blank where it has one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from data.tasks.features import Features, encode
+from data.tasks.records import Wrong, label_of, text_of
+from recipes.schema import Recipe
+from recipes.tasks import TASKS, TaskFacts
+
+BLANK = "_"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Metrics by name, in shares of 1 (none where labels are hidden), and the files of a submission."""
+
+    metrics: Mapping[str, float]
+    files: Mapping[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One or two texts for each choice (GLUE: one choice); `label` None: it is hidden."""
+
+    id: int | str
+    choices: tuple[tuple[str, ...], ...]
+    label: int | None
+    question: str = ""
+
+
+def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Example:
+    """An example of a record in the hub's schema. Raises Wrong."""
+    if facts.head == "choice":
+        return _question(facts, record, number, labelled)
+    texts = tuple(text_of(record, name) for name in facts.texts)
+    index = record.get("idx", number)
+    label = label_of(record, facts.label, facts.labels, labelled)
+    return Example(index if isinstance(index, int) else number, (texts,), label)
+
+
+def _question(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Example:
+    article, question = text_of(record, "article"), text_of(record, "question")
+    options = record.get("options")
+    if not isinstance(options, (list, tuple)) or len(options) != len(facts.labels):
+        count = len(options) if isinstance(options, (list, tuple)) else "no list of"
+        raise Wrong(f"it has {count} options, and {len(facts.labels)} are needed")
+    if not all(isinstance(option, str) for option in options):
+        raise Wrong("its options are not texts")
+    choices = tuple((article, with_option(question, option)) for option in options)
+    label = label_of(record, facts.label, facts.labels, labelled)
+    return Example(str(record.get("example_id", number)), choices, label, question)
+
+
+def with_option(question: str, option: str) -> str:
+    return question.replace(BLANK, option, 1) if BLANK in question else f"{question} {option}"
+
+
+def features(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> Features:
+    """A sample of every choice. The longer of two texts gives way; a hidden label is 0."""
+    columns = list(zip(*(texts for each in examples for texts in each.choices), strict=True))
+    second = columns[1] if len(columns) > 1 else None
+    rows = encode(tokenizer, columns[0], second, recipe.sequence_length, "longest_first")
+    labels, choices = [each.label or 0 for each in examples], len(examples[0].choices)
+    return Features(rows, {"labels": labels}, recipe.sequence_length, tokenizer.pad_token_id, choices)
+
+
+def predicted(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, examples: Sequence[Example]
+) -> tuple[Features, Callable[[np.ndarray, Scored | None], Scored]]:
+    """Samples, and what their logits (n, classes or choices) come to."""
+    assert recipe.task is not None
+    facts = TASKS[recipe.task.name]
+    return features(recipe, tokenizer, examples), lambda logits, dev: score(facts, split, examples, logits)
+
+
+def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.ndarray) -> Scored:
+    """Accuracy, F1 where the task reports it, RACE's two schools where names tell them; the submission."""
+    guesses, metrics = logits.argmax(-1), dict[str, float]()
+    if all(each.label is not None for each in examples):
+        labels = np.array([each.label for each in examples])
+        metrics["accuracy"] = accuracy(guesses, labels)
+        if facts.f1:
+            metrics["f1"] = f1(guesses, labels)
+        for school in ("middle", "high") if facts.head == "choice" else ():
+            rows = np.array([str(each.id).startswith(school) for each in examples])
+            if rows.any() and not rows.all():
+                metrics[f"{school}_accuracy"] = accuracy(guesses[rows], labels[rows])
+    lines = [] if facts.head == "choice" else ["index\tprediction"]
+    for each, guess in zip(examples, guesses, strict=True):
+        if facts.head == "choice":
+            answer = {"example_id": each.id, "question": each.question, "answer": facts.labels[guess]}
+            lines.append(json.dumps(answer, ensure_ascii=False))
+        else:
+            lines.append(f"{each.id}\t{facts.labels[guess] if facts.named_labels else guess}")
+    return Scored(metrics, {facts.submission[split]: "\n".join(lines) + "\n"})
+
+
+def accuracy(guesses: np.ndarray, labels: np.ndarray) -> float:
+    """Share of right guesses, both (n,)."""
+    return float((guesses == labels).sum()) / len(labels)
+
+
+def f1(guesses: np.ndarray, labels: np.ndarray) -> float:
+    """Harmonic mean of precision and recall of label 1: 2 tp / (2 tp + fp + fn); 0 where it is in neither."""
+    true, found = labels == 1, guesses == 1
+    both, sizes = int((true & found).sum()), int(true.sum()) + int(found.sum())
+    return 2 * both / sizes if sizes else 0.0

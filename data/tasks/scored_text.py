@@ -1,0 +1,190 @@
+"""The texts that a GPT is scored on, as windows of tokens: WikiText-103, LAMBADA, documents.
+
+WikiText-103 as Megatron-LM scores it (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3, appendix E.1). The
+test set comes tokenized by words. It is turned back into text, cut into a model's own tokens and read in
+overlapping windows; the sum of the losses is divided by the number of the *original* word-level tokens, so
+that perplexities of models with other vocabularies can be compared.
+
+LAMBADA (Paperno et al. 2016): passages whose last word has to be guessed. Two forms of the test set are in
+use, and their figures do not compare. "original" is the authors' file: words in lower case, cut from their
+punctuation by blanks. "openai" is the text that Radford et al. (2019) made of it again, with its capitals and
+quotation marks, which Megatron-LM scores, too. In both a passage counts where every token of the word is the
+model's likeliest after the right ones before it (teacher forcing), which is whole-word prediction (arXiv
+1909.08053, appendix E.2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from data.samples.fields import HeldOut
+from data.tasks.rows import FLAG, HubName, is_plain_text, read_rows, read_whole
+from data.tasks.windows import TaskData, Window, encoded, overlapping, with_full_context
+from data.text.encoder import end_of_document
+from recipes.problems import Problem, ProblemsError
+
+Variant = Literal["original", "openai"]  # of LAMBADA
+WIKITEXT103 = HubName("Salesforce/wikitext", "wikitext-103-raw-v1", "test")
+LAMBADA: dict[Variant, HubName] = {
+    "original": HubName("cimec/lambada", None, "test"),
+    "openai": HubName("EleutherAI/lambada_openai", "default", "test"),
+}
+BLANK = " \n"  # a blank line of the original file, which the hub has as an empty row
+_REPLACED_FIRST = (
+    ("s '", "s'"),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+)
+_WITHIN = (  # brackets and quotes, without the blanks inside them
+    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    (r"{\s*([^}]*?)\s*}", r"{\1}"),
+    (r"\"\s*([^\"]*?)\s*\"", r'"\1"'),
+    (r"'\s*([^']*?)\s*'", r"'\1'"),
+)
+_REPLACED_LAST = (
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+
+def detokenized(text: str) -> str:
+    """Text of WikiText as it was before it was cut into words.
+
+    Source: `wikitext_detokenizer` of Megatron-LM, `tasks/zeroshot_gpt/detokenizer.py`, rule after rule; its
+    rule for "' [0-9]" matches nothing, for its slashes, and is left out.
+    """
+    for old, new in _REPLACED_FIRST:
+        text = text.replace(old, new)
+    for pattern, new in _WITHIN:
+        text = re.sub(pattern, new, text)
+    for old, new in _REPLACED_LAST:
+        text = text.replace(old, new)
+    return text
+
+
+def original_tokens(text: str) -> int:
+    """Word-level tokens of the original text, line breaks among them, as Megatron-LM counts them."""
+    return len(text.strip().split(" "))
+
+
+def wikitext103(
+    tokenizer: PreTrainedTokenizerFast,
+    length: int,
+    stride: int,
+    place: Path | HubName = WIKITEXT103,
+    column: str = "text",
+    limit: int | None = None,
+) -> TaskData:
+    """The test set in windows of `length` tokens every `stride` tokens.
+
+    `place`: the original file, or rows that are its lines; `limit`: windows that are kept. Raises
+    ProblemsError: it cannot be read.
+    """
+    broken: tuple[str, ...] = ()
+    if isinstance(place, Path) and is_plain_text(place):
+        text = read_whole(place)
+    else:
+        rows = read_rows(place, column)
+        text, broken = "".join(row or BLANK for row in rows.texts), rows.broken
+    (tokens,) = encoded(tokenizer, [detokenized(text.strip())])
+    windows = tuple(overlapping(tokens, length, stride))[:limit]
+    words = original_tokens(text)
+    if windows and (read := sum(window.counted for window in windows)) < len(tokens) - 1:
+        words = max(1, round(words * read / (len(tokens) - 1)))  # of the part that is read
+    return TaskData("wikitext103", "", str(place), windows, words, 1, broken)
+
+
+def lambada(
+    tokenizer: PreTrainedTokenizerFast,
+    length: int,
+    variant: Variant,
+    place: Path | HubName | None = None,
+    column: str = "text",
+    limit: int | None = None,
+) -> TaskData:
+    """Passages as windows of at most `length` tokens; of a longer passage the last ones.
+
+    The word is what follows the last blank; its tokens are those that the whole passage has beyond what
+    stands before that blank. Raises ProblemsError: the file cannot be read, or is of the other variant.
+    """
+    rows = read_rows(place or LAMBADA[variant], column, limit)
+    broken, passages = list(rows.broken), list[tuple[str, str]]()
+    for number, text in enumerate(rows.texts, 1):
+        before, _, word = text.strip().rpartition(" ")
+        if before.strip() and word:
+            passages.append((before, f"{before} {word}"))
+        elif text.strip():
+            broken.append(f"{rows.source}: passage {number} has one word: there is nothing to guess it from")
+    _check_variant(variant, [whole for _, whole in passages], rows.source)
+    befores = encoded(tokenizer, [before for before, _ in passages])
+    wholes = encoded(tokenizer, [whole for _, whole in passages])
+    windows, cut = list[Window](), 0
+    for number, (left, tokens) in enumerate(zip(befores, wholes, strict=True), 1):
+        counted = len(tokens) - len(left)
+        if not left.size or not 1 <= counted <= length:
+            broken.append(f"{rows.source}: passage {number}: its last word has {counted} tokens of its own")
+            continue
+        cut += len(tokens) > length + 1
+        windows.append(Window(tokens[-length - 1 :], counted))
+    return TaskData("lambada", variant, rows.source, tuple(windows), None, len(windows), tuple(broken), cut)
+
+
+def _check_variant(variant: Variant, passages: Sequence[str], source: str) -> None:
+    lower = all(text == text.lower() for text in passages)
+    if passages and lower != (variant == "original"):
+        other, found = ("original", "no capital") if lower else ("openai", "capitals")
+        came = f"--variant {variant} with {source}, which has {found}"
+        rule = "the original text is in lower case, and OpenAI's is not"
+        raise ProblemsError([Problem(FLAG, came, rule, f"give --variant {other}, or the other file")])
+
+
+def documents(
+    tokenizer: PreTrainedTokenizerFast,
+    length: int,
+    stride: int,
+    place: Path,
+    column: str = "text",
+    limit: int | None = None,
+) -> TaskData:
+    """Every document of a file, each predicted from its first token on, after the end-of-document token.
+
+    A text file is one document. Words are what whitespace separates. With stride = length the windows are
+    those of `loglikelihood_rolling` of lm-evaluation-harness. `limit`: documents. Raises ProblemsError.
+    """
+    if is_plain_text(place):
+        texts, broken = [read_whole(place)], tuple[str, ...]()
+    else:
+        rows = read_rows(place, column, limit)
+        texts, broken = [text for text in rows.texts if text.strip()], rows.broken
+    end = np.array([end_of_document(tokenizer)], dtype=np.uint32)
+    found = encoded(tokenizer, texts)
+    windows = tuple(
+        window
+        for tokens in found
+        for window in with_full_context(np.concatenate([end, tokens]), length, stride)
+    )
+    words = sum(len(text.split()) for text in texts)
+    size = sum(len(text.encode()) for text in texts)
+    return TaskData("perplexity", "documents", str(place), windows, words, len(texts), broken, bytes=size)
+
+
+def held_out(samples: HeldOut, source: str, limit: int | None = None) -> TaskData:
+    """A recipe's held-out samples as its validation takes them: every token of a sample counts."""
+    chosen = samples.take(range(len(samples))[:limit])
+    windows = tuple(Window(tokens, len(tokens) - 1) for tokens in chosen["window"])
+    return TaskData("perplexity", "held out", source, windows, None, len(windows))

@@ -1,1 +1,0 @@
-"""From text to tokens: vocabularies trained, published or kept with a store."""
