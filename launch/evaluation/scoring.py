@@ -23,7 +23,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor
 
-from data.batches import MicroBatch
+from data.loader import MicroBatch
 from data.tasks.windows import Window
 from ds_configs.plan import Plan
 from launch.machine import compiled_ops, memory

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.batches import MicroBatch
-from data.loader import rank_rows
+from data.loader import MicroBatch, rank_rows
 from ds_configs.plan import Plan
 from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
 from modeling.hidden_dropout import salts_of

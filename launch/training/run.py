@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from data.batches import MicroBatch
 from data.corpus import Corpus
-from data.loader import StepBatches, validation_batches
+from data.loader import MicroBatch, StepBatches, validation_batches
 from data.samples.fields import HeldOut
 from data.text.records import Skipped
 from ds_configs.plan import Plan

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.batches import MicroBatch
 from data.corpus import Corpus
-from data.loader import StepBatches, pinned
+from data.loader import MicroBatch, StepBatches, pinned
 from data.samples.fields import TrainingSamples
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint

@@ -30,9 +30,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from data.batches import MicroBatch
 from data.corpus import Corpus
-from data.loader import StepBatches
+from data.loader import MicroBatch, StepBatches
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.deepspeed_fixes import zero0

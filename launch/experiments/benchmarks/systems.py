@@ -14,8 +14,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from data.batches import MicroBatch
 from data.corpus import build as build_corpus
+from data.loader import MicroBatch
 from launch.deepspeed_fixes import zero0
 from launch.experiments.benchmarks.clock import Clock, now
 from launch.experiments.benchmarks.nano_gpt import NanoGpt
