@@ -19,7 +19,7 @@ from recipes import files
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
-    from launch.experiments.benchmarks.gpu_steps import Step
+    from launch.experiments.benchmarks.gpu_steps import Context, Step
 
 MOST_BYTES = 2**28  # of a results file
 
@@ -38,9 +38,11 @@ results.json in --folder has hardware, versions, command, goals and all numbers,
 them."""
 
 NO_GPU = Problem(
-    "gpu", "benchmark.py gpu on a machine without a GPU", "its steps measure one",
+    "gpu",
+    "benchmark.py gpu on a machine without a GPU",
+    "its steps measure one",
     "start it where torch.cuda.is_available(), or walk through the steps on tiny shapes with --on cpu",
-)  # fmt: skip
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
     """Take the steps that are not done; all results. Raises ValueError where it cannot be done like that."""
-    from launch.experiments.benchmarks import gpu_steps
-    from launch.experiments.benchmarks.gpu_context import Context
+    from launch.experiments.benchmarks import gpu_steps  # with torch, which no --help waits for
 
     steps = gpu_steps.STEPS
     if args.list:
@@ -70,7 +71,8 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     folder = output.directory("--folder", args.folder).absolute()
     kept = kept_results(folder, args.on, machine)
     folder.mkdir(parents=True, exist_ok=True)
-    context, started = Context(args.on, folder, terminal.say), time.monotonic()
+    context = gpu_steps.Context(args.on == "cpu", folder, terminal.say)
+    started = time.monotonic()
     for number, step in enumerate(chosen, 1):
         done = kept["steps"].get(step.name, {}).get("status") == "done"
         if done and step.name not in args.again:
@@ -86,10 +88,8 @@ def measure(args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]
     return kept
 
 
-def taken(step: Step, context: Any) -> dict[str, Any]:
+def taken(step: Step, context: Context) -> dict[str, Any]:
     """The result of one step, which fails for itself alone."""
-    from launch.experiments.benchmarks.gpu_context import CannotRunHere
-
     started = time.monotonic()
     result: dict[str, Any] = {"title": step.title, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     try:
@@ -98,8 +98,6 @@ def taken(step: Step, context: Any) -> dict[str, Any]:
         judged = [replace(goal, measured=None) if context.walks else goal for goal in outcome.goals]
         goals = [asdict(goal) | {"said": str(goal)} for goal in judged]
         result |= {"status": "done", "goals": goals, "said": outcome.said, "found": outcome.found}
-    except CannotRunHere as why:
-        result |= {"status": "cannot run here", "said": str(why)}
     except Exception as error:  # whatever it is, the next step may work
         told = str(error) if isinstance(error, ValueError) else traceback.format_exc()[-2000:]
         result |= {"status": "failed", "said": told}

@@ -3,35 +3,76 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_configs.resolver import resolve
 from launch.console.text_table import table
-from launch.experiments.benchmarks.gpu_context import CannotRunHere, Context, Goal, Outcome, speeds
+from launch.experiments.benchmarks import step_speed, step_text
 from launch.experiments.benchmarks.specification import Specification
-from launch.experiments.benchmarks.step_speed import summarised
-from launch.experiments.benchmarks.turns import ROOT, Worker, WorkerFailed, ended
+from launch.experiments.benchmarks.step_speed import RATE, Measured, Pace, Row
+from launch.experiments.benchmarks.turns import ROOT
 from launch.machine import abilities, measuring
 from launch.planning import memory_fit
 from modeling import cost
+from recipes import catalog
 
 GPT, BERT = "openwebtext/gpt2-124m", "wikipedia/bert-336m"
 LARGE, LARGEST = "a100_blog_table4/1.2b", "jeanzay_megatron_max_size_32gb/193b-g256"
 MEDIUM = ("sber_path_to_13b/03-medium", "sber_path_to_13b/05-gpt3-medium")
 SPARSE = "sber_path_to_13b/07-gpt3-large-sparse"
-LAST = 400  # characters of what a failed command said
 RATE_GOAL, TIMES_GOAL = 0.55, 1.5  # share of the matrix rate; of transformers' seconds under the same JSON
 CONFIGS = ("zero1", "zero3_offload", "zero0", "zero2", "zero3", "zero2_offload", "zero3_offload_optimizer")
+UNUSABLE = {"pipeline", "3d", "zero_infinity"}  # they need several processes, or a disk
 SMALL = ("batch.global=64",)  # of the row that GPU users run first
 FEW = ("batch.global=16", "batch.micro=16")
-PLAIN = ("precision=bf16", "dropout.attention=0")
+UNDROPPED = ("precision=bf16", "dropout.attention=0")
+PACKAGED = ("data.source=packaged", "data.validation_every=20")
+LARGE_SIZES = ("batch.", "model.heads")  # settings that no tiny recipe takes
+PACE, WALK = Pace(3, 5, 5, apart=True), Pace(1, 1, 1, apart=True)
+MOST_SAID = 8000  # characters of what a command said
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What was hoped for, and what came: at least `least` of `what`. None: it could not be measured."""
+
+    what: str
+    least: float
+    measured: float | None
+
+    def __str__(self) -> str:
+        came = "not measured" if self.measured is None else f"measured {self.measured:.3g}"
+        verdict = "" if self.measured is None else ", reached" if self.measured >= self.least else ", missed"
+        return f"goal: {self.what} at least {self.least:g}: {came}{verdict}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one step: all numbers, and what is shown of them."""
+
+    found: Any
+    said: str
+    goals: Sequence[Goal] = ()
+
+
+@dataclass(frozen=True)
+class Context:
+    """`walks`: on a CPU through tiny shapes, two of each step, which measures nothing."""
+
+    walks: bool
+    folder: Path
+    say: Callable[[str], None] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -39,6 +80,132 @@ class Step:
     name: str
     title: str
     run: Callable[[Context], Outcome]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of `recipes/` in one process on the packaged corpus, its micro-batch kept.
+
+    Attributes:
+        degree: tensor, pipeline or data parallelism of two ranks, which share the GPU through gloo.
+    """
+
+    name: str
+    recipe: str
+    settings: tuple[str, ...] = ()
+    ds_config: str = "zero1"
+    system: str = "ours"
+    compiled: bool = False
+    threads: int | None = None
+    degree: str | None = None
+
+    def specification(self, tiny: bool) -> Specification:
+        row = catalog.load(self.recipe, tiny=tiny)
+        changed = [each for each in self.settings if not (tiny and each.startswith(LARGE_SIZES))]
+        changed += [f"parallel.{self.degree}=2"] if self.degree else []
+        own = [f"parallel.{degree}=1" for degree in ("tp", "pp", "dp")]
+        own += ["data.blend=[]"] if row.data.blend else []
+        own += PACKAGED if row.data.blend or row.data.source != "packaged" else ()
+        if row.batch.micro and not self.degree:
+            own += [f"batch.global={row.batch.micro}", "batch.accumulation=null"]
+        keys = {setting.partition("=")[0] for setting in changed}
+        settings = (*(each for each in own if each.partition("=")[0] not in keys), *changed)
+        spec = Specification(
+            self.name,
+            self.system,
+            self.recipe,
+            settings,
+            tiny,
+            self.ds_config,
+            self.compiled,
+            processes=2 if self.degree else 1,
+            threads=self.threads,
+            shared_device=bool(self.degree) and not tiny,
+        )
+        return replace(spec, emulate_fp16=tiny and spec.load().precision == "fp16")
+
+
+Goals = Callable[[Mapping[str, Row]], Sequence[Goal]]
+
+
+def speeds(
+    cases: Sequence[Case], context: Context, traced: bool = False, goals: Goals | None = None
+) -> Outcome:
+    """Measure them as `benchmark.py step` does, one after the other, and the machine's rate."""
+    specs = [case.specification(context.walks) for case in cases[: 2 if context.walks else None]]
+    if not specs[0].emulate_fp16:
+        rate = replace(cases[0], name=RATE, system=RATE, compiled=False, threads=None, degree=None)
+        specs.append(rate.specification(context.walks))
+    folder = context.folder / "traces" if traced else None
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+    measured = step_speed.measure(specs, WALK if context.walks else PACE, context.say, folder)
+    rows = step_speed.summarised(measured)
+    facts = {each.spec.name: facts_of(each, context) for each in measured if each.seconds}
+    parts = [step_text.rates(measured), step_text.speeds(rows, rows[0].name)] if rows else []
+    parts += [step_text.parts(measured), lines_of(facts)] if rows else []
+    parts += [f"{each.spec.name}: {each.failed}" for each in measured if each.failed]
+    found = {"rows": [asdict(row) for row in rows], "measured": [asdict(each) for each in measured]}
+    reached = goals({row.name: row for row in rows}) if goals else ()
+    return Outcome(found | {"facts": facts}, "\n\n".join(parts), reached)
+
+
+def facts_of(measured: Measured, context: Context) -> dict[str, Any]:
+    """Kernels of attention, graphs of torch.compile, and memory next to what is predicted."""
+    found: dict[str, Any] = {}
+    if measured.profile:
+        found["kernels"] = measured.profile["attention"]
+    if measured.graphs:
+        found["graphs"] = measured.graphs
+    spec = measured.spec
+    if measured.peak_bytes and spec.system == "ours":
+        machine = abilities.detect_machine(spec.emulate_fp16)
+        plan = resolve(spec.load(), spec.ds_config or "", spec.processes, machine)
+        needed = memory_fit.needs(plan, gpus=not context.walks)
+        # Of a GPU, torch's peak is of tensors alone.
+        outside = 0.0 if context.walks else needed.context + needed.fragmentation
+        found["predicted_gb"] = (needed.total - outside) / 1e9
+        found["measured / predicted"] = measured.peak_bytes / 1e9 / found["predicted_gb"]
+    return found
+
+
+def lines_of(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each."""
+
+    def shown(value: Any) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    return table(
+        (name, ", ".join(f"{k} {shown(v)}" for k, v in each.items())) for name, each in found.items()
+    )
+
+
+def commands(context: Context, folder: str, lines: Iterable[tuple[str, Sequence[str]]]) -> Outcome:
+    """Run our commands one after the other; of a training its loss and its seconds per step."""
+    shutil.rmtree(context.folder / folder, ignore_errors=True)
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    found: dict[str, dict[str, Any]] = {}
+    said = []
+    for name, line in lines:
+        how: dict[str, Any] = dict(cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+        done = subprocess.run([sys.executable, *line], capture_output=True, text=True, **how)
+        found[name] = {"code": done.returncode}
+        result = Path(line[line.index("--out") + 1], "result.json") if "--out" in line else None
+        if done.returncode not in (0, 1):
+            found[name]["said"] = done.stderr.strip()[-MOST_SAID // 20 :]
+        elif result and result.exists():
+            values = json.loads(result.read_text(encoding="utf-8"))
+            found[name]["validation loss"] = (values["losses"]["validation"] or {}).get("loss")
+            found[name]["s per step"] = values["speed"]["seconds_per_step"]
+        else:
+            said.append(f"{name}\n{done.stdout.strip()[-MOST_SAID:]}")
+        context.say(f"{name}: {found[name]}")
+    return Outcome({"commands": found, "said": said}, "\n\n".join([lines_of(found), *said]))
+
+
+def training(context: Context, out: Path, *flags: str) -> list[str]:
+    tiny = ["--tiny"] if context.walks else []
+    return ["launch/pretrain.py", *flags, *tiny, "--set", "run.prompt=null", "--out", str(out)]
 
 
 def rates(context: Context) -> Outcome:
@@ -49,330 +216,156 @@ def rates(context: Context) -> Outcome:
 
 def runs(context: Context) -> Outcome:
     """Some 30 steps of every configuration that one GPU takes, in both families and by `transformers`."""
-    skipped = {"pipeline", "3d", "zero_infinity"}  # several processes; a disk
-    configs = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json") if path.stem not in skipped)
-    configs.sort(key=lambda name: CONFIGS.index(name) if name in CONFIGS else len(CONFIGS))
-    cases = [("default/sotu", config) for config in context.few(configs)]
-    cases += [("bert/sotu", config) for config in context.few(("zero1", "zero3"))]
-    if not context.walks:
-        cases.append(("transformers", "zero3"))
-    found: dict[str, Any] = {}
-    for recipe, config in cases:
-        name, settings = f"{recipe}, {config}", ["run.save_every=0", "run.save_last=false"]
-        if recipe == "transformers":
-            recipe = "default/sotu"
-            settings += ["model.implementation=transformers"]
-        emulated = ["--emulate_fp16"] if context.walks and "fp16" in config else []
-        shared = ["--recipe", recipe, "--ds_config", config, "--steps", "2" if context.walks else "30"]
-        out = context.folder / "runs" / name.replace("/", "-").replace(", ", "-")
-        shutil.rmtree(out, ignore_errors=True)
-        done = context.pretrain(out, settings, *shared, *emulated)
-        if done.returncode:
-            found[name] = {"failed": f"code {done.returncode}: {done.stderr.strip()[-LAST:]}"}
-            continue
-        result = json.loads((out / "result.json").read_text(encoding="utf-8"))
-        found[name] = {"validation loss": result["losses"]["validation"]["loss"]}
-        found[name]["s per step"] = result["speed"]["seconds_per_step"]
-        context.say(f"{name}: {found[name]}")
-    return plainly(found)
+    names = {path.stem for path in (ROOT / "ds_configs").glob("*.json")} - UNUSABLE
+    configs = [*CONFIGS, *sorted(names - {*CONFIGS})][: 2 if context.walks else None]
+    cases = [("default/sotu", config) for config in configs]
+    cases += [("bert/sotu", config) for config in ("zero1", "zero3")]
+    lines = []
+    for recipe, config in [*cases, *([] if context.walks else [("transformers", "zero3")])]:
+        theirs = recipe == "transformers"
+        own = ["--set", "model.implementation=transformers"] if theirs else []
+        own += ["--emulate_fp16"] if context.walks and "fp16" in config else []
+        own += ["--recipe", "default/sotu" if theirs else recipe, "--ds_config", config]
+        own += ["--steps", "2" if context.walks else "30", "--set", "run.save_every=0"]
+        out = context.folder / "runs" / f"{recipe}-{config}".replace("/", "-")
+        line = training(context, out, *own, "--set", "run.save_last=false")
+        lines.append((f"{recipe}, {config}", line))
+    return commands(context, "runs", lines)
 
 
-def plainly(found: dict[str, Any]) -> Outcome:
-    """A line for each."""
-
-    def shown(value: Any) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    lines = ((name, ", ".join(f"{k} {shown(v)}" for k, v in each.items())) for name, each in found.items())
-    return Outcome(found, table(lines))
-
-
-def beside(first: Outcome, second: Outcome) -> Outcome:
-    """Both, the first above."""
-    return Outcome([first.found, second.found], f"{first.said}\n\n{second.said}", second.goals)
-
-
-def row_1_2b(context: Context) -> Outcome:
-    """The row as it stands (fp16, recomputed, dropout), and in bf16 with all activations kept."""
-    kept = context.alone(
-        LARGE, "precision=bf16", "activation_checkpointing=none", "dropout.hidden=0", "dropout.attention=0"
-    )
-    specs = [
-        context.spec("bf16, compiled", LARGE, *kept, ds_config="zero1", compiled=True),
-        context.spec("bf16, eager", LARGE, *kept, ds_config="zero1"),
-        context.spec("bf16, transformers", LARGE, *kept, system="transformers", ds_config="zero1"),
-        context.spec("bf16, bare loop", LARGE, *kept, system="bare", ds_config="zero1", compiled=True),
+def repeating(context: Context) -> Outcome:
+    """Two equal runs and one that is stopped and resumed; the report says whether a loss differs."""
+    whole, half = ("4", "2") if context.walks else ("20", "10")
+    folder = context.folder / "repeating"
+    parts = (("first", whole), ("second", whole), ("resumed", half), ("resumed", whole))
+    lines = [
+        (f"{name}, {steps} steps", training(context, folder / name, "--steps", steps, "--resume"))
+        for name, steps in parts
     ]
-    published = context.alone(LARGE) if not context.walks else context.alone(LARGE, "precision=bf16")
-    specs += [
-        context.spec("the row, compiled", LARGE, *published, ds_config="zero1", compiled=True),
-        context.spec("the row, transformers", LARGE, *published, system="transformers", ds_config="zero1"),
-    ]
-    measured = context.measure(specs)
-    rows = {row.name: row for row in summarised(measured)}
+    compared = [str(folder / name) for name in ("first", "second", "resumed")]
+    lines.append(("compared", ["launch/report.py", *compared, "--out", str(folder / "report")]))
+    return commands(context, "repeating", lines)
+
+
+def layouts(context: Context) -> Outcome:
+    few = ["--steps", "2", "--only", "accumulation 4"]
+    more = few if context.walks else ["--compile"]
+    return commands(context, "layouts", [("layouts", ["launch/compare_layouts.py", "--tiny", *more])])
+
+
+KEPT = (*UNDROPPED, "activation_checkpointing=none", "dropout.hidden=0")
+CASES_1_2B = (  # as the row stands (fp16, recomputed, dropout), and in bf16 with all activations kept
+    Case("bf16, compiled", LARGE, KEPT, compiled=True),
+    Case("bf16, eager", LARGE, KEPT),
+    Case("bf16, transformers", LARGE, KEPT, system="transformers"),
+    Case("bf16, bare loop", LARGE, KEPT, system="bare", compiled=True),
+    Case("the row, compiled", LARGE, compiled=True),
+    Case("the row, transformers", LARGE, system="transformers"),
+)
+
+
+def goals_1_2b(rows: Mapping[str, Row]) -> list[Goal]:
+    row = catalog.load(LARGE)
+    count = partial(cost.exact_flops_per_step, row.model, row.sequence_length, 1)
+    repeated = count(checkpointing=row.checkpoint_interval > 0) / count()
 
     def share(name: str) -> float | None:
         return rows[name].share if name in rows else None
 
-    def times(ours: str, theirs: str) -> float | None:
-        return rows[theirs].seconds / rows[ours].seconds if {ours, theirs} <= rows.keys() else None
+    def times(kind: str) -> float | None:
+        ours, theirs = (rows.get(f"{kind}, {name}") for name in ("compiled", "transformers"))
+        return theirs.seconds / ours.seconds if ours and theirs else None
 
-    kept_share, row_share = share("bf16, compiled"), share("the row, compiled")
-    with_repeated = row_share and row_share * recomputed(specs[4])
-    goals = [
-        Goal("share of the matrix rate, bf16, nothing recomputed", RATE_GOAL, kept_share),
-        Goal("share with the recomputed forward counted, as the row stands", RATE_GOAL, with_repeated),
-        Goal("times transformers' speed, bf16", TIMES_GOAL, times("bf16, compiled", "bf16, transformers")),
-        Goal("times transformers' speed, as the row stands", TIMES_GOAL,
-             times("the row, compiled", "the row, transformers")),
-    ]  # fmt: skip
-    return speeds(measured, goals)
-
-
-def recomputed(spec: Specification) -> float:
-    """Operations of a step with those that recomputation repeats, over those without."""
-    recipe = spec.load()
-    count = partial(cost.exact_flops_per_step, recipe.model, recipe.sequence_length, 1)
-    return count(checkpointing=recipe.checkpoint_interval > 0) / count()
-
-
-def rows_345m(context: Context) -> Outcome:
-    specs = []
-    for recipe in MEDIUM:
-        settings = context.alone(recipe, "precision=bf16")
-        name = recipe.partition("/")[2]
-        specs += [
-            context.spec(f"{name}, compiled", recipe, *settings, ds_config="zero1", compiled=True),
-            context.spec(
-                f"{name}, transformers", recipe, *settings, system="transformers", ds_config="zero1"
-            ),
-        ]
-    return speeds(context.measure(context.few(specs)))
-
-
-def attention(context: Context) -> Outcome:
-    """Which kernels attention takes in training: by profiles of GPT-2, and of a BERT with padded samples."""
-    dropout = context.alone(GPT, *SMALL, "dropout.attention=0.1")
-    specs = [
-        context.spec("GPT-2", GPT, *context.alone(GPT, *SMALL), ds_config="zero1"),
-        context.spec("GPT-2, dropout 0.1", GPT, *dropout, ds_config="zero1"),
-        context.spec("padded BERT", BERT, *context.alone(BERT, *FEW), ds_config="zero1"),
+    of_row = share("the row, compiled")
+    recomputed = None if of_row is None else of_row * repeated
+    return [
+        Goal("share of the matrix rate, bf16, nothing recomputed", RATE_GOAL, share("bf16, compiled")),
+        Goal("share with the recomputed forward counted, as the row stands", RATE_GOAL, recomputed),
+        Goal("times transformers' speed, bf16", TIMES_GOAL, times("bf16")),
+        Goal("times transformers' speed, as the row stands", TIMES_GOAL, times("the row")),
     ]
-    measured = context.measure(specs, traced=True)
-    found = {each.spec.name: {"kernels": each.profile["attention"]} for each in measured if each.profile}
-    return beside(plainly(found), speeds(measured))
 
 
-def precisions(context: Context) -> Outcome:
-    """bf16, and fp16 with the dynamic loss scaler, under ZeRO 0-3 and offload."""
-    chosen = product(context.few(CONFIGS[:6]), ("bf16", "fp16"))
-    specs = [
-        context.spec(
-            f"{config}, {kind}", GPT, *context.alone(GPT, *SMALL, f"precision={kind}"), ds_config=config
-        )
-        for config, kind in chosen
-    ]
-    return speeds(context.measure(specs))
-
-
-def compiling(context: Context) -> Outcome:
-    """Eager against compiled, with the number of graphs and what broke them."""
-    cases = [("GPT-2", GPT, context.alone(GPT, *SMALL), f"zero{stage}") for stage in (1, 2, 3)]
-    cases.insert(1, ("padded BERT", BERT, context.alone(BERT, *FEW), "zero1"))
-    specs = [
-        context.spec(f"{name}, {config}{', compiled' * form}", recipe, *own, ds_config=config, compiled=form)
-        for name, recipe, own, config in context.few(cases)
-        for form in (False, True)
-    ]
-    measured = context.measure(specs)
-    return beside(
-        plainly({each.spec.name: each.graphs for each in measured if each.graphs}), speeds(measured)
+ATTENTION = (
+    Case("GPT-2", GPT, SMALL),
+    Case("padded BERT", BERT, FEW),
+    Case("GPT-2, dropout 0.1", GPT, (*SMALL, "dropout.attention=0.1")),
+)
+ONE_DEVICE = (
+    Case("tp2", "default/sotu", degree="tp"),
+    Case("pp2", "default/sotu", ds_config="pipeline", degree="pp"),
+    Case("tp2 zero3", "default/sotu", ds_config="zero3", degree="tp"),
+    *(
+        Case(f"dp2 {config}", "default/sotu", ds_config=config, degree="dp")
+        for config in ("zero1", "zero2", "zero3", "zero3_offload")
+    ),
+)
+PRECISIONS = tuple(
+    Case(f"{config}, {kind}", GPT, (*SMALL, f"precision={kind}"), config)
+    for config, kind in product(CONFIGS[:6], ("bf16", "fp16"))
+)
+COMPILED = tuple(
+    Case(f"{name}, {config}{', compiled' * form}", recipe, settings, config, compiled=form)
+    for name, recipe, settings, config in (
+        ("GPT-2", GPT, SMALL, "zero1"),
+        ("padded BERT", BERT, FEW, "zero1"),
+        ("GPT-2", GPT, SMALL, "zero2"),
+        ("GPT-2", GPT, SMALL, "zero3"),
     )
-
-
-def tuning(context: Context) -> Outcome:
-    """What a step of GPT-2 124M costs with other settings of DeepSpeed: overlap, buckets, optimizer, sums."""
-    large, small = ({"reduce_bucket_size": size, "allgather_bucket_size": size} for size in (5e8, 1e6))
-    changes: dict[str, dict[str, Any]] = {
-        "as it is": {},
-        "no overlap": {"zero_optimization": {"overlap_comm": False}},
-        "buckets of 5e8": {"zero_optimization": large},
-        "buckets of 1e6": {"zero_optimization": small},
-        "gradients summed in fp32": {"data_types": {"grad_accum_dtype": "fp32"}},
-        "DeepSpeed's own Adam": {"optimizer": {"params": {"torch_adam": False}}},
-    }  # fmt: skip
-    specs = []
-    config = json.loads((ROOT / "ds_configs/zero1.json").read_text(encoding="utf-8"))
-    for name, change in context.few(list(changes.items())):
-        path = context.folder / "configs" / f"{name.replace(' ', '-')}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(merged(config, change)), encoding="utf-8")
-        specs.append(context.spec(name, GPT, *context.alone(GPT, *SMALL), ds_config=str(path)))
-    larger = context.alone(GPT, *SMALL, "batch.micro=32")
-    specs.append(context.spec("micro-batch 32", GPT, *larger, ds_config="zero1"))
-    return speeds(context.measure(specs))
-
-
-def merged(config: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with the values of `change`, section by section."""
-    both = {
-        key: merged(config[key], value) if isinstance(config.get(key), dict) else value
-        for key, value in change.items()
-    }
-    return {**config, **both}
-
-
-def operations(context: Context) -> Outcome:
-    """Output layers, losses, optimizers and attention by themselves."""
-    found: dict[str, Any] = {}
-    for name in ("attention", "output_layer", "cross_entropy", "optimizers"):
-        done = context.run("-m", "launch.experiments.benchmarks.gpu_kernels", name, context.device)
-        failed = {"failed": {"why": done.stderr.strip()[-LAST:]}}
-        rows = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else failed
-        found |= {f"{name}: {case}": values for case, values in rows.items()}
-        context.say(f"{name}: {'failed' if done.returncode else 'done'}")
-    return plainly(found)
-
-
-def repeating(context: Context) -> Outcome:
-    """Two equal runs, and one that is stopped and resumed: whether their losses are the same, bit for bit."""
-    whole, half = (4, 2) if context.walks else (20, 10)
-    found: dict[str, Any] = {}
-    histories = {}
-    for name, parts in {"first": [whole], "second": [whole], "resumed": [half, whole]}.items():
-        out = context.folder / "repeating" / name
-        shutil.rmtree(out, ignore_errors=True)
-        for steps in parts:
-            done = context.pretrain(out, [], "--ds_config", "zero1", "--steps", str(steps), "--resume")
-            if done.returncode:
-                return plainly({name: {"failed": done.stderr.strip()[-LAST:]}})
-        lines = map(json.loads, (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-        histories[name] = {line["step"]: line["loss"] for line in lines if line.get("kind") == "step"}
-    for name in ("second", "resumed"):
-        differing = [s for s, loss in histories["first"].items() if histories[name].get(s) != loss]
-        found[name] = {
-            "steps that differ from the first run's": len(differing),
-            "the first": min(differing, default=None),
-        }
-    return plainly(found)
-
-
-def memory(context: Context) -> Outcome:
-    """Peak memory of the 1.2B row, predicted and measured; offload with one thread and with all cores."""
-    settings = context.alone(LARGE, *(["precision=bf16"] if context.walks else []))
-    configs = context.few(("zero1", "zero3_offload", "zero0", "zero3"))
-    specs = [context.spec(config, LARGE, *settings, ds_config=config) for config in configs]
-    single = context.spec("one thread", LARGE, *settings, ds_config="zero3_offload", threads=1)
-    measured = context.measure(specs if context.walks else [*specs, single])
-    here = abilities.detect_machine()
-    found: dict[str, Any] = {}
-    for each in (each for each in measured if each.peak_bytes):
-        plan = resolve(each.spec.load(), each.spec.ds_config or "", 1, here)
-        needed = memory_fit.needs(plan, gpus=not context.walks)
-        # Of a GPU, torch's peak is of tensors alone.
-        outside = 0.0 if context.walks else needed.context + needed.fragmentation
-        predicted = (needed.total - outside) / 1e9
-        measured_gb = (each.peak_bytes or 0) / 1e9
-        found[each.spec.name] = {
-            "predicted_gb": predicted, "measured_gb": measured_gb, "ratio": measured_gb / predicted,
-        }  # fmt: skip
-    return beside(plainly(found), speeds(measured))
-
-
-def sparse(context: Context) -> Outcome:
-    """flex_attention in banded layers: heads of 96 and 64, recomputed or not, next to dense layers."""
-    specs = []
-    for heads, recompute, compiled in product((16, 24), ("none", "full"), (False, True)):
-        more = (*PLAIN, f"model.heads={heads}", f"activation_checkpointing={recompute}")
-        name = f"heads of {1536 // heads}, recomputed: {recompute}{', compiled' * compiled}"
-        specs.append(
-            context.spec(name, SPARSE, *context.alone(SPARSE, *more), ds_config="zero1", compiled=compiled)
+    for form in (False, True)
+)
+OF_345M = tuple(
+    Case(f"{recipe.partition('/')[2]}, {how}", recipe, ("precision=bf16",), system=system, compiled=form)
+    for recipe in MEDIUM
+    for how, system, form in (("compiled", "ours", True), ("transformers", "transformers", False))
+)
+MEMORY = (
+    *(Case(config, LARGE, ds_config=config) for config in ("zero1", "zero3_offload", "zero0", "zero3")),
+    Case("zero3_offload, one thread", LARGE, ds_config="zero3_offload", threads=1),
+)
+OF_193B = (Case("one layer", LARGEST, ("model.layers=1", "batch.global=4", "precision=bf16")),)
+BANDED = (
+    *(
+        Case(
+            f"heads of {1536 // heads}, recomputed: {recompute}{', compiled' * form}",
+            SPARSE,
+            (*UNDROPPED, f"model.heads={heads}", f"activation_checkpointing={recompute}"),
+            compiled=form,
         )
-    dense = context.alone(SPARSE, *PLAIN, "model.attention=[dense]", "model.attention_window=null")
-    specs.append(context.spec("dense, compiled", SPARSE, *dense, ds_config="zero1", compiled=True))
-    return speeds(context.measure(context.few(specs), traced=True))
-
-
-def layer_193b(context: Context) -> Outcome:
-    """One layer of the 193B row: start, memory, attention with heads of 512."""
-    settings = context.alone(LARGEST, "model.layers=1", "batch.global=4", "precision=bf16")
-    spec = context.spec("one layer", LARGEST, *settings, ds_config="zero1")
-    measured = context.measure([spec], traced=True)
-    found = {
-        "start": {"seconds": measured[0].start_s},
-        "attention": {"kernels": (measured[0].profile or {}).get("attention")},
-    }
-    return beside(plainly(found), speeds(measured))
-
-
-def one_device(context: Context) -> Outcome:
-    """Tensor, pipeline and data parallelism with two ranks on one GPU, through gloo: if it runs at all."""
-    found: dict[str, Any] = {}
-    cases = {
-        "tp2": ("zero1", "parallel.tp=2"),
-        "pp2": ("pipeline", "parallel.pp=2"),
-        "tp2 zero3": ("zero3", "parallel.tp=2"),
-    }
-    cases |= {
-        f"dp2 {config}": (config, "parallel.dp=2") for config in ("zero1", "zero2", "zero3", "zero3_offload")
-    }
-    for name, (config, degree) in context.few(list(cases.items())):
-        share = not context.walks
-        spec = context.spec(name, "default/sotu", degree, ds_config=config, processes=2, shared_device=share)
-        try:
-            with ended(Worker(spec, context.folder / "one-device" / name.replace(" ", "-"))) as worker:
-                times = [seconds for seconds, *_ in worker.ask("run", 3)]
-                found[name] = {"seconds": times[-1]}
-        except WorkerFailed as error:
-            found[name] = {"failed": str(error)[-LAST:]}
-        context.say(f"{name}: {found[name]}")
-    return plainly(found)
-
-
-def zero_gradients(context: Context) -> Outcome:
-    """fp16: the share of gradients that are zero at accumulation 64, by the initial loss scale."""
-    config = json.loads((ROOT / "ds_configs/zero1.json").read_text(encoding="utf-8"))
-    found: dict[str, Any] = {}
-    accumulation = 2 if context.walks else 64
-    settings = context.alone(GPT, "precision=fp16", f"batch.global={accumulation}", "batch.micro=1")
-    for power in (16, 26):
-        path = context.folder / "configs" / f"scale-{power}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            json.dumps(merged(config, {"fp16": {"initial_scale_power": power}})), encoding="utf-8"
-        )
-        spec = context.spec(f"scale-{power}", GPT, *settings, ds_config=str(path))
-        with ended(Worker(spec, context.folder / spec.name)) as worker:
-            found[f"initial scale 2^{power}"] = {"share of zeros": worker.ask("zeros")}
-    return plainly(found)
-
-
-def layouts(context: Context) -> Outcome:
-    command = ["launch/compare_layouts.py", "--tiny", *(["--steps", "2"] if context.walks else ["--compile"])]
-    if context.walks:
-        command += ["--only", "accumulation 4"]
-    done = context.run(*command)
-    found = {"agree": done.returncode == 0, "said": done.stdout[-8000:]}
-    if done.returncode == 2:
-        raise CannotRunHere(done.stderr.strip()[-LAST:])
-    return Outcome(found, done.stdout.strip()[-8000:])
-
+        for heads, recompute, form in product((16, 24), ("none", "full"), (False, True))
+    ),
+    Case(
+        "dense, compiled",
+        SPARSE,
+        (*UNDROPPED, "model.attention=[dense]", "model.attention_window=null"),
+        compiled=True,
+    ),
+)
 
 STEPS: Sequence[Step] = (
     Step("rates", "matrix rate and memory bandwidth", rates),
     Step("runs", "does everything run: every configuration of one GPU, both families", runs),
-    Step("1.2b", "the 1.2B row of the A100 document's table 4, and its goals", row_1_2b),
-    Step("attention", "kernels that attention takes in GPT-2 and in a padded BERT", attention),
-    Step("one_device", "tensor, pipeline and data parallelism with two ranks on one GPU", one_device),
-    Step("tuning", "GPT-2 124M under other settings of DeepSpeed", tuning),
-    Step("precisions", "bf16 and fp16 under ZeRO 0-3 and offload", precisions),
-    Step("compile", "eager against compiled", compiling),
-    Step("345m", "the 345M rows", rows_345m),
-    Step("operations", "output layer, loss, optimizer and attention by themselves", operations),
+    Step(
+        "1.2b",
+        "the 1.2B row of the A100 document's table 4, and its goals",
+        partial(speeds, CASES_1_2B, goals=goals_1_2b),
+    ),
+    Step(
+        "attention",
+        "kernels that attention takes in GPT-2 and in a padded BERT",
+        partial(speeds, ATTENTION, traced=True),
+    ),
+    Step(
+        "one_device",
+        "tensor, pipeline and data parallelism with two ranks on one GPU",
+        partial(speeds, ONE_DEVICE),
+    ),
+    Step("precisions", "bf16 and fp16 under ZeRO 0-3 and offload", partial(speeds, PRECISIONS)),
+    Step("compile", "eager against compiled, with the graphs", partial(speeds, COMPILED)),
+    Step("345m", "the 345M rows", partial(speeds, OF_345M)),
     Step("repeat", "two equal runs and a resumed one, bit for bit", repeating),
-    Step("memory", "peak memory predicted and measured", memory),
-    Step("193b", "one layer of the 193B row", layer_193b),
-    Step("sparse", "flex_attention in the sparse rows", sparse),
-    Step("zeros", "gradients that fp16 flushes to zero, by the initial loss scale", zero_gradients),
+    Step("memory", "peak memory of the 1.2B row, predicted and measured", partial(speeds, MEMORY)),
+    Step("193b", "one layer of the 193B row", partial(speeds, OF_193B, traced=True)),
+    Step("sparse", "flex_attention in the sparse rows", partial(speeds, BANDED, traced=True)),
     Step("layouts", "compare_layouts", layouts),
 )

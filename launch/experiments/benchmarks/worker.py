@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,10 @@ from launch.ranks import start_up
 
 COLLECTIVES = "nccl"  # how a GPU's kernels of collectives begin
 SHOWN = 15  # lines of a profile
+# Kernels of attention: FlashAttention's, cuDNN's, the memory-efficient ones, and plain softmax.
+ATTENTION = re.compile(
+    "flash|fmha|efficient|sdpa|cudnn.*attention|attention.*cudnn|flex|(?<!log)(?<!log_)softmax", re.IGNORECASE
+)
 
 
 def main() -> None:
@@ -63,7 +68,7 @@ def serve(system: Any, parent: Connection | None) -> None:
 
     commands: dict[str, Callable[..., Any]] = {
         "run": run, "phases": phases, "profile": profile, "rates": lambda system, n: system.rates(n),
-        "memory": memory, "graphs": graphs, "zeros": zeros,
+        "memory": memory, "graphs": graphs,
     }  # fmt: skip
     while True:
         asked: list[Any] = [parent.recv() if parent else None]
@@ -104,8 +109,6 @@ def profile(system: Any, trace: str | None, steps: int) -> dict[str, Any]:
     import torch
     from torch.profiler import ProfilerActivity
 
-    from launch.experiments.benchmarks.gpu_kernels import ATTENTION
-
     gpu = torch.cuda.is_available()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
     with torch.profiler.profile(activities=kinds) as profiler:
@@ -137,23 +140,6 @@ def graphs(system: Any) -> dict[str, Any]:
 
     breaks = {reason[:200]: count for reason, count in counters["graph_break"].items()}
     return {"graphs": counters["stats"].get("unique_graphs", 0), "breaks": breaks}
-
-
-def zeros(system: Any) -> float:
-    """Share of zeros among the gradients of the layers' matrices, of the micro-batches of a step."""
-    import torch
-
-    counts = torch.zeros(2, dtype=torch.float64)
-
-    def count(gradient: torch.Tensor) -> None:
-        counts.add_(torch.tensor([float((gradient == 0).sum()), gradient.numel()], dtype=torch.float64))
-
-    matrices = [p for p in system.engine.module.layers.parameters() if p.dim() > 1]
-    handles = [parameter.register_hook(count) for parameter in matrices]
-    run(system, 1)
-    for handle in handles:
-        handle.remove()
-    return float(counts[0] / counts[1])
 
 
 def memory(system: Any) -> dict[str, Any]:
