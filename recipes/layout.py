@@ -37,6 +37,10 @@ class Layout:
         """Processes."""
         return self.tp * self.pp * self.dp
 
+    def degrees(self) -> str:
+        """In words: "8 tensor x 1 pipeline x 2 data parallel"."""
+        return f"{self.tp} tensor x {self.pp} pipeline x {self.dp} data parallel"
+
     def identity(self) -> str:
         """The batch in one line: "8 micro x 1 accumulation x 1 dp = 8 global"."""
         micro, accumulation = f"{self.micro} micro", f"{self.accumulation} accumulation"

@@ -30,6 +30,19 @@ def command(description: str, examples: str) -> argparse.ArgumentParser:
     return parser
 
 
+def subcommand(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    help_line: str,
+    about: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    """The parser of a subcommand whose --help teaches as that of a command."""
+    return commands.add_parser(
+        name, help=help_line, description=about, epilog=examples, formatter_class=Help, allow_abbrev=False
+    )
+
+
 class Help(argparse.RawDescriptionHelpFormatter):
     """Descriptions and examples keep their lines as far as the terminal has room for them."""
 

@@ -1,14 +1,16 @@
-"""Plans of recipes as they were published, on GPUs that can do everything."""
+"""Plans of recipes for other machines than this one: as published, on any GPUs, on nodes of the catalogue."""
 
 from __future__ import annotations
 
 import math
 import tempfile
+from pathlib import Path
 
-from ds_configs.plan import ANY_GPU, Plan
+from ds_configs.plan import ANY_GPU, Machine, Plan
 from ds_configs.resolver import resolve
 from ds_configs.sections.zero import NVME_VARIABLE
 from launch.machine.model_states import offloads
+from launch.planning.prediction.hardware import Node
 from recipes.schema import Recipe
 
 
@@ -20,13 +22,32 @@ def processes(recipe: Recipe) -> int:
 def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
     """The recipe with its own ds_config and number of processes (or `world`), on GPUs that can do everything.
 
-    A path that the other machine's environment gives is left as $MEGARECIPES_NVME.
+    Raises ConfigError.
+    """
+    return resolved(recipe, recipe.ds_config, world or processes(recipe))
 
-    Raises:
-        ConfigError: it cannot run like that.
+
+def planned(recipe: Recipe, ds_config: str | Path, node: Node, nodes: int | None = None) -> Plan:
+    """The recipe on so many such nodes; None: as many as its layout takes. Raises ConfigError."""
+    world = None
+    if recipe.parallel.dp is None and not node.is_cpu:
+        world = (nodes or 1) * node.gpus
+    elif nodes and not node.is_cpu:
+        stated = processes(recipe)
+        # A node that the layout leaves partly empty is its user's to choose.
+        world = stated if (nodes - 1) * node.gpus < stated <= nodes * node.gpus else nodes * node.gpus
+    return resolved(recipe, ds_config, world, node.machine)
+
+
+def resolved(
+    recipe: Recipe, ds_config: str | Path, world: int | None = None, machine: Machine = ANY_GPU
+) -> Plan:
+    """The plan on another machine; a path that its environment gives is left as $MEGARECIPES_NVME.
+
+    Raises ConfigError.
     """
     stand_in = tempfile.gettempdir()  # the resolver wants a directory that is there
-    plan = resolve(recipe, recipe.ds_config, world or processes(recipe), ANY_GPU, {NVME_VARIABLE: stand_in})
+    plan = resolve(recipe, ds_config, world, machine, {NVME_VARIABLE: stand_in})
     for section in offloads(plan):
         if section.get("nvme_path") == stand_in:
             section["nvme_path"] = f"${NVME_VARIABLE}"

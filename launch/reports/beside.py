@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 from launch.console import numbers
-from launch.planning.prediction import forecast_command, hardware
+from launch.planning.prediction import hardware
 from launch.planning.prediction.forecast import Forecast, forecast, speed
 from launch.planning.prediction.published_step import as_published, published_seconds
+from launch.planning.resolved_plans import planned
 from launch.records.result import Result
 from launch.reports.entries import Entry
 from launch.reports.prediction import of_run
@@ -122,8 +123,8 @@ def _planned(recipe: Recipe) -> Forecast | None:
     if named in (None, hardware.THIS):  # a report measures nothing
         return None
     try:
-        node = forecast_command.node_of(recipe, None)
-        plan = forecast_command.planned(recipe, recipe.ds_config, node, None)
+        node = hardware.node_for(recipe)
+        plan = planned(recipe, recipe.ds_config, node, None)
         step = as_published(plan)
         return forecast(step, node) if step else None
     except (ValueError, OSError):  # of a user's recipe, configuration or catalogue

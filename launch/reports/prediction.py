@@ -60,7 +60,7 @@ def predicted(plan: Plan, machine: Mapping[str, Any]) -> Predicted:
 def _predicted(plan: Plan, machine: Mapping[str, Any]) -> Predicted:
     name, count = str(machine["accelerator"]), machine["accelerators"]
     node = (hardware.recognised(name, count) if count else None) or _measured(machine)
-    found = forecast(workload.of_plan(plan), node.shared_by(plan.layout.world) if node.is_cpu else node)
+    found = forecast(workload.of_plan(plan), node.shared_by(plan.layout.world))
     memory = found.fullest.total
     if found.time is None or found.speed is None:
         return Predicted(node.name, bytes_per_process=memory)  # no rate of that precision is known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,18 +13,13 @@ from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
 from launch.planning.prediction.workload import Workload
-from modeling import cost
 
 Verdict = Literal["fits", "snug", "out of memory"]
-RemarkKind = Literal[
-    "tensor across nodes", "bubble", "larger batch", "no precision", "partly filled node", "recomputation",
-    "host memory", "saving waits", "nvme unknown", "network unknown", "implausible", "kernel starts",
-]  # fmt: skip
 # Of a GPU's memory: a margin below it is within the error that memory predictions were found to have.
 SNUG = 0.08
 LARGE_BUBBLE = 0.10
 ROOM = 1.25  # times the micro-batch: room for a batch that is worth trying
-MOST_MICRO = 4096
+MOST_MICRO = 8191
 # % of the peak rate, every product counted: what no published row of this repository leaves (it has 3 to 52).
 LEAST_SHARE, MOST_SHARE = 1.0, 75.0
 HOURS = 3600.0  # seconds
@@ -32,13 +28,14 @@ SAVED = 12.0  # bytes of a checkpoint per parameter: fp32 weights and two moment
 
 @dataclass(frozen=True)
 class Remark:
-    """Something that a user should know of a plan; `forecast_text` words it.
+    """Something that a user should know of a plan.
 
     Attributes:
+        kind: key of `forecast_text.REMARKS`, which words it.
         values: numbers and names that belong to it, by name.
     """
 
-    kind: RemarkKind
+    kind: str
     values: dict[str, float | int | str]
 
 
@@ -132,10 +129,18 @@ def forecast(work: Workload, node: Node, constants: Constants | None = None) -> 
     host, nvme = (here * max(getattr(rank, place) for rank in stages) for place in ("host", "nvme"))
     time = step_time(work, node, constants) if work.precision in gpu.tflops else None
     found = Forecast(
-        work=work, node=node, nodes=math.ceil(layout.world / node.gpus), stages=stages, host=host, nvme=nvme,
-        verdict=verdict_of(stages, host, node), largest=largest_micro(work, node, constants), time=time,
-        speed=speed(work, node, time.total) if time else None, remarks=[],
-    )  # fmt: skip
+        work=work,
+        node=node,
+        nodes=math.ceil(layout.world / node.gpus),
+        stages=stages,
+        host=host,
+        nvme=nvme,
+        verdict=verdict_of(stages, host, node),
+        largest=largest_micro(work, node, constants),
+        time=time,
+        speed=speed(work, node, time.total) if time else None,
+        remarks=[],
+    )
     return replace(found, remarks=_remarks(found))
 
 
@@ -149,42 +154,37 @@ def verdict_of(stages: list[RankMemory], host: float, node: Node) -> Verdict:
 
 def speed(work: Workload, node: Node, seconds: float) -> Speed:
     """Rates of a step of `seconds`, predicted or measured."""
-    layout, length = work.layout, work.sequence_length
-    per_second = layout.global_batch / seconds
-
-    def exact(checkpointing: bool) -> float:
-        flops = cost.exact_flops_per_step(
-            work.model, length, layout.global_batch, padded_vocab=work.padded_vocab,
-            checkpointing=checkpointing, predictions=work.predicted,
-        )  # fmt: skip
-        return cost.exact_tflops(flops, seconds, layout.world)
-
-    size = cost.parameters(work.model, work.positions)
-    read, recomputed = layout.global_batch * work.model.sequences, work.recomputed > 0
-    by_formula = cost.published_tflops(size, length, read, seconds, layout.world, checkpointing=recomputed)
-    mfu = exact(False) / node.gpu.tflops[work.precision]
-    return Speed(per_second, work.tokens_per_step / seconds, by_formula, exact(work.recomputed > 0), mfu)
+    gpus = work.layout.world
+    return Speed(
+        samples=work.layout.global_batch / seconds,
+        tokens=work.tokens_per_step / seconds,
+        tflops=work.published_tflops(seconds, gpus),
+        exact_tflops=work.exact_tflops(seconds, gpus),
+        mfu=work.exact_tflops(seconds, gpus, recomputation=False) / node.gpu.tflops[work.precision],
+    )
 
 
 def largest_micro(work: Workload, node: Node, constants: Constants) -> Largest:
     """The largest micro-batch of each kind of recomputation; activations on the host fill that."""
-    sizes = (work, replace(work, recomputed=1, selective=False), replace(work, recomputed=0, selective=False))
-    return Largest(*(_largest(each, node, constants) for each in sizes))
-
-
-def _largest(work: Workload, node: Node, constants: Constants) -> int:
-    """By bisection, since memory grows with the micro-batch."""
     here = min(work.layout.world, node.gpus)
 
-    def fits(micro: int) -> bool:
-        rank = rank_memory.fullest(work.with_micro(micro), node.gpu, constants)
-        return rank.total <= node.gpu.memory_bytes and rank.host * here <= node.form.host.memory_gb * 1e9
+    def largest(step: Workload) -> int:
+        def fits(micro: int) -> bool:
+            rank = rank_memory.fullest(step.with_micro(micro), node.gpu, constants)
+            return verdict_of([rank], rank.host * here, node) != "out of memory"
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high <= MOST_MICRO and fits(high):
+        return largest_number(fits, MOST_MICRO)
+
+    recomputed, kept = (replace(work, recomputed=layers, selective=False) for layers in (1, 0))
+    return Largest(largest(work), largest(recomputed), largest(kept))
+
+
+def largest_number(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that fits where all smaller ones do; 0: none."""
+    low, high = 0, 1
+    while high <= most and fits(high):
         low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -196,7 +196,7 @@ def _remarks(found: Forecast) -> list[Remark]:
     work, node, layout = found.work, found.node, found.work.layout
     said: list[Remark] = []
 
-    def say(kind: RemarkKind, **values: float | int | str) -> None:
+    def say(kind: str, **values: float | int | str) -> None:
         said.append(Remark(kind, values))
 
     if not node.joins(layout.tp, 1, layout.world):

@@ -1,26 +1,38 @@
-"""The planner's answer as a person reads it, and as JSON."""
+"""A forecast as a person reads it, and as JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from launch.console.terminal import wrapped
-from launch.console.text_table import aligned, table
-from launch.planning.prediction.forecast import Bill, Forecast, Remark
+from ds_configs.plan import Plan
+from launch.planning.page import Page
+from launch.planning.prediction.forecast import Bill, Forecast, Remark, Speed
+from launch.planning.prediction.step_time import StepTime
 from recipes.plural import counted
 
 CATEGORIES = {
-    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer states, fp32 weights",
-    "buffers": "ZeRO's buffers", "activations": "activations kept", "working": "one layer at work",
-    "logits": "logits and loss", "fragmentation": "fragmentation", "context": "CUDA context, NCCL",
-}  # fmt: skip
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states, fp32 weights",
+    "buffers": "ZeRO's buffers",
+    "activations": "activations kept",
+    "working": "one layer at work",
+    "logits": "logits and loss",
+    "fragmentation": "fragmentation",
+    "context": "CUDA context, NCCL",
+}
 CAUSES = {
-    "matrix": "matrix products", "elementwise": "element-wise, kernel starts",
+    "matrix": "matrix products",
+    "elementwise": "element-wise, kernel starts",
     "tensor": "tensor-parallel all-reduces",
-    "boundary": "between pipeline stages", "bubble": "pipeline bubble", "data": "data parallel, not hidden",
-    "offload": "offload transfers", "update": "optimizer step",
-}  # fmt: skip
+    "boundary": "between pipeline stages",
+    "bubble": "pipeline bubble",
+    "data": "data parallel, not hidden",
+    "offload": "offload transfers",
+    "update": "optimizer step",
+}
 REMARKS = {
     "tensor across nodes": "tensor parallelism of {tp} crosses nodes of {gpus} GPUs: every layer's "
     "all-reduces go over the network; take a parallel.tp that divides {gpus}, and raise parallel.pp",
@@ -40,44 +52,23 @@ REMARKS = {
     "nvme unknown": "no NVMe rate of {node} is known: its time is left out",
     "implausible": "{share:.1f} % of the peak is outside what published rows reach (3 to 52 %): "
     "something is wrong",
-}  # fmt: skip
+}
+MOST_COLUMNS = 4  # of pipeline stages that differ
+DURATIONS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
-def describe(found: Forecast, *, name: str, bill: Bill | None, width: int | None = None) -> str:
-    """A page: what runs where, memory by kind and stage, verdict, time by cause, the whole run, remarks."""
-    work, node, layout = found.work, found.node, found.work.layout
-    degrees = f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data parallel"
-    gpus = f"{counted(layout.world, _unit(found))} on {counted(found.nodes, 'node')}"
-    kept = "sequence parallel, " * work.sequence_parallel + _recomputation(found)
-    lines = [
-        ("recipe", name),
-        ("hardware", f"{gpus}: {node.form.title} ({node.name}), {node.gpu.memory_gib:g} GiB each"),
-        ("layout", f"{degrees}; {layout.identity()}"),
-        ("how", f"ZeRO-{work.zero_stage}{_offload(found)}, {work.precision}, {kept} ({work.software.name})"),
-    ]
-    parts = [
-        aligned(lines, indent=2, width=width), _memory(found, width), _verdict(found, width),
-        _time(found, width),
-    ]  # fmt: skip
+def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None) -> Page:
+    """What runs where, memory by kind and stage, verdict, time by cause, the whole run, remarks."""
+    shown = Page(width)
+    shown.facts(("recipe", name), *_placed(found))
+    _add_memory(shown, found)
+    _add_verdict(shown, found)
+    if found.time and found.speed:
+        _add_time(shown, found, found.time, found.speed)
     if bill:
-        energy = "" if bill.kwh is None else f", about {_rounded(bill.kwh)} kWh at the boards' power limit"
-        hours = f"{_rounded(bill.gpu_hours)} {_unit(found)}-hours"
-        cost = f"{_duration(bill.seconds)}, {hours}{energy}"
-        whole = f"{counted(bill.steps, 'step')}, {bill.tokens:,} tokens: {cost}"
-        parts.append(aligned([("whole run", whole)], indent=2, width=width))
-    parts += [wrapped(f"  ! {text}", width, hang=4) for text in map(remark_text, found.remarks)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _duration(seconds: float) -> str:
-    """In the largest unit of which there is at least one."""
-    sizes = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-    unit, size = next((each for each in sizes if seconds >= each[1]), sizes[-1])
-    return f"{seconds / size:,.3g} {unit}"
-
-
-def _rounded(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+        shown.facts(("whole run", _bill(found, bill)))
+    shown.notes(map(remark_text, found.remarks))
+    return shown
 
 
 def remark_text(remark: Remark) -> str:
@@ -85,59 +76,66 @@ def remark_text(remark: Remark) -> str:
     return REMARKS[remark.kind].format(**remark.values)
 
 
+def add_published(shown: Page, plan: Plan, pairs: Sequence[tuple[str, float | str, float | str]]) -> None:
+    """What the row's source printed, next to the same step as its system ran it; nothing where it did not."""
+    published = plan.recipe.published
+    if not published or not pairs:
+        return
+    rows = []
+    for quantity, ours, theirs in pairs:
+        if isinstance(ours, str) or isinstance(theirs, str):
+            rows.append([quantity, str(ours), str(theirs), ""])
+        else:
+            rows.append([quantity, f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.2f}"])
+    shown.table(rows, [f"as {published.software} ran it", "predicted", "published", "ratio"], "lrrr")
+
+
+def _placed(found: Forecast) -> list[tuple[str, str]]:
+    """Hardware, layout, and how model states are kept."""
+    work, node, layout = found.work, found.node, found.work.layout
+    gpus = f"{counted(layout.world, _unit(found))} on {counted(found.nodes, 'node')}"
+    places = {"optimizer": work.optimizer_at, "weights": work.weights_at, "activations": work.checkpoints_at}
+    away = ", ".join(f"{what} on {place}" for what, place in places.items() if place != "gpu")
+    recomputed = {0: "nothing recomputed", 1: "every layer recomputed"}.get(
+        work.recomputed, f"chunks of {work.recomputed} layers recomputed"
+    )
+    kept = [f"ZeRO-{work.zero_stage}{f' ({away})' if away else ''}", work.precision]
+    kept += ["sequence parallel"] * work.sequence_parallel
+    kept += ["attention scores recomputed" if work.selective else recomputed]
+    return [
+        ("hardware", f"{gpus}: {node.form.title} ({node.name}), {node.gpu.memory_gib:g} GiB each"),
+        ("layout", f"{layout.degrees()}; {layout.identity()}"),
+        ("how", f"{', '.join(kept)} ({work.software.name})"),
+    ]
+
+
 def _unit(found: Forecast) -> str:
     """What holds a rank's memory and computes for it."""
     return "process" if found.node.is_cpu else "GPU"
 
 
-def _recomputation(found: Forecast) -> str:
-    chunk = found.work.recomputed
-    if found.work.selective:
-        return "attention scores recomputed"
-    return {0: "nothing recomputed", 1: "every layer recomputed"}.get(
-        chunk, f"chunks of {chunk} layers recomputed"
-    )
-
-
-def _offload(found: Forecast) -> str:
-    work = found.work
-    away = [
-        ("optimizer", work.optimizer_at),
-        ("weights", work.weights_at),
-        ("activations", work.checkpoints_at),
-    ]
-    told = ", ".join(f"{what} on {place}" for what, place in away if place != "gpu")
-    return f" ({told})" if told else ""
-
-
-def _memory(found: Forecast, width: int | None) -> str:
-    """Categories by stage; stages that need the same are one column."""
+def _add_memory(shown: Page, found: Forecast) -> None:
+    """Categories by stage; stages that need the same are one column, the middle ones of many are left out."""
     groups: dict[tuple[float, ...], list[int]] = {}
     for rank in found.stages:
         groups.setdefault(tuple(rank.on_gpu.values()), []).append(rank.stage)
-    shown = _columns(list(groups.values()))
-    ranks = [found.stages[stages[0]] for stages in shown]
+    columns = list(groups.values())
+    if len(columns) > MOST_COLUMNS:
+        columns = [*columns[: MOST_COLUMNS - 1], columns[-1]]
+    ranks = [found.stages[stages[0]] for stages in columns]
     names = {**CATEGORIES, "context": "imported libraries"} if found.node.is_cpu else CATEGORIES
-    headings = [f"GB per {_unit(found)}", *(_stages(stages, len(found.stages)) for stages in shown)]
-    rows = [
-        [names[key], *(f"{rank.on_gpu[key] / 1e9:.2f}" for rank in ranks)]
-        for key in CATEGORIES
-        if any(rank.on_gpu[key] for rank in ranks)
-    ]
-    rows.append(["sum", *(f"{rank.total / 1e9:.2f}" for rank in ranks)])
+    sizes = {name: [rank.on_gpu[key] for rank in ranks] for key, name in names.items()}
+    sizes = {name: row for name, row in sizes.items() if any(row)}
+    sizes["sum"] = [rank.total for rank in ranks]
     if not found.node.is_cpu:
-        cached = (f"{rank.cached(found.node.gpu.memory_bytes) / 1e9:.2f}" for rank in ranks)
-        rows.append(["torch would report cached", *cached])
+        memory = found.node.gpu.memory_bytes
+        sizes["torch would report cached"] = [rank.cached(memory) for rank in ranks]
+    rows = [[name, *(f"{size / 1e9:.2f}" for size in row)] for name, row in sizes.items()]
     rows.append(["at its fullest in the", *(rank.moment for rank in ranks)])
-    text = table(rows, headings, "l" + "r" * len(ranks), width)
-    away = [("host memory", found.host), ("NVMe", found.nvme)]
-    more = [f"{size / 1e9:,.3g} GB of {place} per node" for place, size in away if size]
-    return "\n".join(["  " + line for line in text.splitlines()] + [f"  and {each}" for each in more])
-
-
-def _columns(groups: list[list[int]], most: int = 4) -> list[list[int]]:
-    """The first stages and the last one, where there are many that differ."""
-    return groups if len(groups) <= most else [*groups[: most - 1], groups[-1]]
+    headings = [f"GB per {_unit(found)}", *(_stages(stages, len(found.stages)) for stages in columns)]
+    away = {"host memory": found.host, "NVMe": found.nvme}
+    below = [f"and {size / 1e9:,.3g} GB of {place} per node" for place, size in away.items() if size]
+    shown.table(rows, headings, "l" + "r" * len(ranks), below=below)
 
 
 def _stages(stages: list[int], count: int) -> str:
@@ -146,53 +144,58 @@ def _stages(stages: list[int], count: int) -> str:
     return f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}"
 
 
-def _verdict(found: Forecast, width: int | None) -> str:
+def _add_verdict(shown: Page, found: Forecast) -> None:
     memory, largest = found.node.gpu.memory_bytes, found.largest
-    share = found.fullest.total / memory
+    share = f"{found.fullest.total / memory:.0%} of {memory / 1e9:.1f} GB"
     margin = f"{abs(found.margin) / 1e9:.1f} GB {'left' if found.margin >= 0 else 'missing'}"
     recomputed = f"{largest.recomputed} with every layer recomputed, {largest.kept} with none"
-    sizes = f"{largest.as_planned} as planned, {recomputed}"
-    lines = [
-        ("verdict", f"{found.verdict.upper()}: {share:.0%} of {memory / 1e9:.1f} GB, {margin}"),
-        ("largest micro-batch", sizes),
-    ]
-    return aligned(lines, indent=2, width=width)
+    shown.facts(
+        ("verdict", f"{found.verdict.upper()}: {share}, {margin}"),
+        ("largest micro-batch", f"{largest.as_planned} as planned, {recomputed}"),
+    )
 
 
-def _time(found: Forecast, width: int | None) -> str:
-    if found.time is None or found.speed is None:
-        return ""
-    time, rates = found.time, found.speed
+def _add_time(shown: Page, found: Forecast, time: StepTime, rates: Speed) -> None:
     rows = [
-        [CAUSES[key], f"{seconds:.4g}", f"{seconds / time.total:.1%}"]
-        for key, seconds in time.split.items()
+        [CAUSES[cause], f"{seconds:.4g}", f"{seconds / time.total:.1%}"]
+        for cause, seconds in time.split.items()
         if seconds
     ]
-    rows.append(["sum", f"{time.total:.4g}", ""])
-    text = table(rows, ["seconds per step", "", ""], "lrr", width)
-    lines = [
+    shown.table([*rows, ["sum", f"{time.total:.4g}", ""]], ["seconds per step", "", ""], "lrr")
+    tflops = f"{rates.tflops:.4g} by the published formula, {rates.exact_tflops:.4g} by exact count"
+    shown.facts(
         ("throughput", f"{rates.samples:,.4g} samples/s, {rates.tokens:,.0f} tokens/s"),
-        (
-            f"TFLOPS per {_unit(found)}",
-            f"{rates.tflops:.4g} by the published formula, {rates.exact_tflops:.4g} by exact count",
-        ),
+        (f"TFLOPS per {_unit(found)}", tflops),
         ("MFU", f"{rates.mfu:.1%} of {found.node.gpu.tflops[found.work.precision]:g} TFLOPS"),
-    ]
-    return (
-        "\n".join("  " + line for line in text.splitlines()) + "\n\n" + aligned(lines, indent=2, width=width)
     )
+
+
+def _bill(found: Forecast, bill: Bill) -> str:
+    unit, size = next(
+        ((unit, size) for unit, size in DURATIONS.items() if bill.seconds >= size), ("seconds", 1)
+    )
+    cost = f"{bill.seconds / size:,.3g} {unit}, {_rounded(bill.gpu_hours)} {_unit(found)}-hours"
+    if bill.kwh is not None:
+        cost += f", about {_rounded(bill.kwh)} kWh at the boards' power limit"
+    return f"{counted(bill.steps, 'step')}, {bill.tokens:,} tokens: {cost}"
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
 
 
 def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
     """Every number, in bytes and seconds."""
+    memory = found.node.gpu.memory_bytes
     return {
         "hardware": found.node.name,
         "nodes": found.nodes,
         "layout": asdict(found.work.layout),
         "software": found.work.software.name,
-        "stages": [{**asdict(rank), "total": rank.total, "cached": rank.cached(found.node.gpu.memory_bytes)}
-                   for rank in found.stages],
-        "memory_bytes": found.node.gpu.memory_bytes,
+        "stages": [
+            {**asdict(rank), "total": rank.total, "cached": rank.cached(memory)} for rank in found.stages
+        ],
+        "memory_bytes": memory,
         "host_bytes_per_node": found.host,
         "nvme_bytes_per_node": found.nvme,
         "verdict": found.verdict,
@@ -202,4 +205,4 @@ def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
         "speed": found.speed and asdict(found.speed),
         "run": bill and asdict(bill),
         "remarks": [{**asdict(remark), "text": remark_text(remark)} for remark in found.remarks],
-    }  # fmt: skip
+    }

@@ -15,12 +15,13 @@ from typing import Any
 import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
+from ds_configs.plan import Machine
 from launch.console import terminal
 from launch.machine import rates
 from launch.machine.rates import Rates
 from recipes import files
 from recipes.problems import Problem, ProblemsError, did_you_mean
-from recipes.schema import Strict
+from recipes.schema import Recipe, Strict
 
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 GIB = 2**30
@@ -128,19 +129,41 @@ class Node:
         """Whether ranks share the host's cores and memory instead of having GPUs."""
         return self.gpu.in_host
 
+    @property
+    def machine(self) -> Machine:
+        """What the resolver is told of it."""
+        kind, rates = "cpu" if self.is_cpu else "cuda", self.gpu.tflops
+        return Machine(kind, fp16="fp16" in rates, bf16="bf16" in rates, compiler=True, libaio=True)
+
     def shared_by(self, ranks: int) -> Node:
-        """The machine as `ranks` ranks see it that share its cores, its memory and what they copy through."""
-        gpu = self.gpu.model_copy(update={
-            "memory_gib": self.gpu.memory_gib / ranks, "memory_gb_s": self.gpu.memory_gb_s / ranks,
-            "watts": self.gpu.watts / ranks,
-            **{key: {name: rate / ranks for name, rate in getattr(self.gpu, key).items()} for key in RATES},
-        })  # fmt: skip
-        return replace(self, gpu=gpu, form=self.form.model_copy(update={"gpus": ranks}))
+        """The machine as its ranks see it: without GPUs they share its cores, memory and bandwidth."""
+        if not self.is_cpu:
+            return self
+        values = {key: getattr(self.gpu, key) / ranks for key in ("memory_gib", "memory_gb_s", "watts")}
+        for key in RATES:
+            values[key] = {name: rate / ranks for name, rate in getattr(self.gpu, key).items()}
+        form = self.form.model_copy(update={"gpus": ranks})
+        return replace(self, gpu=self.gpu.model_copy(update=values), form=form)
 
     def joins(self, ranks: int, spread: int, world: int) -> bool:
         """Whether groups of ranks that are `spread` apart, of `world` in all, never cross a node's border."""
         reach = ranks * spread
         return reach <= self.gpus and (self.gpus % reach == 0 or world <= self.gpus)
+
+
+def node_for(recipe: Recipe, name: str | None = None, *, again: bool = False) -> Node:
+    """The node that the user names, or the recipe's; `again`: this machine is measured once more.
+
+    Raises ProblemsError: neither is there.
+    """
+    name = name or (recipe.hardware.node if recipe.hardware else None)
+    if name == THIS:
+        return this(again=again)
+    if name is None:
+        came, rule = "no --hardware, and the recipe names none", "a plan is for a kind of node"
+        fix = f"--hardware {', '.join(names()[:6])}, … or this"
+        raise ProblemsError([Problem("--hardware", came, rule, fix)])
+    return find(name)
 
 
 def find(name: str) -> Node:

@@ -1,13 +1,13 @@
-"""The step that a published row timed: as its source ran it, and how long it took."""
+"""The step that a published row timed: as its source ran it, its printed time, and what is predicted."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from ds_configs.plan import Plan
-from launch.planning.prediction import workload
+from launch.planning.prediction import hardware, workload
+from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.workload import Workload
-from modeling import cost
 from recipes.schema import Published, Recipe
 
 Counted = Literal["formula", "exact", "model"]
@@ -19,6 +19,30 @@ def as_published(plan: Plan) -> Workload | None:
     if published is None or published.software is None:
         return None
     return workload.as_run_by(workload.of_plan(plan), published.software)
+
+
+def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str, float | str]]:
+    """(quantity, predicted of the step as its system ran it, published) where the row ran on such a node."""
+    recipe, step = plan.recipe, as_published(plan)
+    published = recipe.published
+    own = recipe.hardware.node if recipe.hardware else None
+    if published is None or step is None or node.name != own:
+        return []
+    theirs = forecast(step, node)
+    found: list[tuple[str, float | str, float | str]] = []
+    seconds = printed_seconds(recipe, published)
+    if theirs.time and seconds:
+        found.append(("seconds per step", theirs.time.total, seconds))
+    if theirs.speed and published.tflops:
+        by_formula = published.tflops_by == "formula"
+        counted = theirs.speed.tflops if by_formula else theirs.speed.exact_tflops
+        found.append(("TFLOPS per GPU", counted, published.tflops))
+    if published.cached_gb:
+        cached = theirs.fullest.cached(node.gpu.memory_bytes) / hardware.GIB
+        found.append(("cached, GiB per GPU", cached, published.cached_gb))
+    if published.oom:
+        found.append(("memory", theirs.verdict, "out of memory"))
+    return found
 
 
 def printed_seconds(recipe: Recipe, published: Published) -> float | None:
@@ -43,15 +67,6 @@ def seconds_of(work: Workload, tflops: float, gpus: int, counted: Counted) -> fl
     counted: "exact", all products of weights and attention, recomputed ones too; "model", without
     recomputation; "formula", two operations per parameter, token and pass.
     """
-    layout, model, length = work.layout, work.model, work.sequence_length
-    recomputed = work.recomputed > 0
     if counted == "formula":
-        size = cost.parameters(model, work.positions)
-        return cost.published_tflops(
-            size, length, layout.global_batch, 1.0, gpus, checkpointing=recomputed
-        ) / tflops  # fmt: skip
-    flops = cost.exact_flops_per_step(
-        model, length, layout.global_batch, padded_vocab=work.padded_vocab,
-        checkpointing=recomputed and counted == "exact", predictions=work.predicted,
-    )  # fmt: skip
-    return cost.exact_tflops(flops, 1.0, gpus) / tflops
+        return work.published_tflops(1.0, gpus) / tflops
+    return work.exact_tflops(1.0, gpus, recomputation=counted == "exact") / tflops

@@ -135,6 +135,24 @@ class Workload:
         positions = self.predicted or self.sequence_length
         return self.layout.micro * positions * self.padded_vocab / self.layout.tp
 
+    def published_tflops(self, seconds: float, gpus: int) -> float:
+        """TFLOPS per GPU of a step of `seconds`, by the formula of the published tables."""
+        size = cost.parameters(self.model, self.positions)
+        read, again = self.layout.global_batch * self.model.sequences, self.recomputed > 0
+        return cost.published_tflops(size, self.sequence_length, read, seconds, gpus, checkpointing=again)
+
+    def exact_tflops(self, seconds: float, gpus: int, *, recomputation: bool = True) -> float:
+        """TFLOPS per GPU of a step of `seconds`, every matrix product counted; recomputed ones as asked."""
+        flops = cost.exact_flops_per_step(
+            self.model,
+            self.sequence_length,
+            self.layout.global_batch,
+            padded_vocab=self.padded_vocab,
+            checkpointing=recomputation and self.recomputed > 0,
+            predictions=self.predicted,
+        )
+        return cost.exact_tflops(flops, seconds, gpus)
+
     def with_micro(self, micro: int) -> Workload:
         """The same with another micro-batch, and as many of them."""
         layout = self.layout

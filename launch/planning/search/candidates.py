@@ -12,7 +12,7 @@ from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import Plan
 from ds_configs.resolver import resized, resolve
 from ds_configs.sections import transformers_modules
-from launch.planning.prediction import forecast_command, workload
+from launch.planning.prediction import workload
 from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.software import OURS, SYSTEMS, Software
 from launch.planning.prediction.workload import Workload
@@ -136,7 +136,7 @@ class Templates:
         parallel = recipe.parallel.model_copy(update={"tp": tp, "pp": 2 if kind[1] else 1, "dp": None})
         batch = recipe.batch.model_copy(update={"micro": 1, "accumulation": 1, "global_": 1})
         changed = {"parallel": parallel, "batch": batch, "activation_checkpointing": again}
-        machine = forecast_command.machine_of(self.question.node)
+        machine = self.question.node.machine
         return resolve(recipe.model_copy(update=changed), path, None, machine)
 
     def step(self, way: Way, at: Degrees, again: Any, accumulation: int) -> Workload | None:
@@ -145,7 +145,7 @@ class Templates:
         if plan is None:
             return None
         layout = Layout(*at, 1, accumulation, accumulation * at.dp)
-        machine = forecast_command.machine_of(self.question.node)
+        machine = self.question.node.machine
         work = workload.of_plan(resized(plan, ways.config(way, self.question.base), layout, machine))
         if self.question.software is not OURS:
             work = workload.as_run_by(work, self.question.software.name)

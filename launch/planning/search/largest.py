@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
-from launch.planning.prediction import forecast_command, rank_memory, workload
+from launch.planning.prediction import rank_memory, workload
 from launch.planning.prediction.constants import Constants, fitted
 from launch.planning.prediction.forecast import Verdict, verdict_of
 from launch.planning.prediction.hardware import Node
@@ -122,7 +122,7 @@ def plan_of(setting: Setting, way: Way, tp: int, recomputed: bool, layers: int, 
         ),
         "activation_checkpointing": "full" if recomputed else "none",
     }
-    machine = forecast_command.machine_of(setting.node)
+    machine = setting.node.machine
     return resolve(recipe.model_copy(update=changed), way.file, setting.ranks, machine)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from launch.console import arguments, terminal
 from launch.console.text_table import aligned, table
-from launch.planning.prediction import forecast_command, hardware
+from launch.planning.prediction import hardware
 from launch.planning.prediction.forecast import SNUG
 from launch.planning.search import candidates, largest
 from launch.planning.search.largest import LargestModel, Setting
@@ -77,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
 def setting_of(args: argparse.Namespace) -> Setting:
     """What is asked. Raises ProblemsError."""
     name = RECIPES[args.family]
-    node = forecast_command.node_of(catalog.load(name), args.hardware)
+    node = hardware.node_for(catalog.load(name), args.hardware)
     half = candidates.half_precision(node)
     length = args.sequence_length or {"gpt2": 1024, "bert": 512}[args.family]
     recipe = catalog.load(name, [f"sequence_length={length}", f"precision={half}"])
-    return Setting(recipe, forecast_command.shared(node, node.gpus), args.nodes, args.micro)
+    return Setting(recipe, node, args.nodes, args.micro)
 
 
 def describe(setting: Setting, found: list[LargestModel], printed: float | None, width: int | None) -> str:

@@ -16,7 +16,7 @@ from ds_configs import jsonfile
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, launch_lines, output, terminal
-from launch.planning.prediction import forecast_command, forecast_text, hardware, workload
+from launch.planning.prediction import forecast_text, hardware, workload
 from launch.planning.prediction.forecast import forecast
 from launch.planning.prediction.software import OURS, SYSTEMS
 from launch.planning.prediction.workload import Workload
@@ -140,7 +140,7 @@ def question_of(args: argparse.Namespace) -> tuple[Asked, Question]:
     """What is looked for. Raises ProblemsError."""
     name = OWN if args.model and args.recipe == catalog.DEFAULT_RECIPE else args.recipe
     overrides: list[str] = list(args.set)
-    node = forecast_command.node_of(catalog.load(name), args.hardware)
+    node = hardware.node_for(catalog.load(name), args.hardware)
     if args.model:
         overrides = [*shapes.settings(args.model, candidates.half_precision(node)), *overrides]
     if args.global_batch:
@@ -150,7 +150,6 @@ def question_of(args: argparse.Namespace) -> tuple[Asked, Question]:
     pinned = any(text.partition("=")[0].strip() == RECOMPUTATION for text in overrides)
     base = jsonfile.read(jsonfile.find(args.ds_config)) if args.ds_config else None
     software = SYSTEMS[args.software] if args.software else OURS
-    node = forecast_command.shared(node, node.gpus)
     return asked, Question(recipe, node, args.nodes, pinned, base, software)
 
 
@@ -186,7 +185,7 @@ def resolved(asked: Asked, question: Question, winner: Tried) -> Plan:
     with tempfile.TemporaryDirectory() as folder:
         document = ways.config(winner.way, question.base, winner.work.layout)
         path = ways.written(document, Path(folder) / JSON_NAME)
-        return resolve(recipe, path, question.ranks, forecast_command.machine_of(question.node))
+        return resolve(recipe, path, question.ranks, question.node.machine)
 
 
 def launch_line(answer: Answer, asked: Asked, out: Path | None) -> str | None:

@@ -12,8 +12,9 @@ from reported import MACHINE, Page, make_run, write_tables
 
 from launch import report
 from launch.machine import measuring
-from launch.planning.prediction import forecast_command, hardware, workload
+from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import forecast
+from launch.planning.resolved_plans import planned
 from launch.reports import beside
 from launch.reports.entries import entries_of
 from launch.reports.prediction import Predicted
@@ -35,7 +36,7 @@ def test_a_row_is_predicted_on_its_hardware_as_its_system_ran_it():
     row = "dgx2_gpt2_model_parallel/72x3072-h32-tp8"
     line = lines("dgx2_gpt2_model_parallel")["72x3072-h32-tp8"]
     recipe, node = catalog.load(row), hardware.find("dgx2")
-    work = workload.of_plan(forecast_command.planned(recipe, recipe.ds_config, node, None))
+    work = workload.of_plan(planned(recipe, recipe.ds_config, node, None))
     theirs = forecast(workload.as_run_by(work, recipe.published.software), node)
     assert line.predicted_s == theirs.time.total and line.seconds == recipe.published.time_per_iteration_s
     assert line.mfu == pytest.approx(theirs.speed.mfu * line.predicted_s / line.seconds)

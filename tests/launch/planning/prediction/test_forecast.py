@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 from launching import ROOT, run
 
-from launch.planning.prediction import forecast_command, forecast_text, workload
+from launch.planning.prediction import forecast_text, workload
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import SNUG, forecast
-from launch.planning.prediction.hardware import find
+from launch.planning.prediction.hardware import find, node_for
+from launch.planning.prediction.published_step import side_by_side
 from launch.planning.prediction.rank_memory import fullest
-from launch.planning.resolved_plans import published_plan
+from launch.planning.resolved_plans import planned, published_plan
 from recipes import catalog
 from recipes.problems import ProblemsError
 
+DGX2 = find("dgx2")
 COMMAND = [sys.executable, str(ROOT / "launch" / "plan.py")]
 
 
@@ -82,7 +84,7 @@ def test_remarks_are_what_the_documents_teach():
     half = predicted("openwebtext/gpt2-124m", "v100-32x4", "parallel.dp=2")
     assert "no precision" in kinds(half) and half.time is None and half.bill(1) is None
     for found in (tensor, half):
-        assert forecast_text.describe(found, name="x", bill=None, width=80)
+        assert str(forecast_text.page(found, "x", None, 80))
 
 
 def test_remarks_of_nodes():
@@ -130,7 +132,7 @@ def test_a_host_that_is_too_small_limits_the_micro_batch():
 
 def test_bf16_on_a_v100_is_planned_as_it_would_run():
     recipe = catalog.load("openwebtext/gpt2-124m")
-    plan = forecast_command.planned(recipe, recipe.ds_config, find("v100-32x8"), 2)
+    plan = planned(recipe, recipe.ds_config, find("v100-32x8"), 2)
     assert (plan.precision, plan.layout.world) == ("fp16", 16), "two nodes of eight; V100 has no bf16"
 
 
@@ -161,9 +163,8 @@ def test_json_has_every_number():
 
 def test_published_numbers_stand_beside_their_own_step_alone():
     plan = published_plan(catalog.load("dgx2_gpt2_data_parallel/40x1536-b8"))
-    own, other = (forecast(workload.of_plan(plan), find(name)) for name in ("dgx2", "a100-80x8"))
-    assert "2.533" in forecast_command.published_beside(plan, own)
-    assert forecast_command.published_beside(plan, other) == ""
+    assert ("seconds per step", 2.533) in [(name, theirs) for name, _, theirs in side_by_side(plan, DGX2)]
+    assert side_by_side(plan, find("a100-80x8")) == []
     shrunk = run([*COMMAND, "--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny"])
     assert "2.533" not in shrunk.stdout
 
@@ -192,7 +193,6 @@ def test_what_cannot_be_planned_is_refused(flags, says):
 def test_a_forecast_loads_no_torch():
     program = """
 import sys
-from launch.planning.prediction import forecast_command
 import launch.plan
 sys.argv = ["plan.py", "--recipe", "a100_blog_table4/8.7b"]
 launch.plan.main()
@@ -204,4 +204,4 @@ sys.exit(" ".join({"torch", "numpy", "deepspeed", "matplotlib"} & set(sys.module
 
 def test_nodes_are_refused_by_name():
     with pytest.raises(ProblemsError, match="no --hardware"):
-        forecast_command.node_of(catalog.load("default/sotu"), None)
+        node_for(catalog.load("default/sotu"))

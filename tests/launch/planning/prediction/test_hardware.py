@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from measured_machine import TWO_CORES
 
 from launch.planning.prediction import hardware
 from launch.planning.prediction.software import SYSTEMS
@@ -101,7 +102,8 @@ def test_an_unknown_node_is_answered_with_near_ones():
 
 
 def test_ranks_share_a_machine_without_gpus():
-    node = hardware.find("v100-32x4")
+    node, gpus = hardware.of_rates(TWO_CORES), hardware.find("v100-32x4")
     half = node.shared_by(2)
-    assert half.gpus == 2 and half.gpu.tflops["fp16"] == 62.5
+    assert half.gpus == 2 and half.gpu.tflops["fp32"] == node.gpu.tflops["fp32"] / 2
     assert half.gpu.memory_bytes == node.gpu.memory_bytes / 2
+    assert gpus.shared_by(2) is gpus

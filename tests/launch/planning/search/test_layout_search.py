@@ -13,8 +13,9 @@ import pytest
 from ds_configs.jsonfile import ConfigError
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
-from launch.planning.prediction import forecast_command, workload
+from launch.planning.prediction import workload
 from launch.planning.prediction.forecast import forecast
+from launch.planning.prediction.hardware import node_for
 from launch.planning.search import layout_search, search_command, ways
 from launch.planning.search.layout_search import WORTH
 from recipes import catalog
@@ -67,7 +68,7 @@ def test_the_written_winner_is_the_layout_that_was_predicted(case, capsys, tmp_p
     plan = resolve(recipe, named["--ds_config"], found["gpus"], ANY_GPU)
     best = found["layouts"][0]
     assert {**best["layout"]} == vars(plan.layout) and plan.layout.world == found["gpus"]
-    node = forecast_command.node_of(catalog.load(named["--recipe"]), args.hardware)
+    node = node_for(catalog.load(named["--recipe"]), args.hardware)
     again = forecast(workload.of_plan(plan), node)
     assert again.fullest.total == best["bytes"] and again.verdict == best["verdict"] != "out of memory"
     assert again.time is not None and again.time.total == best["seconds"]["total"]
