@@ -2,7 +2,7 @@
 
 A published table also has `source`, `note` and `columns`, the headings of the source's table, in the order of
 the cells of each row's `published.row`, and `evidence`, what launch/recipe.py verify checks the rows against
-(launch/tables/verifying/evidence.py).
+(launch.tables/evidence.py).
 
 A table that prints something else of the models of another one says `like: that_table`: each row starts from
 the row of that name there, without what was published of it, or from the defaults there.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.tables.verifying import evidence
-from launch.tables.verifying.evidence import RowErratum
+from launch.tables import evidence
+from launch.tables.evidence import RowErratum
 from recipes import files
 from recipes.plural import counted
 from recipes.problems import Problem, ProblemsError, RecipeError, did_you_mean

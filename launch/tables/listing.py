@@ -14,8 +14,8 @@ from launch.console import terminal, text_table
 from launch.machine.memory import Memory, this_machine
 from launch.planning.memory_fit import verdict
 from launch.planning.resolved_plans import processes
+from launch.tables import evidence
 from launch.tables.scores import scores
-from launch.tables.verifying import evidence
 from modeling import cost
 from recipes import catalog, files
 from recipes.plural import counted

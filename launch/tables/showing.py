@@ -16,8 +16,8 @@ from launch.planning import memory_fit
 from launch.planning.resolved_plans import processes, published_plan
 from launch.records.comparability import not_comparable
 from launch.records.plan_text import Surroundings, describe_plan
+from launch.tables import evidence
 from launch.tables.scores import said
-from launch.tables.verifying import evidence
 from modeling import cost
 from recipes import catalog
 from recipes.plural import counted

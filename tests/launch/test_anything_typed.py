@@ -67,7 +67,7 @@ WORK = {
         "launch.planning.search.search_text:as_json",
     ],
     "demonstrate": ["launch.evaluation.demonstration:Demonstration"],
-    "recipe": ["launch.tables.verifying.verification:verify"],
+    "recipe": ["launch.tables.verification:verify"],
     "report": ["launch.reports.document:assemble"],
     "export_hf": ["launch.weights.export:choose_checkpoint"],
     "checkpoint": [

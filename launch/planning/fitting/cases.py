@@ -10,8 +10,8 @@ from launch.planning.prediction import hardware
 from launch.planning.prediction.published_step import as_published, published_seconds
 from launch.planning.prediction.workload import Workload
 from launch.planning.resolved_plans import published_plan
-from launch.tables.verifying import evidence
-from launch.tables.verifying.rows import Row, published_rows
+from launch.tables import evidence
+from launch.tables.rows import PublishedRow
 from recipes import catalog
 
 # Errata of a row that make its time, or its running out of memory, worthless as a measurement.
@@ -58,13 +58,12 @@ class Case:
 
 def of_published_tables() -> list[Case]:
     """Every row of recipes/ that prints a time, TFLOPS, cached memory, or that memory ran out."""
-    tables = catalog.tables()
-    errata = {table.name: evidence.read(table) for table in tables}
-    cases = (of_row(row, errata[row.table.name]) for row in published_rows(tables))
+    tables = evidence.published_tables(catalog.tables())
+    cases = (of_row(row, table.evidence) for table in tables for row in table.rows)
     return [case for case in cases if case.seconds or case.cached or case.oom or case.parameters]
 
 
-def of_row(row: Row, errata: evidence.Evidence) -> Case:
+def of_row(row: PublishedRow, errata: evidence.Evidence) -> Case:
     """A row of recipes/, run as its source ran it."""
     published, recipe = row.published, row.recipe
     node = hardware.find(recipe.hardware.node if recipe.hardware and recipe.hardware.node else "dgx2")

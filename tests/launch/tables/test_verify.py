@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.tables.verifying import verification
+from launch.tables import verification
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +14,11 @@ def report():
 def lines(report) -> str:
     stale = [f"stale: {line}" for line in report.stale]
     return "\n".join([*(f"{check.subject} {check.difference}" for check in report.unexplained), *stale])
+
+
+def found(report, subject: str, quantity: str):
+    (check,) = (each for each in report.checks if (each.subject, each.quantity) == (subject, quantity))
+    return check
 
 
 def test_every_disagreement_is_explained_and_no_explanation_is_stale(report):
@@ -47,13 +52,9 @@ KNOWN = [
 
 @pytest.mark.parametrize(("subject", "quantity", "computed"), KNOWN)
 def test_what_is_known_to_be_wrong_is_found(report, subject, quantity, computed):
-    found = [
-        check
-        for check in report.checks
-        if check.status == "disagrees" and check.subject == subject and quantity in check.quantity
-    ]
-    assert [computed in check.computed for check in found] in ([True], [True, False]), found
-    assert any(check in report.explanations for check in found)
+    of_row = [check for check in report.explanations if check.subject == subject]
+    known = [check for check in of_row if quantity in check.quantity]
+    assert [computed in check.computed for check in known] in ([True], [True, False]), known
 
 
 def test_every_known_disagreement_is_found(report):
@@ -62,8 +63,8 @@ def test_every_known_disagreement_is_found(report):
 
 
 def test_the_two_accounts_of_berts_training_parameters_are_set_side_by_side(report):
-    (found,) = (text for text in report.texts if "Devlin et al., 2018" in text)
-    assert "kept the same as ALBERT" in found and "LAMB" in found
+    (text,) = (text for text in report.texts if "Devlin et al., 2018" in text)
+    assert "kept the same as ALBERT" in text and "LAMB" in text
 
 
 # Sizes and speeds of the rows' models that other documents and logs print.
@@ -79,8 +80,8 @@ ELSEWHERE = [
 
 @pytest.mark.parametrize(("subject", "quantity", "printed", "computed"), ELSEWHERE)
 def test_what_logs_and_other_documents_print_agrees(report, subject, quantity, printed, computed):
-    (found,) = (check for check in report.checks if (check.subject, check.quantity) == (subject, quantity))
-    assert (found.printed, found.computed, found.status) == (printed, computed, "agrees")
+    check = found(report, subject, quantity)
+    assert (check.printed, check.computed, check.status) == (printed, computed, "agrees")
 
 
 def test_what_cannot_be_checked_says_why(report):
@@ -97,12 +98,7 @@ def test_what_cannot_be_checked_says_why(report):
 
 def test_every_row_is_checked_on_its_modules(report):
     modules = [check for check in report.checks if check.quantity == "modules against cost.py"]
-    others = {
-        "a100_blog_table2/roberta",
-        "a100_blog_table2/albert",
-        "a100_blog_table2/xlnet",
-        "a100_blog_table3/albert",
-    }
+    others = {f"a100_blog_table{name}" for name in ("2/roberta", "2/albert", "2/xlnet", "3/albert")}
     rows = {check.subject for check in report.checks if check.transcribed} - others
     assert {check.subject for check in modules} == rows and len(rows) >= 98
     assert {check.status for check in modules} == {"agrees"}
@@ -130,10 +126,8 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("subject", "quantity", "value", "shown"), BY_HAND)
 def test_operations_are_those_worked_out_by_hand(report, subject, quantity, value, shown):
-    (found,) = (
-        check.computed for check in report.checks if (check.subject, check.quantity) == (subject, quantity)
-    )
-    assert found == shown and float(shown.split()[0]) == float(f"{value:.4g}")
+    assert found(report, subject, quantity).computed == shown
+    assert float(shown.split()[0]) == float(f"{value:.4g}")
 
 
 NOT_RECOMPUTED = [
@@ -148,8 +142,8 @@ NOT_RECOMPUTED = [
 
 @pytest.mark.parametrize(("subject", "quantity", "why"), NOT_RECOMPUTED)
 def test_a_printed_number_that_nothing_recomputes_is_listed(report, subject, quantity, why):
-    (found,) = (check for check in report.checks if (check.subject, check.quantity) == (subject, quantity))
-    assert found.status == "not checkable" and why in found.how
+    check = found(report, subject, quantity)
+    assert check.status == "not checkable" and why in check.how
 
 
 def test_every_time_is_a_plausible_share_of_the_peak(report):
@@ -157,8 +151,37 @@ def test_every_time_is_a_plausible_share_of_the_peak(report):
         check.subject: check for check in report.checks if check.quantity == "share of peak, exact count"
     }
     timed = {check.subject for check in report.checks if check.quantity == "TFLOPS, exact count"}
-    assert (
-        timed <= set(shares)
-        and len(timed) >= 70
-        and {check.status for check in shares.values()} == {"agrees"}
-    )
+    assert timed <= set(shares) and len(timed) >= 70
+    assert {check.status for check in shares.values()} == {"agrees"}
+
+
+# (row, quantity) -> worked out by hand: tokens of the pretraining over 2M x 1024 x 512; RACE's 1436 and 3498.
+SCORES = {
+    ("a100_blog_table2/3.9b", "trained tokens"): ("1", f"{1.5e6 / 2e6:.3g}", "rounded"),
+    ("a100_blog_table2/albert", "trained tokens"): ("3", f"{1.5e6 * 4096 / (2e6 * 1024):.3g}", "exact"),
+    ("a100_blog_table2/roberta", "trained tokens"): ("2", f"{5e5 * 8192 / (2e6 * 1024):.3g}", "exact"),
+    ("a100_blog_table2/3.9b", "RACE, of middle and high"):
+        ("89.5", f"{(1436 * 91.8 + 3498 * 88.6) / 4934:.2f}", "rounded"),
+    ("a100_blog_table3/3.9b", "RACE, of middle and high"):
+        ("90.9", f"{(1436 * 93.1 + 3498 * 90.0) / 4934:.2f}", "rounded"),
+    ("a100_blog_table3/3.9b", "ensemble, squad2.f1"): ("91.7", "91.2, of one model", "no less"),
+    ("a100_blog_table3/albert", "ensemble, race.accuracy"): ("89.4", "86.5, of one model", "no less"),
+    ("a100_blog_table2/1.3b", "size, squad2.em"): ("87.1", "84.8, of 336m", "better with size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("subject", "quantity"), SCORES)
+def test_scores_owe_each_other_what_is_worked_out_by_hand(report, subject, quantity):
+    printed, computed, how = SCORES[subject, quantity]
+    check = found(report, subject, quantity)
+    assert check.status == "agrees" and check.printed in (printed, f"{float(printed)}")
+    assert computed in check.computed and how in check.how
+
+
+def test_every_score_of_every_line_is_checked(report):
+    """All 10 scores are larger than the next smaller model's, twice; 7 of each ensemble are no less."""
+    tables = ("a100_blog_table2", "a100_blog_table3")
+    of = [check.quantity for check in report.checks if check.status == "agrees" and check.table in tables]
+    assert sum(quantity.startswith("size, ") for quantity in of) == 20
+    assert sum(quantity.startswith("ensemble, ") for quantity in of) == 14
+    assert of.count("RACE, of middle and high") == 8 and of.count("trained tokens") == 6

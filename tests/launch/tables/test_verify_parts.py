@@ -6,9 +6,9 @@ import pytest
 
 from launch.planning.prediction import workload
 from launch.planning.resolved_plans import published_plan
-from launch.tables.verifying import counts, evidence, memory, settings
-from launch.tables.verifying.printed_values import Printed, agreement, derived
-from launch.tables.verifying.rows import published_rows
+from launch.tables import evidence, quantities, transcription
+from launch.tables.evidence import Evidence, PublishedTable, Quotations
+from launch.tables.printed import Printed, agreement, derived
 from recipes import catalog, tables
 from recipes.problems import ProblemsError
 
@@ -42,7 +42,7 @@ def test_agreement_within_the_rounding_of_an_input():
 def evidence_of(tmp_path):
     """Read the evidence of a table with two rows."""
 
-    def read(text: str) -> evidence.Evidence:
+    def read(text: str) -> Evidence:
         path = tmp_path / "own.yaml"
         path.write_text(f"title: own\nrows:\n  a-1: {{}}\n  b-2: {{}}\nevidence:\n  {text}\n")
         return evidence.read(tables.read_table(path))
@@ -59,8 +59,8 @@ def test_positions_are_counted_whatever_the_length_of_samples(name, layout):
         row, settings = "default/sotu", ["model.implementation=transformers"]
     settings += ["sequence_length=64", "ds_config=zero1"]
     plain, longer = catalog.load(row, settings), catalog.load(row, [*settings, "model.positions=500"])
-    found, rows = counts.counts(longer), (500 - 64) * plain.model.hidden
-    assert found == counts.arithmetic(longer) and found.once == counts.counts(plain).once + rows
+    found, rows = quantities.counts(longer), (500 - 64) * plain.model.hidden
+    assert found == quantities.arithmetic(longer) and found.once == quantities.counts(plain).once + rows
     works = [workload.of_plan(published_plan(recipe)) for recipe in (plain, longer)]
     assert works[1].parameters_of(0) == works[0].parameters_of(0) + rows
     assert works[1].tokens == works[0].tokens
@@ -103,12 +103,14 @@ def test_evidence_is_of_all_rows_or_of_a_pattern(evidence_of):
 
 
 @pytest.fixture(scope="module")
-def sber():
-    """The rows of one table by their names."""
-    return {
-        row.name: row
-        for row in published_rows([table for table in catalog.tables() if table.name == "sber_path_to_13b"])
-    }
+def row():
+    (table,) = (table for table in catalog.tables() if table.name == "sber_path_to_13b")
+    (published,) = evidence.published_tables([table])
+    return next(row for row in published.rows if row.name == "09-gpt3-13b-model-parallel")
+
+
+def checks(quantity, row, known=None):
+    return list(quantity(row, PublishedTable(row.table, [row], known or Evidence())))
 
 
 @pytest.mark.parametrize(
@@ -121,12 +123,12 @@ def sber():
         ("published.tflops", 1.0, False), ("published.size_label", "13B", True),
     ],
 )  # fmt: skip
-def test_a_setting_is_compared_with_the_key(sber, key, value, agrees):
-    says = evidence.Settings(source="s", rows={"09-*": {"q": {key: value}}})
-    found = evidence.Evidence(settings=[says])
-    (check,) = (c for c in settings.checks(sber["09-gpt3-13b-model-parallel"], found) if c.stated)
+def test_a_setting_is_compared_with_the_key(row, key, value, agrees):
+    known = Evidence(settings=[Quotations(source="s", rows={"09-*": {"q": {key: value}}})])
+    (check,) = (check for check in checks(transcription.settings, row, known) if check.stated)
     assert check.status == ("agrees" if agrees else "disagrees")
-    assert not any(check.stated for check in settings.checks(sber["10-deeper"], found))
+    other = replace(row, name="10-deeper")
+    assert not any(check.stated for check in checks(transcription.settings, other, known))
 
 
 # Memory. Parameters of a rank, in 10^9: 40 layers of 5120 split over 8 ranks, 51200 tokens, 2048 positions.
@@ -138,15 +140,13 @@ RANK = (40 * ((12 * 5120**2 + 7 * 5120) // 8 + 6 * 5120) + 51200 // 8 * 5120 + 2
     ("ds_config", "gigabytes"),
     [("zero0", 18 * RANK), ("zero1", (2 + 2 + 12 / 16) * RANK), ("zero3_offload", 0)],
 )
-def test_states_are_those_of_the_ds_config(sber, ds_config, gigabytes):
-    row = sber["09-gpt3-13b-model-parallel"]
+def test_states_are_those_of_the_ds_config(row, ds_config, gigabytes):
     moved = replace(row, recipe=row.recipe.model_copy(update={"ds_config": ds_config}))
-    assert memory.states_gb(moved) == pytest.approx(gigabytes, rel=1e-9)
+    assert quantities.states_gb(moved) == pytest.approx(gigabytes, rel=1e-9)
 
 
-def test_what_ran_and_does_not_fit_disagrees(sber):
-    row = sber["09-gpt3-13b-model-parallel"]
+def test_what_ran_and_does_not_fit_disagrees(row):
     hardware = row.recipe.hardware.model_copy(update={"gpu_memory_gb": 4.0})
     small = replace(row, recipe=row.recipe.model_copy(update={"hardware": hardware}))
-    assert [check.status for check in memory.checks(row, [row])] == ["agrees"]
-    assert [check.status for check in memory.checks(small, [small])] == ["disagrees"]
+    assert [check.status for check in checks(quantities.memory, row)] == ["agrees"]
+    assert [check.status for check in checks(quantities.memory, small)] == ["disagrees"]

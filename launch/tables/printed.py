@@ -37,13 +37,8 @@ class Printed:
         half = 0.5 * 10.0 ** -len(digits.partition(".")[2])
         return Printed(text.strip(), float(digits) * factor, half * factor)
 
-    @property
-    def unit(self) -> float:
-        """One of its last printed digit."""
-        return 2 * self.half
 
-
-def label_unit(label: str) -> float:
+def size_unit(label: str) -> float:
     """Parameters in one unit of a size label: 1e9 of "48B", 1e6 of "345M"."""
     return UNITS.get(label.strip()[-1:], 1.0)
 
@@ -55,12 +50,12 @@ def agreement(
 
     `spread`: (least, largest) of `computed` over what its printed inputs (`because`) were unrounded.
     """
-    slack = _SLACK * max(abs(computed), abs(printed.value), 1e-300)
+    slack, unit = _SLACK * max(abs(computed), abs(printed.value), 1e-300), 2 * printed.half
     if abs(computed - printed.value) <= slack:
         return "exact"
     if abs(computed - printed.value) <= printed.half + slack:
         return "rounded"
-    if abs(math.floor(computed / printed.unit + _SLACK) * printed.unit - printed.value) <= slack:
+    if abs(math.floor(computed / unit + _SLACK) * unit - printed.value) <= slack:
         return "truncated"
     if spread and spread[0] - printed.half - slack <= printed.value <= spread[1] + printed.half + slack:
         return f"within the rounding of {because}"

@@ -28,13 +28,14 @@ An erratum holds both numbers: a digit changed on either side makes a disagreeme
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from launch.tables.verifying.rows import difference
+from launch.tables.rows import Line, PublishedRow, difference, published_rows
 from recipes import key_paths
 from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Published, Strict
@@ -53,7 +54,7 @@ class Statement(NamedTuple):
     value: Any
 
 
-class Settings(Strict):
+class Quotations(Strict):
     """What one source says of all rows, and of those that a pattern names."""
 
     source: str
@@ -83,12 +84,17 @@ class Speeds(Strict):
 
 
 class Pretraining(Strict):
-    """How long a model was trained, by its own paper; `batch` in samples."""
+    """Length of a model's training, by its own paper; `batch` in samples."""
 
     source: str
     steps: int
     batch: int
     sequence_length: int
+
+    @property
+    def factors(self) -> tuple[int, int, int]:
+        """Of the tokens."""
+        return self.steps, self.batch, self.sequence_length
 
 
 class OtherModel(Strict):
@@ -134,7 +140,7 @@ class RowErratum(NamedTuple):
 class Evidence(Strict):
     """Everything that a table's rows are checked against besides their own cells."""
 
-    settings: list[Settings] = []
+    settings: list[Quotations] = []
     sizes: list[Sizes] = []
     speeds: list[Speeds] = []
     errata: list[Erratum] = []
@@ -155,6 +161,33 @@ class Evidence(Strict):
             for one in (one for one in erratum.disagreements if row in one.rows):
                 said = difference(one.quantity, one.printed, one.computed)
                 yield RowErratum(one.quantity, said, erratum)
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """A table's rows, and what they are checked against."""
+
+    table: Table
+    rows: Sequence[PublishedRow]
+    evidence: Evidence
+
+    @property
+    def others(self) -> list[Line]:
+        """Lines about models that are no recipes."""
+        return [
+            Line(self.table, name, other.published, other.pretraining.factors if other.pretraining else None)
+            for name, other in self.evidence.others.items()
+        ]
+
+
+def published_tables(tables: Sequence[Table]) -> list[PublishedTable]:
+    """Raises ProblemsError: wrong evidence of a table, or all rows that are no recipes."""
+    evidence = [read(table) for table in tables]
+    rows = published_rows(tables)
+    return [
+        PublishedTable(table, [row for row in rows if row.table is table], known)
+        for table, known in zip(tables, evidence, strict=True)
+    ]
 
 
 def read(table: Table) -> Evidence:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from launch.console.terminal import wrapped
 from launch.console.text_table import table
-from launch.tables.verifying.rows import Check
-from launch.tables.verifying.verification import Report
+from launch.tables.rows import Check
+from launch.tables.verification import Report
 
 HEADINGS = (
     "table", "rows", "cells", "settings", "recomputed", "agree", "errata", "UNEXPLAINED", "not checkable",

@@ -1,0 +1,406 @@
+"""The quantities of a row that are recomputed: layout, sizes, speeds, scaling and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ds_configs.jsonfile import ConfigError
+from ds_configs.sections.transformers_modules import embedding_rows
+from launch.planning.memory_fit import needs
+from launch.planning.resolved_plans import published_plan
+from launch.tables.evidence import OtherRun, Part, PublishedTable
+from launch.tables.printed import Printed, agreement, derived, size_unit
+from launch.tables.rows import SAMPLES, TFLOPS, TIME, Check, PublishedRow
+from modeling import bert, cost, counting, gpt2
+from modeling.counting import RankCounts
+from modeling.families import model_shape
+from recipes.schema import Recipe
+
+SCALING = "published.weak_scaling_percent"
+BATCH = "batch.global", ("batch.micro", "batch.accumulation", "parallel.dp")
+PRODUCTS = {"GPUs": ("hardware.gpus", ("parallel.tp", "parallel.pp", "parallel.dp")), "global batch": BATCH}
+LAYER_LISTS = {"gpt2": gpt2.layer_list, "bert": bert.layer_list}
+DEGREES = (1, 2, 4, 8, 16)  # tensor-parallel degrees whose count a wrong size may be
+PARTS: dict[Part, Callable[[RankCounts], int]] = {
+    "each once": lambda counts: counts.once,
+    "all ranks": lambda counts: counts.all_ranks,
+    "first stage": lambda counts: counts.held[0][0],
+    "middle stages": lambda counts: counts.held[1][0],
+    "last stage": lambda counts: counts.held[-1][0],
+}
+PEAKS = {"V100": 125.0}  # TFLOPS in half precision where a document states none: as Jean Zay's has it
+LEAST, MOST = 1.0, 70.0  # % of the peak: the slowest row has 3 (64 stages, 4 micro-batches), the quickest 52
+NEAR_TWICE = 0.005  # relative: a value this close to twice the computed one is called twice
+
+
+# --- layout
+
+
+def layout(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+    """tp x pp x dp = GPUs; micro x accumulation x dp = global; pp divides the layers, tp the heads."""
+    for quantity, (whole, factors) in PRODUCTS.items():
+        yield _product(row, quantity, row.as_printed, whole, factors)
+    if row.published.printed:
+        yield _product(row, "global batch of the run", row.own, *BATCH)
+    model, (tp, pp) = row.recipe.model, row.recipe.parallel.model_parallel
+    for quantity, all_, by in (("layers per stage", model.layers, pp), ("heads per rank", model.heads, tp)):
+        yield row.compare(quantity, f"{all_} over {by}", f"{all_ / by:g}", all_ % by == 0)
+
+
+def _product(
+    row: PublishedRow, quantity: str, value: Callable[[str], Any], whole: str, factors: Sequence[str]
+) -> Check:
+    values = [value(key) or (1 if key == "batch.accumulation" else None) for key in factors]
+    known, printed = [each for each in values if each is not None], value(whole)
+    computed = f"{' x '.join(map(str, known))} = {math.prod(known)}"
+    if printed is None:
+        return row.unchecked(quantity, "the row has no such number", computed=computed)
+    if len(known) < len(factors):
+        return row.unchecked(quantity, "the recipe leaves a factor open", printed)
+    return row.compare(quantity, printed, computed, math.prod(known) == printed)
+
+
+# --- sizes
+
+
+def counts(recipe: Recipe) -> RankCounts:
+    """Parameters of one replica, tp x pp ranks, on its modules.
+
+    Raises AssertionError where the ranks cannot share the model.
+    """
+    model, (tp, pp) = recipe.model, recipe.parallel.model_parallel
+    if model.implementation == "transformers":
+        return counting.count_transformers(model, recipe.positions)
+    shape = model_shape(recipe, embedding_rows(recipe, tp))
+    layers = cost.stages_of(recipe, shape.padded_vocab, pp)
+    return counting.count(LAYER_LISTS[model.family], shape, tp, layers)
+
+
+def arithmetic(recipe: Recipe) -> RankCounts:
+    """The same from modeling/cost/."""
+    model, positions, (tp, pp) = recipe.model, recipe.positions, recipe.parallel.model_parallel
+    padded = embedding_rows(recipe, tp)
+    layers = cost.stages_of(recipe, padded, pp)
+
+    def held(stage: int) -> int:
+        ends = dict(first=stage == 0, last=stage == pp - 1)
+        return cost.parameters_per_rank(model, positions, padded, tp, layers=layers[stage], **ends)
+
+    stages = tuple((held(stage),) * tp for stage in range(pp))
+    return RankCounts(stages, cost.parameters(model, positions), layers)
+
+
+def _can_be_built(row: PublishedRow) -> bool:
+    return row.recipe.model.heads % row.tp == 0
+
+
+def sizes(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+    """The modules against the arithmetic at every rank, then every printed size against the modules."""
+    if not _can_be_built(row):
+        why = "no module of this layout can be built: tp does not divide the heads"
+        yield row.unchecked("parameters", why)
+        return
+    counted, published = counts(row.recipe), row.published
+    yield _modules(row, counted)
+    if published.parameters is not None:
+        yield _to_the_unit(row, "parameters", published.parameters, counted, 1)
+    if published.parameters_per_rank is not None:
+        yield _to_the_unit(row, "parameters per rank", published.parameters_per_rank, counted, row.tp)
+    if published.size_label is not None:
+        yield _label(row, published.size_label, counted)
+    if (published.parameters, published.size_label) == (None, None):
+        yield row.unchecked("parameters", "the row prints no model size", computed=counted.all_ranks)
+    for document in source.evidence.sizes:
+        for part, printed in document.rows.get(row.name, {}).items():
+            computed, size = PARTS[part](counted), _size(str(printed))
+            how = agreement(size, computed)
+            yield row.compare(f"parameters, {part}", printed, computed, how and f"{how}: {document.source}")
+
+
+def _modules(row: PublishedRow, counted: RankCounts) -> Check:
+    """Rank by rank; a disagreement is a mistake of this project, never of a source."""
+    expected = arithmetic(row.recipe)
+    pairs = enumerate(zip(counted.held, expected.held, strict=True))
+    wrong = [f"stage {stage}: {got} for {want}" for stage, (got, want) in pairs if got != want]
+    found = "; ".join(wrong[:2]) or f"once {counted.once}, layers {set(counted.layers)}"
+    if counted == expected:
+        found = f"{counted.once} on {sum(map(len, counted.held))} ranks"
+    return row.compare("modules against cost.py", expected.once, found, counted == expected)
+
+
+def _to_the_unit(row: PublishedRow, quantity: str, printed: int, counted: RankCounts, ranks: int) -> Check:
+    """All ranks' parameters, or one's of `ranks`; a wrong number may be the one of another layout."""
+    computed = counted.all_ranks // ranks
+    if reason := row.unknown("model"):
+        return row.unchecked(quantity, reason, printed, computed)
+    if printed == computed:
+        return row.compare(quantity, printed, computed, how=True)
+    hint, share = "", f" / {ranks}" if ranks > 1 else ""
+    for tp in reversed(DEGREES):
+        padded = embedding_rows(row.recipe, tp)
+        held = cost.parameters_per_rank(row.recipe.model, row.recipe.positions, padded, tp)
+        if tp * held == printed * ranks:
+            hint = f" (the printed one is the count at tp {tp}{share})"
+    return row.compare(quantity, printed, f"{computed}{hint}", None)
+
+
+def _label(row: PublishedRow, label: str, counted: RankCounts) -> Check:
+    """In 10^9 or 10^6, every parameter once; names the other units of these sources where those fit."""
+    unit, size = size_unit(label), _size(label)
+    plain = f"{counted.once / unit:.4g}{label[-1:]}"
+    if reason := row.unknown("model"):
+        return row.unchecked("size label", f"the model stands in: {reason}", label, plain)
+    how = agreement(size, counted.once)
+    if how in ("exact", "rounded"):
+        return row.compare("size label", label, plain, how)
+    others = {"in 2^30": counted.once / 2**30, "of all ranks in 2^20 x 1000": counted.all_ranks / 2**20 / 1e3}
+    for name, value in others.items():
+        if unit == 1e9 and agreement(size, value * unit) == "rounded":
+            plain += f"; {value:.2f} {name}"
+    return row.compare("size label", label, plain, None)
+
+
+def _size(label: str) -> Printed:
+    """Parameters that a size label says."""
+    size = Printed.read(label, size_unit(label))
+    assert size is not None, f"size label {label!r} has no number"
+    return size
+
+
+# --- speeds
+
+
+def untimed(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+    """A row without a time: what its samples/s imply is within what GPUs do."""
+    published, rate = row.published, row.published.samples_per_s
+    if published.oom:
+        yield row.unchecked("time", "out of memory: no time, no samples/s, no TFLOPS", "OOM")
+    elif published.time_per_iteration_s is None:
+        why, implied = "no time of an iteration is printed", row.recipe.batch.global_ / rate if rate else None
+        computed = f"{implied:.3f} s would give it" if implied else ""
+        yield row.unchecked("time", why, rate or published.tflops or "", computed)
+        if implied:
+            yield from _plausible(row, implied)
+
+
+def formula(row: PublishedRow, parameters: float, seconds: float) -> float:
+    """TFLOPS per GPU by the documents' formula, with the batch and the GPUs as printed."""
+    length, recomputed = row.recipe.sequence_length, row.recipe.checkpoint_interval > 0
+    return cost.published_tflops(parameters, length, row.batch, seconds, row.gpus, checkpointing=recomputed)
+
+
+def operations(row: PublishedRow) -> int:
+    """Operations of one iteration, every matrix product counted."""
+    recipe = row.recipe
+    return cost.exact_flops_per_step(
+        recipe.model,
+        recipe.sequence_length,
+        recipe.batch.global_,
+        padded_vocab=embedding_rows(recipe, row.tp),
+        checkpointing=recipe.checkpoint_interval > 0,
+        predictions=recipe.predictions,
+    )
+
+
+def samples(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+    """Samples of an iteration over its time."""
+    rate, seconds = row.printed(SAMPLES), row.printed(TIME)
+    if rate and seconds:
+        computed, how = derived(rate, "the printed time", lambda s: row.batch / s, seconds)
+        division = f"{row.batch} / {seconds.value:g} s = {computed:.3f}"
+        yield row.compare("samples/s", rate.text, division, how)
+
+
+def tflops(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+    """By the row's definition: every product, or the formula with the label's size, whatever its unit."""
+    printed, seconds, label = row.printed(TFLOPS), row.printed(TIME), row.published.size_label
+    if not (printed and seconds):
+        return
+    if row.published.tflops_by == "exact":
+        work, gpus = operations(row), row.gpus
+        exact, how = derived(printed, "the printed time", lambda s: cost.exact_tflops(work, s, gpus), seconds)
+        yield row.compare("TFLOPS", printed.text, f"{exact:.4g}, every product", how)
+        return
+    if label is None:
+        yield row.unchecked("TFLOPS", "the row prints no model size for the formula", printed.text)
+        return
+    size = _size(label).value
+    computed, how = derived(printed, "the printed time", lambda s: formula(row, size, s), seconds)
+    ratio = printed.value / computed
+    twice = abs(ratio / 2 - 1) < NEAR_TWICE
+    off = "" if how else " (printed is twice that)" if twice else f" (printed is {100 * (ratio - 1):+.1f} %)"
+    yield row.compare("TFLOPS", printed.text, f"{computed:.4g} with {label}{off}", how)
+
+
+def operations_per_second(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+    """For information: the printed time in TFLOPS; their share of the peak is plausible."""
+    seconds, label, gpus = row.published.time_per_iteration_s, row.published.size_label, row.gpus
+    batch = row.recipe.batch.global_
+    if gpus is None or seconds is None:
+        return
+
+    def say(name: str, value: float, how: str) -> Check:
+        return row.say("computed", f"TFLOPS, {name}", "", f"{value:.4g}", how)
+
+    share = batch / row.batch
+    if row.published.tflops is None and label:
+        by_label = formula(row, _size(label).value, seconds)
+        yield say("formula, label", by_label, f"none is printed; {label} as the size")
+        if "batch.global" in row.published.printed:
+            yield say("formula, batch of the run", share * by_label, f"global batch {batch}")
+    if row.unknown("model") or not _can_be_built(row):
+        return
+    once, work = counts(row.recipe).once, operations(row)
+    yield say("formula, all parameters", share * formula(row, once, seconds), f"{once} parameters")
+    exact = cost.exact_tflops(work, seconds, gpus)
+    yield say("exact count", exact, f"{work:.4g} operations per iteration on {gpus} GPUs")
+    yield from _plausible(row, seconds)
+
+
+def _plausible(row: PublishedRow, seconds: float) -> Iterator[Check]:
+    """Whether a time is within what GPUs do and not far below what rows reach: catches a wrong digit."""
+    name = str(row.own("hardware.name"))
+    known = (value for gpu, value in PEAKS.items() if gpu in name)
+    peak = row.own("hardware.peak_tflops") or next(known, None)
+    if peak and row.gpus:
+        share = 100 * cost.exact_tflops(operations(row), seconds, row.gpus) / peak
+        limits, computed = f"{LEAST:g} to {MOST:g} %", f"{share:.1f} % of {peak:g} TFLOPS"
+        how = "plausible" if LEAST <= share <= MOST else None
+        yield row.compare("share of peak, exact count", limits, computed, how)
+
+
+def share_of_peak(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+    """The printed TFLOPS over the GPU's peak."""
+    printed, rate = row.printed("published.peak_percent"), row.printed(TFLOPS)
+    peak = row.own("hardware.peak_tflops")
+    if printed and (rate is None or peak is None):
+        yield row.unchecked("share of peak", "needs TFLOPS and a peak", printed.text)
+    elif printed and rate:
+        computed, how = derived(printed, "the printed TFLOPS", lambda t: 100 * t / peak, rate)
+        division = f"{rate.text} / {peak:g} = {computed:.2f} %"
+        yield row.compare("share of peak", printed.text, division, how)
+
+
+def speeds_elsewhere(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+    """TFLOPS that other documents print of the row's model."""
+    for document in source.evidence.speeds:
+        for run in document.rows.get(row.name, ()):
+            yield _other_run(row, run, document.source)
+
+
+def _other_run(row: PublishedRow, run: OtherRun, source: str) -> Check:
+    """Every product is counted, and layers are recomputed."""
+    printed, time = Printed.read(run.tflops), f"{run.milliseconds:g}"
+    seconds = Printed.read(time, 1e-3)
+    assert printed and seconds, f"{row.full_name}: {run} of its evidence"
+    model, length, padded = row.recipe.model, row.recipe.sequence_length, embedding_rows(row.recipe, row.tp)
+    work = cost.exact_flops_per_step(model, length, run.batch, padded_vocab=padded, checkpointing=True)
+    exact, how = derived(printed, "the printed time", lambda s: cost.exact_tflops(work, s, run.gpus), seconds)
+    quantity = f"TFLOPS, batch {run.batch} in {time} ms on {run.gpus} GPUs"
+    return row.compare(quantity, run.tflops, f"{exact:.4g}", how and f"{how}: {source}")
+
+
+# --- rows of a table to each other
+
+
+def scaling(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+    """TFLOPS per GPU relative to the baseline's: the work per GPU is the same."""
+    printed, rate = row.printed(SCALING), row.printed(TFLOPS)
+    base = next((each for each in source.rows if each.published.weak_scaling_percent == 100), None)
+    of_base = base and base.printed(TFLOPS)
+    if printed and not (rate and of_base):
+        why = "needs the TFLOPS of the row and of a baseline"
+        yield row.unchecked("weak scaling", why, printed.text)
+    elif printed and rate and of_base:
+        computed, how = derived(printed, "the printed TFLOPS", lambda t, b: 100 * t / b, rate, of_base)
+        ratio = f"{rate.text} / {of_base.text} = {computed:.1f} %"
+        said = f"{computed:g} %" if row.published.weak_scaling_percent == 100 else ratio
+        yield row.compare("weak scaling", printed.text, said, how)
+
+
+def slower_with_less(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+    """Nothing but the micro-batch differs, it is smaller, and still the iteration took longer."""
+    own = row.published.time_per_iteration_s
+    timed = [(other.published.time_per_iteration_s, other) for other in _with_larger_micro(row, source)]
+    quicker = [(seconds, other) for seconds, other in timed if own and seconds and seconds < own]
+    if quicker:
+        seconds, other = max(quicker, key=lambda pair: pair[0])
+        least = f"at most {seconds:g} s, as {other.name} took for micro-batch {other.recipe.batch.micro}"
+        yield row.compare("time", row.text_of(TIME) or own, least, None)
+
+
+def _alike(row: PublishedRow, source: PublishedTable) -> list[PublishedRow]:
+    """The other rows that differ in the micro-batch at most."""
+    same = configuration(row, but_micro=True)
+    return [
+        other for other in source.rows if other is not row and configuration(other, but_micro=True) == same
+    ]
+
+
+def _with_larger_micro(row: PublishedRow, source: PublishedTable) -> list[PublishedRow]:
+    return [other for other in _alike(row, source) if other.micro > row.micro]
+
+
+def configuration(row: PublishedRow, but_micro: bool = False) -> tuple[Any, ...]:
+    """What decides a speed, perhaps but for the micro-batch."""
+    recipe, batch = row.recipe, row.recipe.batch
+    shared = (batch.accumulation,) if but_micro else (batch.micro, batch.accumulation, batch.global_)
+    work = recipe.model, recipe.sequence_length, recipe.parallel, shared, recipe.activation_checkpointing
+    return (*work, recipe.ds_config, row.own("hardware.name"), row.gpus, row.published.framework)
+
+
+# --- memory
+
+
+def memory(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+    """What ran fits, what ran out does not, and cached memory is between both bounds."""
+    capacity = row.own("hardware.gpu_memory_gb")
+    quantity = "out of memory" if row.published.oom else "model states"
+    ran = "OOM" if row.published.oom else f"ran on {capacity or 0:g} GB"
+    try:
+        states = states_gb(row)
+    except ConfigError as error:
+        yield row.unchecked(quantity, f"its layout cannot be run here: {error}", ran)
+        return
+    if row.published.oom:
+        yield _out_of_memory(row, source, states, capacity)
+    elif capacity is None:
+        yield row.unchecked(quantity, "no memory of its GPUs is known", computed=f"{states:.1f} GB")
+    else:
+        yield row.compare(quantity, ran, f"{states:.1f} GB", "they fit" if states <= capacity else None)
+    if row.published.cached_gb is not None:
+        yield from _cached(row, source, row.published.cached_gb, states, capacity)
+
+
+def states_gb(row: PublishedRow) -> float:
+    """Model states on the fullest GPU while it steps, in GB (10^9). Raises ConfigError."""
+    return needs(published_plan(row.recipe)).states / 1e9
+
+
+def _out_of_memory(row: PublishedRow, source: PublishedTable, states: float, capacity: float | None) -> Check:
+    """Contradicted by a larger batch that ran; confirmed where the model states alone exceed the memory."""
+    ran = [r for r in _alike(row, source) if not r.published.oom and r.micro >= row.micro]
+    if ran:
+        return row.compare("out of memory", "OOM", f"micro-batch {ran[0].micro} of the same model ran", None)
+    if capacity and states > capacity:
+        computed = f"{states:.1f} GB of model states on {capacity:g} GB"
+        return row.compare("out of memory", "OOM", computed, "they do not fit")
+    why = "the model states fit: activations decide, which nothing printed gives"
+    return row.unchecked("out of memory", why, "OOM")
+
+
+def _cached(
+    row: PublishedRow, source: PublishedTable, cached: float, states: float, capacity: float | None
+) -> Iterator[Check]:
+    """At least the model states, at most the GPU's memory and what a larger micro-batch cached."""
+    limits = f"{states:.1f} GB of model states" + (f" to {capacity:g} GB" if capacity else "")
+    how = "between them: bounds, no value" if states <= cached <= (capacity or cached) else None
+    yield row.compare("cached", row.text_of("published.cached_gb") or cached, limits, how)
+    larger = [(r.published.cached_gb, r) for r in _with_larger_micro(row, source) if r.published.cached_gb]
+    if larger:
+        least, other = min(larger, key=lambda pair: pair[0])
+        computed = f"at most {least:g} GB, as {other.name} had for micro-batch {other.recipe.batch.micro}"
+        how = "no more than a larger batch" if cached <= least else None
+        yield row.compare("cached, over micro-batches", f"{cached:g}", computed, how)

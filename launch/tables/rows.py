@@ -1,0 +1,234 @@
+"""Rows of published tables: what the source prints in each cell, and what the recipe has in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from launch.tables.printed import Printed
+from recipes.problems import Problem, RecipeError
+from recipes.schema import Published, Recipe
+from recipes.tables import Table
+from recipes.validation import validate
+
+Status = Literal["agrees", "disagrees", "not checkable", "computed"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A quantity of a row, as printed and as recomputed.
+
+    Attributes:
+        subject: the row, as "table/row".
+        status: "computed" is for information: nothing printed stands against it.
+        how: how the two agree; why they cannot be compared; of a computed value, what it is.
+        transcribed: compares the recipe with its row's cells and its declarations; recomputes nothing.
+        stated: compares the recipe with what a text or a public script says of its row; recomputes nothing.
+    """
+
+    table: str
+    subject: str
+    quantity: str
+    status: Status
+    printed: str = ""
+    computed: str = ""
+    how: str = ""
+    transcribed: bool = False
+    stated: bool = False
+
+    @property
+    def difference(self) -> str:
+        """What differs, without the row."""
+        return difference(self.quantity, self.printed, self.computed)
+
+
+def difference(quantity: str, printed: str, computed: str) -> str:
+    """What differs, in one phrase."""
+    return f"{quantity}: printed {printed}, computed {computed}"
+
+
+TIME = "published.time_per_iteration_s"
+SAMPLES = "published.samples_per_s"
+TFLOPS = "published.tflops"
+HEADINGS = {  # key of a recipe -> headings of the sources for it, in lower case
+    "hardware.gpus": ("gpus", "num_gpu", "model + data parallel gpus"),
+    "parallel.tp": ("tp", "rank", "model parallel gpus"),
+    "parallel.pp": ("pp",),
+    "parallel.dp": ("dp",),
+    "batch.micro": ("mic-bs", "batch size"),
+    "batch.accumulation": ("pp chunks",),
+    "batch.global": ("glob-bs",),
+    "model.layers": ("layers", "number of layers"),
+    "model.hidden": ("hidden size",),
+    "model.heads": ("attention heads",),
+    "activation_checkpointing": ("checkpoint_activations",),
+    "published.size_label": ("size", "parameter count", "number of parameters (billions)"),
+    "published.parameters": ("model size",),
+    "published.parameters_per_rank": ("size/rank",),
+    TIME: ("time/iteration (ms)",),
+    SAMPLES: ("samples/sec",),
+    TFLOPS: ("tflops", "sustained teraflops per gpu"),
+    "published.cached_gb": ("cached",),
+    "published.date": ("notes",),
+    "published.weak_scaling_percent": ("weak scaling",),
+    "published.peak_percent": ("percentage of theoretical peak flops",),
+    "published.trained_tokens": ("trained tokens (ratio)",),
+    "published.downstream.mnli": ("mnli m/mm accuracy (dev set)",),
+    "published.downstream.qqp.accuracy": ("qqp accuracy (dev set)",),
+    "published.downstream.squad1": ("squad 1.1 f1/em (dev set)", "squad 1.1 dev set f1 / em"),
+    "published.downstream.squad2": ("squad 2.0 f1/em (dev set)", "squad 2.0 dev set f1 / em"),
+    "published.downstream.race": ("race m/h accuracy (test set)", "race m/h test set accuracy"),
+    "published.downstream.wikitext103.perplexity": ("wikitext103 perplexity",),
+    "published.previous.wikitext103.perplexity": ("sota perplexity",),
+    "published.downstream.lambada.accuracy": ("lambada accuracy",),
+    "published.previous.lambada.accuracy": ("sota accuracy",),
+}
+KEYS = {heading: key for key, headings in HEADINGS.items() for heading in headings}
+THROUGHPUT = "throughput"  # an iteration's time in one document, samples/s in another
+DATA_PARALLEL_RUN = "model + data parallel gpus"  # of a line that is two runs, the one with data parallelism
+
+
+class Cell(NamedTuple):
+    """What a source prints under a heading; `key` of the recipe that it is for, None of free text."""
+
+    heading: str
+    text: str
+    key: str | None
+
+    @property
+    def number(self) -> Printed | None:
+        """In the unit of the key."""
+        return Printed.read(self.text, 1e-3 if self.heading.endswith("(ms)") else 1.0)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a published table.
+
+    Attributes:
+        pretraining: steps, samples per step and tokens per sample; None where no source gives them.
+    """
+
+    table: Table
+    name: str
+    published: Published
+    pretraining: tuple[int, int, int] | None
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.table.name}/{self.name}"
+
+    @property
+    def cells(self) -> list[Cell]:
+        texts = (self.published.row or "").split("|")
+        return [
+            Cell(heading, text.strip(), self._key_of(heading.casefold()))
+            for heading, text in zip(self.table.columns, texts, strict=False)
+        ]
+
+    def _key_of(self, heading: str) -> str | None:
+        if heading == THROUGHPUT:
+            return SAMPLES if self.published.time_per_iteration_s is None else TIME
+        if heading == DATA_PARALLEL_RUN and self.own("parallel.dp") == 1:
+            return None
+        return KEYS.get(heading)
+
+    def cell_of(self, key: str) -> Cell | None:
+        """What the source prints for a key; None where no column is for it."""
+        return next((cell for cell in self.cells if cell.key == key), None)
+
+    def text_of(self, key: str) -> str:
+        """The cell for a key; empty where it is blank, or no column is for it."""
+        cell = self.cell_of(key)
+        return cell.text if cell else ""
+
+    def own(self, key: str) -> Any:
+        """Value of a dotted key; None where it is not stated."""
+        return value_of(self, key)
+
+    def compare(self, quantity: str, printed: object, computed: object, how: str | bool | None) -> Check:
+        """Agrees where `how` says in which way; true: exactly."""
+        how = "exact" if how is True else how or ""
+        return self.say("agrees" if how else "disagrees", quantity, printed, computed, how)
+
+    def unchecked(self, quantity: str, why: str, printed: object = "", computed: object = "") -> Check:
+        """What cannot be compared."""
+        return self.say("not checkable", quantity, printed, computed, why)
+
+    def say(self, status: Status, quantity: str, printed: object, computed: object, how: str) -> Check:
+        return Check(self.table.name, self.full_name, quantity, status, str(printed), str(computed), how)
+
+
+@dataclass(frozen=True)
+class PublishedRow(Line):
+    """A line that is a recipe."""
+
+    recipe: Recipe
+
+    @property
+    def tp(self) -> int:
+        return self.recipe.parallel.model_parallel[0]
+
+    @property
+    def micro(self) -> int:
+        """Micro-batch; 0 where it is left open."""
+        return self.recipe.batch.micro or 0
+
+    @property
+    def gpus(self) -> Any:
+        """As printed; None where no source gives them."""
+        return self.as_printed("hardware.gpus")
+
+    @property
+    def batch(self) -> Any:
+        """Samples per step, as printed."""
+        return self.as_printed("batch.global")
+
+    def own(self, key: str) -> Any:
+        return value_of(self.recipe, key)
+
+    def as_printed(self, key: str) -> Any:
+        """The source's value: the recipe's own unless it declares another one in `published.printed`."""
+        return self.published.printed.get(key, self.own(key))
+
+    def printed(self, key: str) -> Printed | None:
+        """A key's number with the digits of its cell, or the recipe's where no cell prints it."""
+        numbers = (cell.number for cell in self.cells if cell.key == key)
+        value = self.as_printed(key)
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        return next((number for number in numbers if number), Printed.read(text))
+
+    def unknown(self, key: str) -> str | None:
+        """Why no source gives a key, where the recipe says so of it or of a related key."""
+        return next((why for name, why in self.recipe.unknown.items() if related(key, name)), None)
+
+
+def value_of(model: Any, key: str) -> Any:
+    """Value of a dotted key; None where it is not stated."""
+    for part in key.split("."):
+        model = getattr(model, "global_" if part == "global" else part, None)
+    return model
+
+
+def related(key: str, name: str) -> bool:
+    """Whether two dotted keys are the same, or one belongs to the other."""
+    return key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.")
+
+
+def published_rows(tables: Sequence[Table]) -> list[PublishedRow]:
+    """Every published row of the tables; one RecipeError for all rows that are no recipes."""
+    rows, problems = list[PublishedRow](), list[Problem]()
+    for table in tables:
+        for name in table.rows:
+            try:
+                recipe = validate(table.row(name), f"{table.name}/{name}", table.document, table.paths(name))
+            except RecipeError as error:
+                problems += error.problems
+                continue
+            if recipe.published:
+                trained = (recipe.steps, recipe.batch.global_, recipe.sequence_length)
+                rows.append(PublishedRow(table, name, recipe.published, trained, recipe))
+    if problems:
+        raise RecipeError(problems)
+    return rows

@@ -1,0 +1,116 @@
+"""Scores on tasks against their parts, the table's other models and the length of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+
+from launch.tables import transcription
+from launch.tables.evidence import PublishedTable
+from launch.tables.printed import Printed, agreement, derived
+from launch.tables.rows import Check, Line, PublishedRow, value_of
+from modeling import cost
+from recipes.schema import Downstream
+
+# Questions of RACE's test set, middle and high schools (Lai et al. 2017, arXiv 1704.04683, table 3).
+RACE_TEST = (1436, 3498)
+# Scores that fine-tuning prints; more is better.
+PARTS = {
+    "mnli": ("matched", "mismatched"),
+    "qqp": ("accuracy",),
+    "squad1": ("f1", "em"),
+    "squad2": ("f1", "em"),
+    "race": ("accuracy", "middle", "high"),
+}
+SCORES = [f"{task}.{part}" for task, parts in PARTS.items() for part in parts]
+
+
+def checks(source: PublishedTable, singles: Mapping[str, Downstream]) -> Iterator[Check]:
+    """Everything about the scores of a table, lines of other models included.
+
+    `singles`: scores of the models, one by one, that the table's ensembles are of.
+    """
+    own = sorted((row for row in source.rows if row.published.downstream), key=_parameters)
+    for line in source.others:
+        yield from transcription.other_model(line)
+    for line in (*own, *source.others):
+        yield from _trained_tokens(line, own)
+        yield from _race(line)
+        yield from _squad(line)
+        yield from _ensemble(line, singles)
+    yield from _monotonic(own)
+
+
+def _parameters(row: PublishedRow) -> int:
+    return cost.parameters(row.recipe.model, row.recipe.positions)
+
+
+def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[Check]:
+    """Tokens of the pretraining over those of the table's smallest model: steps, batch and length of each."""
+    ratio = line.published.trained_tokens
+    if ratio is None:
+        return
+    printed, smallest = Printed.read(f"{ratio:g}"), own[0].pretraining if own else None
+    assert printed
+    if line.pretraining is None or smallest is None:
+        yield line.unchecked("trained tokens", "no source gives the length of its pretraining", printed.text)
+        return
+    computed = prod(line.pretraining) / prod(smallest)
+    ours, least = (f"{steps:,} x {batch} x {length}" for steps, batch, length in (line.pretraining, smallest))
+    how = agreement(printed, computed)
+    yield line.compare("trained tokens", printed.text, f"{ours} over {least} = {computed:.3g}", how)
+
+
+def _race(line: Line) -> Iterator[Check]:
+    """The accuracy is the mean of its parts by their questions."""
+    race = line.own("published.downstream.race")
+    if race and race.middle is not None and race.high is not None:
+        whole, *parts = (_tenths(value) for value in (race.accuracy, race.middle, race.high))
+
+        def mean(middle: float, high: float) -> float:
+            return (RACE_TEST[0] * middle + RACE_TEST[1] * high) / sum(RACE_TEST)
+
+        computed, how = derived(whole, "the parts", mean, *parts)
+        questions = f"{RACE_TEST[0]} x {race.middle} + {RACE_TEST[1]} x {race.high}"
+        said = f"({questions}) / {sum(RACE_TEST)} = {computed:.2f}"
+        yield line.compare("RACE, of middle and high", whole.text, said, how)
+
+
+def _tenths(value: float) -> Printed:
+    """A score with the one decimal that the tables print."""
+    printed = Printed.read(f"{value:.1f}")
+    assert printed
+    return printed
+
+
+def _squad(line: Line) -> Iterator[Check]:
+    """An answer that matches exactly has all its words."""
+    for name, task in (("SQuAD 1.1", "squad1"), ("SQuAD 2.0", "squad2")):
+        if scores := line.own(f"published.downstream.{task}"):
+            how = "no more than F1" if scores.em <= scores.f1 else None
+            yield line.compare(f"{name}, exact matches", scores.em, f"at most F1, {scores.f1}", how)
+
+
+def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[Check]:
+    """Models that answer together do no worse than one of them."""
+    for name in SCORES if line.published.ensemble else ():
+        joined, alone = _score(line, name), value_of(singles.get(line.name), name)
+        if joined is not None and alone is not None:
+            how = "no less than one model" if joined >= alone else None
+            yield line.compare(f"ensemble, {name}", joined, f"at least {alone}, of one model", how)
+
+
+def _monotonic(lines: Sequence[Line]) -> Iterator[Check]:
+    """The A100 blog: as the model size increases, the downstream task accuracies improve in all cases."""
+    for smaller, larger in pairwise(lines):
+        for name in SCORES:
+            before, after = _score(smaller, name), _score(larger, name)
+            if before is not None and after is not None:
+                how = "better with size" if after > before else None
+                yield larger.compare(f"size, {name}", after, f"above {before}, of {smaller.name}", how)
+
+
+def _score(line: Line, name: str) -> float | None:
+    score: float | None = line.own(f"published.downstream.{name}")
+    return score

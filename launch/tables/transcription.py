@@ -1,0 +1,188 @@
+"""The recipe against what is written of its row: cells, its own declarations, texts and public scripts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from launch.tables.evidence import PublishedTable, Statement
+from launch.tables.printed import Printed, agreement
+from launch.tables.rows import HEADINGS, SAMPLES, TIME, Cell, Check, Line, PublishedRow, related
+
+# Each stands in a column or in free text.
+NUMBERS = [key for key in HEADINGS if re.fullmatch(r"published\.\w+", key) and key != "published.date"]
+_NUMBERS = re.compile(r"\d+(?:\.\d+)?")
+# What a table need not print, and then has to come from somewhere.
+OWED = (
+    "sequence_length",
+    "activation_checkpointing",
+    "precision",
+    "optimizer",
+    "schedule",
+    "dropout",
+    "steps",
+    "data",
+    "batch.micro",
+    "batch.global",
+)
+NEVER_CHECKED = {
+    "published.date": "nothing follows from a date",
+    "published.cached_gb": "bounded by the model states and the GPU's memory; activations and the allocator "
+    "decide the rest",
+    "model.heads": "no size depends on the number of heads, beyond that tp divides it",
+}
+SCORES = ("published.downstream.", "published.previous.")
+
+
+def entries(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
+    """One check per cell, per published number, per declaration, and of what is owed a source."""
+    for check in (*_cells(row), *_published_numbers(row), *_declarations(row), *_owed(row)):
+        yield replace(check, transcribed=True)
+
+
+def other_model(line: Line) -> Iterator[Check]:
+    """A line about a model that is no recipe against its own cells."""
+    for check in _cells(line):
+        if check.status != "not checkable":  # nothing else is checked of it
+            yield replace(check, transcribed=True)
+
+
+def _cells(line: Line) -> Iterator[Check]:
+    count, columns = len((line.published.row or "").split("|")), len(line.table.columns)
+    yield line.compare("cells", columns, count, count == columns)
+    for cell in line.cells:
+        if cell.key:
+            yield _cell(line, cell, cell.key, f'cell "{cell.heading}"')
+        else:
+            why = "free text, or of another run: no key of the recipe"
+            yield line.unchecked("cell", why, f"{cell.heading}: {cell.text}")
+
+
+def _cell(line: Line, cell: Cell, key: str, quantity: str) -> Check:
+    own, oom = line.own(key), line.published.oom
+    if cell.text == "OOM":
+        return line.compare(quantity, cell.text, f"published.oom={oom}", oom)
+    if not cell.text:
+        blank = own is None or not key.startswith("published.")
+        return line.compare(quantity, "blank", "blank" if blank else f"{key}={own}", blank)
+    how: bool | str = prints(cell, own)
+    if not how and prints(cell, line.published.printed.get(key)):
+        how = f"declared: the run has {own}"
+    return line.compare(quantity, cell.text, f"{key}={own}", how)
+
+
+def prints(cell: Cell, value: object) -> bool:
+    """Whether a cell prints this value of its key, all numbers of it where the value has parts."""
+    if isinstance(value, BaseModel):
+        stated = [each for each in value.model_dump().values() if each is not None]
+        return [*map(float, _NUMBERS.findall(cell.text))] == stated
+    if cell.key == "activation_checkpointing":
+        return cell.text == ("no" if value == "none" else "yes")
+    if cell.key == "published.date":
+        return cell.text == value
+    number = cell.number
+    if number is None or value is None:
+        return False
+    if cell.key == "published.size_label":
+        own = Printed.read(str(value))
+        same_unit = cell.text[-1].isdigit() or cell.text == value
+        return own is not None and own.value == number.value and same_unit
+    return isinstance(value, int | float) and _close(number.value, value)
+
+
+def _close(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-9 * abs(one)
+
+
+def _published_numbers(row: PublishedRow) -> Iterator[Check]:
+    """Every number under `published` stands in its column or in a cell of free text; so does an OOM."""
+    if row.published.oom:
+        found = "OOM" in (cell.text for cell in row.cells)
+        yield row.compare("published.oom", "OOM" if found else "no OOM", "published.oom=True", found)
+    free = (cell.text for cell in row.cells if not cell.key)
+    words = {word for text in free for word in re.split(r"[\s,;()]+", text)}
+    for key in NUMBERS:
+        value = row.own(key)
+        if value is not None and row.cell_of(key) is None:
+            yield row.compare(key, row.published.row or "", value, str(value) in words)
+
+
+def _declarations(row: PublishedRow) -> Iterator[Check]:
+    """`published.printed` names what differs; `inferred` names nothing that is printed."""
+    for key, value in row.published.printed.items():
+        cell, own, quantity = row.cell_of(key), row.own(key), f"published.printed {key}"
+        how = None if value == own else "declared: it differs"
+        yield row.compare(quantity, value, f"{key}={own}", how)
+        if cell and not prints(cell, value):
+            yield row.compare(f"{quantity} cell", cell.text, value, None)
+    for key in row.recipe.inferred:
+        if text := row.text_of(key):
+            yield row.compare(f"inferred {key}", text, "declared as not printed", None)
+
+
+def _owed(row: PublishedRow) -> Iterator[Check]:
+    for key in (key for key in OWED if not row.text_of(key)):
+        said = any(related(key, name) for name in (*row.recipe.inferred, *row.recipe.unknown))
+        computed, how = ("inferred or unknown", "declared") if said else ("no source", None)
+        yield row.compare(f"source of {key}", "no cell", computed, how)
+
+
+def settings(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
+    """One check per value that a source gives for the row, and per printed number that nothing else gives."""
+    said = set()
+    for statement in source.evidence.statements(row.name):
+        said.add(statement.key)
+        yield replace(_setting(row, statement), stated=True)
+    for cell in row.cells:
+        if cell.text and cell.key and cell.key not in said and (why := _unchecked(row, cell.key)):
+            yield row.unchecked(f"printed {cell.key}", why, cell.text)
+
+
+def _setting(row: PublishedRow, said: Statement) -> Check:
+    """A number under `published` may be printed with other digits by the text."""
+    own, printed = row.own(said.key), row.printed(said.key) if said.key.startswith("published.") else None
+    text = Printed.read(_shown(said.value))
+    agrees = _same(said.value, own)
+    if printed and text and not agrees:
+        agrees = bool(agreement(printed, text.value) or agreement(text, printed.value))
+    borrowed = "stands in, from " if row.unknown(said.key) else ""
+    how = f'{borrowed}{said.source}: "{said.quotation}"' if agrees else None
+    return row.compare(f"setting {said.key}", _shown(said.value), _shown(own), how)
+
+
+def _same(said: Any, own: Any) -> bool:
+    if isinstance(said, list):
+        return isinstance(own, (list, tuple)) and len(said) == len(own) and all(map(_same, said, own))
+    if isinstance(said, (bool, str)) or isinstance(own, (bool, str)) or own is None:
+        return type(said) is type(own) and said == own
+    return _close(said, own)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _unchecked(row: PublishedRow, key: str) -> str:
+    """Why nothing recomputes a printed number; empty where something does."""
+    published = row.published
+    if key in NEVER_CHECKED:
+        return NEVER_CHECKED[key]
+    if key.startswith(SCORES):
+        return "a score of a trained model: its parts and its place among other scores are checked"
+    if published.oom:
+        return "it ran out of memory: no rate follows from the batch" if key == "batch.micro" else ""
+    rate, bounded = published.samples_per_s, "only its share of the GPU's peak is bounded"
+    if key == TIME and rate is None and published.tflops is None:
+        return f"neither a rate nor TFLOPS are printed next to it: {bounded}"
+    if rate is not None and published.time_per_iteration_s is None:
+        if key == SAMPLES:
+            return f"no time is printed next to it: {bounded}"
+        if key == "batch.micro":
+            return "no time is printed: samples/s alone do not give the batch"
+    return ""

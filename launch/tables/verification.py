@@ -1,0 +1,139 @@
+"""The published tables recomputed from this project's modules and arithmetic: every quantity of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from launch.tables import quantities, score_relations, transcription
+from launch.tables.evidence import Erratum, PublishedTable, published_tables
+from launch.tables.rows import Check, PublishedRow
+from recipes import catalog
+from recipes.problems import Problem, ProblemsError, did_you_mean
+from recipes.schema import Downstream
+from recipes.tables import FOLDER, Table
+
+Lines = tuple[str, ...]
+Progress = Callable[[Sequence[PublishedRow]], Iterator[PublishedRow]]
+Explained = tuple[tuple[Erratum, tuple[Check, ...]], ...]
+# Everything that is checked of a row, in the order of the report.
+QUANTITIES: tuple[Callable[[PublishedRow, PublishedTable], Iterator[Check]], ...] = (
+    transcription.entries,
+    quantities.layout,
+    quantities.sizes,
+    quantities.samples,
+    quantities.tflops,
+    quantities.operations_per_second,
+    quantities.untimed,
+    quantities.share_of_peak,
+    quantities.speeds_elsewhere,
+    transcription.settings,
+    quantities.scaling,
+    quantities.slower_with_less,
+    quantities.memory,
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was compared.
+
+    Attributes:
+        checks: in the order of tables and rows.
+        errata: each explanation, which several tables may share, and the disagreements that it explains.
+        stale: disagreements of the errata that are none any more.
+        repeated: how far the times of one configuration lie apart.
+        texts: what the documents' texts get wrong, found by hand.
+        rows: number of published rows of each table.
+    """
+
+    checks: tuple[Check, ...]
+    errata: Explained
+    stale: Lines
+    repeated: Lines
+    texts: Lines
+    rows: Mapping[str, int]
+
+    @property
+    def explanations(self) -> dict[Check, Erratum]:
+        """The erratum of each explained disagreement."""
+        return {check: erratum for erratum, checks in self.errata for check in checks}
+
+    @property
+    def unexplained(self) -> tuple[Check, ...]:
+        explained = self.explanations
+        return tuple(check for check in self.checks if check.status == "disagrees" and check not in explained)
+
+    @property
+    def passed(self) -> bool:
+        """Every disagreement is explained, and no explanation is stale."""
+        return not (self.unexplained or self.stale)
+
+
+def verify(only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progress = iter) -> Report:
+    """Check the published tables of `folder`, or those of `only`; `progress` wraps the rows.
+
+    Raises ProblemsError: an unknown name in `only`, a file that cannot be read; all broken recipes at once.
+    """
+    published = {table.name: table for table in catalog.tables(folder) if table.published}
+    if problems := [
+        Problem("--table", f"--table {name}", "no such published table", did_you_mean(name, published))
+        for name in only
+        if name not in published
+    ]:
+        raise ProblemsError(problems)
+    sources = published_tables([table for name, table in published.items() if not only or name in only])
+    source_of = {source.table.name: source for source in sources}
+    rows = [row for source in sources for row in source.rows]
+    checks: list[Check] = []
+    for row in progress(rows):
+        for quantity in QUANTITIES:
+            checks += quantity(row, source_of[row.table.name])
+    for source in sources:
+        checks += score_relations.checks(source, _singles(published, source))
+    errata, stale = _explain(checks, sources)
+    texts = tuple(text for source in sources for text in source.evidence.texts)
+    number = {source.table.name: len(source.rows) for source in sources}
+    return Report(tuple(checks), errata, stale, tuple(_repeated(rows)), texts, number)
+
+
+def _singles(published: Mapping[str, Table], source: PublishedTable) -> dict[str, Downstream]:
+    """Scores of the single models of a table of ensembles; none for any other table."""
+    if (name := source.evidence.single_models) is None:
+        return {}
+    if name not in published:
+        fix = did_you_mean(name, published)
+        raise ProblemsError([Problem("evidence.single_models", name, "no such published table", fix)])
+    (of_singles,) = published_tables([published[name]])
+    lines = (*of_singles.rows, *of_singles.others)
+    return {line.name: line.published.downstream for line in lines if line.published.downstream}
+
+
+def _repeated(rows: Sequence[PublishedRow]) -> Iterator[str]:
+    """Remarks on configurations that are printed with more than one time."""
+    same = quantities.configuration
+    timed = [row for row in rows if row.published.time_per_iteration_s]
+    for _, group in groupby(sorted(timed, key=lambda row: repr(same(row))), key=same):
+        names, times = zip(
+            *((row.full_name, row.published.time_per_iteration_s) for row in group), strict=True
+        )
+        if len(times) > 1:
+            apart = f"{100 * (max(times) / min(times) - 1):.0f} % apart, for one configuration"
+            yield f"{' / '.join(f'{time:g}' for time in times)} s, {apart}: {', '.join(names)}"
+
+
+def _explain(checks: Sequence[Check], sources: Sequence[PublishedTable]) -> tuple[Explained, Lines]:
+    """The errata that explain disagreements, and the disagreements of errata that are none any more."""
+    wrong = {(check.subject, check.difference): check for check in checks if check.status == "disagrees"}
+    explained: dict[str, tuple[Erratum, list[Check]]] = {}
+    stale = []
+    for source in sources:
+        for row in source.rows:
+            for known in source.evidence.errata_of(row.name):
+                if check := wrong.get((row.full_name, known.difference)):
+                    explained.setdefault(known.erratum.text, (known.erratum, []))[1].append(check)
+                else:
+                    stale.append(f"{row.full_name} {known.difference}")
+    return tuple((erratum, tuple(found)) for erratum, found in explained.values()), tuple(stale)
