@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from launch.evaluation.finetuning_recipe import Wishes
     from launch.evaluation.pretrained import Pretrained
     from launch.records.directory import RunDirectory
-    from launch.records.result import TaskScore
+    from launch.records.facts import TaskScore
     from launch.training.run import TrainingRun
 
 SPLITS = ("train", "dev", "dev_mismatched", "test", "test_mismatched")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_configs.plan import Plan
+from launch.ranks.start_up import StartClock
 from launch.records.directory import RunDirectory
+from launch.records.facts import Entropies, RunFacts, StepOutcome
 from launch.records.recorder import Recorder
 from recipes.layout import Layout
 from recipes.schema import Recipe
@@ -15,25 +16,19 @@ from recipes.schema import Recipe
 DESCRIBED = {"cpu": "Some CPU", "cores": 2, "accelerators": 0, "accelerator": "cpu"}
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a step came to, as training hands it over."""
-
-    loss: float
-    parts: dict[str, float] = field(default_factory=dict)
-    lr: float = 1e-3
-    grad_norm: float | None = 1.5
-    loss_scale: float = 1.0
-    skipped: bool = False
+def outcome(loss: float, parts: dict[str, float] | None = None, **changes) -> StepOutcome:
+    """What a step, or a validation, came to."""
+    known = dict(lr=1e-3, grad_norm=1.5, loss_scale=1.0, skipped=False, parts=parts or {})
+    return StepOutcome(loss, **{**known, **changes})
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a corpus says of itself."""
+DATA = {"source": "some text", "validation_samples": 64}
 
-    uniform_entropy: float = 5.7
-    unigram_entropy: float = 5.0
-    summary: dict = field(default_factory=lambda: {"source": "some text", "validation_samples": 64})
+
+def facts(plan_: Plan, **changes) -> RunFacts:
+    """What is known of a run of `plan_`."""
+    known = {"name": "table/small", "machine": DESCRIBED, "data": DATA, "entropies": Entropies(5.7, 5.0)}
+    return RunFacts(plan_, **{**known, **changes})
 
 
 def recipe(**changes) -> Recipe:
@@ -65,19 +60,15 @@ def plan(recipe_: Recipe | None = None, **changes) -> Plan:
 
 
 def recorder(
-    path: Path, plan_: Plan, *, start: int = 0, stream: io.StringIO | None = None, **facts
+    path: Path,
+    plan_: Plan,
+    *,
+    start: int = 0,
+    stream: io.StringIO | None = None,
+    clock: StartClock | None = None,
+    **changes,
 ) -> Recorder:
-    given = {"original": None, "tiny": False, "emulated": False, "described": DESCRIBED, **facts}
-    return Recorder(
-        RunDirectory(path),
-        plan_,
-        name="table/small",
-        corpus_facts=Facts(),
-        start_step=start,
-        progress=stream is not None,
-        stream=stream,
-        **given,
-    )
+    return Recorder(RunDirectory(path), facts(plan_, **changes), start, clock, stream)
 
 
 def run_steps(
@@ -88,10 +79,10 @@ def run_steps(
     start: int = 0,
     stream: io.StringIO | None = None,
     seconds: float = 0.5,
-    **outcome,
+    **changes,
 ) -> RunDirectory:
     """A run of `steps` steps, whose loss falls by 0.1 in each."""
     with recorder(path, plan_, start=start, stream=stream) as records:
         for step in range(start + 1, start + steps + 1):
-            records.step(step, Outcome(6.0 - 0.1 * step, **outcome), seconds, 0.0)
+            records.step(step, outcome(6.0 - 0.1 * step, **changes), seconds, 0.0)
     return RunDirectory(path)

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 from ds_configs.plan import Plan, plan_to_json
 from launch.records import metrics, result
 from launch.records.directory import Launch, RunDirectory
+from launch.records.facts import Ending, Entropies, Peaks, RunFacts
 from launch.reports import runs as reading
 from launch.reports.tables import Tables
 from recipes.layout import Layout
@@ -156,15 +157,9 @@ def make_run(
     at.write_description(plan, [launch])
     if finished:
         made = result.make_result(
-            plan,
+            RunFacts(plan, launch.recipe, MACHINE, original, tiny, entropies=Entropies(5.7, 5.2)),
             metrics.read_metrics(at.metrics_jsonl),
-            name=launch.recipe,
-            described=MACHINE,
-            original=original,
-            tiny=tiny,
-            status=status,
-            cached_bytes=cached,
-            entropies=result.Entropies(5.7, 5.2),
+            Ending(status, peaks=Peaks(cached_bytes=cached)),
         )
         result.write_result(at.result_json, made)
     return folder

@@ -21,8 +21,8 @@ PACKAGES = {
 }
 # room of launch/ -> the other rooms that it may import; a command (a file at the top) may import them all
 _GROUND = {"console", "ranks", "machine", "deepspeed_fixes"}
-_TRAINING = {*_GROUND, "checkpoints"}
-_TRAINED = {*_TRAINING, "weights", "training", "records"}
+_TRAINING = {*_GROUND, "records", "checkpoints"}
+_TRAINED = {*_TRAINING, "weights", "training"}
 _EVERYTHING = {*_TRAINED, "planning", "tables", "evaluation"}
 LAUNCH = {
     "console": set(),
@@ -30,7 +30,7 @@ LAUNCH = {
     "machine": {"console", "ranks"},
     "deepspeed_fixes": set(),
     "planning": {"console", "ranks", "machine"},
-    "checkpoints": {"deepspeed_fixes", "ranks", "machine"},
+    "checkpoints": {"deepspeed_fixes", "ranks", "machine", "records"},
     "weights": {*_GROUND, "checkpoints"},
     "training": _TRAINING,
     "records": {"console", "ranks", "machine"},

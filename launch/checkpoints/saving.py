@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,40 +37,13 @@ from launch.checkpoints.placement import Placement
 from launch.checkpoints.tensor_file import Entry
 from launch.machine import description, memory
 from launch.ranks.processes import local_world_size
+from launch.records.facts import Saved
+from launch.records.silence import Silence
 from modeling.parallel.process_grid import ProcessGrid
 
 SPARE = 0.1  # of a machine's memory, which a copy of the state leaves free
 Pieces = dict[str, tuple[Placement, Piece]]
 Convert = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Saved:
-    """How a save went.
-
-    Attributes:
-        step: optimizer steps that were done.
-        bytes: of all ranks' files.
-        blocking_seconds: for which rank 0 could not train.
-        seconds: from the beginning to the name of the checkpoint.
-        background: whether training went on while rank 0 wrote.
-        problem: why there is no checkpoint; None: there is.
-    """
-
-    step: int
-    bytes: int
-    blocking_seconds: float
-    seconds: float
-    background: bool
-    problem: str | None = None
-
-
-class Listener(Protocol):
-    """Who hears of saves."""
-
-    def say(self, text: str) -> None: ...
-
-    def saved(self, saved: Saved, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +74,7 @@ class _Pending:
 class Saver:
     """Saves the state of one engine below `root`. All methods are collective."""
 
-    def __init__(self, state: EngineState, plan: Plan, grid: ProcessGrid, root: Path, listener: Listener):
+    def __init__(self, state: EngineState, plan: Plan, grid: ProcessGrid, root: Path, listener: Silence):
         self.state, self.plan, self.grid, self.root, self.listener = state, plan, grid, root, listener
         self.problem: str | None = None  # of the newest save, once it is over
         self._pending: _Pending | None = None

@@ -16,7 +16,7 @@ from data.tasks.features import Features
 from launch.evaluation.kept_predictions import FOLDER, keep
 from launch.ranks.processes import gathered
 from launch.ranks.watchdog import Phase
-from launch.records.result import TaskScore
+from launch.records.facts import TaskScore
 from launch.training.run import TrainingRun, held_out_batches
 
 CHUNK = 2048  # examples that are in memory with their padding

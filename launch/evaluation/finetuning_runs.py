@@ -29,7 +29,8 @@ from data.tasks.corpus import splits_to_predict
 from launch.evaluation.finetuning_summary import MEMBERS, Finished, Summary, Trial, write
 from launch.evaluation.kept_predictions import FOLDER, LOGITS, keep
 from launch.evaluation.several_runs import keep_asked, side_by_side
-from launch.records.result import TaskScore, read_result
+from launch.records.facts import TaskScore
+from launch.records.result import read_result
 from recipes.catalog import load_resolved
 from recipes.problems import Problem, ProblemsError
 from recipes.tasks import TaskFacts

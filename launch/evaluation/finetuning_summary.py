@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from data.durable_files import write_atomically
 from launch.console import terminal
 from launch.console.text_table import table
-from launch.records.result import TaskScore
+from launch.records.facts import TaskScore
 from recipes import files
 from recipes.plural import counted
 from recipes.tasks import TaskFacts

@@ -14,7 +14,7 @@ import numpy as np
 
 from data.durable_files import write_atomically
 from data.tasks.choices import Scored
-from launch.records.result import TaskScore
+from launch.records.facts import TaskScore
 
 if TYPE_CHECKING:
     from data.tasks.corpus import PredictedSplit

@@ -14,6 +14,7 @@ from pathlib import Path
 from data.durable_files import Lock, left_by_a_crash
 from ds_configs.plan import Plan, plan_to_json
 from launch.records.directory import Launch, RunDirectory, default_path
+from launch.records.facts import RunFacts
 from launch.records.metrics import Records, StepRecord, read_metrics
 from launch.records.result import OURS
 from recipes import catalog, files
@@ -47,23 +48,21 @@ class RunDirectoryError(ValueError):
 
 def admit(
     path: str | Path | None,
-    plan: Plan,
-    *,
-    name: str,
+    run: RunFacts,
     command: Sequence[str],
-    resume: bool,
-    tiny: bool,
-    emulated_fp16: bool,
+    *,
+    resume: bool = False,
     kept: Kept = Kept(),
 ) -> RunDirectory:
     """Make the directory, or enter it again with `resume`; the files that describe the run are written.
 
-    `path` None: runs/<name>-<ds_config> under the current directory. `name`: the recipe's, as the user names
-    it. `kept`: the directory's checkpoints. With `resume` and nothing there the run starts from its beginning
-    (`resumed` is False), so that a job script may always say --resume. Raises RunDirectoryError, having
-    changed nothing, where something else is in the way.
+    `path` None: runs/<name>-<ds_config> under the current directory. `kept`: the directory's checkpoints.
+    With `resume` and nothing there the run starts from its beginning (`resumed` is False), so that a job
+    script may always say --resume. Raises RunDirectoryError, having changed nothing, where something else is
+    in the way.
     """
-    directory = RunDirectory(Path(path) if path is not None else default_path(name, plan.ds_name))
+    plan = run.plan
+    directory = RunDirectory(Path(path) if path is not None else default_path(run.name, plan.ds_name))
     _make(directory.path)
     _refuse_strangers(directory)
     lock = _lock(directory.path)
@@ -76,8 +75,7 @@ def admit(
             raise RunDirectoryError(f"{error}: restore it, or name another directory with --out") from None
         raise error if isinstance(error, RunDirectoryError) else RunDirectoryError(str(error)) from None
     directory.checkpoints.mkdir(exist_ok=True)
-    launch = Launch.now(plan, name=name, command=command, tiny=tiny, emulated_fp16=emulated_fp16)
-    directory.write_description(plan, [*former, launch])
+    directory.write_description(plan, [*former, Launch.now(run, command)])
     return dataclasses.replace(directory, resumed=resumed, notices=notices, lock=lock)
 
 

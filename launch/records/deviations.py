@@ -10,6 +10,7 @@ from pydantic import Field
 
 from ds_configs.plan import Plan
 from launch.records.comparability import short_name
+from launch.records.facts import RunFacts
 from recipes.layout import share_batch
 from recipes.nested import flatten
 from recipes.problems import Problem
@@ -71,21 +72,15 @@ class Deviation:
         return SENTENCES[self.kind].format(key=self.key, was=self.was, is_=self.is_)
 
 
-def deviations(
-    plan: Plan, *, original: Recipe | None, tiny: bool, emulated_fp16: bool, hardware: str, steps: int
-) -> list[Deviation]:
-    """What a run of `steps` optimizer steps on `hardware` is not.
-
-    `original`: the recipe before --tiny, --set and --steps; None: as the plan has it.
-    """
-    every = list(_found(plan, original, tiny, emulated_fp16, hardware, steps))
+def deviations(run: RunFacts, steps: int) -> list[Deviation]:
+    """What a run of `steps` optimizer steps is not."""
+    every = list(_found(run, steps))
     return [each for number, each in enumerate(every) if each not in every[:number]]
 
 
-def _found(
-    plan: Plan, original: Recipe | None, tiny: bool, emulated: bool, hardware: str, steps: int
-) -> Iterator[Deviation]:
-    recipe, reference = plan.recipe, original or plan.recipe
+def _found(run: RunFacts, steps: int) -> Iterator[Deviation]:
+    plan, recipe, original, tiny = run.plan, run.plan.recipe, run.original, run.tiny
+    reference = original or recipe
     for notice in plan.notices:
         yield Deviation("notice", notice.key, is_=notice.text)
     if tiny:
@@ -100,11 +95,11 @@ def _found(
             if not (tiny and (key == "model" or _belongs(key, REPLACED))):
                 yield Deviation(kind, key, is_=text)
     if reference.hardware:
-        yield Deviation("hardware", "hardware", str(reference.hardware), hardware)
+        yield Deviation("hardware", "hardware", str(reference.hardware), run.hardware)
     if not any(notice.key == "precision" for notice in plan.notices):
         if recipe.precision not in (plan.precision, "auto"):
             yield Deviation("recipe", "precision", recipe.precision, plan.precision)
-        if emulated and plan.precision == "fp16":
+        if run.emulated_fp16 and plan.precision == "fp16":
             yield Deviation("emulated", "precision")
     if steps < recipe.steps:
         yield Deviation("steps", "steps", recipe.steps, steps)

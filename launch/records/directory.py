@@ -37,7 +37,7 @@ from ds_configs.findings import Notice
 from ds_configs.plan import FORM as PLAN
 from ds_configs.plan import Plan, plan_facts, plan_to_json
 from launch.console.launch_lines import run_directory
-from launch.machine import description
+from launch.records.facts import RunFacts
 from recipes import catalog, files
 from recipes.layout import Layout
 from recipes.problems import RecipeError
@@ -64,11 +64,10 @@ class Launch:
     machine: Mapping[str, Any]
 
     @classmethod
-    def now(cls, plan: Plan, *, name: str, command: Sequence[str], tiny: bool, emulated_fp16: bool) -> Launch:
-        facts = plan_facts(plan)
-        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        machine = description.describe()
-        return cls(started, tuple(command), os.getcwd(), name, tiny, emulated_fp16, facts, machine)
+    def now(cls, run: RunFacts, command: Sequence[str]) -> Launch:
+        facts, started = plan_facts(run.plan), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        how = (run.name, run.tiny, run.emulated_fp16)
+        return cls(started, tuple(command), os.getcwd(), *how, facts, run.machine)
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], where: Path) -> Launch:

@@ -13,12 +13,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from ds_configs.plan import Plan
+from launch.records.facts import Finite, RunFacts, Saved
 from recipes import files
 from recipes.layout import Layout
 
@@ -32,7 +32,6 @@ START_PARTS = ("launcher", "imports", "data", "records", "engine", "weights", "f
 MOST_NAMED = 5  # broken lines of one file
 MOST_LINE = 2**20  # bytes
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Parts = dict[str, Finite | None]  # of a loss, by the names of PART_NAMES
 
 
@@ -48,7 +47,7 @@ class StepRecord:
         peak_memory_bytes: rank 0's peak so far, counted as `memory_kind` says
             (`launch.machine.memory.peak_memory`).
         rank_seconds_min, rank_seconds_median, rank_seconds_max, slowest_rank: how long ranks were busy before
-            others made them wait (`launch.training.step_exchange.RankSeconds`); None in a run of one rank.
+            others made them wait (`launch.records.facts.RankSeconds`); None in a run of one rank.
         samples_per_s, tokens_per_s: over all ranks; tflops, exact_tflops: per rank.
         time: seconds since the epoch.
     """
@@ -98,23 +97,10 @@ class Note:
     kind: Literal["note"] = "note"
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRecord:
-    """A checkpoint after `step` steps, or why there is none.
+@dataclass(frozen=True)
+class SaveRecord(Saved):
+    """A checkpoint, or why there is none."""
 
-    Attributes:
-        bytes: of all ranks' files.
-        blocking_seconds: for which training waited; seconds: until the checkpoint was whole.
-        background: whether training went on while the files were written.
-        problem: why there is no checkpoint; None: there is.
-    """
-
-    step: int
-    bytes: int
-    blocking_seconds: Finite
-    seconds: Finite
-    background: bool
-    problem: str | None = None
     time: float = 0.0
     kind: Literal["save"] = "save"
 
@@ -134,11 +120,11 @@ class How:
     sequence_parallel: bool = False
 
     @classmethod
-    def of(cls, plan: Plan, hardware: str) -> How:
-        recipe = plan.recipe
+    def of(cls, run: RunFacts) -> How:
+        plan, recipe = run.plan, run.plan.recipe
         facts = (plan.layout, plan.zero_stage, plan.offload, plan.precision)
         own = (recipe.activation_checkpointing, recipe.model.implementation)
-        return cls(plan.ds_name, *facts, *own, hardware, recipe.parallel.sequence)
+        return cls(plan.ds_name, *facts, *own, run.hardware, recipe.parallel.sequence)
 
     def __str__(self) -> str:
         at = self.layout

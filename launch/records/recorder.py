@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
 
-from ds_configs.plan import Plan
 from launch.console import terminal
 from launch.console.numbers import short
 from launch.console.progress import Silent, screen
@@ -23,6 +22,7 @@ from launch.machine.memory import peak_cached_bytes, peak_memory
 from launch.ranks.start_up import StartClock
 from launch.records import metrics
 from launch.records.directory import RunDirectory
+from launch.records.facts import Ending, Peaks, RankSeconds, RunFacts, Saved, StepOutcome, Validation
 from launch.records.metrics import (
     How,
     LaunchRecord,
@@ -36,111 +36,15 @@ from launch.records.metrics import (
     finite_parts,
 )
 from launch.records.plan_text import Surroundings, describe_plan
-from launch.records.result import Entropies, Result, TaskScore, hardware_of, make_result, write_result
+from launch.records.result import Result, make_result, write_result
 from launch.records.result_text import result_text
+from launch.records.silence import Silence
 from launch.records.step_fields import fields_of
 from launch.records.throughput import Throughput
 from recipes.family_words import predicted_by
 from recipes.refused_by_system import problem
-from recipes.schema import Recipe
 
 ELSEWHERE = "move the run directory to another disk and --resume there"
-
-
-class ValidationOutcome(Protocol):
-    """A loss in nats per token, and its parts by name."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def parts(self) -> Mapping[str, float]: ...
-
-
-class StepOutcome(ValidationOutcome, Protocol):
-    """What one optimizer step came to. `skipped`: the loss scaler threw the update away."""
-
-    @property
-    def lr(self) -> float: ...
-    @property
-    def grad_norm(self) -> float | None: ...
-    @property
-    def loss_scale(self) -> float: ...
-    @property
-    def skipped(self) -> bool: ...
-
-
-class SaveOutcome(Protocol):
-    """How a checkpoint was saved; `metrics.SaveRecord` says what its facts are."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def blocking_seconds(self) -> float: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def background(self) -> bool: ...
-    @property
-    def problem(self) -> str | None: ...
-
-
-class RankSeconds(Protocol):
-    """How long ranks were busy in a step, compared; in seconds."""
-
-    @property
-    def least(self) -> float: ...
-    @property
-    def median(self) -> float: ...
-    @property
-    def most(self) -> float: ...
-    @property
-    def slowest(self) -> int: ...
-
-
-class CorpusFacts(Protocol):
-    """What a corpus says of itself; entropies in nats per token of the validation text."""
-
-    @property
-    def summary(self) -> dict[str, Any]: ...
-    @property
-    def uniform_entropy(self) -> float: ...
-    @property
-    def unigram_entropy(self) -> float: ...
-
-
-class Silence:
-    """The ranks other than 0."""
-
-    def __enter__(self) -> Silence:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def reached(self, part: str) -> None: ...
-
-    def step(
-        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
-    ) -> None: ...
-
-    def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None: ...
-
-    def saving(self, memory: Mapping[str, int | None]) -> None: ...
-
-    def saved(self, outcome: SaveOutcome) -> None: ...
-
-    def finish(
-        self,
-        status: str,
-        reason: str | None = None,
-        memory: Mapping[str, int | None] | None = None,
-        because: str | None = None,
-        sample: str | None = None,
-        task_scores: Sequence[TaskScore] = (),
-    ) -> None: ...
 
 
 class Recorder(Silence):
@@ -149,36 +53,22 @@ class Recorder(Silence):
     def __init__(
         self,
         directory: RunDirectory,
-        plan: Plan,
-        *,
-        name: str,
-        corpus_facts: CorpusFacts,
-        start_step: int,
-        described: Mapping[str, Any],
-        original: Recipe | None,
-        tiny: bool,
-        emulated: bool,
-        band_kernel: str | None = None,
+        run: RunFacts,
+        start_step: int = 0,
         clock: StartClock | None = None,
-        progress: bool = True,
         stream: TextIO | None = None,
     ) -> None:
         """Show the plan, and open the records at `start_step`; what they hold of later steps is dropped.
 
-        `name`: the recipe's, as the user names it. `start_step`: steps of the checkpoint that the run
-        resumes; 0: it starts. `described`: `description.describe()`. `original`: the recipe before --tiny,
-        --set and --steps. `band_kernel`: what computes banded layers. `clock`: times the start. `progress`:
-        show plan, steps and result on `stream` (standard output).
+        `start_step`: steps of the checkpoint that the run resumes; 0: it starts. `clock`: times the start.
+        `stream`: where plan, steps and result are shown; None: nowhere.
         """
-        self.directory, self._plan, self._name, self._start_step = directory, plan, name, start_step
-        self._described, self._original, self._tiny, self._emulated = described, original, tiny, emulated
-        self._band_kernel, self._clock = band_kernel, clock
-        self._entropies = Entropies(corpus_facts.uniform_entropy, corpus_facts.unigram_entropy)
-        self._stream = (stream or sys.stdout) if progress else None
-        self._throughput = Throughput(plan)
+        self.directory, self._run, self._start_step = directory, run, start_step
+        self._clock, self._stream = clock, stream
+        self._throughput = Throughput(run.plan)
         self._memory_kind, self._step = peak_memory().kind, start_step
         self._drawn: int | None = None  # records in loss.png
-        self._show_plan(corpus_facts.summary)
+        self._show_plan()
         metrics.truncate(directory.metrics_jsonl, start_step)
         # Without a buffer of Python's, whose rest a full disk would make it write again at the end.
         self._file = open(directory.metrics_jsonl, "ab", buffering=0)  # noqa: SIM115 (closed by _close)
@@ -187,9 +77,8 @@ class Recorder(Silence):
         threading.excepthook = _untold
         folder, purged = str(directory.tensorboard), start_step + 1 if start_step else 0
         self._events = SummaryWriter(folder, purge_step=purged, flush_secs=10)
-        self._screen = screen(self._stream, start_step, plan.recipe.steps) if self._stream else Silent()
-        how = How.of(plan, hardware_of(described, plan.layout))
-        self._write(LaunchRecord(start_step, how, time.time()))
+        self._screen = screen(stream, start_step, run.plan.recipe.steps) if stream else Silent()
+        self._write(LaunchRecord(start_step, How.of(run), time.time()))
         for notice in directory.notices:
             self.say(notice)
         self.reached("records")
@@ -236,7 +125,7 @@ class Recorder(Silence):
             time=time.time(),
         )
         self._write(record)
-        scale = ("loss_scale",) if self._plan.precision == "fp16" else ()
+        scale = ("loss_scale",) if self._run.plan.precision == "fp16" else ()
         speed = ("seconds", "data_seconds", "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
         self._event("train", record, ("loss", *record.parts, "lr", "grad_norm", *scale))
         self._event("speed", record, speed)
@@ -249,8 +138,8 @@ class Recorder(Silence):
             self._write(start := StartRecord(step, **parts, time=time.time()))
             self._screen.line(str(start))
 
-    def validation(self, step: int, outcome: ValidationOutcome, kind: str = "validation") -> None:
-        """Record the loss on held-out text after `step` completed steps; `kind` "test": on the test split."""
+    def validation(self, step: int, outcome: Validation, kind: str = "validation") -> None:
+        """Record the loss on held-out text."""
         parts, loss = finite_parts(outcome.parts), finite(outcome.loss)
         record = ValidationRecord(step, loss, parts, time.time(), "test" if kind == "test" else "validation")
         self._write(record)
@@ -259,98 +148,76 @@ class Recorder(Silence):
         shown = "".join(f", {names[name]} {value:.4f}" for name, value in outcome.parts.items())
         self._screen.line(f"step {step}: {kind} loss {outcome.loss:.4f}{shown}")
 
-    def saving(self, memory: Mapping[str, int | None]) -> None:
-        """Write curve and result before the last checkpoint, which a host may not survive."""
-        self._keep("saving", memory, "its last checkpoint was not complete when this was written")
+    def saving(self, peaks: Peaks) -> None:
+        """Write curve and result as they are before the last checkpoint."""
+        reason = "its last checkpoint was not complete when this was written"
+        self._keep(Ending("saving", reason, peaks))
 
-    def saved(self, outcome: SaveOutcome) -> None:
+    def saved(self, saved: Saved) -> None:
         """Record a checkpoint, or why there is none."""
-        blocked, took = outcome.blocking_seconds, outcome.seconds
-        self._write(
-            SaveRecord(
-                outcome.step, outcome.bytes, blocked, took, outcome.background, outcome.problem, time.time()
-            )
-        )
-        for name, value in (("blocking_seconds", blocked), ("bytes_per_second", outcome.bytes / took)):
-            self._scalar(f"save/{name}", value, outcome.step)
-        if outcome.problem:
-            self._screen.line(f"WARNING: no checkpoint of step {outcome.step}: {outcome.problem}")
+        self._write(SaveRecord(**vars(saved), time=time.time()))
+        per_second = saved.bytes / saved.seconds
+        for name, value in (("blocking_seconds", saved.blocking_seconds), ("bytes_per_second", per_second)):
+            self._scalar(f"save/{name}", value, saved.step)
+        if saved.problem:
+            self._screen.line(f"WARNING: no checkpoint of step {saved.step}: {saved.problem}")
             return
-        rate = f"{short(outcome.bytes)}B at {short(outcome.bytes / took)}B/s"
-        self._screen.line(f"step {outcome.step}: checkpoint, {rate}; training waited {blocked:.2g} s")
+        rate = f"{short(saved.bytes)}B at {short(per_second)}B/s"
+        waited = f"training waited {saved.blocking_seconds:.2g} s"
+        self._screen.line(f"step {saved.step}: checkpoint, {rate}; {waited}")
 
-    def finish(
-        self,
-        status: str,
-        reason: str | None = None,
-        memory: Mapping[str, int | None] | None = None,
-        because: str | None = None,
-        sample: str | None = None,
-        task_scores: Sequence[TaskScore] = (),
-    ) -> None:
-        """Write curve and result, and show the result; after an early stop, say how to resume.
-
-        `reason`: of an early stop, for the screen; `because`: of a failure, for the result. `memory`: peaks
-        over all ranks ("peak_memory_bytes", "cached_bytes"); rank 0's own where the others can no longer be
-        asked. `sample`: what the trained model says; `task_scores`: what a fine-tuned one is worth.
-        """
+    def finish(self, ending: Ending, stopped: str | None = None) -> None:
+        """Write curve and result, and show the result; after an early stop, say how to resume."""
         self._lost = None  # what matters now is whether the records are whole in the end
         self._write_rest()
         self._close()
-        result = self._keep(
-            status, memory or {"cached_bytes": peak_cached_bytes()}, because, sample, task_scores
-        )
+        result = self._keep(ending)
         if self._stream is not None:
             width = terminal.columns(self._stream)
             text = [f"\n{result_text(result, width)}"]
-            if sample:
-                text += ["\nsample", terminal.wrapped(textwrap.indent(sample, "  "), width, hang=0)]
+            if ending.sample:
+                sample = textwrap.indent(ending.sample, "  ")
+                text += ["\nsample", terminal.wrapped(sample, width, hang=0)]
             text.append(f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}")
-            if reason:
-                text.append(f"{reason}; resume with the same command and --resume")
+            if stopped:
+                text.append(f"{stopped}; resume with the same command and --resume")
             terminal.say("\n".join(text), self._stream)
-        if self._lost and (status == "ok" or reason):  # else the run has ended badly already
+        if self._lost and (ending.status == "ok" or stopped):  # else the run has ended badly already
             raise self._lost
 
-    def _show_plan(self, data: dict[str, Any]) -> None:
+    def _show_plan(self) -> None:
         if self._stream is None:
             return
-        hardware = description.summary(dict(self._described))
-        around = Surroundings(hardware, self._band_kernel, self.directory.path, data)
-        text = describe_plan(self._plan, self._name, around, terminal.columns(self._stream))
-        token = predicted_by(self._plan.recipe.model)
-        beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(self._entropies).items())
+        run, hardware = self._run, description.summary(self._run.machine)
+        around = Surroundings(hardware, run.band_kernel, self.directory.path, run.data)
+        text = describe_plan(run.plan, run.name, around, terminal.columns(self._stream))
+        token = predicted_by(run.plan.recipe.model)
+        beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(run.entropies).items())
         to_beat = f"to beat on the validation text, in nats per {token}: {beat}"
         terminal.say(f"\n{text}\n\n{to_beat}\n", self._stream)
 
     def _checkpoints(self) -> str:
         if any(self.directory.checkpoints.glob("*/manifest.json")):
             return ", checkpoints/"
-        kept = self._plan.recipe.run.save_last
+        kept = self._run.plan.recipe.run.save_last
         return "" if kept else "; no checkpoint (--set run.save_last=true keeps one)"
 
-    def _keep(
-        self, status: str, memory: Mapping[str, int | None], because: str | None, sample: str | None = None,
-        task_scores: Sequence[TaskScore] = (),
-    ) -> Result:  # fmt: skip
+    def _keep(self, ending: Ending) -> Result:
         """Write result.json and loss.png as they are now."""
-        records = metrics.read_metrics(self.directory.metrics_jsonl)
-        result = make_result(
-            self._plan, records, name=self._name, described=self._described, original=self._original,
-            entropies=self._entropies, **memory, tiny=self._tiny, emulated_fp16=self._emulated, status=status,
-            reason=because, band_kernel=self._band_kernel, sample=sample,
-            task_scores=task_scores,
-        )  # fmt: skip
+        run, records = self._run, metrics.read_metrics(self.directory.metrics_jsonl)
+        if ending.peaks is None:
+            ending = replace(ending, peaks=Peaks(cached_bytes=peak_cached_bytes()))
+        result = make_result(run, records, ending)
         # Before the plot: where another rank has failed, this one is soon ended.
         with self._going_on(self.directory.result_json):
             write_result(self.directory.result_json, result)
         if self._drawn != len(records):
-            references = {kind: nats for kind, nats in vars(self._entropies).items() if nats is not None}
+            references = {kind: nats for kind, nats in vars(run.entropies).items() if nats is not None}
             with self._going_on(self.directory.loss_png):
                 from launch.records.loss_plot import plot_loss  # with matplotlib, which no first step needs
 
-                per = predicted_by(self._plan.recipe.model)
-                plot_loss(records, self.directory.loss_png, references, self._name, per)
+                per = predicted_by(run.plan.recipe.model)
+                plot_loss(records, self.directory.loss_png, references, run.name, per)
             self._drawn = len(records)
         return result
 

@@ -11,18 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
 from ds_configs.plan import Plan
 from launch.console.numbers import gigabytes
-from launch.machine import description
 from launch.records.comparability import Incomparable, not_comparable
 from launch.records.deviations import Deviation, deviations
+from launch.records.facts import Ending, Entropies, Finite, Peaks, RunFacts, TaskScore
 from launch.records.metrics import (
-    Finite,
     How,
     Parts,
     Records,
@@ -38,7 +37,7 @@ from modeling import cost
 from recipes import files
 from recipes.family_words import predicted_by
 from recipes.layout import Layout
-from recipes.schema import Model, Published, Recipe
+from recipes.schema import Model, Published
 
 OURS = "megarecipes"  # as model.implementation names it
 # What a source counts -> (unit, the measured number that counts the same).
@@ -75,36 +74,6 @@ class Losses:
     training: TrainingLoss = TrainingLoss()
     validation: HeldOutLoss | None = None
     test: HeldOutLoss | None = None
-
-
-@dataclass(frozen=True)
-class Entropies:
-    """What a uniform and a unigram model reach on the validation text, nats per token."""
-
-    uniform: Finite | None = None
-    unigram: Finite | None = None
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """A split that a fine-tuned model has predicted.
-
-    Attributes:
-        metrics: by name, in shares of 1; none where labels are hidden.
-        examples: that were predicted; `broken` ones could not be.
-        files: of the submission, in RUN/predictions/SPLIT.
-    """
-
-    split: str
-    metrics: dict[str, Finite]
-    examples: int
-    broken: int = 0
-    files: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        shown = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.metrics.items()]
-        broken = f", {self.broken} broken ones left out" if self.broken else ""
-        return f"{', '.join(shown) or 'labels are hidden'} ({self.examples:,} examples{broken})"
 
 
 @dataclass(frozen=True)
@@ -218,56 +187,32 @@ class Result:
 _ADAPTER = TypeAdapter(Result)
 
 
-def make_result(
-    plan: Plan,
-    records: Records,
-    *,
-    name: str,
-    described: Mapping[str, Any],
-    original: Recipe | None = None,
-    entropies: Entropies = Entropies(),
-    cached_bytes: int | None = None,
-    peak_memory_bytes: int | None = None,
-    tiny: bool = False,
-    emulated_fp16: bool = False,
-    status: str = "ok",
-    reason: str | None = None,
-    band_kernel: str | None = None,
-    sample: str | None = None,
-    task_scores: Sequence[TaskScore] = (),
-) -> Result:
-    """The result of a run with these records. Failures are results too.
-
-    `described`: `description.describe()`. `original`: the recipe before --tiny, --set and --steps.
-    `cached_bytes` and `peak_memory_bytes`: the largest of any rank; the records hold rank 0's. `reason`: of
-    the status, stated first.
-    """
-    recipe, steps = plan.recipe, records.steps
+def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
+    """The result of a run with these records. Failures are results too; their reason is stated first."""
+    plan, recipe, steps = run.plan, run.plan.recipe, records.steps
     last = steps[-1].step if steps else 0
-    hardware = hardware_of(described, plan.layout)
     *others, measured_over = stretches(records) or [Stretch(None, ())]
     # A finished run may be resumed in another way, to do nothing more.
-    elsewhere = bool(measured_over.how) and measured_over.how != How.of(plan, hardware)
+    elsewhere = bool(measured_over.how) and measured_over.how != How.of(run)
     recorded = [record.peak_memory_bytes for record in measured_over.steps]
-    peak = max(recorded if elsewhere else [peak_memory_bytes or 0, *recorded])
-    stated = [Deviation("status", status, is_=reason)] if reason else []
-    stated += deviations(
-        plan, original=original, tiny=tiny, emulated_fp16=emulated_fp16, hardware=hardware, steps=last
-    )
+    peaks = ending.peaks or Peaks()
+    peak = max(recorded if elsewhere else [peaks.bytes or 0, *recorded])
+    stated = [Deviation("status", ending.status, is_=ending.reason)] if ending.reason else []
+    stated += deviations(run, last)
     stated += [Deviation("otherwise", str(each), is_=str(each.how or UNSAID)) for each in others]
     stated += [Deviation("measured", str(measured_over), is_=str(measured_over.how))] if elsewhere else []
-    other = not_comparable(original or recipe, plan, tiny=tiny, emulated_fp16=emulated_fp16)
+    other = not_comparable(run.original or recipe, plan, tiny=run.tiny, emulated_fp16=run.emulated_fp16)
     measured = Result(
-        recipe=name,
-        status=status,
+        recipe=run.name,
+        status=ending.status,
         title=recipe.title,
-        tiny=tiny,
+        tiny=run.tiny,
         implementation=implementation(recipe.model),
-        reason=reason,
+        reason=ending.reason,
         ds_config=plan.ds_name,
         layout=plan.layout,
         precision=plan.precision,
-        emulated_fp16=emulated_fp16 and plan.precision == "fp16",
+        emulated_fp16=run.emulated_fp16 and plan.precision == "fp16",
         zero_stage=plan.zero_stage,
         offload=plan.offload,
         activation_checkpointing=recipe.activation_checkpointing,
@@ -277,26 +222,21 @@ def make_result(
         steps=last,
         skipped_steps=sum(record.skipped for record in steps),
         losses=Losses(_training_loss(steps), _last(records.validations), _last(records.tests)),
-        entropies=entropies,
+        entropies=run.entropies,
         speed=_speed(plan, measured_over.steps, elsewhere),
-        memory=MemoryUse(peak or None, steps[-1].memory_kind if steps else None, cached_bytes),
-        hardware=hardware,
+        memory=MemoryUse(peak or None, steps[-1].memory_kind if steps else None, peaks.cached_bytes),
+        hardware=run.hardware,
         deviations=tuple(stated),
         not_comparable=other if recipe.published else None,
         published_source=recipe.published.source if recipe.published else None,
-        banded_attention_kernel=band_kernel,
-        sample=sample,
+        banded_attention_kernel=run.band_kernel,
+        sample=ending.sample,
         start=records.starts[-1] if records.starts else None,
-        task_scores=tuple(task_scores),
+        task_scores=ending.task_scores,
         loss_per=predicted_by(recipe.model),
     )
     comparable = not other and not elsewhere
     return replace(measured, comparison=compare_with(recipe.published, measured, comparable=comparable))
-
-
-def hardware_of(described: Mapping[str, Any], layout: Layout) -> str:
-    """The machine in one line, with as many accelerators as the layout uses."""
-    return description.summary({**described, "accelerators": described["accelerators"] and layout.world})
 
 
 def compare_with(published: Published | None, result: Result, *, comparable: bool) -> tuple[Compared, ...]:

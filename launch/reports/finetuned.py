@@ -11,7 +11,7 @@ from launch.console.numbers import ratio
 from launch.evaluation import finetuning_summary
 from launch.evaluation.finetuning_summary import SUMMARY, Summary
 from launch.evaluation.pretrained import Pretrained
-from launch.records.result import TaskScore
+from launch.records.facts import TaskScore
 from launch.reports.runs import Run
 from launch.reports.tables import Row
 from recipes import catalog

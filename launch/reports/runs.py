@@ -15,6 +15,7 @@ from launch.evaluation.result import Score, read_scores
 from launch.ranks import out_of_memory
 from launch.records.deviations import Deviation
 from launch.records.directory import Launch, RunDirectory
+from launch.records.facts import Ending, RunFacts
 from launch.records.metrics import Records, curve, read_metrics
 from launch.records.result import Result, make_result, read_result
 from recipes.family_words import predicted_by
@@ -157,10 +158,8 @@ def _so_far(
     if plan is None or launch is None:
         return None
     try:
-        made = make_result(
-            plan, records, name=known.recipe, described=launch.machine, original=original, tiny=known.tiny,
-            emulated_fp16=launch.emulated_fp16, status=known.status, reason=known.reason,
-        )  # fmt: skip
+        facts = RunFacts(plan, known.recipe, launch.machine, original, known.tiny, launch.emulated_fp16)
+        made = make_result(facts, records, Ending(known.status, known.reason))
     except KeyError as error:
         what = f"environment.json of {known.recipe} does not describe the machine"
         problems.append(f"{what}, {error!r}: restore it")

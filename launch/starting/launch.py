@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from data.corpus import Corpus
     from launch.checkpoints.reading import Choice
     from launch.records.directory import RunDirectory
-    from launch.records.recorder import Silence
+    from launch.records.facts import RunFacts
+    from launch.records.silence import Silence
     from launch.training.run import TrainingRun
 
 DIVERGED = 3  # exit code
@@ -50,7 +51,7 @@ class Work(Protocol):
         """What follows the last step, with the engine still there. Collective."""
 
     def outcome(self, job: Job, directory: RunDirectory, corpus: Corpus) -> dict[str, Any]:
-        """On rank 0, once training has ended well: what `Recorder.finish` takes besides."""
+        """On rank 0, once training has ended well: the sample or the scores of the `Ending`."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -193,15 +194,21 @@ def open_run_directory(job: Job, facts: Facts) -> RunDirectory | None:
         tuple((each.directory, each.why) for each in every if isinstance(each, Damaged)),
     )
     try:
-        directory = admit(
-            job.directory, job.plan, name=job.name, command=sys.argv, resume=job.resume, tiny=facts.tiny,
-            emulated_fp16=facts.emulated_fp16, kept=kept,
-        )  # fmt: skip
+        directory = admit(job.directory, run_facts(job, facts), sys.argv, resume=job.resume, kept=kept)
     except OSError as e:
         refuse_by_system(e, job.directory)
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     watchdog.forget(directory.path)
     return directory
+
+
+def run_facts(job: Job, facts: Facts) -> RunFacts:
+    """What is known of the run on rank 0 before its data are there."""
+    from launch.machine import description
+    from launch.records.facts import RunFacts
+
+    machine = description.describe()
+    return RunFacts(job.plan, job.name, machine, facts.original, facts.tiny, facts.emulated_fp16)
 
 
 def check_quickly(job: Job) -> None:
@@ -254,6 +261,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
     import torch
 
     from launch.checkpoints import reading
+    from launch.records.facts import Ending
     from launch.training import agreement
     from launch.training.loop import train
     from launch.training.outcome import BrokenData, Diverged
@@ -288,17 +296,17 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
         try:
             stopped = train(job, recorder, corpus, grid, checkpoint, work.after_training)
         except (Diverged, BrokenData) as e:
-            memory = agreement.peak_memory(grid.control_group)
+            peaks = agreement.peak_memory(grid.control_group)
             if isinstance(e, Diverged):
-                recorder.finish("diverged", memory=memory)
+                recorder.finish(Ending("diverged", peaks=peaks))
             else:
-                recorder.finish("interrupted", memory=memory, because=e.why)
+                recorder.finish(Ending("interrupted", e.why, peaks))
             ending.explain(e)
             torch.distributed.barrier(group=grid.control_group)  # rank 0 is not done before it has said why
             raise SystemExit(DIVERGED if isinstance(e, Diverged) else 1) from None
         except NotSavedError as e:
-            memory = agreement.peak_memory(grid.control_group)
-            recorder.finish("not saved", memory=memory, because=str(e))
+            peaks = agreement.peak_memory(grid.control_group)
+            recorder.finish(Ending("not saved", str(e), peaks))
             fix = "make room, or keep fewer (--set run.keep_checkpoints=2), and resume with --resume"
             ending.explain(f"the last checkpoint could not be written: {e}; {fix}")
             torch.distributed.barrier(group=grid.control_group)  # as above
@@ -308,14 +316,14 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
             # Another rank's: it leaves its traceback before it ends, and over its end this one stumbles.
             because = f"rank {processes.rank()}: {said}" if said else out_of_memory.reason(job.directory)
             if because:
-                recorder.finish("OOM", because=because)
+                recorder.finish(Ending("OOM", because))
             raise
-        memory = agreement.peak_memory(grid.control_group)
+        peaks = agreement.peak_memory(grid.control_group)
         if stopped:
-            recorder.finish("interrupted", str(stopped), memory=memory)
+            recorder.finish(Ending("interrupted", peaks=peaks), str(stopped))
         else:
             more = work.outcome(job, directory, corpus) if directory else {}
-            recorder.finish("ok", memory=memory, **more)
+            recorder.finish(Ending(peaks=peaks, **more))
 
 
 def build_corpus(job: Job, meeting: Meeting, work: Work) -> Corpus:
@@ -334,20 +342,21 @@ def open_recorder(
     job: Job, directory: RunDirectory | None, facts: Facts, corpus: Corpus, chosen: Choice
 ) -> Silence:
     """What keeps the run's records on rank 0, cut back to the chosen checkpoint; silent elsewhere."""
-    from launch.machine import description
     from launch.records import vocabulary
-    from launch.records.recorder import Recorder, Silence
+    from launch.records.facts import Entropies
+    from launch.records.recorder import Recorder
+    from launch.records.silence import Silence
     from launch.training.build_model import band_kernel
     from launch.training.run import first_step
 
     if directory is None:
         return Silence()
     vocabulary.keep(directory.path, corpus.tokenizer)
-    recorder = Recorder(
-        directory, job.plan, name=job.name, corpus_facts=corpus, start_step=first_step(chosen.checkpoint),
-        described=description.describe(), original=facts.original, tiny=facts.tiny,
-        emulated=facts.emulated_fp16, band_kernel=band_kernel(job.plan), clock=facts.clock,
-    )  # fmt: skip
+    entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)
+    known = replace(
+        run_facts(job, facts), data=corpus.summary, entropies=entropies, band_kernel=band_kernel(job.plan)
+    )
+    recorder = Recorder(directory, known, first_step(chosen.checkpoint), facts.clock, sys.stdout)
     given = job.initial_weights
     if given and (warning := vocabulary.foreign_tokens(Path(given.directory), corpus.tokenizer)):
         recorder.say(warning)

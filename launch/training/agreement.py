@@ -13,6 +13,7 @@ from data.corpus import Corpus
 from ds_configs.plan import Plan
 from launch.machine import description, memory
 from launch.ranks.processes import gathered
+from launch.records.facts import Peaks
 from recipes import catalog
 
 
@@ -49,8 +50,8 @@ def without_paths(ds: dict[str, Any]) -> dict[str, Any]:
     return {**ds, "zero_optimization": zero}
 
 
-def peak_memory(group: dist.ProcessGroup) -> dict[str, int | None]:
-    """The largest peak and cached memory of any rank, in bytes. Collective."""
+def peak_memory(group: dist.ProcessGroup) -> Peaks:
+    """The largest peak and cached memory of any rank. Collective."""
     ranks = gathered((memory.peak_memory().bytes, memory.peak_cached_bytes()), group)
     cached = [c for _, c in ranks if c is not None]
-    return {"peak_memory_bytes": max(peak for peak, _ in ranks), "cached_bytes": max(cached, default=None)}
+    return Peaks(max(peak for peak, _ in ranks), max(cached, default=None))

@@ -29,10 +29,11 @@ from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
 from launch.deepspeed_fixes.muon_compilation import postpone_compilation
 from launch.deepspeed_fixes.train_batch_timer import forget_batches
 from launch.machine import compiled_ops, memory
+from launch.records.facts import StepOutcome, Validation
 from launch.training import compiling, micro_batches
 from launch.training.build_model import build_module
 from launch.training.job import Job
-from launch.training.outcome import Diverged, StepOutcome, Validation
+from launch.training.outcome import Diverged
 from launch.training.schedule import Schedule
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import TransformerLayer

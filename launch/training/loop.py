@@ -11,17 +11,18 @@ from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks import ending
 from launch.ranks.stop_request import StopRequest
 from launch.ranks.watchdog import Phase
+from launch.records.silence import Silence
 from launch.training.engine import build_engine, released, train_step
 from launch.training.job import Job
 from launch.training.micro_batches import salts_of_step
-from launch.training.run import EXPECTED, EarlyStop, Recorder, TrainingRun, next_batch, watching
+from launch.training.run import EXPECTED, EarlyStop, TrainingRun, next_batch, watching
 from launch.training.training_batches import training_batches
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
 
 
 def train(
-    job: Job, recorder: Recorder, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None = None,
+    job: Job, recorder: Silence, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None = None,
     after: Callable[[TrainingRun], None] = lambda run: None,
 ) -> EarlyStop | None:  # fmt: skip
     """Train on this rank, from `checkpoint` on, which all ranks have agreed upon.

@@ -1,9 +1,10 @@
-"""What steps come to: the outcome of a training step and of a validation, and when a run has diverged."""
+"""How training may end before its last step: a lost loss, data that cannot be read."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+
+from launch.records.facts import StepOutcome
 
 STUCK_STEPS = 20  # skipped steps in a row after which a loss scale that does not move counts as stuck
 
@@ -34,30 +35,6 @@ class BrokenData(Exception):
 
     def __str__(self) -> str:
         return f"{self.why}\n{self.kept}".rstrip()
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What one optimizer step came to.
-
-    `loss`: mean over the global batch, in nats per token (per predicted token of a BERT, plus its sentence
-    loss per sample). `grad_norm`: L2 norm of the whole model's gradient before clipping.
-    """
-
-    loss: float
-    lr: float
-    grad_norm: float | None  # None where DeepSpeed computes none
-    loss_scale: float  # in fp16; 1 in other precisions
-    skipped: bool  # gradients were not finite, and nothing was updated
-    parts: dict[str, float] = field(default_factory=dict)  # of the loss, named by `modeling.bert.LOSS_PARTS`
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Means over held-out samples, in the units of `StepOutcome`."""
-
-    loss: float
-    parts: dict[str, float] = field(default_factory=dict)
 
 
 class SkippedInARow:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,42 +27,20 @@ from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.gradients import save_first_gradients
 from launch.checkpoints.manifest import Progress
 from launch.checkpoints.run_checkpoints import Checkpoint
-from launch.checkpoints.saving import Saved, Saver
+from launch.checkpoints.saving import Saver
 from launch.ranks import ending
 from launch.ranks.processes import gathered
 from launch.ranks.stop_request import REASONS, StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
+from launch.records.facts import RankSeconds, StepOutcome, Validation
+from launch.records.silence import Silence
 from launch.training import agreement
 from launch.training.engine import Forward, forward, validate
 from launch.training.forward_clock import ForwardClock
 from launch.training.job import Job
-from launch.training.outcome import BrokenData, Diverged, SkippedInARow, StepOutcome, Validation
-from launch.training.step_exchange import RankSeconds, StepNews, StepReport, Telling
+from launch.training.outcome import BrokenData, Diverged, SkippedInARow
+from launch.training.step_exchange import StepNews, StepReport, Telling
 from modeling.parallel.process_grid import ProcessGrid
-
-
-class Recorder(Protocol):
-    """What a run tells of itself; silent on ranks other than 0."""
-
-    def say(self, text: str) -> None: ...
-
-    def reached(self, part: str, /) -> None: ...
-
-    def step(
-        self,
-        step: int,
-        outcome: StepOutcome,
-        seconds: float,
-        data_seconds: float,
-        ranks: RankSeconds | None,
-        /,
-    ) -> None: ...
-
-    def validation(self, step: int, outcome: Validation, kind: str = "validation", /) -> None: ...
-
-    def saving(self, memory: dict[str, int | None], /) -> None: ...
-
-    def saved(self, saved: Saved, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +70,7 @@ class TrainingRun:
     """
 
     def __init__(
-        self, job: Job, recorder: Recorder, corpus: Corpus, grid: ProcessGrid, engine: DeepSpeedEngine,
+        self, job: Job, recorder: Silence, corpus: Corpus, grid: ProcessGrid, engine: DeepSpeedEngine,
         batches: StepBatches, checkpoint: Checkpoint | None, stop: StopRequest, watchdog: Watchdog,
         forward: Forward = forward,
     ):  # fmt: skip
@@ -227,7 +204,7 @@ class TrainingRun:
         return validate(self.engine, held_out, self.grid, self.forward)
 
 
-def watching(job: Job, recorder: Recorder, grid: ProcessGrid) -> AbstractContextManager[Watchdog]:
+def watching(job: Job, recorder: Silence, grid: ProcessGrid) -> AbstractContextManager[Watchdog]:
     """The watchdog of this rank, which runs in the block. Collective."""
     watchdog = Watchdog(job.directory, job.plan.recipe.run.hang_after)
     return watchdog.running(grid.control_group, recorder.say)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from launch.ranks.stop_request import REASONS
+from launch.records.facts import RankSeconds
 
 # torch 2.13 renamed it; what GPU machines hold is often older.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,22 +29,6 @@ class StepReport:
 
     stop: int = 0
     own_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class RankSeconds:
-    """How long ranks were busy in a step before others made them wait, in seconds.
-
-    Each rank's time is what it waited for its data plus its forward passes. Backward passes are left out:
-    gradients are averaged during them, so that all ranks wait there for the slowest. Within forward passes,
-    too, ranks wait for each other where tensors are exchanged: those of a tensor group under tensor
-    parallelism, all data-parallel ones under ZeRO-3. There a slow rank shows as a slow group.
-    """
-
-    least: float
-    median: float
-    most: float
-    slowest: int  # the rank of `most`
 
 
 @dataclass(frozen=True)

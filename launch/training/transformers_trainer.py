@@ -40,11 +40,12 @@ from launch.machine import compiled_ops
 from launch.ranks import ending
 from launch.ranks.stop_request import StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
+from launch.records.silence import Silence
 from launch.training import engine as steps
 from launch.training import micro_batches, transformers_model
 from launch.training.engine import parameter_groups
 from launch.training.job import Job
-from launch.training.run import EXPECTED, EarlyStop, Recorder, TrainingRun, first_step, next_batch, watching
+from launch.training.run import EXPECTED, EarlyStop, TrainingRun, first_step, next_batch, watching
 from launch.training.schedule import Schedule
 from launch.training.training_batches import training_batches
 from modeling.parallel.cross_entropy import weighted_loss
@@ -54,7 +55,7 @@ from recipes.schema import Recipe
 
 
 def train(
-    job: Job, recorder: Recorder, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
+    job: Job, recorder: Silence, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
 ) -> EarlyStop | None:
     """What `launch.training.loop.train` is for our own model."""
     plan = job.plan

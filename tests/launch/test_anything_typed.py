@@ -21,7 +21,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from recorded import Outcome, plan, recorder
+from recorded import facts, outcome, plan, recorder
 from stored import write_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -341,13 +341,13 @@ def made(tmp_path_factory) -> Path:
     """A run of three steps that nothing has trained."""
     path = tmp_path_factory.mktemp("run")
     from launch.records.admission import admit
+    from launch.records.facts import Ending
 
-    facts = dict(name="table/small", command=["x"], resume=False, tiny=True, emulated_fp16=False)
-    admit(path, plan(), **facts).close()
+    admit(path, facts(plan(), tiny=True), ["x"]).close()
     with recorder(path, plan()) as records:
         for step in (1, 2, 3):
-            records.step(step, Outcome(5.0 - step / 10), 0.5, 0.1)
-        records.finish("ok")
+            records.step(step, outcome(5.0 - step / 10), 0.5, 0.1)
+        records.finish(Ending())
     write_checkpoint(path / "checkpoints", 3, {"word.weight": torch.ones(4, 2)}, plan().recipe)
     return path
 

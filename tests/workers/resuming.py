@@ -23,7 +23,7 @@ from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import reading  # noqa: E402
 from launch.checkpoints import run_checkpoints as checkpoint  # noqa: E402
 from launch.checkpoints.stored import load_weights  # noqa: E402
-from launch.records.recorder import Silence  # noqa: E402
+from launch.records.silence import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
 from launch.training.run import checksum  # noqa: E402

@@ -26,7 +26,7 @@ from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import manifest, saving, tensor_file  # noqa: E402
 from launch.checkpoints import run_checkpoints as checkpoint  # noqa: E402
 from launch.machine import memory  # noqa: E402
-from launch.records.recorder import Silence  # noqa: E402
+from launch.records.silence import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
 from launch.training.run import NotSavedError  # noqa: E402

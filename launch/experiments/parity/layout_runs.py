@@ -99,7 +99,9 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
     from launch.machine import description
     from launch.records import vocabulary
     from launch.records.admission import admit
-    from launch.records.recorder import Recorder, Silence
+    from launch.records.facts import Ending, Entropies, RunFacts
+    from launch.records.recorder import Recorder
+    from launch.records.silence import Silence
     from launch.training.job import Job
     from launch.training.loop import train
     from launch.training.outcome import Diverged
@@ -111,21 +113,20 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
     corpus = build(recipe, say=lambda text: None)
     recorder = Silence()
     if rank() == 0:
-        opened = admit(
-            directory, plan, name=case.name, command=sys.argv, resume=False, tiny=False, emulated_fp16=False
+        entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)
+        facts = RunFacts(
+            plan, case.name, description.describe(), recipe, data=corpus.summary, entropies=entropies
         )
+        opened = admit(directory, facts, sys.argv)
         vocabulary.keep(opened.path, corpus.tokenizer)
-        recorder = Recorder(
-            opened, plan, name=case.name, corpus_facts=corpus, start_step=0, described=description.describe(),
-            original=recipe, tiny=False, emulated=False, progress=False,
-        )  # fmt: skip
+        recorder = Recorder(opened, facts)
     with recorder:
         try:
             train(job, recorder, corpus, ProcessGrid(case.tp, case.pp, case.dp, TIMEOUT))
         except Diverged as error:  # on all ranks alike: the next case may do better
             ending.keep_error(directory, error.why)
         else:
-            recorder.finish("ok")
+            recorder.finish(Ending())
 
 
 if __name__ == "__main__":

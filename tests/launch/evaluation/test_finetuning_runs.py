@@ -13,7 +13,7 @@ from launch.evaluation import finetuning_runs
 from launch.evaluation.finetuning_runs import NoScores, Runs, averaged, procedure, shared_out
 from launch.evaluation.finetuning_summary import Finished, Trial, read, summary_text
 from launch.finetune import passed_on
-from launch.records.result import TaskScore
+from launch.records.facts import TaskScore
 from recipes.problems import ProblemsError
 from recipes.tasks import TASKS
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 from launching import ROOT
-from recorded import DESCRIBED, plan
+from recorded import facts, plan
 
 from ds_configs.jsonfile import find, read
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch.records.comparability import Incomparable, not_comparable
+from launch.records.facts import Ending, Peaks
 from launch.records.metrics import Records, StepRecord
 from launch.records.result import Result, make_result
 from launch.records.result_text import result_text
@@ -62,7 +63,7 @@ def dgx2(*overrides: str, ds_name=None) -> Result:
     )
     steps = tuple(StepRecord(n, 1.0, False, 0.5, n, 1, "GPU memory allocated") for n in (1, 2))
     return make_result(
-        resolved, Records(steps), name="x", described=DESCRIBED, original=original, cached_bytes=10**9
+        facts(resolved, original=original), Records(steps), Ending(peaks=Peaks(cached_bytes=10**9))
     )
 
 

@@ -4,7 +4,7 @@ Fields changed by --set, what --tiny changes, and what a recipe says of itself.
 """
 
 import pytest
-from recorded import plan
+from recorded import facts, plan
 
 from ds_configs.plan import Machine
 from launch import pretrain
@@ -37,9 +37,7 @@ def said(run: Recipe, original: Recipe, tiny: bool = True) -> list[str]:
     micro = micro or run.batch.global_ // accumulation
     layout = Layout(1, 1, 1, micro, accumulation, micro * accumulation)
     used = plan(run, layout=layout, precision=run.precision)
-    found = deviations(
-        used, original=original, tiny=tiny, emulated_fp16=False, hardware="CPU", steps=run.steps
-    )
+    found = deviations(facts(used, original=original, tiny=tiny), run.steps)
     return [str(each) for each in found if each.kind != "tiny"]
 
 
@@ -140,8 +138,8 @@ def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):
     asked = pretrain.build_parser().parse_args(
         ["--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny", "--set", "optimizer.lr=3e-4"]
     )
-    job, facts = pretrain.checked_job(asked)
-    original = facts.original
+    job, more = pretrain.checked_job(asked)
+    original = more.original
     assert (
         original == catalog.load("dgx2_gpt2_data_parallel/40x1536-b8")
         and job.plan.recipe.optimizer.lr == 3e-4

@@ -17,6 +17,7 @@ from data import durable_files
 from data.durable_files import write_atomically
 from ds_configs.findings import Notice
 from ds_configs.plan import Plan
+from launch.machine import description
 from launch.records.admission import Kept, RunDirectoryError, admit
 from launch.records.directory import RunDirectory, default_path
 from launch.records.metrics import SaveRecord, read_metrics, to_line
@@ -25,6 +26,8 @@ from launch.training.job import Job
 from recipes import catalog
 from recipes.layout import Layout
 from recipes.schema import Recipe
+
+MACHINE = description.describe()
 
 
 def plan(dp: int = 1, **changes) -> Plan:
@@ -41,12 +44,9 @@ def create(path, plan_: Plan, resume: bool = False, kept: Kept | None = None) ->
     """`kept` None: a checkpoint of the first step, where it resumes."""
     run = admit(
         path,
-        plan_,
-        name="default/small",
-        command=["pretrain.py", "--steps", "3"],
+        recorded.facts(plan_, name="default/small", machine=MACHINE),
+        ["pretrain.py", "--steps", "3"],
         resume=resume,
-        tiny=False,
-        emulated_fp16=False,
         kept=kept or Kept((1,) if resume else ()),
     )
     run.close()

@@ -9,11 +9,12 @@ import resource
 import time
 
 import pytest
-from recorded import Outcome, plan, recipe, recorder, run_steps
+from recorded import outcome, plan, recipe, recorder, run_steps
 
 from launch.console.progress import LINES_PER_RUN
 from launch.machine import memory
 from launch.ranks.start_up import StartClock
+from launch.records.facts import Ending, Peaks
 from launch.records.loss_plot import plot_loss
 from launch.records.metrics import START_PARTS, Records, curve, read_metrics
 from launch.records.result import read_result
@@ -41,7 +42,7 @@ def test_a_step_is_one_line_with_rates(tmp_path):
 
 def test_a_killed_process_loses_no_line(tmp_path):
     records = recorder(tmp_path, plan())
-    records.step(1, Outcome(1.0), 0.1, 0.0)
+    records.step(1, outcome(1.0), 0.1, 0.0)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1, (
         "the line must be with the system before step returns"
     )
@@ -55,8 +56,8 @@ def test_the_first_step_of_a_launch_ends_its_start(tmp_path):
         for part in ("imports", "data", "engine", "weights"):
             records.reached(part)
         for step in (1, 2):
-            records.step(step, Outcome(5.0), 0.1, 0.0)
-        records.finish("ok")
+            records.step(step, outcome(5.0), 0.1, 0.0)
+        records.finish(Ending())
     (start,) = read_metrics(tmp_path / "metrics.jsonl").starts
     parts = [getattr(start, part) for part in START_PARTS]
     assert start.step == 1 and all(part >= 0 for part in parts)
@@ -84,7 +85,7 @@ def test_steps_count_completed_steps(tmp_path):
         recorder(tmp_path, plan()) as records,
         pytest.raises(AssertionError, match="first completed step is 1"),
     ):
-        records.step(0, Outcome(1.0), 0.1, 0.0)
+        records.step(0, outcome(1.0), 0.1, 0.0)
 
 
 def test_a_resumed_run_continues_its_records(tmp_path):
@@ -186,7 +187,7 @@ class TestTheEnd:
         self, records, monkeypatch
     ):
         monkeypatch.setattr("launch.records.recorder.peak_cached_bytes", lambda: 20 * 10**9)  # rank 0's own
-        records.finish("ok", memory={"peak_memory_bytes": 7 * 10**12, "cached_bytes": 30 * 10**9})
+        records.finish(Ending(peaks=Peaks(7 * 10**12, 30 * 10**9)))
         result = self.kept(records)
         assert (result.memory.cached_bytes, result.memory.peak_bytes) == (30 * 10**9, 7 * 10**12)
         cached = next(entry for entry in result.comparison if entry.quantity == "cached_gb")
@@ -194,7 +195,7 @@ class TestTheEnd:
 
     def test_rank_0_speaks_for_itself_where_the_others_cannot_be_asked(self, records, monkeypatch):
         monkeypatch.setattr("launch.records.recorder.peak_cached_bytes", lambda: 20 * 10**9)
-        records.finish("OOM", because="rank 3: torch.OutOfMemoryError: CUDA out of memory.")
+        records.finish(Ending("OOM", "rank 3: torch.OutOfMemoryError: CUDA out of memory."))
         result = self.kept(records)
         assert (
             result.status == "OOM" and result.memory.cached_bytes == 20 * 10**9 and result.memory.peak_bytes
@@ -204,11 +205,11 @@ class TestTheEnd:
     def test_a_run_at_its_last_checkpoint_has_a_result_and_a_curve(self, records, monkeypatch):
         drawn = []
         monkeypatch.setattr("launch.records.loss_plot.plot_loss", lambda *_, **__: drawn.append(1))
-        records.saving({"peak_memory_bytes": 1, "cached_bytes": None})
+        records.saving(Peaks(1))
         result = self.kept(records)
         assert (result.status, result.steps, result.speed.seconds_per_step, drawn) == ("saving", 20, 0.5, [1])
         assert "last checkpoint was not complete" in str(result.deviations[0])
-        records.finish("ok", memory={"peak_memory_bytes": 1, "cached_bytes": None}, sample="We the people")
+        records.finish(Ending(peaks=Peaks(1), sample="We the people"))
         result = self.kept(records)
         assert result.status == "ok" and result.deviations == () and result.sample == "We the people"
         assert drawn == [1], "nothing new to draw"
@@ -228,7 +229,7 @@ def test_the_end_says_what_is_kept_and_how_to_resume(tmp_path, save_last, saved,
         (tmp_path / "checkpoints" / "step-000007" / "manifest.json").write_text("{}")
     stream = io.StringIO()
     records = recorder(tmp_path, plan(recipe(run={"save_last": save_last})), stream=stream)
-    records.finish("interrupted", "SIGTERM: stopped")
+    records.finish(Ending("interrupted"), "SIGTERM: stopped")
     end = stream.getvalue().splitlines()[-2:]
     assert end == [
         f"{tmp_path}: result.json, loss.png, metrics.jsonl{said}",
@@ -265,7 +266,7 @@ def test_metrics_are_cut_at_the_resumed_step(tmp_path):
 
 def test_a_run_that_starts_over_forgets_its_first_validation(tmp_path):
     with recorder(tmp_path, plan()) as records:
-        records.validation(0, Outcome(6.0))
+        records.validation(0, outcome(6.0))
     for start, left in ((1, 1), (0, 0)):
         recorder(tmp_path, plan(), start=start).__exit__(None, None, None)
         assert len(read_metrics(tmp_path / "metrics.jsonl")) == left
@@ -280,9 +281,9 @@ def test_the_loss_curve_is_a_picture(tmp_path):
 
 def test_the_curve_of_a_bert_is_its_masked_token_loss(tmp_path):
     with recorder(tmp_path, plan()) as run:
-        run.step(1, Outcome(6.59, {**PARTS, "mlm_loss": 5.9}), 0.5, 0.0)
-        run.validation(1, Outcome(5.69, PARTS))
-        run.validation(1, Outcome(5.89, PARTS), kind="test")
+        run.step(1, outcome(6.59, {**PARTS, "mlm_loss": 5.9}), 0.5, 0.0)
+        run.validation(1, outcome(5.69, PARTS))
+        run.validation(1, outcome(5.89, PARTS), kind="test")
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert curve(records.steps, records.part) == [(1, 5.9)]
     assert curve(records.validations, records.part) == [(1, 5.0)], "the test split is no validation"
@@ -304,12 +305,12 @@ def files_of_at_most(size: int):
 def test_records_that_the_disk_does_not_take_are_written_once_it_does(tmp_path):
     stream = io.StringIO()
     with recorder(tmp_path, plan(), stream=stream) as records:
-        records.step(1, Outcome(5.0), 0.5, 0.0)
+        records.step(1, outcome(5.0), 0.5, 0.0)
         with files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 100):
             for step in range(2, 6):
-                records.step(step, Outcome(5.0), 0.5, 0.0)
-        records.step(6, Outcome(5.0), 0.5, 0.0)
-        records.finish("ok")
+                records.step(step, outcome(5.0), 0.5, 0.0)
+        records.step(6, outcome(5.0), 0.5, 0.0)
+        records.finish(Ending())
     assert [record.step for record in read_metrics(tmp_path / "metrics.jsonl").steps] == [1, 2, 3, 4, 5, 6]
     assert stream.getvalue().count("training continues") == 1 and "ulimit -f" in stream.getvalue()
 
@@ -318,10 +319,10 @@ def test_records_that_the_disk_does_not_take_are_written_once_it_does(tmp_path):
 def test_a_run_whose_records_are_lost_in_the_end_fails_with_the_reason(tmp_path, status):
     with recorder(tmp_path, plan(), stream=io.StringIO()) as records, files_of_at_most(1000):
         for step in range(1, 6):
-            records.step(step, Outcome(5.0), 0.5, 0.0)
+            records.step(step, outcome(5.0), 0.5, 0.0)
         if status != "ok":  # it fails already, and says why
-            records.finish(status, because="full")
+            records.finish(Ending(status, "full"))
             return
         with pytest.raises(OSError) as caught:
-            records.finish(status)
+            records.finish(Ending(status))
     assert caught.value.errno == errno.EFBIG and str(tmp_path) in caught.value.filename

@@ -5,12 +5,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from recorded import DESCRIBED, Outcome, plan, recipe, recorder, run_steps
+from recorded import facts, outcome, plan, recipe, recorder, run_steps
 
 from ds_configs.findings import Notice
 from launch.records.directory import RunDirectory
+from launch.records.facts import Ending, Entropies, Peaks
 from launch.records.metrics import StepRecord, read_metrics
-from launch.records.result import Entropies, HeldOutLoss, Result, make_result, read_result, write_result
+from launch.records.result import HeldOutLoss, Result, make_result, read_result, write_result
 from launch.records.result_text import result_text
 from launch.records.throughput import SteadySeconds, steady_seconds
 from modeling import cost
@@ -20,9 +21,8 @@ from recipes.layout import Layout
 PARTS = {"mlm_loss": 5.0, "sentence_loss": 0.69, "sentence_accuracy": 0.5}
 
 
-def result_of(run: RunDirectory, plan_, **changes) -> Result:
-    facts = {"name": "table/small", "described": DESCRIBED, "entropies": Entropies(5.7, 5.0)}
-    return make_result(plan_, read_metrics(run.metrics_jsonl), **{**facts, **changes})
+def result_of(run: RunDirectory, plan_, ending: Ending = Ending(), **changes) -> Result:  # noqa: B008
+    return make_result(facts(plan_, **changes), read_metrics(run.metrics_jsonl), ending)
 
 
 def test_steady_time_leaves_out_the_start_of_every_launch():
@@ -62,8 +62,8 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
     )
     run = run_steps(tmp_path, used, 3)
     with recorder(tmp_path, used, start=3) as records:
-        records.validation(3, Outcome(5.0, PARTS))
-    result = result_of(run, used, original=named, sample="We", status="OOM", reason="rank 1: no memory")
+        records.validation(3, outcome(5.0, PARTS))
+    result = result_of(run, used, Ending("OOM", "rank 1: no memory", sample="We"), original=named)
     assert {each.kind for each in result.deviations} >= {"status", "notice", "recipe", "hardware", "steps"}
     write_result(run.result_json, result)
     assert read_result(run.result_json) == result
@@ -78,45 +78,10 @@ def test_a_result_that_is_none_names_the_field(tmp_path):
         read_result(path)
 
 
-def test_a_result_of_version_1_is_read(tmp_path):
-    path = tmp_path / "result.json"
-    path.write_text(
-        json.dumps(
-            {
-                "recipe": "a/b",
-                "title": "t",
-                "status": "ok",
-                "status_is": None,
-                "ds_config": "zero1",
-                "layout": {"tp": 1, "pp": 1, "dp": 1, "micro": 8, "accumulation": 1, "global_batch": 8},
-                "precision": "fp16 (emulated)",
-                "steps": 20,
-                "train_loss": 5.0,
-                "validation_loss": 4.5,
-                "validation_parts": {"mlm_loss": 4.0},
-                "validation_step": 20,
-                "uniform_entropy": 6.0,
-                "seconds_per_step": 0.5,
-                "peak_memory_bytes": 10,
-                "deviations": ["seed: 5, the recipe's is 1"],
-            }
-        )
-    )
-    result = read_result(path)
-    assert result.layout == Layout(1, 1, 1, 8, 1, 8) and result.precision == "fp16"
-    assert result.losses.validation == HeldOutLoss(4.5, {"mlm_loss": 4.0}, 20) and result.losses.test is None
-    assert (result.entropies.uniform, result.speed.seconds_per_step, result.memory.peak_bytes) == (
-        6.0,
-        0.5,
-        10,
-    )
-    assert [str(each) for each in result.deviations] == ["seed: 5, the recipe's is 1"]
-
-
 def test_validation_and_entropies_stand_together(tmp_path):
     run = run_steps(tmp_path, plan(), 2)
     with recorder(tmp_path, plan(), start=2) as records:
-        records.validation(2, Outcome(4.5))
+        records.validation(2, outcome(4.5))
         records.say("saved")
     kinds = [json.loads(line)["kind"] for line in run.metrics_jsonl.read_text().splitlines()]
     assert kinds == ["launch", "step", "step", "launch", "validation", "note"]
@@ -171,7 +136,9 @@ def test_published_and_measured_side_by_side(tmp_path):
     assert compared["cached_gb"].measured is None
     text = result_text(result)
     assert "not published" in text and "not measured" in text and "source: Some table" in text
-    assert result_of(run, used, cached_bytes=31_400_000_000).comparison[3].measured == pytest.approx(31.4)
+    assert result_of(run, used, Ending(peaks=Peaks(None, 31_400_000_000))).comparison[
+        3
+    ].measured == pytest.approx(31.4)
 
 
 def test_no_ratio_to_a_published_number_of_other_work(tmp_path):
@@ -192,7 +159,7 @@ def test_no_ratio_to_a_published_number_of_other_work(tmp_path):
 
 def test_a_run_that_ended_at_once_is_a_result_too(tmp_path):
     run = run_steps(tmp_path, plan(), 0)
-    result = result_of(run, plan(), status="OOM", entropies=Entropies())
+    result = result_of(run, plan(), Ending("OOM"), entropies=Entropies())
     assert result.status == "OOM" and result.speed.seconds_per_step is None
     assert [str(each) for each in result.deviations] == ["steps: 0 of the recipe's 20"]
     assert "OOM" in result_text(result)
@@ -223,7 +190,7 @@ def test_the_speed_of_a_run_of_two_layouts_is_that_of_the_last(tmp_path):
 def test_a_loss_that_is_not_finite_is_not_averaged_away(tmp_path):
     run = run_steps(tmp_path, plan(), 3)
     with recorder(tmp_path, plan(), start=3) as records:
-        records.step(4, Outcome(math.nan), 0.1, 0.0)
+        records.step(4, outcome(math.nan), 0.1, 0.0)
     assert result_of(run, plan()).losses.training.loss is None
 
 
@@ -240,9 +207,9 @@ def bert(tmp_path) -> Result:
     with recorder(tmp_path, plan()) as records:
         for step in range(1, 21):
             parts = {**PARTS, "mlm_loss": 6.0 - 0.1 * step}
-            records.step(step, Outcome(6.69 - 0.1 * step, parts), 0.5, 0.4 if step <= 5 else 0.01)
-        records.validation(20, Outcome(5.69, PARTS))
-        records.validation(20, Outcome(5.89, {**PARTS, "mlm_loss": 5.2}), kind="test")
+            records.step(step, outcome(6.69 - 0.1 * step, parts), 0.5, 0.4 if step <= 5 else 0.01)
+        records.validation(20, outcome(5.69, PARTS))
+        records.validation(20, outcome(5.89, {**PARTS, "mlm_loss": 5.2}), kind="test")
     return result_of(RunDirectory(tmp_path), plan(), entropies=Entropies(unigram=6.5))
 
 

@@ -13,7 +13,7 @@ from reported import Page, make_run, write_tables
 from launch.evaluation import finetuning_summary, pretrained
 from launch.evaluation.finetuning_summary import Finished, Summary
 from launch.evaluation.pretrained import Pretrained
-from launch.records.result import TaskScore
+from launch.records.facts import TaskScore
 from launch.reports import csvfile, finetuned, markdown, webpage
 from launch.reports.document import assemble
 from launch.reports.runs import read_run
