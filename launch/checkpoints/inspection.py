@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from launch.checkpoints import manifest
 from launch.checkpoints.manifest import Manifest
-from launch.checkpoints.run_checkpoints import EARLIER, Checkpoint
+from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import BUCKET, DTYPES
 from modeling.families import meta_parameters, with_few_layers
@@ -52,9 +52,6 @@ def faults(directory: Path, seen: Seen = lambda number: None) -> Iterator[Fault]
     try:
         held = manifest.read(directory)
     except files.FileError as error:
-        if (directory / EARLIER).exists():
-            yield Fault(EARLIER, "is of an earlier version, whose pickled files are not read")
-            return
         for problem in error.problems:
             said = (problem.came, problem.rule)
             yield Fault(manifest.NAME, ": ".join(str(part) for part in said if part))

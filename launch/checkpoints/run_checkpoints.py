@@ -26,7 +26,6 @@ from recipes import files
 from recipes.problems import Problem, some
 
 WRITING, PRUNED = ".writing", ".pruned"
-EARLIER = "complete.json"  # in checkpoints of versions before manifests
 NAME = re.compile(r"step-(\d+)")
 GIVEN = "give a run directory, its checkpoints/, or one step-NNNNNN of them"
 
@@ -104,8 +103,6 @@ def read(directory: Path) -> Checkpoint | Damaged:
     try:
         found = Checkpoint(directory, manifest.read(directory))
     except files.FileError as error:
-        if (directory / EARLIER).exists():
-            return Damaged(directory, f"of an earlier version ({EARLIER}), whose pickled files are not read")
         return Damaged(directory, "; ".join(str(problem) for problem in error.problems))
     for name, told in found.manifest.files.items():
         try:
@@ -150,9 +147,9 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
 
 
 def holds_ours(path: Path) -> bool:
-    """Whether the directory is a run's, its checkpoints/, or a checkpoint, of earlier versions too."""
+    """Whether the directory is a run's, its checkpoints/, or a checkpoint."""
     try:
-        if any((path / name).exists() for name in (manifest.NAME, EARLIER)):
+        if (path / manifest.NAME).exists():
             return True
         if (path / "config.json").exists():  # others, too, call directories step-1000
             return False

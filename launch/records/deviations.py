@@ -48,7 +48,6 @@ SENTENCES = {
     "republished": "published numbers: the table has changed since this run; ratios are to those shown here",
     "otherwise": "{key}: run with {is_}; speed and memory are not of these steps",
     "measured": "speed and memory: of {key}, run with {is_}",
-    "said": "{is_}",
 }
 
 
@@ -57,7 +56,7 @@ class Deviation:
     """One thing in which a run is not its recipe.
 
     Attributes:
-        kind: what sort of thing, as `SENTENCES` words it; "said": a sentence of a result.json of version 1.
+        kind: what sort of thing, as `SENTENCES` words it.
         key: of the recipe; for "status" the status, for "notice" the notice's key.
         was: the recipe's value.
         is_: the run's value, or what is said about it.

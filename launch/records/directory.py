@@ -25,7 +25,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,11 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from data.durable_files import Lock, write_atomically
-from ds_configs.findings import Notice
 from ds_configs.plan import FORM as PLAN
 from ds_configs.plan import Plan, plan_facts, plan_to_json
 from launch.console.launch_lines import run_directory
 from launch.records.facts import RunFacts
 from recipes import catalog, files
-from recipes.layout import Layout
-from recipes.problems import RecipeError
 
 
 @dataclass(frozen=True)
@@ -71,21 +68,10 @@ class Launch:
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], where: Path) -> Launch:
-        """From `where`, in which earlier versions tell tiny and emulated runs by their command only.
-
-        Raises FileError.
-        """
-        command = entry.get("command") or ()
-        listed = command if isinstance(command, (list, tuple)) else ()
-        own = {
-            **{key: entry.get(key, "") for key in ("started", "working_directory", "recipe")},
-            "command": command,
-            "tiny": entry.get("tiny", "--tiny" in listed),
-            "emulated_fp16": entry.get("emulated_fp16", "--emulate_fp16" in listed),
-            "plan": entry.get("plan") or {},
-        }
+        """Raises FileError."""
+        own = {each.name for each in fields(cls)}
         machine = {key: value for key, value in entry.items() if key not in own}
-        return files.checked(TypeAdapter(cls), {**own, "machine": machine}, where)
+        return files.checked(TypeAdapter(cls), {**entry, "machine": machine}, where)
 
     def entry(self) -> dict[str, Any]:
         """As environment.json has it: the machine's facts next to the others."""
@@ -148,24 +134,7 @@ class RunDirectory:
 
     def plan(self) -> Plan:
         """The plan of the newest launch. Raises FileError."""
-        if not self.plan_json.exists():
-            return self._plan_of_earlier_version()
         return files.checked(PLAN, files.read_json_object(self.plan_json), self.plan_json)
-
-    def _plan_of_earlier_version(self) -> Plan:
-        """From recipe.yaml, ds_config.json and the facts in environment.json."""
-        try:
-            recipe = catalog.load_resolved(self.recipe_yaml)
-        except RecipeError as error:
-            raise files.FileError(error.problems) from None
-        ds = files.read_json_object(self.ds_config_json)
-        try:
-            facts = dict(self.launches()[-1].plan)
-            facts["layout"] = Layout(**facts["layout"])
-            facts["notices"] = tuple(Notice("", text) for text in facts["notices"])
-            return Plan(recipe=recipe, ds=ds, **facts)
-        except (KeyError, TypeError, IndexError) as error:
-            files.refuse(self.environment_json, f"does not say how the run was made, {error!r}")
 
     def close(self) -> None:
         """Let another process resume this run."""

@@ -37,7 +37,7 @@ Parts = dict[str, Finite | None]  # of a loss, by the names of PART_NAMES
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One completed optimizer step. Fields with a default may be missing in files of earlier versions.
+    """One completed optimizer step.
 
     Attributes:
         loss: nats per token, mean over the global batch; None: not finite.
@@ -222,7 +222,7 @@ class Records:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps in a row that were made alike. `how` None: by a version that did not say."""
+    """Steps in a row that were made alike. `how` None: its line is broken."""
 
     how: How | None
     steps: tuple[StepRecord, ...]

@@ -39,7 +39,6 @@ from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import Result, make_result, write_result
 from launch.records.result_text import result_text
 from launch.records.silence import Silence
-from launch.records.step_fields import fields_of
 from launch.records.throughput import Throughput
 from recipes.family_words import predicted_by
 from recipes.refused_by_system import problem
@@ -131,7 +130,7 @@ class Recorder(Silence):
         self._event("speed", record, speed)
         self._event("ranks", record, tuple(compared))
         self._event("memory", record, ("peak_memory_bytes",))
-        self._screen.step(step, fields_of(record, show_scale=bool(scale)))
+        self._screen.step(step, shown_fields(record, scale=bool(scale)))
         if self._clock and step == self._start_step + 1:
             self._clock.reached("first_step")
             parts: dict[str, Any] = self._clock.parts
@@ -262,6 +261,23 @@ class Recorder(Silence):
             if not known:
                 said = problem(self._lost, path, ELSEWHERE)
                 self._screen.line(f"WARNING: {said}; training continues")
+
+
+def shown_fields(record: StepRecord, *, scale: bool) -> dict[str, str]:
+    """The numbers of a step for the screen, in their order; `scale`: the loss scale among them."""
+    loss, masked, norm = record.loss, record.parts.get("mlm_loss"), record.grad_norm
+    shown = {
+        "skipped": "SKIPPED (overflow)" if record.skipped else "",
+        "loss": f"loss {'not finite' if loss is None else f'{loss:.4f}'}",
+        "mlm": "" if masked is None else f"mlm {masked:.4f}",
+        "lr": f"lr {record.lr:.1e}",
+        "norm": f"grad norm {'-' if norm is None else f'{norm:.3g}'}",
+        "scale": f"scale {short(record.loss_scale)}" if scale else "",
+        "samples": f"{short(record.samples_per_s)} samples/s",
+        "tokens": f"{short(record.tokens_per_s)} tokens/s",
+        "tflops": f"{record.exact_tflops:.3g} TFLOPS",
+    }
+    return {name: text for name, text in shown.items() if text}
 
 
 def _untold(args: threading.ExceptHookArgs) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -31,7 +31,6 @@ from launch.records.metrics import (
     ValidationRecord,
     stretches,
 )
-from launch.records.result_version_1 import from_version_1
 from launch.records.throughput import WARMUP_STEPS, SteadySeconds, Throughput, steady_seconds
 from modeling import cost
 from recipes import files
@@ -45,7 +44,7 @@ TFLOPS_BY: dict[str, tuple[str, Literal["tflops", "exact_tflops"]]] = {
     "formula": ("TFLOPS per GPU, formula", "tflops"),
     "exact": ("TFLOPS per GPU, exact count", "exact_tflops"),
 }
-UNSAID = "what an earlier version did not record"
+UNSAID = "what was not recorded"
 LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
 
 
@@ -125,7 +124,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of a results table. Fields with a default may be missing in files of earlier versions.
+    """One row of a results table.
 
     Attributes:
         recipe: table/row as the user names it.
@@ -313,14 +312,8 @@ def write_result(path: Path, result: Result) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """The result of a run of this version or of version 1. Raises FileError with the first wrong field."""
+    """Raises FileError with the first wrong field."""
     values = files.read_json_object(path)
-    try:
-        values = (
-            values
-            if "version" in values
-            else from_version_1(values, {each.name for each in fields(Result)}, LAST_STEPS)
-        )
-    except (TypeError, ValueError) as error:
-        files.refuse(path, "has no version, and is not what version 1 wrote", str(error))
+    if "version" not in values:
+        files.refuse(path, "says no version", "results of earlier versions are not read")
     return files.checked(_ADAPTER, values, path)

@@ -112,7 +112,7 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
     if launches == [] and at.environment_json.exists():
         problems.append(f"{at.environment_json}: names no launch: restore it, or leave this run out")
     records = records or Records()
-    tiny = (written is not None and written.tiny) or (launch is not None and launch.tiny)
+    tiny = written.tiny if written else launch is not None and launch.tiny
     name = (written.recipe if written else "") or (launch.recipe if launch else "") or label
     name = name.removesuffix("-tiny") if tiny else name
     oom = out_of_memory.reason(path)
@@ -123,9 +123,7 @@ def read_run(path: Path, label: str, original_of: Callable[[str], Recipe | None]
         made = _so_far(plan, launch, records, original_of(name), problems, replace(known, status=status))
         result = made or known
     else:
-        # A result of version 1 does not say whether it was tiny or emulated.
-        emulated = written.emulated_fp16 or (launch is not None and launch.emulated_fp16)
-        result = replace(written, tiny=tiny, emulated_fp16=emulated and written.precision == "fp16")
+        result = written
         if oom and result.status not in ("ok", OOM):  # of a launch that wrote no result
             stated = (Deviation("status", OOM, is_=oom), *result.deviations)
             result = replace(result, status=OOM, reason=oom, deviations=stated)

@@ -132,9 +132,7 @@ DAMAGE = {
         ),
         "manifest.json its own checksum is another",
     ),
-    "a checkpoint of an earlier version": (
-        lambda d: (d / "manifest.json").rename(d / "complete.json"), "of an earlier version, whose pickled",
-    ),
+    "no manifest": (lambda d: (d / "manifest.json").unlink(), "manifest.json"),
 }  # fmt: skip
 
 
@@ -184,11 +182,10 @@ def test_show_lists_whole_and_damaged_checkpoints(directory, monkeypatch, capsys
     write_checkpoint(root, 8, model_tensors(RECIPE), RECIPE)
     (root / "step-000008" / "rank-00000.safetensors").unlink()
     (root / "step-000012").mkdir()
-    (root / "step-000012" / "complete.json").write_text("{}")
     code, out, _ = run(monkeypatch, capsys, "show", root.parent)
     lines = out.splitlines()
     assert code == 0 and [line.split()[0] for line in lines[1:5]] == ["step", "12", "8", "4"]
-    assert "earlier version" in lines[2] and "cannot be read" in lines[3] and lines[4].endswith("whole")
+    assert "manifest.json" in lines[2] and "cannot be read" in lines[3] and lines[4].endswith("whole")
     code, out, _ = run(monkeypatch, capsys, "show", root.parent, "--json")
     assert code == 0 and [(e["step"], bool(e["damaged"])) for e in json.loads(out)] == [
         (12, True), (8, True), (4, False),

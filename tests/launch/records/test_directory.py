@@ -271,23 +271,6 @@ def test_a_broken_plan_is_named(tmp_path):
     assert "plan.json" in message and "--out" in message
 
 
-def test_a_run_of_the_version_before_plan_json_is_resumed(tmp_path):
-    """Its facts are in environment.json, with notices that are sentences."""
-    run = create(tmp_path, plan())
-    add_steps(run)
-    run.plan_json.unlink()
-    environment = json.loads(run.environment_json.read_text())
-    (launch,) = environment["launches"]
-    del launch["tiny"], launch["emulated_fp16"]
-    launch["plan"]["notices"] = ["bf16 -> fp32: no bf16 here"]
-    launch["command"] += ["--tiny"]
-    run.environment_json.write_text(json.dumps(environment))
-    assert run.plan().notices == (Notice("", "bf16 -> fp32: no bf16 here"),) and run.launches()[0].tiny
-    assert "seed: 1234 -> 7" in refusal(tmp_path, plan(recipe_=recipe(seed=7)), resume=True)
-    resumed = create(tmp_path, plan(), resume=True)
-    assert resumed.resumed and resumed.plan_json.exists() and len(resumed.launches()) == 2
-
-
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
     write_atomically(path, "old")

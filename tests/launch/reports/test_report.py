@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,39 +232,6 @@ def test_a_published_table_with_nothing_run_is_a_page(tables, tmp_path, capsys):
         and "Nothing of this table has been measured" in page
     )
     assert "report.html" in capsys.readouterr().out
-
-
-def test_a_real_result_of_a_tiny_run(tables, tmp_path):
-    """result.json of an earlier version, without the keys that came later."""
-    run = make_run(tmp_path / "r", tables, "widgets/fast", tiny=True)
-    result = {
-        "recipe": "widgets/fast-tiny",
-        "title": "the fast one (tiny)",
-        "status": "ok",
-        "ds_config": "zero1",
-        "layout": {"tp": 1, "pp": 1, "dp": 1, "micro": 8, "accumulation": 1, "global_batch": 8},
-        "processes": 1,
-        "precision": "bf16",
-        "parameters": 236736,
-        "parameters_summed_over_tp_ranks": 236928,
-        "steps": 40,
-        "train_loss": 5.816829013824463,
-        "validation_loss": 5.7662529945373535,
-        "uniform_entropy": 6.2324480165505225,
-        "unigram_entropy": 5.265203263376618,
-        "seconds_per_step": 0.01856876400006513,
-        "samples_per_s": 430.831045080434,
-        "tflops": 0.03916539582265407,
-        "peak_memory_bytes": 670081024,
-        "memory_kind": "resident set",
-        "hardware": "CPU: AMD EPYC, 2 cores",
-        "deviations": ["tiny: the recipe was shrunk"],
-        "comparison": [],
-    }
-    (run / "result.json").write_text(json.dumps(result))
-    assert report.main([str(run), "--out", str(tmp_path / "out")], tables) == 0
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "0.01857" in page and "236,928 summed over TP ranks" in page and "not compared: tiny" in page
 
 
 def test_tflops_stand_next_to_the_count_that_the_source_made(tables, tmp_path):
