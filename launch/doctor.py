@@ -24,13 +24,15 @@ from ds_configs import jsonfile, known_keys
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.console import arguments, ends, quiet, terminal
-from launch.machine import abilities, checks, checkup, places, start_checks
-from launch.machine.checks import Check, Verdict
+from launch.machine import abilities, checks, checkup, gpu_checkup, hosts, places, start_checks
+from launch.machine.checks import Check, Function, Verdict, failed, ok, unchecked, warning
+from launch.machine.hosts import Hosts
 from launch.machine.memory import Memory, this_machine
-from launch.planning import launch_checkup
-from launch.planning.launch_checkup import Hosts
+from launch.planning import memory_fit
+from launch.planning.prediction.forecast import SNUG
 from launch.ranks import processes
 from launch.ranks.meeting import Meeting
+from launch.records.directory import default_path
 from recipes import catalog
 from recipes.files import path_of
 from recipes.plural import counted
@@ -73,14 +75,14 @@ def main() -> int:
     args = build_parser().parse_args()
     environ = dict(os.environ)  # before libraries add theirs
     quiet.quiet_libraries()
-    launcher = check_launcher()
+    launcher = checks.run({"launcher": check_launcher})
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     config = jsonfile.find(args.ds_config or recipe.ds_config)
-    hosts = launch_checkup.read_hosts(args.hostfile) if args.hostfile else None
+    listed = hosts.read_hosts(args.hostfile) if args.hostfile else None
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
-    directory = path_of(args.out, "--out") if args.out else default_directory(name, config)
+    directory = path_of(args.out, "--out") if args.out else default_path(name, config.stem)
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no JSON
-        found = [*launcher, *checkup_of(recipe, config, hosts, directory, environ)]
+        found = [*launcher, *checks.run(table(recipe, config, listed, directory, environ))]
         if processes.world_size() > 1:
             found = together(found, directory)
     if processes.rank() != 0:
@@ -93,72 +95,132 @@ def main() -> int:
     return int(any(check.verdict == "failed" for check in found))
 
 
-def check_launcher() -> list[Check]:
+def check_launcher() -> Check:
     """What launchers tell this process of its place; where they contradict each other, it goes on alone."""
     try:
         processes.check_launch(start=False)
-    except ProblemsError as error:
+    except ProblemsError:
         for name in processes.VARIABLES:
             os.environ.pop(name, None)
-        return checks.refused("launcher", error.problems)
-    return [Check("launcher", "ok", counted(processes.world_size(), "process"))]
+        raise
+    return ok(counted(processes.world_size(), "process"))
 
 
-def default_directory(name: str, config: Path) -> Path:
-    from launch.records.directory import default_path
-
-    return default_path(name, config.stem)
-
-
-def checkup_of(
-    recipe: Recipe,
-    config: Path,
-    hosts: Hosts | None,
-    directory: Path,
-    environ: Mapping[str, str] = os.environ,
-) -> list[Check]:
-    """All checks that this process can make alone."""
+def table(
+    recipe: Recipe, config: Path, listed: Hosts | None, directory: Path, environ: Mapping[str, str]
+) -> dict[str, Function]:
+    """The checks that this process makes alone, in the order of their lines. `listed`: the hostfile."""
     machine, memory = abilities.detect_machine(), this_machine()
     if machine.accelerator == "cpu":  # by choice, where there are GPUs
         memory = Memory(0, 0.0, memory.host_bytes)
-    world = processes_of(recipe, hosts, memory)
-    plan: Plan | None = None
+    world, plan = processes_of(recipe, listed, memory), None
     try:
         plan = resolve(recipe, config, world, machine)
-        resolved = configuration(plan)
+        configured = configuration(plan)
     except ProblemsError as error:
-        resolved = checks.refused("configuration", error.problems)
-    ranks = launch_checkup.ranks_here(plan, memory, hosts) if plan else memory.gpus or 1
-    several = launch_checkup.several_machines(hosts)
-    listed = checkup.functions(machine, ranks, world or (plan.layout.world if plan else 1), several)
-    listed["port"] = launch_checkup.port
-    if hosts is not None:
-        listed |= launch_checkup.of_hosts(hosts, memory.gpus, environ)
-    listed["configuration"] = lambda: resolved
+        configured = checks.refused(error.problems)
+    ranks = ranks_here(plan, memory, listed) if plan else memory.gpus or 1
+    world = plan.layout.world if plan else world or 1
+    several = hosts.several_machines(listed, os.environ)
+    of_machine: dict[str, Function] = {
+        "python": checkup.python,
+        "packages": checkup.packages,
+        "accelerator": gpu_checkup.accelerator,
+        "GPU kernels": gpu_checkup.kernels,
+        "precision": partial(gpu_checkup.precision, machine),
+        "compiler": checkup.compiler,
+        "CUDA compiler": gpu_checkup.cuda_compiler,
+        "libaio": partial(checkup.libaio, machine),
+        "shared memory": partial(gpu_checkup.shared_memory, ranks),
+        "open files": partial(checkup.open_files, world),
+        "variables": checkup.variables,
+        "host name": partial(hosts.host_name, several),
+        "port": partial(hosts.port, os.environ),
+    }
+    of_hosts: dict[str, Function] = {}
+    if listed is not None:
+        of_hosts = {
+            "hostfile": partial(hosts.hostfile, listed, memory.gpus),
+            "hosts": partial(hosts.reachable, listed),
+            "environment": partial(hosts.environment, listed, environ),
+        }
+    of_plan: dict[str, Function] = {}
     if plan is not None:
-        listed |= launch_checkup.of_plan(plan, memory, hosts)
-        listed |= {"ops": partial(checkup.ops, plan.ds), "DeepSpeed": partial(judged, plan, config)}
-        listed["rest of the JSON"] = partial(rest, plan, config)
-    listed["data"] = partial(data, recipe)
-    listed |= places.functions(directory, *start_checks.checkpoint_bytes(recipe), several)
-    return checks.run(listed)
+        of_plan = {
+            "layout": partial(layout, plan, memory, listed),
+            "batch": partial(ok, plan.layout.identity()),
+            "memory": partial(fits, plan, memory, ranks),
+            "ops": partial(checkup.ops, plan.ds),
+            "DeepSpeed": partial(judged, plan, config),
+            "rest of the JSON": partial(rest, plan, config),
+        }
+    of_files: dict[str, Function] = {
+        "data": partial(data, recipe),
+        "run directory": partial(places.writable, directory),
+        "disk": partial(places.space, directory, *start_checks.checkpoint_bytes(recipe)),
+        "file system": partial(places.file_system, directory, several),
+        "clock": partial(places.clock, directory),
+    }
+    return {**of_machine, **of_hosts, "configuration": lambda: configured, **of_plan, **of_files}
 
 
-def processes_of(recipe: Recipe, hosts: Hosts | None, memory: Memory) -> int | None:
+def processes_of(recipe: Recipe, listed: Hosts | None, memory: Memory) -> int | None:
     """What a launch would start by launcher, hostfile or GPUs here; None: as many as the layout asks for."""
     if processes.launched():
         return processes.world_size()
     if recipe.parallel.dp is not None:
         return None
-    return (hosts.total if hosts else memory.gpus) or None
+    return (listed.total if listed else memory.gpus) or None
+
+
+def ranks_here(plan: Plan, memory: Memory, listed: Hosts | None) -> int:
+    """Processes of the plan on this machine."""
+    world = plan.layout.world
+    if processes.launched():
+        return min(world, processes.local_world_size())
+    if listed is not None and listed.slots:
+        return min(world, listed.here or max(listed.slots.values()))
+    return min(world, memory.gpus or world)
 
 
 def configuration(plan: Plan) -> list[Check]:
     """That the recipe and the JSON go together, and in what the plan differs from them."""
-    notices = [notice for notice in plan.notices if notice.key != "unchecked"]
     said = f"{plan.ds_name}: ZeRO-{plan.zero_stage}, offload {plan.offload}, {plan.precision}"
-    differs = [Check("configuration", "warning", str(notice)) for notice in notices]
-    return [Check("configuration", "ok", said), *differs]
+    return [ok(said), *(warning(str(each)) for each in plan.notices if each.key != "unchecked")]
+
+
+def layout(plan: Plan, memory: Memory, listed: Hosts | None) -> Check:
+    """Whether there are as many GPUs as processes, and tensor ranks on one machine."""
+    shape, world = plan.layout, plan.layout.world
+    degrees = f"tp {shape.tp} x pp {shape.pp} x dp {shape.dp} = {counted(world, 'process')}"
+    smaller = "make it smaller (--set parallel.dp=, parallel.tp=, …)"
+    if listed is None and not processes.launched() and memory.gpus and world > memory.gpus:
+        came = f"{degrees}, each with a GPU of its own; this machine has {memory.gpus}"
+        return failed(came, f"name the machines with --hostfile, or {smaller}")
+    if listed is not None and listed.slots and world > listed.total:
+        came = f"{degrees}, and the hostfile has {counted(listed.total, 'slot')}: one for each"
+        return failed(came, f"name more machines there, or {smaller}")
+    slots = set(listed.slots.values()) if listed else set()
+    if slots and shape.tp > 1 and any(count % shape.tp for count in slots):
+        came = f"{degrees}: tensor parallelism crosses machines of {min(slots)} slots, over a slower network"
+        return warning(came, f"--set parallel.tp= a divisor of {min(slots)}, and more pipeline stages")
+    return ok(degrees)
+
+
+def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
+    """The planner's memory of this machine's `ranks` against what it has."""
+    rank = memory_fit.needs(plan, gpus=memory.gpus > 0)
+    host = rank.host * ranks if memory.gpus else (rank.total + rank.host) * ranks
+    rooms = [(host, memory.host_bytes, "of the host")]
+    if memory.gpus:
+        rooms.insert(0, (rank.total, memory.gpu_bytes, "of a GPU"))
+    said = [f"{needed / 1e9:.3g} of {room / 1e9:.3g} GB {place}" for needed, room, place in rooms if needed]
+    came, share = f"takes {', '.join(said)}, as predicted", max(needed / room for needed, room, _ in rooms)
+    more = "shard or offload more (--ds_config zero3, zero3_offload), or more processes"
+    fix = f"{more}; launch/plan.py says how"
+    if share > 1:
+        return failed(came, fix)
+    return warning(f"{came}: snug", fix) if share > 1 - SNUG else ok(came)
 
 
 def judged(plan: Plan, config: Path) -> Check:
@@ -166,13 +228,15 @@ def judged(plan: Plan, config: Path) -> Check:
     from launch.training import deepspeed_judgement
 
     deepspeed_judgement.check(plan, str(config))
-    return Check("DeepSpeed", "ok", "reads the resolved JSON without complaint")
+    return ok("reads the resolved JSON without complaint")
 
 
 def rest(plan: Plan, config: Path) -> Check:
     """What of the JSON nothing here checks."""
-    untried = [str(notice) for notice in plan.notices if notice.key == "unchecked"]
-    return launch_checkup.unread(known_keys.unread(jsonfile.read(config)), "; ".join(untried))
+    said = [str(notice) for notice in plan.notices if notice.key == "unchecked"]
+    if sections := known_keys.unread(jsonfile.read(config)):
+        said.insert(0, f"{', '.join(sections)}: handed to DeepSpeed as written")
+    return unchecked("; ".join(said)) if said else ok("every key is checked")
 
 
 def data(recipe: Recipe) -> Check:
@@ -184,8 +248,8 @@ def data(recipe: Recipe) -> Check:
     except ProblemsError:
         raise
     except ValueError as error:
-        return Check("data", "failed", str(error))
-    return Check("data", "ok", f"{recipe.data.source}: as far as can be told without reading it")
+        return failed(str(error))
+    return ok(f"{recipe.data.source}: as far as can be told without reading it")
 
 
 @dataclass(frozen=True)
@@ -231,25 +295,25 @@ def compared(ranks: Sequence[Told], path: str) -> list[Check]:
     """What the ranks of a launch have in common; `path`: the run directory."""
     versions = {rank.host: rank.versions for rank in ranks}
     met = f"{len(ranks)} have met, on {counted(len(versions), 'machine')}: {', '.join(versions)}"
-    found = [Check("ranks", "ok", met)]
+    found = {"ranks": ok(met), "shared files": ok(f"all see in {path} what rank 0 writes there")}
     if blind := sorted({rank.host for rank in ranks if not rank.sees}):
         came = f"{', '.join(blind)} does not see in {path} what rank 0 writes there"
         fix = "name a directory on a file system that all machines share with --out, by its absolute path"
-        found.append(Check("shared files", "failed", came, fix))
-    else:
-        found.append(Check("shared files", "ok", f"all see in {path} what rank 0 writes there"))
-    if len(versions) == 1:
-        return found
-    farthest = max(ranks, key=lambda rank: abs(rank.ahead))
-    found.append(places.said_of_clock(f"the clock of {farthest.host}, of all the farthest,", farthest.ahead))
-    differ = [name for name in ranks[0].versions if len({said[name] for said in versions.values()}) > 1]
-    if not differ:
-        return [*found, Check("same versions", "ok", "on all machines")]
-    listed = (
-        f"{host}: {', '.join(f'{name} {said[name]}' for name in differ)}" for host, said in versions.items()
-    )
-    fix = "pip install -r requirements.txt on each of them"
-    return [*found, Check("same versions", "failed", "; ".join(listed), fix)]
+        found["shared files"] = failed(came, fix)
+    if len(versions) > 1:
+        farthest = max(ranks, key=lambda rank: abs(rank.ahead))
+        found["clock"] = places.compared_clock(
+            f"the clock of {farthest.host}, of all the farthest,", farthest.ahead
+        )
+        names = ranks[0].versions
+        differ = [name for name in names if len({said[name] for said in versions.values()}) > 1]
+        lines = (
+            f"{host}: {', '.join(f'{name} {said[name]}' for name in differ)}"
+            for host, said in versions.items()
+        )
+        fix = "pip install -r requirements.txt on each of them"
+        found["same versions"] = failed("; ".join(lines), fix) if differ else ok("on all machines")
+    return [replace(check, key=key) for key, check in found.items()]
 
 
 def merged(told: Sequence[tuple[str, list[Check]]]) -> list[Check]:
@@ -263,10 +327,10 @@ def merged(told: Sequence[tuple[str, list[Check]]]) -> list[Check]:
             said.setdefault(check.key, {}).setdefault(check, []).append(host)
     every = []
     for checks_of in said.values():
-        able = {check: hosts for check, hosts in checks_of.items() if check.verdict != "not checked"}
-        for check, hosts in (able or checks_of).items():
-            everywhere = len(able or checks_of) == 1 or len(hosts) == len(told)
-            every.append(check if everywhere else replace(check, found=f"{', '.join(hosts)}: {check.found}"))
+        able = {check: at for check, at in checks_of.items() if check.verdict != "not checked"} or checks_of
+        for check, at in able.items():
+            everywhere = len(able) == 1 or len(at) == len(told)
+            every.append(check if everywhere else replace(check, found=f"{', '.join(at)}: {check.found}"))
     return every
 
 

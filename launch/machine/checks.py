@@ -1,4 +1,4 @@
-"""What one check of a machine or of a launch found, and how lists of checks are run."""
+"""Findings of checks of a machine or of a launch, and the loop that runs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Check:
     """One line of what was checked.
 
     Attributes:
-        key: what was looked at, e.g. "port".
+        key: what was looked at, e.g. "port"; "" until `run` fills it in.
         verdict: `failed` will break a run; `warning` may, or costs speed or results; `not checked`: the
             reason is in `found`.
         found: what there is, and the rule where that breaks one.
@@ -34,34 +34,54 @@ class Check:
 Function = Callable[[], "Check | Iterable[Check]"]
 
 
+def ok(found: str) -> Check:
+    return Check("", "ok", found)
+
+
+def warning(found: str, fix: str = "") -> Check:
+    return Check("", "warning", found, fix)
+
+
+def failed(found: str, fix: str = "") -> Check:
+    return Check("", "failed", found, fix)
+
+
+def unchecked(why: str) -> Check:
+    return Check("", "not checked", why)
+
+
 def run(functions: Mapping[str, Function]) -> list[Check]:
-    """What all of them find, in their order; a key's function that breaks is a failed line of that key."""
-    return [check for key, function in functions.items() for check in _made(key, function)]
+    """Findings of all functions, in their order; one that breaks gives a failed line."""
+    return [
+        dataclasses.replace(check, key=key)
+        for key, function in functions.items()
+        for check in _findings(function)
+    ]
 
 
-def _made(key: str, function: Function) -> list[Check]:
+def _findings(function: Function) -> Iterable[Check]:
     try:
         found = function()
         return [found] if isinstance(found, Check) else list(found)
     except ProblemsError as error:
-        return refused(key, error.problems)
+        return refused(error.problems)
     except OSError as error:
         told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return [Check(key, "failed", f"the system refuses it ({told[:200]})")]
+        return [failed(f"the system refuses it ({told[:200]})")]
     except Exception as error:  # a check must not take the others along
         at = traceback.extract_tb(error.__traceback__)[-1]
         told = " ".join(str(error).split())[:200]
         came = f"the check itself broke: {type(error).__name__}: {told} ({at.name}, line {at.lineno})"
-        return [Check(key, "failed", came, "report this line; the other checks hold without it")]
+        return [failed(came, "report this line; the other checks hold without it")]
 
 
-def refused(key: str, problems: Iterable[Problem]) -> list[Check]:
+def refused(problems: Iterable[Problem]) -> list[Check]:
     """Each problem as a failed check."""
     bare = ((dataclasses.replace(problem, fix=""), problem.fix) for problem in problems)
-    return [Check(key, "failed", str(found), "".join(map(str, pieces(fix)))) for found, fix in bare]
+    return [failed(str(found), "".join(map(str, pieces(fix)))) for found, fix in bare]
 
 
 def refuse(checks: Sequence[Check]) -> None:
     """Raise ProblemsError with all that failed, if anything did."""
-    if failed := [check for check in checks if check.verdict == "failed"]:
-        raise ProblemsError(Problem(check.key, check.found, "", check.fix) for check in failed)
+    if broken := [check for check in checks if check.verdict == "failed"]:
+        raise ProblemsError(Problem(check.key, check.found, "", check.fix) for check in broken)

@@ -32,7 +32,7 @@ def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": cores(),
         "memory_gb": round(physical_memory() / 1e9, 1),
         "accelerator": torch.cuda.get_device_name(0) if gpu else "cpu",
         "accelerators": torch.cuda.device_count() if gpu else 0,
@@ -52,11 +52,15 @@ def summary(described: Mapping[str, Any]) -> str:
 
 def versions() -> dict[str, str | None]:
     """Python and the packages that decide the numbers; None where one is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(PACKAGES)}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+    return {"python": platform.python_version(), **{package: installed(package) for package in PACKAGES}}
+
+
+def installed(package: str) -> str | None:
+    """Version of a package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def git_state(repository: Path) -> dict[str, Any] | None:
@@ -70,6 +74,11 @@ def git_state(repository: Path) -> dict[str, Any] | None:
         return None
     status = _git(repository, "status", "--porcelain")
     return {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:

@@ -1,8 +1,4 @@
-"""Checks of the GPUs, and of what is compiled for them and connects them.
-
-What is asked of torch and the system stands in functions of its own (`gpus`, `built_for`, `nvcc_version`, …),
-so that tests can put another machine in their place.
-"""
+"""Checks of the GPUs, and of what is compiled for them and connects them."""
 
 from __future__ import annotations
 
@@ -14,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_configs.plan import Machine
-from launch.machine.checks import Check, Verdict
+from launch.machine.checks import Check, failed, ok, unchecked, warning
+from launch.machine.description import cores
 from recipes.plural import counted
 
 # Bytes of /dev/shm. Docker gives 64 MB, in which NCCL failed on four GPUs: a segment of a connection has
@@ -26,7 +23,7 @@ VOLTA_WHEELS = "12.6"  # CUDA of the newest wheels with kernels for Volta and ol
 
 @dataclass(frozen=True)
 class Gpu:
-    """A visible GPU: name, (major, minor) of its compute capability, bytes in all and free."""
+    """A visible GPU: name, (major, minor) of its compute capability, bytes in all and free (if asked)."""
 
     name: str
     capability: tuple[int, int]
@@ -41,38 +38,35 @@ class Gpu:
 
 def accelerator() -> Check:
     """Which GPUs torch sees and what is free on them."""
-    found = gpus()
+    found = gpus(with_free=True)
     if not found:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         why = cpu_only()
-        verdict: Verdict = "warning" if why else "ok"
-        fix = "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES=" if why else ""
-        return Check("accelerator", verdict, f"no GPU{why}: {counted(cores, 'core')} of the CPU", fix)
+        came = f"no GPU{why}: {counted(cores(), 'core')} of the CPU"
+        fix = "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES="
+        return warning(came, fix) if why else ok(came)
     names = ", ".join(dict.fromkeys(f"{gpu.name} ({gpu.total / 1e9:.3g} GB)" for gpu in found))
-    text = f"{counted(len(found), 'GPU')}: {names}"
+    came = f"{counted(len(found), 'GPU')}: {names}"
     if len({gpu.name for gpu in found}) > 1:
-        return Check(
-            "accelerator",
-            "warning",
-            f"{text}: the slowest sets the pace",
-            "choose equal ones: CUDA_VISIBLE_DEVICES",
-        )
-    taken = [number for number, gpu in enumerate(found) if gpu.free < 0.9 * gpu.total]
-    if taken:
-        came = f"{text}; of the memory of {', '.join(map(str, taken))} more than a tenth is taken"
-        return Check("accelerator", "warning", came, "look with nvidia-smi which process holds it")
-    return Check("accelerator", "ok", text)
+        return warning(f"{came}: the slowest sets the pace", "choose equal ones: CUDA_VISIBLE_DEVICES")
+    if taken := [str(number) for number, gpu in enumerate(found) if gpu.free < 0.9 * gpu.total]:
+        came += f"; of the memory of {', '.join(taken)} more than a tenth is taken"
+        return warning(came, "look with nvidia-smi which process holds it")
+    return ok(came)
 
 
-def gpus() -> list[Gpu]:
-    """The GPUs that this process sees; none with DS_ACCELERATOR=cpu."""
+def gpus(with_free: bool = False) -> list[Gpu]:
+    """The GPUs that this process sees; none with DS_ACCELERATOR=cpu.
+
+    `with_free`: with what is free, which takes a context on each of them, and time.
+    """
     import torch
 
     if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
         return []
     found = []
     for number in range(torch.cuda.device_count()):
-        facts, (free, _) = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)
+        facts = torch.cuda.get_device_properties(number)
+        free = torch.cuda.mem_get_info(number)[0] if with_free else 0
         found.append(Gpu(facts.name, (facts.major, facts.minor), float(facts.total_memory), float(free)))
     return found
 
@@ -84,37 +78,23 @@ def cpu_only() -> str:
     hidden = os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if hidden or not list(Path("/dev").glob("nvidia[0-9]*")):
         return ""
-    built = torch.version.cuda
-    return f", though there is /dev/nvidia0: torch {torch.__version__} " + (
-        "cannot use it (driver?)" if built else "is a build for CPUs"
-    )
+    why = "cannot use it (driver?)" if torch.version.cuda else "is a build for CPUs"
+    return f", though there is /dev/nvidia0: torch {torch.__version__} {why}"
 
 
 def kernels() -> Check:
     """Whether torch has machine code, or code to translate (PTX), for every visible GPU."""
-    found = gpus_without_context()
+    found = gpus()
     if not found:
-        return Check("GPU kernels", "not checked", "no GPU")
-    built = built_for()
+        return unchecked("no GPU")
+    if not (built := built_for()):
+        return unchecked("torch does not say what it is built for")
     without = {gpu.architecture: gpu for gpu in found if not runs_on(gpu.capability, built)}
-    if not without or not built:
-        said = (
-            f"torch is built for {', '.join(built)}" if built else "torch does not say what it is built for"
-        )
-        return Check("GPU kernels", "ok" if built else "not checked", said)
+    if not without:
+        return ok(f"torch is built for {', '.join(built)}")
     named = ", ".join(f"{gpu.name} ({name})" for name, gpu in without.items())
     came = f"torch {torch_version()} has none for {named}: it is built for {', '.join(built)}"
-    return Check("GPU kernels", "failed", came, torch_for([gpu.capability for gpu in without.values()]))
-
-
-def gpus_without_context() -> list[Gpu]:
-    """As `gpus`, without what is free, which takes a context on each of them, and time."""
-    import torch
-
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
-        return []
-    every = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    return [Gpu(each.name, (each.major, each.minor), float(each.total_memory), 0.0) for each in every]
+    return failed(came, torch_for([gpu.capability for gpu in without.values()]))
 
 
 def built_for() -> list[str]:
@@ -165,9 +145,8 @@ def torch_for(capabilities: list[tuple[int, int]]) -> str:
     if releases and not fit:
         return "no published torch of this version has them: take an older one, or build it from source"
     cuda, version = fit[0] if fit else VOLTA_WHEELS, torch.__version__.partition("+")[0]
-    return (
-        f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cu{cuda.replace('.', '')}"
-    )
+    index = f"https://download.pytorch.org/whl/cu{cuda.replace('.', '')}"
+    return f"pip install torch=={version} --index-url {index}"
 
 
 def precision(machine: Machine) -> Check:
@@ -175,26 +154,21 @@ def precision(machine: Machine) -> Check:
     there = {"fp32": True, "bf16": machine.bf16, "fp16": machine.fp16}
     able, unable = ([name for name, has in there.items() if has is wanted] for wanted in (True, False))
     slow = " (no instructions for bf16: slow)" if machine.slow_bf16 else ""
-    return Check(
-        "precision", "ok", ", ".join(able) + slow + (f"; no {', no '.join(unable)}" if unable else "")
-    )
+    return ok(", ".join(able) + slow + (f"; no {', no '.join(unable)}" if unable else ""))
 
 
 def cuda_compiler() -> Check:
     """nvcc, whose major version has to be that of torch's CUDA: what it compiles is loaded into torch."""
-    wanted, key = torch_cuda(), "CUDA compiler"
-    if wanted is None or not gpus_without_context():
-        return Check(key, "not checked", "no GPU" if wanted else f"torch {torch_version()} has no CUDA")
+    wanted = torch_cuda()
+    if wanted is None or not gpus():
+        return unchecked("no GPU" if wanted else f"torch {torch_version()} has no CUDA")
     found = nvcc_version()
     if found is None:
-        came = "no nvcc: no NVMe offload"
-        return Check(key, "warning", came, f"install the CUDA toolkit {wanted} and set CUDA_HOME")
+        return warning("no nvcc: no NVMe offload", f"install the CUDA toolkit {wanted} and set CUDA_HOME")
     if found.split(".")[0] == wanted.split(".")[0]:
-        return Check(key, "ok", f"nvcc {found}; torch has CUDA {wanted}")
+        return ok(f"nvcc {found}; torch has CUDA {wanted}")
     came = f"nvcc {found}, and torch has CUDA {wanted}: DeepSpeed's CUDA ops need the same major version"
-    return Check(
-        key, "failed", came, f"set CUDA_HOME to a CUDA toolkit {wanted}, or install torch for CUDA {found}"
-    )
+    return failed(came, f"set CUDA_HOME to a CUDA toolkit {wanted}, or install torch for CUDA {found}")
 
 
 def torch_cuda() -> str | None:
@@ -218,19 +192,18 @@ def nvcc_version() -> str | None:
 
 def shared_memory(ranks: int) -> Check:
     """Room in /dev/shm for NCCL's connections within a machine; gloo and the loader use none."""
-    key = "shared memory"
-    if ranks < 2 or not gpus_without_context():
-        return Check(key, "ok", "none is needed: " + ("one process here" if ranks < 2 else "no GPU"))
+    if ranks < 2 or not gpus():
+        return ok("none is needed: " + ("one process here" if ranks < 2 else "no GPU"))
     free = free_shared_memory()
     if free is None:
-        return Check(key, "not checked", "there is no /dev/shm")
+        return unchecked("there is no /dev/shm")
     came = f"{free / 1e6:,.0f} MB free in /dev/shm"
     if free > ADVISED_SHARED * 0.9:
-        return Check(key, "ok", came)
+        return ok(came)
     fix = "docker run --shm-size=1g (or --ipc=host); elsewhere: mount -o remount,size=1g /dev/shm"
     if free > LEAST_SHARED:
-        return Check(key, "warning", f"{came}: NCCL is advised to have 1 GB", fix)
-    return Check(key, "failed", f"{came}: NCCL takes some 10 MB for each connection of GPUs", fix)
+        return warning(f"{came}: NCCL is advised to have 1 GB", fix)
+    return failed(f"{came}: NCCL takes some 10 MB for each connection of GPUs", fix)
 
 
 def free_shared_memory() -> float | None:

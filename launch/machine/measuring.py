@@ -17,8 +17,9 @@ from typing import NoReturn
 
 import torch
 
+from launch.machine.description import cores
 from launch.machine.memory import host_memory
-from launch.machine.rates import Rates, cores, keep
+from launch.machine.rates import Rates, keep
 from recipes.problems import Problem, ProblemsError
 
 LARGE = {"cpu": 2048, "cuda": 8192}  # rows and columns of large products

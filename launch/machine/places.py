@@ -6,11 +6,10 @@ import os
 import re
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 from launch.console import output
-from launch.machine.checks import Check, Function
+from launch.machine.checks import Check, failed, ok, unchecked, warning
 
 # File systems that other machines may see as well; all others lie in this machine.
 NETWORK = re.compile(
@@ -20,22 +19,10 @@ IN_MEMORY = ("tmpfs", "ramfs")
 CLOCK_S = 2.0  # seconds between two clocks from which on times of files mislead
 
 
-def functions(directory: Path, checkpoint: float, kept: int | None, several: bool) -> dict[str, Function]:
-    """The checks by their keys. `several`: machines write there; the others: see `space`."""
-    return {
-        "run directory": partial(writable, directory),
-        "disk": partial(space, directory, checkpoint, kept),
-        "file system": partial(file_system, directory, several),
-        "clock": partial(clock, directory),
-    }
-
-
 def writable(directory: Path) -> Check:
     """Whether the run directory is there or can be made, tried with a file."""
     output.directory("--out", directory)
-    return Check(
-        "run directory", "ok", f"{directory} " + ("is writable" if directory.exists() else "can be made")
-    )
+    return ok(f"{directory} " + ("is writable" if directory.exists() else "can be made"))
 
 
 def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
@@ -43,63 +30,52 @@ def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
 
     `kept`: the most that lie there at once; None: all that are saved, of which nobody knows how many.
     """
-    key = "disk"
     free = free_bytes(existing(directory))
     room = f"{amount(free)} free"
     if kept == 0 or not checkpoint:
-        return Check(key, "ok", f"{room}; the recipe saves no checkpoint")
-    came = f"{room}, and a checkpoint takes {amount(checkpoint)}"
-    fit = int(free // checkpoint)
+        return ok(f"{room}; the recipe saves no checkpoint")
+    came, fit = f"{room}, and a checkpoint takes {amount(checkpoint)}", int(free // checkpoint)
     if not fit:
-        return Check(key, "failed", came, "make room, or name another disk with --out")
+        return failed(came, "make room, or name another disk with --out")
     if kept is None:
-        fix = f"keep fewer, e.g. --set run.keep_checkpoints={min(fit, 3) - 1 or 1}" if fit < 100 else ""
-        more = f": room for {fit:,}; all that are saved are kept"
-        return Check(key, "warning" if fix else "ok", came + more, fix)
+        came += f": room for {fit:,}; all that are saved are kept"
+        fewer = f"keep fewer, e.g. --set run.keep_checkpoints={min(fit, 3) - 1 or 1}"
+        return ok(came) if fit >= 100 else warning(came, fewer)
     if fit < kept:
-        which = f"keep fewer (--set run.keep_checkpoints={max(1, fit - 1)}), make room, or take another disk"
-        return Check(
-            key, "warning", f"{came}: room for {fit} of the {kept} that lie there at once", f"{which} (--out)"
-        )
-    return Check(key, "ok", f"{came}; {kept} at most lie there at once")
+        fewer = f"keep fewer (--set run.keep_checkpoints={max(1, fit - 1)})"
+        fix = f"{fewer}, make room, or take another disk (--out)"
+        return warning(f"{came}: room for {fit} of the {kept} that lie there at once", fix)
+    return ok(f"{came}; {kept} at most lie there at once")
 
 
 def file_system(directory: Path, several: bool) -> Check:
-    """The kind of file system: whether it outlives the machine, and whether other machines may see it."""
-    key, kind = "file system", kind_of(existing(directory))
+    """The kind of file system: whether it outlives the machine, and whether `several` machines may see it."""
+    kind = kind_of(existing(directory))
     if kind is None:
-        return Check(key, "not checked", "there is no /proc/mounts")
+        return unchecked("there is no /proc/mounts")
     network = bool(NETWORK.match(kind))
     if several and not network:
-        came = f"{kind}, of this machine: all machines write into one run directory"
-        return Check(
-            key, "warning", came, "name one on a shared file system with --out, by its absolute path"
-        )
+        fix = "name one on a shared file system with --out, by its absolute path"
+        return warning(f"{kind}, of this machine: all machines write into one run directory", fix)
     if kind in IN_MEMORY:
-        return Check(
-            key, "warning", f"{kind}: it takes memory, and is gone after a restart", "name a disk with --out"
-        )
-    return Check(key, "ok", f"{kind}, " + ("over the network" if network else "of this machine"))
+        return warning(f"{kind}: it takes memory, and is gone after a restart", "name a disk with --out")
+    return ok(f"{kind}, " + ("over the network" if network else "of this machine"))
 
 
 def clock(directory: Path) -> Check:
     """The clock of a file server against this machine's, by the time of a new file."""
     place = existing(directory)
-    if not NETWORK.match(kind_of(place) or ""):
-        return Check(
-            "clock", "not checked", "the file system is this machine's: no other clock to compare with"
-        )
-    return said_of_clock("the file server", server_time(place) - time.time())
+    if NETWORK.match(kind_of(place) or ""):
+        return compared_clock("the file server", server_time(place) - time.time())
+    return unchecked("the file system is this machine's: no other clock to compare with")
 
 
-def said_of_clock(whose: str, ahead: float) -> Check:
+def compared_clock(whose: str, ahead: float) -> Check:
     """`ahead`: seconds that another clock is ahead of this one."""
     if abs(ahead) <= CLOCK_S:
-        return Check("clock", "ok", f"{whose} is {abs(ahead):.1f} s away")
+        return ok(f"{whose} is {abs(ahead):.1f} s away")
     came = f"{whose} is {abs(ahead):,.1f} s {'ahead' if ahead > 0 else 'behind'}"
-    return Check(
-        "clock", "warning", f"{came}: times of files and logs mislead", "set the clocks by NTP (chronyd)"
-    )
+    return warning(f"{came}: times of files and logs mislead", "set the clocks by NTP (chronyd)")
 
 
 def server_time(place: Path) -> float:

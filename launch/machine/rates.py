@@ -11,13 +11,12 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from data.cache import default_directory
 from data.durable_files import write_atomically
-from launch.machine.description import cpu_model
+from launch.machine.description import cores, cpu_model, installed
 
 
 @dataclass(frozen=True)
@@ -90,13 +89,5 @@ def machine() -> dict[str, Any]:
     if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         gpus = []
     names = [line for text in gpus for line in text.splitlines() if line.startswith("Model")]
-    version = None
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        version = metadata.version("torch")
-    facts = {"host": socket.gethostname(), "cpu": cpu_model(), "cores": cores(), "torch": version}
+    facts = {"host": socket.gethostname(), "cpu": cpu_model(), "cores": cores(), "torch": installed("torch")}
     return {**facts, "gpus": names}
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,7 +12,10 @@ from launch import doctor
 from launch.machine import abilities, checkup, gpu_checkup, places
 from launch.machine.checks import Check
 from launch.machine.gpu_checkup import Gpu
+from launch.machine.hosts import Hosts
 from launch.machine.memory import Memory
+from launch.planning import memory_fit
+from recipes import catalog
 from recipes.problems import ProblemsError
 
 HOSTS = "node1 slots=4\nnode2 slots=4\n"
@@ -25,7 +28,7 @@ def diagnose(monkeypatch, capsys, tmp_path):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor.quiet, "quiet_libraries", lambda: None)  # for good, in this process
-    monkeypatch.setattr(doctor.launch_checkup, "why_taken", lambda number: None)
+    monkeypatch.setattr(doctor.hosts, "why_taken", lambda number: None)
 
     def call(*flags: str) -> tuple[int, list[Check]]:
         monkeypatch.setattr(sys, "argv", ["doctor", *flags, "--json"])
@@ -44,8 +47,7 @@ def gpu_machine(monkeypatch):
         machine = Machine("cuda", fp16=True, bf16=bf16, compiler=True, libaio=True)
         monkeypatch.setattr(abilities, "detect_machine", lambda: machine)
         monkeypatch.setattr(doctor, "this_machine", lambda: Memory(count, gpu.total, 1e12))
-        monkeypatch.setattr(gpu_checkup, "gpus", lambda: found)
-        monkeypatch.setattr(gpu_checkup, "gpus_without_context", lambda: found)
+        monkeypatch.setattr(gpu_checkup, "gpus", lambda with_free=False: found)
         monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_70", "sm_80", "sm_90"])
         monkeypatch.setattr(gpu_checkup, "torch_cuda", lambda: "12.6")
         monkeypatch.setattr(gpu_checkup, "nvcc_version", lambda: "12.4")
@@ -67,6 +69,8 @@ def test_a_good_set_up(diagnose):
     keys = {check.key for check in found}
     assert {"packages", "compiler", "port", "batch", "memory", "disk", "rest of the JSON"} <= keys
     assert all(check.found for check in found)
+    here = found[: [check.key for check in found].index("configuration")]
+    assert {check.verdict for check in here} == {"ok", "not checked"}, "the machine, as the tests demand it"
 
 
 def test_a_good_set_up_of_several_gpus(diagnose, gpu_machine):
@@ -120,6 +124,48 @@ def test_more_processes_than_gpus(diagnose, gpu_machine):
     gpu_machine(V100, count=2)
     code, found = diagnose("--ds_config", "3d", "--recipe", "parallel_kinds/3d", "--set", "parallel.dp=2")
     assert code == 1 and "this machine has 2" in failed(found)["layout"]
+
+
+LAPTOP = Memory(0, 0.0, 16e9)
+EIGHT_V100 = Memory(8, 32e9, 1e12)
+
+
+def published(name, *settings):
+    return memory_fit.published_plan(catalog.load(name, settings))
+
+
+def hostfile(count, slots):
+    return Hosts({f"n{i}": slots for i in range(count)})
+
+
+def test_a_layout_that_the_machines_do_not_carry():
+    wide = published("megatron_paper_table1/8.3b-mp-dp")  # tp 8 x dp 64
+    found = doctor.layout(wide, EIGHT_V100, None)
+    assert found.verdict == "failed" and "this machine has 8" in found.found
+    fours = doctor.layout(wide, EIGHT_V100, hostfile(128, slots=4))
+    assert fours.verdict == "warning" and "crosses machines of 4 slots" in fours.found
+    eights = doctor.layout(wide, EIGHT_V100, hostfile(64, slots=8))
+    assert eights.verdict == "ok"
+
+
+def test_the_memory_is_that_of_this_machines_processes():
+    # 16 processes, 18 bytes of each of 8.3B/8 parameters
+    large = published("dgx2_gpt2_torch_ddp/72x3072-h8-tp8")
+
+    def fits(plan, memory, listed=None):
+        return doctor.fits(plan, memory, doctor.ranks_here(plan, memory, listed))
+
+    assert fits(large, EIGHT_V100).verdict == "ok"
+    assert fits(large, Memory(8, 16e9, 1e12)).verdict == "failed"
+    assert fits(large, Memory(0, 0, 600e9)).verdict == "ok"
+    assert fits(large, LAPTOP).verdict == "failed"
+    one = hostfile(16, slots=1)
+    assert fits(large, Memory(0, 0, 30e9), one).verdict == "ok", "one process a machine"
+    offloaded = published("default/sotu", "ds_config=zero2_offload", "parallel.dp=8")
+    host = 8 * memory_fit.needs(offloaded).host
+    for room, verdict in ((1.2 * host, "ok"), (1.01 * host, "warning"), (0.99 * host, "failed")):
+        assert fits(offloaded, Memory(8, 32e9, room)).verdict == verdict
+        assert fits(offloaded, Memory(0, 0, room)).verdict == "failed", "all of it"
 
 
 def test_no_libaio_for_nvme(diagnose, monkeypatch, tmp_path):
@@ -212,7 +258,7 @@ def test_a_start_without_kernels_or_room_is_refused(monkeypatch, tmp_path):
 
     job = Job(plan(), "default/sotu", tmp_path / "run")
     check_quickly(job)
-    monkeypatch.setattr(gpu_checkup, "gpus_without_context", lambda: [V100])
+    monkeypatch.setattr(gpu_checkup, "gpus", lambda: [V100])
     monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_75"])
     monkeypatch.setattr(places, "free_bytes", lambda place: 1e3)
     monkeypatch.setattr(checkup, "installed", lambda name: "1.0")

@@ -7,17 +7,15 @@ import pytest
 import torch
 from launching import ROOT
 
-from ds_configs.plan import Machine
 from launch.console import quiet
 from launch.machine import abilities, checks, checkup, gpu_checkup, places
-from launch.machine.checks import Check
+from launch.machine.checks import Check, ok
 from launch.machine.gpu_checkup import Gpu
 from recipes.problems import ProblemsError
 
 V100 = Gpu("Tesla V100-SXM2-32GB", (7, 0), 32e9, 32e9)
 H200 = Gpu("NVIDIA H200", (9, 0), 141e9, 140e9)
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]  # of torch 2.13's wheels
-MACHINE = Machine("cpu", fp16=True, bf16=True, compiler=True, libaio=True)
 
 
 @pytest.fixture
@@ -25,30 +23,21 @@ def gpus(monkeypatch):
     """Have the machine these GPUs."""
 
     def put(*found: Gpu, built=CUDA_13, cuda="13.0") -> None:
-        monkeypatch.setattr(gpu_checkup, "gpus", lambda: list(found))
-        monkeypatch.setattr(gpu_checkup, "gpus_without_context", lambda: list(found))
+        monkeypatch.setattr(gpu_checkup, "gpus", lambda with_free=False: list(found))
         monkeypatch.setattr(gpu_checkup, "built_for", lambda: built)
         monkeypatch.setattr(gpu_checkup, "torch_cuda", lambda: cuda)
 
     return put
 
 
-def test_nothing_fails_on_a_good_machine():
-    """This one, as the tests demand it: the pinned packages, a compiler, no misspelt variable."""
-    functions = checkup.functions(MACHINE, ranks=2, world=2, several=False)
-    found = checks.run(functions)
-    assert [check.key for check in found] == list(functions), "one line each"
-    assert {check.verdict for check in found} <= {"ok", "not checked"}, found
-
-
 def test_a_check_that_breaks_is_a_failed_line_and_the_others_go_on():
     def broken() -> Check:
-        return Check("x", "ok", str(1 // 0))
+        return ok(str(1 // 0))
 
     def unreadable() -> Check:
         raise PermissionError(13, "Permission denied", "/place")
 
-    found = checks.run({"one": broken, "two": unreadable, "three": lambda: Check("three", "ok", "here")})
+    found = checks.run({"one": broken, "two": unreadable, "three": lambda: ok("here")})
     assert [check.verdict for check in found] == ["failed", "failed", "ok"]
     assert "ZeroDivisionError" in found[0].found and "/place: Permission denied" in found[1].found
 
@@ -112,7 +101,7 @@ def test_what_torch_itself_says_of_missing_kernels_is_not_hidden(monkeypatch):
 
 def test_gpus_that_differ_or_are_taken_are_warned_of(gpus):
     gpus(H200, H200)
-    assert gpu_checkup.accelerator() == Check("accelerator", "ok", "2 GPUs: NVIDIA H200 (141 GB)")
+    assert gpu_checkup.accelerator() == ok("2 GPUs: NVIDIA H200 (141 GB)")
     gpus(H200, V100)
     assert gpu_checkup.accelerator().verdict == "warning"
     gpus(H200, Gpu("NVIDIA H200", (9, 0), 141e9, 60e9))
@@ -176,10 +165,8 @@ def test_no_compiler_is_a_warning_that_names_what_is_missing(monkeypatch, tmp_pa
 def test_too_few_open_files(monkeypatch):
     monkeypatch.setattr(checkup, "file_limit", lambda: 1024)
     assert checkup.open_files(100).verdict == "ok"
-    assert checkup.open_files(1000) == Check(
-        "open files", "failed", "a process may have 1,024 files open, and 8,128 are needed",
-        "raise the hard limit: ulimit -Hn 8128",
-    )  # fmt: skip
+    found = checkup.open_files(1000)
+    assert found.verdict == "failed" and "1,024" in found.found and found.fix.endswith("ulimit -Hn 8128")
 
 
 def test_every_variable_of_the_project_is_known():
@@ -202,20 +189,6 @@ def test_a_misspelt_variable_is_noticed(monkeypatch):
     assert "MEGARECIPES_VERBOSE=true does nothing" in checkup.variables().found
 
 
-def test_a_host_name_that_is_the_loopback_fails_on_several_machines(monkeypatch):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(checkup, "addresses", lambda name: ["127.0.1.1"])
-    assert checkup.host_name(several=False).verdict == "ok"
-    assert checkup.host_name(several=True).verdict == "failed"
-    monkeypatch.setattr(checkup, "addresses", lambda name: [])
-    assert "does not resolve" in checkup.host_name(several=True).found
-    monkeypatch.setattr(checkup, "addresses", lambda name: ["127.0.1.1", "10.0.0.4"])
-    assert checkup.host_name(several=True).verdict == "ok"
-    monkeypatch.setattr(checkup, "addresses", lambda name: ["::1"])
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert checkup.host_name(several=True).verdict == "ok"
-
-
 def test_a_small_disk(monkeypatch, tmp_path):
     assert places.space(tmp_path, 12.0, 3).verdict == "ok"
     monkeypatch.setattr(places, "free_bytes", lambda place: 25e9)
@@ -229,8 +202,8 @@ def test_a_small_disk(monkeypatch, tmp_path):
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    functions = places.functions(tmp_path / "file" / "run", 1.0, 1, several=False)
-    assert checks.run(functions)[0].verdict == "failed"
+    found = checks.run({"run directory": lambda: places.writable(tmp_path / "file" / "run")})
+    assert [check.verdict for check in found] == ["failed"]
     assert places.writable(tmp_path / "run").verdict == "ok" and not (tmp_path / "run").exists()
 
 
