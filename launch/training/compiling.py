@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch._inductor import cpp_builder
 
 from ds_configs.plan import Plan
 from launch.training.micro_batches import for_plain, random_batch
@@ -58,6 +60,7 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     travel while the layers before theirs are computed, and under ZeRO-3, which gathers parameters in hooks of
     each layer; there `forward` alone is compiled, so that the hooks stay outside.
     """
+    keep_gcc_from_joining_statements()
     seed_step(plan.recipe.seed, 0, grid.at)
     started = time.perf_counter()
     prepare(module, plan)
@@ -69,6 +72,25 @@ def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> st
     measured = f"forward and backward of {', '.join(map(str, gains))}; medians of {TIMED}"
     when = paid_back(gains, took, plan.layout.accumulation, plan.recipe.steps)
     return f"compiled: {measured}; compiling and measuring took {took:.0f} s, {when}"
+
+
+def keep_gcc_from_joining_statements() -> None:
+    """Have g++ compile what torch generates without vectorizing neighbouring statements.
+
+    g++ 12.2 breaks torch's transposing copies of bf16 so, on processors with AVX-512 that it does not know
+    by name, and attention computes NaN. The code is written in vectors already.
+    """
+    flags_of = cpp_builder._get_optimization_cflags
+    if hasattr(flags_of, "__wrapped__"):
+        return
+
+    @functools.wraps(flags_of)
+    def with_flag(*args: Any, **kwargs: Any) -> Any:
+        found = flags_of(*args, **kwargs)
+        (found[0] if isinstance(found, tuple) else found).append("fno-tree-slp-vectorize")
+        return found
+
+    cpp_builder._get_optimization_cflags = with_flag
 
 
 def _as_a_whole(plan: Plan, device: str) -> bool:
