@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from data import cache
 from data.cache import Say
 from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
-from data.samples.families import FAMILIES, Family, family_of
+from data.samples.families import Family, family_of, kind_of
 from data.samples.fields import HeldOut, Parts, TrainingSamples
 from data.samples.splits import Once, made_here, store_parts, stream_parts
 from data.text.records import Skipped, Source
@@ -110,7 +110,7 @@ def check_sources(recipe: Recipe) -> None:
     tokenizer = build_vocabulary(recipe, (), Path(), lambda line: None) if known else None
     for origin in data.origins:
         if origin.source == "store":
-            sequences, size = FAMILIES[family].sequences, recipe.model.vocab_size
+            sequences, size = kind_of(family).sequences, recipe.model.vocab_size
             check_ready_made(data.tokenizer.kind, sequences, origin, size, tokenizer)
 
 
@@ -121,7 +121,7 @@ def check_origin(origin: Origin, family: str = "gpt2") -> None:
         ValueError: files or packages that it names are not there.
     """
     if origin.source == "store":
-        store_prefix(origin, FAMILIES[family].sequences)
+        store_prefix(origin, kind_of(family).sequences)
     else:
         open_source(origin)
 

@@ -5,7 +5,7 @@ micro-batch a and row m with j = (r * accumulation + a) * micro + m: a rank has 
 ranks can read different files of a stream. Where the samples come from memory-mapped tokens any thread makes
 any step; a stream has one thread.
 
-`recipes.micro_batch.FIELDS` names the tensors. The loss of a micro-batch is sum(cross_entropy * weights). A
+`recipes.families` names the tensors. The loss of a micro-batch is sum(cross_entropy * weights). A
 GPT's weights make its mean over micro-batches and ranks the mean over all tokens of the global batch. A
 BERT's samples predict different numbers of tokens, so its weights are 1 for a prediction and 0 for filling,
 and the engine divides by the number of predictions of the whole step; its sentence weights need no such

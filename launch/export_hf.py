@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends, output, quiet, terminal
 from launch.ranks import ending
-from recipes.family_words import WORDS
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def export(
 
 def describe(done: Export, recipe: Recipe) -> str:
     """What was exported and a few lines of Python that use it."""
-    from modeling.families import family_of
+    from modeling.formats.families import conversion_of
 
     if done.difference is None:
         checked = (
@@ -117,8 +116,8 @@ def describe(done: Export, recipe: Recipe) -> str:
         rounding = f"; rounding to {done.dtype} changed them by {done.rounding:.1e}" if done.rounding else ""
         checked = f"logits of transformers and of our model differ by at most {done.difference:.1e}{rounding}"
     files = f" in {done.files} files" if done.files > 1 else ""
-    usage = family_of(recipe.model).conversion.usage
-    prompt = recipe.run.prompt or WORDS[recipe.model.family].prompt
+    usage = conversion_of(recipe.model).usage
+    prompt = recipe.run.prompt or recipe.model.facts.prompt
     lines = "\n  ".join(usage.format(directory=done.directory, prompt=repr(prompt)).splitlines())
     return f"""{done.checkpoint} -> {done.directory}: {done.dtype}{files}, step {done.step}
 {checked}

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
 from modeling.family import Family, common_shape
-from modeling.formats.huggingface import bert
-from modeling.generation import fill_prompt
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init, Shard
 from modeling.layer_list import (
@@ -245,6 +243,4 @@ class Bert(Stack):
         return self.loss(logits, sentence_logits, labels, *targets, self.group)
 
 
-FAMILY = Family(
-    "bert", shape_of, layer_list, Bert, pretraining_loss, bert.CONVERSION, fill_prompt, loss_parts
-)
+FAMILY = Family("bert", shape_of, layer_list, Bert, pretraining_loss, loss_parts)

@@ -18,7 +18,7 @@ from modeling.parallel.process_grid import Group
 from recipes.layout import padded_vocab
 from recipes.schema import Model, Recipe
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (gpt2.FAMILY, bert.FAMILY)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (gpt2.FAMILY, bert.FAMILY)}
 
 
 def family_of(model: Model) -> Family:

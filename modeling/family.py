@@ -1,7 +1,7 @@
 """What the other rooms ask a family of models.
 
-A third family is one file like `gpt2.py`, and its line in `families.py`; CONTRIBUTING.md lists its conversion
-and the tables that hold what is needed without torch.
+A third family is one file like `gpt2.py`, its facts in `recipes/families.py`, and its line in `families.py`;
+a conversion comes on top (`modeling/formats/families.py`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modeling.formats.huggingface.conversion import Conversion
-from modeling.generation import Answer
 from modeling.initialization import Init
 from modeling.layer_list import LayerList, Loss, Pipeline, PipelineLoss
 from modeling.parallel.process_grid import Group, ProcessGrid
-from recipes.micro_batch import FIELDS, TASK_FIELDS, MicroBatchFields
+from recipes.families import FAMILIES, TASK_FIELDS, MicroBatchFields
 from recipes.schema import Recipe
 
 
@@ -27,12 +25,10 @@ class Family:
         name: `model.family` of its recipes; `model.task_head` of a BERT that is fine-tuned.
         shape: (recipe, rows of the embedding) -> the shape of its model, a `ModelShape`.
         layer_list: (shape, group=, init=) -> the layers in order, of which both forms are made.
-        plain: (shape, group=, init=) -> the `Stack` of all layers.
+        plain: (shape, group=, init=) -> the `Stack` of all layers; with `decode` where each next token is
+            predicted.
         loss: (what the last layer gives, targets, group) -> the loss, or (the loss, its parts).
         loss_parts: shape -> names of these parts.
-        conversion: to and from `transformers`.
-        answer: what a trained model makes of a prompt.
-        continues: whether that is what follows it (its plain form has `decode`), and not its masks filled in.
     """
 
     name: str
@@ -40,15 +36,12 @@ class Family:
     layer_list: LayerList
     plain: Callable[..., Any]
     loss: Loss
-    conversion: Conversion
-    answer: Answer
     loss_parts: Callable[[Any], tuple[str, ...]] = lambda shape: ()
-    continues: bool = False
 
     @property
     def fields(self) -> MicroBatchFields:
         """Inputs and targets."""
-        return {**FIELDS, **TASK_FIELDS}[self.name]
+        return TASK_FIELDS.get(self.name) or FAMILIES[self.name].fields
 
     def pipeline(
         self, shape: Any, *, grid: ProcessGrid, group: Group, init: Init, stages: Sequence[int]

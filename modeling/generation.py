@@ -18,7 +18,6 @@ from modeling.layer_list import Stack
 from modeling.past import Past
 from modeling.sampling import Sampling, uniform_numbers
 
-Answer = Callable[[Stack, PreTrainedTokenizerFast, str, int], str]  # (model, tokenizer, prompt, seed) -> text
 CONTINUED_TOKENS = 80
 DEFAULT_SAMPLING = Sampling(temperature=0.8, top_k=40)
 # "length": as many tokens as were asked for; "end": the end token came; "positions": the model has no more.

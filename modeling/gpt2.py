@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.family import Family, common_shape
-from modeling.formats.huggingface import gpt2
-from modeling.generation import continue_prompt
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
 from modeling.layer_list import (
@@ -152,6 +150,4 @@ class GPT2(Stack):
         return self.whole_logits(self.word(self.final_norm(x[:, -1]), project=True))
 
 
-FAMILY = Family(
-    "gpt2", shape_of, layer_list, GPT2, weighted_loss, gpt2.CONVERSION, continue_prompt, continues=True
-)
+FAMILY = Family("gpt2", shape_of, layer_list, GPT2, weighted_loss)

@@ -10,7 +10,7 @@ is a sample of its own. The plain form also takes samples without their padding 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,6 @@ from modeling import bert
 from modeling.bert import BertShape, Embedding
 from modeling.cost.families import head_outputs
 from modeling.family import Family
-from modeling.formats.huggingface.bert import CONVERSION, TASK_USAGE
-from modeling.generation import fill_prompt
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
 from modeling.layer_list import LayerDefinition, Loss, Stack, embed_words, transformer_layers, word_embedding
@@ -192,9 +190,6 @@ class TaskBert(Stack):
 
 LOSSES: Mapping[str, Loss] = {"classification": class_loss, "span": span_loss, "choice": class_loss}
 FAMILIES: Mapping[str, Family] = {
-    head: Family(
-        head, shape_of, layer_list, TaskBert, loss, replace(CONVERSION, usage=TASK_USAGE[head]), fill_prompt,
-        lambda shape: LOSS_PARTS,
-    )
+    head: Family(head, shape_of, layer_list, TaskBert, loss, lambda shape: LOSS_PARTS)
     for head, loss in LOSSES.items()
-}  # fmt: skip
+}

@@ -18,24 +18,9 @@ from recipes.plural import counted
 from recipes.problems import Key, Problem, Setting, Text, Words, did_you_mean
 from recipes.schema import Origin, Recipe
 from recipes.tasks import TASKS
-from recipes.vocabularies import PUBLISHED_BY_FAMILY, PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
+from recipes.vocabularies import PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
 
 ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
-SHORTEST_BERT_SAMPLE = 8  # [CLS] A [SEP] B [SEP] with a few tokens in each
-# Values that a family does not have: key, values, why, fix.
-REFUSED_BY_FAMILY = {
-    "gpt2": (
-        ("model.layer_norm", ("post",), "GPT-2 normalises before attention and MLP", "set it to pre"),
-        ("model.sentence_head", ("nsp", "sop"), "only a BERT has a sentence objective", "set it to none"),
-    ),
-    "bert": (
-        ("data.tokenizer.kind", ("trained_bpe", "gpt2"),
-         "a BERT needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]",
-         "set data.tokenizer.kind to trained_wordpiece, bert_uncased, bert_cased or file"),
-        ("model.implementation", ("transformers",),
-         "transformers' Trainer is run with its GPT-2", "set model.family to gpt2"),
-    ),
-}  # fmt: skip
 # A folder of data here; that package imports this one.
 _DS_CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
 
@@ -80,12 +65,12 @@ def _schedule(recipe: Recipe) -> Found:
 
 
 def _family(recipe: Recipe) -> Found:
-    for key, values, why, fix in REFUSED_BY_FAMILY[recipe.model.family]:
+    for key, values, why, fix in recipe.model.facts.refused:
         if attrgetter(key)(recipe) in values:
             yield Problem(key, _together(recipe, key, "model.family"), why, fix)
-    if recipe.model.family == "bert" and recipe.sequence_length < SHORTEST_BERT_SAMPLE:
+    if recipe.sequence_length < (shortest := recipe.model.facts.shortest):
         came = _together(recipe, "sequence_length", "model.family")
-        rule, fix = "a sample is [CLS] A [SEP] B [SEP]", f"set it to {SHORTEST_BERT_SAMPLE} or more"
+        rule, fix = "a sample is [CLS] A [SEP] B [SEP]", f"set it to {shortest} or more"
         yield Problem("sequence_length", came, rule, fix)
 
 
@@ -108,7 +93,7 @@ def _heads(recipe: Recipe) -> Found:
 def _attention(recipe: Recipe) -> Found:
     model, key = recipe.model, Key("model.attention")
     banded, window = "banded" in model.attention, Setting("model.attention_window", model.attention_window)
-    if banded and model.family != "gpt2":
+    if banded and model.facts.masked:
         came: Text = key, " with banded layers and ", Setting("model.family", model.family)
         yield Problem(key, came, "the band looks back only", "set model.attention to [dense]")
     if len(model.attention) > model.layers:
@@ -156,7 +141,7 @@ def _vocabulary(recipe: Recipe) -> Found:
         yield Problem(key, _together(recipe, key, kind_key), rule, f"set {key} to {SMALLEST_BPE} or more")
     streamed = next((origin for origin in recipe.data.origins if origin.streamed), None)
     if kind in TRAINED and streamed:
-        other = PUBLISHED_BY_FAMILY[recipe.model.family]
+        other = recipe.model.facts.published
         source = Setting("data.source", streamed.source)
         came = Setting(kind_key, kind), " with a streamed source (", source, ")"
         known = f"set {kind_key} to {other} and {key} to {PUBLISHED_VOCABULARIES[other]}"
@@ -244,7 +229,7 @@ def _task(recipe: Recipe) -> Found:
     """A task and its head belong together, and the head to a BERT."""
     model, task = recipe.model, recipe.task
     head = Setting("model.task_head", model.task_head)
-    if head.value != "none" and model.family != "bert":
+    if head.value != "none" and not model.facts.masked:
         came: Text = head, " with ", Setting("model.family", model.family)
         yield Problem(head.key, came, "heads for tasks stand on a BERT", "set model.family to bert")
     if head.value != "none" and model.sentence_head != "none":

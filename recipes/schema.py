@@ -11,8 +11,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic.types import NonNegativeFloat, PositiveFloat
+from pydantic_core import PydanticCustomError
+
+from recipes.families import FAMILIES, FamilyFacts
+from recipes.problems import either
 
 AttentionKind = Literal["dense", "banded"]
 TaskHead = Literal["none", "classification", "span", "choice"]
@@ -45,10 +49,18 @@ class Strict(BaseModel):
     )
 
 
+def _family(name: Any) -> str:
+    if isinstance(name, str) and name in FAMILIES:
+        return name
+    raise PydanticCustomError(
+        "literal_error", "Input should be {names}", {"names": either(map(repr, FAMILIES))}
+    )
+
+
 class Model(Strict):
     """Shape of the transformer."""
 
-    family: Literal["gpt2", "bert"] = "gpt2"
+    family: Annotated[str, PlainValidator(_family)] = "gpt2"
     layers: Layers = Field(description="transformer layers")
     hidden: Width = Field(description="hidden size: width of the residual stream")
     heads: Width = Field(description="attention heads per layer; divides hidden")
@@ -77,6 +89,16 @@ class Model(Strict):
     its [CLS]; span: where in a sample an answer begins and ends; choice: one of several samples"""
     head_classes: Annotated[int, Field(ge=2, le=1000)] = 2
     """classification: how many classes; choice: how many choices a question has"""
+
+    @property
+    def facts(self) -> FamilyFacts:
+        """What is known of its family."""
+        return FAMILIES[self.family]
+
+    @property
+    def predicted(self) -> str:
+        """What its losses are means over."""
+        return "example" if self.task_head != "none" else "masked token" if self.facts.masked else "token"
 
     @property
     def sequences(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from itertools import chain, groupby
 
 from recipes.schema import AttentionKind, Batch, Data, Model, Recipe, Schedule, Tokenizer
-from recipes.vocabularies import TRAINED_BY_FAMILY
 
 LAYERS = 4
 HIDDEN = 64
@@ -29,7 +28,7 @@ def tiny(recipe: Recipe) -> Recipe:
     """The recipe, shrunk; shrinking twice changes nothing more."""
     suffix, chunk = " (tiny)", recipe.activation_checkpointing
     positions, length = _lengths(recipe)
-    tokenizer = Tokenizer.model_validate({"kind": TRAINED_BY_FAMILY[recipe.model.family]})
+    tokenizer = Tokenizer.model_validate({"kind": recipe.model.facts.trained})
     degrees = {key: degree and min(2, degree) for key, degree in recipe.parallel.degrees.items()}
     most = {"validation_samples": 8, "validate_every": 10, "save_every": 10}
     run = {key: min(number, getattr(recipe.run, key)) for key, number in most.items()}

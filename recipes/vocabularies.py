@@ -10,7 +10,5 @@ PUBLISHED_VOCABULARIES = {
     "bert_uncased": BERT_UNCASED_VOCABULARY,
     "bert_cased": BERT_CASED_VOCABULARY,
 }
-TRAINED_BY_FAMILY = {"gpt2": "trained_bpe", "bert": "trained_wordpiece"}
-PUBLISHED_BY_FAMILY = {"gpt2": "gpt2", "bert": "bert_uncased"}  # the usual one
-TRAINED = tuple(TRAINED_BY_FAMILY.values())  # kinds of vocabulary that are learnt from the text
+TRAINED = ("trained_bpe", "trained_wordpiece")  # kinds of vocabulary that are learnt from the text
 SMALLEST_BPE = 257  # the 256 bytes, and the end-of-document token

@@ -7,7 +7,8 @@ from launch.checkpoints import run_checkpoints as checkpoint
 from launch.checkpoints.geometry import share
 from launch.checkpoints.manifest import WEIGHT, Manifest, Piece, Progress, StoredTensor
 from launch.checkpoints.tensor_file import Entry
-from modeling.families import family_of, meta_parameters
+from modeling.families import meta_parameters
+from modeling.formats.families import conversion_of
 from modeling.formats.huggingface.conversion import SAME
 
 
@@ -27,7 +28,7 @@ def write_checkpoint(
     """
     forms = dict.fromkeys(tensors, "canonical")
     if form == "transformers":
-        entries = {e.ours: e.form for e in family_of(recipe.model).conversion.name_map(recipe.model)}
+        entries = {e.ours: e.form for e in conversion_of(recipe.model).name_map(recipe.model)}
         forms = {name: "canonical" if entries[name] is SAME else form for name in tensors}
         tensors = {n: entries[n].to_theirs(t, recipe.model.heads)[0] for n, t in tensors.items()}
     directory = checkpoint.begin(root, step)

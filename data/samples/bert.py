@@ -28,7 +28,7 @@ from data.samples.chunks import Lengths, build_chunks
 from data.samples.fields import HELD_OUT_SEED, Fields, HeldOut, StoredSamples, spread
 from data.samples.masking import BertVocabulary, check_whole_words, mask
 from data.tokens.store import Store
-from recipes.micro_batch import FIELDS
+from recipes.families import BERT
 from recipes.plural import counted
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Masking, Recipe
@@ -88,7 +88,7 @@ class BertFields(Fields):
     def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
         weights = (self._real & (row_weights > 0)[:, None]).astype(np.float32)
         arrays = {**self, "weights": weights, "sentence_weights": row_weights.astype(np.float32)}
-        return {name: arrays[name] for name in FIELDS["bert"].names}
+        return {name: arrays[name] for name in BERT.fields.names}
 
     def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
         """The text has [was->now] in place of every predicted token."""

@@ -16,6 +16,7 @@ from data.samples.lanes import BertLane, Encode, GptLane, Lane, Place, Reader, t
 from data.samples.masking import BertVocabulary, check_whole_words
 from data.text.encoder import Encoder, SentenceEncoder, end_of_document
 from data.tokens.store import Store
+from recipes.families import FAMILIES
 from recipes.problems import Text
 from recipes.schema import Origin, Recipe
 
@@ -137,13 +138,16 @@ class BertFamily:
 
 
 Family = GptFamily | BertFamily
-FAMILIES: dict[str, type[GptFamily] | type[BertFamily]] = {"gpt2": GptFamily, "bert": BertFamily}
+
+
+def kind_of(family: str) -> type[GptFamily] | type[BertFamily]:
+    return BertFamily if FAMILIES[family].masked else GptFamily
 
 
 def family_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Family:
-    """The recipe's family, which is asked once per corpus.
+    """The recipe's family, made once per corpus.
 
     Raises:
         ProblemsError: the vocabulary does not fit it.
     """
-    return FAMILIES[recipe.model.family].of(recipe, tokenizer)
+    return kind_of(recipe.model.family).of(recipe, tokenizer)

@@ -24,7 +24,7 @@ class Fields(dict[str, np.ndarray]):
         raise NotImplementedError
 
     def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
-        """The arrays that `recipes.micro_batch.FIELDS` names.
+        """The arrays that `recipes.families` names.
 
         Args:
             row_weights: (n,) weight of a sample, so that a mean over micro-batches and ranks is one over

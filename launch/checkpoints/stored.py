@@ -13,7 +13,7 @@ from launch.checkpoints.geometry import Copy, copies, rectangles
 from launch.checkpoints.manifest import WEIGHT, Manifest, StoredTensor
 from launch.checkpoints.placement import Placement
 from launch.checkpoints.tensor_file import Reader
-from modeling.families import family_of
+from modeling.formats.huggingface import gpt2
 from modeling.formats.huggingface.conversion import Form
 from recipes import files
 from recipes.schema import Recipe
@@ -112,9 +112,9 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     @cached_property
     def _forms(self) -> dict[str, tuple[Form, int]]:
-        """How the tensors of `transformers` become canonical ones, by the recipe of the manifest."""
+        """How the tensors of `transformers`, whose GPT-2 alone Trainer trains, become canonical ones."""
         model = Recipe.model_validate(self.manifest.recipe).model
-        return {e.ours: (e.form, model.heads) for e in family_of(model).conversion.name_map(model)}
+        return {e.ours: (e.form, model.heads) for e in gpt2.name_map(model)}
 
 
 def load_weights(directory: Path, kind: str = WEIGHT) -> dict[str, torch.Tensor]:

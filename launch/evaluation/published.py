@@ -8,7 +8,6 @@ from functools import cache
 
 from data.tasks.windows import TaskName
 from recipes import catalog
-from recipes.family_words import WORDS
 from recipes.schema import Downstream
 
 TABLE = "megatron_paper_results"  # of language models scored on the tasks of launch/score.py
@@ -44,7 +43,7 @@ def published_scores() -> tuple[PublishedScore, ...]:
     for name in rows:
         recipe = catalog.load(name)
         if (published := recipe.published) is not None:
-            model = f"{WORDS[recipe.model.family].title} {published.size_label} ({published.framework})"
+            model = f"{recipe.model.facts.title} {published.size_label} ({published.framework})"
             found += _of(model, published.downstream, published.source)
             found += _of("best before it", published.previous, published.source)
     return tuple(found)

@@ -53,7 +53,7 @@ def open_model(given: str, wishes: Wishes) -> ScoredModel:
     """The model in a directory, checked as far as its headers tell. Raises ProblemsError."""
 
     def check(recipe: Recipe) -> None:
-        if recipe.model.family != "gpt2":
+        if recipe.model.facts.masked:
             came, rule = f"is a {recipe.model.family.upper()}", "these tasks are about the next token"
             raise ProblemsError([Problem(trained_model.KEY, came, rule, "give a GPT-2", where=given)])
 

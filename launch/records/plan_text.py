@@ -12,7 +12,6 @@ from launch.console.terminal import wrapped
 from launch.console.text_table import aligned
 from launch.machine.model_states import model_states
 from modeling import cost
-from recipes.family_words import WORDS
 from recipes.plural import counted
 from recipes.schema import Model
 
@@ -53,7 +52,7 @@ def describe_plan(plan: Plan, name: str, around: Surroundings, width: int | None
     chunks = f"chunks of {counted(recipe.checkpoint_interval, 'layer')}"
     recomputed = {0: "attention's scores" if recipe.recomputes_core else "nothing", 1: "every layer"}
     shape = (
-        f"{WORDS[model.family].describe(model)}, {counted(model.layers, 'layer')}, "
+        f"{family_of(model)}, {counted(model.layers, 'layer')}, "
         f"hidden size {model.hidden}, {counted(model.heads, 'head')}, sequence length {length}{apart}, "
         f"vocabulary {model.vocab_size} (padded to {plan.padded_vocab})"
     )
@@ -125,3 +124,15 @@ def describe_attention(model: Model, band_kernel: str | None) -> list[tuple[str,
     which = f"layers {', '.join(model.attention)}, repeated: {banded} of {model.layers}"
     kinds = f"{which} see {model.attention_window} positions"
     return [("attention", kinds), *([("  banded by", band_kernel)] if band_kernel else [])]
+
+
+def family_of(model: Model) -> str:
+    """The family, with what a model of it chooses besides its size."""
+    title = model.facts.title
+    if not model.facts.masked:
+        return title
+    head = "no sentence head" if model.sentence_head == "none" else f"{model.sentence_head.upper()} head"
+    if model.task_head != "none":
+        classes = "" if model.task_head == "span" else f" of {model.head_classes}"
+        head = f"{model.task_head} head{classes}"
+    return f"{title} ({model.layer_norm}-LN, {head})"

@@ -40,7 +40,6 @@ from launch.records.result import Result, make_result, write_result
 from launch.records.result_text import result_text
 from launch.records.silence import Silence
 from launch.records.throughput import Throughput
-from recipes.family_words import predicted_by
 from recipes.refused_by_system import problem
 
 ELSEWHERE = "move the run directory to another disk and --resume there"
@@ -190,7 +189,7 @@ class Recorder(Silence):
         run, hardware = self._run, description.summary(self._run.machine)
         around = Surroundings(hardware, run.band_kernel, self.directory.path, run.data)
         text = describe_plan(run.plan, run.name, around, terminal.columns(self._stream))
-        token = predicted_by(run.plan.recipe.model)
+        token = run.plan.recipe.model.predicted
         beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(run.entropies).items())
         to_beat = f"to beat on the validation text, in nats per {token}: {beat}"
         terminal.say(f"\n{text}\n\n{to_beat}\n", self._stream)
@@ -215,7 +214,7 @@ class Recorder(Silence):
             with self._going_on(self.directory.loss_png):
                 from launch.records.loss_plot import plot_loss  # with matplotlib, which no first step needs
 
-                per = predicted_by(run.plan.recipe.model)
+                per = run.plan.recipe.model.predicted
                 plot_loss(records, self.directory.loss_png, references, run.name, per)
             self._drawn = len(records)
         return result

@@ -34,7 +34,6 @@ from launch.records.metrics import (
 from launch.records.throughput import WARMUP_STEPS, SteadySeconds, Throughput, steady_seconds
 from modeling import cost
 from recipes import files
-from recipes.family_words import predicted_by
 from recipes.layout import Layout
 from recipes.schema import Model, Published
 
@@ -232,7 +231,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         sample=ending.sample,
         start=records.starts[-1] if records.starts else None,
         task_scores=ending.task_scores,
-        loss_per=predicted_by(recipe.model),
+        loss_per=recipe.model.predicted,
     )
     comparable = not other and not elsewhere
     return replace(measured, comparison=compare_with(recipe.published, measured, comparable=comparable))

@@ -18,7 +18,6 @@ from launch.records.directory import Launch, RunDirectory
 from launch.records.facts import Ending, RunFacts
 from launch.records.metrics import Records, curve, read_metrics
 from launch.records.result import Result, make_result, read_result
-from recipes.family_words import predicted_by
 from recipes.schema import Recipe
 
 Points = list[tuple[float, float]]
@@ -57,7 +56,7 @@ class Run:
     @property
     def loss_per(self) -> str:
         """What its losses are means over: token, masked token or example."""
-        return predicted_by(self.recipe.model) if self.recipe else self.result.loss_per
+        return self.recipe.model.predicted if self.recipe else self.result.loss_per
 
     @property
     def tiny(self) -> bool:

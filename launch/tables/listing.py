@@ -18,6 +18,7 @@ from launch.tables import evidence
 from launch.tables.scores import scores
 from modeling import cost
 from recipes import catalog, files
+from recipes.families import FAMILIES
 from recipes.plural import counted
 from recipes.problems import Problem, ProblemsError, RecipeError, did_you_mean
 from recipes.schema import Hardware, Published, Recipe
@@ -64,7 +65,7 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     own = "only this table, or that of your own file.yaml; repeatable"
     add("--table", action="append", default=[], metavar="NAME", help=own)
-    add("--family", choices=("gpt2", "bert"), help="only this family")
+    add("--family", choices=tuple(FAMILIES), help="only this family")
     gpus = "only rows that print so many GPUs, or run so many processes, e.g. 16, 1-8 or 64-"
     add("--gpus", metavar="N|A-B", type=_range, help=gpus)
     hardware = "only rows whose hardware has this text, e.g. dgx-2, 'jean zay' or a100"

@@ -13,15 +13,14 @@ from launch.planning.resolved_plans import published_plan
 from launch.tables.evidence import OtherRun, Part, PublishedTable
 from launch.tables.printed import Printed, agreement, derived, size_unit
 from launch.tables.rows import SAMPLES, TFLOPS, TIME, Check, PublishedRow
-from modeling import bert, cost, counting, gpt2
+from modeling import cost, counting
 from modeling.counting import RankCounts
-from modeling.families import model_shape
+from modeling.families import FAMILIES, model_shape
 from recipes.schema import Recipe
 
 SCALING = "published.weak_scaling_percent"
 BATCH = "batch.global", ("batch.micro", "batch.accumulation", "parallel.dp")
 PRODUCTS = {"GPUs": ("hardware.gpus", ("parallel.tp", "parallel.pp", "parallel.dp")), "global batch": BATCH}
-LAYER_LISTS = {"gpt2": gpt2.layer_list, "bert": bert.layer_list}
 DEGREES = (1, 2, 4, 8, 16)  # tensor-parallel degrees whose count a wrong size may be
 PARTS: dict[Part, Callable[[RankCounts], int]] = {
     "each once": lambda counts: counts.once,
@@ -75,7 +74,7 @@ def counts(recipe: Recipe) -> RankCounts:
         return counting.count_transformers(model, recipe.positions)
     shape = model_shape(recipe, embedding_rows(recipe, tp))
     layers = cost.stages_of(recipe, shape.padded_vocab, pp)
-    return counting.count(LAYER_LISTS[model.family], shape, tp, layers)
+    return counting.count(FAMILIES[model.family].layer_list, shape, tp, layers)
 
 
 def arithmetic(recipe: Recipe) -> RankCounts:

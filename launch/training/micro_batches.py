@@ -1,4 +1,4 @@
-"""A micro-batch (`recipes.micro_batch`) from the loader's form to what plain and pipeline engines take."""
+"""A micro-batch (`recipes.families`) from the loader's form to what plain and pipeline engines take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
 from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.unpadding import ROW_MULTIPLE, filled, rounded_up, row_of
-from recipes.micro_batch import MicroBatchFields, fields_of
+from recipes.families import MicroBatchFields, fields_of
 
 Device = torch.device | str
 

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from launch.checkpoints import run_checkpoints as checkpoint
 from launch.checkpoints.stored import StoredTensors
 from modeling import cost
-from modeling.families import family_of, whole_model
+from modeling.families import whole_model
+from modeling.generation import continue_prompt, fill_prompt
 from recipes.schema import Recipe
 
 LARGEST_SAMPLED = 2_000_000_000  # parameters; rank 0 does not assemble a larger model to continue a prompt
@@ -28,4 +29,5 @@ def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
             "--set run.save_last=true keeps one"
         )
     model = whole_model(recipe, StoredTensors(saved.directory, saved.manifest))
-    return str(family_of(recipe.model).answer(model, tokenizer, recipe.run.prompt, recipe.seed))
+    answer = fill_prompt if recipe.model.facts.masked else continue_prompt
+    return answer(model, tokenizer, recipe.run.prompt, recipe.seed)

@@ -24,6 +24,7 @@ from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import Entry, Reader
 from launch.machine import memory
 from modeling.families import family_of, meta_parameters, whole_model
+from modeling.formats.families import conversion_of
 from modeling.formats.huggingface.conversion import Conversion, Logits, Tensors, check_convertible
 from modeling.lazy_weights import LazyWeights
 from recipes import catalog
@@ -231,7 +232,7 @@ def write_model(
     `weights` are canonical, and read one after the other. Files are those of `save_pretrained`:
     model.safetensors, or shards with their index.
     """
-    conversion = family_of(recipe.model).conversion
+    conversion = conversion_of(recipe.model)
     special = dict(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id or 0)
     config = conversion.config(recipe.model, recipe.positions, recipe.dropout, **special)
     kind = conversion.model_class(recipe.model)
@@ -285,7 +286,7 @@ def _in_type(weights: Tensors, dtype: torch.dtype) -> LazyWeights:
 
 def their_logits(recipe: Recipe, directory: Path, batch: RandomBatch) -> Logits:
     """From the exported directory as a user loads it, computed in float32."""
-    conversion = family_of(recipe.model).conversion
+    conversion = conversion_of(recipe.model)
     kind = conversion.model_class(recipe.model)
     model = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
     with torch.no_grad():
@@ -303,7 +304,7 @@ def compare_tensors(
     """Read the exported tensors again, one at a time. Raises ExportMismatch: they hold other numbers."""
     opened = {file: Reader(directory / file) for file in set(files.values())}
     odd = []
-    for ours, theirs, form in family_of(recipe.model).conversion.name_map(recipe.model):
+    for ours, theirs, form in conversion_of(recipe.model).name_map(recipe.model):
         parts = [opened[files[name]].whole(name).float() for name in theirs]
         if not torch.equal(form.to_ours(parts, recipe.model.heads), weights[ours].to(dtype).float()):
             odd.append(ours)

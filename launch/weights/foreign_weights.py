@@ -16,7 +16,8 @@ from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.run_checkpoints import Damaged
 from launch.checkpoints.stored import StoredTensors
 from launch.ranks import processes
-from modeling.families import family_of, meta_parameters, with_few_layers
+from modeling.families import meta_parameters, with_few_layers
+from modeling.formats.families import conversion_of
 from modeling.formats.huggingface.config_forms import FORMS, MEGATRON_FORMS, RUN_FORMS, Forms, form_of
 from modeling.formats.huggingface.conversion import Selected
 from modeling.formats.huggingface.weight_files import read_state_dict
@@ -119,7 +120,7 @@ class TransformersWeights(Saved):
         return super().problems(few)
 
     def _differences(self, recipe: Recipe) -> Iterator[Problem]:
-        conversion = family_of(recipe.model).conversion
+        conversion = conversion_of(recipe.model)
         selected, kind = conversion.select(self._stored, recipe.model), conversion.class_name(recipe.model)
         meta = meta_parameters(recipe)
         shapes = {n: t.shape for n, t in conversion.to_transformers(meta, recipe.model).items()}
@@ -140,7 +141,7 @@ class TransformersWeights(Saved):
         yield from _untied(selected, recipe)
 
     def weights(self, recipe: Recipe) -> LazyWeights:
-        return family_of(recipe.model).conversion.read(self.directory, recipe.model)
+        return conversion_of(recipe.model).read(self.directory, recipe.model)
 
 
 class MegatronWeights(Saved):

@@ -20,31 +20,23 @@ from modeling.formats.huggingface.config_forms import (
     form_of,
 )
 from modeling.lazy_weights import LazyWeights
+from recipes.families import FAMILIES
 from recipes.files import FileError
 from recipes.nested import flatten
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
-from recipes.vocabularies import PUBLISHED_VOCABULARIES, TRAINED_BY_FAMILY
+from recipes.vocabularies import PUBLISHED_VOCABULARIES
 
 KEY = "--init_from"
 SAVED = "give a directory that save_pretrained or export_hf.py wrote, a run, or a checkpoint of Megatron"
 TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}
-FAMILIES = {
+FAMILY_OF_TYPE = {
     form.model_type: family
     for table in (FORMS, MEGATRON_FORMS, RUN_FORMS)
     for family, forms in table.items()
     for form in forms
 }
 LARGEST = 10**8  # of a size in a config.json, so that a product of two is still an integer of torch
-# What a recipe of another family has to set besides its shape.
-WITH_FAMILY: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": {"model.layer_norm": "pre", "model.sentence_head": "none"},
-    "bert": {
-        "model.implementation": "megarecipes",
-        "model.attention": ("dense",),
-        "model.attention_window": None,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class GivenModel:
 
     @property
     def family(self) -> str:
-        return FAMILIES[self.form.model_type]
+        return FAMILY_OF_TYPE[self.form.model_type]
 
     @property
     def model_values(self) -> dict[str, Any]:
@@ -165,7 +157,7 @@ def encoder_in(weights: InitialWeights) -> GivenModel:
     config = saved.config(None)
     known = {form.model_type: form for forms in saved.forms.values() for form in forms}
     form = known.get(str(config.get("model_type")))
-    if form is None or FAMILIES[form.model_type] != "bert":
+    if form is None or not FAMILIES[FAMILY_OF_TYPE[form.model_type]].masked:
         came = f"is a model of type {_shown(config.get('model_type'))}"
         refuse(came, "heads for tasks stand on a BERT", fix)
     sizes = {key: config.get(theirs, default) for key, (theirs, default) in form.shape.items()}
@@ -252,11 +244,12 @@ class _Config:
 
     def _settings(self, form: ConfigForm, vocabulary: int) -> dict[str, Any]:
         """What the recipe has to set for a model of this form, besides the shape."""
-        family = FAMILIES[form.model_type]
+        family = FAMILY_OF_TYPE[form.model_type]
         wanted: dict[str, Any] = {"model.layer_norm": form.layer_norm} if form.layer_norm else {}
         if family != self.recipe.model.family:
-            kind = TOKENIZERS.get(vocabulary, TRAINED_BY_FAMILY[family])
-            wanted |= {"model.family": family, **WITH_FAMILY[family], "data.tokenizer.kind": kind}
+            facts = FAMILIES[family]
+            kind = TOKENIZERS.get(vocabulary, facts.trained)
+            wanted |= {"model.family": family, **facts.settings, "data.tokenizer.kind": kind}
         elif vocabulary != self.recipe.model.vocab_size and vocabulary in TOKENIZERS:
             wanted["data.tokenizer.kind"] = TOKENIZERS[vocabulary]
         return {key: value for key, value in wanted.items() if self.values[key] != value}
@@ -269,7 +262,7 @@ class _Config:
             allowed_by_key[width] = ((4 * hidden,) if standard else (4 * hidden, None), standard)
         for key, (allowed, default) in allowed_by_key.items():
             if (value := self.config.get(key, default)) not in allowed:
-                rule = f"our {FAMILIES[form.model_type]} has {_shown(allowed[0])}, and no switch"
+                rule = f"our {FAMILY_OF_TYPE[form.model_type]} has {_shown(allowed[0])}, and no switch"
                 yield Problem(KEY, f"{key}={_shown(value)}", rule, "give other weights")
 
 

@@ -61,4 +61,4 @@ def head_products(
         return ()
     rows = samples * (length if predictions is None else predictions)
     logits = Product(rows, padded_vocab / tp, model.hidden)
-    return (Product(rows, model.hidden, model.hidden), logits) if model.family == "bert" else (logits,)
+    return (Product(rows, model.hidden, model.hidden), logits) if model.facts.masked else (logits,)

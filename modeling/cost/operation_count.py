@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modeling.cost.families import COUNTS
+from modeling.cost.families import head_operations
 from modeling.cost.parameter_count import parameters
 from recipes.schema import Model
 
@@ -40,7 +40,7 @@ def exact_flops_per_step(
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
     pairs = sum(length**2 if window is None else band(length, window) for window in model.windows)
     layers_forward = model.layers * 24 * length * hidden**2 + 4 * pairs * hidden
-    heads_forward = COUNTS[model.family].head_operations(model, length, vocab, predictions)
+    heads_forward = head_operations(model, length, vocab, predictions)
     passes = 4 if checkpointing else 3
     return global_batch * model.sequences * (passes * layers_forward + 3 * heads_forward)
 

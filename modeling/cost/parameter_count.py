@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modeling.cost.families import COUNTS
+from modeling.cost.families import first_stage, last_stage
 from recipes.schema import Model
 
 
@@ -47,13 +47,12 @@ def parameters_per_rank(
     assert vocab % tp == 0 and hidden % tp == 0, (
         f"vocabulary {vocab} and hidden {hidden} must be divisible by tp={tp}"
     )
-    own = COUNTS[model.family]
     depth = model.layers if layers is None else layers
     total = depth * ((12 * hidden**2 + 7 * hidden) // tp + 6 * hidden)
     if first or last:
         total += vocab // tp * hidden
     if first:
-        total += positions * hidden + own.first_stage(model)
+        total += positions * hidden + first_stage(model)
     if last:
-        total += (2 * hidden if model.layer_norm == "pre" else 0) + own.last_stage(model, vocab // tp)
+        total += (2 * hidden if model.layer_norm == "pre" else 0) + last_stage(model, vocab // tp)
     return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from modeling.cost.families import COUNTS
+from modeling.cost.families import head_operations
 from modeling.cost.operation_count import band
 from recipes.schema import Model, Recipe
 
@@ -12,7 +12,7 @@ from recipes.schema import Model, Recipe
 def stages_of(recipe: Recipe, padded_vocab: int, pp: int) -> tuple[int, ...]:
     """Layers of each stage of a recipe's model, as it trains."""
     recomputed = recipe.checkpoint_interval > 0
-    predictions = recipe.predictions if recipe.model.family == "bert" else None
+    predictions = recipe.predictions if recipe.model.facts.masked else None
     return stages_by_time(recipe.model, recipe.sequence_length, padded_vocab, predictions, recomputed, pp)
 
 
@@ -54,5 +54,5 @@ def head_in_layers(
     """Time of the output layer over that of a transformer layer, by the count of `exact_flops_per_step`."""
     pairs = [length**2 if window is None else band(length, window) for window in model.windows]
     layer = 24 * length * model.hidden**2 + 4 * model.hidden * sum(pairs) / len(pairs)
-    head = COUNTS[model.family].head_operations(model, length, padded_vocab, predictions)
+    head = head_operations(model, length, padded_vocab, predictions)
     return 3 * head / ((4 if recomputed else 3) * layer)

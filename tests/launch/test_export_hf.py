@@ -31,7 +31,8 @@ from launch.checkpoints.stored import load_weights
 from launch.records import vocabulary
 from launch.records.metrics import read_metrics
 from launch.weights.export import ExportMismatch
-from modeling.families import FAMILIES, family_of
+from modeling.formats import families
+from modeling.formats.families import conversion_of
 from modeling.formats.huggingface.conversion import Form
 from recipes import catalog
 from recipes.problems import ProblemsError
@@ -113,9 +114,7 @@ def transformers_loss(directory: Path, recipe: Recipe) -> float:
     """The recipe's loss over its validation samples in nats, by what transformers makes of `directory`."""
     samples = build(recipe, say=lambda text: None).validation
     fields = {name: torch.from_numpy(values) for name, values in samples.fields.items()}
-    model = (
-        family_of(recipe.model).conversion.model_class(recipe.model).from_pretrained(directory).float().eval()
-    )
+    model = conversion_of(recipe.model).model_class(recipe.model).from_pretrained(directory).float().eval()
     with torch.no_grad():
         if recipe.model.family == "bert":
             return bert_loss(model, fields, recipe)
@@ -175,7 +174,7 @@ def test_a_second_phase_starts_from_the_weights_of_the_first(tmp_path):
     assert transformers_loss(tmp_path / "out", long) == pytest.approx(start, abs=1e-5)
     assert learnt[STEPS] < learnt[0] - 0.05, "the first phase has learned, so these are not initial weights"
     saved, later = load_weights(done.checkpoint), load_weights(checkpoints.newest_whole(second)[0].directory)
-    back = family_of(short.model).conversion.read(tmp_path / "out", short.model)
+    back = conversion_of(short.model).read(tmp_path / "out", short.model)
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
     moved = (later["embedding.position"] - saved["embedding.position"]).abs().amax(1)
     assert moved.shape == (64,) and moved.min() > 1e-5, "the second phase trains all positions"
@@ -185,7 +184,7 @@ def test_the_export_holds_the_runs_weights_bit_for_bit_and_its_vocabulary(traine
     directory = trained("dp2 zero3 bf16")
     done, _ = export_hf.export(directory, tmp_path / "out")
     recipe = catalog.load_resolved(directory / "recipe.yaml")
-    back = family_of(recipe.model).conversion.read(tmp_path / "out", recipe.model)
+    back = conversion_of(recipe.model).read(tmp_path / "out", recipe.model)
     saved = load_weights(done.checkpoint)
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
     # Master weights, not the bf16 ones that the run computes with.
@@ -255,7 +254,7 @@ def test_an_exported_bert_is_complete(trained, tmp_path):
     )
     export_hf.export(directory, tmp_path / "float32")
     recipe, saved = catalog.load_resolved(directory / "recipe.yaml"), load_weights(done.checkpoint)
-    back = family_of(recipe.model).conversion.read(tmp_path / "float32", recipe.model)
+    back = conversion_of(recipe.model).read(tmp_path / "float32", recipe.model)
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
 
 
@@ -264,14 +263,13 @@ def break_conversion(monkeypatch):
     """Change the form of the parameters that have a string in their canonical name."""
 
     def break_it(family: str, part: str, change) -> None:
-        right = FAMILIES[family]
+        right = families.CONVERSIONS[family]
 
         def name_map(model):
-            for entry in right.conversion.name_map(model):
+            for entry in right.name_map(model):
                 yield entry._replace(form=change(entry.form)) if part in entry.ours else entry
 
-        wrong = replace(right, conversion=replace(right.conversion, name_map=name_map))
-        monkeypatch.setitem(FAMILIES, family, wrong)
+        monkeypatch.setitem(families.CONVERSIONS, family, replace(right, name_map=name_map))
 
     return break_it
 

@@ -16,7 +16,7 @@ from data.text.trained_vocabulary import around, train_bpe, train_wordpiece
 from launch import generate
 from launch.console import ends
 from launch.records import vocabulary
-from modeling.families import family_of
+from modeling.formats.families import conversion_of
 from recipes import catalog
 
 COMMAND = ROOT / "launch/generate.py"
@@ -52,7 +52,7 @@ def folder(tmp_path_factory) -> Path:
         plain = ("model.sentence_head=none", "model.layer_norm=post") if name == "bert" else ()
         directory, weights = make_run(folder / name, row, *plain)
         recipe = catalog.load_resolved(directory / "recipe.yaml")
-        conversion = family_of(recipe.model).conversion
+        conversion = conversion_of(recipe.model)
         theirs = classes(conversion.config(recipe.model, recipe.sequence_length))
         theirs.load_state_dict(conversion.to_transformers(weights, recipe.model), strict=False)
         theirs.save_pretrained(folder / f"{name}-hf")

@@ -18,7 +18,7 @@ from modeling.bert import Bert, BertShape, pretraining_loss
 from modeling.generation import fill_masks
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
-from recipes.micro_batch import FIELDS
+from recipes.families import BERT
 
 B, S, P, V = 3, 24, 4, 90
 BOTH = pytest.mark.parametrize("post", [False, True], ids=["pre-LN", "post-LN"])
@@ -144,7 +144,7 @@ def test_recomputation_changes_no_gradient(post, monkeypatch):
 
 def test_a_micro_batch_is_cut_after_its_longest_sample_and_needs_no_mask_if_that_is_all():
     model = bert()
-    whole = model(*(batch((13, 9, 12))[name] for name in FIELDS["bert"].names))[0]
+    whole = model(*(batch((13, 9, 12))[name] for name in BERT.fields.names))[0]
     arguments, _ = micro_batches.for_plain(batch((13, 9, 12)), "cpu")
     assert arguments[0].shape == arguments[1].shape == (B, 16) and arguments[2] is not None
     torch.testing.assert_close(model(*arguments)[0], whole)
@@ -161,7 +161,7 @@ def test_dropout_does_not_depend_on_where_padding_is_cut(post):
         batch((13, 9, 12)),
         salts_of(3, 0, torch.arange(B), S),
     )
-    whole = model(*(b[name] for name in FIELDS["bert"].names), salts=salts)[0]
+    whole = model(*(b[name] for name in BERT.fields.names), salts=salts)[0]
     arguments, salted = micro_batches.for_plain(b, "cpu", salts)
     assert arguments[0].shape == (B, 16) == salted["salts"].shape[:2]
     torch.testing.assert_close(model(*arguments, **salted)[0], whole)

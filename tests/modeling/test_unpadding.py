@@ -20,7 +20,7 @@ from modeling.bert import Bert, BertShape
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
 from modeling.unpadding import ROW_MULTIPLE, Row, attention_of_samples, row_of, unpadded_attention
-from recipes.micro_batch import FIELDS
+from recipes.families import BERT
 
 S, P, V = 48, 6, 90
 LENGTHS = (48, 17, 9, 30, 1, 48, 22, 13)
@@ -74,7 +74,7 @@ def compare(one, other):
 def test_losses_and_gradients_are_those_of_padded_samples(post, options):
     model, b = bert(post, **options).train(), batch()
     salts = salts_of(3, 0, torch.arange(B), S) if options.get("hidden_dropout") else None
-    padded = [b[name] for name in FIELDS["bert"].names], ({} if salts is None else {"salts": salts})
+    padded = [b[name] for name in BERT.fields.names], ({} if salts is None else {"salts": salts})
     unpadded = for_plain(b, "cpu", salts)
     assert isinstance(unpadded[0][2], Row)
     compare(losses_and_gradients(model, *padded), losses_and_gradients(model, *unpadded))

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from launch.evaluation.generation.trained_model import TrainedModel
 from recipes import files
-from recipes.family_words import WORDS
+from recipes.families import FAMILIES
 from recipes.problems import MOST, Problem, ProblemsError
 
 JSON_LINES = ".jsonl"
@@ -97,7 +97,7 @@ def _unfit(prompt: Prompt, tokens: tuple[int, ...] | None, model: TrainedModel) 
     if tokens is None:
         yield Problem("--prompt", "is not UTF-8", "a prompt is text", where=prompt.where)
     elif not prompt.text.strip() or not tokens:
-        fix = f"give some text, such as {WORDS[family].prompt!r}"
+        fix = f"give some text, such as {FAMILIES[family].prompt!r}"
         yield Problem("--prompt", "is empty", "there is nothing to go on with", fix, where=prompt.where)
     elif len(tokens) > positions:
         came, rule = f"has {len(tokens):,} tokens", f"the model has {positions:,} positions (model.positions)"

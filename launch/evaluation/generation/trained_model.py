@@ -14,7 +14,6 @@ from launch.weights import foreign_weights as given_tensors
 from launch.weights.foreign_weights import RunWeights
 from launch.weights.initial_weights import KEY as INIT_FROM
 from launch.weights.initial_weights import InitialWeights
-from modeling.families import family_of
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
@@ -48,7 +47,7 @@ class TrainedModel:
     @property
     def continues(self) -> bool:
         """Whether it writes on after a prompt, and does not fill in masks."""
-        return family_of(self.recipe.model).continues
+        return not self.recipe.model.facts.masked
 
 
 def open_model(
@@ -114,6 +113,6 @@ def _unfit(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Probl
         came = f"the vocabulary in {tokenizer.name_or_path or 'that directory'} has {tokens:,} tokens"
         fix = f"name the directory of the model's own with {TOKENIZER} DIR"
         yield Problem(TOKENIZER, came, f"the model has {size:,} (model.vocab_size)", fix)
-    if not family_of(recipe.model).continues and (missing := missing_roles(tokenizer)):
+    if recipe.model.facts.masked and (missing := missing_roles(tokenizer)):
         came = f"the vocabulary names no {', '.join(missing)}"
         yield Problem(TOKENIZER, came, "masks are filled with them", f"name another with {TOKENIZER} DIR")

@@ -32,6 +32,7 @@ from launch.training.training_batches import training_batches
 from modeling import cost
 from modeling.cost.matrix_products import Product, head_products, layer_products
 from modeling.families import family_of, model_shape
+from modeling.formats.families import conversion_of
 from modeling.initialization import DTYPES, Init
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step
@@ -143,7 +144,7 @@ class Transformers:
     def __init__(self, spec: Specification) -> None:
         self.data, self.clock = Data(spec), Clock()
         plan, recipe = self.data.plan, self.data.recipe
-        conversion = family_of(recipe.model).conversion
+        conversion = conversion_of(recipe.model)
         config = conversion.config(recipe.model, recipe.positions, recipe.dropout)
         config.use_cache = False
         kind = conversion.model_class(recipe.model)

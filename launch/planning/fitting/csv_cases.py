@@ -25,9 +25,11 @@ from launch.planning.prediction.step_time import step_time
 from launch.planning.prediction.workload import Buffers, Workload, usual_buffers
 from modeling.cost import FP32, MIXED
 from recipes import files
+from recipes.families import FAMILIES
 from recipes.layout import Layout, divisors, padded_vocab
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Dropout, Model
+from recipes.vocabularies import PUBLISHED_VOCABULARIES
 
 OURS = Path(__file__).with_name("other_documents.csv")
 COLUMNS = {
@@ -199,9 +201,10 @@ class _Line:
 
     def base(self) -> Workload:
         """The step with one micro-batch of one sample."""
-        family, system = self.choice("family", ("gpt2", "bert"), "gpt2"), SYSTEMS[self.software()]
-        length = self.whole("sequence_length") or (512 if family == "bert" else 1024)
-        vocab = self.whole("vocab_size") or (30522 if family == "bert" else 50257)
+        family, system = self.choice("family", tuple(FAMILIES), "gpt2"), SYSTEMS[self.software()]
+        facts = FAMILIES[family]
+        length = self.whole("sequence_length") or facts.length
+        vocab = self.whole("vocab_size") or PUBLISHED_VOCABULARIES[facts.published]
         tp, pp, hidden = self.whole("tp") or 1, self.whole("pp") or 1, self.needed("hidden")
         dp = self.whole("dp") or max(1, (self.whole("gpus") or tp * pp) // (tp * pp))
         if "attention" in self.cells:

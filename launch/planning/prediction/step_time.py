@@ -128,7 +128,7 @@ class Passes:
         square = cost.attention_products(
             work.model, work.tokens, work.sequence_length, work.layout.tp, window
         )
-        causal = work.model.family == "gpt2" and window is None and not work.software.keeps_scores
+        causal = not work.model.facts.masked and window is None and not work.software.keeps_scores
         return (0.5 if causal else 1.0) * self._attention(square)
 
     def _products(self, products: Iterable[cost.Product]) -> float:

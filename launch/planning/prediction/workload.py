@@ -172,7 +172,7 @@ def of_plan(plan: Plan) -> Workload:
     ours = recipe.model.implementation == "megarecipes"
     return Workload(
         model=recipe.model, dropout=recipe.dropout, sequence_length=recipe.sequence_length,
-        predictions=recipe.predictions if recipe.model.family == "bert" else None,
+        predictions=recipe.predictions if recipe.model.facts.masked else None,
         padded_vocab=plan.padded_vocab, layout=plan.layout, precision=plan.precision,
         recomputed=recipe.checkpoint_interval, zero_stage=plan.zero_stage,
         software=OURS if ours else SYSTEMS["transformers"], widths=state_widths(plan),

@@ -13,6 +13,7 @@ from launch.planning.prediction.forecast import SNUG
 from launch.planning.search import candidates, largest
 from launch.planning.search.largest import LargestModel, Setting
 from recipes import catalog
+from recipes.families import FAMILIES
 from recipes.plural import counted
 
 ABOUT = """\
@@ -79,7 +80,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
     name = RECIPES[args.family]
     node = hardware.node_for(catalog.load(name), args.hardware)
     half = candidates.half_precision(node)
-    length = args.sequence_length or {"gpt2": 1024, "bert": 512}[args.family]
+    length = args.sequence_length or FAMILIES[args.family].length
     recipe = catalog.load(name, [f"sequence_length={length}", f"precision={half}"])
     return Setting(recipe, node, args.nodes, args.micro)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.families import FAMILIES, FamilyFacts
 from recipes.schema import Model
 from recipes.vocabularies import BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY
 
@@ -103,19 +104,18 @@ MEGATRON_FORMS: Forms = {
 }
 
 
-def _run(model_type: str, layer_norm: str | None = None) -> ConfigForm:
+def _run(family: FamilyFacts) -> Iterator[ConfigForm]:
     """A run of this project: keys of its recipe are ours."""
     shape = _shape(" ".join(SHAPE), 0, 0, 0, 0, 0)
-    return ConfigForm(model_type, shape, ("", None), {}, layer_norm, "its recipe says")
+    for placement in family.placements or (None,):
+        name = f"megarecipes-{family.name}" + (f"-{placement}-LN" if placement else "")
+        yield ConfigForm(name, shape, ("", None), {}, placement, "its recipe says")
 
 
-RUN_FORMS: Forms = {
-    "gpt2": (_run("megarecipes-gpt2"),),
-    "bert": (_run("megarecipes-bert-pre-LN", "pre"), _run("megarecipes-bert-post-LN", "post")),
-}
+RUN_FORMS: Forms = {name: tuple(_run(family)) for name, family in FAMILIES.items()}
 
 
 def form_of(model: Model, forms: Forms = FORMS) -> ConfigForm | None:
     """The form of the model's own type; None where it has none."""
-    of_family = forms[model.family]
+    of_family = forms.get(model.family, ())
     return next((form for form in of_family if form.layer_norm in (None, model.layer_norm)), None)

@@ -12,21 +12,21 @@ from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch.training import micro_batches
 from recipes import catalog
-from recipes.micro_batch import FIELDS, TASK_FIELDS
+from recipes.families import FAMILIES, TASK_FIELDS
 
 SIZES = dict(samples=3, length=24, predictions=4, vocabulary=90)
 MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
 ALONE = SimpleNamespace(dp=1)
-FAMILIES = pytest.mark.parametrize("family", FIELDS)
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
 def batch(family: str) -> micro_batches.MicroBatch:
-    return micro_batches.random_batch(FIELDS[family], **SIZES)
+    return micro_batches.random_batch(FAMILIES[family].fields, **SIZES)
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_a_random_batch_has_the_shapes_of_the_fields(family):
-    fields, sizes = FIELDS[family], dict(B=3, S=24, P=4)
+    fields, sizes = FAMILIES[family].fields, dict(B=3, S=24, P=4)
     for name, dimensions in {**fields.inputs, **fields.targets}.items():
         value = batch(family)[name]
         assert value.shape == tuple(sizes[dimension] for dimension in dimensions), name
@@ -41,9 +41,9 @@ def test_a_random_question_has_a_sequence_for_each_choice():
     assert spans["ends"].shape == (3,) and max(spans["starts"].max(), spans["ends"].max()) < 24
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_inputs_go_to_the_first_stage_and_targets_to_the_last(family):
-    given, fields = batch(family), FIELDS[family]
+    given, fields = batch(family), FAMILIES[family].fields
     inputs, targets = micro_batches.for_pipeline(given)
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     for names, values in ((fields.inputs, inputs), (fields.targets, targets)):

@@ -17,7 +17,7 @@ from launch.checkpoints.stored import StoredTensors
 from launch.machine import memory
 from launch.weights import export
 from launch.weights.export import ExportMismatch
-from modeling.families import family_of
+from modeling.formats.families import conversion_of
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -64,7 +64,7 @@ def test_shards_are_written_and_read_again_with_one_tensor_in_memory(
     assert most == 1 and done.difference is None and done.files > 2
     said = export_hf.describe(done, recipe)
     assert "was not compared with our model: that takes" in said and f"{dtype} in {done.files} files" in said
-    conversion = family_of(recipe.model).conversion
+    conversion = conversion_of(recipe.model)
     expected = conversion.to_transformers(model_tensors(recipe), recipe.model)
     model = conversion.model_class(recipe.model).from_pretrained(tmp_path / "out")
     state = model.state_dict()

@@ -23,7 +23,7 @@ from launch.training.job import plan_job
 from launch.weights import export
 from launch.weights import foreign_weights as given_tensors
 from launch.weights.initial_weights import InitialWeights
-from modeling.families import family_of
+from modeling.formats.families import conversion_of
 from modeling.formats.huggingface.config_forms import SHAPE
 from modeling.formats.huggingface.weight_files import read_state_dict
 from recipes import catalog
@@ -46,7 +46,7 @@ def saved(tmp_path_factory) -> Callable[..., Path]:
     made: dict[tuple, Path] = {}
 
     def get(recipe: Recipe, positions: int = 64, kind: str | None = None) -> Path:
-        conversion = family_of(recipe.model).conversion
+        conversion = conversion_of(recipe.model)
         key = (recipe.model.family, recipe.model.layer_norm, positions, kind)
         if key not in made:
             torch.manual_seed(3)
@@ -297,7 +297,7 @@ def test_shorter_samples_keep_all_positions(case, saved, tmp_path):
     batch = export.RandomBatch.of(recipe)
     assert batch.tokens.shape[1] == 64
     expected = export.their_logits(recipe, directory, batch)
-    conversion = family_of(recipe.model).conversion
+    conversion = conversion_of(recipe.model)
     weights = given_tensors.read(directory, recipe)
     if case == "transformers":
         model = transformers_model.build(recipe, InitialWeights(str(directory))).eval()

@@ -1,0 +1,146 @@
+"""The families of models: what is known of each without torch, once.
+
+Shapes of a micro-batch: B samples of S tokens, of which a masked family predicts P; for a task N = B, or a
+B-th share where a choice is among several samples. Token ids, lengths and positions are int64, weights
+float32. The loss of a micro-batch is the sum of cross-entropies times weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class MicroBatchFields:
+    """Tensor names in the order in which a model takes them -> their dimensions."""
+
+    inputs: Mapping[str, str]  # what the first pipeline stage takes
+    targets: Mapping[str, str]  # what the last one computes the loss from
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, as the plain model takes them."""
+        return (*self.inputs, *self.targets)
+
+    @property
+    def sizes(self) -> Mapping[str, str]:
+        """The dimensions of all of them."""
+        return {**self.inputs, **self.targets}
+
+    @property
+    def padded(self) -> bool:
+        """Whether a sample may end before its S-th token: `lengths` says where."""
+        return "lengths" in self.inputs
+
+    @property
+    def uneven(self) -> bool:
+        """Whether samples predict different numbers of tokens, up to P."""
+        return "P" in self.targets["weights"]
+
+
+class Refused(NamedTuple):
+    """Values of a key that a family does not have."""
+
+    key: str
+    values: tuple[str, ...]
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class FamilyFacts:
+    """One family. The defaults are those of models that predict each next token.
+
+    Attributes:
+        name: `model.family` of its recipes.
+        title: as people call it.
+        fields: tensors of a micro-batch in pretraining.
+        masked: it predicts masked tokens of whole samples and can have heads for sentences and tasks, as a
+            BERT; else the next token at every position.
+        prompt: an example that every vocabulary can encode.
+        length: usual tokens of a sample.
+        shortest: tokens of the shortest sample.
+        trained, published: kinds of vocabulary that are usual for it.
+        refused: values that it does not have.
+        settings: keys that a recipe of another family sets to become one of this, besides the shape.
+        placements: values of `model.layer_norm`, where it has several.
+    """
+
+    name: str
+    title: str
+    fields: MicroBatchFields
+    masked: bool = False
+    prompt: str = "The"
+    length: int = 1024
+    shortest: int = 1
+    trained: str = "trained_bpe"
+    published: str = "gpt2"
+    refused: tuple[Refused, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    placements: tuple[str, ...] = ()
+
+
+GPT2 = FamilyFacts(
+    name="gpt2",
+    title="GPT-2",
+    fields=MicroBatchFields(inputs={"tokens": "BS"}, targets={"labels": "BS", "weights": "BS"}),
+    refused=(
+        Refused("model.layer_norm", ("post",), "GPT-2 normalises before attention and MLP", "set it to pre"),
+        Refused(
+            "model.sentence_head", ("nsp", "sop"), "only a BERT has a sentence objective", "set it to none"
+        ),
+    ),
+    settings={"model.layer_norm": "pre", "model.sentence_head": "none"},
+)
+BERT = FamilyFacts(
+    name="bert",
+    title="BERT",
+    fields=MicroBatchFields(
+        inputs={"tokens": "BS", "token_types": "BS", "lengths": "B", "positions": "BP"},
+        targets={"labels": "BP", "weights": "BP", "sentence_labels": "B", "sentence_weights": "B"},
+    ),
+    masked=True,
+    prompt="The [MASK].",
+    length=512,
+    shortest=8,  # [CLS] A [SEP] B [SEP] with a few tokens in each
+    trained="trained_wordpiece",
+    published="bert_uncased",
+    refused=(
+        Refused(
+            "data.tokenizer.kind",
+            ("trained_bpe", "gpt2"),
+            "a BERT needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]",
+            "set data.tokenizer.kind to trained_wordpiece, bert_uncased, bert_cased or file",
+        ),
+        Refused(
+            "model.implementation",
+            ("transformers",),
+            "transformers' Trainer is run with its GPT-2",
+            "set model.family to gpt2",
+        ),
+    ),
+    settings={
+        "model.implementation": "megarecipes",
+        "model.attention": ("dense",),
+        "model.attention_window": None,
+    },
+    placements=("pre", "post"),
+)
+FAMILIES: dict[str, FamilyFacts] = {family.name: family for family in (GPT2, BERT)}
+
+_TEXT = {"tokens": "BS", "token_types": "BS", "lengths": "B"}
+_CLASS = {"labels": "N", "weights": "N"}
+# By model.task_head of a BERT that is fine-tuned.
+TASK_FIELDS: Mapping[str, MicroBatchFields] = {
+    "classification": MicroBatchFields(inputs=_TEXT, targets=_CLASS),
+    "span": MicroBatchFields(inputs=_TEXT, targets={"starts": "N", "ends": "N", "weights": "N"}),
+    "choice": MicroBatchFields(inputs=_TEXT, targets=_CLASS),
+}
+
+
+def fields_of(names: Collection[str]) -> MicroBatchFields:
+    """The fields of the micro-batch that holds tensors of these names; those of equal names share them."""
+    every = (*(family.fields for family in FAMILIES.values()), *TASK_FIELDS.values())
+    return next(fields for fields in every if set(fields.names) == set(names))
