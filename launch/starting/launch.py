@@ -263,9 +263,9 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
     from launch.checkpoints import reading
     from launch.records.facts import Ending
     from launch.training import agreement
+    from launch.training.early_ends import BrokenData, Diverged, NotSavedError
     from launch.training.loop import train
-    from launch.training.outcome import BrokenData, Diverged
-    from launch.training.run import NotSavedError, checksum
+    from launch.training.run import Start, checksum
     from modeling.parallel.process_grid import ProcessGrid
 
     start_up.resume_collections()
@@ -294,7 +294,7 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
         refuse_by_system(e, job.directory)
     with opened as recorder:
         try:
-            stopped = train(job, recorder, corpus, grid, checkpoint, work.after_training)
+            stopped = train(Start(job, recorder, corpus, grid, checkpoint), work.after_training)
         except (Diverged, BrokenData) as e:
             peaks = agreement.peak_memory(grid.control_group)
             if isinstance(e, Diverged):

@@ -32,8 +32,8 @@ from launch.machine import compiled_ops, memory
 from launch.records.facts import StepOutcome, Validation
 from launch.training import compiling, micro_batches
 from launch.training.build_model import build_module
+from launch.training.early_ends import Diverged
 from launch.training.job import Job
-from launch.training.outcome import Diverged
 from launch.training.schedule import Schedule
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import TransformerLayer
@@ -122,7 +122,7 @@ def train_step(
     batches: Sequence[MicroBatch],
     grid: ProcessGrid,
     salts: Sequence[torch.Tensor | None],
-) -> Performed:
+) -> PendingStep:
     """One optimizer step over this data-parallel rank's micro-batches, which a GPU may still compute.
 
     `salts`: of each micro-batch, as `micro_batches.salts_of_step` gives them.
@@ -149,11 +149,11 @@ def train_step(
                 engine.step()
                 losses.append(torch.cat([loss.detach().float().view(1), *parts]))
             loss, *parts = data_parallel_mean(torch.stack(losses).mean(0), grid)
-    return Performed(engine, before, loss, parts)
+    return PendingStep(engine, before, loss, parts)
 
 
 @dataclass(frozen=True)
-class Performed:
+class PendingStep:
     """An optimizer step whose figures are not read yet: reading them waits for the GPU."""
 
     engine: DeepSpeedEngine

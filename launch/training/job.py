@@ -18,8 +18,6 @@ from recipes.schema import Recipe
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_configs.findings import Notice
-
 
 class InitialWeights(Protocol):
     """Weights in a directory, from which a run starts instead of random ones (`launch.weights`)."""

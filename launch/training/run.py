@@ -1,7 +1,7 @@
 """A run around its optimizer steps: its start, its batches, what it records, when it validates and saves.
 
 The loop over the steps is that of launch/training/loop.py, or `transformers.Trainer`'s
-(launch/training/transformers_trainer.py). Both call `tell`, `hear`, `record`, `validate_if_due` and
+(launch/training/transformers_trainer.py). Both call `exchange`, `news`, `record`, `validate_if_due` and
 `save_if_due` after every step.
 """
 
@@ -35,31 +35,23 @@ from launch.ranks.watchdog import Phase, Watchdog
 from launch.records.facts import RankSeconds, StepOutcome, Validation
 from launch.records.silence import Silence
 from launch.training import agreement
+from launch.training.early_ends import BrokenData, Diverged, NotSavedError, SkippedInARow
 from launch.training.engine import Forward, forward, validate
 from launch.training.forward_clock import ForwardClock
 from launch.training.job import Job
-from launch.training.outcome import BrokenData, Diverged, SkippedInARow
-from launch.training.step_exchange import StepNews, StepReport, Telling
+from launch.training.step_exchange import StepExchange, StepNews, StepReport
 from modeling.parallel.process_grid import ProcessGrid
 
 
 @dataclass(frozen=True)
-class EarlyStop:
-    """A run that ended before its last step. `request`: the signal or file that asked for it."""
+class Start:
+    """What a run starts from, once all ranks have agreed on it."""
 
-    request: str
-    step: int  # completed optimizer steps
-    steps: int  # of the whole run
-
-    def __str__(self) -> str:
-        return f"{self.request}: stopped after step {self.step} of {self.steps}, checkpoint saved"
-
-
-class NotSavedError(Exception):
-    """The last checkpoint of a run could not be written; the message says why."""
-
-
-EXPECTED = (Diverged, BrokenData, NotSavedError)  # ends on all ranks alike, which pretrain explains
+    job: Job
+    recorder: Silence
+    corpus: Corpus
+    grid: ProcessGrid
+    checkpoint: Checkpoint | None = None
 
 
 class TrainingRun:
@@ -70,27 +62,32 @@ class TrainingRun:
     """
 
     def __init__(
-        self, job: Job, recorder: Silence, corpus: Corpus, grid: ProcessGrid, engine: DeepSpeedEngine,
-        batches: StepBatches, checkpoint: Checkpoint | None, stop: StopRequest, watchdog: Watchdog,
+        self,
+        start: Start,
+        engine: DeepSpeedEngine,
+        batches: StepBatches,
+        stop: StopRequest,
+        watchdog: Watchdog,
         forward: Forward = forward,
-    ):  # fmt: skip
+    ):
         """Load the checkpoint into the engine, or validate the initial weights.
 
         `batches`: of this rank, from the checkpoint's step on; `forward`: how the engine computes the loss.
         """
-        self.job, self.recorder, self.grid, self.engine, self.batches = job, recorder, grid, engine, batches
-        self.recipe, self.corpus, self.forward = job.plan.recipe, corpus, forward
+        self.job, self.recorder, self.corpus = job, recorder, corpus = start.job, start.recorder, start.corpus
+        self.grid = grid = start.grid
+        self.recipe, self.engine, self.batches, self.forward = job.plan.recipe, engine, batches, forward
         self.stop, self.watchdog = stop, watchdog
         self.clock = ForwardClock(engine, watchdog.advance)
         self.held_out = held_out_batches(corpus.validation, job.plan, grid)
         self.skipped = SkippedInARow(job.plan.precision)
-        self.start_step = self.done = self.saved = first_step(checkpoint)
+        self.start_step = self.done = self.saved = first_step(start.checkpoint)
         self._saved_at = time.monotonic()  # when the last save began
         self._told: set[str] = set()  # broken records that are already said to be left out
         self.state = EngineState(engine, grid)
         self.saver = Saver(self.state, job.plan, grid, job.checkpoints, recorder)
-        if checkpoint:
-            reading.load(self.state, checkpoint)
+        if start.checkpoint:
+            reading.load(self.state, start.checkpoint)
         else:
             recorder.validation(0, self.validate(self.held_out))
         recorder.reached("weights")
@@ -111,18 +108,18 @@ class TrainingRun:
                 kept = f"the state after step {self.done} could not be saved: {self.saver.problem}"
             error.kept = f"{kept}; once that is done, the same command with --resume continues"
 
-    def tell(self, waited: float) -> Telling:
+    def exchange(self, waited: float) -> StepExchange:
         """Tell the other ranks of this one's step, of which `waited` seconds went to its data.
 
         Whoever asks to stop after this is heard at the end of the next step.
         """
         own = StepReport(REASONS.index(self.stop.look()), waited + self.clock.take())
-        return Telling(own, self.grid.control_group)
+        return StepExchange(own, self.grid.control_group)
 
-    def hear(self, telling: Telling) -> StepNews:
+    def news(self, exchange: StepExchange) -> StepNews:
         """What all ranks have told, once this one has the outcome of its step."""
         self.watchdog.enter(Phase.COMPUTED)
-        return telling.heard()
+        return exchange.wait()
 
     def record(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
@@ -204,10 +201,10 @@ class TrainingRun:
         return validate(self.engine, held_out, self.grid, self.forward)
 
 
-def watching(job: Job, recorder: Silence, grid: ProcessGrid) -> AbstractContextManager[Watchdog]:
+def watching(start: Start) -> AbstractContextManager[Watchdog]:
     """The watchdog of this rank, which runs in the block. Collective."""
-    watchdog = Watchdog(job.directory, job.plan.recipe.run.hang_after)
-    return watchdog.running(grid.control_group, recorder.say)
+    watchdog = Watchdog(start.job.directory, start.job.plan.recipe.run.hang_after)
+    return watchdog.running(start.grid.control_group, start.recorder.say)
 
 
 def next_batch(batches: StepBatches) -> list[MicroBatch]:

@@ -52,7 +52,7 @@ class StepNews:
         return RankSeconds(min(seconds), statistics.median(seconds), most, seconds.index(most))
 
 
-class Telling:
+class StepExchange:
     """An exchange on its way: the CPUs talk while a GPU still computes the step."""
 
     def __init__(self, own: StepReport, group: dist.ProcessGroup) -> None:
@@ -61,7 +61,7 @@ class Telling:
         self._table = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64)
         self._work = _all_gather(self._table.view(-1), row, group=group, async_op=True)
 
-    def heard(self) -> StepNews:
+    def wait(self) -> StepNews:
         """What all ranks have told."""
         self._work.wait()
         return StepNews(tuple(_report(values) for values in self._table.tolist()))

@@ -13,7 +13,7 @@ from data.samples.fields import TrainingSamples
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks.processes import gathered
-from launch.training.outcome import BrokenData
+from launch.training.early_ends import BrokenData
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.layout import Layout
 from recipes.rank_order import model_groups

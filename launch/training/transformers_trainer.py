@@ -30,22 +30,19 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from data.corpus import Corpus
 from data.loader import MicroBatch, StepBatches
 from ds_configs.plan import Plan
-from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.loss_scale_growth import postpone_growth
 from launch.machine import compiled_ops
 from launch.ranks import ending
 from launch.ranks.stop_request import StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
-from launch.records.silence import Silence
 from launch.training import engine as steps
 from launch.training import micro_batches, transformers_model
+from launch.training.early_ends import EXPECTED, EarlyStop
 from launch.training.engine import parameter_groups
-from launch.training.job import Job
-from launch.training.run import EXPECTED, EarlyStop, TrainingRun, first_step, next_batch, watching
+from launch.training.run import Start, TrainingRun, first_step, next_batch, watching
 from launch.training.schedule import Schedule
 from launch.training.training_batches import training_batches
 from modeling.parallel.cross_entropy import weighted_loss
@@ -54,34 +51,30 @@ from modeling.parallel.random_state import seed_step
 from recipes.schema import Recipe
 
 
-def train(
-    job: Job, recorder: Silence, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
-) -> EarlyStop | None:
+def train(start: Start) -> EarlyStop | None:
     """What `launch.training.loop.train` is for our own model."""
-    plan = job.plan
-    if first_step(checkpoint) >= plan.recipe.steps:  # Trainer takes at least one step
+    job, recorder, grid, plan = start.job, start.recorder, start.grid, start.job.plan
+    if first_step(start.checkpoint) >= plan.recipe.steps:  # Trainer takes at least one step
         return None
     with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(watching(job, recorder, grid))
+        watchdog = stack.enter_context(watching(start))
         compiled_ops.prepare(plan.ds, grid.control_group, recorder.say)
         stack.enter_context(_own_accelerate_state())
         arguments = training_arguments(plan, str(job.directory))
-        drawn, given = checkpoint is None, job.initial_weights
+        drawn, given = start.checkpoint is None, job.initial_weights
         model = transformers_model.build(plan.recipe, given, recorder.say, drawn=drawn)
         if plan.zero_stage == 0:
             stack.callback(setattr, deepspeed, "initialize", deepspeed.initialize)
             deepspeed.initialize = functools.partial(_plain_data_parallel, grid)
-        batches = stack.enter_context(contextlib.closing(training_batches(plan, corpus, grid, checkpoint)))
+        batches = training_batches(plan, start.corpus, grid, start.checkpoint)
+        stack.enter_context(contextlib.closing(batches))
         stop = stack.enter_context(StopRequest(job.stop_file))
 
         def follow(engine: DeepSpeedEngine) -> FollowRun:
             recorder.reached("engine")
             stack.enter_context(steps.released(engine))
             stack.enter_context(ending.error_kept(job.directory, but=EXPECTED))
-            run = TrainingRun(
-                job, recorder, corpus, grid, engine, batches, checkpoint, stop, watchdog, forward
-            )
-            stack.enter_context(run)
+            run = stack.enter_context(TrainingRun(start, engine, batches, stop, watchdog, forward))
             return FollowRun(run, trainer)
 
         trainer = RecipeTrainer(plan.recipe, batches, watchdog, model=model, args=arguments)
@@ -153,9 +146,9 @@ class FollowRun(TrainerCallback):
         run, step = self.run, state.global_step
         loss = steps.data_parallel_mean(torch.stack(self.trainer.losses).mean(0), run.grid)
         waited = self.trainer.waited
-        telling = run.tell(waited)
+        exchange = run.exchange(waited)
         outcome = steps.outcome_of_step(run.engine, self.before, loss)
-        seconds, news = time.perf_counter() - self.trainer.started, run.hear(telling)
+        seconds, news = time.perf_counter() - self.trainer.started, run.news(exchange)
         run.record(step, outcome, seconds, waited, news.rank_seconds)
         run.validate_if_due(step)
         run.save_if_due(step, news.stopped)

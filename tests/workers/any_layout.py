@@ -25,6 +25,7 @@ from launch.checkpoints import run_checkpoints as checkpoint  # noqa: E402
 from launch.records.silence import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
+from launch.training.run import Start  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -56,7 +57,7 @@ def train(out: Path, case: dict, steps: int, source: str | None) -> None:
     corpus = build(plan.recipe, say=records.say)
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
     saved = checkpoint.read(Path(source)) if source else None
-    train_run(Job(plan, out.name, out), records, corpus, grid, saved)
+    train_run(Start(Job(plan, out.name, out), records, corpus, grid, saved))
     if processes.rank() == 0:
         (out / "losses.json").write_text(json.dumps(records.losses))
 

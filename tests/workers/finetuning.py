@@ -23,6 +23,7 @@ from launch.evaluation.finetuning_recipe import Wishes, cut_to, recipe_of  # noq
 from launch.records.silence import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
+from launch.training.run import Start  # noqa: E402
 from launch.weights.initial_weights import InitialWeights, encoder_in  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
@@ -52,7 +53,7 @@ def finetune(out: Path, case: dict) -> None:
     directory, scores = out / case["name"], []
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
     job = Job(plan, case["name"], directory, initial_weights=weights)
-    train(job, records, corpus, grid, after=lambda run: scores.extend(predict(run, corpus)))
+    train(Start(job, records, corpus, grid), lambda run: scores.extend(predict(run, corpus)))
     if processes.rank() == 0:
         reported = vars(records) | {"scores": {each.split: each.metrics for each in scores}}
         (directory / "reported.json").write_text(json.dumps(reported))

@@ -48,8 +48,8 @@ def norm(case: dict, out: Path) -> float | None:
     with processes.temporary_groups():
         engine = build_engine(Job(plan, "sums", out.parent), grid, print)
         with released(engine):
-            performed = train_step(engine, [batch] * accumulation, grid, [None] * accumulation)
-            return performed.outcome().grad_norm
+            pending = train_step(engine, [batch] * accumulation, grid, [None] * accumulation)
+            return pending.outcome().grad_norm
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from launch.checkpoints import reading
 from launch.ranks import ending, processes
 from launch.training import loop, transformers_model, transformers_trainer
 from launch.training.job import Job
-from launch.training.run import checksum
+from launch.training.run import Start, checksum
 from modeling.initialization import Init
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog
@@ -128,12 +128,12 @@ def train(case: dict, out: Path) -> None:
         for patch in (*patches, *([BREAKAGES[case["broken"]]] if case.get("broken") else [])):
             stack.enter_context(mock.patch.object(*patch))
         try:
-            loop.train(job, records, corpus, grid)
+            loop.train(Start(job, records, corpus, grid))
         except Interrupted:
             torch.distributed.barrier()
             records.fails_after = None
             chosen = reading.choose(job.checkpoints, grid, checksum(corpus))
-            loop.train(job, records, corpus, grid, chosen.checkpoint)
+            loop.train(Start(job, records, corpus, grid, chosen.checkpoint))
     torch.distributed.barrier()
     if processes.rank() == 0:
         per_layer = blocks.times / (recipe.model.layers * plan.layout.accumulation * len(records.steps))

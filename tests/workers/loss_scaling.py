@@ -21,9 +21,10 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.records.silence import Silence  # noqa: E402
+from launch.training.early_ends import Diverged  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
-from launch.training.outcome import Diverged  # noqa: E402
+from launch.training.run import Start  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -58,7 +59,7 @@ def run(case: dict, out: Path) -> None:
     try:
         corpus = build(recipe, say=records.say)
         job = Job(plan, case["name"], out / case["name"])
-        train_run(job, records, corpus, ProcessGrid(case["tp"], case["pp"], case["dp"]))
+        train_run(Start(job, records, corpus, ProcessGrid(case["tp"], case["pp"], case["dp"])))
     except Diverged as e:
         problem = str(e)
     if processes.rank() == 0:

@@ -26,7 +26,7 @@ from launch.checkpoints.stored import load_weights  # noqa: E402
 from launch.records.silence import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
-from launch.training.run import checksum  # noqa: E402
+from launch.training.run import Start, checksum  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -55,7 +55,7 @@ def train(plan, directory: Path, resume: bool, fails_after: int | None = None) -
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
     saved = reading.choose(job.checkpoints, grid, checksum(corpus)).checkpoint if resume else None
     try:
-        train_run(job, records, corpus, grid, saved)
+        train_run(Start(job, records, corpus, grid, saved))
     except Interrupted:
         torch.distributed.barrier()
     return records.steps

@@ -27,9 +27,10 @@ from launch.checkpoints import manifest, saving, tensor_file  # noqa: E402
 from launch.checkpoints import run_checkpoints as checkpoint  # noqa: E402
 from launch.machine import memory  # noqa: E402
 from launch.records.silence import Silence  # noqa: E402
+from launch.training.early_ends import NotSavedError  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
-from launch.training.run import NotSavedError  # noqa: E402
+from launch.training.run import Start  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -99,7 +100,7 @@ def run(name: str, out: Path) -> dict:
         for patch in CASES[name]:
             stack.enter_context(mock.patch.object(*patch))
         try:
-            train(Job(plan, name, out / name), events, build(recipe, say=events.say), grid)
+            train(Start(Job(plan, name, out / name), events, build(recipe, say=events.say), grid))
         except NotSavedError as failed:
             error = str(failed)
     sums = {}

@@ -28,6 +28,7 @@ from launch.deepspeed_fixes.zero0 import MasterWeights
 from launch.ranks import ending, processes
 from launch.training.job import Job
 from launch.training.loop import train as train_run
+from launch.training.run import Start
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog
 
@@ -79,7 +80,8 @@ def train(case: dict, ds_config: str, out: Path) -> dict:
     )
     with rounded_norms(*norm) as norms:
         job = Job(plan, case["name"], directory)
-        train_run(job, records, build(recipe, say=records.say), ProcessGrid(case["tp"], 1, case["dp"]))
+        corpus, grid = build(recipe, say=records.say), ProcessGrid(case["tp"], 1, case["dp"])
+        train_run(Start(job, records, corpus, grid))
     torch.distributed.barrier()
     weights = load_weights(checkpoint.newest(directory / "checkpoints").directory)
     return {"steps": records.steps, "norms": norms, "weights": weights}

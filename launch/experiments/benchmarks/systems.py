@@ -27,7 +27,7 @@ from launch.training.job import Job, plan_job
 from launch.training.micro_batches import for_plain, normalised, padded, salts_of_step
 from launch.training.run import next_batch
 from launch.training.schedule import Schedule, learning_rate
-from launch.training.step_exchange import StepReport, Telling
+from launch.training.step_exchange import StepExchange, StepReport
 from launch.training.training_batches import training_batches
 from modeling import cost
 from modeling.cost.matrix_products import Product, head_products, layer_products
@@ -119,10 +119,10 @@ class Ours:
         with self.clock("data"):
             batches, work = data.take()
         salts = salts_of_step(data.plan, data.grid.at.dp, data.done - 1, engine.device)
-        performed = train_step(engine, batches, data.grid, salts)
-        telling = Telling(StepReport(), data.grid.control_group)
-        self.loss = performed.outcome().loss
-        telling.heard()
+        pending = train_step(engine, batches, data.grid, salts)
+        telling = StepExchange(StepReport(), data.grid.control_group)
+        self.loss = pending.outcome().loss
+        telling.wait()
         return work
 
 

@@ -102,9 +102,10 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
     from launch.records.facts import Ending, Entropies, RunFacts
     from launch.records.recorder import Recorder
     from launch.records.silence import Silence
+    from launch.training.early_ends import Diverged
     from launch.training.job import Job
     from launch.training.loop import train
-    from launch.training.outcome import Diverged
+    from launch.training.run import Start
     from modeling.parallel.process_grid import ProcessGrid
 
     directory.mkdir(exist_ok=True)
@@ -122,7 +123,8 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
         recorder = Recorder(opened, facts)
     with recorder:
         try:
-            train(job, recorder, corpus, ProcessGrid(case.tp, case.pp, case.dp, TIMEOUT))
+            grid = ProcessGrid(case.tp, case.pp, case.dp, TIMEOUT)
+            train(Start(job, recorder, corpus, grid))
         except Diverged as error:  # on all ranks alike: the next case may do better
             ending.keep_error(directory, error.why)
         else:

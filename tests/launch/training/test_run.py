@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from launch.checkpoints.run_checkpoints import Checkpoint
+from launch.records.facts import StepOutcome
 from launch.training import loop
 from launch.training import run as runs
-from launch.training.outcome import STUCK_STEPS, Diverged, SkippedInARow, StepOutcome
-from launch.training.run import EarlyStop, TrainingRun
+from launch.training.early_ends import STUCK_STEPS, Diverged, EarlyStop, SkippedInARow
+from launch.training.run import Start, TrainingRun
 from recipes import catalog
 
 OUTCOME = StepOutcome(loss=1.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, skipped=False)
@@ -82,7 +83,8 @@ def start(monkeypatch):
         schedule = SimpleNamespace(state_dict=lambda: {"completed": 0})
         engine = SimpleNamespace(lr_scheduler=schedule, skipped_steps=0)
         watchdog = SimpleNamespace(enter=lambda phase: None, advance=None)
-        return TrainingRun(job, events, corpus, grid, engine, batches, checkpoint, None, watchdog), events
+        start = Start(job, events, corpus, grid, checkpoint)
+        return TrainingRun(start, engine, batches, None, watchdog), events
 
     return made
 
@@ -202,11 +204,11 @@ class FakeRun:
     def __exit__(self, *of):
         pass
 
-    def tell(self, waited):
-        self.seen.append("tell")
+    def exchange(self, waited):
+        self.seen.append("exchange")
 
-    def hear(self, telling):
-        self.seen.append("hear")
+    def news(self, exchange):
+        self.seen.append("news")
         return SimpleNamespace(rank_seconds=None, stopped=None)
 
     def record(self, *of):
@@ -222,7 +224,7 @@ class FakeRun:
 def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are_read(monkeypatch):
     """Reading the figures waits for the GPU: the exchange, which the CPUs make, is on its way by then."""
     seen, nothing = [], contextlib.nullcontext
-    performed = SimpleNamespace(outcome=lambda: seen.append("outcome"))
+    pending = SimpleNamespace(outcome=lambda: seen.append("outcome"))
     made = {
         "watching": lambda *of: nothing(SimpleNamespace(enter=lambda *phase: None)),
         "build_engine": lambda *of, **how: SimpleNamespace(device="cpu"),
@@ -233,7 +235,7 @@ def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are
         "seed_step": lambda *of: None,
         "next_batch": lambda batches: [],
         "salts_of_step": lambda *of: [],
-        "train_step": lambda *of: seen.append("train") or performed,
+        "train_step": lambda *of: seen.append("train") or pending,
     }
     for name, value in made.items():
         monkeypatch.setattr(loop, name, value)
@@ -241,5 +243,5 @@ def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are
     job = SimpleNamespace(
         plan=SimpleNamespace(recipe=catalog.load(tiny=True, steps=2)), stop_file=None, directory=None
     )
-    loop.train(job, Events(), None, SimpleNamespace(at=SimpleNamespace(dp=0)))
-    assert seen == 2 * ["train", "tell", "outcome", "hear", "record", "validate", "save"]
+    loop.train(Start(job, Events(), None, SimpleNamespace(at=SimpleNamespace(dp=0))))
+    assert seen == 2 * ["train", "exchange", "outcome", "news", "record", "validate", "save"]

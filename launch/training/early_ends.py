@@ -1,8 +1,9 @@
-"""How training may end before its last step: a lost loss, data that cannot be read."""
+"""How training may end before its last step."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from launch.records.facts import StepOutcome
 
@@ -35,6 +36,25 @@ class BrokenData(Exception):
 
     def __str__(self) -> str:
         return f"{self.why}\n{self.kept}".rstrip()
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """A run that ended before its last step. `request`: the signal or file that asked for it."""
+
+    request: str
+    step: int  # completed optimizer steps
+    steps: int  # of the whole run
+
+    def __str__(self) -> str:
+        return f"{self.request}: stopped after step {self.step} of {self.steps}, checkpoint saved"
+
+
+class NotSavedError(Exception):
+    """The last checkpoint of a run could not be written; the message says why."""
+
+
+EXPECTED = (Diverged, BrokenData, NotSavedError)  # ends on all ranks alike, which pretrain explains
 
 
 class SkippedInARow:
