@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from launch.console import numbers
 from launch.records.result import Result
-from launch.reports.curves import differences
 from launch.reports.entries import validation_loss
-from launch.reports.runs import Run
+from launch.reports.frames import Frame
+from launch.reports.runs import Run, differences
 from recipes import nested
 from recipes.plural import counted
 
@@ -68,21 +68,20 @@ OUTCOMES = (
 )
 
 
-class Row(NamedTuple):
-    """A line of a table: what, a value per run, and how each run after the first differs from it."""
-
-    name: str
-    values: tuple[str, ...]
-    changes: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """`remarks`: what a reader has to know before comparing; `findings`: on the curves."""
+    """Runs next to the first of them.
+
+    Attributes:
+        results: a value per run, and how each after the first differs from it.
+        configuration: only what differs.
+        remarks: what a reader has to know before comparing.
+        findings: on the curves.
+    """
 
     runs: list[Run]
-    configuration: list[Row]  # only what differs
-    results: list[Row]
+    results: Frame
+    configuration: Frame
     remarks: list[str]
     findings: list[str]
 
@@ -100,24 +99,28 @@ def compare(runs: Sequence[Run]) -> Comparison:
         remarks += [*([why] if why else []), *cautions(first, run)]
         findings += [] if why else curve_findings(first, run)
     runs = [first, *others]
-    results = list(outcomes(runs, why_not))
-    return Comparison(runs, list(configuration(runs)), results, list(dict.fromkeys(remarks)), findings)
+    labels = tuple(run.label for run in runs)
+    changed = tuple(f"{label}, next to {labels[0]}" for label in labels[1:])
+    kinds = ("name", *["text"] * len(runs), *["change"] * len(others))
+    results = Frame(("", *labels, *changed), kinds, list(outcomes(runs, why_not)), "Results", style="results")
+    made = "What differs in how they were made"
+    keys = Frame(("", *labels), kinds, list(configuration(runs)), made, style="differences")
+    return Comparison(runs, results, keys, list(dict.fromkeys(remarks)), findings)
 
 
-def configuration(runs: Sequence[Run]) -> Iterator[Row]:
+def configuration(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
     """Dotted keys in which runs differ: recipe, layout, DeepSpeed JSON, versions, machine, commit."""
     facts = [dict(nested.flatten(_facts(run))) for run in runs]
     for key in dict.fromkeys(key for each in facts for key in each):
         values = [each.get(key, ABSENT) for each in facts]
         if any(value != values[0] for value in values):
-            yield Row(key, tuple(map(_shown, values)))
+            yield key, *map(_shown, values)
 
 
-def outcomes(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[Row]:
+def outcomes(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[tuple[str, ...]]:
     """Every result that at least one run has; no difference of losses that are not comparable."""
     statuses = [run.status + (" (tiny)" if run.tiny else "") for run in runs]
-    differs = tuple("" if status == statuses[0] else "differs" for status in statuses[1:])
-    yield Row("status", tuple(statuses), differs)
+    yield "status", *statuses, *("" if status == statuses[0] else "differs" for status in statuses[1:])
     parts = (each and each.parts for each in (run.result.losses.validation for run in runs))
     names = dict.fromkeys(name for each in parts for name in each or {})
     of_parts = (Outcome(f"of validation: {name}", partial(_part, name=name), "loss") for name in names)
@@ -130,7 +133,7 @@ def outcomes(runs: Sequence[Run], why_not: Sequence[str | None]) -> Iterator[Row
             for value, why in zip(values[1:], why_not, strict=True)
         )
         show = numbers.loss if kind == "loss" else numbers.number
-        yield Row(name, tuple(map(show, values)), tuple(changes))
+        yield name, *map(show, values), *changes
 
 
 def incomparable(a: Run, b: Run) -> str | None:
@@ -190,7 +193,7 @@ def curve_findings(a: Run, b: Run) -> Iterator[str]:
     tolerance = max(map(_rounding, (a, b)))
     for name, what in (("training", "step"), ("validation", "validation")):
         first, second = dict(getattr(a, name)), dict(getattr(b, name))
-        apart = differences(first, second)
+        apart = differences(getattr(a, name), getattr(b, name))
         beginning = f"{name} loss of {a.label} and {b.label}, {counted(len(apart), f'common {what}')}"
         if not apart:
             yield f"{beginning}: nothing to compare"

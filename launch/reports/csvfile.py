@@ -10,8 +10,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from launch.reports.beside import PUBLISHED as PUBLISHED_LINE
-from launch.reports.beside import Line, label_of
+from launch.reports import predictions
 from launch.reports.document import Document
 from launch.reports.entries import MEASURED, RATIO_NAMES, Entry
 from launch.reports.finetuned import NOT_RUN, NOT_SCORED, FinetunedLine
@@ -21,8 +20,8 @@ PUBLISHED = (
     *("size_label", "parameters", "time_per_iteration_s", "samples_per_s", "tflops", "cached_gb"),
     *("weak_scaling_percent", "peak_percent", "tflops_by", "validation_loss", "oom"),
 )
-# Of a line of launch/reports/beside.py, next to what was published, and to what was measured.
-BESIDE = ("predicted_s", "mfu", "predicted_mfu", "left", "predicted_left", "normalised", "scaling")
+# Of a line of launch/reports/predictions.py, next to what was published, and to what was measured.
+PREDICTED = ("predicted_s", "mfu", "predicted_mfu", "left", "predicted_left", "normalised", "scaling")
 COLUMNS = (
     *("table", "recipe", "published_columns", "published_row"),
     *(f"published_{key}" for key in PUBLISHED),
@@ -32,8 +31,8 @@ COLUMNS = (
     *("parameters_summed_over_tp_ranks", "train_loss"),
     *(f"ratio_{key}" for key in RATIO_NAMES),
     *("no_ratio", "hardware", "precision", "ds_config", "deviations"),
-    *(f"published_{key}" for key in BESIDE),
-    *BESIDE,
+    *(f"published_{key}" for key in PREDICTED),
+    *PREDICTED,
     *("task", "figure", "published_score", "score", "ratio_score", "models"),
 )
 
@@ -45,9 +44,9 @@ def write(document: Document) -> str:
     writer.writeheader()
     for section in document.sections:
         table = {"table": section.table.name, "published_columns": " | ".join(section.table.columns)}
-        besides = {(line.name, line.label): line for line in section.beside}
+        lines = {(line.name, line.label): line for line in section.predicted}
         for entry in section.entries:
-            writer.writerow({**table, **_cells(entry), **_beside(entry, besides)})
+            writer.writerow({**table, **_cells(entry), **_predicted(entry, lines)})
         for each in section.finetuned:
             writer.writerow({**table, **_finetuned(each)})
     return buffer.getvalue()
@@ -108,10 +107,9 @@ def _finetuned(line: FinetunedLine) -> dict[str, Any]:
     }
 
 
-def _beside(entry: Entry, lines: Mapping[tuple[str, str], Line]) -> dict[str, Any]:
+def _predicted(entry: Entry, lines: Mapping[tuple[str, str], predictions.Line]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    labels = [("published_", PUBLISHED_LINE), *([("", label_of(entry.run))] if entry.run else [])]
-    for prefix, label in labels:
-        if line := lines.get((entry.row.full_name, label)):
-            found |= {f"{prefix}{key}": getattr(line, key) for key in BESIDE}
+    for prefix, label in (("published_", predictions.PUBLISHED), ("", entry.run and entry.run.labelled)):
+        if line := lines.get((entry.row.full_name, label or "")):
+            found |= {f"{prefix}{key}": getattr(line, key) for key in PREDICTED}
     return found

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from launch.reports import figures
-from launch.reports.beside import Line, lines_of
+from launch.reports import finetuned, plots, predictions, scores
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
-from launch.reports.drawing import Figure
 from launch.reports.entries import Column, Entry, Scale, entries_of, measured_columns
-from launch.reports.finetuned import FinetunedLine, finetuned_in, finetuned_lines
+from launch.reports.finetuned import FinetunedLine
+from launch.reports.frames import Frame
+from launch.reports.plots import Plot
+from launch.reports.predictions import Line
 from launch.reports.remarks import Remarks, split_remarks
 from launch.reports.runs import Run
-from launch.reports.scores import ScoreLine, score_lines, task_lines
 from launch.reports.tables import Published, Row, Tables
 from recipes.plural import counted
 from recipes.problems import ProblemsError
@@ -38,7 +38,7 @@ class Section:
 
     Attributes:
         columns: measured ones, none where nothing was run.
-        beside: rows and runs next to what is predicted of them; empty: nothing is known of any.
+        predicted: rows and runs next to what is predicted of them.
         finetuned: scores of fine-tuned models that rows publish, and those that came of their weights here.
         common: what all rows say of themselves; remarks: what each says besides that.
     """
@@ -48,9 +48,15 @@ class Section:
     columns: list[Column]
     common: Remarks
     remarks: list[tuple[Row, Remarks]]
-    figures: list[Figure]
-    beside: list[Line]
+    plots: list[Plot]
+    predicted: list[Line]
     finetuned: list[FinetunedLine]
+
+    @property
+    def frames(self) -> list[Frame]:
+        """Its further tables."""
+        found = (predictions.frame(self.predicted), finetuned.frame(self.finetuned))
+        return [frame for frame in found if frame]
 
     @property
     def anchor(self) -> str:
@@ -91,10 +97,10 @@ class Document:
     made: str
     sections: list[Section]
     comparison: Comparison | None
-    comparison_figures: list[Figure]
+    comparison_plots: list[Plot]
     problems: list[str]
     notes: list[str]
-    scores: list[ScoreLine]
+    scores: Frame | None
 
 
 def assemble(
@@ -106,7 +112,7 @@ def assemble(
     tables are reported too, and runs whose recipe is in no table of `recipes/` come in one of their own.
     """
     problems, notes = list(problems), []
-    finetuned = finetuned_in(runs, problems)
+    tuned = finetuned.finetuned_in(runs, problems)
     of_runs = {*(run.table for run in runs), *filter(None, (run.pretrained_table for run in runs))}
     names = list(dict.fromkeys((*names, *(() if only_named else sorted(of_runs)))))
     shown = [run for run in runs if run.table in names]
@@ -120,13 +126,16 @@ def assemble(
     def section(table: Published, runs: Sequence[Run]) -> Section:
         entries = entries_of(table, runs)
         ran = [entry.run for entry in entries if entry.run]
-        drawn = figures.throughput(entries)
-        drawn += figures.losses(ran) if comparison is None else []  # the comparison draws them, too
-        lines = lines_of(entries)
-        beside = lines if any(line.known for line in lines) else []
-        columns = measured_columns(table, ran)
-        of_tasks = finetuned_lines(table.rows, finetuned, tables.recipe)
-        return Section(table, entries, columns, *split_remarks(table.rows), drawn, beside, of_tasks)
+        return Section(
+            table,
+            entries,
+            measured_columns(table, ran),
+            *split_remarks(table.rows),
+            # A comparison draws the losses, too.
+            plots.throughput(entries) + ([] if comparison else plots.losses(ran)),
+            predictions.lines_of(entries),
+            finetuned.finetuned_lines(table.rows, tuned, tables.recipe),
+        )
 
     sections, strangers = [], []
     for name in names:
@@ -147,10 +156,17 @@ def assemble(
         title = " and ".join(run.label for run in comparison.runs)
     else:
         title = "Published and measured" + (f": {sections[0].table.title}" if len(sections) == 1 else "")
-    made, plots = time.strftime("%Y-%m-%d %H:%M %Z"), _comparison_figures(comparison) if comparison else []
     in_rows = [line.finetuned for each in sections for line in each.finetuned]
-    scores = [*score_lines(shown), *task_lines(each for each in finetuned if each not in in_rows)]
-    return Document(title, made, sections, comparison, plots, list(dict.fromkeys(problems)), notes, scores)
+    return Document(
+        title,
+        time.strftime("%Y-%m-%d %H:%M %Z"),
+        sections,
+        comparison,
+        _comparison_plots(comparison.runs) if comparison else [],
+        list(dict.fromkeys(problems)),
+        notes,
+        scores.frame(shown, [each for each in tuned if each not in in_rows]),
+    )
 
 
 def _elsewhere(runs: Sequence[Run]) -> Published:
@@ -165,7 +181,5 @@ def _elsewhere(runs: Sequence[Run]) -> Published:
     return Published(ELSEWHERE, title, None, note, ("Recipe",), rows)
 
 
-def _comparison_figures(comparison: Comparison) -> list[Figure]:
-    runs = comparison.runs
-    drawn = (figures.losses(runs, "Losses"), figures.loss_differences(*runs), figures.step_times(runs))
-    return [figure for each in drawn for figure in each]
+def _comparison_plots(runs: Sequence[Run]) -> list[Plot]:
+    return [*plots.losses(runs, "Losses"), *plots.loss_differences(*runs), *plots.step_times(runs)]

@@ -12,6 +12,7 @@ from launch.evaluation import finetuning_summary
 from launch.evaluation.finetuning_summary import SUMMARY, Summary
 from launch.evaluation.pretrained import Pretrained
 from launch.records.facts import TaskScore
+from launch.reports.frames import Frame
 from launch.reports.runs import Run
 from launch.reports.tables import Row
 from recipes import catalog
@@ -131,21 +132,21 @@ class FinetunedLine:
     @property
     def cells(self) -> tuple[str, ...]:
         """As HEADINGS."""
-        said = "not published" if self.published is None else percent(self.published)
-        without = NOT_SCORED if self.finetuned else NOT_RUN
         compared = f"not compared: {self.why_not}" if self.why_not else ""
-        compared = compared if self.ratio is None else ratio(self.ratio)
-        measured = without if self.measured is None else percent(self.measured)
-        how = self.finetuned.how if self.finetuned else ""
         return (
             self.row.name,
             TASKS[self.figure.task].title.split(",")[0],
             self.figure.name,
-            said,
-            measured,
-            compared,
-            how,
+            _percent(self.published, "not published"),
+            _percent(self.measured, NOT_SCORED if self.finetuned else NOT_RUN),
+            compared if self.ratio is None else ratio(self.ratio),
+            self.finetuned.how if self.finetuned else "",
         )
+
+
+def frame(lines: Sequence[FinetunedLine]) -> Frame | None:
+    kinds = ("name", "text", "text", "number", "number", "words", "words")
+    return Frame(HEADINGS, kinds, [line.cells for line in lines], "Fine-tuned", EXPLAINED) if lines else None
 
 
 def finetuned_in(runs: Sequence[Run], problems: list[str]) -> list[Finetuned]:
@@ -154,19 +155,20 @@ def finetuned_in(runs: Sequence[Run], problems: list[str]) -> list[Finetuned]:
     What cannot be read is added to `problems`.
     """
     found: list[Finetuned] = []
-    several: dict[Path, Summary | None] = {}
+    summaries: dict[Path, Summary | None] = {}
+    shown: set[Path] = set()
     for run in runs:
-        task = run.recipe.task if run.recipe else None
-        if task is None or run.result.status != "ok" or not run.result.task_scores:
-            continue
         above = run.path.parent
-        if above not in several:
-            several[above] = _summary(above, problems)
-            if summary := several[above]:
-                found += _of_summary(run, summary)
-        summary = several[above]
+        if not (run.recipe and run.recipe.task) or run.result.status != "ok" or not run.result.task_scores:
+            continue
+        if above not in summaries:
+            summaries[above] = _summary(above, problems)
+        summary = summaries[above]
         if summary is None or run.path.name not in {each.name for each in (*summary.grid, *summary.seeds)}:
             found.append(_of_run(run, run.label, run.path, _values(run.result.task_scores)))
+        elif above not in shown:
+            shown.add(above)
+            found += _of_summary(run, summary)
     return found
 
 
@@ -174,22 +176,19 @@ def _summary(folder: Path, problems: list[str]) -> Summary | None:
     try:
         return finetuning_summary.read(folder)
     except (ValueError, OSError) as error:
-        problems.append(
-            f"{' '.join(str(error).split())}: start the same command again, or leave its runs out"
-        )
+        fix = "start the same command again, or leave its runs out"
+        problems.append(f"{' '.join(str(error).split())}: {fix}")
         return None
 
 
 def _of_summary(run: Run, summary: Summary) -> Iterator[Finetuned]:
-    """Of `run`'s directory; the run is one of those that the summary names."""
-    above = run.path.parent
-    if run.path.name not in {each.name for each in (*summary.grid, *summary.seeds)}:
-        return
+    """The median and the ensemble; the run is one of those that the summary names."""
+    label, path = run.path.parent.name, run.path.parent / SUMMARY
     sound = sum(bool(each.scores) for each in summary.seeds)
-    yield _of_run(run, above.name, above / SUMMARY, summary.median, "median", sound)
+    yield _of_run(run, label, path, summary.median, "median", sound)
     if summary.ensemble:
         joined = _values(summary.ensemble)
-        yield _of_run(run, above.name, above / SUMMARY, joined, "ensemble", summary.ensemble_of or sound)
+        yield _of_run(run, label, path, joined, "ensemble", summary.ensemble_of or sound)
 
 
 def _of_run(
@@ -274,6 +273,10 @@ def _why_not(finetuned: Finetuned, published: Published) -> Iterator[str]:
         yield "fine-tuning was cut short (--steps)"
     if bool(published.ensemble) != (finetuned.kind == "ensemble"):
         yield "published of models that answer together" if published.ensemble else "published of one model"
+
+
+def _percent(share: float | None, without: str) -> str:
+    return without if share is None else percent(share)
 
 
 def percent(share: float) -> str:

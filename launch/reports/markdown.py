@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from launch.reports import finetuned, scores
-from launch.reports.beside import EXPLAINED, HEADINGS
 from launch.reports.comparison import Comparison
 from launch.reports.document import Document, Section
 from launch.reports.entries import Entry, Scale
+from launch.reports.frames import Frame
 from launch.reports.remarks import Remark
 
 MARKER = "<!-- written by megarecipes: launch/report.py -->"
@@ -28,9 +27,7 @@ def write(document: Document) -> str:
         blocks += ["**Could not be read**", bullets(document.problems)]
     blocks.append(bullets(document.notes))
     blocks += _comparison(document.comparison) if document.comparison else []
-    if document.scores:
-        lines = ([*map(text, line.cells)] for line in document.scores)
-        blocks += ["## Scores", table(scores.HEADINGS, lines)]
+    blocks += ["## Scores", *_frame(document.scores)] if document.scores else []
     blocks += [block for section in document.sections for block in _section(section)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -68,18 +65,12 @@ def _section(section: Section) -> list[str]:
     if section.with_errata:
         marked = "The source contradicts itself or what it names: see the row's footnote (*erratum*)."
         blocks.append(f"{DAGGER} {marked}")
-    if section.beside:
-        lines = ([*map(text, line.cells)] for line in section.beside)
-        blocks += ["**Predicted beside published and measured**", EXPLAINED, table(HEADINGS, lines)]
-    if section.finetuned:
-        lines = ([*map(text, line.cells)] for line in section.finetuned)
-        blocks += ["**Fine-tuned**", finetuned.EXPLAINED, table(finetuned.HEADINGS, lines)]
+    blocks += [block for frame in section.frames for block in _frame(frame)]
     if section.runs:
         blocks.append("**Deviations of the runs**")
     for entry in section.entries:
         if run := entry.run:
-            tiny = " (TINY)" if run.tiny else ""
-            blocks += [f"{text(run.label)}{tiny}, {text(run.name)}:", bullets(entry.deviations or ["none"])]
+            blocks += [f"{text(run.labelled)}, {text(run.name)}:", bullets(entry.deviations or ["none"])]
     if section.common:
         blocks.append("**Of all rows**")
         blocks.append("\n".join(f"- {_said(each)}" for each in section.common))
@@ -108,19 +99,17 @@ def _said(remark: Remark) -> str:
     return f"*{text(remark.what)}*: {text(remark.text)}"
 
 
+def _frame(frame: Frame) -> list[str]:
+    title = f"**{frame.title}**" if frame.title else ""
+    rows = ([*map(text, row)] for row in frame.rows)
+    return [title, frame.note, table([*map(text, frame.headings)], rows) if frame.rows else "Nothing."]
+
+
 def _comparison(comparison: Comparison) -> list[str]:
-    runs = [text(run.label) for run in comparison.runs]
-    changed = [f"{name}, next to {runs[0]}" for name in runs[1:]]
-    results, configuration = (
-        [[*map(text, (row.name, *row.values, *row.changes))] for row in rows]
-        for rows in (comparison.results, comparison.configuration)
-    )
     return [
         "## Runs compared",
         bullets(comparison.remarks),
         bullets(comparison.findings),
-        "**Results**",
-        table(["", *runs, *changed], results),
-        "**What differs in how they were made**",
-        table(["", *runs], configuration) if configuration else "Nothing.",
+        *_frame(comparison.results),
+        *_frame(comparison.configuration),
     ]

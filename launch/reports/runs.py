@@ -67,6 +67,11 @@ class Run:
         return "measured" if self.result.status == "ok" else self.result.status
 
     @property
+    def labelled(self) -> str:
+        """Its label, and that it is tiny."""
+        return self.label + (" (TINY)" if self.tiny else "")
+
+    @property
     def readable(self) -> bool:
         """Whether there is anything to compare other runs with."""
         return self.plan is not None and self.status != UNREADABLE
@@ -175,3 +180,9 @@ def _read(read: Callable[[], T], problems: list[str]) -> T | None:
     except (ValueError, OSError) as error:
         problems.append(f"{' '.join(str(error).split())}: restore it, or leave this run out")
         return None
+
+
+def differences(first: Points, second: Points) -> Points:
+    """(step, absolute difference) of the steps that both curves have."""
+    one, other = dict(first), dict(second)
+    return [(step, abs(one[step] - other[step])) for step in sorted(one.keys() & other.keys())]

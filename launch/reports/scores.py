@@ -2,71 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 from launch.console.numbers import number
 from launch.evaluation.published import published_next_to
 from launch.evaluation.result import WORDS, Score, figure_text
 from launch.reports.finetuned import SHARES, Finetuned, percent
+from launch.reports.frames import Frame
 from launch.reports.runs import Run
 
 HEADINGS = ("task", "figure", "model", "score", "parameters", "how")
-PUBLISHED = "published: "
 
 
-@dataclass(frozen=True)
-class ScoreLine:
-    """A row of the table of scores: a run's, or a published one."""
-
-    task: str
-    figure: str
-    model: str
-    value: str
-    parameters: str
-    how: str
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """In the order of HEADINGS."""
-        return (self.task, self.figure, self.model, self.value, self.parameters, self.how)
-
-    @property
-    def published(self) -> bool:
-        return self.model.startswith(PUBLISHED)
+def frame(runs: Sequence[Run], finetuned: Iterable[Finetuned]) -> Frame | None:
+    """Every score by the figure that its task is known by; `finetuned`: those that belong to no row."""
+    rows = [*_scored(runs), *_finetuned(finetuned)]
+    kinds = ("text", "text", "name", "number", "number", "words")
+    return Frame(HEADINGS, kinds, rows) if rows else None
 
 
-def score_lines(runs: Sequence[Run]) -> list[ScoreLine]:
-    """Every score by the figure that its task is known by; after those of a task the published ones."""
+def _scored(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+    """The runs of each task, and after them the published scores."""
     by_task: dict[tuple[str, str], list[tuple[Run, Score]]] = {}
     for run in runs:
         for score in run.scores:
             by_task.setdefault((score.task, score.variant), []).append((run, score))
-    lines = []
     for (task, _), found in sorted(by_task.items()):
-        lines += [_line(run, score) for run, score in found]
+        for run, score in found:
+            yield _of_run(run, score)
         name = found[0][1].name
-        lines += [
-            ScoreLine(name, WORDS[each.figure], f"{PUBLISHED}{each.model}", each.printed, "", each.source)
-            for each in published_next_to(task)
-        ]
-    return lines
+        for each in published_next_to(task):
+            yield name, WORDS[each.figure], f"published: {each.model}", each.printed, "", each.source
 
 
-def task_lines(finetuned: Iterable[Finetuned]) -> list[ScoreLine]:
-    """Every score of fine-tuned models that belong to no row."""
-    lines = []
-    for each in finetuned:
-        how = f"{each.weights}{', on files of its own' if each.own_files else ''}"
-        for split, metrics in each.scores.items():
-            for metric in (name for name in SHARES if name in metrics):
-                figure = f"{metric.replace('_', ' ')}, {split.replace('_', ' ')}"
-                values = (each.how, percent(metrics[metric]), number(each.parameters), how)
-                lines.append(ScoreLine(each.task, figure, *values))
-    return lines
-
-
-def _line(run: Run, score: Score) -> ScoreLine:
+def _of_run(run: Run, score: Score) -> tuple[str, ...]:
     figure = next(iter(score.figures))
     step = "" if score.step is None else f", step {score.step:,}"
     stride = f", stride {score.stride}" if score.stride else ""
@@ -74,5 +43,14 @@ def _line(run: Run, score: Score) -> ScoreLine:
     left_out = f", {len(score.broken)} broken examples left out" if score.broken else ""
     how = f"{score.source}{part}, window {score.window}{stride}, {score.precision}{left_out}"
     value = figure_text(figure, score.figures[figure])
-    model = f"{run.label}{step}"
-    return ScoreLine(score.name, WORDS[figure], model, value, number(score.parameters), how)
+    return score.name, WORDS[figure], f"{run.label}{step}", value, number(score.parameters), how
+
+
+def _finetuned(finetuned: Iterable[Finetuned]) -> Iterator[tuple[str, ...]]:
+    for each in finetuned:
+        how = f"{each.weights}{', on files of its own' if each.own_files else ''}"
+        for split, metrics in each.scores.items():
+            for metric in (name for name in SHARES if name in metrics):
+                figure = f"{metric.replace('_', ' ')}, {split.replace('_', ' ')}"
+                value, parameters = percent(metrics[metric]), number(each.parameters)
+                yield each.task, figure, each.how, value, parameters, how

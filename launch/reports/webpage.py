@@ -10,7 +10,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from launch.console.numbers import number
-from launch.reports import beside, finetuned, scores
 from launch.reports.document import Document
 
 FOLDER = Path(__file__).resolve().parent
@@ -31,15 +30,7 @@ def write(document: Document) -> str:
     environment.filters["unbroken"] = unbroken
     style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
     page = environment.get_template("page.html")
-    return page.render(
-        document=document,
-        marker=Markup(MARKER),
-        style=style,
-        status_classes=STATUS_CLASSES,
-        beside=beside,
-        finetuned=finetuned,
-        scores=scores,
-    )
+    return page.render(document=document, marker=Markup(MARKER), style=style, status_classes=STATUS_CLASSES)
 
 
 def unbroken(text: str) -> str:

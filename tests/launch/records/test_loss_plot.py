@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from launch.records.loss_plot import averaged, moving_average, step_ticks, write_in_margin
-from launch.reports.drawing import log_axis
+from launch.reports.plots import log_axis
 
 
 @pytest.fixture

@@ -10,19 +10,15 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from reported import EVIL, TABLE, Page, make_run, plots, read_of, step, write_tables
+from reported import EVIL, TABLE, Page, make_run, plots, read_of, step
 
 from launch import report
 from launch.records.result import read_result
 from launch.records.result_text import EXACT, result_text
-from launch.reports import entries, figures
-from launch.reports.drawing import PALETTE
+from launch.reports import entries
+from launch.reports import plots as drawn_plots
+from launch.reports.plots import PALETTE
 from launch.reports.tables import Tables, source_cells
-
-
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory) -> Path:
-    return write_tables(tmp_path_factory.mktemp("recipes"))
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +242,7 @@ def test_tflops_stand_next_to_the_count_that_the_source_made(tables, tmp_path):
     assert entry.unit == "TFLOPS per GPU, exact count"
     line = entries.entries_of(Tables(folder).get("widgets"), [read_of(run, folder)])[0]
     assert line.ratios["tflops"] == result.speed.exact_tflops / 4000
-    (drawn,) = [figure for figure in figures.throughput([line]) if "TFLOPS" in figure.label]
+    (drawn,) = [figure for figure in drawn_plots.throughput([line]) if "TFLOPS" in figure.label]
     assert "exact count" in drawn.label
     assert f"TFLOPS: {EXACT}" in result_text(result)
     assert report.main([str(run), "--out", str(tmp_path / "out")], folder) == 0

@@ -5,20 +5,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from reported import Page, make_run, plots, read_of, step, write_tables
+from matplotlib.figure import Figure
+from reported import Page, make_run, plots, read_of, step
 
 from launch import report
-from launch.reports import curves, drawing, figures
-from launch.reports.drawing import PALETTE
-
-
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory) -> Path:
-    return write_tables(tmp_path_factory.mktemp("recipes"))
+from launch.reports.plots import MOST_POINTS, PALETTE, draw_references, losses, new_axes, step_times, thin
 
 
 def test_references_far_from_the_curves_take_nothing_of_the_axis():
@@ -26,9 +20,9 @@ def test_references_far_from_the_curves_take_nothing_of_the_axis():
         ({("uniform", 10.8): ["a"]}, True, 4.2),
         ({("uniform", 4.2): ["a"]}, False, 4.4),
     ):
-        axes = drawing.new_axes(drawing.new_drawing(4, 3), "", "", "")
+        axes = new_axes(Figure(figsize=(4, 3), layout="constrained"), "", "", "")
         axes.plot([1, 2], [4.0, 3.5])
-        assert drawing.draw_references(axes, entropies, 1) is outside
+        assert draw_references(axes, entropies, 1) is outside
         assert axes.get_ylim()[1] < top
         (label,) = axes.texts
         assert label.get_text() == ("uniform 10.800 ↑" if outside else "uniform 4.200")
@@ -36,7 +30,7 @@ def test_references_far_from_the_curves_take_nothing_of_the_axis():
 
 def test_curves_that_coincide_are_told_apart_and_validations_named(tables, tmp_path):
     runs = [read_of(make_run(tmp_path / name, tables, "widgets/fast"), tables, name) for name in "ab"]
-    (figure,) = figures.losses(runs)
+    (figure,) = losses(runs)
     plot = ElementTree.fromstring(figure.svg)
     styles = [path.get("style", "") for path in plot.iter("{http://www.w3.org/2000/svg}path")]
     patterns = {
@@ -59,7 +53,7 @@ def test_losses_of_other_units_are_in_other_figures(tables, tmp_path):
     tuned = run.recipe.model.model_copy(update={"family": "bert", "task_head": "classification"})
     recipe = run.plan.recipe.model_copy(update={"model": tuned})
     other = replace(run, label="tuned", plan=replace(run.plan, recipe=recipe))
-    found = [figure.svg for figure in figures.losses([run, other])]
+    found = [figure.svg for figure in losses([run, other])]
     shown = ("pretrained", "tuned", "nats per token", "nats per example")
     held = [[word for word in shown if word in svg] for svg in found]
     assert held == [["pretrained", "nats per token"], ["tuned", "nats per example"]]
@@ -69,7 +63,7 @@ def test_the_step_axis_has_whole_numbers(tables, tmp_path):
     run = read_of(
         make_run(tmp_path / "r", tables, "widgets/fast", records=[step(1), step(2), step(3)]), tables
     )
-    for figure in (*figures.losses([run]), *figures.step_times([run])):
+    for figure in (*losses([run]), *step_times([run])):
         plot = ElementTree.fromstring(figure.svg)
         (axis,) = [
             group
@@ -91,13 +85,13 @@ def test_thousands_of_steps_stay_a_small_page(tables, tmp_path):
     assert report.main([str(tmp_path / "long"), "--out", str(tmp_path / "out")], tables) == 0
     page = (tmp_path / "out" / "report.html").read_text()
     assert len(page) < 250_000 and "drawn as means of neighbouring steps" in page
-    points = curves.thin([(float(n), float(n % 2)) for n in range(10_001)])
+    points = thin([(float(n), float(n % 2)) for n in range(10_001)])
     assert (
-        len(points) <= curves.MOST_POINTS
+        len(points) <= MOST_POINTS
         and points[0][1] == pytest.approx(0.5, abs=0.06)
         and points[-1][0] <= 10_000
     )
-    assert curves.thin([(1.0, 2.0)]) == [(1.0, 2.0)]
+    assert thin([(1.0, 2.0)]) == [(1.0, 2.0)]
 
 
 def test_a_comparison_on_the_page(tables, tmp_path, capsys):

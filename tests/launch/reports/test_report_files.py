@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from reported import make_run, write_tables
+from reported import make_run
 
 from launch import report
 from launch.reports import search, writing
-
-
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory) -> Path:
-    return write_tables(tmp_path_factory.mktemp("recipes"))
 
 
 def test_what_cannot_be_reported_is_refused_at_once(tables, tmp_path, capsys):

@@ -163,7 +163,7 @@ def test_other_weights_stand_next_to_no_row(tables, tmp_path):
     ]
     made = document(tables, *runs)
     assert {cells[4] for cells in lines(made)} == {"not run"}
-    assert [(line.model, line.value, line.how) for line in made.scores] == [
+    assert [(model, value, how) for _, _, model, value, _, how in made.scores.rows] == [
         (name, value, how)
         for name, how in (
             ("hub", "weights of no pretraining run, or drawn at random"),

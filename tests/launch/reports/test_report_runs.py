@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reported import lines, make_run, read_of, step, validations, write_tables
+from reported import lines, make_run, read_of, step, validations
 
 from launch import report
 from launch.ranks import ending, out_of_memory
@@ -18,11 +18,6 @@ from launch.reports import runs as reading
 from launch.reports.entries import entry_of
 from launch.reports.tables import Tables
 from recipes.layout import Layout
-
-
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory) -> Path:
-    return write_tables(tmp_path_factory.mktemp("recipes"))
 
 
 @pytest.mark.parametrize(
@@ -50,10 +45,8 @@ def tables(tmp_path_factory) -> Path:
 def test_a_broken_file_is_named_and_the_rest_reported(
     tables, tmp_path, capsys, monkeypatch, broken, text, named
 ):
-    monkeypatch.setattr(
-        "launch.reports.figures.losses", lambda *_: []
-    )  # plots take most of the time and are checked elsewhere
-    monkeypatch.setattr("launch.reports.document._comparison_figures", lambda *_: ())
+    # Plots take most of the time and are checked elsewhere.
+    monkeypatch.setattr("launch.reports.document._comparison_plots", lambda *_: [])
     make_run(tmp_path / "runs" / "good", tables, "widgets/slow")
     bad = make_run(tmp_path / "runs" / "bad", tables, "widgets/fast")
     (bad / broken).write_text(text)
@@ -66,7 +59,7 @@ def test_a_broken_file_is_named_and_the_rest_reported(
 
 @pytest.mark.parametrize("name", ("metrics.jsonl", "result.json", "environment.json", "plan.json"))
 def test_a_directory_in_place_of_a_file_is_named(tables, tmp_path, capsys, monkeypatch, name):
-    monkeypatch.setattr("launch.reports.figures.losses", lambda *_: [])
+    monkeypatch.setattr("launch.reports.plots.losses", lambda *_: [])
     run = make_run(tmp_path / "run", tables, "widgets/fast")
     (run / name).unlink()
     (run / name).mkdir()
@@ -128,7 +121,7 @@ def test_a_run_that_cannot_be_read_is_no_baseline(tables, tmp_path):
 def test_what_a_recipe_says_of_itself_is_no_difference_in_how_runs_were_made(tables, tmp_path):
     assert not compared(
         tables, tmp_path, overrides={"differs": {"data": "another"}, "note": "x"}
-    ).configuration
+    ).configuration.rows
 
 
 def test_memory_of_an_unknown_kind_is_no_other_kind(tables, tmp_path):
@@ -253,17 +246,14 @@ def test_where_two_runs_part(tables, tmp_path):
         "largest difference 7.50e-01 at step 30" in found.findings[0]
         and "equal to rounding" in found.findings[1]
     )
-    configuration = {row.name: row.values for row in found.configuration}
-    assert configuration == {
-        "ds_config": ("zero1", "zero3"),
-        "versions.torch": ("2.13.0", "2.14.0"),
-        "deepspeed.zero_optimization.stage": ("1", "3"),
-    }
-    outcomes = {row.name: row for row in found.results}
-    assert outcomes["time per step (s)"].values == ("0.5", "1") and outcomes["time per step (s)"].changes == (
-        "2.000x",
-    )
-    assert outcomes["training loss (nats, last 10 steps)"].changes == ("+0.25",) and not found.remarks
+    assert found.configuration.rows == [
+        ("ds_config", "zero1", "zero3"),
+        ("versions.torch", "2.13.0", "2.14.0"),
+        ("deepspeed.zero_optimization.stage", "1", "3"),
+    ]
+    outcomes = {name: values for name, *values in found.results.rows}
+    assert outcomes["time per step (s)"] == ["0.5", "1", "2.000x"]
+    assert outcomes["training loss (nats, last 10 steps)"][2:] == ["+0.25"] and not found.remarks
 
 
 def test_losses_on_other_text_are_not_compared(tables, tmp_path):
@@ -273,7 +263,7 @@ def test_losses_on_other_text_are_not_compared(tables, tmp_path):
         "none / x.txt)" in found.remarks[0]
     )
     assert "different seeds (1234 / 7)" in found.remarks[1] and not found.findings
-    assert {row.name: row.changes for row in found.results}["validation loss (nats)"] == ("not comparable",)
+    assert {row[0]: row[-1] for row in found.results.rows}["validation loss (nats)"] == "not comparable"
 
 
 def test_losses_with_other_entropies_are_not_compared(tables, tmp_path):

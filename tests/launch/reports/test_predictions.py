@@ -8,16 +8,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from reported import MACHINE, Page, make_run, write_tables
+from measured_machine import TWO_CORES
+from reported import MACHINE, Page, make_run, read_of
 
+from ds_configs.plan import Machine
+from ds_configs.resolver import resolve
 from launch import report
-from launch.machine import measuring
+from launch.machine import measuring, rates
 from launch.planning.prediction import hardware, workload
-from launch.planning.prediction.forecast import forecast
+from launch.planning.prediction.forecast import forecast, speed
 from launch.planning.resolved_plans import planned
-from launch.reports import beside
+from launch.records.deviations import Deviation
+from launch.reports import predictions
 from launch.reports.entries import entries_of
-from launch.reports.prediction import Predicted
 from launch.reports.tables import Tables
 from recipes import catalog
 
@@ -28,7 +31,8 @@ HEADING = "Predicted beside published and measured"
 def lines(table, runs=()):
     tables = Tables()
     return {
-        line.name.rpartition("/")[2]: line for line in beside.lines_of(entries_of(tables.get(table), runs))
+        line.name.rpartition("/")[2]: line
+        for line in predictions.lines_of(entries_of(tables.get(table), runs))
     }
 
 
@@ -61,28 +65,28 @@ def test_weak_scaling_is_the_rate_per_gpu_relative_to_the_fewest_gpus():
 
 
 def test_a_row_that_ran_out_of_memory_is_said_to_have():
-    found = beside.lines_of(entries_of(Tables().get("dgx2_gpt2_data_parallel"), []))
+    found = predictions.lines_of(entries_of(Tables().get("dgx2_gpt2_data_parallel"), []))
     oom = [line for line in found if line.oom]
     assert oom and all(line.cells[2] == "OOM" and line.cells[7] == "OOM" for line in oom)
 
 
-def test_what_is_not_known_is_said(tmp_path):
-    tables = Tables(write_tables(tmp_path))
-    (line,) = beside.lines_of(entries_of(tables.get("quiet"), []))
+def test_what_is_not_known_is_said(tables):
+    (line,) = predictions.lines_of(entries_of(Tables(tables).get("quiet"), []))
     assert line.cells[2:] == ("0.04808", "not predicted", "", "not published", "not predicted",
                               "not published", "not predicted", "", "")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory, tables):
     """Three runs: on 1 and 2 GPUs of one machine, and a tiny one; the first with a prediction."""
-    root = tmp_path_factory.mktemp("beside")
-    tables, runs, out = write_tables(tmp_path_factory.mktemp("recipes")), root / "runs", root / "out"
-    said = Predicted("this", 0.25, 1e9, 0.4, 4e9)
+    root = tmp_path_factory.mktemp("predicted")
+    runs, out = root / "runs", root / "out"
+    total = lambda number: SimpleNamespace(total=number)  # noqa: E731
+    said = SimpleNamespace(fullest=total(1e9), time=total(0.25), speed=SimpleNamespace(mfu=0.4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "measured", lambda: pytest.fail("a report measures nothing"))
-        known = lambda plan, machine, result: said if machine["host"] == "one" else Predicted()  # noqa: E731
-        patch.setattr(beside, "of_run", known)
+        known = lambda plan, machine: said if machine["host"] == "one" else None  # noqa: E731
+        patch.setattr(predictions, "run_forecast", known)
         make_run(runs / "one", tables, "widgets/fast", environment={**GPU, "host": "one"})
         make_run(runs / "bare", tables, "widgets/fast", environment=GPU)
         make_run(runs / "small", tables, "widgets/fast", environment=GPU, tiny=True)
@@ -106,7 +110,7 @@ def test_a_run_stands_next_to_its_prediction_in_every_form(made):
 
 def test_a_run_without_a_prediction_says_so(made):
     line = next(line for line in made.md.splitlines() if "| bare | 0.5 |" in line)
-    assert line.count("not predicted") == 3 and line.count("not measured") == 2
+    assert line.count("not predicted") == 3 and line.count("not measured") == 1
     record = next(record for record in made.records if record["run"].endswith("/bare"))
     assert record["predicted_s"] == record["mfu"] == ""
 
@@ -116,11 +120,67 @@ def test_a_tiny_run_is_compared_with_none(made):
 
 
 def test_runs_are_compared_on_one_machine_and_tiny_ones_with_none():
-    base = beside.Line("t/a", "a", where="run on x", gpus=1, parameters=10, samples_per_s=8.0, tflops=4.0)
+    base = predictions.Line(
+        "t/a", "a", where="run on x", gpus=1, parameters=10, samples_per_s=8.0, tflops=4.0
+    )
     others = [replace(base, name="t/b", gpus=4, samples_per_s=28.0, tflops=3.5),
               replace(base, name="t/c", parameters=40, samples_per_s=3.0),
               replace(base, name="t/d", where="", tflops=1.0),
               replace(base, name="t/e", where="run on y", gpus=8)]  # fmt: skip
-    found = list(beside._compared([base, *others]))
+    found = list(predictions._compared([base, *others]))
     assert [line.scaling for line in found] == [1.0, 0.875, 1.0, None, None]
     assert [line.normalised for line in found] == [1.0, None, 1.5, None, None]
+
+
+# On the machine of a run
+
+HERE = {**MACHINE, **{key: rates.machine()[key] for key in ("host", "cpu", "cores")}}
+H200 = {"accelerator": "NVIDIA H200", "accelerators": 1, "accelerator_memory_gb": 150.0}
+
+
+@pytest.fixture
+def plan():
+    machine = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
+    return resolve(catalog.load("default/sotu", ["activation_checkpointing=full"]), "zero1", 2, machine)
+
+
+@pytest.fixture
+def known(monkeypatch):
+    monkeypatch.setattr(rates, "cached", lambda: TWO_CORES)
+
+
+def test_a_machine_that_was_measured_is_predicted(plan, known):
+    node = hardware.of_rates(TWO_CORES).shared_by(2)
+    assert predictions.run_forecast(plan, HERE) == forecast(workload.of_plan(plan), node)
+
+
+def test_nothing_is_measured_for_a_report_and_another_machine_is_not_taken_for_this_one(
+    plan, known, monkeypatch
+):
+    monkeypatch.setattr(measuring, "measured", lambda: pytest.fail("a report waits for a measurement"))
+    assert predictions.run_forecast(plan, {**HERE, "cpu": "another"}) is None
+    monkeypatch.setattr(rates, "cached", lambda: None)
+    assert predictions.run_forecast(plan, HERE) is None
+    assert predictions.run_forecast(plan, {}) is None, "environment.json does not describe it"
+    said = predictions.run_forecast(plan, {**MACHINE, **H200})
+    assert said.node.name == "h200x8" and said.time.total > 0
+
+
+def test_shares_are_those_of_the_measured_time_and_of_the_steps_of_this_plan(tables, tmp_path, known):
+    read = read_of(make_run(tmp_path / "r", tables, "widgets/fast", environment=HERE), tables)
+    line = predictions._of_run("t/r", read)
+    found = predictions.run_forecast(read.plan, HERE)
+    assert line.mfu == pytest.approx(speed(found.work, found.node, line.seconds).mfu)
+    assert line.left == pytest.approx(1 - read.result.memory.peak_bytes / 8e9)
+    assert line.predicted_left == pytest.approx(1 - found.fullest.total / 8e9)
+    elsewhere = replace(read.result, deviations=(Deviation("measured", "steps 1 to 9"),))
+    without = predictions._of_run("t/r", replace(read, result=elsewhere))
+    assert without == predictions._of_run("t/r", replace(read, plan=None))
+    assert (without.mfu, without.left, without.predicted_s) == (None, None, None)
+
+
+def test_a_precision_without_a_rate_has_a_memory_alone(tables, tmp_path, known, monkeypatch):
+    monkeypatch.setattr(rates, "cached", lambda: replace(TWO_CORES, tflops={"bf16": 0.2}))
+    read = read_of(make_run(tmp_path / "r", tables, "widgets/fast", environment=HERE), tables)
+    line = predictions._of_run("t/r", read)
+    assert line.mfu is line.predicted_s is None and line.predicted_left > 0

@@ -1,0 +1,345 @@
+"""Plots of a report: published throughput with what was measured, losses, and seconds per step."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
+
+from launch.records.loss_plot import mean, moving_average, step_ticks, write_in_margin
+from launch.records.result import TFLOPS_BY
+from launch.records.result_text import EXACT
+from launch.reports.entries import MEASURED, Entry
+from launch.reports.runs import Points, Run, differences
+from recipes.plural import counted
+
+INK, FAINT = "#1c2024", "#c3c9cf"
+PALETTE = ("#3b82c4", "#d9822b", "#3a9d5d", "#cf4f4f", "#8f6fd1", "#9a7560", "#d06fa6", "#7f8790")
+LOG_FROM = 30  # largest / smallest value above which a linear axis would hide the small ones
+RUNS_PER_PLOT = len(PALETTE)
+# One for each run of a plot: each curve shows through the gaps of the next; validations have a mark.
+DASHES: tuple[Any, ...] = (
+    *("-", (0, (6, 3)), (0, (3, 3)), (0, (1, 2))),
+    *((0, (9, 3, 2, 3)), (0, (5, 2, 1, 2)), (0, (2, 4)), (0, (8, 5))),
+)
+MARKS = "os^DvPX*"
+VALIDATION: dict[str, Any] = {"linestyle": ":", "linewidth": 0.8, "markersize": 5, "fillstyle": "none"}
+BARS: dict[str, Any] = {"facecolor": PALETTE[0], "alpha": 0.6}
+HATCHED: dict[str, Any] = {**BARS, "hatch": "///", "edgecolor": INK, "linewidth": 0}
+DIAMONDS: dict[str, Any] = {
+    **{"marker": "D", "markersize": 6.5, "color": PALETTE[1], "linestyle": ""},
+    **{"markeredgecolor": INK, "markeredgewidth": 0.8},
+}
+MOST_POINTS = 1000  # of one curve
+PAGE_POINTS = 12_000  # of all curves of one plot together
+NOISY_POINTS = 300  # of a curve that is not smoothed: more would be a band
+# Of the curves' own range: a reference further away is named at the edge, and takes nothing of the axis.
+NEAR = 0.5
+LEAST_RANGE = 0.2  # nats: curves that are flat are no reason to call a reference far away
+LEAST_TICKS = 3  # of a logarithmic axis
+COLUMNS = {column.key: column for column in MEASURED}
+# Quantity -> axis; the first two are drawn where they were published, the time only where neither was.
+THROUGHPUT = {
+    "tflops": "TFLOPS per GPU, counted as each row's source does",
+    "samples_per_s": "samples per second, all GPUs",
+    "time_per_iteration_s": "seconds per iteration",
+}
+Legend = list[tuple[Any, str]]  # (handle, label)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """An SVG. `label`: for those who cannot see it; `caption`: what is drawn, and what is left out."""
+
+    svg: str
+    label: str
+    caption: str
+
+    @property
+    def address(self) -> str:
+        """The image itself, as the address of an <img>."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
+
+
+def throughput(entries: Sequence[Entry]) -> list[Plot]:
+    """A bar for each published number with the measured ones as points on it; one plot per quantity."""
+    found = [key for key in THROUGHPUT if _published(entries, key)]
+    return [_throughput(entries, key) for key in found if key != "time_per_iteration_s" or len(found) == 1]
+
+
+def losses(runs: Sequence[Run], title: str = "Loss") -> list[Plot]:
+    """Training (moving average) and validation; one plot per unit and `RUNS_PER_PLOT` runs."""
+    found = []
+    every = [run for run in runs if run.training or run.validation]
+    for per in dict.fromkeys(run.loss_per for run in every):
+        drawn = [run for run in every if run.loss_per == per]
+        most = max(50, min(MOST_POINTS, PAGE_POINTS // max(1, 2 * len(drawn))))
+        for start in range(0, len(drawn), RUNS_PER_PLOT):
+            some = drawn[start : start + RUNS_PER_PLOT]
+            which = f", runs {start + 1} to {start + len(some)} of {len(drawn)}"
+            whole = title + which if len(drawn) > len(some) else title
+            found.append(_losses(some, f"loss (nats per {per})", whole, most))
+    return found
+
+
+def step_times(runs: Sequence[Run]) -> list[Plot]:
+    """Wall time of every step."""
+    wide = _wide([value for run in runs for _, value in run.seconds])
+    curves = [(index, run, run.seconds) for index, run in enumerate(runs)]
+    label = "Time per step"
+    return _steps(curves, (label, "seconds"), label, "Wall time of every step.", log=wide)
+
+
+def loss_differences(first: Run, *others: Run) -> list[Plot]:
+    """How far the training loss of each other run is from the first's, step by step."""
+    curves = []
+    for index, run in enumerate(others, start=1):
+        apart = differences(first.training, run.training)
+        curves.append((index, run, [(step, by) for step, by in apart if by]))
+    axes = f"Training loss next to {first.label}", "absolute difference (nats)"
+    caption = (
+        f"Absolute difference of the loss of every step from that of {first.label}; steps without any "
+        "difference are not drawn."
+    )
+    return _steps(curves, axes, "Difference of the training losses", caption, log=True)
+
+
+def _steps(
+    curves: Sequence[tuple[int, Run, Points]], names: tuple[str, str], label: str, caption: str, *, log: bool
+) -> list[Plot]:
+    """(number of the run, the run, its curve), not smoothed; no plot where no run has points.
+
+    `names`: of the plot and of its y axis.
+    """
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = new_axes(figure, names[0], "optimizer step", names[1])
+    legend = _draw(axes, curves, NOISY_POINTS)
+    if not legend:
+        return []
+    if log:
+        log_axis(axes, "y")
+    return [_render(figure, legend, label, caption + _thinned([run for _, run, _ in curves], NOISY_POINTS))]
+
+
+def _throughput(entries: Sequence[Entry], key: str) -> Plot:
+    rows = {entry.row.full_name: entry.row for entry in entries}
+    at = {name: y for y, name in enumerate(rows)}
+    name_of_axis, published = _axis(entries, key), _published(entries, key)
+    figure = Figure(figsize=(8, 1.5 + 0.3 * len(rows)), layout="constrained")
+    axes = new_axes(figure, "", name_of_axis, "")
+    wrong = [name for name in published if rows[name].is_wrong(key)]
+    right = [name for name in published if name not in wrong]
+    for names, style in ((right, BARS), (wrong, HATCHED)):
+        axes.barh([at[name] for name in names], [published[name] for name in names], height=0.62, **style)
+    measured = ((at[entry.row.full_name], _measured(entry, key)) for entry in entries)
+    points = [(y, value) for y, value in measured if value is not None]
+    axes.plot([value for _, value in points], [y for y, _ in points], zorder=3, **DIAMONDS)
+    values = [*published.values(), *(value for _, value in points)]
+    wide = _wide(values)
+    if wide:
+        log_axis(axes, "x")
+        axes.set_xlim(min(values) / 2, max(values) * 1.5)
+    for name, row in rows.items():
+        if name not in published:
+            why = "published as out of memory" if row.published and row.published.oom else "not published"
+            where: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
+            axes.annotate(why, (0.01, at[name]), fontsize=8, color=INK, **where)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows.values()])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+    legend: Legend = [(Patch(**BARS), "published")]
+    legend += [(Patch(**HATCHED), "published, wrong by its erratum (†)")] if wrong else []
+    legend += [(Line2D([], [], **DIAMONDS), "measured")] if points else []
+    parts = [f"{name_of_axis}{', logarithmic axis' if wide else ''}: bars as published, points as measured."]
+    if key == "tflops" and _counted_as(entries) == "exact_tflops":
+        parts.append(f"{EXACT[0].upper()}{EXACT[1:]}.")
+    if left_out := sum(entry.incomparable is not None for entry in entries):
+        whose = "whose numbers are not those of the row (see the table)."
+        parts.append(f"{counted(left_out, 'run')} left out, {whose}")
+    elif not points:
+        parts.append("Nothing of this table has been measured here.")
+    return _render(figure, legend, f"Published and measured: {name_of_axis}", " ".join(parts))
+
+
+def _losses(runs: Sequence[Run], unit: str, title: str, most: int) -> Plot:
+    figure = Figure(figsize=(8, 4.6 + 0.2 * ((len(runs) + 1) // 2)), layout="constrained")
+    axes = new_axes(figure, title, "optimizer step", unit)
+    curves = []
+    for index, run in enumerate(runs):
+        averages = moving_average([loss for _, loss in run.training])
+        smooth = [(step, average) for (step, _), average in zip(run.training, averages, strict=True)]
+        curves.append((index, run, smooth))
+    legend = _draw(axes, curves, most)
+    for index, run in enumerate(runs):
+        if points := thin(run.validation, most):
+            axes.plot(*zip(*points, strict=True), color=PALETTE[index], marker=MARKS[index], **VALIDATION)
+            if not run.training:
+                legend.append((Line2D([], [], color=PALETTE[index]), run.labelled))
+    if any(run.validation for run in runs):
+        legend.append((Line2D([], [], color=INK, marker=MARKS[0], **VALIDATION), "validation"))
+    outside = draw_references(axes, _entropies(runs), len(runs))
+    arrow = ", with an arrow where it lies outside the axis." if outside else "."
+    caption = (
+        "Lines: training loss, the mean of the steps around each (a fifteenth of the run, 201 at most, fewer "
+        "towards the ends). Marks joined by dots: validation. Grey: entropy of a "
+        f"uniform and of a unigram model{arrow}{_thinned(runs, most)}"
+    )
+    return _render(figure, legend, f"{title}, {unit}", caption)
+
+
+def _draw(axes: Axes, curves: Sequence[tuple[int, Run, Points]], most: int) -> Legend:
+    """A line over whole optimizer steps for each run that has points; the legend of those."""
+    axes.xaxis.set_major_locator(step_ticks())
+    legend: Legend = []
+    for index, run, points in curves:
+        if points := thin(points, most):
+            style = {"color": PALETTE[index % len(PALETTE)], "linestyle": DASHES[index % len(DASHES)]}
+            marker = "." if len(points) == 1 else ""  # a curve of one point would be invisible as a line
+            (line,) = axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=marker, **style)
+            legend.append((line, run.labelled))
+    return legend
+
+
+def thin(points: Points, most: int = MOST_POINTS) -> Points:
+    """At most `most` points: equal runs of neighbours, each replaced by its mean."""
+    if len(points) <= most:
+        return points
+    size = ceil(len(points) / most)
+    buckets = (zip(*points[start : start + size], strict=True) for start in range(0, len(points), size))
+    return [(mean(steps), mean(values)) for steps, values in buckets]
+
+
+def _thinned(runs: Sequence[Run], most: int) -> str:
+    longest = max((len(run.seconds) for run in runs), default=0)
+    said = f" Curves of more than {most} steps are drawn as means of neighbouring steps."
+    return said if longest > most else ""
+
+
+def _published(entries: Sequence[Entry], key: str) -> dict[str, float]:
+    """Row -> published number, of the rows that have one."""
+    numbers = {entry.row.full_name: getattr(entry.row.published, key, None) for entry in entries}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _counted_as(entries: Sequence[Entry]) -> str | None:
+    """Which of our two counts stands next to the published TFLOPS; None where the sources made both."""
+    published = [entry.row.published for entry in entries if entry.row.published]
+    found = {each.tflops_by for each in published if each.tflops is not None} or {"formula"}
+    return TFLOPS_BY[found.pop()][1] if len(found) == 1 else None
+
+
+def _axis(entries: Sequence[Entry], key: str) -> str:
+    """With the count of TFLOPS that the source made, and we next to it."""
+    counted = _counted_as(entries) if key == "tflops" else None
+    return COLUMNS[counted].heading if counted else THROUGHPUT[key]
+
+
+def _measured(entry: Entry, key: str) -> float | None:
+    """None also where the run's numbers are not those of the row."""
+    counted = _counted_as([entry]) if key == "tflops" else key
+    value = COLUMNS[counted or key].of(entry.run.result) if entry.run and not entry.no_ratio else None
+    return value if value and value > 0 else None
+
+
+def _entropies(runs: Sequence[Run]) -> dict[tuple[str, float], list[str]]:
+    found: dict[tuple[str, float], list[str]] = {}
+    for run in runs:
+        for kind, value in vars(run.result.entropies).items():
+            if value is not None:
+                found.setdefault((kind, round(value, 4)), []).append(run.label)
+    return found
+
+
+def _wide(values: Sequence[float]) -> bool:
+    return bool(values) and max(values) > LOG_FROM * min(values)
+
+
+def new_axes(figure: Figure, title: str, x: str, y: str) -> Axes:
+    axes = figure.add_subplot()
+    axes.set_title(title, fontsize=11, color=INK)
+    axes.set_xlabel(x, color=INK)
+    axes.set_ylabel(y, color=INK)
+    axes.tick_params(colors=INK, which="both")
+    axes.grid(alpha=0.5, color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for spine in axes.spines.values():
+        spine.set_color(FAINT)
+    return axes
+
+
+def log_axis(axes: Axes, which: str) -> None:
+    """A logarithmic x or y axis whose numbers are plain text: 0.001, 1e-05."""
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogTicks())
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+class LogTicks(Locator):
+    """Ticks of a logarithmic axis: decades, in between 2 and 5 where these are few, and whatever is round."""
+
+    def __call__(self) -> Sequence[float]:
+        assert self.axis is not None
+        return self.tick_values(*self.axis.get_view_interval())
+
+    def tick_values(self, low: float, high: float) -> Sequence[float]:
+        found: list[float] = []
+        for locator in (LogLocator(numticks=9), LogLocator(subs=(1, 2, 5), numticks=9), MaxNLocator(6)):
+            found = [float(tick) for tick in locator.tick_values(low, high) if low <= tick <= high]
+            if len(found) >= LEAST_TICKS:
+                break
+        return found
+
+
+def draw_references(axes: Axes, entropies: Mapping[tuple[str, float], Sequence[str]], runs: int) -> bool:
+    """Draw a grey line for each (kind, nats) -> labels of its runs; name it in the margin.
+
+    Call it after the curves are drawn. `runs`: how many they are of; a reference of one of several names it.
+    Returns whether one lies outside the axis.
+    """
+    values = [float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())]
+    bottom, top = (min(values), max(values)) if values else (0.0, float("inf"))
+    reach = NEAR * max(top - bottom, LEAST_RANGE)
+    labels, outside = [], False
+    for (kind, value), names in entropies.items():
+        whose = f"\n{names[0]}" if len(names) < runs and len(names) == 1 else ""
+        labels.append((value, f"{kind} {value:.3f}{whose}"))
+        if bottom - reach <= value <= top + reach:
+            axes.axhline(value, color=FAINT, linestyle=":" if kind == "unigram" else "--", linewidth=1.2)
+        else:
+            outside = True
+    write_in_margin(axes, labels, INK, 8)
+    return outside
+
+
+def _render(figure: Figure, legend: Legend, label: str, caption: str) -> Plot:
+    """The figure with its legend below, where it covers nothing."""
+    if legend:
+        # matplotlib leaves labels out that begin with an underscore.
+        labels = [f" {text}" if text.startswith("_") else text for _, text in legend]
+        style: dict[str, Any] = {"fontsize": 9, "frameon": False, "labelcolor": INK, "handlelength": 3}
+        handles = [handle for handle, _ in legend]
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, **style)
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_parse_math(False)  # a $ in a title is a dollar
+    buffer = io.StringIO()
+    unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=unsaid)
+    svg = buffer.getvalue()
+    return Plot(svg[svg.index("<svg") :], label, caption)

@@ -1,0 +1,240 @@
+"""Published rows and runs next to what the planner predicts: time, share of peak, memory left, scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from typing import Any
+
+from ds_configs.plan import Plan
+from launch.console import numbers
+from launch.machine import rates
+from launch.planning.prediction import hardware, workload
+from launch.planning.prediction.forecast import Forecast, forecast, speed
+from launch.planning.prediction.published_step import as_published, published_seconds
+from launch.planning.resolved_plans import planned
+from launch.reports.entries import Entry
+from launch.reports.frames import Frame
+from launch.reports.runs import Run
+from modeling import cost
+from recipes.schema import Published, Recipe
+
+PUBLISHED = "published"
+HEADINGS = (
+    *("recipe", "", "time per iteration (s)", "predicted (s)", "predicted / it", "MFU", "MFU predicted"),
+    *("memory left", "predicted", "samples/s x parameters, smallest = 1", "TFLOPS per GPU, fewest GPUs = 1"),
+)
+EXPLAINED = (
+    "Published rows are predicted on the hardware that they name, as the system that they name runs them; "
+    "runs on the machine that they ran on. MFU: operations of the model, none counted twice, over the peak "
+    "rate (of cores: the rate that was measured). Memory left: what torch does not hold. The last two "
+    "columns compare rows of as many GPUs, and rows of different numbers of GPUs: published ones with "
+    "published ones, runs with runs on the same machine."
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A published row or a run; None: not known. Shares are of 1.
+
+    Attributes:
+        where: what it can be compared with: published rows, or runs on one machine.
+        seconds: per step; of a row that prints none, from its samples/s or its TFLOPS.
+        oom, predicted_oom: it did not fit, or is not predicted to.
+        mfu: share of the peak rate, without recomputation (Chowdhery et al. 2022, appendix B).
+        left: share of the memory that is not taken.
+        normalised: samples/s times parameters, relative to the smallest model on as many GPUs.
+        scaling: TFLOPS per GPU, relative to those of the fewest GPUs.
+    """
+
+    name: str
+    label: str
+    where: str = PUBLISHED
+    gpus: int | None = None
+    parameters: int | None = None
+    samples_per_s: float | None = None
+    tflops: float | None = None
+    seconds: float | None = None
+    predicted_s: float | None = None
+    mfu: float | None = None
+    predicted_mfu: float | None = None
+    left: float | None = None
+    predicted_left: float | None = None
+    oom: bool = False
+    predicted_oom: bool = False
+    normalised: float | None = None
+    scaling: float | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there is more to say than what was printed."""
+        return any(getattr(self, field.name) for field in fields(self)[8:])
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As HEADINGS."""
+        without = "not published" if self.label == PUBLISHED else "not measured"
+        predicted = "not predicted"
+        ratio = self.predicted_s / self.seconds if self.predicted_s and self.seconds else None
+        return (
+            self.name,
+            self.label,
+            "OOM" if self.oom else _shown(self.seconds, numbers.number, without),
+            _shown(self.predicted_s, numbers.number, predicted),
+            _shown(ratio, "{:.2f}".format, ""),
+            _shown(self.mfu, "{:.1%}".format, "" if self.oom else without),
+            _shown(self.predicted_mfu, "{:.1%}".format, predicted),
+            "OOM" if self.oom else _shown(self.left, "{:.1%}".format, without),
+            "OOM" if self.predicted_oom else _shown(self.predicted_left, "{:.1%}".format, predicted),
+            _shown(self.normalised, "{:.3g}".format, ""),
+            _shown(self.scaling, "{:.1%}".format, ""),
+        )
+
+
+def frame(lines: Sequence[Line]) -> Frame | None:
+    """None where nothing is known of any."""
+    if not any(line.known for line in lines):
+        return None
+    kinds = ("name", "text", *["number"] * (len(HEADINGS) - 2))
+    title = "Predicted beside published and measured"
+    return Frame(HEADINGS, kinds, [line.cells for line in lines], title, EXPLAINED)
+
+
+def lines_of(entries: Sequence[Entry]) -> list[Line]:
+    """Of every row what was published, then its runs; tiny runs are compared with none."""
+    found: list[Line] = []
+    for row, each in groupby(entries, key=lambda entry: entry.row):
+        if row.recipe and row.recipe.published:
+            found.append(_of_row(row.full_name, row.recipe, row.recipe.published))
+        found += [_of_run(row.full_name, entry.run) for entry in each if entry.run]
+    return list(_compared(found))
+
+
+def _of_row(name: str, recipe: Recipe, published: Published) -> Line:
+    theirs = _as_their_system(recipe)
+    seconds = published_seconds(recipe, published, theirs.work if theirs else None)
+    line = Line(
+        name,
+        PUBLISHED,
+        gpus=recipe.hardware.gpus if recipe.hardware else None,
+        parameters=cost.parameters(recipe.model, recipe.positions),
+        samples_per_s=recipe.batch.global_ / seconds if seconds else None,
+        seconds=seconds,
+        oom=published.oom,
+    )
+    if not (theirs and theirs.time and theirs.speed):
+        return line
+    room, memory = theirs.node.gpu.memory_bytes, published.cached_gb
+    reached = speed(theirs.work, theirs.node, seconds) if seconds else None
+    return replace(
+        line,
+        gpus=theirs.work.layout.world,
+        predicted_s=theirs.time.total,
+        mfu=reached.mfu if reached else None,
+        predicted_mfu=theirs.speed.mfu,
+        tflops=reached.exact_tflops if reached else None,
+        left=1 - memory * hardware.GIB / room if memory else None,
+        predicted_left=1 - theirs.fullest.cached(room) / room,
+        predicted_oom=theirs.verdict == "out of memory",
+    )
+
+
+def _as_their_system(recipe: Recipe) -> Forecast | None:
+    """The row on its hardware as its system ran it; None where the catalogue or the planner has not both."""
+    named = recipe.hardware.node if recipe.hardware else None
+    if named in (None, hardware.THIS):  # a report measures nothing
+        return None
+    try:
+        node = hardware.node_for(recipe)
+        plan = planned(recipe, recipe.ds_config, node, None)
+        step = as_published(plan)
+        return forecast(step, node) if step else None
+    except (ValueError, OSError):  # of a user's recipe, configuration or catalogue
+        return None
+
+
+def _of_run(name: str, run: Run) -> Line:
+    result, seconds = run.result, run.result.speed.seconds_per_step
+    line = Line(
+        name,
+        run.labelled,
+        where="" if run.tiny else _machine(run),
+        # Processes that share cores are no GPUs.
+        gpus=result.layout.world if result.layout and run.machine.get("accelerators") else None,
+        parameters=result.parameters,
+        samples_per_s=result.speed.samples_per_s,
+        tflops=result.speed.exact_tflops,
+        seconds=seconds,
+        oom=result.status == "OOM",
+    )
+    if run.plan is None or any(each.kind == "measured" for each in result.deviations):
+        return line  # speed and memory are of steps that the newest plan did not make
+    room, used = _available(run.plan, run.machine), result.memory.cached_bytes or result.memory.peak_bytes
+    line = replace(line, left=1 - used / room if used and room else None)
+    if (found := run_forecast(run.plan, run.machine)) is None:
+        return line
+    needed, time, rate = found.fullest.total, found.time, found.speed
+    predicted = time.total if time else None
+    return replace(
+        line,
+        predicted_s=predicted,
+        # The operations are those of the predicted step, which took another time.
+        mfu=rate.mfu * predicted / seconds if rate and predicted and seconds else None,
+        predicted_mfu=rate.mfu if rate else None,
+        predicted_left=1 - needed / room if room else None,
+        predicted_oom=bool(room and needed > room),
+    )
+
+
+def run_forecast(plan: Plan, machine: Mapping[str, Any]) -> Forecast | None:
+    """The step on the machine that the run was on, measuring nothing; None where no such machine is known.
+
+    `machine`: `description.describe()`.
+    """
+    try:
+        name, count = str(machine["accelerator"]), machine["accelerators"]
+        node = hardware.recognised(name, count) if count else None
+        if node is None:
+            here = rates.machine()
+            if any(machine[key] != here[key] for key in ("host", "cpu", "cores")):
+                return None
+            node = hardware.this(measure=False)
+        return forecast(workload.of_plan(plan), node.shared_by(plan.layout.world))
+    except (ValueError, KeyError):  # this machine was not measured, or the file does not describe it
+        return None
+
+
+def _available(plan: Plan, machine: Mapping[str, Any]) -> float | None:
+    """Bytes of a GPU, or a process's part of the host's memory."""
+    if (each := machine.get("accelerator_memory_gb")) is not None:
+        return float(each) * 1e9
+    whole = machine.get("memory_gb")
+    return None if whole is None else float(whole) * 1e9 / plan.layout.world
+
+
+def _machine(run: Run) -> str:
+    return "run on " + ", ".join(str(run.machine.get(key)) for key in ("accelerator", "cpu", "cores"))
+
+
+def _compared(lines: Sequence[Line]) -> Iterator[Line]:
+    for line in lines:
+        others = [each for each in lines if line.where and each.where == line.where]
+        as_many = [each for each in others if each.gpus == line.gpus and each.samples_per_s]
+        normalised = scaling = None
+        if len({each.parameters for each in as_many}) > 1 and line.samples_per_s:
+            smallest = min(as_many, key=lambda each: each.parameters or 0)
+            normalised = _work(line) / _work(smallest)
+        measured = [each for each in others if each.gpus and each.tflops]
+        if len({each.gpus for each in measured}) > 1 and line.gpus and line.tflops:
+            fewest = min(measured, key=lambda each: each.gpus or 0)
+            scaling = line.tflops / (fewest.tflops or line.tflops)
+        yield replace(line, normalised=normalised, scaling=scaling)
+
+
+def _work(line: Line) -> float:
+    return (line.samples_per_s or 0.0) * (line.parameters or 0)
+
+
+def _shown(value: float | None, form: Callable[[float], str], without: str) -> str:
+    return without if value is None else form(value)
