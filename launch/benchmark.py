@@ -20,9 +20,11 @@ from launch.ranks import ending
 EXAMPLES = """\
 examples:
   python launch/benchmark.py step
-      our training step next to transformers, a bare loop, a plain GPT-2, and the machine's matrix rate
+      our training step next to transformers, a bare loop, a plain GPT-2, and
+      the machine's matrix rate
   python launch/benchmark.py layouts
-      tensor, pipeline and data parallelism here next to one process, and where the difference goes
+      tensor, pipeline and data parallelism here next to one process, and
+      where the difference goes
   python launch/benchmark.py scaling --plot scaling.png
       weak and strong scaling over the cores or GPUs at hand
   python launch/benchmark.py gpu
@@ -57,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, (summary, examples, add_flags, measure) in COMMANDS.items():
-        how: dict[str, Any] = {"formatter_class": arguments.Help, "allow_abbrev": False}
+        how: dict[str, Any] = {"formatter_class": arguments.HELP, "allow_abbrev": False}
         command = benchmarks.add_parser(name, help=summary, epilog=examples, **how)
         add_flags(command)
         command.add_argument("--out", metavar="FILE", help="write all numbers as JSON")

@@ -33,24 +33,32 @@ Types = dict[str, dict[str, str]]  # tensor -> kind -> the type of its numbers
 EXAMPLES = """\
 examples:
   python launch/checkpoint.py show runs/default-sotu-zero3_offload
-      every checkpoint of the run: step, size, the layout that saved it, whether its files are there
+      every checkpoint of the run: step, size, the layout that saved it,
+      whether its files are there
   python launch/checkpoint.py show runs/default-sotu-zero3_offload --step 200
       one of them, with its tensors
   python launch/checkpoint.py verify runs/default-sotu-zero3_offload
-      read every byte: checksums, tensors and shapes of the recipe's model, NaN and infinity
-  python launch/checkpoint.py diff runs/a/checkpoints/step-000100 runs/b --step 100
+      read every byte: checksums, tensors and shapes of the recipe's model,
+      NaN and infinity
+  python launch/checkpoint.py diff runs/a/checkpoints/step-000100 runs/b \\
+      --step 100
       the largest difference of each tensor, whatever layouts saved the two
 
-RUN is a run directory, its checkpoints/, or one step-NNNNNN of them. No GPU is needed, and the memory of one
-tensor. Any layout reads any checkpoint: `pretrain.py --resume` goes on from it, `--init_from` takes its
-weights, and `export_hf.py` writes them for transformers.
+RUN is a run directory, its checkpoints/, or one step-NNNNNN of them. No GPU
+is needed, and the memory of one tensor. Any layout reads any checkpoint:
+`pretrain.py --resume` goes on from it, `--init_from` takes its weights, and
+`export_hf.py` writes them for transformers.
 exit codes: 0 shown, whole, or equal; 1 damaged, or different; 2 refused."""
 SHOW = "exit codes: 0 shown, 2 refused."
-VERIFY = "exit codes: 0 all whole; 1 damaged: each file is named, with the tensors it holds; 2 refused."
+VERIFY = """\
+exit codes: 0 all whole; 1 damaged: each file is named, with the tensors it
+holds; 2 refused."""
 DIFF = """\
-Of a run the newest whole checkpoint is taken. "absolute" is the largest difference of two elements,
-"relative" the same by the largest magnitude of an element of that tensor. NaN differs from everything.
-exit codes: 0 equal to the bit, 1 different, 2 refused: not two checkpoints of one model."""
+Of a run the newest whole checkpoint is taken. "absolute" is the largest
+difference of two elements, "relative" the same by the largest magnitude of an
+element of that tensor. NaN differs from everything.
+exit codes: 0 equal to the bit, 1 different, 2 refused: not two checkpoints of
+one model."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(
             work.__name__, help=what, description=description, epilog=epilog, allow_abbrev=False,
-            formatter_class=arguments.Help,
+            formatter_class=arguments.HELP,
         )  # fmt: skip
         command.set_defaults(work=work)
         add = command.add_argument

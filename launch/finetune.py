@@ -32,25 +32,36 @@ SPLITS = ("train", "dev", "dev_mismatched", "test", "test_mismatched")
 EXAMPLES = """\
 examples:
   deepspeed launch/finetune.py --task sst2 --init runs/bert-sotu-zero1
-      a pretraining run on SST-2 of the hub (nyu-mll/glue); scores, predictions and checkpoints in
-      runs/finetune-sst2-zero1
-  python launch/finetune.py --task rte --init ./bert-base --train train.jsonl --dev dev.jsonl
-      what save_pretrained wrote, on files with the hub's fields: JSON, JSON lines, parquet
-  python launch/finetune.py --task rte --init ./bert-base --from_scratch --train train.jsonl --dev dev.jsonl
+      a pretraining run on SST-2 of the hub (nyu-mll/glue); scores,
+      predictions and checkpoints in runs/finetune-sst2-zero1
+  python launch/finetune.py --task rte --init ./bert-base \\
+      --train train.jsonl --dev dev.jsonl
+      what save_pretrained wrote, on files with the hub's fields: JSON, JSON
+      lines, parquet
+  python launch/finetune.py --task rte --init ./bert-base --from_scratch \\
+      --train train.jsonl --dev dev.jsonl
       the control: the same shape and vocabulary, weights drawn at random
-  torchrun --nproc_per_node 4 launch/finetune.py --task mnli --init RUN --ds_config zero3 --set parallel.tp=2
+  torchrun --nproc_per_node 4 launch/finetune.py --task mnli --init RUN \\
+      --ds_config zero3 --set parallel.tp=2
       any layout: tensor and pipeline parallelism, ZeRO 0 to 3, offload
-  python launch/finetune.py --task squad1 --init RUN --grid --seeds 5 --ensemble --out runs/squad
-      RoBERTa's procedure: a grid over batch and rate, five seeds of the best, their median and ensemble; the
-      same command goes on where it was interrupted
-  python launch/finetune.py --task sst2 --init RUN --lr 1e-5 --epochs 10 --set dropout.attention=0 --plan
-      the resolved plan of it, with settings of the recipe changed; nothing is started
+  python launch/finetune.py --task squad1 --init RUN --grid --seeds 5 \\
+      --ensemble --out runs/squad
+      RoBERTa's procedure: a grid over batch and rate, five seeds of the best,
+      their median and ensemble; the same command goes on where it was
+      interrupted
+  python launch/finetune.py --task sst2 --init RUN --lr 1e-5 --epochs 10 \\
+      --set dropout.attention=0 --plan
+      the resolved plan of it, with settings of the recipe changed; nothing is
+      started
 
-files: --train and --dev together take the place of the hub's data set; --test is optional, and its labels may
-be hidden. SQuAD's own JSON is read too. A broken example is left out, counted and named.
-what comes out: result.json has the scores of every split; RUN/predictions/SPLIT has the files of the task's
-submission and the logits. To stop and to resume: as launch/pretrain.py, with Ctrl-C and --resume.
-exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything was started, 3 diverged,
+files: --train and --dev together take the place of the hub's data set; --test
+is optional, and its labels may be hidden. SQuAD's own JSON is read too. A
+broken example is left out, counted and named.
+what comes out: result.json has the scores of every split;
+RUN/predictions/SPLIT has the files of the task's submission and the logits.
+To stop and to resume: as launch/pretrain.py, with Ctrl-C and --resume.
+exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything
+was started, 3 diverged,
 4 a rank hung."""
 
 

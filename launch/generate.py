@@ -44,22 +44,32 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # of a text that ends within the bytes
 
 EXAMPLES = """\
 examples:
-  python launch/generate.py runs/default-sotu-zero3_offload --prompt "My fellow citizens"
-      the newest complete checkpoint of a run goes on for 80 tokens, in the terminal as it writes
-  python launch/generate.py exported --file prompts.jsonl --samples 4 --top_p 0.9 --batch 32 --out texts.jsonl
-      a directory that transformers saved; four samples of the "prompt" of each line, one JSON object a line
-  torchrun --nproc_per_node 2 launch/generate.py runs/big/checkpoints/step-000300 --greedy --prompt The
-      that checkpoint, each weight cut over two processes (tensor parallelism), the most likely tokens
-  python launch/generate.py runs/bert-sotu-zero1 --prompt "The [MASK] of the people."
+  python launch/generate.py runs/default-sotu-zero3_offload \\
+      --prompt "My fellow citizens"
+      the newest complete checkpoint of a run goes on for 80 tokens, in the
+      terminal as it writes
+  python launch/generate.py exported --file prompts.jsonl --samples 4 \\
+      --top_p 0.9 --batch 32 --out texts.jsonl
+      a directory that transformers saved; four samples of the "prompt" of
+      each line, one JSON object a line
+  torchrun \\
+      --nproc_per_node 2 launch/generate.py runs/big/checkpoints/step-000300 \\
+      --greedy --prompt The
+      that checkpoint, each weight cut over two processes (tensor
+      parallelism), the most likely tokens
+  python launch/generate.py runs/bert-sotu-zero1 \\
+      --prompt "The [MASK] of the people."
       a BERT fills in its masks with the most likely tokens, the surest first
 
-Processes share out the weights, not the prompts: all of them work on every text. Of a model that fits one
-GPU, a file is written faster by several commands of one process, each with a part of it.
+Processes share out the weights, not the prompts: all of them work on every
+text. Of a model that fits one GPU, a file is written faster by several
+commands of one process, each with a part of it.
 
-A text ends after --tokens, at the end-of-text token, or at the model's last position, and a line says how
-many did which. What is drawn depends on --seed, the prompt and the number of the sample, and not on the
-batch, the file or the number of processes (to rounding). With transformers' temperature, top_k and top_p it
-has transformers' distribution, and with --greedy its texts.
+A text ends after --tokens, at the end-of-text token, or at the model's last
+position, and a line says how many did which. What is drawn depends on --seed,
+the prompt and the number of the sample, and not on the batch, the file or the
+number of processes (to rounding). With transformers' temperature, top_k and
+top_p it has transformers' distribution, and with --greedy its texts.
 exit codes: 0 written, 1 failed, 2 refused before anything is loaded."""
 
 

@@ -20,25 +20,33 @@ from recipes.refused_by_system import problem, told_by
 
 EXAMPLES = """\
 examples:
-  python launch/prepare_data.py --source wikipedia --name enwiki-latest-pages-articles.xml.bz2 \\
+  python launch/prepare_data.py --source wikipedia \\
+      --name enwiki-latest-pages-articles.xml.bz2 \\
       --samples bert --tokenizer bert_uncased --out stores/wiki
       a BERT's store (one sequence per sentence) from a raw dump
-  python launch/prepare_data.py --source jsonl --name 'openwebtext/*.jsonl.zst' --tokenizer gpt2 \\
+  python launch/prepare_data.py --source jsonl \\
+      --name 'openwebtext/*.jsonl.zst' --tokenizer gpt2 \\
       --decontaminate lambada.jsonl --out stores/openwebtext
-      a GPT's store, without documents that share 13 words in a row with the evaluation set
-  python launch/prepare_data.py --tokenizer trained_bpe --vocab_size 8192 --out stores/sotu
+      a GPT's store, without documents that share 13 words in a row with the
+      evaluation set
+  python launch/prepare_data.py --tokenizer trained_bpe --vocab_size 8192 \\
+      --out stores/sotu
       the packaged corpus, with a vocabulary trained on it
-  deepspeed launch/pretrain.py --set data.source=store --set data.name=stores/sotu \\
+  deepspeed launch/pretrain.py --set data.source=store \\
+      --set data.name=stores/sotu \\
       --set data.tokenizer.kind=store --set model.vocab_size=8192
       train from it
 
-The flags mean what the keys of a recipe's `data` section mean; store is no --source and no --tokenizer here.
-OUT appears when it is complete: store.bin and store.idx (Megatron's format), tokenizer/, report.json,
-report.txt, rejected/*.jsonl with file and line of everything that was left out, and why. Until then the work
-is in OUT.partial; killed at any moment, the same command resumes. The result does not depend on --workers,
-nor on how often the work was cut off.
-exit codes: 0 done (or done before), 1 failed (a killed worker, a full disk), 2 refused (flags, or input of
-which too much is broken or nothing is left), 130 and 143 stopped by a signal."""
+The flags mean what the keys of a recipe's `data` section mean; store is no
+--source and no --tokenizer here.
+OUT appears when it is complete: store.bin and store.idx (Megatron's format),
+tokenizer/, report.json, report.txt, rejected/*.jsonl with file and line of
+everything that was left out, and why. Until then the work is in OUT.partial;
+killed at any moment, the same command resumes. The result does not depend on
+--workers, nor on how often the work was cut off.
+exit codes: 0 done (or done before), 1 failed (a killed worker, a full disk),
+2 refused (flags, or input of which too much is broken or nothing is left),
+130 and 143 stopped by a signal."""
 
 
 class Stopped(BaseException):

@@ -23,24 +23,35 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
-      the default recipe: a small GPT-2 on the packaged corpus, about three minutes on two CPU cores
-  deepspeed --num_gpus 2 launch/pretrain.py --ds_config ds_configs/zero2.json --tiny
+      the default recipe: a small GPT-2 on the packaged corpus, about three
+      minutes on two CPU cores
+  deepspeed --num_gpus 2 launch/pretrain.py \\
+      --ds_config ds_configs/zero2.json --tiny
       two processes, on GPUs or on a CPU, with the recipe shrunk to seconds
-  torchrun --nproc_per_node 8 launch/pretrain.py --ds_config ds_configs/3d.json --recipe parallel_kinds/3d
+  torchrun --nproc_per_node 8 launch/pretrain.py \\
+      --ds_config ds_configs/3d.json --recipe parallel_kinds/3d
       2 x 2 x 2 tensor, pipeline and data parallel
-  srun --ntasks-per-node 4 python launch/pretrain.py --ds_config zero1 --out $SCRATCH/run --resume
-      in a job of Slurm, one process a task; docs/running.md has mpirun, and several nodes without Slurm
-  python launch/pretrain.py --plan --processes 64 --recipe openwebtext/gpt2-124m
+  srun --ntasks-per-node 4 python launch/pretrain.py --ds_config zero1 \\
+      --out $SCRATCH/run --resume
+      in a job of Slurm, one process a task; docs/running.md has mpirun, and
+      several nodes without Slurm
+  python launch/pretrain.py --plan --processes 64 \\
+      --recipe openwebtext/gpt2-124m
       the plan of 64 processes, checked on a laptop; nothing is started
-  python launch/pretrain.py --ds_config bf16 --set optimizer.lr=3e-4 --steps 100 --out runs/try1
+  python launch/pretrain.py --ds_config bf16 --set optimizer.lr=3e-4 \\
+      --steps 100 --out runs/try1
       one process, one field of the recipe changed
-  deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json --resume
-      continue from the newest complete checkpoint; a first start if there is none
+  deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json \\
+      --resume
+      continue from the newest complete checkpoint; a first start if there is
+      none
 
-to stop: Ctrl-C, SIGTERM, SIGUSR1 or `touch <run directory>/STOP` finish the step, save and exit 0. (The
-deepspeed and torchrun launchers report 1 when a signal reaches them; with the STOP file they report 0.)
-result.json then has the status "interrupted", and --resume goes on.
-exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything was started, 3 diverged,
+to stop: Ctrl-C, SIGTERM, SIGUSR1 or `touch <run directory>/STOP` finish the
+step, save and exit 0. (The deepspeed and torchrun launchers report 1 when a
+signal reaches them; with the STOP file they report 0.) result.json then has
+the status "interrupted", and --resume goes on.
+exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything
+was started, 3 diverged,
 4 a rank hung (run.hang_after)."""
 
 

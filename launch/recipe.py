@@ -21,14 +21,18 @@ examples:
   python launch/recipe.py list --fits
       the rows whose weights, gradients and optimizer states fit this machine
   python launch/recipe.py show dgx2_gpt2_model_parallel/72x3072-h32-tp8
-      one row: everything resolved, what was published, what is inferred or unknown, how to launch it
+      one row: everything resolved, what was published, what is inferred or
+      unknown, how to launch it
   python launch/recipe.py show my_table.yaml/my-row --yaml
-      a row of your own file, with every value written out; list --table my_table.yaml lists them
+      a row of your own file, with every value written out; list --table
+      my_table.yaml lists them
   python launch/recipe.py verify
-      recompute the published tables of recipes/ (no file of yours) and explain every disagreement
+      recompute the published tables of recipes/ (no file of yours) and
+      explain every disagreement
 
-exit codes: 0 shown, or everything agrees or is explained; 1 something that verify cannot explain, or output
-that cannot be written; 2 refused, or shown and cannot be run as it is."""
+exit codes: 0 shown, or everything agrees or is explained; 1 something that
+verify cannot explain, or output that cannot be written; 2 refused, or shown
+and cannot be run as it is."""
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   python launch/report.py runs
-      every run below runs/, each in the table of its recipe, next to what was published
+      every run below runs/, each in the table of its recipe, next to what was
+      published
   python launch/report.py runs/zero1 runs/zero3
-      two runs: curves over each other, what differs in how they were made and in what came out (up to 6 runs)
+      two runs: curves over each other, what differs in how they were made and
+      in what came out (up to 6 runs)
   python launch/report.py 'runs/dgx2*' --table dgx2_gpt2_model_parallel
       only this table, with those of the runs that belong to it
   python launch/report.py --table jeanzay_megatron_performance
@@ -34,16 +36,21 @@ examples:
   python launch/report.py runs --all --out reports/july
       every published table, run or not
 
-A run is a directory with recipe.yaml, metrics.jsonl and, once it has ended, result.json; one that is still
-running is shown as unfinished. Tiny runs are marked. They get no ratio to published numbers, nor do runs that
-change the model, the sequence length, the batch, what is recomputed, tp, pp, dp or what ZeRO shards and
-offloads, nor emulated fp16. A † marks published rows that have errata. Next to rows and runs stands what the
-planner predicts of them: of rows on the hardware that they name, of runs on the machine that they ran on.
-Scores of fine-tuning runs stand next to those that the row of their pretraining published.
-Writes report.md, report.csv and report.html (plots inside, no network, no scripts). A former report there is
-replaced; other files never. Long curves are drawn as means of neighbouring steps, at most 1000 points each.
-exit codes: 0 written; 1 written, but some file of a run or of a table could not be read (they are named);
-2 refused, nothing written."""
+A run is a directory with recipe.yaml, metrics.jsonl and, once it has ended,
+result.json; one that is still running is shown as unfinished. Tiny runs are
+marked. They get no ratio to published numbers, nor do runs that change the
+model, the sequence length, the batch, what is recomputed, tp, pp, dp or what
+ZeRO shards and offloads, nor emulated fp16. A † marks published rows that
+have errata. Next to rows and runs stands what the planner predicts of them:
+of rows on the hardware that they name, of runs on the machine that they ran
+on.
+Scores of fine-tuning runs stand next to those that the row of their
+pretraining published.
+Writes report.md, report.csv and report.html (plots inside, no network, no
+scripts). A former report there is replaced; other files never. Long curves
+are drawn as means of neighbouring steps, at most 1000 points each.
+exit codes: 0 written; 1 written, but some file of a run or of a table could
+not be read (they are named); 2 refused, nothing written."""
 
 
 def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:

@@ -36,32 +36,46 @@ FOR_TRAINING = ("dropout", "activation_checkpointing", "optimizer", "schedule", 
 EXAMPLES = """\
 examples:
   python launch/score.py runs/default-sotu-zero3_offload --task perplexity
-      the held-out text of the run's own recipe: the loss that its last validation had
-  python launch/score.py RUN --task perplexity --set data.source=jsonl --set data.name=other.jsonl
-      the held-out part of another text; every field of the recipe's data can be set
+      the held-out text of the run's own recipe: the loss that its last
+      validation had
+  python launch/score.py RUN --task perplexity --set data.source=jsonl \\
+      --set data.name=other.jsonl
+      the held-out part of another text; every field of the recipe's data can
+      be set
   python launch/score.py RUN --task perplexity --data book.txt --stride 128
       a whole file, a document a row (.jsonl, .parquet) or one document (.txt)
   python launch/score.py gpt2 --task wikitext103
-      a directory that transformers saved; 1024 positions, a window every 32 tokens, as Megatron-LM's paper
-  python launch/score.py RUN --task wikitext103 --data wiki.test.raw --stride 512
+      a directory that transformers saved; 1024 positions, a window every 32
+      tokens, as Megatron-LM's paper
+  python launch/score.py RUN --task wikitext103 --data wiki.test.raw \\
+      --stride 512
       without the hub, from a local file
-  python launch/score.py RUN --task lambada --variant openai --data lambada.jsonl
+  python launch/score.py RUN --task lambada --variant openai \\
+      --data lambada.jsonl
       the last word of each passage, of OpenAI's text or of the original one
   python launch/score.py RUN --task lambada --from_scratch
-      the control: the run's shape and vocabulary with the weights that it began with
-  torchrun --nproc_per_node 8 launch/score.py RUN --task wikitext103 --set parallel.tp=8 --precision bf16
-      a model too large for one GPU; deepspeed and srun start it as well, and --ds_config pipeline or zero3
-      share it out otherwise
+      the control: the run's shape and vocabulary with the weights that it
+      began with
+  torchrun --nproc_per_node 8 launch/score.py RUN --task wikitext103 \\
+      --set parallel.tp=8 --precision bf16
+      a model too large for one GPU; deepspeed and srun start it as well, and
+      --ds_config pipeline or zero3 share it out otherwise
 
-WikiText-103: the test set is turned back into text; each window counts its last --stride tokens alone;
-the perplexity is exp(sum of losses / original word-level tokens); the ratio of the two counts is shown.
-LAMBADA: a passage is right where every token of its last word is the likeliest, given the ones before;
---variant original is the authors' file in lower case, openai what Radford et al. and Megatron-LM score.
-Sums are exact (math.fsum of float64) and padding does not depend on the batch: layout and batch change
-figures by the rounding of products alone, 1e-6 of a perplexity in fp32, which is the default for that.
-A row that cannot be read, or a passage of one word, is left out, counted and said.
-Of a run the figures are also kept in RUN/scores.json, which launch/report.py shows next to published ones.
-exit codes: 0 scored, 1 failed, 2 refused before anything was started, 4 a rank hung (run.hang_after)."""
+WikiText-103: the test set is turned back into text; each window counts its
+last --stride tokens alone; the perplexity is exp(sum of losses / original
+word-level tokens); the ratio of the two counts is shown.
+LAMBADA: a passage is right where every token of its last word is the
+likeliest, given the ones before; --variant original is the authors' file in
+lower case, openai what Radford et al. and Megatron-LM score.
+Sums are exact (math.fsum of float64) and padding does not depend on the
+batch: layout and batch change figures by the rounding of products alone, 1e-6
+of a perplexity in fp32, which is the default for that.
+A row that cannot be read, or a passage of one word, is left out, counted and
+said.
+Of a run the figures are also kept in RUN/scores.json, which launch/report.py
+shows next to published ones.
+exit codes: 0 scored, 1 failed, 2 refused before anything was started, 4 a
+rank hung (run.hang_after)."""
 
 
 def build_parser() -> ArgumentParser:

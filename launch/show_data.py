@@ -24,9 +24,11 @@ MOST = {"step": 10**12, "samples": 10_000, "hashes": 10_000, "workers": MOST_LOA
 EXAMPLES = """\
 examples:
   python launch/show_data.py --recipe bert/sotu --step 0 --samples 2
-      two samples of the first step: A and B, predicted tokens as [was->now], padding, the sentence label
+      two samples of the first step: A and B, predicted tokens as [was->now],
+      padding, the sentence label
   python launch/show_data.py --hashes 5
-      hashes of five steps of the default recipe, as 1, 2 and 4 data-parallel ranks read them
+      hashes of five steps of the default recipe, as 1, 2 and 4 data-parallel
+      ranks read them
   python launch/show_data.py --recipe bert/sotu --split validation --samples 3
       held-out samples
 

@@ -9,21 +9,19 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.console import terminal
 from launch.console.text_table import aligned
 from recipes import catalog
 
-WRITTEN = 105  # columns, about, to which the help's texts are written
-
-
-ROW = re.compile(r" *\S+ {2,}(?=\S)")  # a word, and far from it what it means
+HELP_WIDTH = 78  # columns of help texts: what argparse uses of a terminal of 80
+HELP = argparse.RawDescriptionHelpFormatter  # descriptions and examples keep their lines
 
 
 def command(description: str, examples: str) -> argparse.ArgumentParser:
     """A parser whose --help teaches: what the command does, then examples."""
     _refuse_another_checkout()
+    about = textwrap.fill(description, HELP_WIDTH)
     parser = argparse.ArgumentParser(
-        description=description, epilog=examples, formatter_class=Help, allow_abbrev=False
+        description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False
     )
     # The deepspeed launcher passes --local_rank=N; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -39,44 +37,8 @@ def subcommand(
 ) -> argparse.ArgumentParser:
     """The parser of a subcommand whose --help teaches as that of a command."""
     return commands.add_parser(
-        name, help=help_line, description=about, epilog=examples, formatter_class=Help, allow_abbrev=False
+        name, help=help_line, description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False
     )
-
-
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Descriptions and examples keep their lines as far as the terminal has room for them."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs: list[str] = []
-        above = ""
-        for line in text.split("\n"):
-            first, *_ = [*line.split(), ""]
-            full = len(f"{above} {first}") > WRITTEN and not above.endswith(".")
-            if first and full and column(above) == margin(line) and not ROW.match(line):
-                paragraphs[-1] += f" {line.strip()}"  # a sentence that was broken for want of room only
-            else:
-                paragraphs.append(line)
-            above = line
-        lines = (fitted(line, width) for line in paragraphs)
-        return textwrap.indent("\n".join(lines), indent)
-
-
-def margin(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
-def column(line: str) -> int:
-    """Where its sentence begins: behind a word that it explains, or at its margin."""
-    row = ROW.match(line)
-    return row.end() if row else margin(line)
-
-
-def fitted(line: str, width: int) -> str:
-    """A line of help at that width; a command, which is indented by two, still as one that can be pasted."""
-    if ROW.match(line):
-        return terminal.wrapped(line, width, hang=column(line) - margin(line))
-    shown = terminal.command if margin(line) == 2 else terminal.wrapped
-    return shown(line, width, hang=4 if margin(line) == 2 else 0)
 
 
 def _refuse_another_checkout() -> None:

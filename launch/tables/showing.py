@@ -30,7 +30,9 @@ COUNTED = {
     "exact": "by exact count, which is NVIDIA's",
 }
 CHANGED = "changed by --set or --tiny, so that what is known of the row's value does not hold"
-ABOUT = "Show one recipe: everything resolved, what was published, inferred or unknown, and how to launch it."
+ABOUT = """\
+Show one recipe: everything resolved, what was published, inferred or unknown,
+and how to launch it."""
 
 
 def add_parser(commands: Any) -> None:

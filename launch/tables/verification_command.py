@@ -21,28 +21,32 @@ if TYPE_CHECKING:
     from launch.tables.verification import Report
 
 ABOUT = """\
-Recompute every number of the published tables that can be recomputed: parameters by building each model on
-the meta device at every rank, layouts and batches, samples/s, TFLOPS, scaling and memory. Compare settings
-with texts, papers and public scripts, sizes and speeds with logs. The evidence stands in each table's file
-below its rows; each disagreement is an erratum there, with its explanation."""
+Recompute every number of the published tables that can be recomputed:
+parameters by building each model on the meta device at every rank, layouts
+and batches, samples/s, TFLOPS, scaling and memory. Compare settings with
+texts, papers and public scripts, sizes and speeds with logs. The evidence
+stands in each table's file below its rows; each disagreement is an erratum
+there, with its explanation."""
 EXAMPLES = """\
 examples:
   python launch/recipe.py verify
       everything: a summary, the errata, and what nothing explains
-  python launch/recipe.py verify --table jeanzay_megatron_performance --verbose
+  python launch/recipe.py verify --table jeanzay_megatron_performance \\
+      --verbose
       one table, every check of it
   python launch/recipe.py verify --csv verify.csv
       every check, for a program or a spreadsheet
 
 A file that an earlier verify wrote is replaced, any other is not.
-exit codes: 0 every disagreement is explained and no explanation is stale, 1 otherwise, 2 refused."""
+exit codes: 0 every disagreement is explained and no explanation is stale, 1
+otherwise, 2 refused."""
 COLUMNS = (*(field.name for field in fields(Check)), "explanation")
 
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand `verify` to the subparsers of launch/recipe.py."""
     about = dict(help="recompute the published tables and list every disagreement", description=ABOUT)
-    form = dict(epilog=EXAMPLES, formatter_class=arguments.Help, allow_abbrev=False)
+    form = dict(epilog=EXAMPLES, formatter_class=arguments.HELP, allow_abbrev=False)
     parser = commands.add_parser("verify", **about, **form)
     table = dict(nargs="+", action="extend", default=[], metavar="NAME")
     parser.add_argument("--table", **table, help="only these published tables")

@@ -26,7 +26,8 @@ MOST_BYTES = 2**28  # of a results file
 EXAMPLES = """\
 examples:
   python launch/benchmark.py gpu
-      everything that one GPU can tell, in steps of minutes; started again, it goes on after the last one
+      everything that one GPU can tell, in steps of minutes; started again, it
+      goes on after the last one
   python launch/benchmark.py gpu --minutes 9 --only 1.2b attention
       two steps, none of which is started later than nine minutes from now
   python launch/benchmark.py gpu --again 1.2b
@@ -34,8 +35,8 @@ examples:
   python launch/benchmark.py gpu --on cpu --folder runs/walk
       every step on tiny shapes: shows that they work, and measures nothing
 
-results.json in --folder has hardware, versions, command, goals and all numbers, by step; results.txt shows
-them."""
+results.json in --folder has hardware, versions, command, goals and all
+numbers, by step; results.txt shows them."""
 
 NO_GPU = Problem(
     "gpu",

@@ -21,19 +21,24 @@ from recipes.problems import Problem, ProblemsError
 EXAMPLES = """\
 examples:
   python launch/benchmark.py layouts
-      TP2, DP2 and PP2 on this machine next to one process with all its cores, in turns
-  python launch/benchmark.py layouts --set model.hidden=768 --set model.heads=12 --eager
+      TP2, DP2 and PP2 on this machine next to one process with all its cores,
+      in turns
+  python launch/benchmark.py layouts --set model.hidden=768 \\
+      --set model.heads=12 --eager
 
   ideal      seconds that one process with all cores needs for as many tokens
   bubble     the pipeline's schedule has nothing to do for a stage
   waiting    for other ranks and their tensors, beyond that
-  computing  the rest: smaller products, work that is done twice, memory that is shared"""
+  computing  the rest: smaller products, work that is done twice, memory that
+             is shared"""
 
 SCALING_EXAMPLES = """\
 examples:
   python launch/benchmark.py scaling --plot scaling.png
-      data parallelism on 1, 2, 4, ... processes, of which each has one core or one GPU
-  python launch/benchmark.py scaling --kinds weak --processes 8 --ds_config zero2
+      data parallelism on 1, 2, 4, ... processes, of which each has one core
+      or one GPU
+  python launch/benchmark.py scaling --kinds weak --processes 8 \\
+      --ds_config zero2
 
   weak    each process has the same work: as many tokens more as processes
   strong  all share the work that the most processes have in weak scaling"""

@@ -19,23 +19,32 @@ from recipes.problems import Problem, ProblemsError
 EXAMPLES = """\
 examples:
   python launch/benchmark.py step
-      GPT-2 of 14M parameters under zero1; some three minutes on two cores, most of it starting and compiling
-  python launch/benchmark.py step --ds_config zero1 zero3_offload --systems ours transformers
-      two configurations; each system in a process of its own, in turns of some steps each
-  python launch/benchmark.py step --recipe bert/sotu --set sequence_length=512 --set batch.global=8
+      GPT-2 of 14M parameters under zero1; some three minutes on two cores,
+      most of it starting and compiling
+  python launch/benchmark.py step --ds_config zero1 zero3_offload \\
+      --systems ours transformers
+      two configurations; each system in a process of its own, in turns of
+      some steps each
+  python launch/benchmark.py step --recipe bert/sotu \\
+      --set sequence_length=512 --set batch.global=8
       a BERT, whose padding counts neither as tokens nor as operations
-  python launch/benchmark.py step --variants compiled --profile runs/traces --plot step.png --out step.json
+  python launch/benchmark.py step --variants compiled --profile runs/traces \\
+      --plot step.png --out step.json
       also traces for chrome://tracing, and the operations that take longest
 
 systems:
-  ours          our engine as training runs it: the loader's batches, the step, what ranks tell each other
-  transformers  its model under the same resolved DeepSpeed JSON, in a loop without anything else
-  bare          our model in a compiled PyTorch loop with flat fp32 masters and torch's fused AdamW: what
-                DeepSpeed and our loop cost
-  nano          a plain GPT-2 in the manner of nanoGPT, compiled; weights in bf16 on a CPU, autocast on a GPU
-All read the same batches. Shares are of the rate of a large square product, and of the mean rate of the
-products that the model consists of, measured between the systems' turns; operations are counted exactly,
-those of recomputation not. Memory is of the process, or of the GPU."""
+  ours          our engine as training runs it: the loader's batches, the
+                step, what ranks tell each other
+  transformers  its model under the same resolved DeepSpeed JSON, in a loop
+                without anything else
+  bare          our model in a compiled PyTorch loop with flat fp32 masters
+                and torch's fused AdamW: what DeepSpeed and our loop cost
+  nano          a plain GPT-2 in the manner of nanoGPT, compiled; weights in
+                bf16 on a CPU, autocast on a GPU
+All read the same batches. Shares are of the rate of a large square product,
+and of the mean rate of the products that the model consists of, measured
+between the systems' turns; operations are counted exactly, those of
+recomputation not. Memory is of the process, or of the GPU."""
 
 SYSTEMS = ("ours", "transformers", "bare", "nano")
 VARIANTS = ("eager", "compiled")

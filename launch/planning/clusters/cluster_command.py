@@ -19,18 +19,26 @@ from recipes import catalog, files
 from recipes.problems import Problem, ProblemsError
 
 ABOUT = """\
-Show which rank of a recipe sits on which host, on which GPU, at which place of the grid, and how each
-launcher starts it. With --out, write a hostfile, a batch script for Slurm, a PyTorchJob for Kubernetes and a
-Dockerfile. A layout that does not fill the nodes is refused."""
+Show which rank of a recipe sits on which host, on which GPU, at which place
+of the grid, and how each launcher starts it. With --out, write a hostfile, a
+batch script for Slurm, a PyTorchJob for Kubernetes and a Dockerfile. A layout
+that does not fill the nodes is refused."""
 EXAMPLES = """\
 examples:
-  python launch/plan.py cluster --recipe jeanzay_megatron_deepspeed_3d/48b-pp16-ga256-mb4 --out jobs/48b
-      the row on the nodes that it was measured on; then: sbatch jobs/48b/job.sbatch
-  python launch/plan.py cluster --recipe openwebtext/gpt2-124m --hardware a100-80x8 --nodes 2 --hosts a b
+  python launch/plan.py cluster \\
+      --recipe jeanzay_megatron_deepspeed_3d/48b-pp16-ga256-mb4 \\
+      --out jobs/48b
+      the row on the nodes that it was measured on; then: sbatch
+      jobs/48b/job.sbatch
+  python launch/plan.py cluster --recipe openwebtext/gpt2-124m \\
+      --hardware a100-80x8 --nodes 2 --hosts a b
       other nodes, and hosts by their names
-  python launch/plan.py cluster --recipe openwebtext/gpt2-124m --hardware a100-80x8 --image me/a:1 --out job
-      then: docker build -f job/Dockerfile -t me/a:1 . and kubectl apply -f job/pytorchjob.yaml
-  python launch/plan.py cluster --recipe megatron_paper_table1/8.3b-mp-dp --json | jq '.ranks[100]'
+  python launch/plan.py cluster --recipe openwebtext/gpt2-124m \\
+      --hardware a100-80x8 --image me/a:1 --out job
+      then: docker build -f job/Dockerfile -t me/a:1 . and kubectl apply -f
+      job/pytorchjob.yaml
+  python launch/plan.py cluster --recipe megatron_paper_table1/8.3b-mp-dp \\
+      --json | jq '.ranks[100]'
       the whole map, for a program
 
 Files that this command wrote earlier are replaced, any other is not.
@@ -49,7 +57,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the subcommand `cluster` to the subparsers of launch/plan.py."""
     parser = commands.add_parser(
         "cluster", help="files for a cluster's scheduler, and which rank sits where", description=ABOUT,
-        epilog=EXAMPLES, formatter_class=arguments.Help, allow_abbrev=False,
+        epilog=EXAMPLES, formatter_class=arguments.HELP, allow_abbrev=False,
     )  # fmt: skip
     arguments.add_recipe_arguments(parser)
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"

@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from launch.planning.fitting.cases import Case
 
 ABOUT = """\
-Predict every published row that tells a time, a memory or that memory ran out, and print how far off the
-planner is: the rows of recipes/, and several hundred of other papers and logs. The few fitted constants
-(launch/planning/prediction/constants.yaml) were fitted once for each document without it, and its rows are
-predicted by those."""
+Predict every published row that tells a time, a memory or that memory ran
+out, and print how far off the planner is: the rows of recipes/, and several
+hundred of other papers and logs. The few fitted constants
+(launch/planning/prediction/constants.yaml) were fitted once for each document
+without it, and its rows are predicted by those."""
 EXAMPLES = """\
 examples:
   python launch/plan.py validate
       errors of time, memory and verdicts, table by table
-  python launch/plan.py validate --verbose --plot errors.png --json errors.json
+  python launch/plan.py validate --verbose --plot errors.png \\
+      --json errors.json
       every row, drawn, and for a program
   python launch/plan.py validate --table mine.csv
       the errors on rows of your own; --columns says what a row can state
@@ -50,7 +52,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand `validate` to the subparsers of launch/plan.py."""
     parser = commands.add_parser(
         "validate", help="the planner's error on published rows", description=ABOUT, epilog=EXAMPLES,
-        formatter_class=arguments.Help, allow_abbrev=False,
+        formatter_class=arguments.HELP, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--table", metavar="FILE.csv", type=Path, help="predict the rows of this file alone")
     parser.add_argument("--columns", action="store_true", help="list the columns of such a file")

@@ -17,16 +17,20 @@ from recipes.families import FAMILIES
 from recipes.plural import counted
 
 ABOUT = """\
-Find the largest GPT-2 or BERT that all GPUs of given nodes train together, for each way in which DeepSpeed
-keeps model states, with every layer recomputed and with none, next to the documents' rule of bytes per
-parameter. Layers and hidden size grow together as in GPT-3 (Brown et al. 2020, table 2.1)."""
+Find the largest GPT-2 or BERT that all GPUs of given nodes train together,
+for each way in which DeepSpeed keeps model states, with every layer
+recomputed and with none, next to the documents' rule of bytes per parameter.
+Layers and hidden size grow together as in GPT-3 (Brown et al. 2020, table
+2.1)."""
 EXAMPLES = """\
 examples:
   python launch/plan.py largest --hardware 2080ti
       on one GPU of 11 GB, beside the documents' 700 million parameters
-  python launch/plan.py largest --hardware v100-32x8 --sequence-length 2048 --micro 4
+  python launch/plan.py largest --hardware v100-32x8 --sequence-length 2048 \\
+      --micro 4
       on eight of 32 GB, with longer samples and more of them
-  python launch/plan.py largest --hardware a100-80x8 --nodes 4 --family bert --json
+  python launch/plan.py largest --hardware a100-80x8 --nodes 4 --family bert \\
+      --json
       a BERT, for a program
 
 exit codes: 0 shown, 2 refused."""
@@ -43,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the subcommand `largest` to the subparsers of launch/plan.py."""
     parser = commands.add_parser(
         "largest", help="the largest model that a node trains, by configuration", description=ABOUT,
-        epilog=EXAMPLES, formatter_class=arguments.Help, allow_abbrev=False,
+        epilog=EXAMPLES, formatter_class=arguments.HELP, allow_abbrev=False,
     )  # fmt: skip
     add = parser.add_argument
     node = f"{', '.join(hardware.names())}, this, or FILE.yaml:NODE"

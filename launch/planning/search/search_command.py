@@ -28,22 +28,30 @@ from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
 
 ABOUT = """\
-Go through tensor x pipeline x data parallelism, ZeRO stage, offload, micro-batch and recomputation of a
-recipe on all GPUs of given nodes. Print the fastest layouts that fit, with memory, time and where it goes,
-and what every other choice would cost or why it cannot be had. With --out, write the first one as a DeepSpeed
-JSON."""
+Go through tensor x pipeline x data parallelism, ZeRO stage, offload,
+micro-batch and recomputation of a recipe on all GPUs of given nodes. Print
+the fastest layouts that fit, with memory, time and where it goes, and what
+every other choice would cost or why it cannot be had. With --out, write the
+first one as a DeepSpeed JSON."""
 EXAMPLES = """\
 examples:
-  python launch/plan.py search --model 13b --hardware v100-32x8 --nodes 8 --out jobs/13b
-      a GPT of 13 billion parameters on 64 V100; writes jobs/13b/ds_config.json and prints the launch line
-  python launch/plan.py search --recipe openwebtext/gpt2-124m --hardware v100-32-pciex8 --set precision=fp16
+  python launch/plan.py search --model 13b --hardware v100-32x8 --nodes 8 \\
+      --out jobs/13b
+      a GPT of 13 billion parameters on 64 V100; writes
+      jobs/13b/ds_config.json and prints the launch line
+  python launch/plan.py search --recipe openwebtext/gpt2-124m \\
+      --hardware v100-32-pciex8 --set precision=fp16
       a recipe with its own batch, on one node
-  python launch/plan.py search --model 175b --hardware a100-80x8 --nodes 128 --set parallel.tp=8
-      a degree that stays; so do parallel.pp, parallel.dp, batch.micro, batch.accumulation and
-      activation_checkpointing
-  python launch/plan.py search --model 175b --hardware a100-80x8 --nodes 128 --software megatron
-      what another system's interleaving and sequence parallelism would bring; nothing is written
-  python launch/plan.py search --model 1.3b --hardware a100-40x8 --ds_config my.json --out jobs/1.3b
+  python launch/plan.py search --model 175b --hardware a100-80x8 --nodes 128 \\
+      --set parallel.tp=8
+      a degree that stays; so do parallel.pp, parallel.dp, batch.micro,
+      batch.accumulation and activation_checkpointing
+  python launch/plan.py search --model 175b --hardware a100-80x8 --nodes 128 \\
+      --software megatron
+      what another system's interleaving and sequence parallelism would bring;
+      nothing is written
+  python launch/plan.py search --model 1.3b --hardware a100-40x8 \\
+      --ds_config my.json --out jobs/1.3b
       your own JSON, with the winner's stage, offload, degrees and batch in it
 
 exit codes: 0 shown and written, 1 nothing fits, 2 refused."""
@@ -78,7 +86,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the subcommand `search` to the subparsers of launch/plan.py."""
     parser = commands.add_parser(
         "search", help="the fastest layout on given nodes, as a ds_config and flags", description=ABOUT,
-        epilog=EXAMPLES, formatter_class=arguments.Help, allow_abbrev=False,
+        epilog=EXAMPLES, formatter_class=arguments.HELP, allow_abbrev=False,
     )  # fmt: skip
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument_group("which model, on what").add_argument
