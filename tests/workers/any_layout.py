@@ -62,9 +62,13 @@ def train(out: Path, case: dict, steps: int, source: str | None) -> None:
         (out / "losses.json").write_text(json.dumps(records.losses))
 
 
+def main(jobs: Path) -> None:
+    processes.start_processes()
+    for job in json.loads(jobs.read_text()):
+        with processes.temporary_groups():
+            train(Path(job["out"]), job["case"], job["steps"], job["source"])
+
+
 if __name__ == "__main__":
     with ending.clean_exit():
-        processes.start_processes()
-        for job in json.loads(Path(sys.argv[1]).read_text()):
-            with processes.temporary_groups():
-                train(Path(job["out"]), job["case"], job["steps"], job["source"])
+        main(Path(sys.argv[1]))
