@@ -9,23 +9,18 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends
-from launch.ranks.meeting import Meeting
-from launch.starting.launch import Facts, add_run_arguments, job_of, launch, say_on_rank_0
-from launch.training.job import Job
+from launch.records.facts import Ending, TaskScore
+from launch.training.start import Training, add_run_arguments, job_of, launch, say_on_rank_0
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Task
 from recipes.tasks import TASKS
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from data.tasks.corpus import TaskCorpus
     from launch.evaluation.finetuning_recipe import Wishes
-    from launch.evaluation.pretrained import Pretrained
-    from launch.records.directory import RunDirectory
-    from launch.records.facts import TaskScore
     from launch.training.run import TrainingRun
 
 SPLITS = ("train", "dev", "dev_mismatched", "test", "test_mismatched")
@@ -128,7 +123,7 @@ def main() -> None:
     if several:
         several_runs(args)
     else:
-        launch(args, Finetuning())
+        launch(args, lambda: checked(args))
 
 
 def check_flags(args: argparse.Namespace, several: bool) -> None:
@@ -174,7 +169,7 @@ def several_runs(args: argparse.Namespace) -> None:
     try:
         devices = runs.shared_out(processes.device_limit() or 0, args.ranks, args.side_by_side)
         planned = argparse.Namespace(**{**vars(args), "plan": True, "processes": args.ranks, "out": None})
-        Finetuning().checked_job(planned)
+        checked(planned)
         made = runs.Runs(out, __file__, passed_on(sys.argv[1:]), args.ranks, devices, facts, terminal.say)
         first = Trial(args.batch or facts.batch, args.lr or facts.lr, args.seed)
         summary = runs.procedure(made, first, tried=args.grid, seeds=args.seeds or 1, together=args.ensemble)
@@ -202,53 +197,40 @@ def passed_on(typed: Sequence[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-class Finetuning:
-    """A task's examples, and the scores of the trained model."""
+def checked(args: argparse.Namespace) -> Training:
+    """The fine-tuning that the flags ask for; the number of a task's examples decides its steps.
 
-    def __init__(self) -> None:
-        self._corpus: TaskCorpus | None = None
-        self._scores: tuple[TaskScore, ...] = ()
-        self._pretrained: Pretrained | None = None
+    Raises ValueError with every problem.
+    """
+    from data.tasks import corpus as task_corpus
+    from launch.evaluation import pretrained
+    from launch.evaluation.finetuning_recipe import cut_to, recipe_of
+    from launch.machine import abilities
+    from launch.weights.initial_weights import InitialWeights, encoder_in
 
-    def checked_job(self, args: argparse.Namespace) -> tuple[Job, Facts]:
-        """Reads and tokenizes the task's files, whose number decides the steps."""
-        from data.tasks import corpus
-        from launch.evaluation import pretrained
-        from launch.evaluation.finetuning_recipe import cut_to, recipe_of
-        from launch.machine import abilities
-        from launch.weights.initial_weights import InitialWeights, encoder_in
+    machine = abilities.detect_machine(args.emulate_fp16)
+    given = InitialWeights(args.init, "--init")
+    of = (wishes(args), encoder_in(given).model_values, given.vocabulary(), machine)
+    first = recipe_of(*of)
+    task_corpus.check(first)
+    corpus = task_corpus.build(first, say_on_rank_0)
+    original = recipe_of(*of, examples=len(corpus.train))
+    weights = None if args.from_scratch else InitialWeights(args.init)
+    job = job_of(args, cut_to(original, args.steps), f"finetune/{args.task}", machine, weights)
+    encoder = job.initial_weights and pretrained.pretrained_in(job.initial_weights.directory)
+    scores: list[TaskScore] = []
 
-        machine = abilities.detect_machine(args.emulate_fp16)
-        given = InitialWeights(args.init, "--init")
-        described = encoder_in(given)
-        of = (wishes(args), described.model_values, given.vocabulary(), machine)
-        first = recipe_of(*of)
-        corpus.check(first)
-        self._corpus = corpus.build(first, say_on_rank_0)
-        original = recipe_of(*of, examples=len(self._corpus.train))
-        recipe = cut_to(original, args.steps)
-        weights = None if args.from_scratch else InitialWeights(args.init)
-        found = job_of(args, recipe, original, f"finetune/{args.task}", tiny=False, weights=weights)
-        if (initial := found[0].initial_weights) is not None:
-            self._pretrained = pretrained.pretrained_in(initial.directory)
-        return found
-
-    def corpus(self, job: Job, meeting: Meeting) -> Corpus:
-        assert self._corpus is not None, "checked_job has made it"
-        return self._corpus
-
-    def after_training(self, run: TrainingRun) -> None:
+    def after(run: TrainingRun) -> None:
         from launch.evaluation.finetuning_predictions import predict
 
-        assert self._corpus is not None, "checked_job has made it"
-        self._scores = predict(run, self._corpus)
+        scores.extend(predict(run, corpus))
 
-    def outcome(self, job: Job, directory: RunDirectory, corpus: Corpus) -> dict[str, Any]:
-        from launch.evaluation import pretrained
+    def outcome(_: Corpus) -> Ending:
+        if encoder:
+            pretrained.keep(job.directory, encoder)
+        return Ending(task_scores=tuple(scores))
 
-        if self._pretrained is not None:
-            pretrained.keep(directory.path, self._pretrained)
-        return {"task_scores": self._scores}
+    return Training(job, original, False, machine.emulated_fp16, lambda meeting: corpus, after, outcome)
 
 
 def wishes(args: argparse.Namespace) -> Wishes:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from launch.console import arguments, ends, output, quiet, terminal
-from launch.ranks import ending, processes
+from launch.console import arguments, ends, output, terminal
+from launch.ranks import joining, processes
 from recipes.plural import counted
 from recipes.problems import Problem, ProblemsError
 
@@ -134,24 +134,18 @@ class Job:
 
 def main() -> None:
     args = build_parser().parse_args()
-    quiet.quiet_libraries()
-    try:
-        processes.check_launch(start=True)
-        check_flags(args)
-    except ValueError as e:
-        ending.refuse(e)
-    from launch.ranks.meeting import Meeting
-
-    meeting = Meeting()
+    meeting = joining.meet(lambda: check_flags(args))
     job = meeting.settle(lambda: checked_job(args))
-    if processes.world_size() == 1:
+    ranks = processes.world_size()
+    if ranks == 1:
         run(job, meeting)
         return
     # A run that is still training may have saved a newer one meanwhile.
     weights = Path(meeting.from_rank_0(str(job.model.weights)))
-    with ending.clean_exit():
-        processes.start_processes(store=meeting.store)
-        run(replace(job, model=replace(job.model, weights=weights)), meeting)
+    job = replace(job, model=replace(job.model, weights=weights))
+    advice = "start more processes, or take --dtype bfloat16, or lower --batch"
+    with joining.joined(meeting, ranks, out_of_memory_advice=advice):
+        run(job, meeting)
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -6,19 +6,18 @@ deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends
+from launch.machine import abilities
 from launch.ranks.meeting import Meeting
-from launch.starting.launch import Facts, add_run_arguments, job_of, launch, say_on_rank_0
-from launch.training.job import Job
+from launch.records.facts import Ending
+from launch.training.start import Training, add_run_arguments, job_of, launch, say_on_rank_0
 from recipes import catalog
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from launch.records.directory import RunDirectory
-    from launch.training.run import TrainingRun
 
 EXAMPLES = """\
 examples:
@@ -73,31 +72,11 @@ def main() -> None:
     if args.list:
         print(arguments.list_recipes())
         return
-    launch(args, Pretraining())
+    launch(args, lambda: checked(args))
 
 
-class Pretraining:
-    """A recipe's corpus, and what the trained model says to its prompt."""
-
-    def checked_job(self, args: argparse.Namespace) -> tuple[Job, Facts]:
-        return checked_job(args)
-
-    def corpus(self, job: Job, meeting: Meeting) -> Corpus:
-        from data.corpus import build
-
-        return build(job.plan.recipe, job.cache, say=say_on_rank_0, once=meeting.once)
-
-    def after_training(self, run: TrainingRun) -> None:
-        """Nothing: checkpoints are what pretraining leaves."""
-
-    def outcome(self, job: Job, directory: RunDirectory, corpus: Corpus) -> dict[str, Any]:
-        from launch.training.sample import sample
-
-        return {"sample": sample(job.plan.recipe, directory.checkpoints, corpus.tokenizer)}
-
-
-def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
-    """The job that the flags ask for. Raises ValueError with every problem of recipe and configuration."""
+def checked(args: argparse.Namespace) -> Training:
+    """The training that the flags ask for. Raises ValueError with every problem."""
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
@@ -108,7 +87,21 @@ def checked_job(args: argparse.Namespace) -> tuple[Job, Facts]:
         from launch.weights.initial_weights import InitialWeights
 
         weights = InitialWeights(args.init_from)
-    return job_of(args, recipe, catalog.load(args.recipe), name, tiny=args.tiny, weights=weights)
+    machine = abilities.detect_machine(args.emulate_fp16)
+    job = job_of(args, recipe, name, machine, weights)
+
+    def corpus(meeting: Meeting) -> Corpus:
+        from data.corpus import build
+
+        return build(job.plan.recipe, job.cache, say=say_on_rank_0, once=meeting.once)
+
+    def outcome(corpus: Corpus) -> Ending:
+        from launch.training.sample import sample
+
+        return Ending(sample=sample(job.plan.recipe, job.checkpoints, corpus.tokenizer))
+
+    original, emulated = catalog.load(args.recipe), machine.emulated_fp16
+    return Training(job, original, args.tiny, emulated, corpus, outcome=outcome)
 
 
 if __name__ == "__main__":

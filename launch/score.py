@@ -5,20 +5,17 @@ python launch/score.py runs/default-sotu-zero3_offload --task perplexity
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.console import arguments, ends, output, quiet, terminal
+from launch.console import arguments, ends, output, terminal
 from launch.machine import abilities
-from launch.ranks import ending, joining, launch_environment, orphans, out_of_memory, processes
+from launch.ranks import joining, processes
 from launch.ranks.meeting import Meeting
 from recipes.problems import Problem, ProblemsError
 
@@ -116,23 +113,10 @@ def build_parser() -> ArgumentParser:
 
 def main() -> None:
     args = build_parser().parse_args()
-    quiet.quiet_libraries()
-    try:
-        processes.check_launch(start=True)
-    except ValueError as e:
-        ending.refuse(e)
-    if processes.launched():
-        orphans.end_with_launcher()
-    meeting = Meeting()
-    joining.take_environment(meeting)
+    meeting = joining.meet()
     job = meeting.settle(lambda: checked_job(args))
-    os.environ.update(launch_environment.wanted_by_tensor_parallelism(os.environ, job.plan.layout.tp))
-    if processes.world_size() > 1:
-        meeting.compare(meeting.settle(joining.own_place), processes.check_shared_devices)
-    with ending.clean_exit():
-        processes.start_processes(store=meeting.store)
-        with out_of_memory_explained(job.plan):
-            run(job, meeting)
+    with joining.joined(meeting, job.plan.layout.tp, out_of_memory_advice=less_memory(job.plan)):
+        run(job, meeting)
 
 
 @dataclass(frozen=True)
@@ -218,18 +202,11 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
             job.out.write_text(result.to_json(made))
 
 
-@contextmanager
-def out_of_memory_explained(plan: Plan) -> Iterator[None]:
-    """Raise Failed, which says what helps, where memory runs out in the block."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if (said := out_of_memory.said_by(error)) is None:
-            raise
-        smaller = "" if plan.layout.micro == 1 else f"lower --batch, which is {plan.layout.micro}, or "
-        half = "" if plan.precision != "fp32" else ", or take --precision bf16"
-        share = "share the model out (--set parallel.tp=2 on two GPUs, --ds_config zero3)"
-        raise ending.Failed(f"out of memory: {said}\n{smaller}{share}{half}") from None
+def less_memory(plan: Plan) -> str:
+    """What helps where memory runs out."""
+    smaller = "" if plan.layout.micro == 1 else f"lower --batch, which is {plan.layout.micro}, or "
+    half = "" if plan.precision != "fp32" else ", or take --precision bf16"
+    return f"{smaller}share the model out (--set parallel.tp=2 on two GPUs, --ds_config zero3){half}"
 
 
 def check_same_data(data: TaskData, checksums: list[str]) -> None:

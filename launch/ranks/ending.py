@@ -10,8 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,29 +22,7 @@ from recipes.refused_by_system import problem, told_by
 
 LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|Timed out waiting|NCCL|gloo")
 AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception that a rank meets once asked to stop
-
-
-LOST_RANKS = "lost_ranks"  # attribute of an exception over the end of others: a `Lost`
-
-
-@dataclass(frozen=True)
-class Lost:
-    """Ranks that are gone, a sentence each, where this one is to say so; how it ends those that are left.
-
-    `what_next`: how what was under way goes on.
-    """
-
-    sentences: Sequence[str]
-    end_others: Callable[[], None]
-    what_next: str = ""
-
-    def tell(self) -> None:
-        """Say it, and end the others."""
-        if self.sentences:
-            first = f"rank {rank()} of {world_size()} on {socket.gethostname()} cannot go on without:"
-            fix = f"what these said last tells why; {self.what_next}"
-            terminal.say("\n".join(["", first, *(f"  {each}" for each in self.sentences), fix]), sys.stderr)
-        self.end_others()
+LOST_RANKS = "lost_ranks"  # attribute of an exception over the end of others: what tells of these
 
 
 class Failed(Exception):
@@ -72,14 +49,25 @@ def keep_error(directory: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def error_kept(directory: Path, but: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Keep a failure of the block, `but` those kinds, before what surrounds it cleans up, which may hang."""
+def error_kept(directory: Path, but: type[Exception]) -> Iterator[None]:
+    """Keep a failure of the block, `but` that kind, before what surrounds it cleans up, which may hang."""
     try:
         yield
     except Exception as e:
         if not isinstance(e, but) and not (world_size() > 1 and lost_peers(e)):
             keep_error(directory, "".join(traceback.format_exception(e)))
         raise
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(advice: str) -> Iterator[None]:
+    """Raise Failed with the advice, if there is any, where memory runs out in the block."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not advice or (said := out_of_memory.said_by(error)) is None:
+            raise
+        raise Failed(f"out of memory: {said}\n{advice}") from None
 
 
 @contextlib.contextmanager
@@ -126,9 +114,8 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
             signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         time.sleep(20)
         note_failure(text)
-        lost = getattr(error, LOST_RANKS, None)
-        if lost is not None:
-            lost.tell()
+        if tell_lost := getattr(error, LOST_RANKS, None):
+            tell_lost()
             return
     note_failure(text)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun prints what is in there as the root cause

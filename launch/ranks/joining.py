@@ -1,16 +1,76 @@
-"""What a rank takes over from the launch before it joins the others: variables, and its device."""
+"""The start of a command's ranks: the launcher's environment, a first meeting, devices, the process group.
+
+What any rank refuses on the way ends all of them, with exit code 2 and its sentence.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from launch.console import terminal
-from launch.ranks import interfaces, launch_environment, processes
+from launch.console import quiet, terminal
+from launch.ranks import ending, interfaces, launch_environment, orphans, processes, start_up
+from launch.ranks.meeting import Meeting
+from recipes.refused_by_system import take_file_handles
 
-if TYPE_CHECKING:
-    from launch.ranks.meeting import Meeting
+
+def meet(check: Callable[[], None] = lambda: None) -> Meeting:
+    """Take the place among the ranks that the launcher gives this process, and meet the others. Collective.
+
+    `check`: of flags, before a rank waits for others; raises ValueError.
+    """
+    quiet.quiet_libraries()
+    try:
+        processes.check_launch(start=True)
+        check()
+    except ValueError as e:
+        ending.refuse(e)
+    take_file_handles(0)  # rank 0 has a connection to each rank
+    if processes.launched():
+        orphans.end_with_launcher()
+    elif said := launch_environment.forgotten_srun(os.environ):
+        terminal.say(said, sys.stderr)
+    meeting = Meeting()
+    take_environment(meeting)
+    start_up.keep_compiled_code()
+    return meeting
+
+
+@contextlib.contextmanager
+def joined(
+    meeting: Meeting,
+    tp: int,
+    *,
+    admit: Callable[[], Any] = lambda: None,
+    note_failure: Callable[[str], None] = lambda text: None,
+    out_of_memory_advice: str = "",
+    own_devices: bool = True,
+) -> Iterator[Any]:
+    """The process group of all ranks in the block, which ends the process (`ending.clean_exit`). Collective.
+
+    Args:
+        tp: the largest tensor-parallel degree in the block.
+        admit: settles what is left before the group is formed; its value is yielded.
+        note_failure: takes this rank's traceback.
+        out_of_memory_advice: said in place of a traceback where memory runs out.
+        own_devices: no two ranks may have one GPU.
+    """
+    if tp > 1:
+        # Before CUDA starts: a GPU then takes kernels in the order in which they were handed to it, over all
+        # streams, and an all-reduce begins before the product that it overlaps with (as Megatron-LM demands).
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if own_devices:
+        meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
+    admitted = admit()
+    with ending.clean_exit(note_failure):
+        processes.start_processes(store=meeting.store)
+        with ending.out_of_memory_explained(out_of_memory_advice):
+            yield admitted
+        meeting.end()
 
 
 def take_environment(meeting: Meeting) -> None:

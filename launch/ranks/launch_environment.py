@@ -143,16 +143,6 @@ def carried(environ: Environ) -> dict[str, str]:
     }
 
 
-def wanted_by_tensor_parallelism(environ: Environ, tp: int) -> dict[str, str]:
-    """What to set before CUDA starts, so that an all-reduce begins before the product that it overlaps with.
-
-    With one connection a GPU takes kernels in the order in which they were handed to it, over all streams
-    (Megatron-LM demands it, too). What is set already holds.
-    """
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    return {name: "1"} if tp > 1 and name not in environ else {}
-
-
 def sees_own_device(environ: Environ, visible: Iterable[str]) -> bool:
     """Whether the one device that this process sees is meant for it alone, and not for all of its machine.
 

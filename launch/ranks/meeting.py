@@ -53,21 +53,21 @@ class Meeting:
         Where it raises ValueError on any, rank 0 says each different message once, and all ranks end with
         exit code 2. `patience`: that ranks have for the slowest.
         """
-        error: Exception | None = None
+        if world_size() == 1:
+            try:
+                return check()
+            except ValueError as e:
+                ending.refuse(e)
+        refusal, failure = None, None
         try:
             value = check()
+        except ValueError as e:
+            refusal = str(e)
         except Exception as e:
-            error = e
-        if world_size() == 1:
-            if error is None:
-                return value
-            if isinstance(error, ValueError):
-                ending.refuse(error)
-            raise error
-        text = None if error is None else str(error) if isinstance(error, ValueError) else repr(error)
-        heard = self._hear_all(text, patience)
-        if error is not None and not isinstance(error, ValueError):
-            raise error
+            refusal, failure = repr(e), e
+        heard = self._hear_all(refusal, patience)
+        if failure:
+            raise failure
         if heard:
             raise SystemExit(2)
         return value

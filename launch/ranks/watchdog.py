@@ -201,19 +201,21 @@ class Watchdog:
                     server.shutdown(socket.SHUT_RDWR)  # or its thread would wait on
                 server.close()
 
-    def _lost(self) -> ending.Lost | None:
-        """Which ranks are gone, for the lowest that is left to say; None where all answer."""
+    def _lost(self) -> Callable[[], None] | None:
+        """What tells which ranks are gone, said by the lowest that is left; None where all answer."""
         if not self._is_judge():
-            return ending.Lost((), lambda: None)
-        others = [place for place in self.places if place.rank != self._rank]
-        left, silent = self._ask_all(others)
-        said = tuple(f"{self.places[rank]} {how}" for rank, how in sorted(silent.items()))
-        # Those that wait for this rank would fail over its end in turn, and name it.
-        places = [self.places[rank] for rank in left]
-        return ending.Lost(said, lambda: self._dismiss(places), self._what_next()) if said else None
+            return lambda: None
+        left, silent = self._ask_all([place for place in self.places if place.rank != self._rank])
 
-    def _dismiss(self, places: Sequence[Place]) -> None:
-        self._ask_all(places, b"leave")
+        def tell() -> None:
+            first = f"rank {self._rank} of {len(self.places)} on {socket.gethostname()} cannot go on without:"
+            gone = [f"  {self.places[rank]} {how}" for rank, how in sorted(silent.items())]
+            fix = f"what these said last tells why; {self._what_next()}"
+            terminal.say("\n".join(["", first, *gone, fix]), sys.stderr)
+            # Those that wait for this rank would fail over its end in turn, and name it.
+            self._ask_all([self.places[rank] for rank in left], b"leave")
+
+        return tell if silent else None
 
     def _answer(self, server: socket.socket) -> None:
         while True:

@@ -16,26 +16,45 @@ DIVERGED_ADVICE = """Nothing more can be learned from here.
   - --resume continues from the last checkpoint"""
 
 
-class Diverged(RuntimeError):
-    """Further steps would be noise: the loss is not finite, or the scale is stuck. Says what to do.
+class EarlyEnd(Exception):
+    """Training ends on all ranks alike before it is done; the message says `why`, and what to do.
 
-    `why`: without what to do.
+    `status`: of the result; `code`: of the processes.
     """
 
-    def __init__(self, why: str) -> None:
-        self.why = why
-        super().__init__(f"{why}. {DIVERGED_ADVICE}")
-
-
-class BrokenData(Exception):
-    """The data of the next step cannot be read on some rank: `why`, and what is `kept` of the run."""
+    status, code = "interrupted", 1
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
-        self.why, self.kept = why, ""
+        self.why = why
+
+
+class Diverged(EarlyEnd):
+    """Further steps would be noise: the loss is not finite, or the scale is stuck."""
+
+    status, code = "diverged", 3
+
+    def __str__(self) -> str:
+        return f"{self.why}. {DIVERGED_ADVICE}"
+
+
+class BrokenData(EarlyEnd):
+    """The data of the next step cannot be read on some rank. `kept`: what is kept of the run."""
+
+    kept = ""
 
     def __str__(self) -> str:
         return f"{self.why}\n{self.kept}".rstrip()
+
+
+class NotSavedError(EarlyEnd):
+    """The last checkpoint of a run could not be written."""
+
+    status = "not saved"
+
+    def __str__(self) -> str:
+        fix = "make room, or keep fewer (--set run.keep_checkpoints=2), and resume with --resume"
+        return f"the last checkpoint could not be written: {self.why}; {fix}"
 
 
 @dataclass(frozen=True)
@@ -48,13 +67,6 @@ class EarlyStop:
 
     def __str__(self) -> str:
         return f"{self.request}: stopped after step {self.step} of {self.steps}, checkpoint saved"
-
-
-class NotSavedError(Exception):
-    """The last checkpoint of a run could not be written; the message says why."""
-
-
-EXPECTED = (Diverged, BrokenData, NotSavedError)  # ends on all ranks alike, which pretrain explains
 
 
 class SkippedInARow:

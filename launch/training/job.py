@@ -76,8 +76,7 @@ def plan_job(
     ValueError with every problem of recipe and configuration, or with what is missing of the given weights or
     the data.
     """
-    # These take transformers along, which no --help should wait for.
-    from data.corpus import check_sources
+    from data.corpus import check_sources  # takes transformers along, which no --help should wait for
 
     config = ds_config or recipe.ds_config
     if elsewhere:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from launch.ranks import ending
 from launch.ranks.stop_request import StopRequest
 from launch.ranks.watchdog import Phase
-from launch.training.early_ends import EXPECTED, EarlyStop
+from launch.training.early_ends import EarlyEnd, EarlyStop
 from launch.training.engine import build_engine, released, train_step
 from launch.training.micro_batches import salts_of_step
 from launch.training.run import Start, TrainingRun, next_batch, watching
@@ -38,7 +38,7 @@ def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None)
         stack.enter_context(released(engine))
         stack.enter_context(contextlib.closing(batches))
         stop = stack.enter_context(StopRequest(job.stop_file))
-        stack.enter_context(ending.error_kept(job.directory, but=EXPECTED))
+        stack.enter_context(ending.error_kept(job.directory, but=EarlyEnd))
         run = stack.enter_context(TrainingRun(start, engine, batches, stop, watchdog))
         for step in range(run.start_step + 1, recipe.steps + 1):
             watchdog.enter(Phase.DATA, step)

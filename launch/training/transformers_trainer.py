@@ -40,7 +40,7 @@ from launch.ranks.stop_request import StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
 from launch.training import engine as steps
 from launch.training import micro_batches, transformers_model
-from launch.training.early_ends import EXPECTED, EarlyStop
+from launch.training.early_ends import EarlyEnd, EarlyStop
 from launch.training.engine import parameter_groups
 from launch.training.run import Start, TrainingRun, first_step, next_batch, watching
 from launch.training.schedule import Schedule
@@ -73,7 +73,7 @@ def train(start: Start) -> EarlyStop | None:
         def follow(engine: DeepSpeedEngine) -> FollowRun:
             recorder.reached("engine")
             stack.enter_context(steps.released(engine))
-            stack.enter_context(ending.error_kept(job.directory, but=EXPECTED))
+            stack.enter_context(ending.error_kept(job.directory, but=EarlyEnd))
             run = stack.enter_context(TrainingRun(start, engine, batches, stop, watchdog, forward))
             return FollowRun(run, trainer)
 

@@ -66,7 +66,6 @@ WORK = {
         "launch.planning.search.search_text:describe",  # where the search is done
         "launch.planning.search.search_text:as_json",
     ],
-    "demonstrate": ["launch.evaluation.demonstration:Demonstration"],
     "recipe": ["launch.tables.verification:verify"],
     "report": ["launch.reports.document:assemble"],
     "export_hf": ["launch.weights.export:choose_checkpoint"],

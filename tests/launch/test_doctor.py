@@ -253,8 +253,8 @@ def test_a_start_warns_in_one_line(tmp_path):
 def test_a_start_without_kernels_or_room_is_refused(monkeypatch, tmp_path):
     from recorded import plan
 
-    from launch.starting.launch import check_quickly
     from launch.training.job import Job
+    from launch.training.start import check_quickly
 
     job = Job(plan(), "default/sotu", tmp_path / "run")
     check_quickly(job)

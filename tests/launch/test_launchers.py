@@ -10,7 +10,7 @@ from launching import ROOT, WORKERS, deepspeed, run
 from ds_configs.plan import Machine
 from launch import pretrain
 from launch.records.metrics import read_metrics
-from launch.starting.launch import show_plan
+from launch.training.start import show_plan
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 TINY = ["launch/pretrain.py", "--tiny", "--steps", "4", "--set", "precision=fp32"]
@@ -71,10 +71,10 @@ def test_two_launches_on_one_port_are_told_apart(tmp_path):
 def test_a_plan_of_two_processes_is_that_of_two_that_are_started(monkeypatch):
     row = ["--tiny", "--ds_config", "zero2"]
     parse = pretrain.build_parser().parse_args
-    planned, _ = pretrain.checked_job(parse([*row, "--plan", "--processes", "2"]))
+    planned = pretrain.checked(parse([*row, "--plan", "--processes", "2"])).job
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    started, _ = pretrain.checked_job(parse(row))
+    started = pretrain.checked(parse(row)).job
     assert planned.plan == started.plan and planned.plan.layout.dp == 2
 
 
@@ -87,7 +87,7 @@ def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
         "fp16_dynamic": "planned for GPUs that",
         "zero1": "planned for machines like",
     }.items():
-        job, _ = pretrain.checked_job(parse([*row, "--processes", "64", "--ds_config", config]))
+        job = pretrain.checked(parse([*row, "--processes", "64", "--ds_config", config])).job
         show_plan(job)
         shown = capsys.readouterr().out
         assert "8 data parallel = 64 processes, planned; not started here" in shown and said in shown

@@ -102,7 +102,7 @@ def run(name: str, out: Path) -> dict:
         try:
             train(Start(Job(plan, name, out / name), events, build(recipe, say=events.say), grid))
         except NotSavedError as failed:
-            error = str(failed)
+            error = failed.why
     sums = {}
     for directory in sorted((out / name / "checkpoints").glob("*")):
         held = manifest.read(directory).files.items()

@@ -7,19 +7,20 @@ python -m launch.experiments.benchmarks.worker SPECIFICATION.json FILE-DESCRIPTO
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from launch.console import quiet
 from launch.experiments.benchmarks.specification import Specification
-from launch.ranks import start_up
+from launch.machine import abilities
+from launch.ranks import joining, processes
 
 COLLECTIVES = "nccl"  # how a GPU's kernels of collectives begin
 SHOWN = 15  # lines of a profile
@@ -31,21 +32,17 @@ ATTENTION = re.compile(
 
 def main() -> None:
     started = time.time()
-    quiet.quiet_libraries()
-    start_up.keep_compiled_code()
+    meeting = joining.meet()
     spec = Specification(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    from launch.machine import abilities
-    from launch.ranks import ending, orphans, processes
-
-    first = processes.rank() == 0
-    parent = Connection(int(sys.argv[2])) if first else None
-    orphans.end_with_launcher()
-    with ending.clean_exit():
-        try:
-            abilities.detect_machine(spec.emulate_fp16)  # before anything takes the accelerator
-            if spec.shared_device:
-                share_device()
-            processes.start_processes()
+    parent = Connection(int(sys.argv[2])) if processes.rank() == 0 else None
+    with refusals_sent(parent):
+        abilities.detect_machine(spec.emulate_fp16)  # before anything takes the accelerator
+        tp, _ = spec.load().parallel.model_parallel
+    if spec.shared_device:
+        share_device()
+    with joining.joined(meeting, tp, own_devices=not spec.shared_device):
+        meeting.end()
+        with refusals_sent(parent):
             from launch.experiments.benchmarks import systems
 
             kinds: dict[str, Any] = {
@@ -53,13 +50,20 @@ def main() -> None:
                 "nano": systems.Nano, "rate": systems.MatrixRate,
             }  # fmt: skip
             system = kinds[spec.system](spec)
-        except ValueError as error:
-            if parent:
-                parent.send({"failed": str(error)})
-            raise
         if parent:
             parent.send({"ready": time.time() - started, "said": getattr(system, "said", [])})
         serve(system, parent)
+
+
+@contextlib.contextmanager
+def refusals_sent(parent: Connection | None) -> Iterator[None]:
+    """Send the parent what the block refuses."""
+    try:
+        yield
+    except ValueError as error:
+        if parent:
+            parent.send({"failed": str(error)})
+        raise
 
 
 def serve(system: Any, parent: Connection | None) -> None:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ds_configs.plan import Machine
-from launch.console import quiet, terminal
+from launch.console import terminal
 from launch.experiments.parity.comparison import Outcome, read_outcome
 from launch.experiments.parity.layout_cases import LayoutCase, case_plan
 from launch.machine import abilities
-from launch.ranks import ending
-from launch.ranks.processes import TIMEOUT, rank, start_processes, temporary_groups
+from launch.ranks import ending, joining
+from launch.ranks.processes import TIMEOUT, rank, temporary_groups
 from recipes import catalog
 from recipes.plural import counted
 from recipes.schema import Recipe
@@ -80,14 +80,17 @@ def run_cases(
 
 def work(jobs: Path) -> None:
     """The ranks of one launch: every case in turn, in the same process group."""
-    quiet.quiet_libraries()
     out = jobs.parent
     current = out  # the run directory of the case that is trained
-    with ending.clean_exit(lambda text: ending.keep_error(current, text)):
+    meeting = joining.meet()
+    machine = abilities.detect_machine()
+    cases = [LayoutCase(**case) for case in json.loads(jobs.read_text())]
+    with joining.joined(
+        meeting, max(case.tp for case in cases), note_failure=lambda text: ending.keep_error(current, text)
+    ):
+        meeting.end()
         recipe = catalog.load_resolved(out / "recipe.yaml")
-        machine = abilities.detect_machine()
-        start_processes()
-        for case in (LayoutCase(**c) for c in json.loads(jobs.read_text())):
+        for case in cases:
             current = out / case.folder
             with temporary_groups():
                 run_case(recipe, case, current, machine)

@@ -1,10 +1,13 @@
 """Slurm's, Open MPI's and PMI's variables tell each process its place, or are refused."""
 
+import contextlib
+import os
 import re
 
 import pytest
 from srun_task import srun_environment
 
+from launch.ranks import ending, joining, processes
 from launch.ranks.launch_environment import (
     carried,
     forgotten_srun,
@@ -13,8 +16,8 @@ from launch.ranks.launch_environment import (
     refuse_tasks,
     sees_own_device,
     tasks_per_node,
-    wanted_by_tensor_parallelism,
 )
+from launch.ranks.meeting import Meeting
 from recipes.problems import ProblemsError
 
 OPEN_MPI = {
@@ -236,7 +239,16 @@ def test_one_device_is_taken_for_a_rank_s_own_only_where_something_bound_it():
     assert not sees_own_device({**one, **TORCHRUN}, visible)
 
 
-def test_tensor_parallelism_orders_what_a_gpu_starts():
+@pytest.mark.parametrize(("tp", "before", "after"), [(2, None, "1"), (1, None, None), (2, "8", "8")])
+def test_tensor_parallelism_orders_what_a_gpu_starts(monkeypatch, tp, before, after):
+    """Set before ranks take their devices, unless the user has set it."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    wanted = wanted_by_tensor_parallelism
-    assert wanted({}, 2) == {name: "1"} and wanted({}, 1) == wanted({name: "8"}, 2) == {}
+    monkeypatch.setenv(name, before or "")
+    if before is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(joining, "own_place", lambda: seen.append(os.environ.get(name)))
+    monkeypatch.setattr(processes, "start_processes", lambda store: None)
+    monkeypatch.setattr(ending, "clean_exit", contextlib.nullcontext)
+    seen = []
+    with joining.joined(Meeting(), tp, admit=lambda: "admitted") as admitted:
+        assert admitted == "admitted" and seen == [after]

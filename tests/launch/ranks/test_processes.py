@@ -14,7 +14,7 @@ from recipes.problems import ProblemsError
 
 PROGRAM = """
 import sys
-from launch.machine import processes
+from launch.ranks import processes
 if sys.argv[1] == "alone":
     processes.switch_shared_memory_op_off = lambda: None
 processes.start_processes()

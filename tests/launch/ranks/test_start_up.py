@@ -112,7 +112,7 @@ def test_libraries_are_not_looked_through_for_garbage():
 def test_compiled_code_is_kept_with_what_is_prepared_once(tmp_path, monkeypatch):
     """torch's compiler settles on a temporary directory where none is named when it is imported."""
     code = (
-        "from launch.machine import start_up; start_up.keep_compiled_code()\n"
+        "from launch.ranks import start_up; start_up.keep_compiled_code()\n"
         "import deepspeed, launch.training.compiling, torch, torch._dynamo\n"
         "print('CODE IN', torch._inductor.runtime.cache_dir_utils.cache_dir())"
     )

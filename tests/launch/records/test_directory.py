@@ -21,8 +21,8 @@ from launch.machine import description
 from launch.records.admission import Kept, RunDirectoryError, admit
 from launch.records.directory import RunDirectory, default_path
 from launch.records.metrics import SaveRecord, read_metrics, to_line
-from launch.starting.launch import Facts, open_run_directory
 from launch.training.job import Job
+from launch.training.start import Training, open_run_directory
 from recipes import catalog
 from recipes.layout import Layout
 from recipes.schema import Recipe
@@ -118,11 +118,12 @@ def test_steps_are_not_overwritten_without_resume(tmp_path):
 def test_a_launch_forgets_the_errors_of_the_last_and_a_refused_one_does_not(tmp_path):
     add_steps(create(tmp_path, plan()))
     (tmp_path / "error-rank-3.txt").write_text("torch.OutOfMemoryError: CUDA out of memory.")
-    job, facts = Job(plan(), "default/small", tmp_path), Facts(recipe(), False, False)
+    training = Training(Job(plan(), "default/small", tmp_path), recipe(), False, False, lambda meeting: None)
     with pytest.raises(RunDirectoryError):
-        open_run_directory(job, facts)
+        open_run_directory(training)
     assert (tmp_path / "error-rank-3.txt").exists()
-    open_run_directory(dataclasses.replace(job, resume=True), facts).close()
+    resumed = dataclasses.replace(training.job, resume=True)
+    open_run_directory(dataclasses.replace(training, job=resumed)).close()
     assert not (tmp_path / "error-rank-3.txt").exists()
 
 

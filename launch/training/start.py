@@ -1,29 +1,28 @@
-"""One launch of a training run: every rank checks, meets the others, trains, and rank 0 keeps the records.
-
-What a command trains on, and what it does with the trained model, is its `Work`.
-"""
+"""From flags to a training run: every rank checks, joins the others, trains, and rank 0 keeps the records."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING
 
+from ds_configs.plan import Machine
 from launch.console import arguments, output, quiet, terminal
-from launch.machine import abilities, checks, checkup, start_checks
+from launch.machine import checks, checkup, start_checks
 from launch.machine.determinism import demand_determinism
-from launch.ranks import ending, joining, launch_environment, orphans, out_of_memory, processes, start_up
+from launch.ranks import ending, joining, out_of_memory, processes, start_up
 from launch.ranks.meeting import Meeting
+from launch.records.facts import Ending
 from launch.training import compile_choice
 from launch.training.compile_choice import WISHES
 from launch.training.job import InitialWeights, Job, assumed_machine, plan_job
 from recipes.problems import Problem, ProblemsError
-from recipes.refused_by_system import take_file_handles
+from recipes.refused_by_system import problem, take_file_handles, told_by
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -34,24 +33,28 @@ if TYPE_CHECKING:
     from launch.records.silence import Silence
     from launch.training.run import TrainingRun
 
-DIVERGED = 3  # exit code
 PREPARATION = timedelta(days=2)  # that a corpus may take
 
 
-class Work(Protocol):
-    """What a command adds to a launch."""
+@dataclass(frozen=True)
+class Training:
+    """A job, what results say of it besides, and what its command adds to the run.
 
-    def checked_job(self, args: argparse.Namespace) -> tuple[Job, Facts]:
-        """The job that the flags ask for. Raises ValueError with every problem. On every rank."""
+    Attributes:
+        original: the recipe before --tiny, --set and --steps.
+        corpus: makes what the job trains on; raises ValueError or OSError. Collective.
+        after: follows the last step, with the engine still there. Collective.
+        outcome: on rank 0, once training has ended well: with the sample or the scores.
+    """
 
-    def corpus(self, job: Job, meeting: Meeting) -> Corpus:
-        """What the job trains on. Raises ValueError, or OSError. Collective."""
-
-    def after_training(self, run: TrainingRun) -> None:
-        """What follows the last step, with the engine still there. Collective."""
-
-    def outcome(self, job: Job, directory: RunDirectory, corpus: Corpus) -> dict[str, Any]:
-        """On rank 0, once training has ended well: the sample or the scores of the `Ending`."""
+    job: Job
+    original: Recipe
+    tiny: bool
+    emulated_fp16: bool
+    corpus: Callable[[Meeting], Corpus]
+    after: Callable[[TrainingRun], None] = lambda run: None
+    outcome: Callable[[Corpus], Ending] = lambda corpus: Ending()
+    clock: start_up.StartClock = field(default_factory=start_up.StartClock)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -59,10 +62,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     how = parser.add_argument_group("how to run it")
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
     how.add_argument("--ds_config", metavar="FILE", help=config)
-    compiled = "use torch.compile, and print what it costs and saves; auto: where a run is long enough for it"
-    how.add_argument(
-        "--compile", nargs="?", choices=WISHES, const="on", default="auto", help=f"{compiled} (default: auto)"
+    compiled = (
+        "use torch.compile, and print what it costs and saves; auto (default): where a run is long enough"
     )
+    how.add_argument("--compile", nargs="?", choices=WISHES, const="on", default="auto", help=compiled)
     emulated = "let a CPU run fp16, to exercise the loss scaler: slow, and said in the results"
     how.add_argument("--emulate_fp16", action="store_true", help=emulated)
     same = "use kernels that give the same bits in every run on GPUs too; an error where there is none"
@@ -82,109 +85,88 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     return keep
 
 
-def launch(args: argparse.Namespace, work: Work) -> None:
-    """Check what the flags ask for, and train it; `args` with those of `add_run_arguments`."""
-    quiet.quiet_libraries()
-    try:
-        processes.check_launch(start=not args.plan)
-        check_processes(args)
-    except ValueError as e:
-        ending.refuse(e)
+def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
+    """Train what the flags ask for, those of `add_run_arguments` in `args`, or show its plan.
+
+    `check`: the training, checked, on every rank; raises ValueError with every problem.
+    """
     if args.plan:
+        quiet.quiet_libraries()
         try:
-            job, _ = work.checked_job(args)
+            processes.check_launch(start=False)
+            check_processes(args)
+            job = check().job
         except ValueError as e:
             ending.refuse(e)
         show_plan(job)
         return
-    start_up.keep_compiled_code()
     start_up.postpone_collections()
-    take_file_handles(0)  # rank 0 has a connection to each rank, from the first meeting on
-    if processes.launched():
-        orphans.end_with_launcher()
-    elif said := launch_environment.forgotten_srun(os.environ):
-        terminal.say(said, sys.stderr)
-    meeting = Meeting()
-    joining.take_environment(meeting)
-    job, facts = meeting.settle(lambda: work.checked_job(args))
-    os.environ.update(launch_environment.wanted_by_tensor_parallelism(os.environ, job.plan.layout.tp))
-    if processes.world_size() > 1:
-        meeting.compare(meeting.settle(joining.own_place), processes.check_shared_devices)
-    directory = meeting.settle(lambda: open_run_directory(job, facts))
-    if processes.world_size() > 1:
-        check_shared(job, meeting)
-    with ending.clean_exit(lambda text: ending.keep_error(job.directory, text)):
+    meeting = joining.meet(lambda: check_processes(args))
+    training = meeting.settle(check)
+    job = training.job
+    with joining.joined(
+        meeting,
+        job.plan.layout.tp,
+        admit=lambda: admitted(training, meeting),
+        note_failure=lambda text: ending.keep_error(job.directory, text),
+    ) as directory:
         if args.deterministic:
             demand_determinism()
-        processes.start_processes(store=meeting.store)
-        run(job, directory, facts, meeting, work)
+        run(training, directory, meeting)
+
+
+def admitted(training: Training, meeting: Meeting) -> RunDirectory | None:
+    """The run directory, on rank 0, which every rank sees. Collective."""
+    directory = meeting.settle(lambda: open_run_directory(training))
+    if processes.world_size() > 1:
+        check_shared(training.job, meeting)
+    return directory
 
 
 def check_processes(args: argparse.Namespace) -> None:
     """Raise ProblemsError where --processes says what a launcher decides."""
-    if args.processes is None:
-        return
-    came, key = f"--processes {args.processes}", "--processes"
-    if not args.plan:
+    came, key, world = f"--processes {args.processes}", "--processes", processes.world_size()
+    if args.processes and not args.plan:
         rule = "it plans on paper, and a launcher decides how many are started"
         fix = f"add --plan, or start with torchrun --nproc_per_node {args.processes}"
         raise ProblemsError([Problem(key, f"{came} without --plan", rule, fix)])
-    if processes.launched() and args.processes != processes.world_size():
-        given = f"{came} with {processes.world_size()} that a launcher started"
-        raise ProblemsError([Problem(key, given, "a launcher decides it", "leave --processes out")])
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What results say of a run besides its job. `original`: the recipe before --tiny, --set and --steps."""
-
-    original: Recipe
-    tiny: bool
-    emulated_fp16: bool
-    clock: start_up.StartClock = field(default_factory=start_up.StartClock)
+    if args.processes and processes.launched() and args.processes != world:
+        came = f"{came} with {world} that a launcher started"
+        raise ProblemsError([Problem(key, came, "a launcher decides it", "leave --processes out")])
 
 
 def job_of(
-    args: argparse.Namespace,
-    recipe: Recipe,
-    original: Recipe,
-    name: str,
-    *,
-    tiny: bool,
-    weights: InitialWeights | None,
-) -> tuple[Job, Facts]:
-    """The job of a recipe and of the flags of `add_run_arguments`.
+    args: argparse.Namespace, recipe: Recipe, name: str, machine: Machine, weights: InitialWeights | None
+) -> Job:
+    """The job of a recipe and of the flags of `add_run_arguments`; `weights`: initial ones.
 
-    `original`: the recipe before --tiny, --set and --steps; `weights`: initial ones. Raises
-    ValueError with every problem of recipe and configuration.
+    Raises ValueError with every problem of recipe and configuration.
     """
     from launch.records.directory import default_path
 
     take_file_handles(checkup.files_needed(processes.world_size()))
-    machine = abilities.detect_machine(args.emulate_fp16)
     plan = plan_job(
         recipe, args.ds_config, machine, compiled=args.compile == "on", initial_weights=weights,
         elsewhere=args.plan and not processes.launched(), planned=args.processes,
     )  # fmt: skip
     # Now, since a run that is still training saves newer ones meanwhile.
     weights = weights and weights.resolved()
-    facts = Facts(original, tiny, machine.emulated_fp16)
     if args.out and processes.rank() == 0:
         output.directory("--out", args.out)
     directory = Path(args.out) if args.out else default_path(name, plan.ds_name)
     if (missing := compile_choice.explain_missing(args.compile, plan, machine)) is not None:
         say_on_rank_0(missing)
     compiled = compile_choice.compiles(args.compile, plan, machine)
-    return Job(plan, name, directory, args.resume, compiled, initial_weights=weights), facts
+    return Job(plan, name, directory, args.resume, compiled, initial_weights=weights)
 
 
-def open_run_directory(job: Job, facts: Facts) -> RunDirectory | None:
+def open_run_directory(training: Training) -> RunDirectory | None:
     """The run directory, which rank 0 makes. Raises ValueError where this rank cannot start there."""
     from launch.checkpoints.run_checkpoints import Checkpoint, Damaged, found
     from launch.ranks import watchdog
     from launch.records.admission import Kept, admit
 
-    processes.check_device()
+    job = training.job
     check_quickly(job)
     if processes.rank() != 0:
         return None
@@ -193,22 +175,20 @@ def open_run_directory(job: Job, facts: Facts) -> RunDirectory | None:
         tuple(each.step for each in every if isinstance(each, Checkpoint)),
         tuple((each.directory, each.why) for each in every if isinstance(each, Damaged)),
     )
-    try:
-        directory = admit(job.directory, run_facts(job, facts), sys.argv, resume=job.resume, kept=kept)
-    except OSError as e:
-        refuse_by_system(e, job.directory)
+    with system_refusals(job.directory):
+        directory = admit(job.directory, run_facts(training), sys.argv, resume=job.resume, kept=kept)
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     watchdog.forget(directory.path)
     return directory
 
 
-def run_facts(job: Job, facts: Facts) -> RunFacts:
+def run_facts(training: Training) -> RunFacts:
     """What is known of the run on rank 0 before its data are there."""
     from launch.machine import description
     from launch.records.facts import RunFacts
 
-    machine = description.describe()
-    return RunFacts(job.plan, job.name, machine, facts.original, facts.tiny, facts.emulated_fp16)
+    job, machine = training.job, description.describe()
+    return RunFacts(job.plan, job.name, machine, training.original, training.tiny, training.emulated_fp16)
 
 
 def check_quickly(job: Job) -> None:
@@ -220,13 +200,15 @@ def check_quickly(job: Job) -> None:
             say_on_rank_0(f"warning: {check.found}; {check.fix}")
 
 
-def refuse_by_system(error: OSError, place: Path) -> NoReturn:
-    """Raise ProblemsError with what the system refuses before a first step; else the error itself."""
-    from recipes.refused_by_system import problem, told_by
-
-    if told := told_by(error):
-        raise ProblemsError([problem(told, place, "name another directory with --out")]) from None
-    raise error
+@contextlib.contextmanager
+def system_refusals(place: Path) -> Iterator[None]:
+    """Raise ProblemsError with what the system refuses in the block, before a first step."""
+    try:
+        yield
+    except OSError as error:
+        if told := told_by(error):
+            raise ProblemsError([problem(told, place, "name another directory with --out")]) from None
+        raise
 
 
 def check_shared(job: Job, meeting: Meeting) -> None:
@@ -256,24 +238,24 @@ def show_plan(job: Job) -> None:
         print(describe_plan(job.plan, job.name, around, terminal.columns()))
 
 
-def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting, work: Work) -> None:
+def run(training: Training, directory: RunDirectory | None, meeting: Meeting) -> None:
     """Data, plan on the screen, training, results. `directory` is None except on rank 0."""
     import torch
 
     from launch.checkpoints import reading
-    from launch.records.facts import Ending
     from launch.training import agreement
-    from launch.training.early_ends import BrokenData, Diverged, NotSavedError
+    from launch.training.early_ends import Diverged, EarlyEnd
     from launch.training.loop import train
     from launch.training.run import Start, checksum
     from modeling.parallel.process_grid import ProcessGrid
 
     start_up.resume_collections()
-    facts.clock.reached("imports")
-    layout = job.plan.layout
+    training.clock.reached("imports")
+    job, layout = training.job, training.job.plan.layout
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     # One process of a machine prepares a large corpus, and the others wait for hours.
-    corpus = meeting.settle(lambda: build_corpus(job, meeting, work), PREPARATION)
+    make = system_refusals(Path.cwd())(training.corpus)
+    corpus = meeting.settle(lambda: make(meeting), PREPARATION)
     meeting.end()
     try:
         given = job.initial_weights
@@ -281,36 +263,22 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
         # Once, and before anything in the run directory is cut back to it.
         chosen = reading.Choice(None)
         if job.resume:
-            chosen = reading.choose(job.checkpoints, grid, checksum(corpus))
-        checkpoint = chosen.checkpoint
+            with system_refusals(Path.cwd()):
+                chosen = reading.choose(job.checkpoints, grid, checksum(corpus))
     except ValueError as e:
         ending.refuse(e)
-    except OSError as e:
-        refuse_by_system(e, Path.cwd())
-    facts.clock.reached("data")
-    try:
-        opened = open_recorder(job, directory, facts, corpus, chosen)
-    except OSError as e:
-        refuse_by_system(e, job.directory)
+    training.clock.reached("data")
+    with system_refusals(job.directory):
+        opened = open_recorder(training, directory, corpus, chosen)
     with opened as recorder:
         try:
-            stopped = train(Start(job, recorder, corpus, grid, checkpoint), work.after_training)
-        except (Diverged, BrokenData) as e:
-            peaks = agreement.peak_memory(grid.control_group)
-            if isinstance(e, Diverged):
-                recorder.finish(Ending("diverged", peaks=peaks))
-            else:
-                recorder.finish(Ending("interrupted", e.why, peaks))
+            stopped = train(Start(job, recorder, corpus, grid, chosen.checkpoint), training.after)
+        except EarlyEnd as e:
+            reason = None if isinstance(e, Diverged) else e.why
+            recorder.finish(Ending(e.status, reason, agreement.peak_memory(grid.control_group)))
             ending.explain(e)
             torch.distributed.barrier(group=grid.control_group)  # rank 0 is not done before it has said why
-            raise SystemExit(DIVERGED if isinstance(e, Diverged) else 1) from None
-        except NotSavedError as e:
-            peaks = agreement.peak_memory(grid.control_group)
-            recorder.finish(Ending("not saved", str(e), peaks))
-            fix = "make room, or keep fewer (--set run.keep_checkpoints=2), and resume with --resume"
-            ending.explain(f"the last checkpoint could not be written: {e}; {fix}")
-            torch.distributed.barrier(group=grid.control_group)  # as above
-            raise SystemExit(1) from None
+            raise SystemExit(e.code) from None
         except (RuntimeError, MemoryError) as e:
             said = out_of_memory.said_by(e)
             # Another rank's: it leaves its traceback before it ends, and over its end this one stumbles.
@@ -322,15 +290,8 @@ def run(job: Job, directory: RunDirectory | None, facts: Facts, meeting: Meeting
         if stopped:
             recorder.finish(Ending("interrupted", peaks=peaks), str(stopped))
         else:
-            more = work.outcome(job, directory, corpus) if directory else {}
-            recorder.finish(Ending(peaks=peaks, **more))
-
-
-def build_corpus(job: Job, meeting: Meeting, work: Work) -> Corpus:
-    try:
-        return work.corpus(job, meeting)
-    except OSError as e:
-        refuse_by_system(e, Path.cwd())
+            found = training.outcome(corpus) if directory else Ending()
+            recorder.finish(replace(found, peaks=peaks))
 
 
 def say_on_rank_0(text: str) -> None:
@@ -339,7 +300,7 @@ def say_on_rank_0(text: str) -> None:
 
 
 def open_recorder(
-    job: Job, directory: RunDirectory | None, facts: Facts, corpus: Corpus, chosen: Choice
+    training: Training, directory: RunDirectory | None, corpus: Corpus, chosen: Choice
 ) -> Silence:
     """What keeps the run's records on rank 0, cut back to the chosen checkpoint; silent elsewhere."""
     from launch.records import vocabulary
@@ -351,12 +312,13 @@ def open_recorder(
 
     if directory is None:
         return Silence()
+    job = training.job
     vocabulary.keep(directory.path, corpus.tokenizer)
     entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)
     known = replace(
-        run_facts(job, facts), data=corpus.summary, entropies=entropies, band_kernel=band_kernel(job.plan)
+        run_facts(training), data=corpus.summary, entropies=entropies, band_kernel=band_kernel(job.plan)
     )
-    recorder = Recorder(directory, known, first_step(chosen.checkpoint), facts.clock, sys.stdout)
+    recorder = Recorder(directory, known, first_step(chosen.checkpoint), training.clock, sys.stdout)
     given = job.initial_weights
     if given and (warning := vocabulary.foreign_tokens(Path(given.directory), corpus.tokenizer)):
         recorder.say(warning)
