@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import calendar
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 _NESTED = 4  # templates within templates that are looked through
 # Spaces are counted, or a page of nothing else would take time that grows with the square.
@@ -48,18 +48,18 @@ def _shown(match: re.Match[str]) -> str:
         else:
             unnamed.append(part.strip())
     # {{math|1=x = y}} numbers an argument that holds an equals sign.
-    numbered = [named[str(k)] for k in range(1, 10) if str(k) in named]
-    if name == "as of":
-        named["name"] = match[1]
-    return shows(unnamed or numbered, named)
+    arguments = unnamed or [named[str(k)] for k in range(1, 10) if str(k) in named]
+    if not isinstance(shows, str):
+        return shows(arguments, named | {"name": match[1]})
+    if not (wanted := re.search(r"\{(\d)\}", shows)):
+        return shows
+    instead = [named["text"]] if wanted[1] == "1" and "text" in named else []
+    found = (arguments or instead)[int(wanted[1]) - 1 :]
+    return shows.replace(wanted[0], found[0]) if found else ""
 
 
 def _sup(text: str) -> str:
     return f"<sup>{text}</sup>" if text else ""
-
-
-def _sub(text: str) -> str:
-    return f"<sub>{text}</sub>" if text else ""
 
 
 def _grouped(number: str) -> str:
@@ -68,8 +68,13 @@ def _grouped(number: str) -> str:
     return f"{found[1]}{int(found[2]):,}{found[3]}" if found else number
 
 
-def _first(arguments: list[str], named: Named) -> str:
-    return arguments[0] if arguments else named.get("text", "")
+def _with_minus(number: str) -> str:
+    return number.replace("-", "−")
+
+
+def _raised(unit: str) -> str:
+    """m2 and s-1 as they are meant."""
+    return re.sub(r"(?<=[A-Za-z)])([-−+]?\d{1,2})\b", lambda m: _sup(_with_minus(m[1])), unit)
 
 
 def _last(arguments: list[str], named: Named) -> str:
@@ -77,24 +82,8 @@ def _last(arguments: list[str], named: Named) -> str:
     return arguments[-1] if len(arguments) > 1 else ""
 
 
-def _second(arguments: list[str], named: Named) -> str:
-    return arguments[1] if len(arguments) > 1 else ""
-
-
-def _always(shown: str) -> Shows:
-    return lambda arguments, named: shown
-
-
-def _between(before: str, after: str = "") -> Shows:
-    return lambda arguments, named: f"{before}{arguments[0]}{after}" if arguments else ""
-
-
 def _joined(with_: str) -> Shows:
     return lambda arguments, named: with_.join(filter(None, arguments))
-
-
-def _with_minus(number: str) -> str:
-    return number.replace("-", "−")
 
 
 def _value(arguments: list[str], named: Named) -> str:
@@ -114,30 +103,12 @@ def _value(arguments: list[str], named: Named) -> str:
     return "".join((named.get("p", ""), number, named.get("s", ""), "" if close else " ", unit))
 
 
-def _raised(unit: str) -> str:
-    """m2 and s-1 as they are meant."""
-    return re.sub(r"(?<=[A-Za-z)])([-−+]?\d{1,2})\b", lambda m: _sup(_with_minus(m[1])), unit)
-
-
-_RANGES = {
-    **{word: f" {word} " for word in ("to", "and", "or", "by", "×", "±", "to about")},
-    **{
-        "x": " × ",
-        "xx": " × ",
-        "*": " × ",
-        "-": "–",
-        "–": "–",
-        "+/-": " ± ",
-        "to(-)": " to ",
-        "and(-)": " and ",
-    },
-}
-_UNITS = {
-    **{"c": "°C", "f": "°F", "foot": "feet", "floz": "fl oz", "kph": "km/h", "sqkm": "km2"},
-    **{f"sq{unit}": f"sq {unit}" for unit in ("mi", "ft", "yd", "in")},
-    **{f"cu{unit}": f"cu {unit}" for unit in ("mi", "ft", "yd", "in")},
-    **{"shortton": "short tons", "longton": "long tons"},
-}
+_RANGES = {word: f" {word} " for word in ("to", "and", "or", "by", "×", "±", "to about")}
+_RANGES |= {"x": " × ", "xx": " × ", "*": " × ", "-": "–", "–": "–", "+/-": " ± "}
+_RANGES |= {"to(-)": " to ", "and(-)": " and "}
+_UNITS = {"c": "°C", "f": "°F", "foot": "feet", "floz": "fl oz", "kph": "km/h", "sqkm": "km2"}
+_UNITS |= {f"{power}{unit}": f"{power} {unit}" for power in ("sq", "cu") for unit in ("mi", "ft", "yd", "in")}
+_UNITS |= {"shortton": "short tons", "longton": "long tons"}
 _PART_OF = {"ft": "in", "foot": "in", "yd": "ft", "mi": "yd", "lb": "oz", "st": "lb"}
 
 
@@ -160,30 +131,31 @@ def _converted(arguments: list[str], named: Named) -> str:
 
 def _fraction(arguments: list[str], named: Named) -> str:
     """{{frac|whole|part|of}}, {{frac|part|of}}, {{frac|of}}."""
+    if not arguments:
+        return ""
     whole, part, of = (["", "1"] + arguments)[-3:] if len(arguments) == 1 else ([""] + arguments)[-3:]
     return f"{whole} {part}/{of}".strip()
 
 
-def _power_of_ten(arguments: list[str], named: Named) -> str:
-    return f"×10{_sup(_with_minus(arguments[0]))}" if arguments else ""
+def _power_of_ten(before: str) -> Shows:
+    return lambda arguments, named: f"{before}10{_sup(_with_minus(arguments[0]))}" if arguments else ""
 
 
 def _raised_and_lowered(arguments: list[str], named: Named) -> str:
     """{{su|p=above|b=below}}."""
-    return _sub(named.get("b", "")) + _sup(named.get("p", ""))
+    return f"<sub>{named.get('b', '')}</sub>{_sup(named.get('p', ''))}"
 
 
 def _formula(arguments: list[str], named: Named) -> str:
     """{{chem|SO|4|2-}}, {{chem2|SO4(2-)}}: numbers are low, charges are high."""
     if len(arguments) == 1:  # of chem2: a charge is in brackets or ends it
-        text = re.sub(
-            r"\((\d*[+−-])\)|(?<=[\w\])])([+−-])$", lambda m: _sup(_with_minus(m[1] or m[2])), arguments[0]
-        )
-        return re.sub(r"(?<=[A-Za-z)\]])(\d+)", lambda m: _sub(m[1]), text)
+        charge = r"\((\d*[+−-])\)|(?<=[\w\])])([+−-])$"
+        text = re.sub(charge, lambda m: _sup(_with_minus(m[1] or m[2])), arguments[0])
+        return re.sub(r"(?<=[A-Za-z)\]])(\d+)", r"<sub>\1</sub>", text)
     shown = ""
     for part in arguments:
         charge, number = re.fullmatch(r"\d*[+−-]", part), part.isdigit()
-        shown += _sup(_with_minus(part)) if charge else _sub(part) if number else part
+        shown += _sup(_with_minus(part)) if charge else f"<sub>{part}</sub>" if number else part
     return shown
 
 
@@ -196,14 +168,11 @@ def _reign(arguments: list[str], named: Named) -> str:
     return f"r. {'–'.join(filter(None, arguments[:2]))}" if arguments else ""
 
 
-_MONTHS = calendar.month_name[1:]
-
-
-def _date(arguments: Sequence[str], named: Named) -> str:
+def _date(arguments: list[str], named: Named) -> str:
     """Year, month and day by numbers, as far as they are given: "5 May 2010", American unless df=yes."""
     parts = [part for part in arguments[:3] if part]
     if len(parts) > 1 and parts[1].isdigit() and 1 <= int(parts[1]) <= 12:
-        parts[1] = _MONTHS[int(parts[1]) - 1]
+        parts[1] = calendar.month_name[int(parts[1])]
     if len(parts) < 3:
         return " ".join(reversed(parts))
     year, month, day = parts
@@ -224,14 +193,11 @@ def _named_in_another_script(arguments: list[str], named: Named) -> str:
     return f"{first} ({inside})" if first and inside else first or inside
 
 
-def _ship(prefix: str) -> Shows:
+def _ship(arguments: list[str], named: Named) -> str:
     """{{USS|Enterprise|CVN-65}}; {{ship|HMS|Hood}} brings its own prefix."""
-
-    def shows(arguments: list[str], named: Named) -> str:
-        start, name, number = ([prefix] * bool(prefix) + arguments + ["", ""])[:3]
-        return f"{start} {name}".strip() + (f" ({number})" if number else "")
-
-    return shows
+    prefix = [] if named["name"].lower() == "ship" else [named["name"].upper()]
+    start, name, number = (prefix + arguments + ["", "", ""])[:3]
+    return f"{start} {name}".strip() + (f" ({number})" if number else "")
 
 
 def _quoted(arguments: list[str], named: Named) -> str:
@@ -248,75 +214,76 @@ def _error(arguments: list[str], named: Named) -> str:
 
 
 def _accidental(arguments: list[str], named: Named) -> str:
-    return {"sharp": "♯", "#": "♯", "flat": "♭", "b": "♭", "natural": "♮"}.get(
-        _first(arguments, named).lower(), ""
-    )
+    signs = {"sharp": "♯", "#": "♯", "flat": "♭", "b": "♭", "natural": "♮"}
+    return signs.get(arguments[0].lower(), "") if arguments else ""
 
 
-_SHOWS: dict[str, Shows] = {}
-for _names, _shows in {
-    "nowrap|nobr|nobreak|nowr|nwr|awrap|small|smaller|big|larger|abbr|tooltip|abbrlink|mvar|math|var": _first,
-    "em|strong|dfn|smallcaps|sc|sc2|underline|u|mono|code|tt|noitalic|not a typo|proper name": _first,
-    "linktext|overline|nts|visible anchor|vanchor|ill|interlanguage link|lang-|sic": _first,
-    "flag|flagu|flagcountry|angbr": _first,
+_PATTERNS = {  # what is shown, {1} being the first argument: templates
+    "{1}": "nowrap|nobr|nobreak|nowr|nwr|awrap|small|smaller|big|larger|abbr|tooltip|abbrlink|mvar|math|var|"
+    "em|strong|dfn|smallcaps|sc|sc2|underline|u|mono|code|tt|noitalic|not a typo|proper name|linktext|"
+    "overline|nts|visible anchor|vanchor|ill|interlanguage link|lang-|sic|flag|flagu|flagcountry|angbr",
+    "{2}": "langx",
+    "<sup>{1}</sup>": "sup",
+    "<sub>{1}</sub>": "sub",
+    "&#124;{1}&#124;": "abs",
+    "√{1}": "sqrt|radic",
+    "fl. {1}": "floruit|fl.",
+    "US${1}": "usd|us$",
+    "£{1}": "gbp|£",
+    "€{1}": "eur|€|euro",
+    "₹{1}": "inr|₹",
+    "¥{1}": "jpy|¥|yen",
+    "No. {1}": "no.|numero",
+    "lit. '{1}'": "lit|lit.|literal translation|literally",
+    "'{1}'": "gloss",
+    '"{1}"': '"',
+    " – ": "snd|spaced ndash|spaced en dash|dash",
+    "–": "ndash|en dash|–",
+    " — ": "spaced mdash|smd",
+    "—": "mdash|em dash|emdash|—",
+    " ": "nbsp|spaces|space|thinsp|thin space|hair space|hairsp",
+    "": "zwsp|shy|wbr",
+    " · ": "·|middot|dot|bullet|bull|•",
+    "π": "pi",
+    "=": "=",
+    "'": "'",
+    "'s": "'s",
+    "ʻ": "okina|ʻokina",
+    "ʾ": "hamza",
+    "ʿ": "ayin",
+    "♯": "sharp",
+    "♭": "flat",
+    "♮": "natural",
+    "×": "times",
+    "−": "minus",
+    "+": "plus",
+    "†": "dagger|†",
+    "°": "degree|deg|°",
+}
+_FUNCTIONS: dict[str, Shows] = {
     "lang|transl|transliteration|wikt-lang|color|font color|resize": _last,
-    "langx": _second,
     "quote|blockquote|bquote|cquote|quotation|bq|poemquote": _quoted,
     "val": _value,
     "convert|cvt": _converted,
     "frac|fraction|sfrac|tfrac": _fraction,
-    "e|x10^|xe|×10^": _power_of_ten,
-    "10^": lambda arguments, named: f"10{_sup(_with_minus(_first(arguments, named)))}",
-    "sup": lambda arguments, named: _sup(_first(arguments, named)),
-    "sub": lambda arguments, named: _sub(_first(arguments, named)),
+    "e|x10^|xe|×10^": _power_of_ten("×"),
+    "10^": _power_of_ten(""),
     "su": _raised_and_lowered,
     "chem|chem2": _formula,
-    "sqrt|radic": _between("√"),
-    "abs": lambda arguments, named: f"&#124;{_first(arguments, named)}&#124;",
     "gaps": _joined(""),
     "hlist|unbulleted list|ubl|ublist": _joined(", "),
     "key press|keypress": _joined("+"),
     "circa|c.|ca.": _around,
-    "floruit|fl.": _between("fl. "),
     "reign|r.": _reign,
     "as of": _as_of,
     "start date|end date|birth date|death date|birth date and age|start date and age": _date,
     "nihongo|nihongo2|nihongo3|korean": _named_in_another_script,
-    "ship": _ship(""),
-    "usd|us$": _between("US$"),
-    "gbp|£": _between("£"),
-    "eur|€|euro": _between("€"),
-    "inr|₹": _between("₹"),
-    "jpy|¥|yen": _between("¥"),
-    "no.|numero": _between("No. "),
-    "lit|lit.|literal translation|literally": _between("lit. '", "'"),
-    "gloss": _between("'", "'"),
-    '"': _between('"', '"'),
+    "ship|uss|hms|ss|rms|hmas|hmcs|mv|sms": _ship,
     "height": _height,
     "±|+-|plus-minus": _error,
     "music": _accidental,
-    **{  # signs
-        names: _always(sign)
-        for names, sign in {
-            **{
-                "snd|spaced ndash|spaced en dash|dash": " – ",
-                "ndash|en dash|–": "–",
-                "spaced mdash|smd": " — ",
-            },
-            **{"mdash|em dash|emdash|—": "—", "nbsp|spaces|space|thinsp|thin space|hair space|hairsp": " "},
-            **{
-                "zwsp|shy|wbr": "",
-                "·|middot|dot|bullet|bull|•": " · ",
-                "pi": "π",
-                "=": "=",
-                "'": "'",
-                "'s": "'s",
-            },
-            **{"okina|ʻokina": "ʻ", "hamza": "ʾ", "ayin": "ʿ", "sharp": "♯", "flat": "♭", "natural": "♮"},
-            **{"times": "×", "minus": "−", "plus": "+", "dagger|†": "†", "degree|deg|°": "°"},
-        }.items()
-    },
-}.items():
-    _SHOWS.update(dict.fromkeys(_names.split("|"), _shows))
-for _prefix in ("USS", "HMS", "SS", "RMS", "HMAS", "HMCS", "MV", "SMS"):
-    _SHOWS[_prefix.lower()] = _ship(_prefix)
+}
+_SHOWS: dict[str, str | Shows] = {
+    name: shown for shown, names in _PATTERNS.items() for name in names.split("|")
+}
+_SHOWS |= {name: shows for names, shows in _FUNCTIONS.items() for name in names.split("|")}

@@ -48,6 +48,7 @@ SHOWN = [
     (r"so<math>\int_0^1 f(x)\,dx</math> and<math>\begin{matrix}1\end{matrix}</math>", "so and"),
     (r"<math display=block>x^{y^{z}}</math>.", "x^(y^z)."),
     # What shows nothing worth keeping still goes.
+    ("a{{frac}}{{ship}} {{val}}b", "a b"),
     ("a{{cn|date=May 2010}} {{coord|1|2|N|3|4|E}}b {{flagicon|FR}}", "a b"),
 ]  # fmt: skip
 
