@@ -41,8 +41,7 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
         write: makes the files.
         what: name for messages.
 
-    Raises:
-        Unwritable: the files must be made and their directory cannot be written to.
+    Raises Unwritable: the files must be made and their directory cannot be written to.
     """
     with suppress(OSError, Damaged):
         return read()

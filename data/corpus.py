@@ -60,8 +60,7 @@ def build(
         source: read instead of what `recipe.data` names.
         once: has one rank make what all ranks need and none can keep: the head of a stream.
 
-    Raises:
-        ValueError: a source cannot be read, or is too small for the recipe.
+    Raises ValueError: a source cannot be read, or is too small for the recipe.
     """
     directory = cache_directory or cache.default_directory()
     origins = recipe.data.origins
@@ -100,8 +99,7 @@ def build(
 def check_sources(recipe: Recipe) -> None:
     """Look whether a recipe's sources and vocabulary are there and fit it, without reading all of them.
 
-    Raises:
-        ValueError: files or packages are missing, or a store is damaged or of another vocabulary.
+    Raises ValueError: files or packages are missing, or a store is damaged or of another vocabulary.
     """
     data, family = recipe.data, recipe.model.family
     for origin in data.origins:
@@ -115,11 +113,7 @@ def check_sources(recipe: Recipe) -> None:
 
 
 def check_origin(origin: Origin, family: str = "gpt2") -> None:
-    """Open what an origin names.
-
-    Raises:
-        ValueError: files or packages that it names are not there.
-    """
+    """Open what an origin names. Raises ValueError: files or packages that it names are not there."""
     if origin.source == "store":
         store_prefix(origin, kind_of(family).sequences)
     else:

@@ -59,8 +59,7 @@ def batch_digest(batches: Iterable[MicroBatch]) -> str:
 def rank_rows(layout: Layout, dp_rank: int) -> np.ndarray:
     """(accumulation, micro) int64: the samples of the global batch that this rank reads.
 
-    Raises:
-        ValueError: the layout has no such data-parallel rank.
+    Raises ValueError: the layout has no such data-parallel rank.
     """
     if not 0 <= dp_rank < layout.dp:
         raise ValueError(f"data-parallel rank {dp_rank} is not in 0..{layout.dp - 1}")
@@ -93,8 +92,7 @@ class StepBatches:
             workers: threads that make batches ahead of their use (at most one for a stream); 0: made when
                 asked for.
 
-        Raises:
-            ValueError: the state is of another step or another reading of the data.
+        Raises ValueError: the state is of another step or another reading of the data.
         """
         self._samples, self._seed, self._layout = samples.fresh(), seed, layout
         self.step = start_step

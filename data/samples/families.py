@@ -38,8 +38,7 @@ class GptFamily:
     def training_samples(self, store: Store, documents: np.ndarray) -> GptSamples:
         """The samples of `documents` (D,) int64, ascending.
 
-        Raises:
-            ProblemsError: they hold too little for one sample.
+        Raises ProblemsError: they hold too little for one sample.
         """
         return GptSamples(Stream(store, documents, end_of_document(self.tokenizer)), self.sequence_length)
 
@@ -96,8 +95,8 @@ class BertFamily:
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> BertFamily:
         """The recipe's settings with the vocabulary's tokens.
 
-        Raises:
-            ProblemsError: whole words are to be masked, and the vocabulary does not tell where words begin.
+        Raises ProblemsError: whole words are to be masked, and the vocabulary does not tell where words
+        begin.
         """
         vocabulary, settings = BertVocabulary.of(tokenizer), BertSettings.of(recipe)
         check_whole_words(vocabulary, settings.masking)
@@ -147,7 +146,6 @@ def kind_of(family: str) -> type[GptFamily] | type[BertFamily]:
 def family_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Family:
     """The recipe's family, made once per corpus.
 
-    Raises:
-        ProblemsError: the vocabulary does not fit it.
+    Raises ProblemsError: the vocabulary does not fit it.
     """
     return kind_of(recipe.model.family).of(recipe, tokenizer)

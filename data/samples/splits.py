@@ -37,8 +37,7 @@ def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
     Args:
         wanted: samples of each held-out split, spread evenly over its documents.
 
-    Raises:
-        ProblemsError: a split is shorter than one sample, or a token lies outside the vocabulary.
+    Raises ProblemsError: a split is shorter than one sample, or a token lies outside the vocabulary.
     """
     data, store, name, vocab_size = recipe.data, opened.store, opened.name, recipe.model.vocab_size
     splits: tuple[Part, ...] = ("train", "validation", "test") if data.test_every else ("train", "validation")
@@ -92,8 +91,7 @@ def token_counts(
 ) -> np.ndarray:
     """(V,) int64: occurrences in a run of tokens: in all of it, or in COUNTED_TOKENS that are spread over it.
 
-    Raises:
-        ProblemsError: a token is outside the vocabulary.
+    Raises ProblemsError: a token is outside the vocabulary.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     blocks = -(-tokens // _COUNTED_AT_ONCE)
@@ -111,8 +109,7 @@ T = TypeVar("T")
 class Once(Protocol):
     """What `make` returns; in a run of several ranks one of them makes it, and the others are handed it.
 
-    Raises:
-        ValueError: `make` did, on the rank that ran it.
+    Raises ValueError: `make` did, on the rank that ran it.
     """
 
     def __call__(self, make: Callable[[], T]) -> T: ...
@@ -265,8 +262,7 @@ def stream_parts(
         single_lane: read in one lane, as a part of a blend is.
         once: as for `data.corpus.build`.
 
-    Raises:
-        ValueError: the stream cannot be read, or ends before it has held out one sample.
+    Raises ValueError: the stream cannot be read, or ends before it has held out one sample.
     """
     data, length = recipe.data, recipe.sequence_length
 

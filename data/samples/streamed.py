@@ -102,8 +102,7 @@ class StreamedSamples:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
 
-        Raises:
-            ValueError: the stream had another number of files or lanes then.
+        Raises ValueError: the stream had another number of files or lanes then.
         """
         here = self._shape()
         then = {key: state.get(key, "none") for key in here}

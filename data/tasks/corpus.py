@@ -74,9 +74,8 @@ KINDS = {"classification": _CHOICES, "choice": _CHOICES, "span": _SPANS}
 def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
     """Reads and tokenizes every split of the recipe's task. Every rank does so.
 
-    Raises:
-        ProblemsError: a split cannot be had, lacks the task's fields or a sound example; or the vocabulary is
-            not the model's.
+    Raises ProblemsError: a split cannot be had, lacks the task's fields or a sound example; or the vocabulary
+    is not the model's.
     """
     task, tokenizer = _task(recipe), build_vocabulary(recipe, (), Path(), say)
     kind = KINDS[TASKS[task.name].head]

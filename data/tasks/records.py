@@ -30,8 +30,7 @@ class Located:
 def read_split(facts: TaskFacts, split: str, path: str | None) -> list[Located]:
     """All records of a split: of a file, or without one of the hub.
 
-    Raises:
-        ProblemsError: it cannot be had, or has no record with the task's fields.
+    Raises ProblemsError: it cannot be had, or has no record with the task's fields.
     """
     key = f"--{split}"
     found = list(_local(files.path_of(path, key)) if path else _hub(facts, split))
@@ -205,8 +204,7 @@ def parsed(
 ) -> Examples[E_co]:
     """The examples of a split, whose labels are needed unless it is a test.
 
-    Raises:
-        ProblemsError: all of them are broken.
+    Raises ProblemsError: all of them are broken.
     """
     sound, broken, labelled = list[E_co](), list[BrokenExample](), not split.startswith("test")
     for number, record in enumerate(records):

@@ -91,8 +91,7 @@ class HubSource:
     def records(self, start: int = 0) -> Iterator[Raw | Broken]:
         """All records in order after the first `start` ones: texts, empty ones too, and the broken records.
 
-        Raises:
-            ValueError: the dataset cannot be opened or read; the message says how to do without the hub.
+        Raises ValueError: the dataset cannot be opened or read; the message says how to do without the hub.
         """
         return self._records(self._open, self.name, start)
 

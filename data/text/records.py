@@ -62,8 +62,7 @@ class RecordFormat(Protocol):
     def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
         """The file's records in order, after the first `start` ones.
 
-        Raises:
-            ValueError: the file cannot be opened.
+        Raises ValueError: the file cannot be opened.
         """
 
     def parse(self, raw: Raw) -> str | Broken | None:
@@ -180,8 +179,8 @@ class Skipped:
 class Source(Protocol):
     """A readable collection of documents.
 
-    Raises:
-        ProblemsError: by all but `fingerprint`, the dataset cannot be opened; by readers, a record is broken.
+    Raises ProblemsError: by all but `fingerprint`, the dataset cannot be opened; by readers, a record is
+    broken.
     """
 
     name: str

@@ -50,8 +50,7 @@ def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> Recor
 def files_of(origin: Origin) -> list[Path]:
     """The files of a source, sorted by path.
 
-    Raises:
-        ProblemsError: there are none, or the name is a directory.
+    Raises ProblemsError: there are none, or the name is a directory.
     """
     if origin.source == "packaged":
         return packaged_files()
@@ -171,10 +170,8 @@ class PackagedSource(FileSource):
 def open_source(origin: Origin, say: Say | None = None, skipped: Skipped | None = None) -> Source:
     """The source that an origin names; `say` gets a line per retry of a network error.
 
-    `skipped`: takes the broken records; None: they stop a reader.
-
-    Raises:
-        ValueError: files or packages are missing.
+    `skipped`: takes the broken records; None: they stop a reader. Raises ValueError: files or packages are
+    missing.
     """
     if origin.source == "packaged":
         return PackagedSource()

@@ -44,8 +44,7 @@ _LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
 def decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
     """The file's content. Its first bytes tell the compression, not its name; all parts of it are read.
 
-    Raises:
-        ValueError: the file cannot be opened.
+    Raises ValueError: the file cannot be opened.
     """
     with opened(path) as file:
         head = file.read(10)

@@ -45,10 +45,8 @@ def trained_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """The vocabulary that the sources' training documents yield, from the cache or kept there.
 
-    Every source gives the same share of `TRAINING_TEXT_LIMIT`.
-
-    Raises:
-        ValueError: the text is too short to yield that many tokens.
+    Every source gives the same share of `TRAINING_TEXT_LIMIT`. Raises ValueError: the text is too short to
+    yield that many tokens.
     """
     size, data = recipe.model.vocab_size, recipe.data
     finite = bool(sources) and all(source.finite for source in sources)
@@ -129,11 +127,8 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
 
     The texts are held in memory while training (at most `TRAINING_TEXT_LIMIT` characters). [PAD] [UNK] [CLS]
     [SEP] [MASK] are tokens 0 to 4, then come the most frequent characters, at most an eighth of the
-    vocabulary.
-
-    Raises:
-        ValueError: the text is too short to yield that many tokens, or the vocabulary too small for its
-            characters.
+    vocabulary. Raises ValueError: the text is too short to yield that many tokens, or the vocabulary too
+    small for its characters.
     """
     held = list(_limited(texts, TRAINING_TEXT_LIMIT))
     specials = {token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}

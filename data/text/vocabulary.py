@@ -42,9 +42,8 @@ def build_vocabulary(
             kinds only.
         directory: where trained vocabularies are kept.
 
-    Raises:
-        ValueError: the vocabulary is unavailable, has not `model.vocab_size` tokens, or lacks what the family
-            needs.
+    Raises ValueError: the vocabulary is unavailable, has not `model.vocab_size` tokens, or lacks what the
+    family needs.
     """
     settings, origins = recipe.data.tokenizer, recipe.data.origins
     if settings.kind == "store":
@@ -102,8 +101,7 @@ _BERT = {
 def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
     """The vocabulary of the kinds gpt2, bert_uncased, bert_cased and file.
 
-    Raises:
-        ProblemsError: it is unavailable; the message says how to get it.
+    Raises ProblemsError: it is unavailable; the message says how to get it.
     """
     if settings.kind == "gpt2":
         return gpt2_tokenizer()
@@ -128,8 +126,7 @@ def gpt2_tokenizer() -> PreTrainedTokenizerFast:
 def bert_tokenizer(kind: str, path: str | None = None) -> PreTrainedTokenizerFast:
     """BERT's published vocabulary: from `path`, else an installed package that carries it, else the hub.
 
-    Raises:
-        ProblemsError: it is nowhere to be found, or what is there is another vocabulary.
+    Raises ProblemsError: it is nowhere to be found, or what is there is another vocabulary.
     """
     hub_name, size, lowercase, hello = _BERT[kind]
     package = find_package(_UNCASED_PACKAGE) if kind == "bert_uncased" else None
@@ -174,10 +171,8 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
     Whether a vocab.txt is lower-cased is said by "do_lower_case" in a tokenizer_config.json next to it;
     without one it is where no token but the special ones has an upper-case letter. Special tokens of a lone
-    tokenizer.json are known by their usual spelling.
-
-    Raises:
-        ProblemsError: nothing is there, or it is no tokenizer.
+    tokenizer.json are known by their usual spelling. Raises ProblemsError: nothing is there, or it is no
+    tokenizer.
     """
     named, path = Setting("data.tokenizer.path", path), files.path_of(path, "data.tokenizer.path")
     again = "give a vocab.txt, a tokenizer.json, or a directory that transformers saved"
@@ -251,8 +246,7 @@ def _read_vocab_txt(path: Path) -> PreTrainedTokenizerFast:
 def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
     """The tokenizer that `prepare_data` kept in the directories (or next to the prefixes) of token stores.
 
-    Raises:
-        ProblemsError: a store has none, or two stores have different ones.
+    Raises ProblemsError: a store has none, or two stores have different ones.
     """
     found: dict[str, PreTrainedTokenizerFast] = {}
     came = Setting("data.tokenizer.kind", "store")

@@ -68,10 +68,7 @@ class Pathological(ValueError):
 def plain_text(wikitext: str) -> str:
     """The text of an article: paragraphs and headings between blank lines, an item of a list per line.
 
-    "" for a redirect.
-
-    Raises:
-        Pathological: links are nested more than `MAX_DEPTH` deep.
+    "" for a redirect. Raises Pathological: links are nested more than `MAX_DEPTH` deep.
     """
     if _REDIRECT.match(wikitext):
         return ""

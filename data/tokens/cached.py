@@ -82,10 +82,8 @@ def cached_store(
 ) -> OpenedStore:
     """The token store of a source, made where the cache lacks it.
 
-    `skipped`: what has taken the source's broken records.
-
-    Raises:
-        ValueError: the source or the cache directory cannot be read.
+    `skipped`: what has taken the source's broken records. Raises ValueError: the source or the cache
+    directory cannot be read.
     """
     sentences = origin.sentences if sequences == "sentences" else None
     made_of = {

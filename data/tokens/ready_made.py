@@ -38,9 +38,8 @@ def ready_made_store(
         sequences: what one sequence must hold; a GPT can train from either.
         directory: where the checksums of large stores are kept once they are read.
 
-    Raises:
-        ValueError: there is no sound store, it is not what its report tells of, its tokens are of another
-            vocabulary, or a BERT's store has no sentences.
+    Raises ValueError: there is no sound store, it is not what its report tells of, its tokens are of another
+    vocabulary, or a BERT's store has no sentences.
     """
     prefix = store_prefix(origin, sequences)
     try:
@@ -92,8 +91,7 @@ def check_ready_made(
         vocab_size: `model.vocab_size`.
         tokenizer: of the recipe, where it is known.
 
-    Raises:
-        ValueError: there is no store, or one of another vocabulary.
+    Raises ValueError: there is no store, or one of another vocabulary.
     """
     prefix = store_prefix(origin, sequences)
     try:
