@@ -16,7 +16,7 @@ from data.cache import Say
 from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
 from data.samples.families import Family, family_of, kind_of
 from data.samples.fields import HeldOut, Parts, TrainingSamples
-from data.samples.splits import Once, made_here, store_parts, stream_parts
+from data.samples.splits import Once, store_parts, stream_parts
 from data.text.records import Skipped, Source
 from data.text.sources import open_source
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
@@ -48,7 +48,7 @@ def build(
     cache_directory: Path | None = None,
     say: Say = print,
     source: Source | None = None,
-    once: Once = made_here,
+    once: Once = lambda make: make(),
 ) -> Corpus:
     """Makes or opens everything a run reads.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.prepare.settings import Settings
-from data.text.records import Broken, Raw, RecordFormat, Untitled
+from data.text.records import Broken, Raw, RecordFormat
 from data.text.sources import files_of, format_of, hub_source, looks_like
 from recipes.problems import Problem, ProblemsError, Setting, Text
 
@@ -47,7 +47,7 @@ class InputFile(NamedTuple):
     modified_ns: int | None
 
 
-class HubFormat(Untitled):
+class HubFormat(RecordFormat):
     """Records of the hub, in the place of a file format. They hold text, and need no parsing."""
 
     def __init__(self, settings: Settings):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from data.cache import SAY_EVERY_S, Say
 from data.samples.families import Family
 from data.samples.fields import HELD_OUT_SEED, HeldOut, Parts, spread
 from data.samples.gpt import Stream
-from data.samples.lanes import Encode, Lane, LaneReader, Place, Placed, lane_count
+from data.samples.lanes import Lane, LaneReader, Place, Placed, lane_count
 from data.samples.streamed import Lanes, StreamedSamples
 from data.split_rule import Part, documents_of, part_of
 from data.text.encoder import end_of_document
@@ -29,6 +29,16 @@ from recipes.schema import Origin, Recipe
 # Of the training tokens, for their frequencies; of larger stores this many, spread over all.
 COUNTED_TOKENS = 5_000_000
 _COUNTED_AT_ONCE = 10_000
+UNIGRAM_TOKENS = 200_000
+_FIRST_HELD_OUT = 1 << 10  # lanes of held-out samples are numbered from here, above all others
+_FILES_AT_ONCE = 8  # that held-out documents are taken from in turn
+# Tokenized at once, over all lanes: about 0.1 s, so that the first batch comes soon.
+_BATCH_CHARACTERS = 1 << 19
+_LEAST_BATCH = 1 << 15  # of one lane
+_HEAD_BATCH_CHARACTERS = 1 << 16  # little beyond what is wanted: 20 documents pass for one that is held out
+Split = Callable[[int], Part]  # of a document, by its index within its file
+# Gives what `make` gives: in a run of several ranks one of them makes it, and the others are handed it.
+Once = Callable[[Callable[[], "Head"]], "Head"]
 
 
 def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int) -> Parts:
@@ -103,32 +113,6 @@ def token_counts(
     return counts
 
 
-T = TypeVar("T")
-
-
-class Once(Protocol):
-    """What `make` returns; in a run of several ranks one of them makes it, and the others are handed it.
-
-    Raises ValueError: `make` did, on the rank that ran it.
-    """
-
-    def __call__(self, make: Callable[[], T]) -> T: ...
-
-
-def made_here(make: Callable[[], T]) -> T:
-    """`Once` of a process that works for itself."""
-    return make()
-
-
-UNIGRAM_TOKENS = 200_000
-_FIRST_HELD_OUT = 1 << 10  # lanes of held-out samples are numbered from here, above all others
-_FILES_AT_ONCE = 8  # that held-out documents are taken from in turn
-# Tokenized at once, over all lanes: about 0.1 s, so that the first batch comes soon.
-_BATCH_CHARACTERS = 1 << 19
-_LEAST_BATCH = 1 << 15  # of one lane
-_HEAD_BATCH_CHARACTERS = 1 << 16  # little beyond what is wanted: 20 documents pass for one that is held out
-
-
 @dataclass
 class _Held:
     """Held-out documents of one split, until they give enough samples.
@@ -168,40 +152,27 @@ class _Held:
 
 @dataclass(frozen=True)
 class Head:
-    """What the first documents of a stream give: the same to every rank.
+    """What the first documents of a stream give: the same to every rank."""
 
-    Attributes:
-        held_out: by split.
-        counts: (V,) of the first training tokens.
-        documents: that were read.
-    """
-
-    held_out: dict[str, HeldOut]
-    counts: np.ndarray
-    documents: int
+    held_out: dict[str, HeldOut]  # by split
+    counts: np.ndarray  # (V,) of the first training tokens
+    documents: int  # that were read
 
 
 def read_head(
-    source: Source,
-    family: Family,
-    encode: Encode,
-    part: Callable[[int], str],
-    held: dict[str, _Held],
-    vocabulary: int,
-    say: Say,
-) -> tuple[np.ndarray, int]:
-    """Reads until every split has its samples and enough training tokens are counted.
+    recipe: Recipe, family: Family, origin: Origin, source: Source, wanted: int, part: Split, say: Say
+) -> Head:
+    """Reads until every held-out split has `wanted` samples and enough training tokens are counted.
 
-    Less if the stream ends.
-
-    Args:
-        part: the split of a document by its index within its file.
-        held: the held-out splits, to be filled.
-        vocabulary: V.
-
-    Returns:
-        (V,) counts of the first training tokens; the number of documents read.
+    Raises ValueError: the stream cannot be read, or ends before it has held out one sample.
     """
+    data, vocabulary = recipe.data, recipe.model.vocab_size
+    every = f"every {data.validation_every}th document"
+    say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
+    held = {
+        name: _Held(source, family.for_held_out(), _FIRST_HELD_OUT + number, wanted)
+        for number, name in enumerate(("validation", "test") if data.test_every else ("validation",))
+    }
     counts = np.zeros(vocabulary, dtype=np.int64)
     counted = documents = 0
     last = time.monotonic()
@@ -221,14 +192,23 @@ def read_head(
                 found = ", ".join(f"{h.found:,} of {h.wanted:,} {n} samples" for n, h in held.items())
                 say(f"{source.name}: {found} after {documents:,} documents")
 
-    for placed, encoded in encode(needed()):
+    for placed, encoded in family.encoder(origin, _HEAD_BATCH_CHARACTERS)(needed()):
         if (name := part(placed.index)) != "train":
             held[name].add(placed, encoded)
         elif counted < UNIGRAM_TOKENS:
             ids = family.tokens(encoded)[: UNIGRAM_TOKENS - counted]
             counts += np.bincount(ids, minlength=vocabulary)
             counted += ids.size
-    return counts, documents
+    for held_out, split in held.items():
+        if not min(split.found, wanted):
+            key = f"data.{held_out}_every"
+            every_nth = Setting(key, getattr(data, f"{held_out}_every"))
+            why = pieces(family.too_short(split.measured))
+            came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
+            fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
+            raise ProblemsError([Problem(key, came, fix=fix)])
+    finished = {name: split.finish(recipe.sequence_length) for name, split in held.items()}
+    return Head(finished, counts, documents)
 
 
 def in_turn(source: Source) -> Iterator[Placed]:
@@ -266,10 +246,10 @@ def stream_parts(
     """
     data, length = recipe.data, recipe.sequence_length
 
-    def part(index: int) -> str:
+    def part(index: int) -> Part:
         return part_of(index, data.validation_every, data.test_every)
 
-    head = once(lambda: _head(recipe, family, origin, source, wanted, part, say))
+    head = once(lambda: read_head(recipe, family, origin, source, wanted, part, say))
     held_out, counts = head.held_out, head.counts
     lanes = 1 if single_lane else lane_count(recipe.batch.global_, source.shards)
     encode = family.encoder(origin, max(_LEAST_BATCH, _BATCH_CHARACTERS // lanes))
@@ -294,35 +274,3 @@ def stream_parts(
     opened = Lanes(source, lanes, open_lane, family.stack)
     train = StreamedSamples(opened, length, recipe.batch.global_, say)
     return Parts(train, held_out["validation"], held_out.get("test"), counts, summary)
-
-
-def _head(
-    recipe: Recipe,
-    family: Family,
-    origin: Origin,
-    source: Source,
-    wanted: int,
-    part: Callable[[int], str],
-    say: Say,
-) -> Head:
-    """The held-out samples and the counts of training tokens; raises ValueError as `stream_parts` says."""
-    data = recipe.data
-    every = f"every {data.validation_every}th document"
-    say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
-    held = {
-        name: _Held(source, family.for_held_out(), _FIRST_HELD_OUT + number, wanted)
-        for number, name in enumerate(("validation", "test") if data.test_every else ("validation",))
-    }
-    encode = family.encoder(origin, _HEAD_BATCH_CHARACTERS)
-    counts, documents = read_head(source, family, encode, part, held, recipe.model.vocab_size, say)
-    for name, split in held.items():
-        if not min(split.found, wanted):
-            key = f"data.{name}_every"
-            every_nth = Setting(key, getattr(data, f"{name}_every"))
-            why = pieces(family.too_short(split.measured))
-            came = (f"{source.name}: with ", every_nth, " the held-out documents ", *why)
-            fix = ("set ", Key(key), " or ", Key("sequence_length"), " lower")
-            raise ProblemsError([Problem(key, came, fix=fix)])
-    return Head(
-        {name: split.finish(recipe.sequence_length) for name, split in held.items()}, counts, documents
-    )

@@ -59,11 +59,6 @@ def with_full_context(tokens: np.ndarray, length: int, stride: int) -> Iterator[
         yield Window(tokens[max(0, len(tokens) - length - 1) :], found[-1].counted)
 
 
-def counted_tokens(windows: Sequence[Window]) -> int:
-    """Targets that count, in all windows."""
-    return sum(window.counted for window in windows)
-
-
 TaskName = Literal["wikitext103", "lambada", "perplexity"]
 NO_TOKENS = np.zeros(0, dtype=np.uint32)
 
@@ -95,7 +90,7 @@ class TaskData:
     @property
     def tokens(self) -> int:
         """Targets that count."""
-        return counted_tokens(self.windows)
+        return sum(window.counted for window in self.windows)
 
     @property
     def checksum(self) -> str:

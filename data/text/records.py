@@ -70,12 +70,6 @@ class RecordFormat(Protocol):
 
     def title(self, raw: Raw) -> str:
         """The document's title; "" where this kind of file has none."""
-
-
-class Untitled:
-    """Formats whose records have no titles."""
-
-    def title(self, raw: Raw) -> str:
         return ""
 
 

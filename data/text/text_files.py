@@ -22,7 +22,7 @@ from data.text.records import (
     MAX_RECORD_BYTES,
     Broken,
     Raw,
-    Untitled,
+    RecordFormat,
     broken,
     choose_column,
     damaged,
@@ -75,7 +75,7 @@ _PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
-class JsonlFormat(Untitled):
+class JsonlFormat(RecordFormat):
     """One JSON object per line. Blank lines are no records."""
 
     text_column: str = "text"
@@ -98,7 +98,7 @@ class JsonlFormat(Untitled):
 
 
 @dataclass(frozen=True)
-class TextFormat(Untitled):
+class TextFormat(RecordFormat):
     """Plain text. A document is a whole file, or what stands between blank lines."""
 
     documents: Literal["file", "blank_line"] = "file"
@@ -158,7 +158,7 @@ class TextFormat(Untitled):
 
 
 @dataclass(frozen=True)
-class ParquetFormat(Untitled):
+class ParquetFormat(RecordFormat):
     """One document per row. Only the text column is read, in batches within a row group."""
 
     text_column: str = "text"

@@ -54,8 +54,8 @@ def _shown(match: re.Match[str]) -> str:
     if not (wanted := re.search(r"\{(\d)\}", shows)):
         return shows
     instead = [named["text"]] if wanted[1] == "1" and "text" in named else []
-    found = (arguments or instead)[int(wanted[1]) - 1 :]
-    return shows.replace(wanted[0], found[0]) if found else ""
+    rest = (arguments or instead)[int(wanted[1]) - 1 :]
+    return shows.replace(wanted[0], rest[0]) if rest else ""
 
 
 def _sup(text: str) -> str:
@@ -149,8 +149,8 @@ def _raised_and_lowered(arguments: list[str], named: Named) -> str:
 def _formula(arguments: list[str], named: Named) -> str:
     """{{chem|SO|4|2-}}, {{chem2|SO4(2-)}}: numbers are low, charges are high."""
     if len(arguments) == 1:  # of chem2: a charge is in brackets or ends it
-        charge = r"\((\d*[+−-])\)|(?<=[\w\])])([+−-])$"
-        text = re.sub(charge, lambda m: _sup(_with_minus(m[1] or m[2])), arguments[0])
+        charges = r"\((\d*[+−-])\)|(?<=[\w\])])([+−-])$"
+        text = re.sub(charges, lambda m: _sup(_with_minus(m[1] or m[2])), arguments[0])
         return re.sub(r"(?<=[A-Za-z)\]])(\d+)", r"<sub>\1</sub>", text)
     shown = ""
     for part in arguments:

@@ -36,7 +36,6 @@ from data.text.vocabulary import read_tokenizer
 from data.text.wiki_markup import plain_text
 from data.text.wikipedia import WikipediaFormat
 from launch import prepare_data
-from launch.console import preparation_flags
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Data, Origin, Tokenizer
 
@@ -733,7 +732,7 @@ def test_the_command_refuses_in_its_own_flags(monkeypatch, capsys, error, proble
 
 def test_the_revision_is_a_flag():
     flags = ["--source", "hub", "--name", "a/b", "--revision", "main", "--tokenizer", "gpt2", "--out", "x"]
-    settings = preparation_flags.settings_of(prepare_data.build_parser().parse_args(flags))
+    settings = prepare_data.settings_of(prepare_data.build_parser().parse_args(flags))
     assert settings.origin.revision == "main" == settings.deciding()["revision"]
 
 
