@@ -11,11 +11,19 @@ from ds_configs.jsonfile import available
 SCRIPT = "launch/pretrain.py"
 
 
-def arguments(recipe_name: str, ds_config: str, settings: Sequence[str] = ()) -> list[str]:
+def arguments(
+    recipe_name: str,
+    ds_config: str,
+    settings: Sequence[str] = (),
+    *,
+    tiny: bool = False,
+    steps: int | None = None,
+) -> list[str]:
     """What pretrain.py is given: one of ds_configs/ by its path, the user's own as it is written."""
     json_file = f"ds_configs/{ds_config}.json" if ds_config in available() else ds_config
     sets = [word for setting in settings for word in ("--set", setting)]
-    return ["--ds_config", json_file, "--recipe", recipe_name, *sets]
+    more = ["--tiny"] * tiny + (["--steps", str(steps)] if steps else [])
+    return ["--ds_config", json_file, "--recipe", recipe_name, *sets, *more]
 
 
 def run_directory(recipe_name: str, ds_name: str) -> str:

@@ -34,23 +34,23 @@ class Page:
         lines = table(rows, headings, align, width).splitlines()
         self._add([*self._wrapped(above), *(INDENT + line for line in lines), *self._wrapped(below)])
 
-    def text(self, *lines: str) -> None:
-        """Lines of text, each wrapped."""
-        self._add(self._wrapped(lines))
+    def text(self, *lines: str, hang: int = 0) -> None:
+        """Lines of text, each wrapped, and indented by `hang` where it goes on."""
+        self._add(self._wrapped(lines, hang))
 
     def notes(self, notes: Iterable[object]) -> None:
         """What the user should know before anything is paid for."""
         self._add(self._wrapped((f"! {note}" for note in notes), hang=2))
 
-    def commands(self, *lines: str, below: Iterable[str] = ()) -> None:
-        """Commands of a shell, with comments between them (#), and lines of text below."""
+    def commands(self, *lines: str, above: Iterable[str] = (), below: Iterable[str] = ()) -> None:
+        """Commands of a shell, with comments between them (#), and lines of text above and below."""
         shown = (
             terminal.wrapped(INDENT + line, self.width)
             if line.startswith("#")
             else terminal.command(INDENT + line, self.width)
             for line in lines
         )
-        self._add([*shown, *self._wrapped(below)])
+        self._add([*self._wrapped(above), *shown, *self._wrapped(below)])
 
     def _wrapped(self, lines: Iterable[str], hang: int = 0) -> list[str]:
         return [terminal.wrapped(INDENT + line, self.width, hang=hang) for line in lines]

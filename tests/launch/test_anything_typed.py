@@ -63,8 +63,7 @@ WORK = {
     "plan": [
         "launch.planning.fitting.validation:validate",
         "launch.planning.fitting.validation_command:refit",
-        "launch.planning.search.search_text:describe",  # where the search is done
-        "launch.planning.search.search_text:as_json",
+        "launch.planning.search.search_text:page",  # where the search is done
     ],
     "recipe": ["launch.tables.verification:verify"],
     "report": ["launch.reports.document:assemble"],

@@ -14,7 +14,7 @@ from ds_configs.resolver import resized, resolve
 from ds_configs.sections import transformers_modules
 from launch.planning.prediction import workload
 from launch.planning.prediction.hardware import Node
-from launch.planning.prediction.software import OURS, SYSTEMS, Software
+from launch.planning.prediction.software import OURS, Software
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import ways
 from launch.planning.search.ways import WAYS, Way
@@ -67,7 +67,7 @@ class Question:
 
 
 @dataclass
-class Excluded:
+class Exclusions:
     """What is no candidate, and why.
 
     Attributes:
@@ -79,7 +79,7 @@ class Excluded:
     refused: dict[tuple[Way, tuple[bool, bool]], tuple[Problem, ...]] = field(default_factory=dict)
 
 
-def degrees(question: Question, excluded: Excluded) -> list[Degrees]:
+def degrees(question: Question, excluded: Exclusions) -> list[Degrees]:
     """Every tp x pp x dp of all processes that divides heads, layers and batch as our engine asks."""
     recipe, found = question.recipe, []
     model, batch, pinned = recipe.model, recipe.batch.global_, recipe.parallel
@@ -107,12 +107,11 @@ def degrees(question: Question, excluded: Excluded) -> list[Degrees]:
 class Templates:
     """The steps of each way, with and without recomputation, as the resolver has them."""
 
-    def __init__(self, question: Question, kinds: set[tuple[bool, bool]], excluded: Excluded):
+    def __init__(self, question: Question, kinds: set[tuple[bool, bool]], excluded: Exclusions):
         """Resolve each way for each kind of parallelism; what is refused goes to `excluded`."""
         self.question = question
         self.plans: dict[tuple[Way, tuple[bool, bool], Any], Plan] = {}
-        recipe = question.recipe
-        pinned = [recipe.activation_checkpointing]
+        pinned = [question.recipe.activation_checkpointing]
         self.recomputations = pinned if question.recomputation else ["none", "full"]
         with tempfile.TemporaryDirectory() as folder:
             for way in ways_of(question.software):
@@ -120,7 +119,7 @@ class Templates:
                 for kind in sorted(kinds):
                     self._probe(way, kind, path, excluded)
 
-    def _probe(self, way: Way, kind: tuple[bool, bool], path: Path, excluded: Excluded) -> None:
+    def _probe(self, way: Way, kind: tuple[bool, bool], path: Path, excluded: Exclusions) -> None:
         for again in self.recomputations:
             try:
                 self.plans[way, kind, again] = self._plan(kind, again, path)
@@ -136,8 +135,7 @@ class Templates:
         parallel = recipe.parallel.model_copy(update={"tp": tp, "pp": 2 if kind[1] else 1, "dp": None})
         batch = recipe.batch.model_copy(update={"micro": 1, "accumulation": 1, "global_": 1})
         changed = {"parallel": parallel, "batch": batch, "activation_checkpointing": again}
-        machine = self.question.node.machine
-        return resolve(recipe.model_copy(update=changed), path, None, machine)
+        return resolve(recipe.model_copy(update=changed), path, None, self.question.node.machine)
 
     def step(self, way: Way, at: Degrees, again: Any, accumulation: int) -> Workload | None:
         """Micro-batches of one sample under these degrees; None: refused."""
@@ -145,12 +143,12 @@ class Templates:
         if plan is None:
             return None
         layout = Layout(*at, 1, accumulation, accumulation * at.dp)
-        machine = self.question.node.machine
-        work = workload.of_plan(resized(plan, ways.config(way, self.question.base), layout, machine))
-        if self.question.software is not OURS:
-            work = workload.as_run_by(work, self.question.software.name)
-        vocab = transformers_modules.embedding_rows(self.question.recipe, at.tp)
-        return replace(work, padded_vocab=vocab)
+        question = self.question
+        config = ways.config(way, question.base)
+        work = workload.of_plan(resized(plan, config, layout, question.node.machine))
+        if question.software is not OURS:
+            work = workload.as_run_by(work, question.software.name)
+        return replace(work, padded_vocab=transformers_modules.embedding_rows(question.recipe, at.tp))
 
 
 def half_precision(node: Node) -> str:
@@ -203,6 +201,3 @@ def chunk_counts(work: Workload) -> list[int]:
     if plain or not work.software.has_interleaving:
         return [1]
     return divisors(layers // layout.pp)
-
-
-assert {*STUDIED} <= {*SYSTEMS}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.planning.prediction import rank_memory, workload
 from launch.planning.prediction.constants import Constants, fitted
-from launch.planning.prediction.forecast import Verdict, verdict_of
+from launch.planning.prediction.forecast import Verdict, largest_number, verdict_of
 from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.search.shapes import usual_layers
@@ -29,7 +29,7 @@ RULES = (12, 14, 16)
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked of every configuration.
+    """What every configuration has to train, and on which nodes.
 
     Attributes:
         recipe: of the family, sequence length and precision; its shape is replaced.
@@ -46,19 +46,25 @@ class Setting:
         return self.nodes * self.node.gpus
 
 
+class Configuration(NamedTuple):
+    """How the states of a model are kept, over `tp` tensor ranks; `recomputed`: of every layer."""
+
+    way: Way
+    tp: int
+    recomputed: bool
+
+
 @dataclass(frozen=True)
 class LargestModel:
     """The largest of a configuration.
 
     Attributes:
-        layers, hidden, heads: 0: not even the smallest fits.
+        layers, hidden, heads: where even the smallest does not fit, those of the smallest.
         memory: of a rank; host: bytes in a node's host memory.
         on_host: host memory is what it would run out of first.
     """
 
-    way: Way
-    tp: int
-    recomputed: bool
+    configuration: Configuration
     layers: int
     hidden: int
     heads: int
@@ -76,71 +82,64 @@ def largest(setting: Setting, constants: Constants | None = None) -> list[Larges
         degrees.append((WAYS[1], setting.node.gpus))
     constants = constants or fitted(setting.node.measured)
     return [
-        _largest(setting, way, tp, recomputed, constants)
+        _largest(setting, Configuration(way, tp, recomputed), constants)
         for way, tp in degrees
         for recomputed in (False, True)
     ]
 
 
-def _largest(setting: Setting, way: Way, tp: int, recomputed: bool, constants: Constants) -> LargestModel:
+def _largest(setting: Setting, configuration: Configuration, constants: Constants) -> LargestModel:
     """First the largest hidden size with as many layers as is usual, then as many layers as fit."""
-    step = STEP * tp
+    step = STEP * configuration.tp
 
-    def tried(layers: int, hidden: int) -> LargestModel:
-        return _model(setting, way, tp, recomputed, layers, hidden, constants)
+    def model(layers: int, hidden: int) -> LargestModel:
+        return _model(setting, configuration, layers, hidden, constants)
 
     def fits(layers: int, hidden: int) -> bool:
-        return tried(layers, hidden).verdict != "out of memory"
+        return model(layers, hidden).verdict != "out of memory"
 
-    units = _most(lambda unit: fits(usual_layers(unit * step), unit * step), MOST_HIDDEN // step)
+    units = largest_number(lambda unit: fits(usual_layers(unit * step), unit * step), MOST_HIDDEN // step)
     hidden = max(1, units) * step
-    return tried(max(1, _most(lambda layers: fits(layers, hidden), MOST_LAYERS)), hidden)
+    return model(max(1, largest_number(lambda layers: fits(layers, hidden), MOST_LAYERS)), hidden)
 
 
-def _most(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` that has what all smaller ones have; 0: none."""
-    low, high = 0, 1
-    while high <= most and holds(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
-
-
-def plan_of(setting: Setting, way: Way, tp: int, recomputed: bool, layers: int, hidden: int) -> Plan:
+def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> Plan:
     """Such a model as it would be launched. Raises ConfigError."""
-    recipe = setting.recipe
+    recipe, (way, tp, recomputed) = setting.recipe, configuration
     heads = hidden // (128 if hidden >= WIDE and hidden % (128 * tp) == 0 else 64)
-    dp = setting.ranks // tp
+    dp, micro = setting.ranks // tp, setting.micro
+    shape = {"layers": layers, "hidden": hidden, "heads": heads}
+    batch = {"micro": micro, "accumulation": 1, "global_": micro * dp}
     changed = {
-        "model": recipe.model.model_copy(update={"layers": layers, "hidden": hidden, "heads": heads}),
+        "model": recipe.model.model_copy(update=shape),
         "parallel": recipe.parallel.model_copy(update={"tp": tp, "pp": 1, "dp": dp}),
-        "batch": recipe.batch.model_copy(
-            update={"micro": setting.micro, "accumulation": 1, "global_": setting.micro * dp}
-        ),
+        "batch": recipe.batch.model_copy(update=batch),
         "activation_checkpointing": "full" if recomputed else "none",
     }
-    machine = setting.node.machine
-    return resolve(recipe.model_copy(update=changed), way.file, setting.ranks, machine)
+    return resolve(recipe.model_copy(update=changed), way.file, setting.ranks, setting.node.machine)
 
 
 def _model(
-    setting: Setting, way: Way, tp: int, recomputed: bool, layers: int, hidden: int, constants: Constants
+    setting: Setting, configuration: Configuration, layers: int, hidden: int, constants: Constants
 ) -> LargestModel:
-    node, plan = setting.node, plan_of(setting, way, tp, recomputed, layers, hidden)
-    work = workload.of_plan(plan)
+    node = setting.node
+    work = workload.of_plan(plan_of(setting, configuration, layers, hidden))
     rank = rank_memory.of_stage(work, 0, node.gpu, constants)
     host = min(setting.ranks, node.gpus) * rank.host
     share = host / (node.form.host.memory_gb * 1e9)
-    size = cost.parameters(work.model, work.positions)
     return LargestModel(
-        way, tp, recomputed, layers, hidden, work.model.heads, size, rank, host,
-        share > rank.total / node.gpu.memory_bytes, verdict_of([rank], host, node),
-    )  # fmt: skip
+        configuration,
+        layers,
+        hidden,
+        work.model.heads,
+        cost.parameters(work.model, work.positions),
+        memory=rank,
+        host=host,
+        on_host=share > rank.total / node.gpu.memory_bytes,
+        verdict=verdict_of([rank], host, node),
+    )
 
 
-def by_rule(node: Node) -> Iterator[tuple[int, float]]:
-    """(bytes per parameter, parameters that this leaves room for) on one GPU, as the documents count."""
-    yield from ((size, node.gpu.memory_bytes / size) for size in RULES)
+def by_rule(node: Node) -> dict[int, float]:
+    """Bytes per parameter -> parameters for which that leaves room on one GPU, as the documents count."""
+    return {size: node.gpu.memory_bytes / size for size in RULES}

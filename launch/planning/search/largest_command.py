@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
 
 from launch.console import arguments, terminal
-from launch.console.text_table import aligned, table
+from launch.planning.page import Page
 from launch.planning.prediction import hardware
 from launch.planning.prediction.forecast import SNUG
 from launch.planning.search import candidates, largest
 from launch.planning.search.largest import LargestModel, Setting
 from recipes import catalog
-from recipes.families import FAMILIES
 from recipes.plural import counted
 
 ABOUT = """\
@@ -25,30 +22,30 @@ Layers and hidden size grow together as in GPT-3 (Brown et al. 2020, table
 EXAMPLES = """\
 examples:
   python launch/plan.py largest --hardware 2080ti
-      on one GPU of 11 GB, beside the documents' 700 million parameters
+      on one GPU of 11 GB, next to the documents' 700 million parameters
   python launch/plan.py largest --hardware v100-32x8 --sequence-length 2048 \\
       --micro 4
       on eight of 32 GB, with longer samples and more of them
-  python launch/plan.py largest --hardware a100-80x8 --nodes 4 --family bert \\
-      --json
-      a BERT, for a program
+  python launch/plan.py largest --hardware a100-80x8 --nodes 4 --family bert
+      a BERT, on 32 GPUs
 
 exit codes: 0 shown, 2 refused."""
 RECIPES = {"gpt2": "openwebtext/gpt2-124m", "bert": "wikipedia/bert-336m"}
+LENGTHS = {"gpt2": 1024, "bert": 512}
 HEADINGS = ["model states", "nothing recomputed", "all recomputed", "which fills"]
-FILLS = {
-    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "buffers": "buffers",
-    "activations": "activations", "working": "one layer", "logits": "logits", "fragmentation": "fragments",
-    "context": "CUDA context",
-}  # fmt: skip
+# Categories whose names are others in a cell.
+FILLS = {"working": "one layer", "fragmentation": "fragments", "context": "CUDA context"}
+NOTE = (
+    "B: billion parameters; layers x hidden size. These fill the memory; a margin of "
+    f"{SNUG:.0%} is within the error that predictions were found to have"
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand `largest` to the subparsers of launch/plan.py."""
-    parser = commands.add_parser(
-        "largest", help="the largest model that a node trains, by configuration", description=ABOUT,
-        epilog=EXAMPLES, formatter_class=arguments.HELP, allow_abbrev=False,
-    )  # fmt: skip
+    line = "the largest model that a node trains, by configuration"
+    parser = arguments.subcommand(commands, "largest", line, ABOUT, EXAMPLES)
+    parser.set_defaults(run=run)
     add = parser.add_argument
     node = f"{', '.join(hardware.names())}, this, or FILE.yaml:NODE"
     add("--hardware", required=True, metavar="NODE", help=node)
@@ -58,68 +55,56 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--sequence-length", type=arguments.whole(16, 10**6), metavar="S", help=length)
     micro = "samples of a micro-batch (default: %(default)s)"
     add("--micro", type=arguments.whole(1, 10**4), default=1, metavar="N", help=micro)
-    add("--json", action="store_true", help="every number, in bytes")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0. Raises ProblemsError."""
     setting = setting_of(args)
-    found = largest.largest(setting)
-    printed = largest.PRINTED.get(setting.node.form.gpu)
-    if args.json:
-        rules = {str(size): parameters for size, parameters in largest.by_rule(setting.node)}
-        values = {
-            "hardware": setting.node.name, "nodes": setting.nodes, "printed_by_documents": printed,
-            "parameters_by_bytes": rules, "largest": [_facts(model) for model in found],
-        }  # fmt: skip
-        print(json.dumps(values, indent=2))
-    else:
-        print(describe(setting, found, printed, terminal.columns()))
+    print(page(setting, largest.largest(setting), terminal.columns()))
     return 0
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """What is asked. Raises ProblemsError."""
+    """What is looked for. Raises ProblemsError."""
     name = RECIPES[args.family]
     node = hardware.node_for(catalog.load(name), args.hardware)
+    length = args.sequence_length or LENGTHS[args.family]
     half = candidates.half_precision(node)
-    length = args.sequence_length or FAMILIES[args.family].length
     recipe = catalog.load(name, [f"sequence_length={length}", f"precision={half}"])
     return Setting(recipe, node, args.nodes, args.micro)
 
 
-def describe(setting: Setting, found: list[LargestModel], printed: float | None, width: int | None) -> str:
+def page(setting: Setting, found: list[LargestModel], width: int | None = None) -> Page:
     """A table of what fits at most, and the documents' rule below it."""
     node, recipe = setting.node, setting.recipe
     gpus = f"{counted(setting.ranks, 'GPU')} on {counted(setting.nodes, 'node')}"
     memory = f"{node.gpu.memory_bytes / 1e9:.1f} GB each"
     what = f"{recipe.model.family} in {recipe.precision}, micro-batches of {counted(setting.micro, 'sample')}"
-    lines = [
+    shown = Page(width)
+    shown.facts(
         ("hardware", f"{gpus}: {node.form.title} ({node.name}), {memory}"),
         ("model", f"{what} of {recipe.sequence_length:,} tokens, dropout {recipe.dropout.hidden:g}"),
-    ]
+    )
     pairs = zip(found[::2], found[1::2], strict=True)  # without and with recomputation
     rows = [[_name(again), _size(kept), _size(again), _limit(setting, again)] for kept, again in pairs]
-    rules = ", ".join(
-        f"{parameters / 1e9:.2f} billion at {size} bytes" for size, parameters in largest.by_rule(node)
-    )
+    shown.table(rows, HEADINGS, "llll")
+    shown.text(_rule(setting), NOTE)
+    return shown
+
+
+def _rule(setting: Setting) -> str:
+    rooms = largest.by_rule(setting.node).items()
+    rules = ", ".join(f"{parameters / 1e9:.2f} billion at {size} bytes" for size, parameters in rooms)
     said = f"the documents' rule, memory over bytes per parameter, for one GPU: {rules}"
-    if printed:
+    if printed := largest.PRINTED.get(setting.node.form.gpu):
         said += f"; they print {printed / 1e9:g} billion for this GPU as the practical upper bound"
-    said += ". That leaves nothing for activations; ZeRO-0 here takes 18 bytes, as its gradients are in fp32"
-    note = (
-        "B: billion parameters; layers x hidden size. These fill the memory; a margin of "
-        f"{SNUG:.0%} is within the error that predictions were found to have"
-    )
-    parts = [aligned(lines, indent=2, width=width), table(rows, HEADINGS, "llll", width)]
-    return "\n\n".join(
-        [*parts, "\n".join(terminal.wrapped(f"  {text}", width, hang=0) for text in (said, note))]
-    )
+    kept = "That leaves nothing for activations; ZeRO-0 here takes 18 bytes, as its gradients are in fp32"
+    return f"{said}. {kept}"
 
 
 def _name(model: LargestModel) -> str:
-    return f"{model.way.name}, tensor {model.tp}" if model.tp > 1 else model.way.name
+    way, tp, _ = model.configuration
+    return f"{way.name}, tensor {tp}" if tp > 1 else way.name
 
 
 def _size(model: LargestModel) -> str:
@@ -133,10 +118,4 @@ def _limit(setting: Setting, model: LargestModel) -> str:
     if model.on_host:
         return f"host memory {model.host / setting.node.form.host.memory_gb / 1e9:.0%}"
     name, size = max(model.memory.on_gpu.items(), key=lambda part: part[1])
-    return f"GPU: {FILLS[name]} {size / model.memory.total:.0%}"
-
-
-def _facts(model: LargestModel) -> dict[str, object]:
-    values = asdict(model)
-    del values["way"]
-    return {"model_states": model.way.name, **values, "bytes": model.memory.total}
+    return f"GPU: {FILLS.get(name, name)} {size / model.memory.total:.0%}"

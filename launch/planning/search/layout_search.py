@@ -12,7 +12,7 @@ from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import candidates
-from launch.planning.search.candidates import Degrees, Dimension, Excluded, Question, Templates, Value
+from launch.planning.search.candidates import Degrees, Dimension, Exclusions, Question, Templates, Value
 from launch.planning.search.ways import Way
 from recipes.layout import Layout
 from recipes.problems import Problem, ProblemsError, some
@@ -23,7 +23,7 @@ NAMED: dict[int, str] = {0: "nothing", 1: "every layer"}
 
 
 @dataclass(frozen=True)
-class Tried:
+class Candidate:
     """A layout and what is predicted of it.
 
     Attributes:
@@ -42,8 +42,13 @@ class Tried:
 
     @property
     def seconds(self) -> float:
+        return sum(self.split.values())
+
+    @property
+    def split(self) -> dict[str, float]:
+        """Seconds by cause."""
         assert self.time is not None, "a layout that does not fit has no time"
-        return self.time.total
+        return self.time.split
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -56,10 +61,13 @@ class Tried:
         """What it has of each dimension."""
         work, layout = self.work, self.work.layout
         found: list[Value] = [
-            ("tensor", layout.tp), ("pipeline", layout.pp), ("data", layout.dp),
-            ("model states", self.way.name), ("recomputation", recomputation(work)),
+            ("tensor", layout.tp),
+            ("pipeline", layout.pp),
+            ("data", layout.dp),
+            ("model states", self.way.name),
+            ("recomputation", recomputation(work)),
             ("micro-batch", layout.micro),
-        ]  # fmt: skip
+        ]
         if work.software.has_sequence_parallelism:
             found.append(("sequence", "parallel" if work.sequence_parallel else "whole"))
         if work.software.has_interleaving:
@@ -71,7 +79,7 @@ Why = Literal["best", "dominated", "memory", "divisibility", "DeepSpeed cannot"]
 
 
 @dataclass(frozen=True)
-class Family:
+class Alternative:
     """All layouts with one value of a dimension, and what became of them.
 
     Attributes:
@@ -83,7 +91,7 @@ class Family:
     dimension: Dimension
     value: object
     why: Why
-    best: Tried | None = None
+    best: Candidate | None = None
     slower: float = 1.0
     rule: str = ""
 
@@ -93,63 +101,65 @@ class Answer:
     """What a search found.
 
     Attributes:
-        ranked: that fit, the winner first, then by time.
-        tried: number of layouts whose memory was predicted.
+        ranking: layouts that fit, the winner first, then by time.
+        predicted: number of layouts whose memory was predicted.
     """
 
     question: Question
-    ranked: list[Tried]
-    families: list[Family]
-    tried: int
+    ranking: list[Candidate]
+    alternatives: list[Alternative]
+    predicted: int
 
     @property
-    def winner(self) -> Tried | None:
-        return self.ranked[0] if self.ranked else None
+    def winner(self) -> Candidate | None:
+        return self.ranking[0] if self.ranking else None
 
-    def best_of_each(self, most: int) -> list[Tried]:
+    def best_of_each(self, most: int) -> list[Candidate]:
         """The first of each layout of degrees and model states, `most` of them."""
-        firsts: dict[tuple[object, ...], Tried] = {}
-        for tried in self.ranked:
-            firsts.setdefault(tried.key, tried)
+        firsts: dict[tuple[object, ...], Candidate] = {}
+        for candidate in self.ranking:
+            firsts.setdefault(candidate.key, candidate)
         return list(firsts.values())[:most]
 
-    def speed(self, tried: Tried) -> Speed:
+    def speed(self, candidate: Candidate) -> Speed:
         """Its rates."""
-        return speed(tried.work, self.question.node, tried.seconds)
+        return speed(candidate.work, self.question.node, candidate.seconds)
 
 
 def search(question: Question, constants: Constants | None = None) -> Answer:
     """Predict every layout's memory, and the time of those that fit. Raises ProblemsError: there is none."""
-    constants, excluded = constants or fitted(question.node.measured), Excluded()
-    found = candidates.degrees(question, excluded)
+    constants, exclusions = constants or fitted(question.node.measured), Exclusions()
+    found = candidates.degrees(question, exclusions)
     if not found:
-        raise ProblemsError([_no_layout(question, excluded)])
-    templates = Templates(question, {at.kind for at in found}, excluded)
+        raise ProblemsError([_no_layout(question, exclusions)])
+    templates = Templates(question, {at.kind for at in found}, exclusions)
     if not templates.plans:
-        raise ProblemsError([problem for problems in excluded.refused.values() for problem in problems])
-    tried = [each for at in found for each in _of_degrees(question, at, templates, constants)]
-    if not tried:
+        raise ProblemsError([problem for problems in exclusions.refused.values() for problem in problems])
+    predicted = [each for at in found for each in _of_degrees(question, at, templates, constants)]
+    if not predicted:
         came = f"batch.global={question.recipe.batch.global_} on {question.ranks} GPUs"
         rule = "no micro-batch and accumulation as pinned make that batch"
         raise ProblemsError(
             [Problem("batch", came, rule, "pin fewer of them, or give another --global-batch")]
         )
-    fitting = ranked([each for each in tried if each.time])
-    return Answer(question, fitting, _families(tried, fitting, excluded), len(tried))
+    fitting = ranking([each for each in predicted if each.time])
+    return Answer(question, fitting, _alternatives(predicted, fitting, exclusions), len(predicted))
 
 
-def _no_layout(question: Question, excluded: Excluded) -> Problem:
+def _no_layout(question: Question, exclusions: Exclusions) -> Problem:
     pinned = {key: value for key, value in question.recipe.parallel.degrees.items() if value}
     came = f"{question.ranks} GPUs" + "".join(f", parallel.{key}={value}" for key, value in pinned.items())
     values: dict[tuple[str, str], list[str]] = {}
-    for (name, value), why in excluded.indivisible.items():
+    for (name, value), why in exclusions.indivisible.items():
         values.setdefault((name, why), []).append(str(value))
     whys = (f"{name} {some(found, 4)}: {why}" for (name, why), found in values.items())
     rule = "; ".join(whys) or "the degrees' product is the number of GPUs"
     return Problem("--nodes", came, rule, "give another number of --nodes, or another --global-batch")
 
 
-def _of_degrees(question: Question, at: Degrees, templates: Templates, constants: Constants) -> list[Tried]:
+def _of_degrees(
+    question: Question, at: Degrees, templates: Templates, constants: Constants
+) -> list[Candidate]:
     """Every way, recomputation and micro-batch; those larger than one that does not fit are left out."""
     found = []
     for way in candidates.ways_of(question.software):
@@ -166,14 +176,14 @@ def _of_degrees(question: Question, at: Degrees, templates: Templates, constants
                     kind = (work.sequence_parallel, work.selective, work.interleave)
                     if kind in full:
                         continue
-                    tried = _predicted(question, way, work, constants)
-                    found.append(tried)
-                    if tried.time is None:
+                    candidate = _predicted(question, way, work, constants)
+                    found.append(candidate)
+                    if candidate.time is None:
                         full.add(kind)
     return found
 
 
-def _predicted(question: Question, way: Way, work: Workload, constants: Constants) -> Tried:
+def _predicted(question: Question, way: Way, work: Workload, constants: Constants) -> Candidate:
     """Memory first; the time only of what fits."""
     node = question.node
     # The first stage holds most micro-batches, the last one the logits: none between is fuller than both.
@@ -184,64 +194,63 @@ def _predicted(question: Question, way: Way, work: Workload, constants: Constant
     over = fullest.total - node.gpu.memory_bytes
     if verdict == "out of memory":
         missing = over if over > 0 else host - node.form.host.memory_gb * 1e9
-        return Tried(way, work, fullest, verdict, missing, over <= 0)
-    return Tried(way, work, fullest, verdict, 0.0, False, step_time(work, node, constants))
+        return Candidate(way, work, fullest, verdict, missing, over <= 0)
+    return Candidate(way, work, fullest, verdict, 0.0, False, step_time(work, node, constants))
 
 
-def ranked(fitting: list[Tried]) -> list[Tried]:
+def ranking(fitting: list[Candidate]) -> list[Candidate]:
     """By time, but for the first: it is the simplest of those that take hardly longer than the fastest.
 
     It fits with a margin, offloads nothing, has the least model parallelism: in this order, where one does.
     """
-    by_time = sorted(fitting, key=lambda tried: tried.seconds)
-    close = [tried for tried in by_time if tried.seconds <= WORTH * by_time[0].seconds]
+    by_time = sorted(fitting, key=lambda candidate: candidate.seconds)
+    close = [candidate for candidate in by_time if candidate.seconds <= WORTH * by_time[0].seconds]
     if not close:
         return []
     winner = min(close, key=_complexity)
-    return [winner, *(tried for tried in by_time if tried is not winner)]
+    return [winner, *(candidate for candidate in by_time if candidate is not winner)]
 
 
-def _complexity(tried: Tried) -> tuple[bool, bool, int, float]:
-    work, layout = tried.work, tried.work.layout
+def _complexity(candidate: Candidate) -> tuple[bool, bool, int, float]:
+    work, layout = candidate.work, candidate.work.layout
     offloaded = (work.optimizer_at, work.weights_at) != ("gpu", "gpu")
-    return tried.verdict != "fits", offloaded, layout.tp * layout.pp, tried.seconds
+    return candidate.verdict != "fits", offloaded, layout.tp * layout.pp, candidate.seconds
 
 
-def _families(tried: list[Tried], fitting: list[Tried], excluded: Excluded) -> list[Family]:
+def _alternatives(
+    predicted: list[Candidate], ranking: list[Candidate], exclusions: Exclusions
+) -> list[Alternative]:
     """What became of each value of each dimension, and of what the resolver refuses."""
-    best: dict[Value, Tried] = {}
-    for each in fitting:
-        for value in each.values:
-            best.setdefault(value, each)
-    nearest: dict[Value, Tried] = {}
-    for each in sorted((each for each in tried if not each.time), key=lambda each: each.missing):
-        for value in each.values:
-            nearest.setdefault(value, each)
-    found: list[Family] = []
+    best, nearest = dict[Value, Candidate](), dict[Value, Candidate]()
+    by_missing = sorted((each for each in predicted if not each.time), key=lambda each: each.missing)
+    for firsts, candidates_ in ((best, ranking), (nearest, by_missing)):
+        for candidate in candidates_:
+            for value in candidate.values:
+                firsts.setdefault(value, candidate)
+    found: list[Alternative] = []
     for value in {**best, **nearest}:
         if value in best:
-            slower = best[value].seconds / fitting[0].seconds
-            why: Why = "best" if value in fitting[0].values else "dominated"
-            found.append(Family(*value, why, best[value], slower))
+            slower = best[value].seconds / ranking[0].seconds
+            why: Why = "best" if value in ranking[0].values else "dominated"
+            found.append(Alternative(*value, why, best[value], slower))
         else:
-            found.append(Family(*value, "memory", nearest[value]))
-    known = {(family.dimension, family.value) for family in found}
+            found.append(Alternative(*value, "memory", nearest[value]))
     found += [
-        Family(*value, "divisibility", rule=rule)
-        for value, rule in excluded.indivisible.items()
-        if value not in known
+        Alternative(*value, "divisibility", rule=rule)
+        for value, rule in exclusions.indivisible.items()
+        if value not in best and value not in nearest
     ]
-    return found + _refused(excluded)
+    return found + _refused(exclusions)
 
 
-def _refused(excluded: Excluded) -> list[Family]:
+def _refused(exclusions: Exclusions) -> list[Alternative]:
     """What the resolver refuses: a rule for pipelines holds for those of several tensor ranks as well."""
-    found: dict[tuple[Way, str], Family] = {}
-    for (way, (tensor, pipeline)), problems in excluded.refused.items():
+    found: dict[tuple[Way, str], Alternative] = {}
+    for (way, (tensor, pipeline)), problems in exclusions.refused.items():
         parts = " and ".join(["tensor"] * tensor + ["pipeline"] * pipeline)
         value = f"{way.name} with {parts}" if parts else way.name
         rule = "; ".join(dict.fromkeys(str(problem.rule or problem.came) for problem in problems))
-        found.setdefault((way, rule), Family("model states", value, "DeepSpeed cannot", rule=rule))
+        found.setdefault((way, rule), Alternative("model states", value, "DeepSpeed cannot", rule=rule))
     return list(found.values())
 
 

@@ -42,12 +42,15 @@ NAMES = {**{name: name for name in SHAPES}, "345m": "350m"}  # GPT-2's label of 
 def settings(name: str, precision: str) -> list[str]:
     """The model of that name as overrides of a recipe."""
     shape = SHAPES[NAMES[name]]
-    values = {
-        "model.layers": shape.layers, "model.hidden": shape.hidden, "model.heads": shape.heads,
-        "sequence_length": LENGTH, "batch.global": shape.batch, "optimizer.lr": shape.rate,
-        "precision": precision,
-    }  # fmt: skip
-    return [f"{key}={value}" for key, value in values.items()]
+    return [
+        f"model.layers={shape.layers}",
+        f"model.hidden={shape.hidden}",
+        f"model.heads={shape.heads}",
+        f"sequence_length={LENGTH}",
+        f"batch.global={shape.batch}",
+        f"optimizer.lr={shape.rate}",
+        f"precision={precision}",
+    ]
 
 
 def usual_layers(hidden: int) -> int:

@@ -1,15 +1,15 @@
-"""plan.py largest: a model that fits, of which no larger one does, beside the documents' rule."""
+"""plan.py largest: a model that fits, of which no larger one does, next to the documents' rule."""
 
 from __future__ import annotations
 
 import argparse
-import json
 
 import pytest
 
 from launch.planning.prediction import workload
 from launch.planning.prediction.forecast import forecast
 from launch.planning.search import largest, largest_command, shapes
+from launch.planning.search.ways import WAYS
 
 
 def parsed(line: str) -> argparse.Namespace:
@@ -20,7 +20,7 @@ def parsed(line: str) -> argparse.Namespace:
 
 
 def verdict(setting: largest.Setting, model: largest.LargestModel, layers: int, hidden: int) -> str:
-    plan = largest.plan_of(setting, model.way, model.tp, model.recomputed, layers, hidden)
+    plan = largest.plan_of(setting, model.configuration, layers, hidden)
     return forecast(workload.of_plan(plan), setting.node).verdict
 
 
@@ -32,16 +32,17 @@ def test_it_fits_and_the_next_larger_one_does_not(line):
     for model in largest.largest(setting):
         assert verdict(setting, model, model.layers, model.hidden) == model.verdict != "out of memory"
         assert verdict(setting, model, model.layers + 1, model.hidden) == "out of memory"
-        wider = model.hidden + largest.STEP * model.tp
+        wider = model.hidden + largest.STEP * model.configuration.tp
         assert verdict(setting, model, shapes.usual_layers(wider), wider) == "out of memory"
 
 
 def test_sharding_offload_and_recomputation_make_room():
     """On the GPUs of one node, all of them in turn; recomputation never takes room away."""
     setting = largest_command.setting_of(parsed("--hardware v100-32x8"))
-    found = {
-        (model.way.name, model.tp, model.recomputed): model.parameters for model in largest.largest(setting)
-    }
+    found = {}
+    for model in largest.largest(setting):
+        way, tp, recomputed = model.configuration
+        found[way.name, tp, recomputed] = model.parameters
     order = ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 offload"]
     sizes = [found[name, 1, True] for name in order]
     assert sizes == sorted(set(sizes))
@@ -51,23 +52,19 @@ def test_sharding_offload_and_recomputation_make_room():
 
 
 @pytest.mark.parametrize(("hardware", "printed"), [("v100-32x4", 2.0e9), ("2080ti", 0.7e9)])
-def test_the_documents_bound_stands_beside(hardware, printed, capsys):
+def test_the_documents_bound_stands_next_to_ours(hardware, printed, capsys):
     """Theirs is memory over 16 bytes; ours under ZeRO-0 is smaller by gradients in fp32 and activations."""
-    assert largest_command.run(parsed(f"--hardware {hardware} --json")) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["printed_by_documents"] == printed
-    assert told["parameters_by_bytes"]["16"] == pytest.approx(printed, rel=0.07)
-    plain = next(
-        model for model in told["largest"] if model["model_states"] == "ZeRO-0" and model["recomputed"]
-    )
-    assert 0.6 * printed < plain["parameters"] < printed
+    setting = largest_command.setting_of(parsed(f"--hardware {hardware}"))
+    assert largest.by_rule(setting.node)[16] == pytest.approx(printed, rel=0.07)
+    plain = largest.largest(setting)[1]
+    assert plain.configuration == (WAYS[0], 1, True) and 0.6 * printed < plain.parameters < printed
     assert largest_command.run(parsed(f"--hardware {hardware}")) == 0
     assert f"they print {printed / 1e9:g} billion" in capsys.readouterr().out
 
 
 def test_what_is_offloaded_can_run_out_of_host_memory():
     setting = largest_command.setting_of(parsed("--hardware 2080ti"))
-    away = next(model for model in largest.largest(setting) if model.way.name == "ZeRO-3 offload all")
+    away = next(model for model in largest.largest(setting) if model.configuration.way == WAYS[-1])
     assert away.on_host and away.host <= setting.node.form.host.memory_gb * 1e9
     assert away.memory.total < setting.node.gpu.memory_bytes / 1.3
 

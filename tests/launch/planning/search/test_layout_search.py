@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import shlex
@@ -15,7 +16,6 @@ from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.planning.prediction import workload
 from launch.planning.prediction.forecast import forecast
-from launch.planning.prediction.hardware import node_for
 from launch.planning.search import layout_search, search_command, ways
 from launch.planning.search.layout_search import WORTH
 from recipes import catalog
@@ -34,6 +34,7 @@ CASES = {
     "bert": "--recipe wikipedia/bert-336m --hardware a100-40x8 --nodes 2",
     "offload": "--model 6.7b --hardware v100-32x4",
 }
+SEARCH = layout_search.search
 
 
 def parsed(line: str) -> argparse.Namespace:
@@ -43,36 +44,28 @@ def parsed(line: str) -> argparse.Namespace:
     return parser.parse_args(["search", *shlex.split(line)])
 
 
+@functools.cache
 def answer(line: str) -> layout_search.Answer:
-    return layout_search.search(search_command.question_of(parsed(line))[1])
-
-
-def told(capsys, line: str) -> dict:
-    """What --json prints."""
-    assert search_command.run(parsed(f"{line} --json")) == 0
-    return json.loads(capsys.readouterr().out)
+    return SEARCH(search_command.question_of(parsed(line))[1])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_written_winner_is_the_layout_that_was_predicted(case, capsys, tmp_path):
+def test_the_written_winner_is_the_layout_that_was_predicted(case, capsys, tmp_path, monkeypatch):
     """The JSON and the flags of the launch line resolve to its layout, memory and time."""
-    args = parsed(CASES[case])
-    found = told(capsys, f"{CASES[case]} --out {tmp_path / 'out'}")
-    words = shlex.split(found["launch"])
-    launched = words[words.index("launch/pretrain.py") + 1 :]
-    named = dict(zip(launched[:-1], launched[1:], strict=True))
-    assert named["--ds_config"] == str(tmp_path / "out" / "ds_config.json")
-    sets = [value for flag, value in itertools.pairwise(launched) if flag == "--set"]
-    assert sets == found["settings"]
-    recipe = catalog.load(named["--recipe"], sets)
-    plan = resolve(recipe, named["--ds_config"], found["gpus"], ANY_GPU)
-    best = found["layouts"][0]
-    assert {**best["layout"]} == vars(plan.layout) and plan.layout.world == found["gpus"]
-    node = node_for(catalog.load(named["--recipe"]), args.hardware)
-    again = forecast(workload.of_plan(plan), node)
-    assert again.fullest.total == best["bytes"] and again.verdict == best["verdict"] != "out of memory"
-    assert again.time is not None and again.time.total == best["seconds"]["total"]
-    assert json.loads((tmp_path / "out" / "ds_config.json").read_text()) == found["ds_config"]
+    found, out = answer(CASES[case]), tmp_path / "out"
+    monkeypatch.setattr(layout_search, "search", lambda question: found)
+    assert search_command.run(parsed(f"{CASES[case]} --out {out}")) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "launch/pretrain.py" in line]
+    words = shlex.split(line)
+    flags = [*itertools.pairwise(words[words.index("launch/pretrain.py") + 1 :])]
+    named, sets = dict(flags), [value for flag, value in flags if flag == "--set"]
+    assert named["--ds_config"] == str(out / "ds_config.json")
+    plan = resolve(catalog.load(named["--recipe"], sets), named["--ds_config"], found.question.ranks, ANY_GPU)
+    best = found.winner
+    assert plan.layout == best.work.layout and plan.layout.world == found.question.ranks
+    again = forecast(workload.of_plan(plan), found.question.node)
+    assert again.fullest.total == best.memory.total and again.verdict == best.verdict != "out of memory"
+    assert again.time == best.time
 
 
 def test_no_layout_of_the_ready_made_files_is_faster():
@@ -87,11 +80,11 @@ def test_no_layout_of_the_ready_made_files_is_faster():
     ):
         for micro in divisors(8):
             sets = {"tp": tp, "pp": pp, "sequence": cut}
-            batch = question.recipe.batch.model_copy(update={"micro": micro})
             changed = {
-                "parallel": question.recipe.parallel.model_copy(update=sets), "batch": batch,
+                "parallel": question.recipe.parallel.model_copy(update=sets),
+                "batch": question.recipe.batch.model_copy(update={"micro": micro}),
                 "activation_checkpointing": again,
-            }  # fmt: skip
+            }
             try:
                 plan = resolve(question.recipe.model_copy(update=changed), file, 4, ANY_GPU)
             except ConfigError:
@@ -99,35 +92,33 @@ def test_no_layout_of_the_ready_made_files_is_faster():
             each = forecast(workload.of_plan(plan), node)
             if each.verdict != "out of memory" and each.time:
                 seconds[tp, pp, micro, file, again, cut] = each.time.total
-    own = [tried for tried in found.ranked if tried.way.offload is None]
-    predicted = {
-        (
-            tried.work.layout.tp, tried.work.layout.pp, tried.work.layout.micro, tried.way.file,
-            "full" if tried.work.recomputed else "none", tried.work.sequence_parallel,
-        ): tried.seconds
-        for tried in own
-    }  # fmt: skip
+    predicted = {}
+    for each in found.ranking:
+        if each.way.offload is None:
+            layout, again = each.work.layout, "full" if each.work.recomputed else "none"
+            key = layout.tp, layout.pp, layout.micro, each.way.file, again, each.work.sequence_parallel
+            predicted[key] = each.seconds
     assert len(seconds) > 50 and predicted == seconds
     assert found.winner is not None and found.winner.seconds <= WORTH * min(seconds.values())
 
 
 def test_the_first_fits_with_a_margin_where_that_costs_little():
     found = answer(CASES["345m"])
-    first, second = found.ranked[:2]
+    first, second = found.ranking[:2]
     assert first.time and second.time
     snug = replace(first, verdict="snug")
-    assert layout_search.ranked([snug, second])[0] is second
+    assert layout_search.ranking([snug, second])[0] is second
     slow = replace(second.time, matrix=second.time.matrix + 0.1 * first.seconds)
-    assert layout_search.ranked([snug, replace(second, time=slow)])[0] is snug
-    offloaded = next(tried for tried in found.ranked if tried.way.name == "ZeRO-1 offload")
-    assert layout_search.ranked([replace(offloaded, time=first.time), first])[0] is first
-    assert layout_search.ranked([]) == []
+    assert layout_search.ranking([snug, replace(second, time=slow)])[0] is snug
+    offloaded = next(each for each in found.ranking if each.way.name == "ZeRO-1 offload")
+    assert layout_search.ranking([replace(offloaded, time=first.time), first])[0] is first
+    assert layout_search.ranking([]) == []
 
 
 def test_every_family_that_is_not_taken_has_its_reason():
     found = answer(CASES["13b"])
     assert found.winner is not None
-    families = {(family.dimension, family.value): family for family in found.families}
+    families = {(each.dimension, each.value): each for each in found.alternatives}
     assert families["tensor", 16].rule == "40 heads are not divisible by it"
     assert families["pipeline", 64].why == "divisibility"
     dominated = families["tensor", 8]
@@ -139,44 +130,42 @@ def test_every_family_that_is_not_taken_has_its_reason():
     (problem,) = refused.value.problems
     assert families["model states", "ZeRO-3 with pipeline"].rule == problem.rule
     assert not any("with tensor and pipeline" in str(value) for _, value in families)  # the same rule again
-    assert {family.why for family in found.families} == {
-        "best", "dominated", "memory", "divisibility", "DeepSpeed cannot",
-    }  # fmt: skip
-    assert ("data", 1024) in {
-        (family.dimension, family.value) for family in answer(CASES["175b"]).families if family.rule
-    }
+    whys = {"best", "dominated", "memory", "divisibility", "DeepSpeed cannot"}
+    assert {each.why for each in found.alternatives} == whys
+    ruled_out = [each for each in answer(CASES["175b"]).alternatives if each.rule]
+    assert ("data", 1024) in [(each.dimension, each.value) for each in ruled_out]
 
 
 def test_nothing_is_proposed_that_the_engine_lacks():
     ours = answer(CASES["175b"])
-    for tried in ours.ranked:
-        work = tried.work
+    for each in ours.ranking:
+        work = each.work
         assert work.layout.tp > 1 or not work.sequence_parallel
         assert not work.selective and work.interleave == 1  # its attention keeps no scores on a GPU
         assert work.layout.pp == 1 or work.zero_stage == 1
     theirs = answer(CASES["175b"] + " --software megatron")
     assert theirs.winner and ours.winner and theirs.winner.work.interleave > 1
     for found in (ours, theirs):
-        assert {tried.work.sequence_parallel for tried in found.ranked} == {True, False}
+        assert {each.work.sequence_parallel for each in found.ranking} == {True, False}
 
 
 def test_what_is_set_stays():
-    for tried in answer(CASES["pinned"]).ranked:
-        layout = tried.work.layout
-        assert (layout.pp, layout.micro, layout.global_batch, tried.work.recomputed) == (2, 1, 1024, 1)
+    for each in answer(CASES["pinned"]).ranking:
+        layout = each.work.layout
+        assert (layout.pp, layout.micro, layout.global_batch, each.work.recomputed) == (2, 1, 1024, 1)
     data = answer("--model 2.7b --hardware v100-32x8 --set parallel.dp=2")
-    assert {tried.work.layout.dp for tried in data.ranked} == {2}
+    assert {each.work.layout.dp for each in data.ranking} == {2}
     odd = answer("--model 2.7b --hardware v100-32x8 --set sequence_length=1023")
-    assert not any(tried.work.sequence_parallel for tried in odd.ranked)
+    assert not any(each.work.sequence_parallel for each in odd.ranking)
     sequence = answer("--model 2.7b --hardware v100-32x8 --set parallel.sequence=true")
-    assert all(tried.work.sequence_parallel and tried.work.layout.tp > 1 for tried in sequence.ranked)
+    assert all(each.work.sequence_parallel and each.work.layout.tp > 1 for each in sequence.ranking)
     chunks = answer("--model 2.7b --hardware v100-32x4 --set activation_checkpointing=4")
-    assert {tried.work.recomputed for tried in chunks.ranked} == {4}
+    assert {each.work.recomputed for each in chunks.ranking} == {4}
 
 
 def test_host_memory_excludes_what_is_offloaded():
     found = answer("--model 13b --hardware v100-32x4 --set parallel.tp=1 --set parallel.pp=1")
-    missing = {family.value: family.best for family in found.families if family.why == "memory"}
+    missing = {each.value: each.best for each in found.alternatives if each.why == "memory"}
     assert missing["ZeRO-3 offload all"] is not None and missing["ZeRO-3 offload all"].on_host
 
 
@@ -187,19 +176,20 @@ def test_where_nothing_fits_it_says_what_is_missing(capsys):
     assert "NOTHING FITS" in out and "ZeRO-3 offload all: out of memory by" in out and "to launch" not in out
 
 
-def test_the_users_json_is_kept_but_for_its_stage_and_offload(capsys, tmp_path):
+def test_the_users_json_is_kept_but_for_its_stage_and_offload(tmp_path):
     base = ways.config(ways.WAYS[5])  # ZeRO-3
     base["zero_optimization"]["reduce_bucket_size"] = 3_000_000
     base["zero_optimization"]["offload_param"] = {"device": "cpu"}
     base["train_micro_batch_size_per_gpu"] = 3
     mine = ways.written({**base, "gradient_clipping": 1.0}, tmp_path / "mine.json")
-    found = told(capsys, f"{CASES['345m']} --ds_config {mine} --out {tmp_path / 'out'}")
+    line = f"{CASES['345m']} --ds_config {mine}"
+    assert search_command.run(parsed(f"{line} --out {tmp_path / 'out'}")) == 0
     written = json.loads((tmp_path / "out" / "ds_config.json").read_text())
-    best = found["layouts"][0]
+    best = answer(line).winner.work
     assert written["zero_optimization"]["reduce_bucket_size"] == 3_000_000
-    assert written["zero_optimization"]["stage"] == best["zero_stage"] < 3
+    assert written["zero_optimization"]["stage"] == best.zero_stage < 3
     assert "offload_param" not in written["zero_optimization"] and written["gradient_clipping"] == 1.0
-    assert written["train_micro_batch_size_per_gpu"] == best["layout"]["micro"]
+    assert written["train_micro_batch_size_per_gpu"] == best.layout.micro
 
 
 ONE = "--model 13b --hardware v100-32x8 --set parallel.tp=1 --set parallel.pp=1"
