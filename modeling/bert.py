@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., arXiv 1810.04805): its shape, layers and losses, and the model as one module.
+"""BERT (Devlin et al., arXiv 1810.04805): its shape, layers and losses.
 
 Two placements of LayerNorm, with equally many parameters. Post-LN is the original: on the embeddings and
 after each residual sum. Pre-LN is Megatron-BERT's (arXiv 1909.08053, section 3 and figure 1b): before each
@@ -26,7 +26,6 @@ from modeling.initialization import Init, Shard
 from modeling.layer_list import (
     LayerDefinition,
     ModelShape,
-    Stack,
     embed_words,
     project_words,
     transformer_layers,
@@ -212,35 +211,4 @@ def loss_parts(shape: BertShape) -> tuple[str, ...]:
     return LOSS_PARTS[:1] if shape.sentence_head == "none" else LOSS_PARTS
 
 
-class Bert(Stack):
-    """The plain form."""
-
-    def __init__(self, shape: BertShape, *, group: Group, init: Init):
-        layers, parts = layer_list(shape, group=group, init=init), loss_parts(shape)
-        super().__init__(layers, shape, group=group, loss=pretraining_loss, loss_parts=parts)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        token_types: Tensor,
-        lengths: Tensor | Row | None,
-        positions: Tensor | None = None,
-        labels: Tensor | None = None,
-        *targets: Tensor,
-        salts: Tensor | None = None,
-    ) -> Any:
-        """The losses of a micro-batch as `pretraining_loss` returns them, or its logits.
-
-        tokens, token_types (B, S); lengths (B,) or None where nothing is padded, or the Row that tokens are;
-        positions, labels (B, P); targets: weights (B, P), sentence labels and weights (B,). Without labels
-        returns (logits (B, P, V/t), sentence logits (B, 2) or None), where positions None stands for all S.
-        salts (B, S, 2): of hidden dropout in training.
-        """
-        salted = () if salts is None else (salts,)
-        logits, sentence_logits = self.run((tokens, token_types, lengths, positions, *salted))
-        if labels is None:
-            return self.unpadded(logits), sentence_logits
-        return self.loss(logits, sentence_logits, labels, *targets, self.group)
-
-
-FAMILY = Family("bert", shape_of, layer_list, Bert, pretraining_loss, loss_parts)
+FAMILY = Family("bert", shape_of, layer_list, pretraining_loss, loss_parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -12,7 +11,7 @@ from torch.nn import Parameter
 from modeling import bert, gpt2, task_heads
 from modeling.family import Family
 from modeling.initialization import Init, canonical_name
-from modeling.layer_list import ModelShape
+from modeling.layer_list import ModelShape, Stack
 from modeling.parallel.layers import group_size
 from modeling.parallel.process_grid import Group
 from recipes.layout import padded_vocab
@@ -52,7 +51,7 @@ def whole_model(
     weights: Mapping[str, torch.Tensor],
     group: Group = None,
     dtype: torch.dtype = torch.float32,
-) -> Any:
+) -> Stack:
     """The model with the given canonical weights in evaluation mode, in one process or cut over `group`.
 
     Every rank reads one tensor after the other and keeps its slice, on the CPU.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modeling.initialization import Init
-from modeling.layer_list import LayerList, Loss, Pipeline, PipelineLoss
+from modeling.layer_list import LayerList, Loss, Pipeline, PipelineLoss, Stack
 from modeling.parallel.process_grid import Group, ProcessGrid
 from recipes.families import FAMILIES, TASK_FIELDS, MicroBatchFields
 from recipes.schema import Recipe
@@ -25,8 +25,6 @@ class Family:
         name: `model.family` of its recipes; `model.task_head` of a BERT that is fine-tuned.
         shape: (recipe, rows of the embedding) -> the shape of its model, a `ModelShape`.
         layer_list: (shape, group=, init=) -> the layers in order, of which both forms are made.
-        plain: (shape, group=, init=) -> the `Stack` of all layers; with `decode` where each next token is
-            predicted.
         loss: (what the last layer gives, targets, group) -> the loss, or (the loss, its parts).
         loss_parts: shape -> names of these parts.
     """
@@ -34,7 +32,6 @@ class Family:
     name: str
     shape: Callable[[Recipe, int], Any]
     layer_list: LayerList
-    plain: Callable[..., Any]
     loss: Loss
     loss_parts: Callable[[Any], tuple[str, ...]] = lambda shape: ()
 
@@ -42,6 +39,12 @@ class Family:
     def fields(self) -> MicroBatchFields:
         """Inputs and targets."""
         return TASK_FIELDS.get(self.name) or FAMILIES[self.name].fields
+
+    def plain(self, shape: Any, *, group: Group, init: Init) -> Stack:
+        """The plain form: it takes `fields.inputs`, then `fields.targets`."""
+        layers, parts = self.layer_list(shape, group=group, init=init), self.loss_parts(shape)
+        inputs = len(self.fields.inputs)
+        return Stack(layers, shape, group=group, loss=self.loss, loss_parts=parts, inputs=inputs)
 
     def pipeline(
         self, shape: Any, *, grid: ProcessGrid, group: Group, init: Init, stages: Sequence[int]

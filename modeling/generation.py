@@ -72,7 +72,7 @@ def continue_all(
     """At most `length` tokens after each prompt, all in one batch. Collective over the model's tensor group.
 
     Args:
-        model: with a `decode` as GPT-2 has it. Prompts have from 1 token to as many as it has positions.
+        model: a GPT-2. Prompts have from 1 token to as many as it has positions.
         sampling: None takes the most likely token.
         seed: of what is drawn; with a request's prompt and number it decides all of its text.
         end: the token that ends a text.
@@ -94,7 +94,7 @@ def continue_all(
     rows = [*range(len(requests))]  # requests that go on, in the order of `text`
     past, new = Past(padding, columns, model.shape.layers), text
     while rows:
-        logits = model.decode(new, past)
+        logits = decode(model, new, past)
         chosen = _chosen(logits, sampling, [numbers[row].random() for row in rows] if sampling else [])
         for row, token in zip(rows, chosen.tolist(), strict=True):
             if token == end:
@@ -117,6 +117,21 @@ def continue_all(
             past = Past(past.padding, columns, model.shape.layers)
         new = text[:, past.length :]
     return [Continuation(tuple(made[row]), ended[row]) for row in range(len(requests))]
+
+
+def decode(model: Any, tokens: Tensor, past: Past) -> Tensor:
+    """tokens (B, S) that follow those in `past` -> a GPT-2's logits (B, V) of the next one, on every rank.
+
+    `past` then has them, too. Collective over the tensor group.
+    """
+    assert model.position_ranks == 1, "decoding does not cut positions over ranks"
+    new = tokens.shape[1]
+    x = model.position(model.word(tokens), places=past.places(new))
+    for layer, kept in zip(model.layers, past.layers, strict=True):
+        x = layer(x, kept)
+    past.advance(new)
+    logits: Tensor = model.whole_logits(model.word(model.final_norm(x[:, -1]), project=True))
+    return logits
 
 
 def _chosen(logits: Tensor, sampling: Sampling | None, uniform: Sequence[float]) -> Tensor:

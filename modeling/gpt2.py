@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): its shape, its list of layers, and the model as one module."""
+"""GPT-2 (Radford et al. 2019): its shape and its list of layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from modeling.initialization import Init
 from modeling.layer_list import (
     LayerDefinition,
     ModelShape,
-    Stack,
     Stream,
     embed_words,
     project_words,
@@ -25,7 +24,6 @@ from modeling.parallel.collectives import own_positions, with_summed_gradients
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import VocabParallelEmbedding, group_size
 from modeling.parallel.process_grid import Group
-from modeling.past import Past
 from modeling.transformer import LayerNorm, LayerShape
 from recipes.schema import Recipe
 
@@ -109,45 +107,4 @@ def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefin
     ]
 
 
-class GPT2(Stack):
-    """The plain form: forward(tokens, labels, weights) -> loss, or logits when labels are None."""
-
-    word: VocabParallelEmbedding
-    position: PositionEmbedding
-    final_norm: LayerNorm
-
-    def __init__(self, shape: GPT2Shape, *, group: Group, init: Init):
-        super().__init__(layer_list(shape, group=group, init=init), shape, group=group, loss=weighted_loss)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        salts: Tensor | None = None,
-    ) -> Tensor:
-        """tokens, labels, weights (B, S) -> scalar loss; without labels -> logits (B, S, V/t).
-
-        salts (B, S, 2): of hidden dropout in training.
-        """
-        logits = self.run(tokens if salts is None else (tokens, salts))
-        if labels is None:
-            return self.unpadded(logits)
-        return self.loss(logits, labels, weights, self.group)
-
-    def decode(self, tokens: Tensor, past: Past) -> Tensor:
-        """tokens (B, S) that follow those in `past` -> logits (B, V) of the next one, whole on every rank.
-
-        `past` then has them, too. Collective over the tensor group.
-        """
-        assert self.position_ranks == 1, "decoding does not cut positions over ranks"
-        new = tokens.shape[1]
-        x = self.position(self.word(tokens), places=past.places(new))
-        for layer, kept in zip(self.layers, past.layers, strict=True):
-            x = layer(x, kept)
-        past.advance(new)
-        return self.whole_logits(self.word(self.final_norm(x[:, -1]), project=True))
-
-
-FAMILY = Family("gpt2", shape_of, layer_list, GPT2, weighted_loss)
+FAMILY = Family("gpt2", shape_of, layer_list, weighted_loss)

@@ -137,13 +137,22 @@ def build(definitions: Definitions) -> dict[str, nn.Module]:
 class Stack(nn.Module):
     """The plain form: every layer in one module, of which `layers` holds the transformer layers.
 
-    `loss` is what the family computes from the last layer; `loss_parts` are the names of its parts.
+    `loss` is what the family computes from the last layer; `loss_parts` are the names of its parts; `inputs`:
+    how many tensors the first layer takes, besides salts.
     """
 
     def __init__(
-        self, definitions: Definitions, shape: ModelShape, *, group: Group, loss: Loss, loss_parts: Parts = ()
+        self,
+        definitions: Definitions,
+        shape: ModelShape,
+        *,
+        group: Group,
+        loss: Loss,
+        loss_parts: Parts = (),
+        inputs: int = 1,
     ):
         super().__init__()
+        self.inputs = inputs
         self.shape, self.group, self.loss, self.loss_parts = shape, group, loss, loss_parts
         # The length of its inputs is a multiple of it.
         self.position_ranks = group_size(shape.positions_group(group))
@@ -155,9 +164,23 @@ class Stack(nn.Module):
         self._in_order = [(d.apply, built[d.name]) for d in definitions]
         self.last_positions: int | None = None  # of the stream, that the last layer takes; None: all
 
-    def unpadded(self, logits: Tensor) -> Tensor:
-        """Logits of tokens alone, where one rank has them all; else its block as it is, -inf for padding."""
-        return logits[..., : self.shape.vocab] if self.group is None else logits
+    def forward(self, *tensors: Any, salts: Tensor | None = None) -> Any:
+        """The loss of a micro-batch, or (the loss, its parts); without targets what the last layer gives.
+
+        tensors: inputs, then targets, in the order of the family's `fields`; inputs at the end may be left
+        out, which is None. salts (B, S, 2): of hidden dropout in training. Without targets logits are those
+        of tokens alone, where one rank has them all; else its block as it is, -inf for padding.
+        """
+        given = [*tensors[: self.inputs], *[None] * (self.inputs - len(tensors))]
+        given += [] if salts is None else [salts]
+        outcome = self.run(tuple(given) if len(given) > 1 else given[0])
+        outputs = outcome if isinstance(outcome, tuple) else (outcome,)
+        if len(tensors) > self.inputs:
+            return self.loss(*outputs, *tensors[self.inputs :], self.group)
+        return outcome if self.group is not None else first(self._of_tokens, outcome)
+
+    def _of_tokens(self, logits: Tensor) -> Tensor:
+        return logits[..., : self.shape.vocab]
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """This rank's logits (..., V/t), joined over the tensor ranks, of tokens alone. Collective."""

@@ -24,7 +24,7 @@ from modeling.cost.families import head_outputs
 from modeling.family import Family
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init
-from modeling.layer_list import LayerDefinition, Loss, Stack, embed_words, transformer_layers, word_embedding
+from modeling.layer_list import LayerDefinition, Loss, embed_words, transformer_layers, word_embedding
 from modeling.parallel.collectives import gather_positions
 from modeling.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from modeling.parallel.process_grid import Group
@@ -164,32 +164,7 @@ def span_loss(
     return (losses * weights).sum() / 2, right.detach().view(1)
 
 
-class TaskBert(Stack):
-    """The plain form."""
-
-    def __init__(self, shape: TaskShape, *, group: Group, init: Init):
-        layers, loss = layer_list(shape, group=group, init=init), LOSSES[shape.task_head]
-        super().__init__(layers, shape, group=group, loss=loss, loss_parts=LOSS_PARTS)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        token_types: Tensor,
-        lengths: Tensor | Row | None,
-        *targets: Tensor,
-        salts: Tensor | None = None,
-    ) -> Any:
-        """(loss, parts) of a micro-batch, or its logits without targets.
-
-        tokens, token_types (B, S); lengths (B,), None where nothing is padded, or the Row that tokens are;
-        salts (B, S, 2): of hidden dropout in training.
-        """
-        logits = self.run((tokens, token_types, lengths, *(() if salts is None else (salts,))))
-        return self.loss(logits, *targets, self.group) if targets else logits
-
-
 LOSSES: Mapping[str, Loss] = {"classification": class_loss, "span": span_loss, "choice": class_loss}
 FAMILIES: Mapping[str, Family] = {
-    head: Family(head, shape_of, layer_list, TaskBert, loss, lambda shape: LOSS_PARTS)
-    for head, loss in LOSSES.items()
+    head: Family(head, shape_of, layer_list, loss, lambda shape: LOSS_PARTS) for head, loss in LOSSES.items()
 }

@@ -26,8 +26,9 @@ from launch.weights.initial_weights import InitialWeights
 from modeling import banded_attention as band
 from modeling.families import model_shape
 from modeling.formats.huggingface.gpt2 import CONVERSION
-from modeling.gpt2 import GPT2, GPT2Shape
+from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.initialization import Init
+from modeling.layer_list import Stack
 from recipes import catalog
 from recipes.schema import Model
 
@@ -36,15 +37,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BANDED = ("model.attention=[dense,banded]", "model.attention_window=24")
 
 
-def model(windows: tuple[int | None, ...], dropout: float = 0.0) -> GPT2:
+def model(windows: tuple[int | None, ...], dropout: float = 0.0) -> Stack:
     shape = GPT2Shape(
         layers=len(windows), hidden=16, heads=2, vocab=50, padded_vocab=64, positions=300,
         attention_dropout=dropout, windows=windows,
     )  # fmt: skip
-    return GPT2(shape, group=None, init=Init(seed=0, std=0.3, layers=len(windows)))
+    return FAMILY.plain(shape, group=None, init=Init(seed=0, std=0.3, layers=len(windows)))
 
 
-def logits(of: GPT2, tokens: torch.Tensor) -> torch.Tensor:
+def logits(of: Stack, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return of(tokens)
 
@@ -115,7 +116,7 @@ def in_one_process(layouts) -> Outcome:
     from data.loader import StepBatches
 
     recipe = catalog.load_resolved(layouts / "recipe.yaml")
-    used = GPT2(
+    used = FAMILY.plain(
         model_shape(recipe, 512), group=None, init=Init(recipe.seed, recipe.init_std, recipe.model.layers)
     )
     whole = SimpleNamespace(

@@ -14,22 +14,23 @@ import torch
 import torch.utils.checkpoint
 
 from launch.training import micro_batches
-from modeling.bert import Bert, BertShape, pretraining_loss
+from modeling.bert import FAMILY, BertShape, pretraining_loss
 from modeling.generation import fill_masks
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
+from modeling.layer_list import Stack
 from recipes.families import BERT
 
 B, S, P, V = 3, 24, 4, 90
 BOTH = pytest.mark.parametrize("post", [False, True], ids=["pre-LN", "post-LN"])
 
 
-def bert(post: bool = False, head: str = "sop", **options) -> Bert:
+def bert(post: bool = False, head: str = "sop", **options) -> Stack:
     shape = BertShape(
         layers=3, hidden=32, heads=4, vocab=V, padded_vocab=128, positions=S, post_norm=post,
         sentence_head=head, **options,
     )  # fmt: skip
-    return Bert(shape, group=None, init=Init(seed=3, std=0.1, layers=3)).eval()
+    return FAMILY.plain(shape, group=None, init=Init(seed=3, std=0.1, layers=3)).eval()
 
 
 def batch(lengths=(24, 17, 9)) -> dict[str, torch.Tensor]:
@@ -46,7 +47,7 @@ def batch(lengths=(24, 17, 9)) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def logits(model: Bert, b: dict[str, torch.Tensor], positions=None):
+def logits(model: Stack, b: dict[str, torch.Tensor], positions=None):
     with torch.no_grad():
         return model(b["tokens"], b["token_types"], b["lengths"], positions)
 

@@ -19,9 +19,10 @@ from transformers.generation.logits_process import (
 )
 
 from modeling.formats.huggingface.gpt2 import config, from_transformers
-from modeling.generation import Continuation, Request, continue_all, continue_prompt
-from modeling.gpt2 import GPT2, GPT2Shape
+from modeling.generation import Continuation, Request, continue_all, continue_prompt, decode
+from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.initialization import Init
+from modeling.layer_list import Stack
 from modeling.past import Past
 from modeling.sampling import Sampling, uniform_numbers
 from recipes.schema import Model
@@ -36,16 +37,16 @@ PROMPTS = [
 ]
 
 
-def gpt2(windows: Sequence[int | None] = (), given=None, std: float = 0.3) -> GPT2:
+def gpt2(windows: Sequence[int | None] = (), given=None, std: float = 0.3) -> Stack:
     shape = GPT2Shape(
         layers=LAYERS, hidden=32, heads=4, vocab=VOCAB, padded_vocab=384, positions=POSITIONS,
         windows=tuple(windows),
     )  # fmt: skip
-    return GPT2(shape, group=None, init=Init(seed=0, std=std, layers=LAYERS, given=given)).eval()
+    return FAMILY.plain(shape, group=None, init=Init(seed=0, std=std, layers=LAYERS, given=given)).eval()
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def model(request) -> GPT2:
+def model(request) -> Stack:
     return gpt2(KINDS[request.param])
 
 
@@ -61,13 +62,13 @@ def theirs() -> GPT2LMHeadModel:
 
 
 def texts(
-    model: GPT2, prompts, length: int = 12, sampling: Sampling | None = None, **how
+    model: Stack, prompts, length: int = 12, sampling: Sampling | None = None, **how
 ) -> list[Continuation]:
     return continue_all(model, [Request(p) for p in prompts], length, sampling=sampling, **how)
 
 
 @torch.no_grad()
-def whole(model: GPT2, tokens: Sequence[int]) -> torch.Tensor:
+def whole(model: Stack, tokens: Sequence[int]) -> torch.Tensor:
     """Logits (S, V) without anything kept."""
     return model(torch.tensor([tokens]))[0]
 
@@ -80,7 +81,7 @@ def test_logits_are_those_of_the_whole_text(model, chunks):
     with torch.no_grad():
         expected = model(tokens)
         for chunk in chunks:
-            found = model.decode(tokens[:, past.length : past.length + chunk], past)
+            found = decode(model, tokens[:, past.length : past.length + chunk], past)
             torch.testing.assert_close(found, expected[:, past.length - 1], rtol=1e-4, atol=1e-4)
     assert past.length == POSITIONS
 
@@ -94,7 +95,7 @@ def test_padding_before_shorter_samples_changes_nothing(model):
     past = Past(padding, columns, LAYERS)
     with torch.no_grad():
         for end in (14, 15, 16, 18, 20):  # the third has a single token at first
-            found = model.decode(text[:, past.length : end], past)
+            found = decode(model, text[:, past.length : end], past)
             for row, before in enumerate(padding.tolist()):
                 expected = whole(model, text[row, before:end].tolist())[-1]
                 torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from data.keyed_random import mix
-from modeling.gpt2 import GPT2, GPT2Shape
+from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.hidden_dropout import HiddenDropout, mixed, salts_of
 from modeling.initialization import Init
 
@@ -79,7 +79,7 @@ def test_layers_share_one_graph_without_breaks_whatever_the_step():
     """Compiled layer by layer; `error_on_recompile` makes the second layer or step fail if either counts."""
     torch._dynamo.reset()
     shape = GPT2Shape(layers=3, hidden=16, heads=2, vocab=10, padded_vocab=10, positions=8, hidden_dropout=P)
-    model = GPT2(shape, group=None, init=Init(seed=2, std=0.3, layers=3)).train()
+    model = FAMILY.plain(shape, group=None, init=Init(seed=2, std=0.3, layers=3)).train()
     tokens = torch.arange(16).view(2, 8) % 10
 
     def logits() -> list[Tensor]:

@@ -17,9 +17,9 @@ from transformers import GPT2LMHeadModel
 
 from launch.training.engine import parameter_groups
 from modeling.formats.huggingface.gpt2 import CONVERSION, config, from_transformers
-from modeling.gpt2 import GPT2, GPT2Shape
+from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.initialization import Init, Shard, canonical_name
-from modeling.layer_list import first, recomputed_chunks
+from modeling.layer_list import Stack, first, recomputed_chunks
 from modeling.transformer import tanh_gelu
 from recipes.rank_order import Coordinates, coordinates, data_groups, pipeline_groups, tensor_groups
 from recipes.schema import Model
@@ -58,8 +58,8 @@ def logits_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return getattr(logits, "logits", logits)
 
 
-def gpt2(given=None, *, seed: int = 0, shape: GPT2Shape = SHAPE, std: float = 0.02) -> GPT2:
-    return GPT2(shape, group=None, init=Init(seed=seed, std=std, layers=shape.layers, given=given))
+def gpt2(given=None, *, seed: int = 0, shape: GPT2Shape = SHAPE, std: float = 0.02) -> Stack:
+    return FAMILY.plain(shape, group=None, init=Init(seed=seed, std=std, layers=shape.layers, given=given))
 
 
 def test_logits_of_the_last_positions_are_those_of_all(tokens):
@@ -70,7 +70,7 @@ def test_logits_of_the_last_positions_are_those_of_all(tokens):
     torch.testing.assert_close(logits_of(model, tokens), whole[:, -5:])
 
 
-def canonical(model: GPT2) -> dict[str, torch.Tensor]:
+def canonical(model: Stack) -> dict[str, torch.Tensor]:
     """Full, unpadded weights by name."""
     return {
         canonical_name(p): p.detach() if p.shard is None else joined(p.shard, [p.detach()])
@@ -186,7 +186,7 @@ def test_slices_join_to_the_full_tensor(size, dim, shape, padded):
 
 
 def test_shapes_alone_take_no_memory():
-    model = GPT2(SHAPE, group=None, init=Init(seed=0, std=0.02, layers=2, meta=True))
+    model = FAMILY.plain(SHAPE, group=None, init=Init(seed=0, std=0.02, layers=2, meta=True))
     assert all(p.is_meta for p in model.parameters())
     assert {p.canonical_name: p.shape for p in model.parameters()} == {
         p.canonical_name: p.shape for p in gpt2().parameters()
@@ -355,7 +355,9 @@ def test_recomputed_chunks_begin_at_transformer_layers():
 
     DeepSpeed alone would pair the embedding with a layer.
     """
-    group = torch.nn.ModuleList(GPT2(GPT2Shape(5, 8, 2, 16, 16, 4), group=None, init=Init(1, 0.02, 5)).layers)
+    group = torch.nn.ModuleList(
+        FAMILY.plain(GPT2Shape(5, 8, 2, 16, 16, 4), group=None, init=Init(1, 0.02, 5)).layers
+    )
     word, norm = torch.nn.Identity(), torch.nn.Identity()
     in_order = [(first, layer) for layer in (word, *group, norm)]
     chunks = recomputed_chunks(in_order, 2)

@@ -16,9 +16,10 @@ import torch.utils.checkpoint
 
 from launch.training.micro_batches import PREDICTIONS_MULTIPLE, for_plain
 from modeling import unpadding
-from modeling.bert import Bert, BertShape
+from modeling.bert import FAMILY, BertShape
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
+from modeling.layer_list import Stack
 from modeling.unpadding import ROW_MULTIPLE, Row, attention_of_samples, row_of, unpadded_attention
 from recipes.families import BERT
 
@@ -28,12 +29,12 @@ B = len(LENGTHS)
 BOTH = pytest.mark.parametrize("post", [False, True], ids=["pre-LN", "post-LN"])
 
 
-def bert(post: bool = False, head: str = "sop", **options) -> Bert:
+def bert(post: bool = False, head: str = "sop", **options) -> Stack:
     shape = BertShape(
         layers=2, hidden=32, heads=4, vocab=V, padded_vocab=128, positions=S, post_norm=post,
         sentence_head=head, **options,
     )  # fmt: skip
-    return Bert(shape, group=None, init=Init(seed=3, std=0.1, layers=2))
+    return FAMILY.plain(shape, group=None, init=Init(seed=3, std=0.1, layers=2))
 
 
 def batch(lengths=LENGTHS) -> dict[str, torch.Tensor]:
@@ -53,7 +54,7 @@ def batch(lengths=LENGTHS) -> dict[str, torch.Tensor]:
     }
 
 
-def losses_and_gradients(model: Bert, arguments, named):
+def losses_and_gradients(model: Stack, arguments, named):
     model.zero_grad()
     loss, parts = model(*arguments, **named)
     loss.backward()

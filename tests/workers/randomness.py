@@ -9,9 +9,10 @@ import torch
 from comparing import Group, equal_on_all_ranks, gathered
 
 from modeling import transformer
-from modeling.gpt2 import GPT2, GPT2Shape
+from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
+from modeling.layer_list import Stack
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.parallel.random_state import seed_step, tensor_parallel_random
 
@@ -71,8 +72,8 @@ def reseeded_step_repeats(grid: ProcessGrid) -> None:
         assert torch.equal(draw(grid, 3), draw(grid, 3)) and not torch.equal(draw(grid, 3), draw(grid, 4))
 
 
-def model(shape: GPT2Shape, group: Group) -> GPT2:
-    return GPT2(shape, group=group, init=Init(seed=2, std=0.3, layers=shape.layers))
+def model(shape: GPT2Shape, group: Group) -> Stack:
+    return FAMILY.plain(shape, group=group, init=Init(seed=2, std=0.3, layers=shape.layers))
 
 
 def batch(shape: GPT2Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

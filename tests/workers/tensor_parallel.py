@@ -30,8 +30,9 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 
-from modeling.gpt2 import GPT2, GPT2Shape
+from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.initialization import Init, canonical_name
+from modeling.layer_list import Stack
 from modeling.parallel.collectives import reduce_from_tensor_parallel, with_summed_gradients
 from modeling.parallel.cross_entropy import token_losses, token_scores
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -250,15 +251,15 @@ def block(kind: type, group: Group) -> None:
 SHAPE = GPT2Shape(layers=3, hidden=H, heads=HEADS, vocab=VOCAB, padded_vocab=PADDED, positions=S)
 
 
-def build_gpt2(group: Group, init: Init) -> GPT2:
-    return GPT2(SHAPE, group=group, init=init)
+def build_gpt2(group: Group, init: Init) -> Stack:
+    return FAMILY.plain(SHAPE, group=group, init=init)
 
 
 def whole_model(group: Group, sequence: bool = False) -> None:
     shape = replace(SHAPE, sequence_parallel=sequence)
 
-    def build_gpt2(group: Group, init: Init) -> GPT2:
-        return GPT2(shape, group=group, init=init)
+    def build_gpt2(group: Group, init: Init) -> Stack:
+        return FAMILY.plain(shape, group=group, init=init)
 
     init = given_weights(build_gpt2, dtype=torch.float32)
     tokens, labels = (torch.arange(B * S).view(B, S) * k % VOCAB for k in (3, 7))
@@ -317,7 +318,7 @@ def imported_weights(group: Group, directory: Path) -> None:
     shape = GPT2Shape(
         layers=2, hidden=H, heads=HEADS, vocab=expected.shape[-1], padded_vocab=512, positions=tokens.shape[1]
     )
-    model = GPT2(shape, group=group, init=Init(seed=0, std=0.02, layers=2, given=saved)).eval()
+    model = FAMILY.plain(shape, group=group, init=Init(seed=0, std=0.02, layers=2, given=saved)).eval()
     with torch.no_grad():
         logits = torch.cat(gathered(model(tokens), group), -1)
     close(logits[..., : shape.vocab], expected, "logits", 1e-5)
