@@ -2,8 +2,7 @@
 
 import torch
 
-from launch.checkpoints import manifest, tensor_file
-from launch.checkpoints import run_checkpoints as checkpoint
+from launch.checkpoints import manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import share
 from launch.checkpoints.manifest import WEIGHT, Manifest, Piece, Progress, StoredTensor
 from launch.checkpoints.tensor_file import Entry
@@ -31,7 +30,7 @@ def write_checkpoint(
         entries = {e.ours: e.form for e in conversion_of(recipe.model).name_map(recipe.model)}
         forms = {name: "canonical" if entries[name] is SAME else form for name in tensors}
         tensors = {n: entries[n].to_theirs(t, recipe.model.heads)[0] for n, t in tensors.items()}
-    directory = checkpoint.begin(root, step)
+    directory = run_checkpoints.begin(root, step)
     files, pieces = {}, {name: [] for name in tensors}
     for rank in range(ranks):
         file, entries = f"rank-{rank:05d}.safetensors", []
@@ -47,7 +46,7 @@ def write_checkpoint(
     progress = Progress(step, step if len(kinds) > 1 else 0, step)
     values = recipe.model_dump(mode="json", by_alias=True) if recipe else {}
     made = Manifest(progress, data or {}, corpus, values, {}, {}, files, held, kinds)
-    return checkpoint.complete(directory, made)
+    return run_checkpoints.complete(directory, made)
 
 
 def rewrite_manifest(directory, change):
@@ -57,6 +56,6 @@ def rewrite_manifest(directory, change):
 
 def layers_of_files(root):
     """Of the newest checkpoint below `root`: file -> numbers of the transformer layers that it holds of."""
-    held = checkpoint.newest(root).manifest
+    held = run_checkpoints.newest(root).manifest
     names = {file: (name.split(".") for name in held.held_by(file)) for file in sorted(held.files)}
     return {file: sorted({int(n[1]) for n in of if n[0] == "layers"}) for file, of in names.items()}

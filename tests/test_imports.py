@@ -30,7 +30,7 @@ LAUNCH = {
     "machine": {"console", "ranks"},
     "deepspeed_fixes": set(),
     "planning": {"console", "ranks", "machine"},
-    "checkpoints": {"deepspeed_fixes", "ranks", "machine", "records"},
+    "checkpoints": {"console", "deepspeed_fixes", "ranks", "machine", "records"},
     "weights": {*_GROUND, "checkpoints"},
     "training": {*_TRAINING, "records"},
     "records": {"console", "ranks", "machine"},

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from launch.checkpoints import run_checkpoints as checkpoints
+from launch.checkpoints import run_checkpoints
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.checkpoints.placement import Placement
@@ -39,7 +39,7 @@ def choose(
     Raises ValueError on every rank where there are checkpoints and all are damaged, where another machine
     does not see one, or where it was trained on other tokens.
     """
-    candidates = [checkpoints.found(root) if grid.rank == 0 else []]
+    candidates = [run_checkpoints.found(root) if grid.rank == 0 else []]
     dist.broadcast_object_list(candidates, src=0, group=grid.control_group)
     damaged: list[Damaged] = []
     for candidate in candidates[0]:
@@ -70,7 +70,7 @@ def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None
         done += number
         seen(done, total)
 
-    visible = checkpoints.read(candidate.directory)
+    visible = run_checkpoints.read(candidate.directory)
     own = [problem for name in mine if (problem := candidate.check_file(name, count))]
     blind = isinstance(visible, Damaged)
     told = gathered((blind, own), grid.control_group)

@@ -29,8 +29,7 @@ import torch.distributed as dist
 
 from data.loader import merge_states
 from ds_configs.plan import Plan, plan_facts
-from launch.checkpoints import run_checkpoints as checkpoint
-from launch.checkpoints import tensor_file
+from launch.checkpoints import run_checkpoints, tensor_file
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import MOMENTS, WEIGHT, Manifest, Piece, Progress, StoredFile, StoredTensor
 from launch.checkpoints.placement import Placement
@@ -80,7 +79,7 @@ class Saver:
         self._pending: _Pending | None = None
         self._told_foreground = False
         if grid.rank == 0:
-            checkpoint.remove_remains(root)
+            run_checkpoints.remove_remains(root)
 
     def save(self, progress: Progress, data: dict[str, Any], corpus: str | None) -> None:
         """Begin to save, once the save before it is over.
@@ -89,8 +88,8 @@ class Saver:
         """
         self.finish()
         started = time.perf_counter()
-        directory = checkpoint.written_in(self.root, progress.step)
-        if problem := self._on_rank_0(partial(checkpoint.begin, self.root, progress.step)):
+        directory = run_checkpoints.written_in(self.root, progress.step)
+        if problem := self._on_rank_0(partial(run_checkpoints.begin, self.root, progress.step)):
             took = time.perf_counter() - started
             self._over(Saved(progress.step, 0, took, took, False, problem))
             return
@@ -143,12 +142,12 @@ class Saver:
                 problems = _invisible(pending.directory, parts)
             if problems:
                 raise _NotSaved("; ".join(problems[:3]))
-            checkpoint.complete(pending.directory, self._manifest(pending, parts))
+            run_checkpoints.complete(pending.directory, self._manifest(pending, parts))
         except (OSError, _NotSaved):
-            checkpoint.abandon(pending.directory)
+            run_checkpoints.abandon(pending.directory)
             raise
         try:
-            checkpoint.prune(self.root, self.plan.recipe.run.keep_checkpoints)
+            run_checkpoints.prune(self.root, self.plan.recipe.run.keep_checkpoints)
         except OSError as error:
             self.listener.say(f"an old checkpoint could not be removed: {error}")
 

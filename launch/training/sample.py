@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from launch.checkpoints import run_checkpoints as checkpoint
+from launch.checkpoints import run_checkpoints
 from launch.checkpoints.stored import StoredTensors
 from modeling import cost
 from modeling.families import whole_model
@@ -22,7 +22,7 @@ def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
         return None
     if cost.parameters(recipe.model, recipe.positions) > LARGEST_SAMPLED:
         return f"not sampled: more than {LARGEST_SAMPLED:,} parameters"
-    saved = checkpoint.newest(checkpoints)
+    saved = run_checkpoints.newest(checkpoints)
     if saved is None or saved.step < recipe.steps:
         return (
             "not sampled: there is no checkpoint of the last step (run.save_last=false); "

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import TypeAdapter
 
-from launch.checkpoints import inspection, manifest
-from launch.checkpoints import run_checkpoints as checkpoints
+from launch.checkpoints import inspection, manifest, run_checkpoints
 from launch.checkpoints.manifest import WEIGHT
 from launch.checkpoints.run_checkpoints import Damaged
 from launch.checkpoints.stored import StoredTensors
@@ -82,7 +81,7 @@ class Saved:
 def saved_in(directory: str | Path) -> Saved:
     """The weights in a directory, of whatever kind."""
     path = Path(directory)
-    if checkpoints.holds_ours(path):
+    if run_checkpoints.holds_ours(path):
         return RunWeights(path)
     return MegatronWeights(path) if files.is_checkpoint(path) else TransformersWeights(path)
 
@@ -211,11 +210,11 @@ class RunWeights(Saved):
     forms = RUN_FORMS
 
     @cached_property
-    def _found(self) -> tuple[checkpoints.Checkpoint, tuple[Damaged, ...]]:
-        return checkpoints.newest_whole(self.directory)
+    def _found(self) -> tuple[run_checkpoints.Checkpoint, tuple[Damaged, ...]]:
+        return run_checkpoints.newest_whole(self.directory)
 
     @property
-    def checkpoint(self) -> checkpoints.Checkpoint:
+    def checkpoint(self) -> run_checkpoints.Checkpoint:
         return self._found[0]
 
     @property

@@ -26,7 +26,7 @@ from data.corpus import build
 from data.text.trained_vocabulary import train_bpe
 from data.text.vocabulary import vocabulary_digest
 from launch import export_hf
-from launch.checkpoints import run_checkpoints as checkpoints
+from launch.checkpoints import run_checkpoints
 from launch.checkpoints.stored import load_weights
 from launch.records import vocabulary
 from launch.records.metrics import read_metrics
@@ -173,7 +173,8 @@ def test_a_second_phase_starts_from_the_weights_of_the_first(tmp_path):
     start, learnt = validation_losses(second)[0], validation_losses(first)
     assert transformers_loss(tmp_path / "out", long) == pytest.approx(start, abs=1e-5)
     assert learnt[STEPS] < learnt[0] - 0.05, "the first phase has learned, so these are not initial weights"
-    saved, later = load_weights(done.checkpoint), load_weights(checkpoints.newest_whole(second)[0].directory)
+    newest, _ = run_checkpoints.newest_whole(second)
+    saved, later = load_weights(done.checkpoint), load_weights(newest.directory)
     back = conversion_of(short.model).read(tmp_path / "out", short.model)
     assert back.keys() == saved.keys() and all(torch.equal(back[name], saved[name]) for name in saved)
     moved = (later["embedding.position"] - saved["embedding.position"]).abs().amax(1)

@@ -21,7 +21,7 @@ MACHINE = abilities.detect_machine(emulated_fp16=True)
 
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.checkpoints import run_checkpoints as checkpoint  # noqa: E402
+from launch.checkpoints import run_checkpoints  # noqa: E402
 from launch.records.silence import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
@@ -56,7 +56,7 @@ def train(out: Path, case: dict, steps: int, source: str | None) -> None:
     plan, records = plan_of(case, steps), Records()
     corpus = build(plan.recipe, say=records.say)
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
-    saved = checkpoint.read(Path(source)) if source else None
+    saved = run_checkpoints.read(Path(source)) if source else None
     train_run(Start(Job(plan, out.name, out), records, corpus, grid, saved))
     if processes.rank() == 0:
         (out / "losses.json").write_text(json.dumps(records.losses))

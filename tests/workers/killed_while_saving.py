@@ -4,10 +4,10 @@ import os
 import signal
 
 from launch import pretrain
-from launch.checkpoints import run_checkpoints as checkpoint
+from launch.checkpoints import run_checkpoints
 
 completed = []
-complete = checkpoint.complete
+complete = run_checkpoints.complete
 
 
 def complete_or_die(*arguments):
@@ -17,5 +17,5 @@ def complete_or_die(*arguments):
     return complete(*arguments)
 
 
-checkpoint.complete = complete_or_die
+run_checkpoints.complete = complete_or_die
 pretrain.main()

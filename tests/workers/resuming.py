@@ -20,8 +20,7 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.checkpoints import reading  # noqa: E402
-from launch.checkpoints import run_checkpoints as checkpoint  # noqa: E402
+from launch.checkpoints import reading, run_checkpoints  # noqa: E402
 from launch.checkpoints.stored import load_weights  # noqa: E402
 from launch.records.silence import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
@@ -81,7 +80,7 @@ def run(case: dict, out: Path) -> None:
     resumed = train(plan, broken, resume=True)
     torch.distributed.barrier()
     if processes.rank() == 0:
-        a, b = (load_weights(checkpoint.newest(d / "checkpoints").directory) for d in (whole, broken))
+        a, b = (load_weights(run_checkpoints.newest(d / "checkpoints").directory) for d in (whole, broken))
         (out / f"{case['name']}.json").write_text(json.dumps({
             "resumed_steps": sorted(resumed),
             "different_steps": [s for s in resumed if resumed[s] != uninterrupted[s]],

@@ -23,8 +23,7 @@ MACHINE = abilities.detect_machine()
 
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.checkpoints import manifest, saving, tensor_file  # noqa: E402
-from launch.checkpoints import run_checkpoints as checkpoint  # noqa: E402
+from launch.checkpoints import manifest, run_checkpoints, saving, tensor_file  # noqa: E402
 from launch.machine import memory  # noqa: E402
 from launch.records.silence import Silence  # noqa: E402
 from launch.training.early_ends import NotSavedError  # noqa: E402
@@ -87,7 +86,7 @@ CASES = {
     "full at the end": [(tensor_file, "write", full_on([3]))],
     "not shared": [(tensor_file, "write", unseen)],
     "read-only": [
-        (checkpoint, "begin", mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+        (run_checkpoints, "begin", mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
     ],
 }
 

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from data.corpus import build
 from ds_configs.resolver import resolve
-from launch.checkpoints import run_checkpoints as checkpoint
+from launch.checkpoints import run_checkpoints
 from launch.checkpoints.stored import load_weights
 from launch.deepspeed_fixes.zero0 import MasterWeights
 from launch.ranks import ending, processes
@@ -83,7 +83,7 @@ def train(case: dict, ds_config: str, out: Path) -> dict:
         corpus, grid = build(recipe, say=records.say), ProcessGrid(case["tp"], 1, case["dp"])
         train_run(Start(job, records, corpus, grid))
     torch.distributed.barrier()
-    weights = load_weights(checkpoint.newest(directory / "checkpoints").directory)
+    weights = load_weights(run_checkpoints.newest(directory / "checkpoints").directory)
     return {"steps": records.steps, "norms": norms, "weights": weights}
 
 

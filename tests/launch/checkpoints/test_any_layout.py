@@ -7,7 +7,7 @@ import pytest
 from launching import WORKERS, run_ranks
 from stored import layers_of_files
 
-from launch.checkpoints import run_checkpoints as checkpoint
+from launch.checkpoints import run_checkpoints
 from launch.checkpoints.stored import load_weights
 
 CASES = {  # name: processes, case
@@ -58,7 +58,9 @@ class Runs:
         there = None
         if source:
             there = str(
-                checkpoint.directory_of(self.out / source / "checkpoints", source_steps(self.jobs, source))
+                run_checkpoints.directory_of(
+                    self.out / source / "checkpoints", source_steps(self.jobs, source)
+                )
             )
         job = {"name": name, "out": str(self.out / name), "case": how, "steps": steps, "source": there}
         self.jobs.append((processes, job))
@@ -78,7 +80,7 @@ class Runs:
         }
 
     def weights(self, name):
-        return load_weights(checkpoint.newest(self.out / name / "checkpoints").directory)
+        return load_weights(run_checkpoints.newest(self.out / name / "checkpoints").directory)
 
     def differences(self, name, whole):
         """Largest differences of losses and of weights from those of the run `whole`."""

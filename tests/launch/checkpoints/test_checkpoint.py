@@ -14,8 +14,7 @@ from launching import run
 from safetensors.torch import load_file
 from stored import rewrite_manifest, write_checkpoint
 
-from launch.checkpoints import manifest, tensor_file
-from launch.checkpoints import run_checkpoints as checkpoint
+from launch.checkpoints import manifest, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import Cut, copies, rectangles, share
 from launch.checkpoints.manifest import Piece
 from launch.checkpoints.placement import Placement
@@ -126,7 +125,7 @@ def test_elements_of_every_width_are_those_asked_for(tmp_path, dtype):
 
 
 def reason(directory):
-    found = checkpoint.read(directory)
+    found = run_checkpoints.read(directory)
     assert isinstance(found, Damaged), found
     return found.why
 
@@ -162,19 +161,19 @@ def test_pieces_have_to_add_up(tmp_path):
 
 
 def steps(root):
-    return [c.step for c in checkpoint.complete_checkpoints(root)]
+    return [c.step for c in run_checkpoints.complete_checkpoints(root)]
 
 
 def test_only_whole_checkpoints_count(tmp_path):
-    assert checkpoint.newest(tmp_path) is None
+    assert run_checkpoints.newest(tmp_path) is None
     for step in (4, 8, 12, 20, 100000, 2000000):
         write_checkpoint(tmp_path, step, TENSORS)
     (tmp_path / "step-000012" / manifest.NAME).unlink()
     (tmp_path / "step-000020" / "rank-00000.safetensors").unlink()
     os.truncate(tmp_path / "step-000008" / "rank-00000.safetensors", 300)
     (tmp_path / "step-000030.writing").mkdir()
-    assert steps(tmp_path) == [4, 100000, 2000000] and checkpoint.newest(tmp_path).step == 2000000
-    damaged = {each.step: each.why for each in checkpoint.found(tmp_path) if isinstance(each, Damaged)}
+    assert steps(tmp_path) == [4, 100000, 2000000] and run_checkpoints.newest(tmp_path).step == 2000000
+    damaged = {each.step: each.why for each in run_checkpoints.found(tmp_path) if isinstance(each, Damaged)}
     assert "no such file" in damaged[12]
     assert "rank-00000.safetensors cannot be read (No such file" in damaged[20]
     assert damaged[8].endswith("it holds word.weight, final_norm.bias") and "has 300 bytes" in damaged[8]
@@ -186,7 +185,7 @@ def test_a_flipped_bit_is_found_and_said_with_the_tensors_of_the_file(tmp_path):
     content = bytearray(file.read_bytes())
     content[-3] ^= 8
     file.write_bytes(content)
-    found = checkpoint.read(directory)
+    found = run_checkpoints.read(directory)
     assert isinstance(found, Checkpoint) and found.check_file("rank-00000.safetensors") is None
     said = found.check_file("rank-00001.safetensors")
     assert "has checksum" in said and said.endswith("it holds word.weight, final_norm.bias")
@@ -196,9 +195,9 @@ def test_old_checkpoints_go_and_damaged_ones_stay(tmp_path):
     for step in (1, 2, 3, 4):
         write_checkpoint(tmp_path, step, TENSORS)
     (tmp_path / "step-000002" / manifest.NAME).unlink()
-    checkpoint.prune(tmp_path, None)
+    run_checkpoints.prune(tmp_path, None)
     assert steps(tmp_path) == [1, 3, 4]
-    checkpoint.prune(tmp_path, 2)
+    run_checkpoints.prune(tmp_path, 2)
     assert steps(tmp_path) == [3, 4] and (tmp_path / "step-000002").is_dir()
 
 
@@ -207,7 +206,7 @@ def test_what_killed_runs_leave_is_removed_and_nothing_else(tmp_path):
     (tmp_path / "step-000002").mkdir()
     for name in ("step-000003.writing", "step-000001.pruned"):
         (tmp_path / name).mkdir()
-    checkpoint.remove_remains(tmp_path)
+    run_checkpoints.remove_remains(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002"]
 
 

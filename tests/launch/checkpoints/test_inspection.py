@@ -1,6 +1,5 @@
 """What is damaged in a checkpoint is found and named; two checkpoints are compared, whatever saved them."""
 
-import json
 import os
 import re
 import sys
@@ -12,8 +11,7 @@ import torch
 from stored import model_tensors, rewrite_manifest, write_checkpoint
 
 from launch import checkpoint as command
-from launch.checkpoints import inspection, tensor_file
-from launch.checkpoints import run_checkpoints as checkpoint
+from launch.checkpoints import inspection, run_checkpoints, tensor_file
 from launch.checkpoints.geometry import Cut, overlap, rectangles
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.console import ends
@@ -148,7 +146,7 @@ def test_verify_finds_damage_and_names_it(case, directory, monkeypatch, capsys):
 
 
 def test_verify_reads_each_file_once_and_in_small_parts(directory):
-    held = checkpoint.read(directory).manifest
+    held = run_checkpoints.read(directory).manifest
     seen = []
     assert not [*inspection.faults(directory, seen.append)]
     assert sum(seen) == held.bytes and max(seen) <= tensor_file.BUCKET
@@ -186,10 +184,6 @@ def test_show_lists_whole_and_damaged_checkpoints(directory, monkeypatch, capsys
     lines = out.splitlines()
     assert code == 0 and [line.split()[0] for line in lines[1:5]] == ["step", "12", "8", "4"]
     assert "manifest.json" in lines[2] and "cannot be read" in lines[3] and lines[4].endswith("whole")
-    code, out, _ = run(monkeypatch, capsys, "show", root.parent, "--json")
-    assert code == 0 and [(e["step"], bool(e["damaged"])) for e in json.loads(out)] == [
-        (12, True), (8, True), (4, False),
-    ]  # fmt: skip
 
 
 def test_show_says_what_is_in_one_checkpoint(directory, monkeypatch, capsys):
@@ -200,9 +194,7 @@ def test_show_says_what_is_in_one_checkpoint(directory, monkeypatch, capsys):
     assert (
         rows["word.weight"][:5] == ["509", "x", "64", "2", "weight"] and "bfloat16" in rows["word.weight"][-1]
     )
-    code, out, _ = run(monkeypatch, capsys, "show", directory.parent, "--step", "4", "--json")
-    ((tensor, *_),) = (each["tensors"] for each in json.loads(out))
-    assert code == 0 and tensor["name"] == "word.weight" and tensor["shape"] == [509, 64]
+    assert run(monkeypatch, capsys, "show", directory.parent, "--step", "4")[1] == out
 
 
 @pytest.mark.parametrize("name", ["show", "verify", "diff"])
@@ -241,8 +233,6 @@ def test_diff_compares_checkpoints_of_any_layouts(directory, tmp_path, monkeypat
     assert [line.split()[:3] for line in out.split("\n\n")[1].splitlines()[1:]] == [
         ["final_norm.bias", "weight", "nan"], ["word.weight", "weight", "0.5"],
     ]  # fmt: skip
-    code, out, _ = run(monkeypatch, capsys, "diff", directory, other.parent, "--json")
-    assert code == 1 and [e["absolute"] for e in json.loads(out)["different"]] == [None, 0.5]
 
 
 def test_diff_refuses_another_model_with_every_other_shape(directory, tmp_path, monkeypatch, capsys):
@@ -267,7 +257,7 @@ def test_diff_holds_one_tensor_of_each(directory, monkeypatch):
         return made
 
     monkeypatch.setattr(inspection.StoredTensors, "canonical", canonical)
-    found = checkpoint.read(directory)
+    found = run_checkpoints.read(directory)
     assert all(each.equal for each in inspection.differences(found, found)) and most == 2
 
 

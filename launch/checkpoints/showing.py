@@ -1,0 +1,152 @@
+"""What launch/checkpoint.py prints: the checkpoints of a run, their damage, how two differ."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.checkpoints import inspection, run_checkpoints
+from launch.checkpoints.inspection import Difference, Fault
+from launch.checkpoints.manifest import Manifest
+from launch.checkpoints.run_checkpoints import Checkpoint, Damaged
+from launch.console import terminal
+from launch.console.numbers import NOTHING
+from launch.console.progress import bar
+from launch.console.text_table import aligned, table
+from recipes.plural import counted
+from recipes.problems import some
+
+BY_SIZE = "whole: by its manifest and the sizes of its files; `verify` reads them"
+
+# --- show
+
+
+def show(path: Path, step: int | None) -> int:
+    """Print the list of checkpoints, or one with its tensors."""
+    every = run_checkpoints.below(path, step)
+    if step is not None or every[0].directory == path:
+        print(_one(every[0]))
+        return 0
+    headings = ("step", "saved", "size", "saved under", "state")
+    rows = table([_row(each) for each in every], headings, "rlrll", terminal.columns())
+    print(f"{every[0].directory.parent}\n{rows}")
+    terminal.say(BY_SIZE)
+    return 0
+
+
+def _row(each: Checkpoint | Damaged) -> tuple[str, ...]:
+    if isinstance(each, Damaged):
+        return f"{each.step}", NOTHING, NOTHING, NOTHING, f"damaged: {each.why}"
+    held = each.manifest
+    return f"{each.step}", held.saved[:16].replace("T", " "), _size(held.bytes), _saved_under(held), "whole"
+
+
+def _one(each: Checkpoint | Damaged) -> str:
+    width = terminal.columns()
+    if isinstance(each, Damaged):
+        return terminal.wrapped(str(each), width)
+    held, types = each.manifest, inspection.dtypes(each)
+    progress, plan = held.progress, held.plan
+    skipped = f", {counted(progress.skipped, 'step')} skipped by the loss scaler" if progress.skipped else ""
+    versions = (f"{name} {version}" for name, version in held.versions.items() if version)
+    facts = [
+        ("checkpoint", each.directory),
+        ("recipe", held.recipe.get("title", NOTHING)),
+        ("step", f"{each.step}{skipped}"),
+        ("saved", held.saved or NOTHING),
+        ("saved under", ": ".join(filter(None, (plan.get("ds_name"), _saved_under(held))))),
+        ("by", ", ".join(versions) or NOTHING),
+        ("size", f"{_size(held.bytes)} in {counted(len(held.files), 'file')}"),
+        ("holds", f"{', '.join(held.kinds)} of {counted(len(held.tensors), 'tensor')}"),
+        ("state", BY_SIZE.replace(":", "")),
+    ]
+    rows = [
+        (name, " x ".join(map(str, t.shape)), len(t.pieces), _type(types[name]) + _form(t.form))
+        for name, t in held.tensors.items()
+    ]
+    shown = table(rows, ("tensor", "shape", "pieces", "type"), "llrl", width)
+    return f"{aligned(facts, width=width)}\n\n{shown}"
+
+
+def _type(types: dict[str, str]) -> str:
+    """One type where all kinds have it, else each."""
+    if len(set(types.values())) == 1:
+        return next(iter(types.values()))
+    return ", ".join(f"{kind} {type_}" for kind, type_ in types.items())
+
+
+def _form(form: str) -> str:
+    return "" if form == "canonical" else f", as {form} has it"
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
+def _saved_under(held: Manifest) -> str:
+    """Layout, ZeRO stage, offload and precision."""
+    plan, layout = held.plan, held.plan.get("layout") or {}
+    degrees = " x ".join(f"{kind} {layout[kind]}" for kind in ("tp", "pp", "dp") if kind in layout)
+    stage = f"ZeRO-{plan['zero_stage']}" if "zero_stage" in plan else ""
+    offload = f"offload {plan['offload']}" if plan.get("offload", "none") != "none" else ""
+    return ", ".join(filter(None, (degrees, stage, offload, plan.get("precision")))) or NOTHING
+
+
+# --- verify
+
+
+def verify(path: Path, step: int | None) -> int:
+    """Read checkpoints and print what is damaged."""
+    every = [each.directory for each in run_checkpoints.below(path, step)]
+    total = sum(file.stat().st_size for directory in every for file in directory.glob("*.safetensors"))
+    found: dict[Path, list[Fault]] = {}
+    with bar(sys.stderr, total=total, unit="B", unit_scale=True) as shown:
+        for directory in every:
+            shown.set_description_str(directory.name)
+            found[directory] = list(inspection.faults(directory, shown.update))
+    for directory, faults in found.items():
+        terminal.say(f"{directory}: {'damaged' if faults else 'whole'}")
+        for fault in faults:
+            terminal.say(f"  {fault}")
+    return int(any(found.values()))
+
+
+# --- diff
+
+
+def diff(first: Path, second: Path, step: int | None, most: int) -> int:
+    """Print how far the tensors of two checkpoints differ, `most` of them; 0: all."""
+    found = [run_checkpoints.newest_whole(path, step) for path in (first, second)]
+    for damaged in (each for _, passed_over in found for each in passed_over):
+        terminal.say(f"WARNING: {damaged}; an older one is compared", sys.stderr)
+    a, b = (chosen for chosen, _ in found)
+    kinds = [kind for kind in a.manifest.kinds if kind in b.manifest.kinds]
+    with bar(sys.stderr, total=len(kinds) * len(a.manifest.tensors), unit="tensor") as shown:
+        different: list[Difference] = []
+        for each in inspection.differences(a, b):
+            different += [] if each.equal else [each]
+            shown.update()
+    different.sort(key=lambda each: each.relative if each.relative == each.relative else float("inf"))
+    different.reverse()
+    for letter, one in (("A", a), ("B", b)):
+        terminal.say(f"{letter}  {one.directory}: step {one.step}, {_saved_under(one.manifest)}")
+    alone = {one.directory: [k for k in one.manifest.kinds if k not in kinds] for one in (a, b)}
+    for directory, more in alone.items():
+        if more:
+            terminal.say(f"only {directory} has {some(more)}")
+    of = counted(len(a.manifest.tensors), "tensor")
+    for kind in kinds:
+        count = sum(each.kind == kind for each in different)
+        terminal.say(f"{kind}: {f'{count:,} of {of} differ' if count else f'all {of} are equal to the bit'}")
+    if different:
+        _print_table(different, most)
+    return int(bool(different or any(alone.values())))
+
+
+def _print_table(different: Sequence[Difference], most: int) -> None:
+    shown = different[: most or None]
+    rows = [(e.tensor, e.kind, f"{e.absolute:.3g}", f"{e.relative:.3g}") for e in shown]
+    print(f"\n{table(rows, ('tensor', 'kind', 'absolute', 'relative'), 'llrr', terminal.columns())}")
+    if left := len(different) - len(shown):
+        terminal.say(f"and {left:,} more (--most 0 shows all)")
