@@ -62,7 +62,7 @@ WORK = {
     "compare_layouts": ["launch.compare_layouts:run_cases"],
     "plan": [
         "launch.planning.fitting.validation:validate",
-        "launch.planning.fitting.validation_command:refit",
+        "launch.planning.fitting.fitting:refit",
         "launch.planning.search.search_text:page",  # where the search is done
     ],
     "recipe": ["launch.tables.verification:verify"],

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ds_configs.jsonfile import ConfigError
 from launch.planning.prediction import hardware
 from launch.planning.prediction.published_step import as_published, published_seconds
 from launch.planning.prediction.workload import Workload
 from launch.planning.resolved_plans import published_plan
-from launch.tables import evidence
+from launch.tables.evidence import Evidence, published_tables
 from launch.tables.rows import PublishedRow
 from recipes import catalog
 
@@ -43,7 +43,7 @@ class Case:
     by_device: bool = False
     oom: bool | None = None
     parameters: int | None = None
-    excluded: dict[str, str] | None = None
+    excluded: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def step(self) -> tuple[Workload, hardware.Node]:
@@ -51,26 +51,31 @@ class Case:
         assert self.work and self.node
         return self.work, self.node
 
-    def leaves_out(self, quantity: str) -> str | None:
-        """Why a quantity of it is not compared; None where it is."""
-        return (self.excluded or {}).get(quantity)
+    def compares(self, quantity: str) -> bool:
+        """Whether its "time" or "memory" can be predicted, and may be compared where it is printed."""
+        return self.work is not None and quantity not in self.excluded
+
+    def printed(self, quantity: str) -> float | None:
+        """Seconds of its "time", or cached bytes of its "memory"; None where they are not compared."""
+        value = {"time": self.seconds, "memory": self.cached}[quantity]
+        return value if self.compares(quantity) else None
 
 
 def of_published_tables() -> list[Case]:
     """Every row of recipes/ that prints a time, TFLOPS, cached memory, or that memory ran out."""
-    tables = evidence.published_tables(catalog.tables())
+    tables = published_tables(catalog.tables())
     cases = (of_row(row, table.evidence) for table in tables for row in table.rows)
     return [case for case in cases if case.seconds or case.cached or case.oom or case.parameters]
 
 
-def of_row(row: PublishedRow, errata: evidence.Evidence) -> Case:
+def of_row(row: PublishedRow, evidence: Evidence) -> Case:
     """A row of recipes/, run as its source ran it."""
     published, recipe = row.published, row.recipe
-    node = hardware.find(recipe.hardware.node if recipe.hardware and recipe.hardware.node else "dgx2")
+    node = recipe.hardware.node if recipe.hardware else None
     excluded = {
         quantity: erratum.difference
         for quantity, errors in CONTRADICTED.items()
-        for erratum in errata.errata_of(row.name)
+        for erratum in evidence.errata_of(row.name)
         if erratum.quantity in errors
     }
     work, why = None, None
@@ -85,14 +90,19 @@ def of_row(row: PublishedRow, errata: evidence.Evidence) -> Case:
             why = str(error)
     if why:
         excluded |= {"time": why, "memory": why}
+    ran = published.cached_gb or published.time_per_iteration_s
     return Case(
-        document=_document(row.table.source or row.table.title), table=row.table.name, name=row.name,
-        node=node, work=work,
+        document=_document(row.table.source or row.table.title),
+        table=row.table.name,
+        name=row.name,
+        node=hardware.find(node or "dgx2"),
+        work=work,
         seconds=published_seconds(recipe, published, work),
         cached=published.cached_gb and published.cached_gb * hardware.GIB,
-        oom=published.oom if published.oom or published.cached_gb or published.time_per_iteration_s else None,
-        parameters=published.parameters, excluded=excluded,
-    )  # fmt: skip
+        oom=published.oom if published.oom or ran else None,
+        parameters=published.parameters,
+        excluded=excluded,
+    )
 
 
 def _document(source: str) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from launch.planning.fitting.cases import Case
+from launch.planning.fitting.cases import Case, of_published_tables
 from launch.planning.fitting.fitting import start
 from launch.planning.prediction import hardware, rank_memory
 from launch.planning.prediction.published_step import seconds_of
@@ -68,72 +68,91 @@ COLUMNS = {
     "source": "where it is from",
     "note": "what else is known of it",
 }
-SPELLINGS = {
-    "row_id": "row", "model": "row", "name": "row", "num_layers": "layers", "hidden_size": "hidden",
-    "num_heads": "heads", "attention_heads": "heads", "vocab": "vocab_size", "seq_len": "sequence_length",
-    "seq": "sequence_length", "tensor_parallel": "tp", "pipeline_parallel": "pp", "data_parallel": "dp",
-    "virtual_stages": "interleave", "num_gpus": "gpus", "mbs": "micro_batch",
-    "micro_batch_size": "micro_batch", "gbs": "global_batch", "global_batch_size": "global_batch",
-    "batch": "global_batch",
-    "checkpointing": "activation_checkpointing", "recompute": "activation_checkpointing",
-    "zero": "zero_stage",
-    "memory_gb": "cached_gb", "time": "time_per_iteration_s", "time_s": "time_per_iteration_s",
-}  # fmt: skip
+SPELLINGS = {  # column -> its other names
+    "row": "row_id model name",
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "heads": "num_heads attention_heads",
+    "vocab_size": "vocab",
+    "sequence_length": "seq_len seq",
+    "tp": "tensor_parallel",
+    "pp": "pipeline_parallel",
+    "dp": "data_parallel",
+    "interleave": "virtual_stages",
+    "gpus": "num_gpus",
+    "micro_batch": "mbs micro_batch_size",
+    "global_batch": "gbs global_batch_size batch",
+    "activation_checkpointing": "checkpointing recompute",
+    "zero_stage": "zero",
+    "cached_gb": "memory_gb",
+    "time_per_iteration_s": "time time_s",
+}
+COLUMN_OF = {name: column for column, names in SPELLINGS.items() for name in (column, *names.split())}
 # What stands in the place of a node's name -> the usual node of such, the first that is found.
 USUAL_NODES = {
-    "dgx-?2": "dgx2", "jean ?zay.*16": "v100-16x4", "jean ?zay.*v100": "v100-32x4",
-    "v100[^0-9]*16": "v100-16x4", "v100": "v100-32x8", r"\ba100\b[^0-9]*40": "a100-40x8",
+    "dgx-?2": "dgx2",
+    "jean ?zay.*16": "v100-16x4",
+    "jean ?zay.*v100": "v100-32x4",
+    "v100[^0-9]*16": "v100-16x4",
+    "v100": "v100-32x8",
+    r"\ba100\b[^0-9]*40": "a100-40x8",
     r"\ba100\b": "a100-80x8",
-    r"\bh100\b(?!.*(nvl|pcie))": "h100-80x8", r"\bh200\b(?!.*(nvl|pcie))": "h200x8",
-}  # fmt: skip
+    r"\bh100\b(?!.*(nvl|pcie))": "h100-80x8",
+    r"\bh200\b(?!.*(nvl|pcie))": "h200x8",
+}
 SOFTWARE = {"deepspeed": "megatron-deepspeed", "pytorch": "fsdp", "megatron-lm": "megatron"}
 YES, NO = ("yes", "true", "1"), ("no", "false", "0")
+CHOICES = {  # of a column, the default first
+    "family": tuple(FAMILIES),
+    "attention": ("plain", "flash"),
+    "precision": ("fp16", "bf16", "fp32"),
+    "sequence_parallel": (*NO, *YES),
+    "activation_checkpointing": ("none", "full", "selective", *YES, *NO),
+    "tflops_by": ("exact", "model", "formula"),
+    "memory_by": ("torch", "device"),
+    "status": ("ok", "oom", "doubtful"),
+}
 OFFLOADED = {"optimizer", "parameters", "activations"}
 MOST_MICRO = 16  # samples that are tried where a row states no micro-batch
+
+
+class NotPredictable(Exception):
+    """A row that states too little, or what cannot be."""
+
+
+def published() -> list[Case]:
+    """The rows of recipes/ and of other documents."""
+    return [*of_published_tables(), *read(OURS)]
 
 
 def read(path: Path) -> list[Case]:
     """Every row of a CSV file. Raises ProblemsError: every line that cannot be read, with its number."""
     lines = csv.DictReader(StringIO(files.read_text(path)))
-    named = {
-        name: SPELLINGS.get(name.strip().lower(), name.strip().lower()) for name in lines.fieldnames or ()
-    }
-    if missing := {"layers", "hidden", "hardware"} - set(named.values()):
-        known = ", ".join(COLUMNS)
-        rule = f"a table of rows has at least layers, hidden and hardware, of the columns {known}"
-        raise ProblemsError(
-            [Problem("--table", f"{path}: no column {', '.join(sorted(missing))}", rule, "add it")]
+    plain = {name: name.strip().lower() for name in lines.fieldnames or ()}
+    columns = {name: COLUMN_OF.get(written, written) for name, written in plain.items()}
+    if missing := {"layers", "hidden", "hardware"} - set(columns.values()):
+        came = f"{path}: no column {', '.join(sorted(missing))}"
+        rule = (
+            f"a table of rows has at least layers, hidden and hardware, of the columns {', '.join(COLUMNS)}"
         )
+        raise ProblemsError([Problem("--table", came, rule, "add it")])
     cases, problems = list[Case](), list[Problem]()
-    for line, cells in enumerate(lines, 2):
-        values = {}
-        for name, cell in cells.items():
-            key = named.get(name or "", "")
-            if key in COLUMNS and (cell or "").strip() and key not in values:
-                values[key] = cell.strip()
+    for number, texts in enumerate(lines, 2):
+        cells: dict[str, str] = {}
+        for name, column in columns.items():
+            if column in COLUMNS and (text := (texts[name] or "").strip()):
+                cells.setdefault(column, text)
+        line = _Line(path, number, cells)
         try:
-            cases.append(_Line(path, line, values).case())
+            cases.append(line.case())
         except NotPredictable as why:
-            document = values.get("document", path.stem)
             excluded = dict.fromkeys(("time", "memory"), str(why))
-            cases.append(
-                Case(document, path.stem, values.get("row", f"line {line}"), None, None, excluded=excluded)
-            )
+            cases.append(Case(*line.place, None, None, excluded=excluded))
         except ProblemsError as error:
             problems += error.problems
     if problems:
         raise ProblemsError(problems)
     return cases
-
-
-def _whole(text: str) -> int:
-    if float(text) % 1:
-        raise ValueError(text)
-    return int(float(text))
-
-
-class NotPredictable(Exception):
-    """A row that states too little, or what cannot be."""
 
 
 @dataclass(frozen=True)
@@ -144,30 +163,42 @@ class _Line:
     number: int
     cells: Mapping[str, str]
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Document, table and row."""
+        document = self.cells.get("document", self.path.stem)
+        return document, self.path.stem, self.cells.get("row", f"line {self.number}")
+
     def case(self) -> Case:
-        """Raises ProblemsError."""
-        cells, name = self.cells, self.cells.get("row", f"line {self.number}")
+        """Raises ProblemsError, NotPredictable."""
         node = self.node()
         work = self.workload(node)
         gpus = work.layout.world
         if (stated := self.whole("gpus")) and stated != gpus:
             raise NotPredictable(f"{stated} GPUs are not tp x pp x dp = {gpus}")
-        seconds = self.real("time_per_iteration_s")
-        if not seconds and (rate := self.real("samples_per_s")):
-            seconds = work.layout.global_batch / rate
-        if not seconds and (tflops := self.real("tflops")):
-            counted = self.choice("tflops_by", ("exact", "model", "formula"), "exact")
-            seconds = seconds_of(work, tflops, gpus, counted)
-        status = self.choice("status", ("ok", "oom", "doubtful"), "ok")
-        cached, oom, doubtful = self.real("cached_gb"), status == "oom", status == "doubtful"
-        document = cells.get("document", self.path.stem)
+        seconds, cached, status = self.seconds(work), self.real("cached_gb"), self.choice("status")
+        excluded = {}
+        if status == "doubtful":
+            excluded = dict.fromkeys(("time", "memory"), self.cells.get("note", "doubtful"))
         return Case(
-            document=document, table=self.path.stem, name=name,
-            node=node, work=work, seconds=None if oom else seconds, cached=cached and cached * hardware.GIB,
-            by_device=self.choice("memory_by", ("torch", "device"), "torch") == "device",
-            oom=oom if oom or seconds or cached else None,
-            excluded=dict.fromkeys(("time", "memory"), cells.get("note", "doubtful")) if doubtful else None,
-        )  # fmt: skip
+            *self.place,
+            node,
+            work,
+            seconds=None if status == "oom" else seconds,
+            cached=cached and cached * hardware.GIB,
+            by_device=self.choice("memory_by") == "device",
+            oom=status == "oom" if status == "oom" or seconds or cached else None,
+            excluded=excluded,
+        )
+
+    def seconds(self, work: Workload) -> float | None:
+        """Seconds of a step as stated, or as the rate or the TFLOPS give them."""
+        if seconds := self.real("time_per_iteration_s"):
+            return seconds
+        if rate := self.real("samples_per_s"):
+            return work.layout.global_batch / rate
+        tflops = self.real("tflops")
+        return seconds_of(work, tflops, work.layout.world, self.choice("tflops_by")) if tflops else None
 
     def node(self) -> hardware.Node:
         """The node of the catalogue, or the usual one of a GPU that is named in its place."""
@@ -201,65 +232,65 @@ class _Line:
 
     def base(self) -> Workload:
         """The step with one micro-batch of one sample."""
-        family, system = self.choice("family", tuple(FAMILIES), "gpt2"), SYSTEMS[self.software()]
-        facts = FAMILIES[family]
-        length = self.whole("sequence_length") or facts.length
-        vocab = self.whole("vocab_size") or PUBLISHED_VOCABULARIES[facts.published]
-        tp, pp, hidden = self.whole("tp") or 1, self.whole("pp") or 1, self.needed("hidden")
+        model, system = self.model(), SYSTEMS[self.software()]
+        tp, pp, stage = (self.whole(key) or least for key, least in (("tp", 1), ("pp", 1), ("zero_stage", 0)))
         dp = self.whole("dp") or max(1, (self.whole("gpus") or tp * pp) // (tp * pp))
         if "attention" in self.cells:
-            plain = self.choice("attention", ("plain", "flash"), "") == "plain"
-            system = replace(system, keeps_scores=plain)
+            system = replace(system, keeps_scores=self.choice("attention") == "plain")
         away = {*self.cells.get("offload", "none").lower().split("+")} - {"none"}
         if away - OFFLOADED:
             self.refuse("offload", f"{'+'.join(sorted(away - OFFLOADED))} cannot be offloaded")
-        precision, stage = (
-            self.choice("precision", ("fp32", "bf16", "fp16"), "fp16"),
-            self.whole("zero_stage") or 0,
-        )
         if stage > 3:
             self.refuse("zero_stage", "ZeRO has the stages 0 to 3")
-        heads = self.whole("heads") or max(1, hidden // 128)
-        try:
-            model = Model(
-                family=family, layers=self.needed("layers"), hidden=hidden, heads=heads, vocab_size=vocab
-            )
-        except ValidationError as error:
-            self.refuse("layers", error.errors()[0]["msg"])
-        if heads % tp or model.layers < pp:
-            raise NotPredictable(f"{heads} heads and {model.layers} layers cannot be cut by tp={tp}, pp={pp}")
+        if model.heads % tp or model.layers < pp:
+            sizes = f"{model.heads} heads and {model.layers} layers"
+            raise NotPredictable(f"{sizes} cannot be cut by tp={tp}, pp={pp}")
+        precision = self.choice("precision")
         return Workload(
-            model=model, dropout=Dropout(hidden=0.1, attention=0.1), sequence_length=length, predictions=None,
-            padded_vocab=padded_vocab(vocab, tp), layout=Layout(tp, pp, dp, 1, 1, dp), precision=precision,
-            recomputed=0, zero_stage=stage, software=system, widths=FP32 if precision == "fp32" else MIXED,
+            model=model,
+            dropout=Dropout(hidden=0.1, attention=0.1),
+            sequence_length=self.whole("sequence_length") or FAMILIES[model.family].length,
+            predictions=None,
+            padded_vocab=padded_vocab(model.vocab_size, tp),
+            layout=Layout(tp, pp, dp, 1, 1, dp),
+            precision=precision,
+            recomputed=0,
+            zero_stage=stage,
+            software=system,
+            widths=FP32 if precision == "fp32" else MIXED,
             optimizer_at="host" if stage and "optimizer" in away else "gpu",
             weights_at="host" if stage == 3 and "parameters" in away else "gpu",
             checkpoints_at="host" if "activations" in away else "gpu",
             buffers=Buffers() if system.states else usual_buffers(stage),
-            sequence_parallel=self.choice("sequence_parallel", (*YES, *NO), "no") in YES,
+            sequence_parallel=self.choice("sequence_parallel") in YES,
             interleave=self.whole("interleave") or 1,
-        )  # fmt: skip
+        )
+
+    def model(self) -> Model:
+        """Its shape."""
+        family, hidden, layers = self.choice("family"), self.needed("hidden"), self.needed("layers")
+        vocab = self.whole("vocab_size") or PUBLISHED_VOCABULARIES[FAMILIES[family].published]
+        heads = self.whole("heads") or max(1, hidden // 128)
+        try:
+            return Model(family=family, layers=layers, hidden=hidden, heads=heads, vocab_size=vocab)
+        except ValidationError as error:
+            self.refuse("layers", error.errors()[0]["msg"])
 
     def layouts(self, base: Layout) -> list[Layout]:
         """The layout with the row's micro-batch, or with each that divides a replica's share."""
         micro, accumulation = self.whole("micro_batch"), self.whole("gradient_accumulation")
-        total = self.whole("global_batch")
+        stated, total = (micro or 1) * (accumulation or 1), self.whole("global_batch")
         if not micro and not total:
             raise NotPredictable("neither micro_batch nor global_batch is stated")
         if total and total % base.dp:
             raise NotPredictable(f"global_batch {total} is not divisible by dp={base.dp}")
-        per_rank = total // base.dp if total else (micro or 1) * (accumulation or 1)
-        if per_rank % ((micro or 1) * (accumulation or 1)):
+        per_rank = total // base.dp if total else stated
+        if per_rank % stated or (micro and accumulation and stated != per_rank):
             shares = f"micro_batch {micro or 'open'} x accumulation {accumulation or 'open'} x dp {base.dp}"
             raise NotPredictable(f"global_batch {total} is not {shares}")
-        if micro:
-            sizes = [micro]
-        elif accumulation:
-            sizes = [per_rank // accumulation]
-        else:
-            sizes = [size for size in divisors(per_rank) if size <= MOST_MICRO]
-        if micro and accumulation and micro * accumulation != per_rank:
-            raise NotPredictable(f"global_batch {total} is not {micro} x {accumulation} x {base.dp}")
+        sizes = [size for size in divisors(per_rank) if size <= MOST_MICRO]
+        if micro or accumulation:
+            sizes = [micro or per_rank // (accumulation or 1)]
         return [
             replace(base, micro=size, accumulation=per_rank // size, global_batch=per_rank * base.dp)
             for size in sizes
@@ -267,24 +298,21 @@ class _Line:
 
     def recomputations(self) -> list[tuple[int, bool]]:
         """(layers per chunk, whether attention's scores alone): the row's, or what the planner may choose."""
-        written = self.cells.get("activation_checkpointing", "").lower()
+        written = self.cells.get("activation_checkpointing", "")
         if not written:
             return [(0, False), (1, False)]
         if written.isdigit() and written != "0":
             return [(int(written), False)]
-        chosen = self.choice("activation_checkpointing", ("none", "full", "selective", *YES, *NO), "")
+        chosen = self.choice("activation_checkpointing")
         return [(int(chosen in ("full", *YES)), chosen == "selective")]
 
     def software(self) -> str:
-        """The system, or the usual one of the row's ZeRO stage and GPU."""
-        written = self.cells.get("software", "").lower()
-        if not written:
-            return self.usual_software()
-        named = SOFTWARE.get(written, written)
-        return named if named in SYSTEMS else self.refuse("software", f"{written} is none of these")
-
-    def usual_software(self) -> str:
-        """By ZeRO stage, GPU and pipeline, which tell the years: Megatron-LM had no pipeline before 2021."""
+        """The system, or the usual one of the row's ZeRO stage, GPU and pipeline."""
+        if written := self.cells.get("software", "").lower():
+            if (named := SOFTWARE.get(written, written)) not in SYSTEMS:
+                self.refuse("software", f"{written} is none of these")
+            return named
+        # GPU and pipeline tell the years: Megatron-LM had no pipeline before 2021.
         gpu = self.node().gpu.compute_capability or ""
         if self.whole("zero_stage"):
             return "megatron-deepspeed"
@@ -292,33 +320,38 @@ class _Line:
             return "megatron-2019"
         return "megatron-core" if gpu.startswith("9") else "megatron"
 
-    def choice(self, key: str, options: tuple[str, ...], default: str) -> Any:
-        """One of `options` as the cell names it."""
-        written = self.cells.get(key, default).lower()
-        return (
-            written if written in options else self.refuse(key, f"{written} is none of {', '.join(options)}")
-        )
+    def choice(self, key: str) -> Any:
+        """What the cell names, one of `CHOICES`."""
+        options = CHOICES[key]
+        written = self.cells.get(key, options[0]).lower()
+        if written not in options:
+            self.refuse(key, f"{written} is none of {', '.join(options)}")
+        return written
 
     def whole(self, key: str) -> int | None:
-        return self._number(key, _whole)
-
-    def real(self, key: str) -> float | None:
-        return self._number(key, float)
+        """A whole number; None where the cell is empty."""
+        number = self.real(key)
+        if number is not None and number % 1:
+            self.refuse(key, f"{self.cells[key]} is no whole number from 0")
+        return None if number is None else int(number)
 
     def needed(self, key: str) -> int:
         if value := self.whole(key):
             return value
         raise NotPredictable(f"{key} is not stated")
 
-    def _number(self, key: str, read: Callable[[str], Any]) -> Any:
+    def real(self, key: str) -> float | None:
+        """A number; None where the cell is empty."""
         if key not in self.cells:
             return None
         try:
-            value = read(self.cells[key].replace(",", ""))
+            value = float(self.cells[key].replace(",", ""))
         except ValueError:
             value = -1
-        return value if 0 <= value < 1e15 else self.refuse(key, f"{self.cells[key]} is no number from 0")
+        if not 0 <= value < 1e15:
+            self.refuse(key, f"{self.cells[key]} is no number from 0")
+        return value
 
-    def refuse(self, key: str, why: str) -> Any:
+    def refuse(self, key: str, why: str) -> NoReturn:
         came = f"{self.path.name}, line {self.number}, {key}: {why}"
         raise ProblemsError([Problem("--table", came, COLUMNS[key], "correct the cell")])

@@ -7,27 +7,44 @@ rows weighs as much as sqrt(n) single ones: rows of one document share its machi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from launch.planning.fitting.cases import Case
+import yaml
+
+from data.durable_files import write_atomically
+from launch.console import terminal
+from launch.planning.fitting.cases import Case, by_document
+from launch.planning.prediction import constants
 from launch.planning.prediction.constants import Constants
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest
 from launch.planning.prediction.step_time import step_time
 
-# Constants of the time with where the search starts and the range in which each stays physical.
-TIME = {
-    "matrix": (0.75, 0.5, 1.2), "traffic": (1.0, 0.5, 2.5), "link": (0.75, 0.2, 1.0),
-    "network": (0.5, 0.1, 1.0), "kernel_us": (15, 3, 25),
-}  # fmt: skip
-MEMORY = {"idle": (0.75, 0.01, 1.0)}
+# Quantity -> constants with where the search starts and the range in which each stays physical.
+RANGES = {
+    "time": {
+        "matrix": (0.75, 0.5, 1.2),
+        "traffic": (1.0, 0.5, 2.5),
+        "link": (0.75, 0.2, 1.0),
+        "network": (0.5, 0.1, 1.0),
+        "kernel_us": (15, 3, 25),
+    },
+    "memory": {"idle": (0.75, 0.01, 1.0)},
+}
 # Not fitted. Fragmentation: blocks of 2 MiB that are not filled; no document prints what would tell. Depth:
 # two steps of 32 of a kernel's loop; `matrix` and `traffic` make up for other values.
 ASSUMED = {"fragmentation": 0.03, "depth": 64.0}
 FIRST_STEP, LAST_STEP, LEAST_GAIN = 1.5, 1.01, 1e-6  # factors by which the search varies a constant
 ROUND = 0.05  # of ln(predicted / published): smaller errors all count as about this
+HEADING = """\
+# The planner's constants. What each is: launch/planning/prediction/constants.py. Fitted by
+#     python launch/plan.py validate --refit
+# constants: on all documents; left_out: without that one, by which its own rows are predicted; fitted_on:
+# rows with a time, and with a memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,40 +61,38 @@ class Ratio:
         return self.predicted / self.published - 1
 
 
-def time_ratios(cases: Iterable[Case], constants: Constants) -> list[Ratio]:
-    """Of every row whose time is compared, in seconds."""
+def ratios(quantity: str, cases: Iterable[Case], tried: Constants) -> list[Ratio]:
+    """Of every row whose "time" (seconds), or "memory" (bytes cached), is compared."""
+    predicted = {"time": predicted_time, "memory": predicted_memory}[quantity]
     return [
-        Ratio(case, step_time(*case.step, constants).total, case.seconds)
-        for case in cases
-        if case.work and case.seconds and not case.leaves_out("time")
+        Ratio(case, predicted(case, tried), printed) for case in cases if (printed := case.printed(quantity))
     ]
 
 
-def memory_ratios(cases: Iterable[Case], constants: Constants) -> list[Ratio]:
-    """Of every row whose cached memory is printed, in bytes."""
-    return [
-        Ratio(case, predicted_memory(case, constants), case.cached)
-        for case in cases
-        if case.work and case.cached and not case.leaves_out("memory")
-    ]
+def predicted_time(case: Case, tried: Constants) -> float:
+    """Seconds of a step."""
+    return step_time(*case.step, tried).total
 
 
-def predicted_memory(case: Case, constants: Constants) -> float:
+def predicted_memory(case: Case, tried: Constants) -> float:
     """Bytes that torch would report as cached, with the context where the device was asked."""
     work, node = case.step
-    cached = fullest(work, node.gpu, constants).cached(node.gpu.memory_bytes)
+    cached = fullest(work, node.gpu, tried).cached(node.gpu.memory_bytes)
     return cached + (node.gpu.context_gib * GIB if case.by_device else 0.0)
 
 
 def start() -> Constants:
     """Where the search begins."""
-    return Constants(**{name: first for name, (first, _, _) in {**TIME, **MEMORY}.items()}, **ASSUMED)
+    first = {name: values[0] for ranges in RANGES.values() for name, values in ranges.items()}
+    return Constants(**first, **ASSUMED)
 
 
 def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
     """The constants of all documents given."""
-    constants = _search(start(), TIME, documents, time_ratios)
-    return _search(constants, MEMORY, documents, memory_ratios)
+    found = start()
+    for quantity in RANGES:
+        found = _search(found, quantity, documents)
+    return found
 
 
 def fit_leaving_out(documents: Mapping[str, Sequence[Case]], processes: int) -> dict[str, Constants]:
@@ -89,44 +104,60 @@ def fit_leaving_out(documents: Mapping[str, Sequence[Case]], processes: int) -> 
         return dict(zip(rest, pool.map(fit, rest.values()), strict=True))
 
 
+def refit(cases: Sequence[Case]) -> None:
+    """Fit the constants, on all documents and without each, and write them."""
+    documents = by_document(cases)
+    count = sum(map(len, RANGES.values()))
+    terminal.say(f"fitting {count} constants {len(documents) + 1} times …")
+    fits = fit_leaving_out(documents, os.cpu_count() or 1)
+    rows = {
+        name: [len(ratios(quantity, own, fits[""])) for quantity in RANGES] for name, own in documents.items()
+    }
+
+    def plain(values: Constants) -> dict[str, float]:
+        return {name: round(value, 4) for name, value in values.model_dump().items()}
+
+    document = {
+        "constants": plain(fits.pop("")),
+        "fitted_on": {name: counts for name, counts in rows.items() if any(counts)},
+        "left_out": {name: plain(values) for name, values in fits.items() if any(rows[name])},
+    }
+    text = HEADING + yaml.safe_dump(document, sort_keys=False, width=110, default_flow_style=None)
+    write_atomically(constants.FILE, text)
+    constants.forget()
+    print(f"wrote {constants.FILE}\n")
+
+
 def _distance(ratio: Ratio) -> float:
     return math.hypot(math.log(ratio.predicted / ratio.published), ROUND)
 
 
-def _search(
-    constants: Constants,
-    ranges: Mapping[str, tuple[float, float, float]],
-    documents: Mapping[str, Sequence[Case]],
-    ratios: Callable[[Iterable[Case], Constants], list[Ratio]],
-) -> Constants:
+def _search(found: Constants, quantity: str, documents: Mapping[str, Sequence[Case]]) -> Constants:
     """Hooke and Jeeves' pattern search (1961) over the constants' logarithms."""
+    ranges = RANGES[quantity]
 
     def distance(tried: Constants) -> float:
-        each = [ratios(cases, tried) for cases in documents.values()]
-        means = [
-            (sum(_distance(ratio) for ratio in own) / len(own), math.sqrt(len(own))) for own in each if own
-        ]
+        each = [ratios(quantity, cases, tried) for cases in documents.values()]
+        means = [(sum(map(_distance, own)) / len(own), math.sqrt(len(own))) for own in each if own]
         return sum(mean * weight for mean, weight in means) / (sum(weight for _, weight in means) or 1.0)
 
-    def clamped(name: str, value: float) -> float:
-        _, least, most = ranges[name]
-        return min(most, max(least, value))
+    def changed(values: Mapping[str, float]) -> Constants:
+        clamped = {name: min(ranges[name][2], max(ranges[name][1], value)) for name, value in values.items()}
+        return found.model_copy(update=clamped)
 
-    best, factor = distance(constants), FIRST_STEP
+    best, factor = distance(found), FIRST_STEP
     while factor > LAST_STEP:
-        before, base = best, constants
+        before, base = best, found
         for name in ranges:
             for step in (factor, 1 / factor):
-                tried = constants.model_copy(update={name: clamped(name, getattr(constants, name) * step)})
+                tried = changed({name: getattr(found, name) * step})
                 if (now := distance(tried)) < best - LEAST_GAIN:
-                    constants, best = tried, now
+                    found, best = tried, now
                     break
         if best < before:  # once more in the direction that all these steps took together
-            ahead = {
-                name: clamped(name, getattr(constants, name) ** 2 / getattr(base, name)) for name in ranges
-            }
-            if (now := distance(tried := constants.model_copy(update=ahead))) < best:
-                constants, best = tried, now
+            tried = changed({name: getattr(found, name) ** 2 / getattr(base, name) for name in ranges})
+            if (now := distance(tried)) < best:
+                found, best = tried, now
         else:
             factor = math.sqrt(factor)
-    return constants
+    return found

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.planning.fitting.cases import Case
-from launch.planning.fitting.fitting import Ratio, memory_ratios, time_ratios
+from launch.planning.fitting.fitting import Ratio, ratios
 from launch.planning.prediction.constants import Constants, fitted, left_out
 from launch.planning.prediction.rank_memory import fullest
 from modeling import cost
 
+Share = tuple[int, int]  # how many, of how many
+
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of a quantity over some rows; medians and worst are of their absolute values.
+    """Relative errors of a quantity over some rows; median and worst are of their absolute values.
 
     Attributes:
         bias: the median of predicted / published.
@@ -25,17 +27,6 @@ class Errors:
     median: float
     worst: float
     bias: float
-    worst_row: str
-
-    @classmethod
-    def of(cls, ratios: Sequence[Ratio]) -> Errors | None:
-        """None without rows."""
-        if not ratios:
-            return None
-        sizes = [abs(ratio.error) for ratio in ratios]
-        worst = max(ratios, key=lambda ratio: abs(ratio.error))
-        bias = statistics.median(ratio.predicted / ratio.published for ratio in ratios)
-        return cls(len(ratios), statistics.median(sizes), max(sizes), bias, worst.case.name)
 
 
 @dataclass(frozen=True)
@@ -55,42 +46,62 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class TableErrors:
-    """A table, or a document that is one."""
-
-    document: str
-    table: str
-    time: Errors | None
-    memory: Errors | None
-    parameters: tuple[int, int]  # to the unit as printed, of how many that print them
-    verdicts: tuple[int, int]  # right, of how many
-
-
-@dataclass(frozen=True)
 class Validation:
-    """Everything that `validate` found.
+    """Predictions of some rows, and what was printed of them."""
 
-    Attributes:
-        excluded: rows that are not compared, with the reason.
-        unseen: documents that no constant was fitted on; the others were left out one at a time.
-    """
+    cases: Sequence[Case]
+    time: Sequence[Ratio]
+    memory: Sequence[Ratio]
+    judged: Sequence[Judged]
 
-    tables: list[TableErrors]
-    time: list[Ratio]
-    memory: list[Ratio]
-    judged: list[Judged]
-    excluded: list[tuple[Case, str]]
-    unseen: list[str]
+    def part(self, document: str, table: str = "") -> Validation:
+        """The rows of a document, or of one of its tables."""
 
-    def of_document(self, name: str, quantity: str) -> Errors | None:
-        """Errors of one document's "time" or "memory"."""
-        ratios: list[Ratio] = getattr(self, quantity)
-        return Errors.of([ratio for ratio in ratios if ratio.case.document == name])
+        def own(case: Case) -> bool:
+            return case.document == document and table in ("", case.table)
+
+        return Validation(
+            [case for case in self.cases if own(case)],
+            [ratio for ratio in self.time if own(ratio.case)],
+            [ratio for ratio in self.memory if own(ratio.case)],
+            [each for each in self.judged if own(each.case)],
+        )
 
     @property
-    def documents(self) -> list[str]:
-        """Names in the order of the tables."""
-        return list(dict.fromkeys(table.document for table in self.tables))
+    def tables(self) -> dict[str, list[str]]:
+        """The tables of each document, both in the order of the rows."""
+        places = dict.fromkeys((case.document, case.table) for case in self.cases)
+        return {name: [table for document, table in places if document == name] for name, _ in places}
+
+    @property
+    def excluded(self) -> list[tuple[Case, str]]:
+        """Rows that are not compared, with the reason."""
+        return [(case, next(iter(case.excluded.values()))) for case in self.cases if case.excluded]
+
+    @property
+    def unseen(self) -> list[str]:
+        """Documents that no constant was fitted on; the others were left out one at a time."""
+        return sorted({case.document for case in self.cases} - left_out().keys())
+
+    @property
+    def parameters(self) -> Share:
+        """Rows whose parameters are to the unit as printed, of those that print them."""
+        counted = [case for case in self.cases if case.parameters and case.work]
+        return sum(counted_parameters(case) == case.parameters for case in counted), len(counted)
+
+    @property
+    def verdicts(self) -> Share:
+        """Right ones."""
+        return sum(each.right for each in self.judged), len(self.judged)
+
+
+def errors(found: Sequence[Ratio]) -> Errors | None:
+    """None without rows."""
+    if not found:
+        return None
+    sizes = [abs(ratio.error) for ratio in found]
+    bias = statistics.median(ratio.predicted / ratio.published for ratio in found)
+    return Errors(len(found), statistics.median(sizes), max(sizes), bias)
 
 
 def validate(cases: Sequence[Case]) -> Validation:
@@ -100,47 +111,21 @@ def validate(cases: Sequence[Case]) -> Validation:
     def constants(case: Case) -> Constants:
         return known.get(case.document, fitted())
 
-    def ratios(find: Callable[[Iterable[Case], Constants], list[Ratio]]) -> list[Ratio]:
-        return [ratio for case in cases for ratio in find([case], constants(case))]
-
-    time, memory = ratios(time_ratios), ratios(memory_ratios)
+    time, memory = (
+        [ratio for case in cases for ratio in ratios(quantity, [case], constants(case))]
+        for quantity in ("time", "memory")
+    )
     judged = [
         Judged(case, fullest(work, node.gpu, constants(case)).total / node.gpu.memory_bytes)
         for case in cases
-        if case.work and case.oom is not None and not case.leaves_out("memory")
+        if case.oom is not None and case.compares("memory")
         for work, node in [case.step]
     ]
-    places = dict.fromkeys((case.document, case.table) for case in cases)
-    tables = [_of_table(place, cases, time, memory, judged) for place in places]
-    excluded = [(case, next(iter(case.excluded.values()))) for case in cases if case.excluded]
-    unseen = sorted({case.document for case in cases} - known.keys())
-    return Validation(tables, time, memory, judged, excluded, unseen)
-
-
-def _of_table(
-    place: tuple[str, str],
-    cases: Sequence[Case],
-    time: Sequence[Ratio],
-    memory: Sequence[Ratio],
-    judged: Sequence[Judged],
-) -> TableErrors:
-    def own(case: Case) -> bool:
-        return (case.document, case.table) == place
-
-    counted = [case for case in cases if own(case) and case.parameters and case.work]
-    verdicts = [each.right for each in judged if own(each.case)]
-    return TableErrors(
-        *place,
-        Errors.of([ratio for ratio in time if own(ratio.case)]),
-        Errors.of([ratio for ratio in memory if own(ratio.case)]),
-        (sum(counted_parameters(case) == case.parameters for case in counted), len(counted)),
-        (sum(verdicts), len(verdicts)),
-    )
+    return Validation(cases, time, memory, judged)
 
 
 def counted_parameters(case: Case) -> int:
     """Parameters summed over tensor ranks, as Megatron-LM prints them."""
-    work = case.work
-    assert work is not None
+    work, _ = case.step
     tp = work.layout.tp
     return tp * cost.parameters_per_rank(work.model, work.positions, work.padded_vocab, tp)
