@@ -36,8 +36,7 @@ from launch.checkpoints.placement import Placement
 from launch.checkpoints.tensor_file import Entry
 from launch.machine import description, memory
 from launch.ranks.processes import local_world_size
-from launch.records.facts import Saved
-from launch.records.silence import Silence
+from launch.records.facts import Saved, Silence
 from modeling.parallel.process_grid import ProcessGrid
 
 SPARE = 0.1  # of a machine's memory, which a copy of the state leaves free
@@ -123,10 +122,9 @@ class Saver:
             return
         pending, self._pending = self._pending, None
         error = pending.written.exception()  # waits
-        own = Part(
-            None if error else pending.written.result(), pending.pieces, pending.data,
-            None if error is None else _reason(error, pending.directory),
-        )  # fmt: skip
+        file = None if error else pending.written.result()
+        problem = _reason(error, pending.directory) if error else None
+        own = Part(file, pending.pieces, pending.data, problem)
         parts: list[Any] | None = [None] * dist.get_world_size() if self.grid.rank == 0 else None
         dist.gather_object(own, parts, dst=0, group=self.grid.control_group)
         problem = self._on_rank_0(lambda: self._complete(pending, parts or []))

@@ -20,10 +20,8 @@ from launch.checkpoints.manifest import StoredFile
 from recipes import files
 
 BUCKET = 32 * 2**20  # bytes that are copied from a device, and summed up, at a time
-NAMES = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64",
-}  # fmt: skip
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,8 @@ def write(path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None 
     end = 0
     for entry in entries:
         start, end = end, end + entry.bytes
-        offsets = [start, end]
-        header[entry.name] = {
-            "dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets,
-        }  # fmt: skip
+        told = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape)}
+        header[entry.name] = {**told, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     checksum = 0

@@ -30,8 +30,8 @@ UNSAID = ("title", "hardware", "published", "inferred", "differs", "unknown", "n
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What stands in the checkpoints/ of a run.
+class Checkpoints:
+    """What lies in the checkpoints/ of a run.
 
     Attributes:
         complete: steps of those that a run can resume from.
@@ -52,11 +52,11 @@ def admit(
     command: Sequence[str],
     *,
     resume: bool = False,
-    kept: Kept = Kept(),
+    checkpoints: Checkpoints = Checkpoints(),
 ) -> RunDirectory:
     """Make the directory, or enter it again with `resume`; the files that describe the run are written.
 
-    `path` None: runs/<name>-<ds_config> under the current directory. `kept`: the directory's checkpoints.
+    `path` None: runs/<name>-<ds_config> under the current directory. `checkpoints`: those that lie there.
     With `resume` and nothing there the run starts from its beginning (`resumed` is False), so that a job
     script may always say --resume. Raises RunDirectoryError, having changed nothing, where something else is
     in the way.
@@ -67,7 +67,7 @@ def admit(
     _refuse_strangers(directory)
     lock = _lock(directory.path)
     try:
-        resumed, notices = _admit(directory, plan, resume, kept)
+        resumed, notices = _admit(directory, plan, resume, checkpoints)
         former = directory.launches() if resumed else []
     except ValueError as error:
         lock.release()
@@ -79,7 +79,9 @@ def admit(
     return dataclasses.replace(directory, resumed=resumed, notices=notices, lock=lock)
 
 
-def _admit(directory: RunDirectory, plan: Plan, resume: bool, kept: Kept) -> tuple[bool, tuple[str, ...]]:
+def _admit(
+    directory: RunDirectory, plan: Plan, resume: bool, checkpoints: Checkpoints
+) -> tuple[bool, tuple[str, ...]]:
     """(whether it resumes, notices). Raises RunDirectoryError, or ValueError for a broken file."""
     records = read_metrics(directory.metrics_jsonl) if directory.recipe_yaml.exists() else Records()
     steps = records.steps
@@ -96,10 +98,10 @@ def _admit(directory: RunDirectory, plan: Plan, resume: bool, kept: Kept) -> tup
             f"{directory.path} already holds steps of this recipe, and a run is never overwritten: add "
             "--resume to resume from its newest checkpoint, or start a second run elsewhere with --out"
         )
-    if not kept.complete:
-        _refuse_lost(directory, saved.recipe, kept, records)
+    if not checkpoints.complete:
+        _refuse_lost(directory, saved.recipe, checkpoints, records)
         return False, _put_aside(directory, steps)
-    done = max(*kept.complete, steps[-1].step if steps else 0)
+    done = max(*checkpoints.complete, steps[-1].step if steps else 0)
     if plan.recipe.steps < done:
         raise RunDirectoryError(
             f"--steps {plan.recipe.steps}: {directory.path} has {counted(done, 'step')} done, and a run is "
@@ -112,14 +114,14 @@ def _saved(directory: RunDirectory) -> bool:
     return any(directory.checkpoints.glob("*"))
 
 
-def _refuse_lost(directory: RunDirectory, recipe: Recipe, kept: Kept, records: Records) -> None:
+def _refuse_lost(directory: RunDirectory, recipe: Recipe, checkpoints: Checkpoints, records: Records) -> None:
     """Refuse to train a run again, over its records, whose checkpoints are damaged, gone or not wanted.
 
     A run that was killed before its first save was complete is not refused.
     """
     elsewhere = "or start again elsewhere with --out"
-    if kept.damaged:
-        named = "".join(f"\n  {path}: {why}" for path, why in kept.damaged)
+    if checkpoints.damaged:
+        named = "".join(f"\n  {path}: {why}" for path, why in checkpoints.damaged)
         raise RunDirectoryError(
             f"--resume: no checkpoint in {directory.path} is whole, and its steps are not thrown away: "
             f"restore one of them from a copy, {elsewhere}{named}"

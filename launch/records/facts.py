@@ -1,4 +1,4 @@
-"""What training tells of a run, and what is known of the run beforehand: each fact defined once."""
+"""What training tells of a run, and what is known of it beforehand: each fact defined once."""
 
 from __future__ import annotations
 
@@ -165,3 +165,35 @@ class Ending:
     peaks: Peaks | None = None
     sample: str | None = None
     task_scores: tuple[TaskScore, ...] = ()
+
+
+class Silence:
+    """Hears of a run and keeps nothing, on all ranks but 0, whose `Recorder` writes and shows it."""
+
+    def __enter__(self) -> Silence:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def say(self, text: str) -> None:
+        """One line of text."""
+
+    def reached(self, part: str) -> None:
+        """The start of the run has come to the end of this part of it."""
+
+    def step(
+        self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
+    ) -> None:
+        """A completed optimizer step; `waited` of its `seconds` were spent on the batch."""
+
+    def validation(self, step: int, outcome: Validation, kind: str = "validation") -> None:
+        """The loss on held-out text after `step` completed steps; `kind` "test": on the test split."""
+
+    def saving(self, peaks: Peaks) -> None:
+        """The last checkpoint is next, which a host may not survive."""
+
+    def saved(self, saved: Saved) -> None:
+        """A checkpoint, or why there is none."""
+
+    def finish(self, ending: Ending, stopped: str | None = None) -> None:
+        """The end; `stopped`: why it came early, in a run that can be resumed."""

@@ -22,7 +22,7 @@ from launch.machine.memory import peak_cached_bytes, peak_memory
 from launch.ranks.start_up import StartClock
 from launch.records import metrics
 from launch.records.directory import RunDirectory
-from launch.records.facts import Ending, Peaks, RankSeconds, RunFacts, Saved, StepOutcome, Validation
+from launch.records.facts import Ending, Peaks, RankSeconds, RunFacts, Saved, Silence, StepOutcome, Validation
 from launch.records.metrics import (
     How,
     LaunchRecord,
@@ -38,7 +38,6 @@ from launch.records.metrics import (
 from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import Result, make_result, write_result
 from launch.records.result_text import result_text
-from launch.records.silence import Silence
 from launch.records.throughput import Throughput
 from recipes.refused_by_system import problem
 

@@ -34,9 +34,15 @@ class Throughput:
         self._tokens = self._samples * recipe.model.sequences * self._length
         # For a step of one second; a longer one performs proportionally fewer.
         self._published, self._exact = cost.tflops(
-            recipe.model, self._length, self._samples, 1.0, plan.layout.world, padded_vocab=plan.padded_vocab,
-            checkpointing=recipe.checkpoint_interval > 0, predictions=recipe.predictions,
-        )  # fmt: skip
+            recipe.model,
+            self._length,
+            self._samples,
+            1.0,
+            plan.layout.world,
+            padded_vocab=plan.padded_vocab,
+            checkpointing=recipe.checkpoint_interval > 0,
+            predictions=recipe.predictions,
+        )
 
     def rates(self, seconds: float) -> Rates:
         samples, tokens = self._samples / seconds, self._tokens / seconds

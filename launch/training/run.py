@@ -32,14 +32,13 @@ from launch.ranks import ending
 from launch.ranks.processes import gathered
 from launch.ranks.stop_request import REASONS, StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
-from launch.records.facts import RankSeconds, StepOutcome, Validation
-from launch.records.silence import Silence
+from launch.records.facts import RankSeconds, Silence, StepOutcome, Validation
 from launch.training import agreement
+from launch.training.agreement import StepExchange, StepNews, StepReport
 from launch.training.early_ends import BrokenData, Diverged, NotSavedError, SkippedInARow
 from launch.training.engine import Forward, forward, validate
 from launch.training.forward_clock import ForwardClock
 from launch.training.job import Job
-from launch.training.step_exchange import StepExchange, StepNews, StepReport
 from modeling.parallel.process_grid import ProcessGrid
 
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from data.corpus import Corpus
     from launch.checkpoints.reading import Choice
     from launch.records.directory import RunDirectory
-    from launch.records.facts import RunFacts
-    from launch.records.silence import Silence
+    from launch.records.facts import RunFacts, Silence
     from launch.training.run import TrainingRun
 
 PREPARATION = timedelta(days=2)  # that a corpus may take
@@ -164,19 +163,21 @@ def open_run_directory(training: Training) -> RunDirectory | None:
     """The run directory, which rank 0 makes. Raises ValueError where this rank cannot start there."""
     from launch.checkpoints.run_checkpoints import Checkpoint, Damaged, found
     from launch.ranks import watchdog
-    from launch.records.admission import Kept, admit
+    from launch.records.admission import Checkpoints, admit
 
     job = training.job
     check_quickly(job)
     if processes.rank() != 0:
         return None
     every = found(job.checkpoints)
-    kept = Kept(
+    checkpoints = Checkpoints(
         tuple(each.step for each in every if isinstance(each, Checkpoint)),
         tuple((each.directory, each.why) for each in every if isinstance(each, Damaged)),
     )
     with system_refusals(job.directory):
-        directory = admit(job.directory, run_facts(training), sys.argv, resume=job.resume, kept=kept)
+        directory = admit(
+            job.directory, run_facts(training), sys.argv, resume=job.resume, checkpoints=checkpoints
+        )
     out_of_memory.forget(directory.path)  # before this rank joins the others: none of them computes yet
     watchdog.forget(directory.path)
     return directory
@@ -304,9 +305,8 @@ def open_recorder(
 ) -> Silence:
     """What keeps the run's records on rank 0, cut back to the chosen checkpoint; silent elsewhere."""
     from launch.records import vocabulary
-    from launch.records.facts import Entropies
+    from launch.records.facts import Entropies, Silence
     from launch.records.recorder import Recorder
-    from launch.records.silence import Silence
     from launch.training.build_model import band_kernel
     from launch.training.run import first_step
 

@@ -22,7 +22,7 @@ MACHINE = abilities.detect_machine(emulated_fp16=True)
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import run_checkpoints  # noqa: E402
-from launch.records.silence import Silence  # noqa: E402
+from launch.records.facts import Silence  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
 from launch.training.run import Start  # noqa: E402

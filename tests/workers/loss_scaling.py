@@ -20,7 +20,7 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.records.silence import Silence  # noqa: E402
+from launch.records.facts import Silence  # noqa: E402
 from launch.training.early_ends import Diverged  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402

@@ -22,12 +22,12 @@ from launch.experiments.benchmarks.nano_gpt import NanoGpt
 from launch.experiments.benchmarks.specification import Specification
 from launch.machine import abilities, compiled_ops
 from launch.training import compiling
+from launch.training.agreement import StepExchange, StepReport
 from launch.training.engine import build_engine, parameter_groups, train_step
 from launch.training.job import Job, plan_job
 from launch.training.micro_batches import for_plain, normalised, padded, salts_of_step
 from launch.training.run import next_batch
 from launch.training.schedule import Schedule, learning_rate
-from launch.training.step_exchange import StepExchange, StepReport
 from launch.training.training_batches import training_batches
 from modeling import cost
 from modeling.cost.matrix_products import Product, head_products, layer_products

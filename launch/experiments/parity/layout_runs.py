@@ -102,9 +102,8 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
     from launch.machine import description
     from launch.records import vocabulary
     from launch.records.admission import admit
-    from launch.records.facts import Ending, Entropies, RunFacts
+    from launch.records.facts import Ending, Entropies, RunFacts, Silence
     from launch.records.recorder import Recorder
-    from launch.records.silence import Silence
     from launch.training.early_ends import Diverged
     from launch.training.job import Job
     from launch.training.loop import train

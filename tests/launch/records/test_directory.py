@@ -18,7 +18,7 @@ from data.durable_files import write_atomically
 from ds_configs.findings import Notice
 from ds_configs.plan import Plan
 from launch.machine import description
-from launch.records.admission import Kept, RunDirectoryError, admit
+from launch.records.admission import Checkpoints, RunDirectoryError, admit
 from launch.records.directory import RunDirectory, default_path
 from launch.records.metrics import SaveRecord, read_metrics, to_line
 from launch.training.job import Job
@@ -40,14 +40,14 @@ def recipe(**changes) -> Recipe:
     return recorded.recipe(**{"batch": {"micro": 2, "global": 4}, **changes})
 
 
-def create(path, plan_: Plan, resume: bool = False, kept: Kept | None = None) -> RunDirectory:
-    """`kept` None: a checkpoint of the first step, where it resumes."""
+def create(path, plan_: Plan, resume: bool = False, checkpoints: Checkpoints | None = None) -> RunDirectory:
+    """`checkpoints` None: a checkpoint of the first step, where it resumes."""
     run = admit(
         path,
         recorded.facts(plan_, name="default/small", machine=MACHINE),
         ["pretrain.py", "--steps", "3"],
         resume=resume,
-        kept=kept or Kept((1,) if resume else ()),
+        checkpoints=checkpoints or Checkpoints((1,) if resume else ()),
     )
     run.close()
     return run
@@ -57,10 +57,10 @@ def add_steps(run: RunDirectory, steps: int = 3) -> None:
     recorded.run_steps(run.path, plan(), steps)
 
 
-def refusal(path, plan_, resume: bool = False, kept: Kept | None = None) -> str:
+def refusal(path, plan_, resume: bool = False, checkpoints: Checkpoints | None = None) -> str:
     before = snapshot(path)
     with pytest.raises(RunDirectoryError) as caught:
-        create(path, plan_, resume, kept)
+        create(path, plan_, resume, checkpoints)
     assert snapshot(path) == before, "a refused launch has changed the directory"
     return str(caught.value)
 
@@ -202,21 +202,23 @@ def test_everything_that_cannot_change_is_named_at_once(tmp_path):
 
 def test_a_run_is_never_cut_back(tmp_path):
     add_steps(create(tmp_path, plan()), 6)
-    kept = Kept((4, 6))
+    checkpoints = Checkpoints((4, 6))
     schedule = {"decay_steps": 20}
-    message = refusal(tmp_path, plan(recipe_=recipe(steps=3, schedule=schedule)), True, kept)
+    message = refusal(tmp_path, plan(recipe_=recipe(steps=3, schedule=schedule)), True, checkpoints)
     assert "--steps 3" in message and "6 steps done" in message and "--steps 6" in message
     for steps in (6, 7):
-        assert create(tmp_path, plan(recipe_=recipe(steps=steps, schedule=schedule)), True, kept).resumed
+        assert create(
+            tmp_path, plan(recipe_=recipe(steps=steps, schedule=schedule)), True, checkpoints
+        ).resumed
 
 
 def test_steps_whose_checkpoints_are_all_damaged_are_not_thrown_away(tmp_path):
     run = create(tmp_path, plan())
     add_steps(run)
     damaged = tuple((run.checkpoints / f"step-00000{n}", f"file {n} is missing") for n in (2, 3))
-    message = refusal(tmp_path, plan(), True, Kept((), damaged))
+    message = refusal(tmp_path, plan(), True, Checkpoints((), damaged))
     assert all(f"{path}: {why}" in message for path, why in damaged) and "--out" in message
-    assert create(tmp_path, plan(), True, Kept((2,), damaged)).resumed
+    assert create(tmp_path, plan(), True, Checkpoints((2,), damaged)).resumed
 
 
 @pytest.mark.parametrize(
@@ -241,9 +243,9 @@ def test_lost_checkpoints_are_told_from_a_first_save_that_never_was(tmp_path, sa
         run.result_json.write_text(json.dumps({"status": status, "steps": 6}))
     recorded = run.metrics_jsonl.read_text()
     if said:
-        assert said in refusal(tmp_path, own, True, Kept())
+        assert said in refusal(tmp_path, own, True, Checkpoints())
         return
-    again = create(tmp_path, own, True, Kept())
+    again = create(tmp_path, own, True, Checkpoints())
     (notice,) = again.notices
     assert not again.resumed and "after step 6" in notice and "starts again at step 0" in notice
     assert (tmp_path / "metrics-before-1.jsonl").read_text() == recorded
