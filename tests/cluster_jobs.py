@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import sys
+from pathlib import Path
 
-from launch.planning.clusters import cluster_command
+from launch.planning.clusters import cluster_command, files
 from launch.planning.clusters.job import Job
 
 # A recipe on the nodes that it was measured on, one of an open degree, one on part of a node, one on nodes of
@@ -28,3 +31,20 @@ def parsed(line: str) -> argparse.Namespace:
 def job(line: str) -> Job:
     """The job of flags, or of a case."""
     return cluster_command.job_of(parsed(CASES.get(line, line)))
+
+
+def text(line: str, name: str) -> str:
+    """One of the files of a job."""
+    return files.text(job(line), name)
+
+
+def program(path: Path, script: str) -> None:
+    """Write a stand-in for a program."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(script)
+    path.chmod(0o755)
+
+
+def search_path(stand_ins: Path) -> str:
+    """PATH with the stand-ins first, then this Python: not every system has one that is called python."""
+    return f"{stand_ins}:{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -5,23 +5,20 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from ds_configs.plan import Plan
 from launch.console import launch_lines
-from launch.planning.clusters.nodes import ClusterNode
-from launch.planning.clusters.placement import Placement
+from launch.planning.clusters.placement import ClusterNode
 from recipes.layout import Layout
+from recipes.problems import Problem, ProblemsError
 
-WRITTEN_BY = "launch/plan.py cluster"
-TEMPLATES = Path(__file__).with_name("templates")
 LONGEST = 48  # characters of a name, which pods end with "-worker-1023" within 63
-PORT = 29500  # torchrun's own
+CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user asks of the scheduler; None: nothing.
+    """What the user wants of the scheduler; None: nothing.
 
     Attributes:
         seconds: of a job, after which it is requeued.
@@ -42,6 +39,7 @@ class Job:
     Attributes:
         name: of the recipe, as table/row.
         words: what pretrain.py is given, besides --out and --resume.
+        gpus: that it takes of each node, with a process on each.
         run_directory: on a file system that all nodes see; relative to the checkout.
         hosts: names of the nodes, in the order of ranks.
         named: whether the user gave them.
@@ -50,8 +48,10 @@ class Job:
 
     name: str
     words: tuple[str, ...]
-    placement: Placement
+    plan: Plan
     node: ClusterNode
+    nodes: int
+    gpus: int
     run_directory: str
     hosts: tuple[str, ...]
     named: bool
@@ -60,16 +60,7 @@ class Job:
 
     @property
     def layout(self) -> Layout:
-        return self.placement.plan.layout
-
-    @property
-    def nodes(self) -> int:
-        return self.placement.nodes
-
-    @property
-    def gpus(self) -> int:
-        """That it takes of each node, with a process on each."""
-        return self.placement.gpus
+        return self.plan.layout
 
     @property
     def slug(self) -> str:
@@ -77,8 +68,8 @@ class Job:
         slug = "run-" + re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")
         if len(slug) <= LONGEST:
             return slug
-        told_apart = hashlib.sha256(self.name.encode()).hexdigest()[:6]
-        return f"{slug[: LONGEST - 7].rstrip('-')}-{told_apart}"
+        digest = hashlib.sha256(self.name.encode()).hexdigest()[:6]
+        return f"{slug[: LONGEST - 7].rstrip('-')}-{digest}"
 
     @property
     def cores(self) -> int | None:
@@ -95,19 +86,12 @@ class Job:
         return f"{launch_lines.SCRIPT} {launch_lines.quoted(self.words)}"
 
 
-def hostfile(job: Job) -> str:
-    """DeepSpeed's: a line for every node, in the order of ranks."""
-    lines = [f"{host} slots={job.gpus}" for host in job.hosts]
-    return "\n".join([f"# Written by {WRITTEN_BY} for {job.name}.", *lines, ""])
-
-
-def filled(template: str, **values: Any) -> str:
-    """A file of templates/ with its values, which are quoted already as the file needs them."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here: a forecast does without
-
-    loader = FileSystemLoader(TEMPLATES, encoding="utf-8")
-    strict: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=loader, autoescape=False, keep_trailing_newline=True, **strict)
-    # Shells write ${#name}: a comment of a template begins otherwise.
-    environment = environment.overlay(comment_start_string="{##", comment_end_string="##}")
-    return environment.get_template(template).render(written_by=WRITTEN_BY, **values)
+def seconds(text: str) -> int:
+    """Of [DAYS-]HOURS:MINUTES:SECONDS. Raises ProblemsError."""
+    found = CLOCK.fullmatch(text)
+    days, hours, minutes, rest = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    if not total:
+        rule = "[DAYS-]HOURS:MINUTES:SECONDS"
+        raise ProblemsError([Problem("--time", f"--time {text[:40]}", rule, "e.g. --time 20:00:00")])
+    return total

@@ -1,15 +1,14 @@
-"""Whether a layout fills N nodes of G GPUs, or what would."""
+"""On how many nodes of which kind a layout runs, and whether it fills them."""
 
 from __future__ import annotations
 
-import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ds_configs.jsonfile import ConfigError
-from ds_configs.plan import ANY_GPU, Plan
-from ds_configs.resolver import resolve
-from ds_configs.sections.zero import NVME_VARIABLE
-from launch.planning.clusters.nodes import ClusterNode
+from ds_configs.plan import Plan
+from launch.planning.prediction import hardware
+from launch.planning.resolved_plans import resolved
 from recipes.layout import divisors
 from recipes.plural import counted
 from recipes.problems import Problem, ProblemsError
@@ -17,7 +16,47 @@ from recipes.schema import Recipe
 
 
 @dataclass(frozen=True)
-class Placement:
+class ClusterNode:
+    """One node of a cluster, as far as its scheduler and its image ask.
+
+    Attributes:
+        title: for people.
+        gpus: that it has.
+        capability: compute capability of its GPUs, 70 for sm_70; None: not known.
+        cores: of its host; None: not known.
+        constraint: by which Slurm there tells its kinds of nodes apart; None: there is no need.
+    """
+
+    title: str
+    gpus: int
+    capability: int | None = None
+    cores: int | None = None
+    constraint: str | None = None
+
+
+def node_of(recipe: Recipe, name: str | None = None, gpus: int | None = None) -> ClusterNode:
+    """The node of the catalogue called `name`, else the recipe's; with `gpus` GPUs, where they are given.
+
+    Raises ProblemsError: no such node, or nobody says how many GPUs one has.
+    """
+    own = recipe.hardware
+    known: str | None = name or (own.node if own else None)
+    if known:
+        found = hardware.find(known)
+        capability, host = found.gpu.compute_capability, found.form.host
+        number = int(capability.replace(".", "")) if capability else None
+        node = ClusterNode(found.form.title, found.gpus, number, host.cores, found.form.slurm_constraint)
+        printed = own.gpus_per_node if own and not name else None
+        return replace(node, gpus=gpus or printed or node.gpus)
+    count = gpus or (own.gpus_per_node if own else None)
+    if count is None:
+        came = "the recipe does not say how many GPUs a node has"
+        fix = "give --hardware, e.g. a100-80x8, or --gpus-per-node 8"
+        raise ProblemsError([Problem("--gpus-per-node", came, "ranks are counted node by node", fix)])
+    return ClusterNode(own.name if own else "any GPU", count)
+
+
+class Placement(NamedTuple):
     """A plan on `nodes` nodes, of each of which it takes `gpus` GPUs."""
 
     plan: Plan
@@ -35,8 +74,8 @@ def placed(recipe: Recipe, ds_config: str, node: ClusterNode, nodes: int | None,
     if recipe.parallel.dp is None:
         printed = recipe.hardware.gpus if recipe.hardware else None
         nodes = nodes or max(1, (printed or 0) // node.gpus)
-        return Placement(_plan(recipe, ds_config, nodes * node.gpus), nodes, node.gpus)
-    plan = _plan(recipe, ds_config, None)
+        return Placement(resolved(recipe, ds_config, nodes * node.gpus), nodes, node.gpus)
+    plan = resolved(recipe, ds_config)
     world = plan.layout.world
     taken = nodes or -(-world // node.gpus)
     gpus, over = divmod(world, taken)
@@ -46,26 +85,17 @@ def placed(recipe: Recipe, ds_config: str, node: ClusterNode, nodes: int | None,
     return Placement(plan, taken, gpus)
 
 
-def _plan(recipe: Recipe, ds_config: str, world: int | None) -> Plan:
-    """The plan on GPUs that can do everything; whatever is offloaded to NVMe has a directory there."""
-    return resolve(recipe, ds_config, world, ANY_GPU, {NVME_VARIABLE: tempfile.gettempdir()})
-
-
 def _misfit(recipe: Recipe, ds_config: str, node: ClusterNode, nodes: int, plan: Plan) -> Problem:
     layout = plan.layout
     world, there = layout.world, nodes * node.gpus
-    degrees = f"{layout.tp} tensor x {layout.pp} pipeline x {layout.dp} data parallel"
-    came = (
-        f"{degrees} = {counted(world, 'process')} on {counted(nodes, 'node')} of {counted(node.gpus, 'GPU')}"
-    )
+    nodes_there = f"{counted(nodes, 'node')} of {counted(node.gpus, 'GPU')}"
+    came = f"{layout.degrees()} = {counted(world, 'process')} on {nodes_there}"
     rule = f"{there} are there, and every GPU that is taken holds one process"
-    fixes = []
-    if world % node.gpus == 0 or world < node.gpus:
-        fixes.append(f"--nodes {max(1, world // node.gpus)}")
-    else:
+    fix = f"--nodes {max(1, world // node.gpus)}"
+    if world % node.gpus and world > node.gpus:
         fits = max(divisor for divisor in divisors(world) if divisor <= node.gpus)
-        fixes.append(f"--gpus-per-node {fits} --nodes {world // fits}")
-    fixes += _other_dp(recipe, ds_config, layout.tp * layout.pp, there)
+        fix = f"--gpus-per-node {fits} --nodes {world // fits}"
+    fixes = [fix, *_other_dp(recipe, ds_config, layout.tp * layout.pp, there)]
     return Problem("--nodes", came, rule, f"give {', or '.join(fixes)}")
 
 
@@ -78,7 +108,7 @@ def _other_dp(recipe: Recipe, ds_config: str, shared: int, there: int) -> list[s
     for update in ({}, {"accumulation": None}, {"micro": None}, {"micro": None, "accumulation": None}):
         batch = recipe.batch.model_copy(update=update)
         try:
-            _plan(recipe.model_copy(update={"parallel": parallel, "batch": batch}), ds_config, None)
+            resolved(recipe.model_copy(update={"parallel": parallel, "batch": batch}), ds_config)
         except ConfigError:
             continue
         return [" ".join([f"--set parallel.dp={dp}", *(f"--set batch.{key}=null" for key in update)])]

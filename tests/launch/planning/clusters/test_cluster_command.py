@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from cluster_jobs import CASES, job, parsed
+from cluster_jobs import CASES, job, parsed, text
 from launching import ROOT, run
 
 from launch import plan as command
 from launch.console import ends
-from launch.planning.clusters import cluster_command, dockerfile
+from launch.planning.clusters import cluster_command, files
 from recipes.problems import ProblemsError
 
 REFUSED = {
@@ -56,13 +56,13 @@ def test_without_out_everything_is_shown_and_nothing_written(capsys, tmp_path, m
 def test_files_are_written_and_written_again(tmp_path, capsys):
     out = tmp_path / "a" / "b"
     cluster_command.run(parsed(f"{CASES['open']} --out {out}"))
-    assert {path.name for path in out.iterdir()} == {*cluster_command.FILES}
+    assert {path.name for path in out.iterdir()} == {*files.NAMES}
     assert (out / "hosts").read_text().splitlines()[1:] == ["a slots=8", "b slots=8"]
     cluster_command.run(parsed(f"{CASES['3d']} --out {out}"))
     assert "node-15 slots=4" in (out / "hosts").read_text()
 
 
-@pytest.mark.parametrize("name", cluster_command.FILES)
+@pytest.mark.parametrize("name", files.NAMES)
 def test_no_file_of_another_is_overwritten(name, tmp_path):
     (tmp_path / name).write_text("mine\n")
     with pytest.raises(ProblemsError, match=f"{name} exists already"):
@@ -74,9 +74,7 @@ def test_no_file_of_another_is_overwritten(name, tmp_path):
 def test_deepspeed_reads_the_hostfile():
     from deepspeed.launcher.runner import _parse_hostfile
 
-    from launch.planning.clusters.job import hostfile
-
-    assert dict(_parse_hostfile(hostfile(job("open")).splitlines())) == {"a": 8, "b": 8}
+    assert dict(_parse_hostfile(text("open", "hosts").splitlines())) == {"a": 8, "b": 8}
 
 
 def test_steps_and_tiny_are_carried_into_what_is_launched():
@@ -100,20 +98,20 @@ def test_an_open_degree_is_filled_by_the_nodes():
 def test_the_wheel_has_kernels_for_the_gpu():
     """By PyTorch's release matrix of 2.13: V100 and older are in cu126 alone, Blackwell in CUDA 13 alone."""
     for capability in (50, 60, 70):
-        assert dockerfile.wheel_for(capability).index == "https://download.pytorch.org/whl/cu126"
+        assert files.wheel_for(capability).index == "https://download.pytorch.org/whl/cu126"
     for capability in (75, 80, 86, 89, 90, 100, 120, None):
-        assert dockerfile.wheel_for(capability).index is None
+        assert files.wheel_for(capability).index is None
 
 
 def test_the_image_is_of_the_gpu_and_of_no_root():
-    old, new, unknown = (dockerfile.dockerfile(job(case)) for case in ("3d", "open", "unknown"))
+    old, new, unknown = (text(case, "Dockerfile") for case in ("3d", "open", "unknown"))
     assert "FROM nvidia/cuda:12.6.3-devel" in old and "TORCH_CUDA_ARCH_LIST=7.0" in old
     assert re.search(r"^RUN pip install --index-url https://download.pytorch.org/whl/cu126 ", old, re.M)
     assert "FROM nvidia/cuda:13" in new and "--index-url" not in new
     assert "Nobody knows the GPU" in unknown and "TORCH_CUDA_ARCH_LIST" not in unknown
-    for text in (old, new, unknown):
-        assert text.index("USER 10001") > text.index("pip install --no-deps -e .")
-        assert {"g++", "ninja-build", "libaio-dev"} <= {*text.split()}
+    for image in (old, new, unknown):
+        assert image.index("USER 10001") > image.index("pip install --no-deps -e .")
+        assert {"g++", "ninja-build", "libaio-dev"} <= {*image.split()}
 
 
 def test_the_pins_are_read_from_the_requirements():

@@ -6,24 +6,17 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
-from cluster_jobs import CASES, job
+from cluster_jobs import CASES, job, program, search_path, text
 
-from launch.planning.clusters import kubernetes
-
-
-def programs(stand_ins: Path) -> str:
-    """PATH with the stand-ins first, then this Python: not every system has one that is called python."""
-    return f"{stand_ins}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+from launch.planning.clusters import files
 
 
 def documents(line: str) -> tuple[dict, dict]:
-    claim, pytorchjob = yaml.safe_load_all(kubernetes.manifest(job(line)))
+    claim, pytorchjob = yaml.safe_load_all(text(line, "pytorchjob.yaml"))
     return claim, pytorchjob
 
 
@@ -37,7 +30,7 @@ def containers(pytorchjob: dict) -> dict[str, dict]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_has_what_the_operator_requires(case):
-    """By the CRD of kubeflow.org/v1 and the webhook's rules, as `kubernetes.py` states them."""
+    """By the CRD of kubeflow.org/v1 and the webhook's rules, as the template states them."""
     claim, pytorchjob = documents(case)
     there = job(case)
     assert (pytorchjob["apiVersion"], pytorchjob["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
@@ -71,11 +64,11 @@ def test_runs_lie_on_the_claim_and_shared_memory_in_memory():
 def test_the_claim_holds_every_checkpoint_that_is_kept():
     kept = job(f"{CASES['open']} --set run.keep_checkpoints=3 --set run.save_every=100")
     parameters = 124e6
-    assert kubernetes.claimed_bytes(kept) == pytest.approx(4 * 12 * parameters + 50e9, rel=0.01)
+    assert files.claimed_bytes(kept) == pytest.approx(4 * 12 * parameters + 50e9, rel=0.01)
     every = job(
         f"{CASES['open']} --set run.keep_checkpoints=null --set run.save_every=1000 --set steps=20000"
     )
-    assert kubernetes.claimed_bytes(every) == pytest.approx(22 * 12 * parameters + 50e9, rel=0.02)
+    assert files.claimed_bytes(every) == pytest.approx(22 * 12 * parameters + 50e9, rel=0.02)
 
 
 def test_names_of_rows_that_begin_alike_differ():
@@ -91,13 +84,8 @@ def test_what_a_setting_says_reaches_the_training_as_it_is():
     setting = shlex.quote(f"run.prompt={prompt}")
     _, pytorchjob = documents(f"--recipe parallel_kinds/3d --gpus-per-node 8 --set {setting}")
     words = containers(pytorchjob)["Master"]["args"][2:]
-    assert words[:5] == [
-        "launch/pretrain.py",
-        "--ds_config",
-        "ds_configs/3d.json",
-        "--recipe",
-        "parallel_kinds/3d",
-    ]
+    started = "launch/pretrain.py --ds_config ds_configs/3d.json --recipe parallel_kinds/3d"
+    assert words[:5] == started.split()
     assert "$$(HOME)" in words[-1]  # or Kubernetes puts the variable in
     assert words[-1].replace("$$", "$") == f"run.prompt={prompt}"
 
@@ -118,22 +106,18 @@ ends interrupted 0
 """
 
 
-def pod(tmp_path, mode: str, rank: int = 1) -> tuple[subprocess.Popen, list[str]]:
+def pod(tmp_path, mode: str, rank: int = 1) -> subprocess.Popen:
     _, pytorchjob = documents("open")
     container = containers(pytorchjob)["Worker"]
-    torchrun = tmp_path / "torchrun"
-    torchrun.write_text(TORCHRUN)
-    torchrun.chmod(0o755)
-    environ = {
-        **os.environ, "PATH": programs(tmp_path), "MODE": mode, "RUN": str(tmp_path / "run"),
-        "RANK": str(rank), "MASTER_ADDR": "first", "MASTER_PORT": "23456", "WORLD_SIZE": "16",
-    }  # fmt: skip
+    program(tmp_path / "torchrun", TORCHRUN)
+    environ = {**os.environ, "PATH": search_path(tmp_path), "MODE": mode, "RUN": str(tmp_path / "run")}
+    environ |= {"RANK": str(rank), "MASTER_ADDR": "first", "MASTER_PORT": "23456", "WORLD_SIZE": "16"}
     command = [*container["command"], *container["args"]]
-    return subprocess.Popen(command, cwd=tmp_path, env=environ, start_new_session=True), command
+    return subprocess.Popen(command, cwd=tmp_path, env=environ, start_new_session=True)
 
 
 def test_a_pod_starts_its_ranks_by_its_place(tmp_path):
-    process, _ = pod(tmp_path, "done")
+    process = pod(tmp_path, "done")
     assert process.wait(timeout=20) == 0
     words = (tmp_path / "torchrun-words").read_text().split()
     assert words[:6] == ["--nnodes", "2", "--nproc_per_node", "8", "--node_rank", "1"]
@@ -143,7 +127,7 @@ def test_a_pod_starts_its_ranks_by_its_place(tmp_path):
 
 
 def test_an_evicted_pod_saves_and_is_started_again(tmp_path):
-    process, _ = pod(tmp_path, "trains")
+    process = pod(tmp_path, "trains")
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
@@ -155,12 +139,12 @@ def test_a_failure_is_the_pods(tmp_path):
     """Also where an earlier result says that all was well."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "result.json").write_text('{"status": "ok"}')
-    process, _ = pod(tmp_path, "fails")
+    process = pod(tmp_path, "fails")
     assert process.wait(timeout=20) == 3
 
 
 def test_a_request_to_stop_that_nobody_saw_is_forgotten(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
-    process, _ = pod(tmp_path, "done", rank=0)
+    process = pod(tmp_path, "done", rank=0)
     assert process.wait(timeout=20) == 0 and not (tmp_path / "run" / "STOP").exists()

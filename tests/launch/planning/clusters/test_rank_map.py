@@ -1,18 +1,25 @@
 """The rank map is that of the processes which train, and says where groups cross nodes."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
-from cluster_jobs import job, parsed
+from cluster_jobs import job
 
-from launch.planning.clusters import cluster_command, map_text, rank_map
+from launch.planning.clusters import cluster_text, rank_map
+from launch.planning.page import Page
 from modeling.parallel import process_grid
 from recipes.layout import Layout
 
 
 def layout(tp: int, pp: int, dp: int) -> Layout:
     return Layout(tp=tp, pp=pp, dp=dp, micro=1, accumulation=1, global_batch=dp)
+
+
+def shown(line: str, *, whole: bool) -> str:
+    """The map, below the line that states the order of ranks."""
+    page = Page(80)
+    cluster_text.add_map(page, job(line), whole=whole)
+    return str(page).partition("\n")[2]
 
 
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (4, 1, 1), (1, 3, 2), (2, 2, 2), (2, 3, 4), (8, 2, 3)])
@@ -54,45 +61,40 @@ def test_groups_that_cross_nodes_are_counted():
 
 
 def test_tensor_parallelism_across_nodes_is_remarked_with_a_cure():
-    assert not any("tensor" in text for text in map_text.remarks(job("3d")))
+    assert not any("tensor" in text for text in cluster_text.remarks(job("3d")))
     crossing = "--recipe parallel_kinds/3d --set parallel.tp=4 --set parallel.pp=1 --gpus-per-node 2"
-    (said,) = map_text.remarks(job(crossing))
+    said, *_ = cluster_text.remarks(job(crossing))
     assert "2 of 2 groups of 4 (ranks 0-3 lie on node-0, node-1)" in said and "parallel.tp=2" in said
 
 
 def test_the_cure_is_a_degree_that_the_model_can_have():
     """Four heads on six GPUs: not 3, which would fill a node."""
     layout = "--set parallel.tp=4 --set parallel.pp=1 --set parallel.dp=3 --set batch.global=12"
-    (said,) = map_text.remarks(job(f"--recipe parallel_kinds/3d --gpus-per-node 6 {layout}"))
+    said, *_ = cluster_text.remarks(job(f"--recipe parallel_kinds/3d --gpus-per-node 6 {layout}"))
     assert "1 of 3 groups of 4 (ranks 4-7 lie on node-0, node-1)" in said and "parallel.tp=2" in said
 
 
 def test_part_of_a_node_is_remarked():
-    (said,) = map_text.remarks(job("part"))
+    said, *_ = cluster_text.remarks(job("part"))
     assert said.startswith("8 of the 16 GPUs of each node are not taken")
 
 
 def test_the_map_of_a_thousand_ranks_is_short_unless_all_are_asked_for():
     large = "--recipe openwebtext/gpt2-124m --hardware a100-80x8 --nodes 128 --set batch.global=8192"
-    short = map_text.describe_map(job(large), whole=False, width=80)
+    short = shown(large, whole=False)
     assert len(short.splitlines()) < 20 and "1016-1023" in short and "125 more hosts" in short
-    whole = map_text.describe_map(job(large), whole=True, width=80).splitlines()
+    whole = shown(large, whole=True).splitlines()
     assert len(whole) == 1 + 1024 and whole[-1].split() == ["1023", "node-127", "7", "0", "1023", "0"]
 
 
 def test_stages_are_elided_where_there_are_many():
-    deep = job("3d")
-    assert map_text.describe_map(deep, whole=False, width=80).count("\n") == 16
+    assert shown("3d", whole=False).count("\n") == 16
     many = "--recipe jeanzay_megatron_deepspeed_3d/48b-pp16-ga256-mb4 --gpus-per-node 2"
-    lines = map_text.describe_map(job(many), whole=False, width=80).splitlines()
+    lines = shown(many, whole=False).splitlines()
     assert len(lines) == 17 and lines[-1].split() == ["15", "60-63", "0", "0-3", "node-30", "to", "node-31"]
 
 
-def test_the_whole_map_comes_out_as_json(capsys):
-    cluster_command.run(parsed("--recipe parallel_kinds/3d --gpus-per-node 4 --hosts x y --json"))
-    told = json.loads(capsys.readouterr().out)
-    assert told["ranks"][6] == {"rank": 6, "host": "y", "gpu": 2, "tp": 0, "dp": 1, "pp": 1}
-    assert len(told["ranks"]) == 8
-    assert {each["kind"]: each["crossing_nodes"] for each in told["groups"]} == {
-        "tensor": 0, "pipeline": 4, "data": 0,
-    }  # fmt: skip
+def test_every_rank_is_listed_with_its_host_and_its_place():
+    lines = shown("--recipe parallel_kinds/3d --gpus-per-node 4 --hosts x y", whole=True).splitlines()
+    assert len(lines) == 1 + 8 and lines[0].split() == ["rank", "host", "GPU", "tensor", "data", "stage"]
+    assert lines[1 + 6].split() == ["6", "y", "2", "0", "1", "1"]

@@ -1,0 +1,175 @@
+"""A job on a cluster as a person reads it: a map of its ranks, how each launcher starts it, remarks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.console import launch_lines
+from launch.planning.clusters import files, rank_map
+from launch.planning.clusters.job import Job
+from launch.planning.clusters.rank_map import Spread, Stretch
+from launch.planning.page import Page
+from recipes.plural import counted
+
+PORT = 29500  # torchrun's own
+MOST = 16  # lines of a map, of which the last two are its last
+PLACE = ("rank", "host", "GPU", "tensor", "data", "stage")
+ELIDED = ("...",) * 4
+STRETCH = ("stage", "ranks", "data", "tensor", "where")
+
+
+def page(job: Job, out: Path | None, *, whole: bool, width: int | None = None) -> Page:
+    """What is placed where, and how it is launched; every rank where `whole`."""
+    layout, node = job.layout, job.node
+    sm = f", sm_{node.capability}" if node.capability else ""
+    shown = Page(width)
+    shown.facts(
+        ("recipe", f"{job.name}: {job.plan.recipe.title}"),
+        ("cluster", f"{job.nodes} x {job.gpus} GPUs ({node.title}{sm})"),
+        ("layout", f"{layout.degrees()} = {layout.world} processes ({job.plan.ds_name}.json)"),
+        ("batch", layout.identity()),
+    )
+    add_map(shown, job, whole=whole)
+    shown.table(map(_spread, rank_map.spreads(layout, job.gpus)))
+    shown.notes(remarks(job))
+    _add_launch(shown, job, out)
+    return shown
+
+
+def add_map(shown: Page, job: Job, *, whole: bool) -> None:
+    """A table: of every rank where `whole`, else of stages, and of each host's part of them while few."""
+    layout, gpus = job.layout, job.gpus
+    order = f"rank = (stage x {layout.dp} + data) x {layout.tp} + tensor; {gpus} ranks on each host"
+    if whole:
+        rows = [
+            [each.rank, job.hosts[each.host], each.gpu, each.at.tp, each.at.dp, each.at.pp]
+            for each in rank_map.places(layout, gpus)
+        ]
+        shown.table(rows, PLACE, "rlrrrr", above=[order])
+        return
+    lines = _lines(job)
+    if len(lines) > MOST:
+        left_out = f"{len(lines) - MOST + 1} more stages"
+        lines[MOST - 3 : -2] = [[*ELIDED, left_out]]
+    elided = any(line[0] == ELIDED[0] for line in lines)
+    shown.table(lines, STRETCH, "rllll", above=[order], below=["(--all lists every rank)"] * elided)
+
+
+def _lines(job: Job) -> list[list[str]]:
+    """Of each host's part of each stage; of the first two and the last in each; or of whole stages."""
+    layout, gpus = job.layout, job.gpus
+    parts = list(rank_map.stretches(layout, gpus, by_host=True))
+    if len(parts) <= MOST:
+        return [_line(part, job) for part in parts]
+    if layout.pp * 4 > MOST:
+        return [_line(part, job) for part in rank_map.stretches(layout, gpus, by_host=False)]
+    lines: list[list[str]] = []
+    for stage in range(layout.pp):
+        first, second, *others, last = [_line(part, job) for part in parts if part.first.at.pp == stage]
+        lines += [first, second]
+        if others:
+            lines.append([*ELIDED, f"{len(others)} more hosts"])
+        lines.append(last)
+    return lines
+
+
+def _line(part: Stretch, job: Job) -> list[str]:
+    first, last = part.first, part.last
+    data, tensor = _ranks(first.at.dp, last.at.dp), f"0-{job.layout.tp - 1}" if job.layout.tp > 1 else "0"
+    if data == str(first.at.dp):
+        tensor = _ranks(first.at.tp, last.at.tp)
+    elif (first.at.tp, last.at.tp) != (0, job.layout.tp - 1):
+        tensor = f"{first.at.tp} (data {first.at.dp}) to {last.at.tp} (data {last.at.dp})"
+    return [str(first.at.pp), _ranks(first.rank, last.rank), data, tensor, _where(part, job)]
+
+
+def _where(part: Stretch, job: Job) -> str:
+    first, last, hosts = part.first, part.last, job.hosts
+    whole = first.gpu == 0 and last.gpu == job.gpus - 1
+    if first.host == last.host:
+        gpus = "" if whole else f" GPU {_ranks(first.gpu, last.gpu)}"
+        return hosts[first.host] + gpus
+    if whole:
+        return f"{hosts[first.host]} to {hosts[last.host]}"
+    return f"{hosts[first.host]} GPU {first.gpu} to {hosts[last.host]} GPU {last.gpu}"
+
+
+def _ranks(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _spread(each: Spread) -> tuple[str, str, str]:
+    """How far the groups of one kind of parallelism reach."""
+    where = f"{each.crossing} of them over {counted(each.hosts, 'node')}, the others inside one"
+    if not each.crossing:
+        where = "each inside a node"
+    elif each.crossing == each.groups:
+        where = f"each over {counted(each.hosts, 'node')}"
+    return each.kind, f"{counted(each.groups, 'group')} of {each.degree}", where
+
+
+def remarks(job: Job) -> list[str]:
+    """What the user should know before anything is paid for."""
+    capability = job.node.capability
+    said = [
+        _tensor_crosses(job, each)
+        for each in rank_map.spreads(job.layout, job.gpus)
+        if each.kind == "tensor" and each.crossing
+    ]
+    if idle := job.node.gpus - job.gpus:
+        said.append(f"{idle} of the {job.node.gpus} GPUs of each node are not taken, and may be others'")
+    if not job.named and job.nodes > 1:
+        said.append("the names of hosts stand in for yours: give --hosts, or edit the hostfile")
+    if job.nodes > 1:
+        said.append(
+            "deepspeed takes no variables to other hosts but NCCL_*, PYTHON*, UCX_*, MV2* and MLFLOW*: write "
+            "others, such as MEGARECIPES_CACHE and HF_HOME, into ~/.deepspeed_env"
+        )
+    if job.cores is None:
+        said.append(
+            "nobody knows the cores of a node here: give --cpus-per-task, or each process gets one core"
+        )
+    if index := files.wheel_for(capability).index:
+        said.append(f"PyPI's torch has no kernels for sm_{capability}: install it from {index}")
+    return [*said, *map(str, job.plan.notices)]
+
+
+def _tensor_crosses(job: Job, spread: Spread) -> str:
+    hosts = sorted({rank // job.gpus for rank in spread.example})
+    where = ", ".join(job.hosts[host] for host in hosts[:4]) + (", ..." if len(hosts) > 4 else "")
+    ranks = _ranks(spread.example[0], spread.example[-1])
+    heads = job.plan.recipe.model.heads
+    inside = max(each for each in range(1, spread.degree + 1) if job.gpus % each == heads % each == 0)
+    return (
+        f"tensor parallelism crosses nodes: {spread.crossing} of {counted(spread.groups, 'group')} of "
+        f"{spread.degree} (ranks {ranks} lie on {where}), so that the all-reduces of every layer go over the "
+        f"network; with --set parallel.tp={inside} and more pipeline stages or data ranks each would be "
+        "inside one"
+    )
+
+
+def _add_launch(shown: Page, job: Job, out: Path | None) -> None:
+    """How each launcher starts it, and what was written."""
+    at, nodes, gpus = "." if out is None else str(out), job.nodes, job.gpus
+    started = f"{job.command} --out {launch_lines.quoted([job.run_directory])}"
+    each = f", on each host with its NODE_RANK, 0 to {nodes - 1}" if nodes > 1 else ""
+    reach = f", on {job.hosts[0]}, which reaches the others by ssh" if nodes > 1 else ""
+    lines = [
+        f"# deepspeed{reach}",
+        f"{launch_lines.deepspeed(nodes, gpus, f'{at}/hosts' if out else 'hosts')} {started}",
+        f"# torchrun{each}",
+        f"{launch_lines.torchrun(nodes, gpus, job.hosts[0], PORT)} {started}",
+    ]
+    names = ", ".join(files.NAMES)
+    if out is None:
+        shown.commands(*lines, f"# --out DIR writes {names}")
+        return
+    built = ["docker", "build", "-f", f"{at}/Dockerfile", "-t", job.image, "."]
+    lines += [
+        "# Slurm",
+        launch_lines.quoted(["sbatch", f"{at}/job.sbatch"]),
+        "# Kubernetes, once the image is where its nodes find it",
+        launch_lines.quoted(built),
+        launch_lines.quoted(["kubectl", "apply", "-f", f"{at}/pytorchjob.yaml"]),
+    ]
+    shown.commands(*lines, below=[f"wrote {names} in {at}"])
