@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_configs.findings import Findings
-from ds_configs.known_keys import stated
-from ds_configs.values import shown
+from ds_configs.known_keys import shown, stated
 
 
 def check(config: dict[str, Any], stage: int | None, findings: Findings) -> None:

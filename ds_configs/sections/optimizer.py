@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ds_configs.findings import Findings
-from ds_configs.known_keys import lookup, stated
+from ds_configs.known_keys import lookup, shown, stated
 from ds_configs.plan import Machine, Offload
-from ds_configs.values import shown
 from recipes.problems import Setting, Text
 from recipes.schema import Recipe
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ds_configs.findings import Findings
-from ds_configs.known_keys import SECTIONS, lookup, stated
+from ds_configs.known_keys import KEYS, lookup, shown, stated
 from ds_configs.plan import Machine
-from ds_configs.values import shown
 from recipes.layout import Layout
 from recipes.problems import Setting
 from recipes.schema import Recipe
@@ -30,7 +29,7 @@ def check(
 ) -> None:
     """Refuse what DeepSpeed asserts later; say where the section does nothing."""
     chunk = recipe.checkpoint_interval
-    section = {key: stated(config, f"{_SECTION}.{key}") for key in SECTIONS[_SECTION]}
+    section = {key: stated(config, f"{_SECTION}.{key}") for key in KEYS[_SECTION]}
     if lookup(config, PARTITION) == "auto":
         section["partition_activations"] = layout is not None and partitions(recipe, layout, machine)
     asked = [key for key in ("partition_activations", "cpu_checkpointing") if section[key]]

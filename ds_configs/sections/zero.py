@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ds_configs.findings import Findings
-from ds_configs.known_keys import lookup, stated
+from ds_configs.known_keys import lookup, shown, stated
 from ds_configs.plan import Machine, Offload, ZeroStage
-from ds_configs.values import shown
 from recipes.layout import Layout, divisors
 from recipes.problems import Problem, either
 

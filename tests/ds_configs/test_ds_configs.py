@@ -27,6 +27,7 @@ V100 = dataclasses.replace(GPU, bf16=False)
 EVERY_RECIPE = [entry.name for entry in catalog.names()]
 EVERY_CONFIG = available()
 WORLDS = (1, 2, 3, 4, 8)
+REMOVED = {key for key, (rule, _) in known_keys.REFUSED.items() if "removed" in rule}
 
 
 @pytest.fixture
@@ -215,10 +216,11 @@ def test_the_known_top_level_keys_are_those_that_deepspeed_reads(deepspeed_confi
             return Recorder(self)
 
     deepspeed_config.DeepSpeedConfig(Recorder({"train_batch_size": 1}))
-    ours = {*known_keys.TOP} | set(known_keys.REMOVED) | set(known_keys.REFUSED)
-    read_elsewhere = {"sequence_parallel_size"}  # only once a process group runs
-    assert Recorder.seen == ours - read_elsewhere
-    assert set(known_keys.REMOVED) == set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    ours = {*known_keys.KEYS[""]} | {key for key in known_keys.REFUSED if "." not in key}
+    not_read = {"parallel", "sequence_parallel_size"}  # ours; only once a process group runs
+    assert Recorder.seen == ours - not_read
+    removed = {key for key in REMOVED if "." not in key}
+    assert removed == set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
 
 
 def test_the_known_section_keys_are_deepspeeds(deepspeed_config):
@@ -248,16 +250,19 @@ def test_the_known_section_keys_are_deepspeeds(deepspeed_config):
         ("wandb", monitors.WandbConfig),
         ("comet", monitors.CometConfig),
     ):
-        assert set(known_keys.SECTIONS[section]) == set(model.model_fields), section
+        assert set(known_keys.KEYS[section]) == set(model.model_fields), section
     fields = {
         field.alias or name: (field.json_schema_extra or {})
         for name, field in DeepSpeedZeroConfig.model_fields.items()
     }
-    assert {name for name, extra in fields.items() if not extra.get("deprecated")} == {*known_keys.ZERO}
+    assert {name for name, extra in fields.items() if not extra.get("deprecated")} == {
+        *known_keys.KEYS["zero_optimization"]
+    }
     deprecated = {name for name, extra in fields.items() if extra.get("deprecated")}
-    assert set(known_keys.ZERO_REMOVED) == deprecated | set(deepspeed_config._REMOVED_ZERO_CONFIG_KEYS)
-    assert set(known_keys.SECTIONS["activation_checkpointing"]) == set(ACT_CHKPT_DEFAULT)
-    assert set(known_keys.SECTIONS["aio"]) == set(AIO_DEFAULT_DICT)
+    removed = deprecated | set(deepspeed_config._REMOVED_ZERO_CONFIG_KEYS)
+    assert {key for key in REMOVED if "." in key} == {f"zero_optimization.{key}" for key in removed}
+    assert set(known_keys.KEYS["activation_checkpointing"]) == set(ACT_CHKPT_DEFAULT)
+    assert set(known_keys.KEYS["aio"]) == set(AIO_DEFAULT_DICT)
 
 
 # --- the file
@@ -310,7 +315,7 @@ KEYS = [
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler: the schedule is the recipe's: --set schedule.kind="),
     ({"sparse_attention": {}}, "sparse_attention: was removed from DeepSpeed"),
     ({"checkpoint": {"tag_validation": "Warn"}}, "checkpoint: DeepSpeed saves nothing here"),
-    ({"amp": {"enabled": True}}, "amp: was removed from DeepSpeed, which refuses it; use fp16 or bf16"),
+    ({"amp": {"enabled": True}}, "amp: was removed from DeepSpeed or is deprecated; use fp16 or bf16"),
     ({"curriculum_learning": {}}, "curriculum_learning: was removed"),
     ({"progressive_layer_drop": {}}, "progressive_layer_drop: was removed"),
     ({"eigenvalue": {}}, "eigenvalue: was removed"),

@@ -69,8 +69,8 @@ def only(made, base: Any, *sets: str, **changes: Any) -> str:
 # --- one value
 
 REFUSED = {
-    "steps_per_print": (0, "=0: must be a whole number from 1; write one, or remove the key"),
-    "communication_data_type": ("fp64", '="fp64": must be fp16, bf16 or fp32;'),
+    "steps_per_print": (0, "=0: must be a whole number from 1, or null; write one, or remove the key"),
+    "communication_data_type": ("fp64", '="fp64": must be fp16, bf16 or fp32 in any case;'),
     "prescale_gradients": (1, "=1: must be true or false;"),
     "gradient_predivide_factor": (0, "=0: must be a number above 0"),
     "log_level": ("loud", "must be debug, info, warning, error or critical"),
@@ -84,7 +84,7 @@ REFUSED = {
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "later, which is another rule of descent"),
     "zero_optimization.overlap_comm": ("yes", '="yes": must be true or false'),
     "zero_optimization.leaf_module": ("x", '="x": is a section; write an object'),
-    "fp16.loss_scale": (-1, "=-1: must be a number from 0 to 4.29497e+09"),
+    "fp16.loss_scale": (-1, "=-1: must be a number from 0 to 4,294,967,296"),
     "fp16.loss_scale_window": (0, "=0: must be a whole number from 1"),
     "fp16.initial_scale_power": (2000, "=2000: must be a whole number from 0 to 32"),
     "fp16.hysteresis": (True, "=true: must be a whole number from 1"),
@@ -128,9 +128,8 @@ WRONG = (True, 0, -1, 0.5, 1e30, "auto", "1e9", "", [], [1], {}, {"a": 1}, None)
 
 
 def trials() -> Iterator[tuple[str, Any]]:
-    sections = {"": known_keys.TOP, **known_keys.SECTIONS}
-    for name, table in sections.items():
-        for key in table:
+    for name, keys in known_keys.KEYS.items():
+        for key in keys:
             yield from ((f"{name}.{key}" if name else key, value) for value in WRONG)
 
 
