@@ -1,4 +1,4 @@
-"""What an engine keeps in full precision on this rank: master weights and Adam's moments.
+"""An engine's state in full precision on this rank: master weights and Adam's moments.
 
 A `Partition` is one buffer of master weights, flat or a whole parameter, with the optimizer's state of it.
 Its fragments say which elements of which parameters lie where in it. This is the only place that knows how
@@ -36,7 +36,7 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # st
 
 
 class Fragment(NamedTuple):
-    """So many elements of a partition from `offset` on, which are those of `parameter` from `first` on.
+    """Elements of a partition from `offset` on: those of `parameter` from `first` on.
 
     `parameter`'s elements are those of this rank's tensor-parallel slice.
     """
@@ -90,7 +90,7 @@ class EngineState:
         return max(steps, default=0)
 
     def owned(self, partition: Partition) -> Iterator[Fragment]:
-        """The fragments that this rank writes: of what several ranks have, one copy in all."""
+        """The fragments that this rank writes: each number is written by one rank."""
         for fragment in partition.fragments:
             if not self._writes(fragment.parameter):
                 continue
@@ -102,7 +102,7 @@ class EngineState:
                 yield fragment
 
     def dtype(self, partition: Partition, kind: str) -> torch.dtype:
-        """Of the numbers that `read` gives."""
+        """The type of the numbers that `read` gives."""
         if kind == WEIGHT:
             return partition.dtype
         every = (state[kind].dtype for state in self.adam.state.values() if kind in state)
@@ -126,19 +126,19 @@ class EngineState:
             self._opened = partition
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close the open partition."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
 
     def write_back(self) -> None:
-        """Keep the new numbers of the partition that is open, and let go of it."""
+        """Keep the new numbers of the open partition, and close it."""
         assert self._opened is not None, "only an open partition is filled"
         self._opened.write_back()
         self._opened = None
 
     def begin_filling(self) -> None:
-        """Free gathered weights, which are those of before. Collective."""
+        """Free gathered weights, which are out of date. Collective."""
         if isinstance(self.zero, DeepSpeedZeroOptimizer_Stage3):
             self.zero._partition_all_parameters()
 
@@ -159,7 +159,7 @@ class EngineState:
         adam.state[master] = {"step": step, **moments}
 
     def finish(self) -> None:
-        """Round the master weights into those that compute, after all partitions were filled. Collective."""
+        """Round the master weights into the model's, once all partitions are filled. Collective."""
         zero = self.zero
         if isinstance(zero, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
             zero.update_lp_params()

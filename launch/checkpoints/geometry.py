@@ -1,4 +1,4 @@
-"""Where a piece of a tensor lies in it, as rectangles.
+"""The place of a piece in its tensor, as rectangles.
 
 A piece is what one rank holds: of its tensor-parallel slice a run of consecutive elements. A tensor is seen
 as a matrix, its first dimension against the rest. A run of elements of a slice of that matrix is at most
@@ -40,7 +40,7 @@ class Rectangle(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """`rows` x `columns` elements that lie in both of two pieces, by offset and stride in each."""
+    """`rows` x `columns` elements common to two pieces, by offset and stride in each."""
 
     rows: int
     columns: int
@@ -51,7 +51,7 @@ class Copy(NamedTuple):
 
 
 def rectangles(shape: Sequence[int], cut: Cut | None, first: int, count: int) -> list[Rectangle]:
-    """What elements [first, first + count) of a slice cover of the full tensor, padding left out.
+    """The part of the full tensor that elements [first, first + count) of a slice cover, without padding.
 
     `shape`: of the full tensor; `cut` None: the slice is all of it. A cut of another dimension than the first
     needs a matrix.
@@ -82,7 +82,7 @@ def rectangles(shape: Sequence[int], cut: Cut | None, first: int, count: int) ->
 
 
 def copies(source: Iterable[Rectangle], target: Sequence[Rectangle]) -> Iterator[Copy]:
-    """What has to be copied from one piece into another of the same tensor."""
+    """The copies from one piece into another of the same tensor."""
     for have in source:
         for want in target:
             top, bottom = max(have.top, want.top), min(have.bottom, want.bottom)

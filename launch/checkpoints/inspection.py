@@ -27,7 +27,7 @@ Seen = Callable[[int], None]  # hears the bytes of each part that is read
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a file of a checkpoint.
+    """A fault of one file of a checkpoint.
 
     Attributes:
         file: its name.
@@ -70,7 +70,7 @@ def faults(directory: Path, seen: Seen = lambda number: None) -> Iterator[Fault]
 def not_whole(
     directory: Path, kinds: Collection[str], fix: str, seen: Seen = lambda number: None
 ) -> list[Problem]:
-    """What keeps the tensors of some kinds in a checkpoint from being used. Reads all of it, as `faults`."""
+    """The faults that make tensors of some kinds unusable. Reads the whole checkpoint."""
     found = faults(directory, seen)
     # Other numbers that are not finite are of no concern.
     used = (f for f in found if not f.numbers or any(name.split("/", 1)[0] in kinds for name in f.tensors))
@@ -78,7 +78,7 @@ def not_whole(
 
 
 def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
-    """Tensors that are not those of the recipe's model."""
+    """Tensors other than those of the recipe's model."""
     try:
         recipe = Recipe.model_validate(held.recipe)
     except ValidationError as error:
@@ -98,7 +98,7 @@ def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
 
 
 def _file_faults(path: Path, held: Manifest, counts: dict[str, int], seen: Seen) -> Iterator[Fault]:
-    """What is wrong with a file that should hold `counts` elements of tensors."""
+    """The faults of a file that should hold `counts` elements of tensors."""
     told, names = held.files[path.name], tuple(counts)
     try:
         size = path.stat().st_size
@@ -192,7 +192,7 @@ class Difference:
 def differences(
     first: Checkpoint, second: Checkpoint, seen: Callable[[str], None] = lambda name: None
 ) -> Iterator[Difference]:
-    """Every tensor of the kinds that both have, one after the other. `seen` hears what is read next.
+    """The difference of every tensor of the kinds that both have. `seen` hears which is read next.
 
     Raises ProblemsError with all tensors that only one has, or that have another shape.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: its manifest, written last.
+"""The content of a checkpoint: its manifest, written last.
 
     step-000100/
       rank-00000.safetensors ...   of each rank what it alone holds: master weights and moments, in pieces
@@ -87,7 +87,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that a checkpoint says of itself.
+    """The facts that a checkpoint states of itself.
 
     Attributes:
         data: position in the data, of all ranks (`data.loader.merge_states`).
@@ -166,6 +166,6 @@ def read(directory: Path) -> Manifest:
 
 
 def digest(values: dict[str, Any]) -> str:
-    """SHA-256 of what a manifest says, which it ends with."""
+    """SHA-256 of a manifest's values; it is the manifest's last value."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

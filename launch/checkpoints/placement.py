@@ -1,4 +1,4 @@
-"""Where a parameter of this rank lies in its canonical tensor, or in that of `transformers`."""
+"""The place of a rank's parameter in its canonical tensor, or in that of `transformers`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(cls, parameter: torch.nn.Parameter) -> Placement:
-        """Of a parameter that `modeling.initialization.label` has labelled."""
+        """The place of a parameter that `modeling.initialization.label` has labelled."""
         name, shard = canonical_name(parameter), shard_of(parameter)
         # ZeRO-3 leaves an empty tensor behind.
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))

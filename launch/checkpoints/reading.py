@@ -1,4 +1,4 @@
-"""Resuming: which checkpoint a run starts from, and reading it into an engine of any layout."""
+"""Resuming: the choice of a checkpoint, and reading it into an engine of any layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Seen = Callable[[int, int], None]  # hears how many bytes of how many are read
 
 @dataclass(frozen=True)
 class Choice:
-    """What a run resumes from. `passed_over`: newer checkpoints that are damaged, the newest first."""
+    """The checkpoint to resume from. `passed_over`: newer ones that are damaged, the newest first."""
 
     checkpoint: Checkpoint | None
     passed_over: tuple[Damaged, ...] = ()
@@ -59,7 +59,7 @@ def choose(
 
 
 def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None:
-    """What is wrong with the files of a checkpoint by their checksums; None: nothing. Collective."""
+    """The damage of a checkpoint's files by their checksums; None: none. Collective."""
     world = dist.get_world_size()
     mine = sorted(candidate.manifest.files)[grid.rank :: world]
     total = sum(candidate.manifest.files[name].bytes for name in mine)

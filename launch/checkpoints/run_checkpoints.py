@@ -53,7 +53,7 @@ class Checkpoint:
         return self.manifest.corpus
 
     def check_file(self, name: str, seen: Callable[[int], None] = lambda number: None) -> str | None:
-        """What is wrong with a file by its checksum, and which tensors it holds; None: nothing.
+        """The damage of a file by its checksum, with the tensors in it; None: none.
 
         Reads all of it; `seen` hears the bytes of each part.
         """
@@ -94,7 +94,7 @@ def directory_of(root: Path, step: int) -> Path:
 
 
 def written_in(root: Path, step: int) -> Path:
-    """Where a checkpoint is until it is whole."""
+    """The directory of a checkpoint until it is whole."""
     return directory_of(root, step).with_suffix(WRITING)
 
 
@@ -175,7 +175,7 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:
-    """Those that are not seen to be damaged, oldest first."""
+    """Whole checkpoints, oldest first."""
     return [each for each in reversed(found(root)) if isinstance(each, Checkpoint)]
 
 
@@ -208,7 +208,7 @@ def complete(directory: Path, held: Manifest) -> Path:
 
 
 def abandon(directory: Path) -> None:
-    """Remove what was written of a checkpoint that cannot be completed."""
+    """Remove a checkpoint that cannot be completed."""
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -222,7 +222,7 @@ def prune(root: Path, keep: int | None) -> None:
 
 
 def remove_remains(root: Path) -> None:
-    """Remove what killed runs left half written and half removed. Needs the lock of the run directory."""
+    """Remove half written and half removed checkpoints of killed runs. Needs the run directory's lock."""
     for left in (*root.glob(f"step-*{WRITING}"), *root.glob(f"step-*{PRUNED}")):
         shutil.rmtree(left, ignore_errors=True)
 

@@ -46,7 +46,7 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank tells rank 0 of its share."""
+    """One rank's share of a checkpoint, as it reports it to rank 0."""
 
     file: StoredFile | None
     pieces: Pieces
@@ -165,7 +165,7 @@ class Saver:
         )
 
     def _fits(self, sizes: list[int]) -> bool:
-        """Whether the ranks of this machine may copy so much to its memory; says where it is not so."""
+        """Whether this machine's ranks may copy so much to its memory; says so once if not."""
         needed, free = sum(sizes) * local_world_size(), memory.available()
         if needed <= free - SPARE * memory.host_memory():
             return True
@@ -192,7 +192,7 @@ class Saver:
 def contents(
     state: EngineState, kinds: Sequence[str], rank: int, convert: Convert | None = None
 ) -> tuple[list[Entry], Pieces]:
-    """What `rank` writes of every kind, in the order of its partitions, and where that lies.
+    """The entries that `rank` writes, in the order of its partitions, and their places.
 
     `convert`: makes other numbers of those, of the same number and type.
     """
@@ -226,7 +226,7 @@ def assembled(parts: Sequence[Part]) -> tuple[dict[str, StoredFile], dict[str, S
 
 
 def kinds_after(adam_steps: int) -> tuple[str, ...]:
-    """What there is to store after so many updates."""
+    """The kinds of tensors to store after so many updates."""
     return (WEIGHT, *MOMENTS) if adam_steps else (WEIGHT,)
 
 

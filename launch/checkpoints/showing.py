@@ -1,4 +1,4 @@
-"""What launch/checkpoint.py prints: the checkpoints of a run, their damage, how two differ."""
+"""The output of launch/checkpoint.py: a run's checkpoints, their damage, differences of two."""
 
 from __future__ import annotations
 

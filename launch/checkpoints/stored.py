@@ -112,7 +112,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     @cached_property
     def _forms(self) -> dict[str, tuple[Form, int]]:
-        """How the tensors of `transformers`, whose GPT-2 alone Trainer trains, become canonical ones."""
+        """The forms by which tensors of `transformers` (GPT-2 under Trainer) become canonical ones."""
         model = Recipe.model_validate(self.manifest.recipe).model
         return {e.ours: (e.form, model.heads) for e in gpt2.name_map(model)}
 

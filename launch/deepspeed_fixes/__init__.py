@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 gets wrong and we correct, one file each.
+"""Corrections of DeepSpeed 0.19.8, one file each.
 
 Every docstring has the symptom, upstream's issue, and the test that notices when DeepSpeed has mended it.
 

@@ -20,7 +20,7 @@ from deepspeed.runtime import compiler
 
 
 def postpone_compilation() -> None:
-    """Import Muon now, such that torch.compile is called when its iteration first runs."""
+    """Import Muon now, with torch.compile put off until its iteration first runs."""
     with mock.patch.object(compiler, "compile", lambda: _at_first_call):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 

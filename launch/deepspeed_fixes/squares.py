@@ -1,4 +1,4 @@
-"""Sums of squares that are exact to rounding, however many elements there are."""
+"""Sums of squares, exact to rounding for any number of elements."""
 
 from __future__ import annotations
 

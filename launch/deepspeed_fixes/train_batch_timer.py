@@ -1,4 +1,4 @@
-"""The pipeline engine's timer of whole batches, which remembers every batch that is not printed.
+"""The pipeline engine's timer of whole batches: it keeps every batch in memory.
 
 DeepSpeed 0.19.8 (`train_batch` of runtime/pipe/engine.py) starts and stops it at each step, and empties its
 list at the steps alone that steps_per_print has printed. Our JSONs have none printed (10^9), so that a run on

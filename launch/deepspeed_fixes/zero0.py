@@ -53,7 +53,7 @@ AT_ONCE = 2**26  # elements of a list of tensors that one kernel takes, about
 
 
 def initialize(*, config: dict[str, Any], mpu: ProcessGrid, **arguments: Any) -> DataParallelEngine:
-    """What `deepspeed.initialize` does for a module that is no pipeline, with the engine below."""
+    """Do what `deepspeed.initialize` does for a plain module, with the engine below."""
     arguments |= {"config": config, "config_class": DeepSpeedConfig(config, mpu)}
     engine = DataParallelEngine(args=None, optimizer=None, mpu=mpu, **arguments)
     engine._configure_python_gc()
@@ -113,7 +113,7 @@ class DataParallelEngine(DeepSpeedEngine):
 def gradient_norm(
     parameters: Iterable[torch.nn.Parameter], mpu: ProcessGrid, gradients: Iterable[torch.Tensor | None] = ()
 ) -> torch.Tensor:
-    """L2 norm of the gradient of a whole model, of which `parameters` are this rank's: an fp32 scalar.
+    """L2 norm of a whole model's gradient, an fp32 scalar; `parameters`: this rank's.
 
     `gradients`: those of the parameters, where these do not hold them. Collective over the tensor-parallel
     ranks. Not finite where a gradient is not.

@@ -1,4 +1,4 @@
-"""What may start or resume in a run directory, in which nothing is ever overwritten."""
+"""Admission to a run directory: what may start or resume there, with nothing overwritten."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNSAID = ("title", "hardware", "published", "inferred", "differs", "unknown", "n
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What lies in the checkpoints/ of a run.
+    """The checkpoints of a run directory.
 
     Attributes:
         complete: steps of those that a run can resume from.
@@ -54,7 +54,7 @@ def admit(
     resume: bool = False,
     checkpoints: Checkpoints = Checkpoints(),
 ) -> RunDirectory:
-    """Make the directory, or enter it again with `resume`; the files that describe the run are written.
+    """Make the directory, or enter it again with `resume`, and write the files that describe the run.
 
     `path` None: runs/<name>-<ds_config> under the current directory. `checkpoints`: those that lie there.
     With `resume` and nothing there the run starts from its beginning (`resumed` is False), so that a job
@@ -115,7 +115,7 @@ def _saved(directory: RunDirectory) -> bool:
 
 
 def _refuse_lost(directory: RunDirectory, recipe: Recipe, checkpoints: Checkpoints, records: Records) -> None:
-    """Refuse to train a run again, over its records, whose checkpoints are damaged, gone or not wanted.
+    """Refuse to train a run again over its records where its checkpoints are damaged, gone or not wanted.
 
     A run that was killed before its first save was complete is not refused.
     """
@@ -142,7 +142,7 @@ def _refuse_lost(directory: RunDirectory, recipe: Recipe, checkpoints: Checkpoin
 
 
 def _put_aside(directory: RunDirectory, steps: Sequence[StepRecord]) -> tuple[str, ...]:
-    """Keep the metrics of a run that was killed before its first save under another name; says so."""
+    """Rename the metrics of a run killed before its first save; the notice of it."""
     if not steps:
         return (f"no save in {directory.path} was ever complete: it starts again at step 0",)
     names = (directory.path / f"metrics-before-{number}.jsonl" for number in itertools.count(1))
@@ -155,7 +155,7 @@ def _put_aside(directory: RunDirectory, steps: Sequence[StepRecord]) -> tuple[st
 
 
 def _refuse_strangers(directory: RunDirectory) -> None:
-    """Refuse a directory with files that no run made."""
+    """Refuse a directory with files of others."""
     if directory.recipe_yaml.exists():
         return
     empty = () if _saved(directory) else (directory.checkpoints.name,)
@@ -186,7 +186,7 @@ def _refuse_other_recipe(directory: RunDirectory, changed: Sequence[catalog.Chan
 
 
 def _changed(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Change]) -> tuple[str, ...]:
-    """Notices of all in which the run resumes otherwise than it was run before."""
+    """Notices of all differences between this launch and the one before."""
     # Through JSON, since what was saved has lists where a plan may have tuples.
     there, now = (json.loads(json.dumps(plan_to_json(each))) for each in (saved, plan))
     facts = [change for change in differences(there, now) if _within(change[0], LAID_OUT)]

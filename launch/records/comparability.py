@@ -52,7 +52,7 @@ class Incomparable:
 def not_comparable(
     row: Recipe | None, plan: Plan | None, *, tiny: bool, emulated_fp16: bool = False
 ) -> Incomparable | None:
-    """Why the numbers of a run of `plan` are not those of the row; None where they are.
+    """The reason against comparing a run of `plan` with the row; None: they can be compared.
 
     A None for `row` or `plan`: it cannot be read.
 
@@ -70,14 +70,14 @@ def not_comparable(
 
 
 def changed_work(row: Recipe, run: Recipe) -> list[str]:
-    """Keys of the recipe that differ and decide how much there is to compute."""
+    """Differing keys of the recipe that change the amount of work."""
     both = (recipe.compared() for recipe in (row, run))
     keys = [key for key, _, _ in differences(*both)]
     return [key for key in keys if any(key == part or key.startswith(f"{part}.") for part in SAME_WORK)]
 
 
 def changed_degrees(row: Recipe, layout: Layout) -> list[str]:
-    """Degrees that differ from the row's: the work of a rank is another one, and what it sends.
+    """Degrees other than the row's: they change the work of a rank and its messages.
 
     tp and pp that the row does not state are those of its ds_config; dp that it does not state is whatever
     was started.
@@ -90,13 +90,13 @@ def changed_degrees(row: Recipe, layout: Layout) -> list[str]:
 
 
 def changed_sharding(row: Recipe, plan: Plan) -> tuple[str, str] | None:
-    """(what the run shards and offloads, what the row's JSON says) where these are two things."""
+    """(sharding and offload of the run, those of the row's JSON) where they differ."""
     expected, used = sharding(_config(row.ds_config)), sharding(plan.ds)
     return (used, expected) if expected and used and expected != used else None
 
 
 def sharding(config: Mapping[str, Any]) -> str | None:
-    """A JSON's ZeRO stage and what it keeps outside the GPU: "ZeRO-3, offload optimizer"; None for {}."""
+    """A JSON's ZeRO stage and offload, as "ZeRO-3, offload optimizer"; None for {}."""
     if not config:
         return None
     ignored = Findings("")

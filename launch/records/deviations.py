@@ -1,4 +1,4 @@
-"""Everything in which a run is not the recipe as it is written, each thing stated."""
+"""The differences between a run and its recipe as written."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SENTENCES = {
 
 @dataclass(frozen=True)
 class Deviation:
-    """One thing in which a run is not its recipe.
+    """One difference between a run and its recipe.
 
     Attributes:
         kind: what sort of thing, as `SENTENCES` words it.
@@ -72,7 +72,7 @@ class Deviation:
 
 
 def deviations(run: RunFacts, steps: int) -> list[Deviation]:
-    """What a run of `steps` optimizer steps is not."""
+    """All differences of a run of `steps` optimizer steps."""
     every = list(_found(run, steps))
     return [each for number, each in enumerate(every) if each not in every[:number]]
 
@@ -105,7 +105,7 @@ def _found(run: RunFacts, steps: int) -> Iterator[Deviation]:
 
 
 def _changed_fields(original: Recipe, recipe: Recipe, tiny: bool) -> Iterator[Deviation]:
-    """Each field that is not the recipe's own; not the shrunk recipe's where --tiny made it smaller."""
+    """Changed fields; those that --tiny made smaller are compared with the shrunk recipe."""
     own, small, used = (_fields(each) for each in (original, shrink(original) if tiny else original, recipe))
     for key in {**own, **small, **used}:
         written, shrunk, value = (fields.get(key, "absent") for fields in (own, small, used))
@@ -130,7 +130,7 @@ def _belongs(key: str, parts: Sequence[str]) -> bool:
 
 
 def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Deviation]:
-    """Degrees and shares of the batch that are not what the reference states, or what follows from it."""
+    """Degrees and shares of the batch other than the reference states, or implies."""
     sequence, cut = plan.recipe.parallel.sequence, reference.parallel.sequence
     if sequence != cut:
         yield Deviation("recipe", "parallel.sequence", cut, sequence)

@@ -116,7 +116,7 @@ class RunDirectory:
     checkpoints = _File("checkpoints")
 
     def write_description(self, plan: Plan, launches: Sequence[Launch]) -> None:
-        """Write the files that say what is run."""
+        """Write the files that describe the run."""
         write_atomically(self.recipe_yaml, catalog.dump(plan.recipe))
         write_atomically(self.ds_config_json, _json(plan.ds))
         write_atomically(self.plan_json, _json(plan_to_json(plan)))

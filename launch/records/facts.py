@@ -1,4 +1,4 @@
-"""What training tells of a run, and what is known of it beforehand: each fact defined once."""
+"""The facts of a run, each defined once: those known beforehand, and those that training reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one optimizer step came to.
+    """The outcome of one optimizer step.
 
     Attributes:
         loss: mean over the global batch, in nats per token (per predicted token of a BERT, plus its sentence
@@ -90,7 +90,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Entropies:
-    """What a uniform and a unigram model reach on the validation text, nats per token."""
+    """The losses of a uniform and a unigram model on the validation text, nats per token."""
 
     uniform: Finite | None = None
     unigram: Finite | None = None
@@ -98,7 +98,7 @@ class Entropies:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A split that a fine-tuned model has predicted.
+    """The score of a fine-tuned model on one split.
 
     Attributes:
         metrics: by name, in shares of 1; none where labels are hidden.
@@ -120,7 +120,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run before its first step.
+    """The facts of a run before its first step.
 
     Attributes:
         name: the recipe's, table/row as the user names it.
@@ -168,7 +168,7 @@ class Ending:
 
 
 class Silence:
-    """Hears of a run and keeps nothing, on all ranks but 0, whose `Recorder` writes and shows it."""
+    """The recorder of all ranks but 0: keeps nothing. Rank 0 has a `Recorder`, which writes and shows."""
 
     def __enter__(self) -> Silence:
         return self
@@ -190,7 +190,7 @@ class Silence:
         """The loss on held-out text after `step` completed steps; `kind` "test": on the test split."""
 
     def saving(self, peaks: Peaks) -> None:
-        """The last checkpoint is next, which a host may not survive."""
+        """The last checkpoint is next; a host that runs out of memory may not survive it."""
 
     def saved(self, saved: Saved) -> None:
         """A checkpoint, or why there is none."""

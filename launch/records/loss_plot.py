@@ -48,7 +48,7 @@ def plot_loss(
 
 
 def moving_average(values: Sequence[float]) -> list[float]:
-    """The mean of each value and of as many before it as behind it, so that a falling curve stays in place.
+    """The mean of each value and of equally many on both sides, so that a falling curve stays in place.
 
     Towards both ends these are fewer, and at the ends none.
     """
@@ -58,17 +58,17 @@ def moving_average(values: Sequence[float]) -> list[float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of values whose sum may be too large for a float."""
+    """The mean of values with a sum that may be too large for a float."""
     return sum(value / len(values) for value in values)
 
 
 def averaged(count: int) -> str:
-    """What the moving average of so many steps is."""
+    """The label of the moving average over so many steps."""
     return f"training, mean of the {2 * _reach(count) + 1} steps around (fewer towards the ends)"
 
 
 def _reach(count: int) -> int:
-    """How many neighbours on either side: 10 of 300 steps, so that the window is a fifteenth of the run."""
+    """Neighbours on either side: 10 of 300 steps, so that the window is a fifteenth of the run."""
     return min(max(1, count // 30), MOST_NEIGHBOURS)
 
 

@@ -89,7 +89,7 @@ class ValidationRecord:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A line of text that was said after `step` steps."""
+    """A line of text after `step` steps."""
 
     step: int
     text: str
@@ -107,7 +107,7 @@ class SaveRecord(Saved):
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What a launch makes its steps with: of two that differ, the times of steps are not to be mixed."""
+    """The settings behind the speed of a launch: times of launches that differ in them are not mixed."""
 
     ds_config: str
     layout: Layout
@@ -198,7 +198,7 @@ _ADAPTERS: dict[str, TypeAdapter[Any]] = {
 
 @dataclass(frozen=True)
 class Records:
-    """What a metrics.jsonl holds, each kind in the order of the file. `broken`: lines were left out."""
+    """The content of a metrics.jsonl, each kind in the order of the file. `broken`: lines were left out."""
 
     steps: tuple[StepRecord, ...] = ()
     validations: tuple[ValidationRecord, ...] = ()
@@ -215,7 +215,7 @@ class Records:
 
     @property
     def part(self) -> str:
-        """The loss that is per token: "mlm_loss" of a BERT, whose other part is not; else "loss"."""
+        """The name of the loss per token: "mlm_loss" of a BERT, else "loss"."""
         every = (*(step.parts for step in self.steps), *(each.parts for each in self.validations))
         return "mlm_loss" if any("mlm_loss" in parts for parts in every) else "loss"
 
@@ -242,7 +242,7 @@ def stretches(records: Records) -> list[Stretch]:
 
 
 def curve(records: Sequence[StepRecord | ValidationRecord], part: str = "loss") -> list[tuple[int, float]]:
-    """(step, nats) of the records whose loss, or part of it, is finite."""
+    """(step, nats) of the records with a finite loss, or part of it."""
     found = ((record.step, record.loss if part == "loss" else record.parts.get(part)) for record in records)
     return [(step, value) for step, value in found if value is not None]
 

@@ -20,7 +20,7 @@ OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What stands next to a plan on the screen.
+    """The lines next to a plan on the screen.
 
     Attributes:
         band_kernel: what will train banded layers on this machine, if there are any.
@@ -87,7 +87,7 @@ def describe_plan(plan: Plan, name: str, around: Surroundings, width: int | None
 
 
 def describe_precision(plan: Plan) -> str:
-    """The precision of a run, and that of its gradients' sums where it is another."""
+    """The precision of a run, and that of its gradients' sums if it differs."""
     over_batches = (plan.ds.get("data_types") or {}).get("grad_accum_dtype")
     over_ranks = plan.ds.get("communication_data_type")
     sums = ((over_batches, "micro-batches"), (over_ranks, "data-parallel ranks"))
@@ -108,7 +108,7 @@ def describe_states(plan: Plan) -> str:
 
 
 def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
-    """Where the text is from, and how much of it the run reads."""
+    """The source of the text, and the share of it that the run reads."""
     tokens = f"{data['train_tokens']:,} training tokens, " if "train_tokens" in data else ""
     samples, epoch = plan.recipe.steps * plan.layout.global_batch, data.get("samples_per_epoch")
     seen = f"{samples / epoch:.2f} epochs" if epoch else "streamed"
@@ -117,7 +117,7 @@ def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
 
 
 def describe_attention(model: Model, band_kernel: str | None) -> list[tuple[str, str]]:
-    """Which layers of a model are banded, if any, and the kernel that trains them where one is named."""
+    """The banded layers of a model, if any, and the kernel that trains them if one is named."""
     if model.attention_window is None:
         return []
     banded = sum(window is not None for window in model.windows)

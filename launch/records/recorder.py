@@ -1,4 +1,4 @@
-"""What rank 0 shows and keeps of a run, from its plan to its result; the other ranks are silent."""
+"""Rank 0's records of a run, on the screen and in files, from its plan to its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of a run: what was measured, next to what was published, with every deviation stated.
+"""The result of a run: measured quantities next to published ones, with every deviation stated.
 
 `result.json` holds it. `launch/records/result_text.py` prints it.
 """
@@ -67,7 +67,7 @@ class HeldOutLoss:
 
 @dataclass(frozen=True)
 class Losses:
-    """What the losses came to; None: that text was not read."""
+    """The final losses; None: that text was not read."""
 
     training: TrainingLoss = TrainingLoss()
     validation: HeldOutLoss | None = None
@@ -94,7 +94,7 @@ class Speed:
 
     @property
     def measured_over(self) -> str:
-        """Which steps the median is of."""
+        """The steps behind the median, in words."""
         return str(SteadySeconds(self.seconds_per_step or 0.0, self.steps, self.left_out))
 
 
@@ -259,7 +259,7 @@ def compare_with(published: Published | None, result: Result, *, comparable: boo
 
 
 def implementation(model: Model) -> str:
-    """Whose modules and loop: ours, or "transformers" with its version."""
+    """The source of modules and loop: ours, or "transformers" with its version."""
     own = model.implementation == OURS
     return OURS if own else f"{model.implementation} {metadata.version(model.implementation)}"
 
@@ -278,7 +278,7 @@ def _training_loss(steps: Sequence[StepRecord]) -> TrainingLoss:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where one value is None, which stands for a number that was not finite: no mean can hide that."""
+    """The mean; None where a value is None, a number that was not finite: no mean hides that."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if len(known) == len(values) else None
 

@@ -38,7 +38,7 @@ def shows(directory: Path, name: str) -> bool:
 
 
 def require(seen: bool, directory: Path) -> None:
-    """Raise ValueError where it did not appear."""
+    """Raise ValueError unless the file was seen."""
     if not seen:
         raise ValueError(
             f"{directory.absolute()} does not hold what rank 0 has just written into its run directory: that "

@@ -30,7 +30,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup, initial_weights: str | None = None) -> None:
-    """Refuse to train where ranks read other data or weights, or run other code or settings. Collective.
+    """Refuse ranks that differ in data, weights, code or settings. Collective.
 
     Every machine prepares its own copy of the corpus; a package or file of another version there would train
     silently on something else. Raises ValueError with what differs.
@@ -54,7 +54,7 @@ def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup, initial_weights:
 
 
 def without_paths(ds: dict[str, Any]) -> dict[str, Any]:
-    """The resolved JSON but for where each machine offloads to, which may be a place of its own."""
+    """The resolved JSON without the places that each machine offloads to."""
     zero = dict(ds.get("zero_optimization") or {})
     for kind in ("offload_optimizer", "offload_param"):
         if isinstance(section := zero.get(kind), dict):
@@ -64,7 +64,7 @@ def without_paths(ds: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one rank tells at the end of a step. Numbers, since they travel as one row of a tensor.
+    """The report of one rank at the end of a step, in numbers: they travel as one row of a tensor.
 
     `stop`: index in `REASONS` of what asked this rank to stop; `own_seconds`: as in `RankSeconds`.
     """
@@ -81,7 +81,7 @@ class StepNews:
 
     @property
     def stopped(self) -> str | None:
-        """What asked any rank to stop: all leave at the same step."""
+        """The request that any rank got to stop: all leave at the same step."""
         return REASONS[max(report.stop for report in self.reports)] or None
 
     @property
@@ -104,7 +104,7 @@ class StepExchange:
         self._work = _all_gather(self._table.view(-1), row, group=group, async_op=True)
 
     def wait(self) -> StepNews:
-        """What all ranks have told."""
+        """The reports of all ranks."""
         self._work.wait()
         return StepNews(tuple(_report(values) for values in self._table.tolist()))
 

@@ -19,7 +19,7 @@ from modeling.parallel.process_grid import ProcessGrid
 
 
 def band_kernel(plan: Plan) -> str | None:
-    """What computes the banded layers in training on this machine's accelerator; None: all layers are dense.
+    """The kernel of the banded layers in training on this machine's accelerator; None: all are dense.
 
     Says why, whether it computes fewer scores than dense layers would, and that speeds on CUDA are unknown.
     """

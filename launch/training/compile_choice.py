@@ -1,4 +1,4 @@
-"""Whether a run is compiled by torch.compile: as the user says, else where that is paid back within the run.
+"""The choice of torch.compile: as the user says, else where it is paid back within the run.
 
 The choice is a function of the run and the machine alone, and of no clock: a resumed run, all of its ranks
 and the uninterrupted one make the same.
@@ -54,7 +54,7 @@ def has_compiler(machine: Machine) -> bool:
 
 
 def explain_missing(wish: Wish, plan: Plan, machine: Machine) -> str | None:
-    """What a run loses for want of a compiler; None: nothing."""
+    """The warning that a compiler is missing; None: none is needed."""
     if wish == "off" or not worth_compiling(plan, machine) or has_compiler(machine):
         return None
     needed = "Triton and a C compiler" if machine.accelerator == "cuda" else "g++ and Python's headers"

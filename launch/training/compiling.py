@@ -1,4 +1,4 @@
-"""torch.compile under DeepSpeed: what is compiled in which layout, and what it gains, measured."""
+"""torch.compile under DeepSpeed: the parts to compile in each layout, and the measured gain."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Gain:
 
 
 def paid_back(gains: Sequence[Gain], took: float, accumulation: int, steps: int) -> str:
-    """When the run has saved the seconds that compiling `took`."""
+    """The step at which the run has saved the seconds that compiling `took`, in words."""
     saved = accumulation * sum(gain.times * (gain.eager - gain.compiled) for gain in gains)
     if saved <= 0:
         return "which saves nothing here: --compile off"
@@ -94,13 +94,13 @@ def keep_gcc_from_joining_statements() -> None:
 
 
 def _as_a_whole(plan: Plan, device: str) -> bool:
-    """Whether nothing has to happen between the layers of a model that is no pipeline."""
+    """Whether a plain model can be compiled whole: nothing happens between its layers."""
     averages = device != "cpu" and plan.layout.dp > 1
     return plan.zero_stage < 3 and not plan.recipe.checkpoint_interval and not averages
 
 
 def prepare(module: torch.nn.Module, plan: Plan) -> None:
-    """Make what the attention over the recipe's sequences needs and no graph should hold."""
+    """Make the constants of attention outside of any graph."""
     device = torch.device(get_accelerator().current_device_name())
     for attention in module.modules():
         if isinstance(attention, Attention):

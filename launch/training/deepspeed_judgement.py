@@ -26,7 +26,7 @@ _FIX = "write what it takes, or remove the key"
 
 
 def check(plan: Plan, where: str) -> None:
-    """Raise ConfigError with what DeepSpeed does not take; `where`: the JSON.
+    """Raise ConfigError with DeepSpeed's objections; `where`: the JSON.
 
     `ds_configs` refuses it first, as far as it knows the key; this is what remains, such as the sections that
     it hands on unread, and what another version of DeepSpeed judges otherwise.
@@ -47,7 +47,7 @@ def check(plan: Plan, where: str) -> None:
 
 
 class _OneRank:
-    """Stands in for the process grid, which there is none of yet."""
+    """Stands in for the process grid before there is one."""
 
     def get_data_parallel_world_size(self) -> int:
         return 1

@@ -70,7 +70,7 @@ class EarlyStop:
 
 
 class SkippedInARow:
-    """Watches for skipped steps that nothing will end.
+    """Counts skipped steps in a row, and ends a run that will never make another.
 
     A static loss scale may overflow for ever, and gradients may never be finite again in bf16. A dynamic loss
     scale comes down, and DeepSpeed itself watches its floor.

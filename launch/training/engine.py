@@ -42,7 +42,7 @@ Forward = Callable[..., tuple[torch.Tensor, ...]]  # (engine, micro-batch) -> (l
 
 
 def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices and embeddings, which are decayed, and biases and LayerNorms, which are not."""
+    """Two groups: matrices and embeddings, with weight decay; biases and LayerNorms, without."""
     groups: tuple[dict[str, Any], ...] = (
         {"params": [], "weight_decay": weight_decay},
         {"params": [], "weight_decay": 0.0},
@@ -100,7 +100,7 @@ def build_engine(
 
 
 def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
-    """Move all buffers to the device of the parameters, of which DeepSpeed's zero.Init moves no others."""
+    """Move all buffers to the device of the parameters: DeepSpeed's zero.Init moves parameters alone."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.to(device)
@@ -108,7 +108,7 @@ def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def released(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Release in the end what the engine holds, so that the next run in this process starts clean."""
+    """Release the engine in the end, so that the next run in this process starts clean."""
     try:
         yield
     finally:
@@ -123,7 +123,7 @@ def train_step(
     grid: ProcessGrid,
     salts: Sequence[torch.Tensor | None],
 ) -> PendingStep:
-    """One optimizer step over this data-parallel rank's micro-batches, which a GPU may still compute.
+    """One optimizer step over this data-parallel rank's micro-batches; a GPU may still be computing it.
 
     `salts`: of each micro-batch, as `micro_batches.salts_of_step` gives them.
     DeepSpeed divides each loss by the accumulation steps, averages gradients over data-parallel ranks, clips,
@@ -230,7 +230,7 @@ def validate(
 
 
 def _unused_salts(engine: PipelineEngine, batch: MicroBatch) -> torch.Tensor | None:
-    """What a validation sends between stages where training sends salts: they agree on shapes but once."""
+    """Stand-ins for training's salts in a validation: pipeline stages agree on shapes but once."""
     size = (*batch["tokens"].shape, 2)
     return torch.zeros(size, dtype=torch.int64, device=engine.device) if engine.module.salted else None
 

@@ -1,4 +1,4 @@
-"""How long this rank's forward passes take, on the clock of what computes them."""
+"""The time of this rank's forward passes, by the clock of its accelerator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 
 class ForwardClock:
-    """Adds up the forward passes in which an engine trains; `on_pass` is called after every pass.
+    """Adds up the forward passes of training; `on_pass` is called after every pass.
 
     Two marks a pass: events on the stream of an accelerator, which is not waited for, and the time on a CPU.
     """

@@ -50,7 +50,7 @@ class Job:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the run saves."""
+        """The directory of the run's checkpoints."""
         return self.directory / "checkpoints"
 
     @property
@@ -69,7 +69,7 @@ def plan_job(
     elsewhere: bool = False,
     planned: int | None = None,
 ) -> Plan:
-    """The plan of `recipe` on this launch's processes, where it can be trained here.
+    """The plan of `recipe` on this launch's processes.
 
     `ds_config` None: the recipe's own; `elsewhere`: nothing is started, so that the plan is of `planned`
     processes, or of as many as the layout asks for, and what this machine alone refuses is a notice. Raises
@@ -114,7 +114,7 @@ def anywhere(recipe: Recipe, ds_config: str, machine: Machine, world: int | None
 
 
 def assumed_machine(plan: Plan, here: str) -> str:
-    """On what a plan of `anywhere` would run, where this machine, called `here`, does not start it."""
+    """The machine that a plan of `anywhere` is for; `here`: the name of this one."""
     if any(notice.key == "machine" for notice in plan.notices):
         return f"planned for GPUs that have fp16, bf16 and every op of DeepSpeed's; here: {here}"
     return f"planned for machines like this one: {here}"

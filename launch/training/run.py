@@ -1,4 +1,4 @@
-"""A run around its optimizer steps: its start, its batches, what it records, when it validates and saves.
+"""A run around its optimizer steps: its start, batches, records, validations and saves.
 
 The loop over the steps is that of launch/training/loop.py, or `transformers.Trainer`'s
 (launch/training/transformers_trainer.py). Both call `exchange`, `news`, `record`, `validate_if_due` and
@@ -44,7 +44,7 @@ from modeling.parallel.process_grid import ProcessGrid
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from, once all ranks have agreed on it."""
+    """The facts that all ranks of a run have agreed on before it starts."""
 
     job: Job
     recorder: Silence
@@ -116,14 +116,14 @@ class TrainingRun:
         return StepExchange(own, self.grid.control_group)
 
     def news(self, exchange: StepExchange) -> StepNews:
-        """What all ranks have told, once this one has the outcome of its step."""
+        """The reports of all ranks, once this one has the outcome of its step."""
         self.watchdog.enter(Phase.COMPUTED)
         return exchange.wait()
 
     def record(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
     ) -> None:
-        """Record the `step`-th optimizer step. Raises Diverged where no later step will help.
+        """Record the `step`-th optimizer step. Raises Diverged if no later step will help.
 
         `seconds` of wall time, of which `waited` were spent on the batch; `ranks`: all of them compared.
         """
@@ -182,7 +182,7 @@ class TrainingRun:
             raise NotSavedError(self.saver.problem)
 
     def say_what_is_left_out(self) -> None:
-        """Say which broken records of streams the ranks have met and skipped since this was last said."""
+        """Name the broken records of streams that ranks have skipped since the last call."""
         if not self.corpus.skipped:
             return
         own = [each for skipped in self.corpus.skipped for each in skipped.found()]
@@ -207,7 +207,7 @@ def watching(start: Start) -> AbstractContextManager[Watchdog]:
 
 
 def next_batch(batches: StepBatches) -> list[MicroBatch]:
-    """The micro-batches of the next step. Raises Failed where this rank cannot make them."""
+    """The micro-batches of the next step. Raises Failed if this rank cannot make them."""
     try:
         return next(batches)
     except (MemoryError, BrokenData):  # an OOM; what all ranks have agreed upon
@@ -229,7 +229,7 @@ def held_out_batches(samples: HeldOut, plan: Plan, grid: ProcessGrid) -> Sequenc
 
 
 def first_step(checkpoint: Checkpoint | None) -> int:
-    """Optimizer steps that are done when the run starts."""
+    """Optimizer steps done before the run starts."""
     return checkpoint.step if checkpoint else 0
 
 

@@ -17,7 +17,7 @@ LARGEST_SAMPLED = 2_000_000_000  # parameters; rank 0 does not assemble a larger
 
 
 def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """What the model of the last step says to run.prompt, or why it is not asked; None without a prompt."""
+    """The last step's answer to run.prompt, or the reason for none; None without a prompt."""
     if recipe.run.prompt is None:
         return None
     if cost.parameters(recipe.model, recipe.positions) > LARGEST_SAMPLED:

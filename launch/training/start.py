@@ -37,7 +37,7 @@ PREPARATION = timedelta(days=2)  # that a corpus may take
 
 @dataclass(frozen=True)
 class Training:
-    """A job, what results say of it besides, and what its command adds to the run.
+    """A job, with the facts that its result states and the work that its command adds.
 
     Attributes:
         original: the recipe before --tiny, --set and --steps.
@@ -85,7 +85,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 
 
 def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
-    """Train what the flags ask for, those of `add_run_arguments` in `args`, or show its plan.
+    """Train a checked job, or show its plan; `args` has the flags of `add_run_arguments`.
 
     `check`: the training, checked, on every rank; raises ValueError with every problem.
     """
@@ -184,7 +184,7 @@ def open_run_directory(training: Training) -> RunDirectory | None:
 
 
 def run_facts(training: Training) -> RunFacts:
-    """What is known of the run on rank 0 before its data are there."""
+    """The facts of the run on rank 0 before its data are there."""
     from launch.machine import description
     from launch.records.facts import RunFacts
 
@@ -193,7 +193,7 @@ def run_facts(training: Training) -> RunFacts:
 
 
 def check_quickly(job: Job) -> None:
-    """The part of doctor.py that takes no time: rank 0 says warnings; what fails raises ProblemsError."""
+    """Make the quick checks of doctor.py: rank 0 says warnings; a failed one raises ProblemsError."""
     found = checks.run(start_checks.quick(job.plan.recipe, job.directory))
     checks.refuse(found)
     for check in found:
@@ -203,7 +203,7 @@ def check_quickly(job: Job) -> None:
 
 @contextlib.contextmanager
 def system_refusals(place: Path) -> Iterator[None]:
-    """Raise ProblemsError with what the system refuses in the block, before a first step."""
+    """Turn what the system refuses in the block into ProblemsError."""
     try:
         yield
     except OSError as error:
@@ -303,7 +303,7 @@ def say_on_rank_0(text: str) -> None:
 def open_recorder(
     training: Training, directory: RunDirectory | None, corpus: Corpus, chosen: Choice
 ) -> Silence:
-    """What keeps the run's records on rank 0, cut back to the chosen checkpoint; silent elsewhere."""
+    """The recorder of rank 0, cut back to the chosen checkpoint; a silent one elsewhere."""
     from launch.records import vocabulary
     from launch.records.facts import Entropies, Silence
     from launch.records.recorder import Recorder

@@ -34,13 +34,13 @@ def training_batches(
 def _place(
     plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
 ) -> tuple[TrainingSamples, int, Layout, int, int, dict[str, Any] | None]:
-    """What StepBatches takes, but for its workers."""
+    """The arguments of StepBatches, without its workers."""
     start, state = (checkpoint.step, checkpoint.data_state) if checkpoint else (0, None)
     return corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state
 
 
 class StreamBatches(StepBatches):
-    """Batches of a stream, which one rank of each model copy reads and tokenizes for all of that copy.
+    """Batches of a stream: one rank of each model copy reads and tokenizes for all of that copy.
 
     All ranks get those of a step, or none does, where one of them cannot be read.
     """
@@ -71,7 +71,7 @@ class StreamBatches(StepBatches):
         return found if self._copy is None else self._shared(found)
 
     def _shared(self, found: list[MicroBatch]) -> list[MicroBatch]:
-        """What the rank that reads has found, on all ranks of its copy, with the state after it."""
+        """The reading rank's batches, on all ranks of its copy, with the state after them."""
         sent: list[Any] = [(found, self._state)]
         dist.broadcast_object_list(sent, src=self._reader, group=self._copy)
         if self._reads:
@@ -84,7 +84,7 @@ class StreamBatches(StepBatches):
 
 
 def _of_one_copy(grid: ProcessGrid) -> tuple[dist.ProcessGroup | None, int]:
-    """The ranks that train on the same samples as this one, and which of them reads. Collective.
+    """The group of ranks with the same samples as this one, and its reading rank. Collective.
 
     No group where a copy of the model is one rank.
     """

@@ -52,7 +52,7 @@ from recipes.schema import Recipe
 
 
 def train(start: Start) -> EarlyStop | None:
-    """What `launch.training.loop.train` is for our own model."""
+    """Train by Trainer's loop, as `launch.training.loop.train` does by ours."""
     job, recorder, grid, plan = start.job, start.recorder, start.grid, start.job.plan
     if first_step(start.checkpoint) >= plan.recipe.steps:  # Trainer takes at least one step
         return None
@@ -85,7 +85,7 @@ def train(start: Start) -> EarlyStop | None:
 
 
 def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
-    """Trainer's settings. Those that the DeepSpeed JSON has as well it compares, and refuses a difference."""
+    """Trainer's settings. It refuses values other than those of the DeepSpeed JSON."""
     recipe, layout, optimizer = plan.recipe, plan.layout, plan.recipe.optimizer
     threads = torch.get_num_threads()
     silent: dict[str, Any] = dict.fromkeys(("logging_strategy", "save_strategy", "eval_strategy"), "no")
@@ -116,7 +116,7 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
 
 
 class FollowOnceThereIsAnEngine(TrainerCallback):
-    """Begins the run when Trainer has made the engine, and has it followed from there on."""
+    """Begins the run once Trainer has made the engine."""
 
     def __init__(self, follow: Callable[[DeepSpeedEngine], FollowRun], trainer: RecipeTrainer) -> None:
         self.follow, self.trainer = follow, trainer
@@ -131,7 +131,7 @@ class FollowOnceThereIsAnEngine(TrainerCallback):
 
 
 class FollowRun(TrainerCallback):
-    """Hands the steps that Trainer performs to the run, and its decision to stop back to Trainer."""
+    """Reports Trainer's steps to the run, and the run's decision to stop to Trainer."""
 
     def __init__(self, run: TrainingRun, trainer: RecipeTrainer) -> None:
         self.run, self.trainer = run, trainer
@@ -233,14 +233,14 @@ def one_by_one(batches: StepBatches) -> Iterator[MicroBatch]:
 
 
 def _plain_data_parallel(grid: ProcessGrid, config_params: dict[str, Any], **how: Any) -> tuple[Any, ...]:
-    """Our engine for ZeRO stage 0, where accelerate calls DeepSpeed's."""
+    """Our engine for ZeRO stage 0 in the place of DeepSpeed's, for accelerate."""
     engine = zero0.initialize(config=config_params, mpu=grid, **how)
     return engine, engine.optimizer, None, engine.lr_scheduler
 
 
 @contextlib.contextmanager
 def _own_accelerate_state() -> Iterator[None]:
-    """Undo in the end what accelerate and transformers keep per process, for another run; keep them quiet."""
+    """Keep accelerate quiet, and undo in the end what it and transformers keep per process."""
     if os.environ.get("MEGARECIPES_VERBOSE") != "1":
         logging.getLogger("accelerate").setLevel(logging.ERROR)
     before = {*os.environ}
