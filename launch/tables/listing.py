@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -24,21 +23,24 @@ from recipes.problems import Problem, ProblemsError, RecipeError, did_you_mean
 from recipes.schema import Hardware, Published, Recipe
 from recipes.tables import Table, read_table
 
-COLUMNS = (
-    "row", "parameters, each once", "layers x hidden", "tp x pp x dp", "GPUs", "batch", "ds_config",
-    "published",
-)  # fmt: skip
+MEASURED = {  # of a row, as its line says them
+    "time_per_iteration_s": "{:g} s",
+    "samples_per_s": "{:g} samples/s",
+    "tflops": "{:g} TFLOPS",
+    "cached_gb": "{:g} GB",
+    "validation_loss": "loss {:g}",
+}
 
 
 @dataclass(frozen=True)
-class Row:
+class ListedRecipe:
     """A recipe with where it stands."""
 
     table: Table
     name: str
     recipe: Recipe
-    asked: str  # its table as `catalog.load` takes it: the table's name, or the path of a file
-    fits: str | None = None  # how, or why not; None where nobody asked
+    source: str  # its table as `catalog.load` takes it: the table's name, or the path of a file
+    fits: str | None = None  # how it fits this machine; None where nobody asks
 
     @property
     def gpus(self) -> int | None:
@@ -55,13 +57,30 @@ class Row:
         """Whether it has values that no source gives, besides the number of steps, which most tables lack."""
         return bool(self.recipe.unknown.keys() - {"steps"})
 
+    @property
+    def cells(self) -> dict[str, str]:
+        """Its line, by the headings."""
+        recipe, model, (tp, pp) = self.recipe, self.recipe.model, self.recipe.parallel.model_parallel
+        other = f"({self.processes})" if self.processes and self.processes != self.gpus else ""
+        fits = {} if self.fits is None else {"fits": self.fits}
+        return {
+            "row": self.name + (" ?" if self.stands_in else ""),  # apart, so that a name can be copied
+            "parameters, each once": short_count(cost.parameters(model, recipe.positions)),
+            "layers x hidden": f"{'BERT ' if model.family == 'bert' else ''}{model.layers}x{model.hidden}",
+            "tp x pp x dp": f"{tp} x {pp} x {recipe.parallel.dp or 'any'}",
+            "GPUs": f"{self.gpus or ''} {other}".strip(),
+            "batch": f"{recipe.batch.global_}",
+            "ds_config": recipe.ds_config,
+            "published": published_text(recipe.published),
+        } | fits
+
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand `list` to the subparsers of launch/recipe.py."""
+    about = "List the recipes, filtered; every filter narrows the list."
     parser = commands.add_parser(
-        "list", help="which recipes there are", allow_abbrev=False,
-        description="List the recipes, filtered; every filter narrows the list.",
-    )  # fmt: skip
+        "list", help="which recipes there are", allow_abbrev=False, description=about
+    )
     add = parser.add_argument
     own = "only this table, or that of your own file.yaml; repeatable"
     add("--table", action="append", default=[], metavar="NAME", help=own)
@@ -75,7 +94,6 @@ def add_parser(commands: Any) -> None:
     states = "only rows that fit this machine by the planner's memory, activations included"
     fits = f"{states}, as published or with fewer data-parallel ranks"
     add("--fits", action="store_true", help=fits)
-    add("--json", action="store_true", help="as JSON, one object per row")
     parser.set_defaults(run=run)
 
 
@@ -84,20 +102,18 @@ def run(args: argparse.Namespace) -> int:
     memory = this_machine() if args.fits else None
     if memory:
         rows = [replace(row, fits=how) for row in rows for ok, how in [verdict(row.recipe, memory)] if ok]
-    values = [as_json(row) for row in rows] if args.json else []
-    text = json.dumps(values, indent=2, ensure_ascii=False) if args.json else ""
-    print(text or as_text(rows, memory, terminal.columns()))
+    print(as_text(rows, memory, terminal.columns()))
     return 0
 
 
-def catalog_rows(tables: Sequence[str] = ()) -> list[Row]:
+def catalog_rows(tables: Sequence[str] = ()) -> list[ListedRecipe]:
     """Every row of the named tables or YAML files, or of all of recipes/.
 
     Raises RecipeError: tables that are not there, with near matches; broken tables and rows, all of them.
     """
     known = {table.name: table for table in catalog.tables()}
     chosen: dict[str, Table] = {}
-    rows, problems = list[Row](), list[Problem]()
+    rows, problems = list[ListedRecipe](), list[Problem]()
     for name in dict.fromkeys(tables) or known:
         if name in known:
             chosen[name] = known[name]
@@ -112,7 +128,7 @@ def catalog_rows(tables: Sequence[str] = ()) -> list[Row]:
     for name, table in chosen.items():
         for row in table.rows:
             try:
-                rows.append(Row(table, row, catalog.load(f"{name}/{row}"), name))
+                rows.append(ListedRecipe(table, row, catalog.load(f"{name}/{row}"), name))
             except RecipeError as error:
                 problems += error.problems
     if problems:
@@ -120,11 +136,11 @@ def catalog_rows(tables: Sequence[str] = ()) -> list[Row]:
     return rows
 
 
-def select(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
+def select(rows: Sequence[ListedRecipe], args: argparse.Namespace) -> list[ListedRecipe]:
     """The rows that every filter lets through."""
     least, most = args.gpus or (0, 0)
 
-    def passes(row: Row) -> Iterator[bool]:
+    def passes(row: ListedRecipe) -> Iterator[bool]:
         recipe = row.recipe
         yield not args.family or recipe.model.family == args.family
         yield not args.gpus or any(least <= count <= most for count in (row.gpus, row.processes) if count)
@@ -140,35 +156,24 @@ def _has(hardware: Hardware | None, text: str) -> bool:
     return hardware is not None and wanted in plain
 
 
-def as_json(row: Row) -> dict[str, Any]:
-    recipe = row.recipe
-    return {
-        "recipe": f"{row.asked}/{row.name}", "title": recipe.title, "family": recipe.model.family,
-        "parameters": cost.parameters(recipe.model, recipe.positions), "gpus": row.gpus,
-        "processes": row.processes, "ds_config": recipe.ds_config,
-        "hardware": str(recipe.hardware) if recipe.hardware else None,
-        "published": recipe.published.model_dump(mode="json") if recipe.published else None,
-        "unknown": sorted(recipe.unknown),
-    } | ({"fits": row.fits} if row.fits else {})  # fmt: skip
-
-
-def as_text(rows: Sequence[Row], memory: Memory | None = None, width: int | None = None) -> str:
+def as_text(rows: Sequence[ListedRecipe], memory: Memory | None = None, width: int | None = None) -> str:
     """A block per table, then what the marks mean, in lines of `width` columns. `memory`: of --fits."""
     if not rows:
         return "no recipe is left by these filters" + (f" (this machine: {memory})" if memory else "")
-    lines = [[*COLUMNS, "fits"], *([*cells(row), row.fits or ""] for row in rows)]
-    headings, *shown = lines if memory else [line[:-1] for line in lines]
+    headings, shown = list(rows[0].cells), [list(row.cells.values()) for row in rows]
     heading, *aligned = (f"  {line.rstrip()}" for line in text_table.table([headings, *shown]).splitlines())
     fits = width is None or max(map(len, (heading, *aligned))) <= width
     blocks = []
-    for name in dict.fromkeys(row.asked for row in rows):
-        own = [number for number, row in enumerate(rows) if row.asked == name]
+    for name in dict.fromkeys(row.source for row in rows):
+        own = [number for number, row in enumerate(rows) if row.source == name]
         block = [heading, *(aligned[number] for number in own)]
         if not fits:
             narrow = text_table.table([shown[number] for number in own], headings, width=width and width - 2)
             block = [textwrap.indent(narrow, "  ")]
-        left = [f"  {line}" for line in no_recipes(rows[own[0]].table)]
-        blocks.append([f"{name}: {rows[own[0]].table.title}", *block, *left])
+        table = rows[own[0]].table
+        others = evidence.read(table).others.values()
+        left = [f"  no recipe: {each.published.row}: {each.why}" for each in others]
+        blocks.append([f"{name}: {table.title}", *block, *left])
     notes = [f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"]
     if memory:
         notes.append(f"this machine: {memory}; memory as launch/plan.py predicts it")
@@ -179,24 +184,6 @@ def as_text(rows: Sequence[Row], memory: Memory | None = None, width: int | None
     return terminal.wrapped("\n\n".join("\n".join(block) for block in (*blocks, notes)), width)
 
 
-def no_recipes(table: Table) -> list[str]:
-    """The lines of the source about models that are no recipe here, and why they are none."""
-    others = evidence.read(table).others.values()
-    return [f"no recipe: {each.published.row}: {each.why}" for each in others]
-
-
-def cells(row: Row) -> list[str]:
-    """The row under `COLUMNS`."""
-    recipe, model, (tp, pp) = row.recipe, row.recipe.model, row.recipe.parallel.model_parallel
-    other = f"({row.processes})" if row.processes and row.processes != row.gpus else ""
-    size = short_count(cost.parameters(model, recipe.positions))
-    shape = f"{'BERT ' if model.family == 'bert' else ''}{model.layers}x{model.hidden}"
-    layout, gpus = f"{tp} x {pp} x {recipe.parallel.dp or 'any'}", f"{row.gpus or ''} {other}".strip()
-    # The mark stands apart, so that a name can be copied.
-    name, batch = row.name + (" ?" if row.stands_in else ""), f"{recipe.batch.global_}"
-    return [name, size, shape, layout, gpus, batch, recipe.ds_config, published_text(recipe.published)]
-
-
 def published_text(published: Published | None) -> str:
     """The measured numbers of a row in one phrase."""
     if published is None:
@@ -204,12 +191,8 @@ def published_text(published: Published | None) -> str:
     label = f"{published.size_label}: " if published.size_label else ""
     if published.oom:
         return f"{label}out of memory"
-    numbers = [
-        (published.time_per_iteration_s, "{:g} s"), (published.samples_per_s, "{:g} samples/s"),
-        (published.tflops, "{:g} TFLOPS"), (published.cached_gb, "{:g} GB"),
-        (published.validation_loss, "loss {:g}"),
-    ]  # fmt: skip
-    said = [form.format(value) for value, form in numbers if value is not None]
+    numbers = {form: getattr(published, name) for name, form in MEASURED.items()}
+    said = [form.format(value) for form, value in numbers.items() if value is not None]
     said += [f"{name} {value}" for name, value in scores(published.downstream)]
     return label + (", ".join(said) or "size only")
 

@@ -10,10 +10,6 @@ from launch.console.text_table import table
 from launch.tables.rows import Check
 from launch.tables.verification import Report
 
-HEADINGS = (
-    "table", "rows", "cells", "settings", "recomputed", "agree", "errata", "UNEXPLAINED", "not checkable",
-    "for information",
-)  # fmt: skip
 MARKS = {"agrees": "ok", "not checkable": "open", "computed": ""}
 
 
@@ -33,27 +29,33 @@ def describe(report: Report, *, verbose: bool = False, width: int | None = None)
 
 
 def _summary(report: Report, width: int | None) -> str:
-    """A line for each table: see `_numbers`."""
-    by_table: dict[str, list[Check]] = defaultdict(list)
+    """A line for each table."""
+    by_table: dict[str, list[Check]] = {name: [] for name in report.rows}
     for check in report.checks:
         by_table[check.table].append(check)
-    lines = [[name, count, *_numbers(report, by_table[name])] for name, count in report.rows.items()]
-    totals = ["all", sum(report.rows.values()), *_numbers(report, report.checks)]
-    shown = [["." if cell == 0 else str(cell) for cell in line] for line in (*lines, totals)]
-    return table(shown, HEADINGS, "l" + "r" * (len(HEADINGS) - 1), width)
+    lines = [[name, count, *_numbers(report, by_table[name]).values()] for name, count in report.rows.items()]
+    numbers = _numbers(report, report.checks)
+    lines.append(["all", sum(report.rows.values()), *numbers.values()])
+    shown = [["." if cell == 0 else str(cell) for cell in line] for line in lines]
+    return table(shown, ["table", "rows", *numbers], "lr" + "r" * len(numbers), width)
 
 
-def _numbers(report: Report, checks: Sequence[Check]) -> list[int]:
-    """The numbers of `HEADINGS` after the rows; cells and settings are those that agree."""
+def _numbers(report: Report, checks: Sequence[Check]) -> dict[str, int]:
+    """How many checks there are of each kind; cells and settings are those that agree."""
     number = Counter(check.status for check in checks)
     agree = [check for check in checks if check.status == "agrees"]
-    cells, settings = sum(check.transcribed for check in agree), sum(check.stated for check in agree)
-    errata = len(report.explanations.keys() & set(checks))
     recomputed = Counter(check.status for check in checks if not (check.transcribed or check.stated))
-    return [
-        cells, settings, recomputed["agrees"] + recomputed["disagrees"], recomputed["agrees"], errata,
-        number["disagrees"] - errata, number["not checkable"], number["computed"],
-    ]  # fmt: skip
+    errata = len(report.explanations.keys() & set(checks))
+    return {
+        "cells": sum(check.transcribed for check in agree),
+        "settings": sum(check.stated for check in agree),
+        "recomputed": recomputed["agrees"] + recomputed["disagrees"],
+        "agree": recomputed["agrees"],
+        "errata": errata,
+        "UNEXPLAINED": number["disagrees"] - errata,
+        "not checkable": number["not checkable"],
+        "for information": number["computed"],
+    }
 
 
 def _every_check(report: Report) -> str:
@@ -115,16 +117,17 @@ def _unexplained(report: Report) -> str:
 
 
 def _verdict(report: Report) -> str:
-    cells, settings, _, agree, errata, wrong, left, _ = _numbers(report, report.checks)
+    number = _numbers(report, report.checks)
+    errata = number["errata"]
     found = "1 disagreement is an erratum" if errata == 1 else f"{errata} disagreements are errata"
     text = (
-        f"{agree} recomputed values agree, {settings} settings are what texts and public scripts say, "
-        f"{found}, {left} cannot be checked ({cells} entries of the recipe files are consistent with their "
-        "own printed lines, which proves no number)"
+        f"{number['agree']} recomputed values agree, {number['settings']} settings are what texts and public "
+        f"scripts say, {found}, {number['not checkable']} cannot be checked ({number['cells']} entries of "
+        "the recipe files are consistent with their own printed lines, which proves no number)"
     )
     if report.passed:
         return f"{text}. Every disagreement is explained."
-    return f"{text}, {wrong} are UNEXPLAINED, {len(report.stale)} explanations are stale."
+    return f"{text}, {number['UNEXPLAINED']} are UNEXPLAINED, {len(report.stale)} explanations are stale."
 
 
 def _section(heading: str, text: str) -> str:

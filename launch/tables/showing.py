@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ds_configs.jsonfile import ConfigError
@@ -55,94 +57,117 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 2 for a recipe that is shown and cannot be run as it is."""
-    recipe = catalog.load(args.recipe, args.set, tiny=args.tiny)
+    shown = ShownRecipe(args.recipe, args.tiny, args.set)
     if args.yaml:
-        print(catalog.dump(recipe), end="")
+        print(catalog.dump(shown.recipe), end="")
         return 0
     if args.ds_json:
-        print(json.dumps(planned(recipe, args.tiny).ds, indent=2))
+        print(json.dumps(shown.resolved().ds, indent=2))
         return 0
     plan: Plan | ConfigError
     try:
-        plan = planned(recipe, args.tiny)
+        plan = shown.resolved()
     except ConfigError as error:
         plan = error
-    table, row = catalog.find(args.recipe)
-    how = {"asked": args.recipe, "tiny": args.tiny, "settings": args.set, "width": terminal.columns()}
-    print(describe(recipe, plan, table, row, **how))
+    print(shown.describe(plan, terminal.columns()))
     return 2 if isinstance(plan, ConfigError) else 0
 
 
-def planned(recipe: Recipe, tiny: bool = False) -> Plan:
-    """The plan on the row's hardware, whose GPUs give an open dp. Raises ConfigError."""
-    gpus = recipe.hardware.gpus if recipe.hardware else None
-    return published_plan(recipe, gpus if recipe.parallel.dp is None and not tiny else None)
+@dataclass(frozen=True)
+class ShownRecipe:
+    """A recipe as the user names it; `settings`: what --set changes."""
 
+    name: str
+    tiny: bool = False
+    settings: Sequence[str] = ()
 
-def describe(
-    recipe: Recipe,
-    plan: Plan | ConfigError,
-    table: Table,
-    row: str,
-    *,
-    asked: str,
-    tiny: bool = False,
-    settings: Sequence[str] = (),
-    width: int | None = None,
-) -> str:
-    """Sections of text in lines of `width` columns.
+    @cached_property
+    def recipe(self) -> Recipe:
+        return catalog.load(self.name, self.settings, tiny=self.tiny)
 
-    `asked` is the name as the user wrote it, `settings` what --set changed.
-    """
-    original = _original(recipe, asked, changed=bool(tiny or settings))
-    name = f"{table.name}/{row}"
-    launch: list[str] = []
-    if isinstance(plan, ConfigError):
-        resolved = [f"  cannot be run as it is: {line}" for line in plan.problems]
-    else:
-        hardware = str(recipe.hardware or "any")
-        more, memory = derived(plan, original, tiny=tiny), memory_fit.describe(plan)
-        around = Surroundings(hardware, memory=memory, more=more)
-        resolved = [describe_plan(plan, name, around, width)]
-        lines = launch_lines(recipe, asked, tiny, settings)
-        launch = [terminal.command(f"  {line}", width, hang=4) for line in lines]
-    reasons = {**recipe.inferred, **recipe.differs, **recipe.unknown}
-    changed = ", ".join(key for key in reasons if not _is_own(recipe, original, key))
-    errata = [str(known) for known in evidence.read(table).errata_of(row)]
-    sections = {
-        name: _indented(recipe.title, f"{table.title}.", table.note),
-        "resolved": resolved,
-        "published": _published(recipe.published, table, width),
-        "not printed by the table: where it comes from": _reasons(recipe, original, recipe.inferred),
-        "not as the source ran it": _reasons(recipe, original, recipe.differs),
-        "given by no source: what stands in": _reasons(recipe, original, recipe.unknown),
-        CHANGED: _indented(changed),
-        "notes": _indented(recipe.note),
-        "errata": _indented(*errata),
-        "launch": launch,
-    }
-    blocks = ("\n".join([title, *lines]) for title, lines in sections.items() if lines)
-    return terminal.wrapped("\n\n".join(blocks), width)
+    @cached_property
+    def original(self) -> Recipe | None:
+        """The row without --set and --tiny; None where it is no recipe without them."""
+        try:
+            return catalog.load(self.name) if self.tiny or self.settings else self.recipe
+        except RecipeError:
+            return None
 
+    def resolved(self) -> Plan:
+        """The plan on the row's hardware, whose GPUs give an open dp. Raises ConfigError."""
+        gpus = self.recipe.hardware.gpus if self.recipe.hardware else None
+        return published_plan(
+            self.recipe, gpus if self.recipe.parallel.dp is None and not self.tiny else None
+        )
 
-def _original(recipe: Recipe, asked: str, *, changed: bool) -> Recipe | None:
-    """The row without --set and --tiny; None where it is no recipe without them."""
-    try:
-        return catalog.load(asked) if changed else recipe
-    except RecipeError:
-        return None
+    def describe(self, plan: Plan | ConfigError, width: int | None = None) -> str:
+        """Sections of text in lines of `width` columns."""
+        recipe, (table, row) = self.recipe, catalog.find(self.name)
+        name, launch = f"{table.name}/{row}", list[str]()
+        if isinstance(plan, ConfigError):
+            resolved = [f"  cannot be run as it is: {line}" for line in plan.problems]
+        else:
+            hardware, memory = str(recipe.hardware or "any"), memory_fit.describe(plan)
+            around = Surroundings(hardware, memory=memory, more=self._derived(plan))
+            resolved = [describe_plan(plan, name, around, width)]
+            launch = [terminal.command(f"  {line}", width, hang=4) for line in self.launch_lines()]
+        changed = [
+            key for key in {**recipe.inferred, **recipe.differs, **recipe.unknown} if not self._is_own(key)
+        ]
+        sections = {
+            name: _indented(recipe.title, f"{table.title}.", table.note),
+            "resolved": resolved,
+            "published": _published(recipe.published, table, width),
+            "not printed by the table: where it comes from": self._reasons(recipe.inferred),
+            "not as the source ran it": self._reasons(recipe.differs),
+            "given by no source: what stands in": self._reasons(recipe.unknown),
+            CHANGED: _indented(", ".join(changed)),
+            "notes": _indented(recipe.note),
+            "errata": _indented(*map(str, evidence.read(table).errata_of(row))),
+            "launch": launch,
+        }
+        blocks = ("\n".join([title, *lines]) for title, lines in sections.items() if lines)
+        return terminal.wrapped("\n\n".join(blocks), width)
 
+    def _derived(self, plan: Plan) -> Iterator[tuple[str, str]]:
+        """Sizes, and the published time in both kinds of TFLOPS where the recipe's work is the row's."""
+        published = self.recipe.published
+        yield from _padded_size(plan)
+        if published and published.time_per_iteration_s:
+            other = not_comparable(self.original, plan, tiny=self.tiny)
+            none = f"none: the published {published.time_per_iteration_s:g} s are of something else: {other}"
+            yield "TFLOPS", none if other else _tflops(plan)
+        elif published and published.tflops:
+            yield "TFLOPS", f"{published.tflops:g} printed, without a time; {COUNTED[published.tflops_by]}"
 
-def derived(plan: Plan, original: Recipe | None, *, tiny: bool = False) -> Iterator[tuple[str, str]]:
-    """Sizes, and the published time in both kinds of TFLOPS where the recipe's work is the row's."""
-    published = plan.recipe.published
-    yield from _padded_size(plan)
-    if published and published.time_per_iteration_s:
-        other = not_comparable(original, plan, tiny=tiny)
-        none = f"none: the published {published.time_per_iteration_s:g} s are of something else: {other}"
-        yield "TFLOPS", none if other else _tflops(plan)
-    elif published and published.tflops:
-        yield "TFLOPS", f"{published.tflops:g} printed, without a time; {COUNTED[published.tflops_by]}"
+    def _reasons(self, reasons: Mapping[str, str]) -> list[str]:
+        """The reasons of the keys whose value is still the row's."""
+        lines: list[str] = []
+        for key in filter(self._is_own, reasons):
+            value = _value(self.recipe, key)
+            head = key if isinstance(value, dict | list | None) else f"{key} = {value}"
+            lines += _indented(f"{head}: {reasons[key]}")
+        return lines
+
+    def _is_own(self, key: str) -> bool:
+        """Whether a dotted key has the row's own value."""
+        return self.original is not None and _value(self.recipe, key) == _value(self.original, key)
+
+    def launch_lines(self) -> list[str]:
+        """Command lines: for the row's hardware, and for any machine."""
+        script = f"{SCRIPT} {quoted(arguments(self.name, self.recipe.ds_config, self.settings))}"
+        lines, shrunk = list[str](), self.recipe
+        if not self.tiny:
+            where, launcher = _launcher(self.recipe)
+            lines = [f"# on {where}", f"{launcher} {script}"]
+            try:
+                shrunk = catalog.load(self.name, self.settings, tiny=True)
+                published_plan(shrunk)
+            except (RecipeError, ConfigError) as error:  # a setting that the smaller model cannot have
+                problems = [f"#   {problem}" for problem in error.problems]
+                return [*lines, "# cannot be shrunk with these settings:", *problems]
+        small = f"{deepspeed(1, processes(shrunk))} {script} --tiny"
+        return [*lines, "# shrunk, on any machine, with the same code path", small]
 
 
 def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -168,10 +193,15 @@ def _tflops(plan: Plan) -> str:
     assert published and published.time_per_iteration_s
     seconds, gpus = published.time_per_iteration_s, (hardware and hardware.gpus) or layout.world
     by_formula, exact = cost.tflops(
-        recipe.model, recipe.sequence_length, layout.global_batch, seconds, gpus,
-        padded_vocab=plan.padded_vocab, checkpointing=recipe.checkpoint_interval > 0,
+        recipe.model,
+        recipe.sequence_length,
+        layout.global_batch,
+        seconds,
+        gpus,
+        padded_vocab=plan.padded_vocab,
+        checkpointing=recipe.checkpoint_interval > 0,
         predictions=recipe.predictions,
-    )  # fmt: skip
+    )
     peak = hardware.peak_tflops if hardware else None
     share = f" ({100 * exact / peak:.1f} % of {peak:g})" if peak else ""
     counted = "the row prints none"
@@ -196,44 +226,12 @@ def _published(published: Published | None, table: Table, width: int | None) -> 
     return [aligned(printed, indent=2, width=width)]
 
 
-def _reasons(recipe: Recipe, original: Recipe | None, reasons: Mapping[str, str]) -> list[str]:
-    """The reasons of the keys whose value is still the row's."""
-    lines: list[str] = []
-    for key in (key for key in reasons if _is_own(recipe, original, key)):
-        value = _value(recipe, key)
-        head = key if isinstance(value, dict | list | None) else f"{key} = {value}"
-        lines += _indented(f"{head}: {reasons[key]}")
-    return lines
-
-
-def _is_own(recipe: Recipe, original: Recipe | None, key: str) -> bool:
-    """Whether a dotted key has the row's own value."""
-    return original is not None and _value(recipe, key) == _value(original, key)
-
-
 def _value(recipe: Recipe, key: str) -> Any:
     """The value of a dotted key as plain data."""
     value: Any = recipe.model_dump(mode="json", by_alias=True)
     for part in key.split("."):
         value = (value or {}).get(part)
     return value
-
-
-def launch_lines(recipe: Recipe, name: str, tiny: bool = False, settings: Sequence[str] = ()) -> list[str]:
-    """Command lines: for the row's hardware, and for any machine. `recipe` has the `settings` already."""
-    script = f"{SCRIPT} {quoted(arguments(name, recipe.ds_config, settings))}"
-    lines, shrunk = [], recipe
-    if not tiny:
-        where, launcher = _launcher(recipe)
-        lines = [f"# on {where}", f"{launcher} {script}"]
-        try:
-            shrunk = catalog.load(name, settings, tiny=True)
-            published_plan(shrunk)
-        except (RecipeError, ConfigError) as error:  # a setting that the smaller model cannot have
-            problems = [f"#   {problem}" for problem in error.problems]
-            return [*lines, "# cannot be shrunk with these settings:", *problems]
-    small = f"{deepspeed(1, processes(shrunk))} {script} --tiny"
-    return [*lines, "# shrunk, on any machine, with the same code path", small]
 
 
 def _launcher(recipe: Recipe) -> tuple[str, str]:

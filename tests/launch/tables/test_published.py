@@ -46,37 +46,23 @@ def test_a_row_says_what_is_printed_and_where_the_rest_is_from(table, row):
     assert len(published.row.split("|")) == len(table.columns)
     assert ("OOM" in published.row) == published.oom
     explained = {key.split(".")[0] for key in (*recipe.inferred, *recipe.unknown)}
-    from_text = {"megatron_paper_table1": {"optimizer", "schedule", "dropout"}}.get(
-        table.name, set()
-    )  # the paper's own section
-    assert explained >= set(NEVER_PRINTED) - from_text
-    assert resolved_plans.published_plan(recipe).notices == (), (
-        "the row runs as published on GPUs that can do everything"
-    )
+    from_text = {"optimizer", "schedule", "dropout"} if table.name == "megatron_paper_table1" else set()
+    assert explained >= set(NEVER_PRINTED) - from_text, "the paper has a section of its own"
+    assert resolved_plans.published_plan(recipe).notices == (), "as published on GPUs that can do everything"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tiny_keeps_the_kind_of_run(name):
     full, tiny = catalog.load(name), catalog.load(name, tiny=True)
-    assert (tiny.model.family, tiny.model.layer_norm, tiny.model.sentence_head) == (
-        full.model.family, full.model.layer_norm, full.model.sentence_head)  # fmt: skip
-    assert (tiny.model.implementation, tiny.model.attention) == (
-        full.model.implementation,
-        full.model.attention,
-    )
+    for key in ("family", "layer_norm", "sentence_head", "implementation", "attention"):
+        assert getattr(tiny.model, key) == getattr(full.model, key)
     shared = [[getattr(recipe.parallel, key) > 1 for key in ("tp", "pp", "dp")] for recipe in (full, tiny)]
     assert shared[0] == shared[1]
     assert resolved_plans.processes(tiny) <= 8
     plans = [resolved_plans.published_plan(recipe) for recipe in (full, tiny)]
-    assert (
-        len(
-            {
-                (plan.zero_stage, plan.offload, plan.precision, plan.ds_name, plan.layout.accumulation > 1)
-                for plan in plans
-            }
-        )
-        == 1
-    )
+    for key in ("zero_stage", "offload", "precision", "ds_name"):
+        assert getattr(plans[0], key) == getattr(plans[1], key)
+    assert len({plan.layout.accumulation > 1 for plan in plans}) == 1
     assert tiny.activation_checkpointing == full.activation_checkpointing
     assert (tiny.data.masking, tiny.dropout) == (full.data.masking, full.dropout)
     warmup = tiny.schedule.warmup_steps
@@ -88,23 +74,11 @@ def test_training_is_as_the_megatron_paper_says():
     for recipe, lr, batch in ((gpt2, 1.5e-4, 512), (bert, 1e-4, 1024)):
         assert (recipe.optimizer.lr, recipe.optimizer.weight_decay, recipe.optimizer.clip) == (lr, 0.01, 1.0)
         assert (recipe.dropout.hidden, recipe.dropout.attention, recipe.batch.global_) == (0.1, 0.1, batch)
-    assert (gpt2.steps, gpt2.schedule.kind, gpt2.schedule.warmup_steps, gpt2.schedule.min_lr) == (
-        300_000,
-        "cosine",
-        3000,
-        1e-5,
-    )
-    assert (bert.steps, bert.schedule.kind, bert.schedule.warmup_steps, bert.decay_steps) == (
-        2_000_000,
-        "linear",
-        10_000,
-        2_000_000,
-    )
-    assert (
-        bert.model.sentence_head == "sop"
-        and bert.data.masking.whole_words
-        and bert.data.masking.max_ngram > 1
-    )
+    assert (gpt2.steps, gpt2.schedule.kind, gpt2.schedule.warmup_steps) == (300_000, "cosine", 3000)
+    assert (bert.steps, bert.schedule.kind, bert.schedule.warmup_steps) == (2_000_000, "linear", 10_000)
+    assert gpt2.schedule.min_lr == 1e-5 and bert.decay_steps == 2_000_000
+    assert bert.model.sentence_head == "sop"
+    assert bert.data.masking.whole_words and bert.data.masking.max_ngram > 1
     assert resolved_plans.published_plan(gpt2).padded_vocab == 51200
 
 
@@ -135,45 +109,34 @@ def _arguments(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recipe.py"])
 
 
-def listed(capsys, *arguments: str) -> list[dict]:
-    return json.loads(output(capsys, "list", "--json", *arguments))
+def listed(*flags: str) -> dict[str, listing.ListedRecipe]:
+    args = command.build_parser().parse_args(["list", *flags])
+    return {f"{row.source}/{row.name}": row for row in listing.select(listing.catalog_rows(args.table), args)}
 
 
 def test_list_filters(capsys):
-    assert len(listed(capsys, "--published")) == len(NAMES)
-    assert {row["recipe"].split("/")[0] for row in listed(capsys, "--published", "--family", "bert")} == {
-        "hpe1270_v100_pcie", "dgx2_bert_data_parallel", "dgx2_bert_model_parallel",
-        "dgx2_bert_activation_checkpointing",
-        "a100_blog_bert_base", "a100_blog_table1", "a100_blog_table2", "a100_blog_table3",
-    }  # fmt: skip
-    a100 = listed(capsys, "--hardware", "a100", "--gpus", "2-4", "--published")
-    assert [row["recipe"] for row in a100] == [
-        "a100_blog_table4/2b", "a100_blog_table4/4.2b",
-    ]  # fmt: skip
-    assert len(listed(capsys, "--oom")) == 3
-    assert {row["processes"] for row in listed(capsys, "--gpus", "256-")} == {256, 512}
-    both = [
-        {row["recipe"] for row in listed(capsys, "--gpus", gpus, "--table", "jeanzay_megatron_performance")}
-        for gpus in ("16", "32")
-    ]
-    assert "jeanzay_megatron_performance/18b-pp8-ga64-mb4" in both[0] & both[1], (
-        "16 GPUs printed, of a layout of 32"
-    )
-    assert "parallel_kinds/3d" in {row["recipe"] for row in listed(capsys, "--gpus", "8")}
-    text = output(capsys, "list", "--table", "jeanzay_megatron_performance", "--gpus", "16-")
-    assert (
-        " 4 x 8 x 1     16 (32) " in text
-        and "16 (32): 16 GPUs are printed" in text
-        and "parameters, each once" in text
-    )
-    for wrong in ("16-8", "0", "x"):
-        sys.argv = ["recipe.py", "list", "--gpus", wrong]
-        with pytest.raises(SystemExit) as refused:
-            command.main()
-        assert refused.value.code == 2
+    sweep = ("--table", "jeanzay_megatron_performance")
+    assert len(listed("--published")) == len(NAMES)
+    berts = {row.table.name for row in listed("--published", "--family", "bert").values()}
+    assert berts == {name for name in ROWS if "bert" in name or "blog" in name} - {"a100_blog_table4"} | {
+        "hpe1270_v100_pcie"
+    }
+    a100 = listed("--hardware", "a100", "--gpus", "2-4", "--published")
+    assert list(a100) == ["a100_blog_table4/2b", "a100_blog_table4/4.2b"]
+    assert len(listed("--oom")) == 3 and "parallel_kinds/3d" in listed("--gpus", "8")
+    assert {row.processes for row in listed("--gpus", "256-").values()} == {256, 512}
+    for gpus in ("16", "32"):  # 16 GPUs printed, of a layout of 32
+        assert "jeanzay_megatron_performance/18b-pp8-ga64-mb4" in listed(*sweep, "--gpus", gpus)
+    text = output(capsys, "list", *sweep, "--gpus", "16-")
+    for part in (" 4 x 8 x 1     16 (32) ", "16 (32): 16 GPUs are printed", "parameters, each once"):
+        assert part in text
     text = output(capsys, "list", "--table", "jeanzay_megatron_deepspeed_3d")
     assert "48B: 146 s, 43 TFLOPS" in text and "4 x 16 x 1" in text
     assert "no recipe is left" in output(capsys, "list", "--family", "bert", "--gpus", "3")
+    for wrong in ("16-8", "0", "x"):
+        with pytest.raises(SystemExit) as refused:
+            listed("--gpus", wrong)
+        assert refused.value.code == 2
 
 
 def test_show_tells_all_of_a_row(capsys):
@@ -219,23 +182,16 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_what_is_known_of_a_row_is_not_said_of_another_recipe(settings, capsys):
     name, reason = "jeanzay_megatron_performance/18b-pp8-ga64-mb4", SETTINGS[settings]
-    flags = (
-        ["--tiny"]
-        if settings == "tiny"
-        else [word for setting in settings.split() for word in ("--set", setting)]
-    )
+    words = [word for setting in settings.split() for word in ("--set", setting)]
+    flags = ["--tiny"] if settings == "tiny" else words
+    other_tp = settings in ("parallel.tp=2", "tiny")
     text = output(capsys, "show", name, *flags)
     assert ("in the published 90.5 s" in text) is not bool(reason)
     assert not reason or f"none: the published 90.5 s are of something else: {reason}" in text
-    assert ("parallel.tp = 4: 'TP=4 in all of entries'" in text) is (
-        settings not in ("parallel.tp=2", "tiny")
-    )
+    assert ("parallel.tp = 4: 'TP=4 in all of entries'" in text) is not other_tp
     assert "parallel.tp = 2:" not in text
     changed = text.partition("changed by --set or --tiny")[2].partition("\n\n")[0]
-    assert ("parallel.tp" in changed, "ds_config" in changed) == (
-        settings in ("parallel.tp=2", "tiny"),
-        settings == "ds_config=pipeline",
-    )
+    assert ("parallel.tp" in changed, "ds_config" in changed) == (other_tp, settings == "ds_config=pipeline")
 
 
 def test_show_says_in_what_a_recipe_is_not_the_source(capsys):
@@ -307,21 +263,18 @@ def test_show_of_a_users_row(capsys, tmp_path):
         f"  small: {{title: small}}\n  own: {{title: own, ds_config: {tmp_path}/own.json}}\n"
     )
     own = ["show", f"{table}/small", "--set"]
-    assert "4 micro x 1 accumulation x 2 dp = 8 global" in output(
-        capsys, *own, "hardware={name: two, gpus: 2}"
-    )
+    shown = output(capsys, *own, "hardware={name: two, gpus: 2}")
+    assert "4 micro x 1 accumulation x 2 dp = 8 global" in shown
     sys.argv = ["recipe.py", *own, "hardware={name: three, gpus: 3}"]
-    assert (
-        command.main() == 2
-        and "cannot be run as it is: batch.global=8 is not divisible by dp=3" in capsys.readouterr().out
-    )
+    assert command.main() == 2
+    refused = "cannot be run as it is: batch.global=8 is not divisible by dp=3"
+    assert refused in capsys.readouterr().out
     sys.argv = ["recipe.py", "show", f"{table}/small", "--yaml", "--ds_json"]
     with pytest.raises(SystemExit):
         command.main()
-    rows = listed(capsys, "--table", str(table), "--table", "default")
-    assert [row["recipe"] for row in rows] == [f"{table}/small", f"{table}/own", "default/sotu"]
-    assert "small" in output(capsys, "show", rows[0]["recipe"]), "what list prints is what show takes"
-    text = output(capsys, "show", f"{table}/small")
+    rows = list(listed("--table", str(table), "--table", "default"))
+    assert rows == [f"{table}/small", f"{table}/own", "default/sotu"]
+    text = output(capsys, "show", rows[0])
     assert "hardware    any" in text and "published" not in text and f"--recipe '{table}/small'" in text
     assert f"--ds_config {tmp_path}/own.json --recipe" in output(capsys, "show", f"{table}/own")
 
@@ -413,14 +366,11 @@ def test_what_cannot_be_read_is_named(arguments, capsys, tmp_path):
 
 
 def test_the_launch_line_fits_the_machine():
-    def lines(name: str) -> list[str]:
-        return showing.launch_lines(catalog.load(name), name)
+    def line(name: str) -> str:
+        return showing.ShownRecipe(name).launch_lines()[1]
 
-    assert "--num_nodes 32 --num_gpus 16" in lines("a100_blog_table1/3.9b")[1]
-    assert lines("a100_blog_table4/8.7b")[1].startswith("deepspeed --num_gpus 8 ")
-    assert (
-        lines("default/sotu")[1]
-        == "deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json --recipe default/sotu"
-    )
-    assert ROOT.joinpath(lines("default/sotu")[1].split()[1]).is_file()
+    assert "--num_nodes 32 --num_gpus 16" in line("a100_blog_table1/3.9b")
+    assert line("a100_blog_table4/8.7b").startswith("deepspeed --num_gpus 8 ")
+    started = "launch/pretrain.py --ds_config ds_configs/zero3_offload.json --recipe default/sotu"
+    assert line("default/sotu") == f"deepspeed {started}" and ROOT.joinpath(started.split()[0]).is_file()
     assert listing.short_count(8_348_393_472) == "8.35B"
