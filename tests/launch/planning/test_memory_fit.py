@@ -27,20 +27,15 @@ def needed(name: str, *settings: str, gpus: bool = True):
 
 def test_what_fits_is_what_the_planner_predicts():
     assert says("dgx2_gpt2_data_parallel/40x1536-b8", V100S) == (True, "as published")
-    assert says(OOM, V100S) == (
-        False, f"{needed(OOM).total / 1e9:.3g} GB on the GPU per process, 16 processes")  # fmt: skip
-    assert says("megatron_paper_table1/8.3b-mp-dp", V100S) == (
-        True,
-        "with --set parallel.dp=2: 16 of 512 processes",
-    )
-    assert says("jeanzay_megatron_performance/48b-pp16-ga256-mb8", V100S) == (
-        False,
-        "tp x pp = 64 processes, 16 GPUs here",
-    )
+    oom = f"{needed(OOM).total / 1e9:.3g} GB on the GPU per process, 16 processes"
+    assert says(OOM, V100S) == (False, oom)
+    fewer = True, "with --set parallel.dp=2: 16 of 512 processes"
+    assert says("megatron_paper_table1/8.3b-mp-dp", V100S) == fewer
+    too_few = False, "tp x pp = 64 processes, 16 GPUs here"
+    assert says("jeanzay_megatron_performance/48b-pp16-ga256-mb8", V100S) == too_few
     assert says("default/sotu", LAPTOP) == (True, "on 1 process")
-    assert says("default/sotu", memory.Memory(8, 32e9, 1e12)) == (True, "on 8 processes"), (
-        "any number is as the recipe says"
-    )
+    eight = memory.Memory(8, 32e9, 1e12)
+    assert says("default/sotu", eight) == (True, "on 8 processes"), "any number is as the recipe says"
 
 
 def test_what_does_not_fit_is_said_per_process():
@@ -58,9 +53,8 @@ def test_what_does_not_fit_is_said_per_process():
 
 
 def test_a_row_that_cannot_be_resolved_says_why():
-    ok, why = says(
-        "jeanzay_megatron_performance/18b-pp8-ga64-mb4", memory.Memory(64, 80e9, 2e12), "ds_config=zero3"
-    )
+    name, many = "jeanzay_megatron_performance/18b-pp8-ga64-mb4", memory.Memory(64, 80e9, 2e12)
+    ok, why = says(name, many, "ds_config=zero3")
     assert not ok and "zero_optimization.stage=3" in why and "pipeline" in why
 
 
@@ -89,23 +83,16 @@ def test_what_is_told_to_set_can_be_run(memory):
 def test_rows_that_ran_fit_the_gpus_they_ran_on():
     for name in ROWS:
         recipe = catalog.load(name)
-        if (
-            recipe.hardware
-            and recipe.hardware.gpu_memory_gb
-            and recipe.published
-            and not recipe.published.oom
-        ):
-            assert memory_fit.needs(published_plan(recipe)).states <= recipe.hardware.gpu_memory_gb * 1e9, (
-                name
-            )
+        gb = recipe.hardware and recipe.hardware.gpu_memory_gb
+        if gb and recipe.published and not recipe.published.oom:
+            assert memory_fit.needs(published_plan(recipe)).states <= gb * 1e9, name
 
 
 def test_zero_offload_fits_a_13b_model_on_one_gpu():
     model = ["model.layers=40", "model.hidden=5120", "model.heads=32", "precision=fp16", "batch.global=8"]
     model += ["batch.micro=1", "activation_checkpointing=full"]
-    ok, _ = says("default/sotu", ONE_V100, *model, "ds_config=zero2_offload")
+    offload, small = "ds_config=zero2_offload", memory.Memory(1, 32e9, 200e9)
+    ok, _ = says("default/sotu", ONE_V100, *model, offload)
     assert ok, "Ren et al., arXiv 2101.06840: 13B on one V100 of 32 GB with 1.5 TB of host memory"
-    assert not says("default/sotu", memory.Memory(1, 32e9, 200e9), *model, "ds_config=zero2_offload")[0], (
-        "16 x 12.6B is 202 GB"
-    )
+    assert not says("default/sotu", small, *model, offload)[0], "16 x 12.6B is 202 GB"
     assert not says("default/sotu", ONE_V100, *model, "ds_config=zero2")[0]

@@ -6,23 +6,25 @@ from dataclasses import replace
 
 import pytest
 from launching import ROOT, run
+from planned import plan as planned_row
+from planned import work
 
-from launch.planning.prediction import forecast_text, workload
+from launch.planning.prediction import forecast_text
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import SNUG, forecast
-from launch.planning.prediction.hardware import find, node_for
+from launch.planning.prediction.hardware import find
 from launch.planning.prediction.published_step import side_by_side
 from launch.planning.prediction.rank_memory import fullest
-from launch.planning.resolved_plans import planned, published_plan
+from launch.planning.resolved_plans import planned
 from recipes import catalog
-from recipes.problems import ProblemsError
 
 DGX2 = find("dgx2")
+TENSOR, OWN = "dgx2_gpt2_model_parallel/72x3072-h32-tp8", "openwebtext/gpt2-124m"
 COMMAND = [sys.executable, str(ROOT / "launch" / "plan.py")]
 
 
 def predicted(name: str, node: str, *settings: str):
-    return forecast(workload.of_plan(published_plan(catalog.load(name, settings))), find(node))
+    return forecast(work(name, *settings), find(node))
 
 
 def kinds(found):
@@ -30,7 +32,7 @@ def kinds(found):
 
 
 def test_the_largest_micro_batch_is_the_largest_that_fits():
-    found = predicted("dgx2_gpt2_model_parallel/72x3072-h32-tp8", "dgx2")
+    found = predicted(TENSOR, "dgx2")
     for largest, recomputed in ((found.largest.recomputed, 1), (found.largest.kept, 0)):
         step = replace(found.work, recomputed=recomputed)
         need = [
@@ -44,7 +46,7 @@ def test_the_largest_micro_batch_is_the_largest_that_fits():
 def test_the_verdict_is_about_the_fullest_gpu_and_the_host():
     # Where Megatron of 2019 ran out of memory: its loss held every logit in 14 bytes, ours does in 4.
     assert predicted("dgx2_gpt2_data_parallel/40x1536-b24-oom", "dgx2").verdict == "snug"
-    fits = predicted("dgx2_gpt2_model_parallel/72x3072-h32-tp8", "dgx2")
+    fits = predicted(TENSOR, "dgx2")
     assert fits.verdict == "fits" and fits.margin == fits.node.gpu.memory_bytes - fits.fullest.total
     room = fits.fullest.total / (1 - SNUG / 2) / 2**30
     tight = replace(fits.node, gpu=fits.node.gpu.model_copy(update={"memory_gib": room}))
@@ -76,32 +78,27 @@ def test_the_chunks_of_a_remark_cure_the_bubble():
     assert found.time.bubble_share > 0.7 and again.time.bubble_share <= 0.105 and "bubble" not in kinds(again)
 
 
-def test_remarks_are_what_the_documents_teach():
-    tensor = predicted("dgx2_gpt2_model_parallel/72x3072-h32-tp8", "v100-32x4")
-    assert "tensor across nodes" in kinds(tensor)
-    assert "larger batch" in kinds(predicted("dgx2_gpt2_model_parallel/72x3072-h32-tp8", "dgx2"))
-    assert "recomputation" in kinds(predicted("a100_blog_table4/8.7b", "a100-40x8"))
-    half = predicted("openwebtext/gpt2-124m", "v100-32x4", "parallel.dp=2")
-    assert "no precision" in kinds(half) and half.time is None and half.bill(1) is None
-    for found in (tensor, half):
-        assert str(forecast_text.page(found, "x", None, 80))
+REMARKED = [  # row, node, settings, the remark, and whether it is made
+    (TENSOR, "v100-32x4", "", "tensor across nodes", True),
+    (OWN, "a100-40x4", "parallel.tp=3 parallel.dp=4", "tensor across nodes", True),  # ranks 3 to 5 lie on two
+    (TENSOR, "dgx2", "", "larger batch", True),
+    ("a100_blog_table4/8.7b", "a100-40x8", "", "recomputation", True),
+    (OWN, "v100-32x4", "parallel.dp=2", "no precision", True),
+    (OWN, "a100-80x8", "parallel.dp=16", "partly filled node", False),
+    (OWN, "a100-80x8", "parallel.dp=12 batch.global=504 batch.micro=null", "partly filled node", True),
+    (OWN, "2080ti", "parallel.dp=2 precision=fp16", "network unknown", True),
+    ("jeanzay_hf_deepspeed_max_size/91b-g64", "v100-32x4", "ds_config=zero_infinity", "nvme unknown", True),
+    ("default/sotu", "h100-80x8", "batch.micro=1", "kernel starts", True),
+    ("default/sotu", "h100-80x8", "batch.micro=1", "implausible", False),
+]
 
 
-def test_remarks_of_nodes():
-    few = predicted("openwebtext/gpt2-124m", "a100-80x8", "parallel.dp=16")
-    assert "partly filled node" not in kinds(few)
-    over = predicted(
-        "openwebtext/gpt2-124m", "a100-80x8", "parallel.dp=12", "batch.global=504", "batch.micro=null"
-    )
-    assert "partly filled node" in kinds(over)
-    lonely = predicted("openwebtext/gpt2-124m", "2080ti", "parallel.dp=2", "precision=fp16")
-    assert "network unknown" in kinds(lonely)
-    swapped = predicted("jeanzay_hf_deepspeed_max_size/91b-g64", "v100-32x4", "ds_config=zero_infinity")
-    assert "nvme unknown" in kinds(swapped)
-    tiny = predicted("default/sotu", "h100-80x8", "batch.micro=1")
-    assert "kernel starts" in kinds(tiny) and "implausible" not in kinds(tiny)
-    straddling = predicted("openwebtext/gpt2-124m", "a100-40x4", "parallel.tp=3", "parallel.dp=4")
-    assert "tensor across nodes" in kinds(straddling), "ranks 3 to 5 lie on two nodes"
+@pytest.mark.parametrize(("name", "node", "settings", "kind", "made"), REMARKED)
+def test_remarks_are_made_where_they_apply(name, node, settings, kind, made):
+    found = predicted(name, node, *settings.split())
+    assert (kind in kinds(found)) == made
+    assert str(forecast_text.page(found, "x", found.bill(1), 80))  # every remark has its sentence
+    assert (found.time is None) == (found.bill(1) is None) == (kind == "no precision")
 
 
 def test_what_no_gpu_reaches_is_remarked():
@@ -139,15 +136,8 @@ def test_bf16_on_a_v100_is_planned_as_it_would_run():
 def test_the_command_shows_a_row_beside_its_published_numbers():
     done = run([*COMMAND, "--recipe", "dgx2_gpt2_data_parallel/40x1536-b8"], env={"COLUMNS": "100"})
     assert done.returncode == 0
-    for words in (
-        "GB per GPU",
-        "verdict",
-        "seconds per step",
-        "whole run",
-        "as megatron-2019 ran it",
-        "2.533",
-    ):
-        assert words in done.stdout, words
+    blocks = ("GB per GPU", "verdict", "seconds per step", "whole run", "as megatron-2019 ran it", "2.533")
+    assert [words for words in blocks if words not in done.stdout] == []
 
 
 def test_json_has_every_number():
@@ -162,7 +152,7 @@ def test_json_has_every_number():
 
 
 def test_published_numbers_stand_beside_their_own_step_alone():
-    plan = published_plan(catalog.load("dgx2_gpt2_data_parallel/40x1536-b8"))
+    plan = planned_row("dgx2_gpt2_data_parallel/40x1536-b8")
     assert ("seconds per step", 2.533) in [(name, theirs) for name, _, theirs in side_by_side(plan, DGX2)]
     assert side_by_side(plan, find("a100-80x8")) == []
     shrunk = run([*COMMAND, "--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny"])
@@ -174,15 +164,9 @@ def test_published_numbers_stand_beside_their_own_step_alone():
     [
         (["--recipe", "default/sotu"], "no --hardware, and the recipe names none"),
         (["--recipe", "default/sotu", "--hardware", "a100x8"], "no such node of the catalogue"),
-        (
-            ["--recipe", "dgx2_gpt2_model_parallel/72x3072-h32-tp8", "--nodes", "3"],
-            "tp x pp x dp = processes",
-        ),
+        (["--recipe", TENSOR, "--nodes", "3"], "tp x pp x dp = processes"),
         (["--recipe", "default/sotu", "--hardware", "dgx2", "--set", "model.heads=7"], "heads"),
-        (
-            ["--recipe", "bert/sotu", "largest", "--hardware", "dgx2"],
-            "write them after it: plan.py largest --recipe",
-        ),
+        (["--recipe", "bert/sotu", "largest", "--hardware", "dgx2"], "plan.py largest --recipe"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(flags, says):
@@ -200,8 +184,3 @@ sys.exit(" ".join({"torch", "numpy", "deepspeed", "matplotlib"} & set(sys.module
 """
     done = run([sys.executable, "-c", program])
     assert done.returncode == 0, done.stdout[-500:]
-
-
-def test_nodes_are_refused_by_name():
-    with pytest.raises(ProblemsError, match="no --hardware"):
-        node_for(catalog.load("default/sotu"))

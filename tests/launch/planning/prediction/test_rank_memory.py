@@ -3,19 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from planned import work
 
 from launch.planning.prediction import rank_memory, workload
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.hardware import find
-from launch.planning.resolved_plans import published_plan
-from recipes import catalog
 
 V100 = find("dgx2").gpu
 NAME = "jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"
-
-
-def work(name: str = NAME, *settings: str) -> workload.Workload:
-    return workload.of_plan(published_plan(catalog.load(name, settings)))
 
 
 def stage(step: workload.Workload, number: int = 0) -> rank_memory.RankMemory:
@@ -23,19 +18,11 @@ def stage(step: workload.Workload, number: int = 0) -> rank_memory.RankMemory:
 
 
 def test_the_categories_make_the_total():
-    rank = stage(work())
-    named = (
-        "weights",
-        "gradients",
-        "optimizer",
-        "buffers",
-        "activations",
-        "working",
-        "logits",
-        "fragmentation",
-    )
-    assert rank.total == sum(getattr(rank, name) for name in named) + rank.context
-    assert set(rank.on_gpu) == {*named, "context"}
+    rank = stage(work(NAME))
+    states, passes = ("weights", "gradients", "optimizer"), ("activations", "working", "logits")
+    named = {*states, *passes, "buffers", "fragmentation", "context"}
+    assert rank.total == pytest.approx(sum(getattr(rank, name) for name in named))
+    assert set(rank.on_gpu) == named
     assert rank.states == rank.weights + rank.gradients + rank.optimizer
 
 
@@ -55,7 +42,7 @@ def test_zero_shares_out_what_its_stage_says():
 
 
 def test_stages_hold_activations_of_the_micro_batches_in_flight():
-    step = work()
+    step = work(NAME)
     first, second, last = (stage(step, number) for number in (0, 1, 15))
     stream = step.activations.stream
     assert second.activations == 15 * 4 * stream, "15 micro-batches of 4 layers, the input of each"

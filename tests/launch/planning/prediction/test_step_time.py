@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from planned import work
 
 from launch.planning.prediction import workload
 from launch.planning.prediction.constants import fitted
@@ -10,17 +11,11 @@ from launch.planning.prediction.forecast import speed
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.node_rates import FAR_LATENCY, Machine
 from launch.planning.prediction.step_time import step_time
-from launch.planning.resolved_plans import published_plan
 from modeling.cost import Product
-from recipes import catalog
 
 DGX2, JEAN_ZAY, A100 = find("dgx2"), find("v100-32x4"), find("a100-80x8")
 PIPELINE = "jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"
 TENSOR = "dgx2_gpt2_model_parallel/72x3072-h32-tp8"
-
-
-def work(name: str = TENSOR, *settings: str) -> workload.Workload:
-    return workload.of_plan(published_plan(catalog.load(name, settings)))
 
 
 def seconds(step: workload.Workload, node=DGX2):

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from planned import plan
+from planned import work as step
 
 from launch.machine.model_states import state_widths
 from launch.planning.prediction import workload
@@ -10,16 +12,10 @@ from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import speed
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.rank_memory import of_stage
-from launch.planning.resolved_plans import published_plan
 from launch.records.throughput import Throughput
 from modeling import cost
-from recipes import catalog
 
 GPU = find("v100-32x4").gpu
-
-
-def plan(name: str, *settings: str):
-    return published_plan(catalog.load(name, settings))
 
 
 def states(made):
@@ -105,7 +101,7 @@ def test_the_jsons_half_precision_states_count():
 
 def test_buckets_are_those_of_the_json():
     def buffers(config, *settings):
-        return workload.of_plan(plan("default/sotu", f"ds_config={config}", *settings)).buffers
+        return step("default/sotu", f"ds_config={config}", *settings).buffers
 
     assert buffers("zero0") == workload.Buffers()
     assert 13e6 < buffers("zero1").reduce / 2 < 15e6, (
@@ -117,18 +113,17 @@ def test_buckets_are_those_of_the_json():
 
 
 def test_recomputation_and_its_place_are_the_plans():
-    work = workload.of_plan(plan("jeanzay_megatron_deepspeed_zero/48b-tp4-mb48-0527"))
+    work = step("jeanzay_megatron_deepspeed_zero/48b-tp4-mb48-0527")
     assert (work.recomputed, work.checkpoints_at, work.cuts_checkpoints) == (1, "host", True)
-    chunks = workload.of_plan(plan("default/sotu", "activation_checkpointing=3"))
+    chunks = step("default/sotu", "activation_checkpointing=3")
     assert (chunks.recomputed, chunks.checkpoints_at, chunks.selective) == (3, "gpu", False)
-    selective = workload.of_plan(plan("default/sotu", "activation_checkpointing=selective"))
+    selective = step("default/sotu", "activation_checkpointing=selective")
     assert (selective.recomputed, selective.selective) == (0, True)
 
 
 def test_what_tensor_ranks_share_out_is_the_plans():
     tensor, sequence = (
-        workload.of_plan(plan("default/sotu", "parallel.tp=2", f"parallel.sequence={cut}"))
-        for cut in ("false", "true")
+        step("default/sotu", "parallel.tp=2", f"parallel.sequence={cut}") for cut in ("false", "true")
     )
     assert not tensor.sequence_parallel and sequence.sequence_parallel
     # Of ten numbers per element of the stream, four are whole on every rank, or cut as the other twelve.
@@ -151,7 +146,7 @@ def test_stages_are_those_that_train(name, checkpointing):
 
 
 def test_a_stage_holds_its_layers_and_the_micro_batches_in_flight():
-    work = workload.of_plan(plan("jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"))
+    work = step("jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527")
     uneven = replace(work, model=work.model.model_copy(update={"layers": 60}))
     assert sum(uneven.layers_of(stage) for stage in range(16)) == 60
     assert [uneven.layers_of(stage) for stage in (0, 11, 12, 15)] == [4, 4, 3, 3]
@@ -163,7 +158,7 @@ def test_a_stage_holds_its_layers_and_the_micro_batches_in_flight():
 
 
 def test_a_system_with_states_of_its_own_shards_nothing():
-    work = workload.of_plan(plan("jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527"))
+    work = step("jeanzay_megatron_performance/48b-pp16-ga256-mb4-0527")
     theirs = workload.as_run_by(work, "megatron")
     assert (work.zero_stage, theirs.zero_stage, theirs.buffers) == (1, 0, workload.Buffers())
     assert workload.as_run_by(work, "megatron-deepspeed").zero_stage == 1
