@@ -27,8 +27,7 @@ from launch.machine import abilities
 from launch.ranks import ending, launch_environment
 from launch.ranks.processes import device_limit
 from recipes import catalog
-from recipes.plural import counted
-from recipes.problems import Problem, ProblemsError, Setting
+from recipes.problems import Problem, ProblemsError, Setting, counted
 from recipes.schema import Recipe
 
 EXAMPLES = """\

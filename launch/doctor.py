@@ -35,8 +35,7 @@ from launch.ranks.meeting import Meeting
 from launch.records.directory import default_path
 from recipes import catalog
 from recipes.files import path_of
-from recipes.plural import counted
-from recipes.problems import ProblemsError
+from recipes.problems import ProblemsError, counted
 from recipes.schema import Recipe
 
 ORDER: tuple[Verdict, ...] = ("ok", "warning", "failed", "not checked")

@@ -18,8 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from launch.console import arguments, ends, output, terminal
 from launch.ranks import joining, processes
-from recipes.plural import counted
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import Problem, ProblemsError, counted
 
 if TYPE_CHECKING:
     from launch.evaluation.generation.prompts import EncodedPrompt
@@ -203,8 +202,7 @@ def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     from launch.evaluation.generation.writing import Settings
-    from modeling.generation import DEFAULT_SAMPLING
-    from modeling.sampling import Sampling
+    from modeling.generation import DEFAULT_SAMPLING, Sampling
 
     sampling = None
     if not args.greedy:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
+from modeling.cost.parameter_count import SENTENCE_CLASSES, TOKEN_TYPES
 from modeling.family import Family, common_shape
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init, Shard

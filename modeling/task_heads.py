@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from modeling import bert
 from modeling.bert import BertShape, Embedding
-from modeling.cost.families import head_outputs
+from modeling.cost.parameter_count import head_outputs
 from modeling.family import Family
 from modeling.hidden_dropout import HiddenDropout
 from modeling.initialization import Init

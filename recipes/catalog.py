@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from recipes import files
-from recipes import overrides as overriding
-from recipes.nested import differences
+from recipes.key_paths import differences
 from recipes.problems import Problem, ProblemsError, RecipeError, nearest, some
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table
 from recipes.tiny import tiny as shrink
-from recipes.validation import validate
+from recipes.validation import apply, validate
 from recipes.yaml_lines import read
 
 DEFAULT_RECIPE = "default/sotu"
@@ -85,7 +84,7 @@ def load(
     values, where = table.row(row), f"{table.name}/{row}"
     if tiny:
         values = shrink(validate(values, where, table.document, table.paths(row))).model_dump(by_alias=True)
-    changed = overriding.apply(values, overrides)
+    changed = apply(values, overrides)
     recipe = validate(changed.values, where, table.document, table.paths(row), changed)
     if steps is None:
         return recipe

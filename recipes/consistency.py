@@ -12,13 +12,12 @@ from operator import attrgetter
 from pathlib import Path
 
 from recipes import files
+from recipes.families import PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
 from recipes.key_paths import paths
 from recipes.layout import share_batch
-from recipes.plural import counted
-from recipes.problems import Key, Problem, Setting, Text, Words, did_you_mean
+from recipes.problems import Key, Problem, Setting, Text, Words, counted, did_you_mean
 from recipes.schema import Origin, Recipe
 from recipes.tasks import TASKS
-from recipes.vocabularies import PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
 
 ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
 # A folder of data here; that package imports this one.

@@ -1,9 +1,9 @@
-"""The recipe schema seen as key paths: what keys there are, and where a misspelt one may have been meant."""
+"""Dotted keys of the recipe and of nested mappings: which there are, and what a misspelt one may mean."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -92,3 +92,19 @@ def _model_at(path: Path) -> type[BaseModel] | None:
             field = children(level).get(part) if level else None
             level = submodel(field.annotation) if field else None
     return level
+
+
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """("a.b", value) for every leaf of nested mappings; lists and empty mappings are leaves."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree
+
+
+def differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of the leaves that differ; "absent" where one side lacks the key."""
+    before, after = dict(flatten(old)), dict(flatten(new))
+    pairs = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in {**before, **after}]
+    return [pair for pair in pairs if pair[1] != pair[2]]

@@ -111,3 +111,12 @@ def either(words: Iterable[object]) -> str:
     """The words as "a, b or c"."""
     *first, last = [str(word) for word in words]
     return f"{', '.join(first)} or {last}" if first else last
+
+
+ES = ("s", "x", "ch", "sh")
+
+
+def counted(number: int, thing: str) -> str:
+    """The count as "1 process", "2 processes", "1,024 warm-up steps"."""
+    plural = "" if number == 1 else "es" if thing.endswith(ES) else "s"
+    return f"{number:,} {thing}{plural}"

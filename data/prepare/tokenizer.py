@@ -18,8 +18,8 @@ from data.text.encoder import end_of_document
 from data.text.records import Raw
 from data.text.trained_vocabulary import around, train_bpe, train_wordpiece
 from data.text.vocabulary import missing_roles, read_tokenizer, ready_made
+from recipes.families import TRAINED
 from recipes.problems import Problem, ProblemsError
-from recipes.vocabularies import TRAINED
 
 FOLDER = "tokenizer"
 

@@ -29,8 +29,7 @@ from data.samples.fields import HELD_OUT_SEED, Fields, HeldOut, StoredSamples, s
 from data.samples.masking import BertVocabulary, check_whole_words, mask
 from data.tokens.store import Store
 from recipes.families import BERT
-from recipes.plural import counted
-from recipes.problems import Key, Problem, ProblemsError, Setting
+from recipes.problems import Key, Problem, ProblemsError, Setting, counted
 from recipes.schema import Masking, Recipe
 
 HOLD_OUT_MORE = ("set ", Key("data.validation_every"), " or ", Key("data.test_every"), " lower")

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.samples.fields import Fields, HeldOut, StoredSamples, spread, window_count
 from data.tokens.store import Store
-from recipes.plural import counted
-from recipes.problems import Key, Problem, ProblemsError, Setting
+from recipes.problems import Key, Problem, ProblemsError, Setting, counted
 
 _LOOKED_AT = 256  # documents whose last token tells how the store ends documents, before all are looked at
 

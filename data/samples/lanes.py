@@ -20,8 +20,7 @@ from data.samples.bert import BertSettings, Sample, assemble, segments
 from data.samples.chunks import chunks_of_document
 from data.samples.masking import BertVocabulary
 from data.text.records import Source
-from recipes.plural import counted
-from recipes.problems import Problem, ProblemsError, Setting, Text, Words, pieces
+from recipes.problems import Problem, ProblemsError, Setting, Text, Words, counted, pieces
 
 MOST_LANES = 64  # files that a single rank may have to hold open
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from recipes import files
-from recipes.plural import counted
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import Problem, ProblemsError, counted
 from recipes.tasks import TaskFacts
 
 MOST_LINE = 64 * files.MIB  # bytes

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from recipes.plural import counted
-from recipes.problems import Key, Problem, ProblemsError, Setting, Text, Words, pieces, some
+from recipes.problems import Key, Problem, ProblemsError, Setting, Text, Words, counted, pieces, some
 
 MAX_RECORD_BYTES = 64 << 20  # a longer record is broken: no document of a corpus is that long
 EXCERPT_BYTES = 64 << 10

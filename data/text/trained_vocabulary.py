@@ -27,9 +27,9 @@ from data.durable_files import Damaged
 from data.split_rule import part_of
 from data.text.encoder import use_all_cores
 from data.text.records import Source
+from recipes.families import SMALLEST_BPE
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Recipe
-from recipes.vocabularies import SMALLEST_BPE
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4

@@ -26,10 +26,10 @@ from data.text.trained_vocabulary import (
     wordpiece_tokenizer,
 )
 from recipes import files
+from recipes.families import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY, TRAINED
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Recipe
 from recipes.schema import Tokenizer as TokenizerSettings
-from recipes.vocabularies import BERT_CASED_VOCABULARY, BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY, TRAINED
 
 
 def build_vocabulary(

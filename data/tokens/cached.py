@@ -24,7 +24,7 @@ from data.text.encoder import Encoder, SentenceEncoder
 from data.text.records import Document, Skipped, Source
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
 from data.tokens.store import Checksum, Store, StoreWriter, bin_path, idx_path, open_store
-from recipes.plural import counted
+from recipes.problems import counted
 from recipes.schema import Origin
 
 READ_BY_ALL = 1 << 26  # bytes of a .bin that every process reads for itself: 0.05 s at zlib's 1.3 GB/s

@@ -8,8 +8,7 @@ from ds_configs.findings import Findings
 from ds_configs.known_keys import lookup
 from ds_configs.sections import transformers_modules
 from recipes.layout import Layout, divisors, share_batch
-from recipes.plural import counted
-from recipes.problems import Problem, Setting, Text, Words, either
+from recipes.problems import Problem, Setting, Text, Words, counted, either
 from recipes.schema import Recipe
 
 Config = dict[str, Any]

@@ -14,8 +14,7 @@ from launch.console import terminal
 from launch.console.numbers import NOTHING
 from launch.console.progress import bar
 from launch.console.text_table import aligned, table
-from recipes.plural import counted
-from recipes.problems import some
+from recipes.problems import counted, some
 
 BY_SIZE = "whole: by its manifest and the sizes of its files; `verify` reads them"
 

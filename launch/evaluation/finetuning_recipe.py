@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Machine
-from recipes import overrides
+from recipes import validation
 from recipes.schema import Recipe, TaskName
 from recipes.tasks import TASKS
 from recipes.validation import validate
@@ -79,7 +79,7 @@ def recipe_of(
 
 
 def _validated(values: Mapping[str, Any], wishes: Wishes) -> Recipe:
-    changed = overrides.apply(values, wishes.settings)
+    changed = validation.apply(values, wishes.settings)
     return validate(changed.values, f"finetune/{wishes.task}", Document("", {}), ((),), changed)
 
 

@@ -14,7 +14,7 @@ from launch.console import terminal
 from launch.console.text_table import table
 from launch.records.facts import TaskScore
 from recipes import files
-from recipes.plural import counted
+from recipes.problems import counted
 from recipes.tasks import TaskFacts
 
 SUMMARY = "summary.json"  # next to the directories of the runs

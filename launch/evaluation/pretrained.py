@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from data.durable_files import write_atomically
 from launch.records.directory import RunDirectory
 from recipes import catalog, files
-from recipes.nested import differences
+from recipes.key_paths import differences
 from recipes.problems import RecipeError
 from recipes.schema import Recipe
 

@@ -13,11 +13,11 @@ from launch.evaluation.generation import trained_model
 from launch.evaluation.generation.trained_model import TrainedModel
 from launch.training import deepspeed_judgement
 from launch.weights.initial_weights import InitialWeights
-from recipes import overrides
+from recipes import validation
+from recipes.families import TRAINED
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Batch, Dropout, Parallel, Recipe, Tokenizer
 from recipes.validation import validate
-from recipes.vocabularies import TRAINED
 from recipes.yaml_lines import Document
 
 MOST_PADDING = 1024  # rows of an embedding beyond its vocabulary
@@ -86,7 +86,7 @@ def _as_scored(base: Recipe, wishes: Wishes, vocabulary_at: Path | None) -> Reci
     if base.data.tokenizer.kind in TRAINED:  # on another text it would become another one
         own = Tokenizer(kind="file", path=str(vocabulary_at)) if vocabulary_at else Tokenizer(kind="gpt2")
         plain = plain.model_copy(update={"data": plain.data.model_copy(update={"tokenizer": own})})
-    changed = overrides.apply(plain.model_dump(by_alias=True), wishes.settings)
+    changed = validation.apply(plain.model_dump(by_alias=True), wishes.settings)
     return validate(changed.values, base.title, Document("--set", {}), ((),), changed)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.machine.memory import physical_memory
-from recipes.plural import counted
+from recipes.problems import counted
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "accelerate", "tokenizers", "numpy")
 REPOSITORY = Path(__file__).resolve().parents[2]

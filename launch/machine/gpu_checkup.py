@@ -12,7 +12,7 @@ from pathlib import Path
 from ds_configs.plan import Machine
 from launch.machine.checks import Check, failed, ok, unchecked, warning
 from launch.machine.description import cores
-from recipes.plural import counted
+from recipes.problems import counted
 
 # Bytes of /dev/shm. Docker gives 64 MB, in which NCCL failed on four GPUs: a segment of a connection has
 # 9,637,888 bytes (https://github.com/NVIDIA/nccl/issues/342, /525); containers are advised to have 1 GB

@@ -14,8 +14,7 @@ from pathlib import Path
 from launch.machine.checks import Check, failed, ok, refused, unchecked, warning
 from launch.ranks import processes
 from recipes import files
-from recipes.plural import counted
-from recipes.problems import Problem, some
+from recipes.problems import Problem, counted, some
 
 DEFAULT_PORT = 29500  # of deepspeed and torchrun
 # What the deepspeed launcher of 0.19.8 hands to other machines (launcher/runner.py, cuda_accelerator.py), and

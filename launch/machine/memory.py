@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.plural import counted
+from recipes.problems import counted
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from launch.planning.prediction import hardware, rank_memory, workload
 from launch.planning.prediction.constants import fitted
 from launch.planning.resolved_plans import processes, published_plan
 from recipes.layout import divisors
-from recipes.plural import counted
+from recipes.problems import counted
 from recipes.schema import Recipe
 
 USUAL = "a100-80x8"  # node whose CUDA context stands for that of a GPU that nothing is said of

@@ -18,8 +18,8 @@ from launch.records.facts import RunFacts
 from launch.records.metrics import Records, StepRecord, read_metrics
 from launch.records.result import OURS
 from recipes import catalog, files
-from recipes.nested import differences
-from recipes.plural import counted
+from recipes.key_paths import differences
+from recipes.problems import counted
 from recipes.schema import Recipe
 
 # Facts of a plan that a resumed run may have otherwise.

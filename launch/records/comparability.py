@@ -12,8 +12,8 @@ from ds_configs.jsonfile import ConfigError, find, read
 from ds_configs.known_keys import lookup
 from ds_configs.plan import ANY_GPU, Plan
 from ds_configs.sections import zero
+from recipes.key_paths import differences
 from recipes.layout import Layout
-from recipes.nested import differences
 from recipes.schema import Recipe
 
 # What changes the speed by more than the machine does: a ratio would compare two things.

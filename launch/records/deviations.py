@@ -11,8 +11,8 @@ from pydantic import Field
 from ds_configs.plan import Plan
 from launch.records.comparability import short_name
 from launch.records.facts import RunFacts
+from recipes.key_paths import flatten
 from recipes.layout import share_batch
-from recipes.nested import flatten
 from recipes.problems import Problem
 from recipes.schema import Recipe
 from recipes.tiny import tiny as shrink

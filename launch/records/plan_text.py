@@ -12,7 +12,7 @@ from launch.console.terminal import wrapped
 from launch.console.text_table import aligned
 from launch.machine.model_states import model_states
 from modeling import cost
-from recipes.plural import counted
+from recipes.problems import counted
 from recipes.schema import Model
 
 OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}

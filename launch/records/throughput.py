@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ds_configs.plan import Plan
 from launch.records.metrics import StepRecord
 from modeling import cost
-from recipes.plural import counted
+from recipes.problems import counted
 
 # Steps of a launch left out of its throughput: allocation, compilation and caches make them slower.
 WARMUP_STEPS = 5

@@ -13,8 +13,8 @@ from launch.records.result import Result
 from launch.reports.entries import validation_loss
 from launch.reports.frames import Frame
 from launch.reports.runs import Run, differences
-from recipes import nested
-from recipes.plural import counted
+from recipes import key_paths
+from recipes.problems import counted
 
 MOST_COMPARED = 6  # more columns than that are no table any more
 ABSENT = "absent"
@@ -110,7 +110,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 def configuration(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
     """Dotted keys in which runs differ: recipe, layout, DeepSpeed JSON, versions, machine, commit."""
-    facts = [dict(nested.flatten(_facts(run))) for run in runs]
+    facts = [dict(key_paths.flatten(_facts(run))) for run in runs]
     for key in dict.fromkeys(key for each in facts for key in each):
         values = [each.get(key, ABSENT) for each in facts]
         if any(value != values[0] for value in values):
@@ -147,7 +147,7 @@ def incomparable(a: Run, b: Run) -> str | None:
     both = (recipe.compared() for recipe in (a.recipe, b.recipe))
     changed = [
         f"{key}: {_shown(one)} / {_shown(other)}"
-        for key, one, other in nested.differences(*both)
+        for key, one, other in key_paths.differences(*both)
         if f"{key}.".startswith(tuple(f"{part}." for part in SAME_TEXT)) and not key.startswith(same)
     ]
     if changed:

@@ -19,8 +19,7 @@ from launch.reports.predictions import Line
 from launch.reports.remarks import Remarks, split_remarks
 from launch.reports.runs import Run
 from launch.reports.tables import Published, Row, Tables
-from recipes.plural import counted
-from recipes.problems import ProblemsError
+from recipes.problems import ProblemsError, counted
 
 ELSEWHERE = "other-recipes"
 # `Entry.scale` -> how a count of such runs goes on.

@@ -24,7 +24,7 @@ from launch.records.result import TFLOPS_BY
 from launch.records.result_text import EXACT
 from launch.reports.entries import MEASURED, Entry
 from launch.reports.runs import Points, Run, differences
-from recipes.plural import counted
+from recipes.problems import counted
 
 INK, FAINT = "#1c2024", "#c3c9cf"
 PALETTE = ("#3b82c4", "#d9822b", "#3a9d5d", "#cf4f4f", "#8f6fd1", "#9a7560", "#d06fa6", "#7f8790")

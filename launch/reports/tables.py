@@ -10,8 +10,7 @@ from typing import Any
 from launch.tables import evidence
 from launch.tables.evidence import RowErratum
 from recipes import files
-from recipes.plural import counted
-from recipes.problems import Problem, ProblemsError, RecipeError, did_you_mean
+from recipes.problems import Problem, ProblemsError, RecipeError, counted, did_you_mean
 from recipes.schema import Published as PublishedNumbers
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, Table, read_table

@@ -18,8 +18,7 @@ from launch.tables.scores import scores
 from modeling import cost
 from recipes import catalog, files
 from recipes.families import FAMILIES
-from recipes.plural import counted
-from recipes.problems import Problem, ProblemsError, RecipeError, did_you_mean
+from recipes.problems import Problem, ProblemsError, RecipeError, counted, did_you_mean
 from recipes.schema import Hardware, Published, Recipe
 from recipes.tables import Table, read_table
 

@@ -22,8 +22,7 @@ from launch.tables import evidence
 from launch.tables.scores import said
 from modeling import cost
 from recipes import catalog
-from recipes.plural import counted
-from recipes.problems import RecipeError
+from recipes.problems import RecipeError, counted
 from recipes.schema import Published, Recipe
 from recipes.tables import Table
 

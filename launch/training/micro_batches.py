@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.loader import MicroBatch, rank_rows
 from ds_configs.plan import Plan
-from modeling.cost.families import SENTENCE_CLASSES, TOKEN_TYPES
+from modeling.cost.parameter_count import SENTENCE_CLASSES, TOKEN_TYPES
 from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.unpadding import ROW_MULTIPLE, filled, rounded_up, row_of

@@ -25,11 +25,11 @@ from modeling.formats.megatron.checkpoint import Checkpoint, open_checkpoint
 from modeling.initialization import NEW_HEADS
 from modeling.lazy_weights import LazyWeights
 from modeling.transformer import BERT_NORM_EPS
+from recipes.families import PUBLISHED_VOCABULARIES
 from recipes.files import FileError, checked, read_json_object
-from recipes.nested import flatten
+from recipes.key_paths import flatten
 from recipes.problems import Problem, some
 from recipes.schema import Model, Recipe
-from recipes.vocabularies import PUBLISHED_VOCABULARIES
 
 KEY = "--init_from"
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

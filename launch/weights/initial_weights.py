@@ -20,12 +20,11 @@ from modeling.formats.huggingface.config_forms import (
     form_of,
 )
 from modeling.lazy_weights import LazyWeights
-from recipes.families import FAMILIES
+from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
 from recipes.files import FileError
-from recipes.nested import flatten
+from recipes.key_paths import flatten
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
-from recipes.vocabularies import PUBLISHED_VOCABULARIES
 
 KEY = "--init_from"
 SAVED = "give a directory that save_pretrained or export_hf.py wrote, a run, or a checkpoint of Megatron"

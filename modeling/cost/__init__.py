@@ -8,10 +8,18 @@ Imports neither torch nor deepspeed, so that planning is instant and runs anywhe
 """
 
 from modeling.cost.activation_bytes import LayerActivations
-from modeling.cost.families import head_outputs
-from modeling.cost.matrix_products import Product, attention_products, head_products, layer_products
-from modeling.cost.operation_count import band, exact_flops_per_step, exact_tflops, published_tflops, tflops
-from modeling.cost.parameter_count import parameters, parameters_per_rank
+from modeling.cost.operation_count import (
+    Product,
+    attention_products,
+    band,
+    exact_flops_per_step,
+    exact_tflops,
+    head_products,
+    layer_products,
+    published_tflops,
+    tflops,
+)
+from modeling.cost.parameter_count import head_outputs, parameters, parameters_per_rank
 from modeling.cost.pipeline_stages import equal_stages, stages_by_time, stages_of
 from modeling.cost.state_bytes import (
     FP32,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from modeling.cost.families import head_operations
-from modeling.cost.parameter_count import parameters
+from modeling.cost.parameter_count import head_operations, parameters
 from recipes.schema import Model
 
 
@@ -32,7 +31,7 @@ def exact_flops_per_step(
     key instead of S^2: scores and values together 4 h (W S - W (W - 1) / 2) operations. What a kernel
     computes beyond, in blocks that the edge of the band crosses or under a mask, is no work of the model and
     is not counted. BERT has its own heads in place of 2 S h V, which see only P = `predictions` positions of
-    a sample (`modeling.cost.families`). A question is a sequence for each of its choices. Padding is
+    a sample (`modeling.cost.parameter_count`). A question is a sequence for each of its choices. Padding is
     counted as tokens. Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out,
     as there.
     """
@@ -85,3 +84,59 @@ def tflops(
     read = batch * model.sequences
     by_formula = published_tflops(size, length, read, seconds, gpus, checkpointing=checkpointing)
     return by_formula, exact_tflops(flops, seconds, gpus)
+
+
+class Product(NamedTuple):
+    """`times` products of an (m, k) and a (k, n) matrix; 2 m n k operations each."""
+
+    m: float
+    n: float
+    k: float
+    times: float = 1
+
+    @property
+    def operations(self) -> float:
+        return 2 * self.m * self.n * self.k * self.times
+
+
+def layer_products(model: Model, tokens: int, length: int, tp: int = 1) -> tuple[Product, ...]:
+    """The weights' products of a layer's forward pass, cut as Megatron-LM cuts them: 24 b S h^2 / t.
+
+    tokens: b S of a micro-batch. Their sum with `attention_products` is the count of
+    `operation_count.exact_flops_per_step`.
+    """
+    hidden = model.hidden
+    return (
+        Product(tokens, 3 * hidden / tp, hidden),
+        Product(tokens, hidden, hidden / tp),
+        Product(tokens, 4 * hidden / tp, hidden),
+        Product(tokens, hidden, 4 * hidden / tp),
+    )
+
+
+def attention_products(
+    model: Model, tokens: int, length: int, tp: int = 1, window: int | None = None
+) -> tuple[Product, ...]:
+    """Scores and values of a layer, one product for each head and sample: 4 b S^2 h / t.
+
+    A banded layer's share of the square is `band(S, W)` pairs.
+    """
+    head = model.hidden / model.heads
+    keys = length if window is None else band(length, window) / length
+    count = model.heads / tp * tokens / length
+    return Product(length, keys, head, count), Product(length, head, keys, count)
+
+
+def head_products(
+    model: Model, samples: int, length: int, padded_vocab: int, tp: int = 1, predictions: int | None = None
+) -> tuple[Product, ...]:
+    """The products after the last layer: logits at every position, a BERT's at its P predicted ones.
+
+    BERT's masked-token head has a dense layer before its logits, on every tensor rank. Its sentence head is
+    left out here: two products of b rows. So is a head for a task, which has a few outputs.
+    """
+    if model.task_head != "none":
+        return ()
+    rows = samples * (length if predictions is None else predictions)
+    logits = Product(rows, padded_vocab / tp, model.hidden)
+    return (Product(rows, model.hidden, model.hidden), logits) if model.facts.masked else (logits,)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from modeling.cost.families import head_operations
 from modeling.cost.operation_count import band
+from modeling.cost.parameter_count import head_operations
 from recipes.schema import Model, Recipe
 
 

@@ -19,12 +19,19 @@ from transformers.generation.logits_process import (
 )
 
 from modeling.formats.huggingface.gpt2 import config, from_transformers
-from modeling.generation import Continuation, Request, continue_all, continue_prompt, decode
+from modeling.generation import (
+    Continuation,
+    Request,
+    Sampling,
+    continue_all,
+    continue_prompt,
+    decode,
+    uniform_numbers,
+)
 from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.initialization import Init
 from modeling.layer_list import Stack
 from modeling.past import Past
-from modeling.sampling import Sampling, uniform_numbers
 from recipes.schema import Model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

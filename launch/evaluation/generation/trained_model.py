@@ -15,9 +15,9 @@ from launch.weights.foreign_weights import RunWeights
 from launch.weights.initial_weights import KEY as INIT_FROM
 from launch.weights.initial_weights import InitialWeights
 from recipes import catalog
+from recipes.families import GPT2_VOCABULARY
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
-from recipes.vocabularies import GPT2_VOCABULARY
 
 KEY = "MODEL"  # how the command calls its argument
 TOKENIZER = "--tokenizer"

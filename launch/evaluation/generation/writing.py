@@ -8,8 +8,15 @@ from typing import Any
 
 from launch.evaluation.generation.prompts import EncodedPrompt
 from launch.evaluation.generation.trained_model import TrainedModel
-from modeling.generation import CONTINUED_TOKENS, DEFAULT_SAMPLING, Ended, Request, continue_all, fill_masks
-from modeling.sampling import Sampling
+from modeling.generation import (
+    CONTINUED_TOKENS,
+    DEFAULT_SAMPLING,
+    Ended,
+    Request,
+    Sampling,
+    continue_all,
+    fill_masks,
+)
 
 
 @dataclass(frozen=True)

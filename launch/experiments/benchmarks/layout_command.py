@@ -15,8 +15,7 @@ from launch.experiments.benchmarks.specification import Specification
 from launch.experiments.benchmarks.step_command import PICTURES, add_model, add_pace, pace_of, plans_of
 from launch.experiments.benchmarks.step_speed import RATE, Measured
 from recipes.layout import Layout
-from recipes.plural import counted
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import Problem, ProblemsError, counted
 
 EXAMPLES = """\
 examples:

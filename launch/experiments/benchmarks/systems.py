@@ -30,7 +30,7 @@ from launch.training.run import next_batch
 from launch.training.schedule import Schedule, learning_rate
 from launch.training.training_batches import training_batches
 from modeling import cost
-from modeling.cost.matrix_products import Product, head_products, layer_products
+from modeling.cost.operation_count import Product, head_products, layer_products
 from modeling.families import family_of, model_shape
 from modeling.formats.families import conversion_of
 from modeling.initialization import DTYPES, Init

@@ -17,8 +17,7 @@ from launch.checkpoints.run_checkpoints import newest
 from launch.console import text_table
 from launch.console.terminal import wrapped
 from launch.records.metrics import read_metrics
-from recipes.plural import counted
-from recipes.problems import Problem
+from recipes.problems import Problem, counted
 
 LOSS_TOLERANCE = 1e-4  # nats per token, at every step
 NORM_TOLERANCE = 1e-4  # relative, at every step

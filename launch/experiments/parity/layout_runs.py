@@ -24,7 +24,7 @@ from launch.machine import abilities
 from launch.ranks import ending, joining
 from launch.ranks.processes import TIMEOUT, rank, temporary_groups
 from recipes import catalog
-from recipes.plural import counted
+from recipes.problems import counted
 from recipes.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[3]

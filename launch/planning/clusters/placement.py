@@ -10,8 +10,7 @@ from ds_configs.plan import Plan
 from launch.planning.prediction import hardware
 from launch.planning.resolved_plans import resolved
 from recipes.layout import divisors
-from recipes.plural import counted
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import Problem, ProblemsError, counted
 from recipes.schema import Recipe
 
 

@@ -25,11 +25,10 @@ from launch.planning.prediction.step_time import step_time
 from launch.planning.prediction.workload import Buffers, Workload, usual_buffers
 from modeling.cost import FP32, MIXED
 from recipes import files
-from recipes.families import FAMILIES
+from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
 from recipes.layout import Layout, divisors, padded_vocab
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Dropout, Model
-from recipes.vocabularies import PUBLISHED_VOCABULARIES
 
 OURS = Path(__file__).with_name("other_documents.csv")
 COLUMNS = {

@@ -10,7 +10,7 @@ from ds_configs.plan import Plan
 from launch.planning.page import Page
 from launch.planning.prediction.forecast import Bill, Forecast, Remark, Speed
 from launch.planning.prediction.step_time import StepTime
-from recipes.plural import counted
+from recipes.problems import counted
 
 CATEGORIES = {
     "weights": "weights",

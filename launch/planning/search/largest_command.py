@@ -11,7 +11,7 @@ from launch.planning.prediction.forecast import SNUG
 from launch.planning.search import candidates, largest
 from launch.planning.search.largest import LargestModel, Setting
 from recipes import catalog
-from recipes.plural import counted
+from recipes.problems import counted
 
 ABOUT = """\
 Find the largest GPT-2 or BERT that all GPUs of given nodes train together,

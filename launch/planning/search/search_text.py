@@ -14,7 +14,7 @@ from launch.planning.search.candidates import Dimension
 from launch.planning.search.layout_search import WORTH, Alternative, Answer, Candidate, recomputation
 from launch.planning.search.winner import JSON_NAME, Winner
 from modeling import cost
-from recipes.plural import counted
+from recipes.problems import counted
 
 HEADINGS = ["#", "layout", "batch", "GB", "of GPU", "s/step", "tokens/s", "model states"]
 LEGEND = (

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from modeling.cost.families import head_outputs
+from modeling.cost.parameter_count import head_outputs
 from modeling.formats.huggingface import conversion
 from modeling.formats.huggingface.conversion import NO_DROPOUT, Conversion, Entry, Form, Logits, Tensors
 from modeling.lazy_weights import LazyWeights

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.families import FAMILIES, FamilyFacts
+from recipes.families import BERT_UNCASED_VOCABULARY, FAMILIES, GPT2_VOCABULARY, FamilyFacts
 from recipes.schema import Model
-from recipes.vocabularies import BERT_UNCASED_VOCABULARY, GPT2_VOCABULARY
 
 SHAPE = ("model.layers", "model.hidden", "model.heads", "model.vocab_size", "model.positions")
 Fixed = Mapping[str, tuple[Any, ...]]

@@ -21,7 +21,7 @@ from launch.console import terminal
 from launch.console.arguments import HELP_WIDTH, command
 from launch.console.progress import fitting
 from launch.console.text_table import aligned, table
-from recipes.plural import counted
+from recipes.problems import counted
 
 WORDS = "the quick brown fox jumps over the lazy dog " * 5
 FIELDS = {

@@ -27,7 +27,7 @@ from modeling.formats.families import conversion_of
 from modeling.formats.huggingface.config_forms import SHAPE
 from modeling.formats.huggingface.weight_files import read_state_dict
 from recipes import catalog
-from recipes.nested import flatten
+from recipes.key_paths import flatten
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 
