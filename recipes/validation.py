@@ -1,4 +1,4 @@
-"""From a mapping, with what `--set key=value` changes in it, to a Recipe, or to every problem in it at once."""
+"""From a mapping and `--set key=value` to a Recipe, or to every problem in it at once."""
 
 from __future__ import annotations
 
