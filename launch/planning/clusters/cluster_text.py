@@ -9,7 +9,7 @@ from launch.planning.clusters import files, rank_map
 from launch.planning.clusters.job import Job
 from launch.planning.clusters.rank_map import Spread, Stretch
 from launch.planning.page import Page
-from recipes.plural import counted
+from recipes.problems import counted
 
 PORT = 29500  # torchrun's own
 MOST = 16  # lines of a map, of which the last two are its last
