@@ -209,19 +209,27 @@ def of_rates(found: Rates) -> Node:
     # Largest measured rate of large products, where a peak is published.
     reached = [found.tflops[name] / peaks[name] for name in peaks.keys() & found.tflops.keys() if known]
     gpu = Gpu(
-        title=found.accelerator, in_host=cpu, memory_gib=found.memory_bytes / GIB,
+        title=found.accelerator,
+        in_host=cpu,
+        memory_gib=found.memory_bytes / GIB,
         context_gib=found.context_bytes / GIB,
-        memory_gb_s=found.memory_gb_s, tflops=peaks, matrix_share=min(1.0, max(reached, default=1.0)),
-        multiprocessors=found.multiprocessors, reached_tflops=found.layer_tflops if cpu else {},
+        memory_gb_s=found.memory_gb_s,
+        tflops=peaks,
+        matrix_share=min(1.0, max(reached, default=1.0)),
+        multiprocessors=found.multiprocessors,
+        reached_tflops=found.layer_tflops if cpu else {},
         attention_tflops=found.attention_tflops if cpu else {},
         watts=found.watts or (known.watts if known else USUAL_WATTS),
-    )  # fmt: skip
+    )
     host = Host(memory_gb=found.host_bytes / 1e9, memory_gb_s=found.host_gb_s, cores=found.cores)
     form = NodeForm(
-        title="this machine", gpu=found.accelerator, gpus=found.accelerators or 1,
+        title="this machine",
+        gpu=found.accelerator,
+        gpus=found.accelerators or 1,
         link=Link(kind="shared memory" if cpu else "measured copy", gb_s=found.link_gb_s),
-        pcie_gb_s=found.copy_gb_s, host=host,
-    )  # fmt: skip
+        pcie_gb_s=found.copy_gb_s,
+        host=host,
+    )
     return Node(THIS, form, gpu, found.start_us * 1e-6, _own_constants(found) if cpu else ())
 
 

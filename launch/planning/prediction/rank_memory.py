@@ -128,9 +128,15 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
         gradients = placed.gradients._replace(gpu=stepped * share)
         return replace(placed, gradients=gradients), widths.gradient * share
     placed = cost.placed_state_bytes(
-        parameters, work.zero_stage, dp, widths=work.widths, optimizer=work.optimizer_at,
-        weights=work.weights_at, accumulates=work.layout.accumulation > 1, sub_group=work.sub_group,
-    )  # fmt: skip
+        parameters,
+        work.zero_stage,
+        dp,
+        widths=work.widths,
+        optimizer=work.optimizer_at,
+        weights=work.weights_at,
+        accumulates=work.layout.accumulation > 1,
+        sub_group=work.sub_group,
+    )
     # Those of a micro-batch, before they are added to sums in fp32; stages 2 and 3 do that bucket by bucket.
     fresh = work.width * parameters if _sums_whole_gradients(work) else 0.0
     if work.zero_stage == 0:  # its gradients are in fp32 throughout (deepspeed_fixes/zero0)

@@ -84,14 +84,22 @@ SYSTEMS = {
         # the loss holds the logits, their gradient where it is compiled, and blocks in fp32: 4.0 bytes per
         # logit, as torch's profiler measured on a CPU in bf16 and in fp32, compiled.
         Software(
-            "megarecipes", Passes(whole=18, cut=24, scores=0, kernels=34), logit_bytes=4,
-            predicts_everywhere=False, cuts_boundaries=True, dropout_bytes=9, has_sequence_parallelism=True,
+            "megarecipes",
+            Passes(whole=18, cut=24, scores=0, kernels=34),
+            logit_bytes=4,
+            predicts_everywhere=False,
+            cuts_boundaries=True,
+            dropout_bytes=9,
+            has_sequence_parallelism=True,
             balances_stages=True,
         ),
         # transformers' GPT-2 with SDPA under DeepSpeed; its GELU is eight kernels, its loss shifts a copy of
         # the logits.
         Software(
-            "transformers", Passes(whole=18, cut=100, scores=0, kernels=45), gelu_copies=6, logit_bytes=16,
+            "transformers",
+            Passes(whole=18, cut=100, scores=0, kernels=45),
+            gelu_copies=6,
+            logit_bytes=16,
             predicts_everywhere=False,
         ),
         # Megatron-LM of 2019 and 2020. apex's FP16_Optimizer: fp16 weights and gradients, fp32 masters,
@@ -100,33 +108,60 @@ SYSTEMS = {
         # keeps six tensors besides the input; gradients are averaged after the backward pass. Its Adam takes
         # nine kernels for each tensor, besides those that copy, unscale, clip and copy back.
         Software(
-            "megatron-2019", UNFUSED, keeps_scores=True, gelu_copies=6, states=Widths(), step_gradients=8,
-            update_kernels=25, update_bytes=110,
+            "megatron-2019",
+            UNFUSED,
+            keeps_scores=True,
+            gelu_copies=6,
+            states=Widths(),
+            step_gradients=8,
+            update_kernels=25,
+            update_bytes=110,
         ),
         # Megatron-LM of 2020 and 2021: fused kernels, a pipeline with interleaving and cut boundaries,
         # gradients in one buffer; its loss takes exponentials in place.
         Software(
-            "megatron", FUSED, keeps_scores=True, logit_bytes=10, states=Widths(), step_gradients=6,
-            cuts_boundaries=True, has_interleaving=True, has_sequence_parallelism=True,
+            "megatron",
+            FUSED,
+            keeps_scores=True,
+            logit_bytes=10,
+            states=Widths(),
+            step_gradients=6,
+            cuts_boundaries=True,
+            has_interleaving=True,
+            has_sequence_parallelism=True,
         ),
         # The same under DeepSpeed: its layers and loss, DeepSpeed's states and pipeline.
         Software(
-            "megatron-deepspeed", FUSED, keeps_scores=True, logit_bytes=10, overlaps_gradients=True,
+            "megatron-deepspeed",
+            FUSED,
+            keeps_scores=True,
+            logit_bytes=10,
+            overlaps_gradients=True,
             cuts_boundaries=True,
         ),
         # Megatron-Core: flash attention, a distributed optimizer with overlapped traffic.
         Software(
-            "megatron-core", FUSED, logit_bytes=10, overlaps_gradients=True, overlaps_weights=True,
-            cuts_boundaries=True, has_interleaving=True, has_sequence_parallelism=True,
+            "megatron-core",
+            FUSED,
+            logit_bytes=10,
+            overlaps_gradients=True,
+            overlaps_weights=True,
+            cuts_boundaries=True,
+            has_interleaving=True,
+            has_sequence_parallelism=True,
         ),
         # torch's FSDP as llm-foundry runs it: fp32 shards, gathered in half precision, flash attention, and a
         # fused cross-entropy that writes the gradient of half-precision logits over them.
         Software(
-            "fsdp", FUSED, logit_bytes=4, states=Widths(weight=4, gradient=4, master=0, moment=4),
-            step_gradients=4, overlaps_gradients=True,
+            "fsdp",
+            FUSED,
+            logit_bytes=4,
+            states=Widths(weight=4, gradient=4, master=0, moment=4),
+            step_gradients=4,
+            overlaps_gradients=True,
         ),
         # transformers' GPT-2 of 2021 under DeepSpeed: eager attention that keeps its scores.
         Software("transformers-2021", UNFUSED, keeps_scores=True, gelu_copies=6, logit_bytes=16),
     )
-}  # fmt: skip
+}
 OURS = SYSTEMS["megarecipes"]

@@ -71,10 +71,15 @@ def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
     bubble = (layout.pp - 1) / work.interleave * typical.total
     data, hidden = _data_seconds(work, machine, m * own.matrix + m * own.elementwise)
     return StepTime(
-        matrix=m * own.matrix, elementwise=m * own.elementwise, tensor=m * own.tensor,
-        boundary=m * own.boundary, bubble=bubble, data=max(0.0, data - hidden),
-        offload=_offload_seconds(work, machine), update=_update_seconds(work, machine),
-    )  # fmt: skip
+        matrix=m * own.matrix,
+        elementwise=m * own.elementwise,
+        tensor=m * own.tensor,
+        boundary=m * own.boundary,
+        bubble=bubble,
+        data=max(0.0, data - hidden),
+        offload=_offload_seconds(work, machine),
+        update=_update_seconds(work, machine),
+    )
 
 
 @dataclass(frozen=True)

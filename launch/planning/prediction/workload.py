@@ -87,26 +87,42 @@ class Workload:
     def activations(self) -> cost.LayerActivations:
         """What a layer keeps of a micro-batch."""
         return cost.LayerActivations(
-            self.model, self.dropout, self.tokens, self.sequence_length, self.width, self.layout.tp,
-            self.sequence_parallel, self.software.keeps_scores, self.software.gelu_copies,
+            self.model,
+            self.dropout,
+            self.tokens,
+            self.sequence_length,
+            self.width,
+            self.layout.tp,
+            self.sequence_parallel,
+            self.software.keeps_scores,
+            self.software.gelu_copies,
             self.software.dropout_bytes,
-        )  # fmt: skip
+        )
 
     def layers_of(self, stage: int) -> int:
         """Transformer layers of a pipeline stage."""
         if not self.software.balances_stages:
             return cost.equal_stages(self.model.layers, self.layout.pp)[stage]
         return cost.stages_by_time(
-            self.model, self.sequence_length, self.padded_vocab, self.predicted, self.recomputed > 0,
+            self.model,
+            self.sequence_length,
+            self.padded_vocab,
+            self.predicted,
+            self.recomputed > 0,
             self.layout.pp,
-        )[stage]  # fmt: skip
+        )[stage]
 
     def parameters_of(self, stage: int) -> int:
         """Parameters on a rank of a pipeline stage."""
         return cost.parameters_per_rank(
-            self.model, self.positions, self.padded_vocab, self.layout.tp,
-            layers=self.layers_of(stage), first=stage == 0, last=stage == self.layout.pp - 1,
-        )  # fmt: skip
+            self.model,
+            self.positions,
+            self.padded_vocab,
+            self.layout.tp,
+            layers=self.layers_of(stage),
+            first=stage == 0,
+            last=stage == self.layout.pp - 1,
+        )
 
     def in_flight(self, stage: int) -> float:
         """Micro-batches whose activations a stage holds at most, of all its layers.
@@ -171,16 +187,27 @@ def of_plan(plan: Plan) -> Workload:
     cut = checkpointing.get("partition_activations") and recipe.model.implementation == "megarecipes"
     ours = recipe.model.implementation == "megarecipes"
     return Workload(
-        model=recipe.model, dropout=recipe.dropout, sequence_length=recipe.sequence_length,
+        model=recipe.model,
+        dropout=recipe.dropout,
+        sequence_length=recipe.sequence_length,
         predictions=recipe.predictions if recipe.model.facts.masked else None,
-        padded_vocab=plan.padded_vocab, layout=plan.layout, precision=plan.precision,
-        recomputed=recipe.checkpoint_interval, zero_stage=plan.zero_stage,
-        software=OURS if ours else SYSTEMS["transformers"], widths=state_widths(plan),
-        optimizer_at=optimizer, weights_at=weights, checkpoints_at="host" if away else "gpu",
-        cuts_checkpoints=bool(cut), sub_group=zero.get("sub_group_size", 1e9),
-        buffers=_buffers(plan.zero_stage, zero), overlaps_gradients=bool(zero.get("overlap_comm")),
-        selective=recipe.recomputes_core, sequence_parallel=recipe.parallel.sequence,
-    )  # fmt: skip
+        padded_vocab=plan.padded_vocab,
+        layout=plan.layout,
+        precision=plan.precision,
+        recomputed=recipe.checkpoint_interval,
+        zero_stage=plan.zero_stage,
+        software=OURS if ours else SYSTEMS["transformers"],
+        widths=state_widths(plan),
+        optimizer_at=optimizer,
+        weights_at=weights,
+        checkpoints_at="host" if away else "gpu",
+        cuts_checkpoints=bool(cut),
+        sub_group=zero.get("sub_group_size", 1e9),
+        buffers=_buffers(plan.zero_stage, zero),
+        overlaps_gradients=bool(zero.get("overlap_comm")),
+        selective=recipe.recomputes_core,
+        sequence_parallel=recipe.parallel.sequence,
+    )
 
 
 def as_run_by(work: Workload, software: str) -> Workload:

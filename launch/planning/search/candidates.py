@@ -79,26 +79,26 @@ class Exclusions:
     refused: dict[tuple[Way, tuple[bool, bool]], tuple[Problem, ...]] = field(default_factory=dict)
 
 
-def degrees(question: Question, excluded: Exclusions) -> list[Degrees]:
+def degrees(question: Question, exclusions: Exclusions) -> list[Degrees]:
     """Every tp x pp x dp of all processes that divides heads, layers and batch as our engine asks."""
     recipe, found = question.recipe, []
     model, batch, pinned = recipe.model, recipe.batch.global_, recipe.parallel
     for tp in divisors(question.ranks) if pinned.tp is None else [pinned.tp]:
         if model.heads % tp:
-            excluded.indivisible["tensor", tp] = f"{model.heads} heads are not divisible by it"
+            exclusions.indivisible["tensor", tp] = f"{model.heads} heads are not divisible by it"
             continue
         if pinned.sequence and recipe.sequence_length % tp:
             rule = f"{recipe.sequence_length} positions are not divisible by it"
-            excluded.indivisible["tensor", tp] = rule
+            exclusions.indivisible["tensor", tp] = rule
             continue
         for pp in divisors(question.ranks // tp) if pinned.pp is None else [pinned.pp]:
             dp, over = divmod(question.ranks, tp * pp)
             if over or pinned.dp not in (None, dp):
                 continue
             if pp > model.layers:
-                excluded.indivisible["pipeline", pp] = f"there are {model.layers} layers"
+                exclusions.indivisible["pipeline", pp] = f"there are {model.layers} layers"
             elif batch % dp:
-                excluded.indivisible["data", dp] = f"a batch of {batch} is not divisible by it"
+                exclusions.indivisible["data", dp] = f"a batch of {batch} is not divisible by it"
             else:
                 found.append(Degrees(tp, pp, dp))
     return found
@@ -107,8 +107,8 @@ def degrees(question: Question, excluded: Exclusions) -> list[Degrees]:
 class Templates:
     """The steps of each way, with and without recomputation, as the resolver has them."""
 
-    def __init__(self, question: Question, kinds: set[tuple[bool, bool]], excluded: Exclusions):
-        """Resolve each way for each kind of parallelism; what is refused goes to `excluded`."""
+    def __init__(self, question: Question, kinds: set[tuple[bool, bool]], exclusions: Exclusions):
+        """Resolve each way for each kind of parallelism; what is refused goes to `exclusions`."""
         self.question = question
         self.plans: dict[tuple[Way, tuple[bool, bool], Any], Plan] = {}
         pinned = [question.recipe.activation_checkpointing]
@@ -117,14 +117,14 @@ class Templates:
             for way in ways_of(question.software):
                 path = ways.written(ways.config(way, question.base), Path(folder) / "ds_config.json")
                 for kind in sorted(kinds):
-                    self._probe(way, kind, path, excluded)
+                    self._probe(way, kind, path, exclusions)
 
-    def _probe(self, way: Way, kind: tuple[bool, bool], path: Path, excluded: Exclusions) -> None:
+    def _probe(self, way: Way, kind: tuple[bool, bool], path: Path, exclusions: Exclusions) -> None:
         for again in self.recomputations:
             try:
                 self.plans[way, kind, again] = self._plan(kind, again, path)
             except ConfigError as error:
-                excluded.refused[way, kind] = error.problems
+                exclusions.refused[way, kind] = error.problems
                 return
 
     def _plan(self, kind: tuple[bool, bool], again: Any, path: Path) -> Plan:

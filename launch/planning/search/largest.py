@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ds_configs.plan import Plan
 from ds_configs.resolver import resolve
 from launch.planning.prediction import rank_memory, workload
-from launch.planning.prediction.constants import Constants, fitted
+from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Verdict, largest_number, verdict_of
 from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.rank_memory import RankMemory
@@ -75,32 +75,29 @@ class LargestModel:
     verdict: Verdict
 
 
-def largest(setting: Setting, constants: Constants | None = None) -> list[LargestModel]:
+def largest(setting: Setting) -> list[LargestModel]:
     """Without and with recomputation: each file's way, and ZeRO-1 with a node's GPUs as tensor ranks."""
     degrees = [(way, 1) for way in WAYS if way.offload is None]
     if setting.node.gpus > 1:
         degrees.append((WAYS[1], setting.node.gpus))
-    constants = constants or fitted(setting.node.measured)
     return [
-        _largest(setting, Configuration(way, tp, recomputed), constants)
+        _largest(setting, Configuration(way, tp, recomputed))
         for way, tp in degrees
         for recomputed in (False, True)
     ]
 
 
-def _largest(setting: Setting, configuration: Configuration, constants: Constants) -> LargestModel:
+def _largest(setting: Setting, configuration: Configuration) -> LargestModel:
     """First the largest hidden size with as many layers as is usual, then as many layers as fit."""
     step = STEP * configuration.tp
 
-    def model(layers: int, hidden: int) -> LargestModel:
-        return _model(setting, configuration, layers, hidden, constants)
-
     def fits(layers: int, hidden: int) -> bool:
-        return model(layers, hidden).verdict != "out of memory"
+        return _model(setting, configuration, layers, hidden).verdict != "out of memory"
 
     units = largest_number(lambda unit: fits(usual_layers(unit * step), unit * step), MOST_HIDDEN // step)
     hidden = max(1, units) * step
-    return model(max(1, largest_number(lambda layers: fits(layers, hidden), MOST_LAYERS)), hidden)
+    layers = max(1, largest_number(lambda layers: fits(layers, hidden), MOST_LAYERS))
+    return _model(setting, configuration, layers, hidden)
 
 
 def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> Plan:
@@ -119,12 +116,10 @@ def plan_of(setting: Setting, configuration: Configuration, layers: int, hidden:
     return resolve(recipe.model_copy(update=changed), way.file, setting.ranks, setting.node.machine)
 
 
-def _model(
-    setting: Setting, configuration: Configuration, layers: int, hidden: int, constants: Constants
-) -> LargestModel:
+def _model(setting: Setting, configuration: Configuration, layers: int, hidden: int) -> LargestModel:
     node = setting.node
     work = workload.of_plan(plan_of(setting, configuration, layers, hidden))
-    rank = rank_memory.of_stage(work, 0, node.gpu, constants)
+    rank = rank_memory.of_stage(work, 0, node.gpu, fitted(node.measured))
     host = min(setting.ranks, node.gpus) * rank.host
     share = host / (node.form.host.memory_gb * 1e9)
     return LargestModel(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from launch.planning.prediction import rank_memory
-from launch.planning.prediction.constants import Constants, fitted
+from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Speed, Verdict, speed, verdict_of
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
@@ -126,16 +126,16 @@ class Answer:
         return speed(candidate.work, self.question.node, candidate.seconds)
 
 
-def search(question: Question, constants: Constants | None = None) -> Answer:
+def search(question: Question) -> Answer:
     """Predict every layout's memory, and the time of those that fit. Raises ProblemsError: there is none."""
-    constants, exclusions = constants or fitted(question.node.measured), Exclusions()
+    exclusions = Exclusions()
     found = candidates.degrees(question, exclusions)
     if not found:
         raise ProblemsError([_no_layout(question, exclusions)])
     templates = Templates(question, {at.kind for at in found}, exclusions)
     if not templates.plans:
         raise ProblemsError([problem for problems in exclusions.refused.values() for problem in problems])
-    predicted = [each for at in found for each in _of_degrees(question, at, templates, constants)]
+    predicted = [each for at in found for each in _of_degrees(question, at, templates)]
     if not predicted:
         came = f"batch.global={question.recipe.batch.global_} on {question.ranks} GPUs"
         rule = "no micro-batch and accumulation as pinned make that batch"
@@ -157,9 +157,7 @@ def _no_layout(question: Question, exclusions: Exclusions) -> Problem:
     return Problem("--nodes", came, rule, "give another number of --nodes, or another --global-batch")
 
 
-def _of_degrees(
-    question: Question, at: Degrees, templates: Templates, constants: Constants
-) -> list[Candidate]:
+def _of_degrees(question: Question, at: Degrees, templates: Templates) -> list[Candidate]:
     """Every way, recomputation and micro-batch; those larger than one that does not fit are left out."""
     found = []
     for way in candidates.ways_of(question.software):
@@ -176,16 +174,16 @@ def _of_degrees(
                     kind = (work.sequence_parallel, work.selective, work.interleave)
                     if kind in full:
                         continue
-                    candidate = _predicted(question, way, work, constants)
+                    candidate = _predicted(question, way, work)
                     found.append(candidate)
                     if candidate.time is None:
                         full.add(kind)
     return found
 
 
-def _predicted(question: Question, way: Way, work: Workload, constants: Constants) -> Candidate:
+def _predicted(question: Question, way: Way, work: Workload) -> Candidate:
     """Memory first; the time only of what fits."""
-    node = question.node
+    node, constants = question.node, fitted(question.node.measured)
     # The first stage holds most micro-batches, the last one the logits: none between is fuller than both.
     ends = [rank_memory.of_stage(work, stage, node.gpu, constants) for stage in {0, work.layout.pp - 1}]
     fullest = max(ends, key=lambda rank: rank.total)
