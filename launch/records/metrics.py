@@ -185,14 +185,15 @@ class StartRecord:
 
 
 Record = LaunchRecord | StartRecord | StepRecord | ValidationRecord | SaveRecord | Note
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {
-    "launch": TypeAdapter(LaunchRecord),
-    "start": TypeAdapter(StartRecord),
-    "step": TypeAdapter(StepRecord),
-    "validation": TypeAdapter(ValidationRecord),
-    "test": TypeAdapter(ValidationRecord),
-    "save": TypeAdapter(SaveRecord),
-    "note": TypeAdapter(Note),
+# Kind of a record -> its form, and the field of `Records` that has it.
+_KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
+    "launch": (TypeAdapter(LaunchRecord), "launches"),
+    "start": (TypeAdapter(StartRecord), "starts"),
+    "step": (TypeAdapter(StepRecord), "steps"),
+    "validation": (TypeAdapter(ValidationRecord), "validations"),
+    "test": (TypeAdapter(ValidationRecord), "tests"),
+    "save": (TypeAdapter(SaveRecord), "saves"),
+    "note": (TypeAdapter(Note), "notes"),
 }
 
 
@@ -266,10 +267,10 @@ def from_line(line: bytes, where: str | Path, number: int) -> Record:
     """The record in line `number` of the file `where`. Raises FileError with what is wrong with it."""
     values = files.parse_json(files.decode(line, where, number), where, number)
     kind = values.get("kind") if isinstance(values, dict) else None
-    if not isinstance(kind, str) or kind not in _ADAPTERS or type(values.get("step")) is not int:
+    if not isinstance(kind, str) or kind not in _KINDS or type(values.get("step")) is not int:
         files.refuse(where, "not a record of metrics, which has a kind and a step", line=number)
     values["parts"] = {name: values[name] for name in PART_NAMES if name in values}
-    record: Record = files.checked(_ADAPTERS[kind], values, where, number)
+    record: Record = files.checked(_KINDS[kind][0], values, where, number)
     return record
 
 
@@ -281,13 +282,13 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
     Raises:
         ValueError: the file cannot be read, or has a broken line elsewhere, without `problems`.
     """
-    found: dict[str, list[Any]] = {kind: [] for kind in _ADAPTERS}
+    found: dict[str, list[Any]] = {field: [] for _, field in _KINDS.values()}
     broken = []
     try:
         for number, line in _whole_lines(path):
             try:
                 record = from_line(line, path, number)
-                found[record.kind].append(record)
+                found[_KINDS[record.kind][1]].append(record)
             except files.FileError as error:
                 if problems is None:
                     raise ValueError(f"{error}: delete that line, or restore the file") from None
@@ -301,10 +302,7 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
         problems += [f"{each}: {left_out}" for each in broken[:MOST_NAMED]]
         if (more := len(broken) - MOST_NAMED) > 0:
             problems.append(f"{path}: {more} more lines like these")
-    kinds = "step", "validation", "test", "save", "note"
-    steps, validations, tests, saves, notes = (tuple(found[kind]) for kind in kinds)
-    launches, starts = tuple(found["launch"]), tuple(found["start"])
-    return Records(steps, validations, tests, saves, notes, bool(broken), launches, starts)
+    return Records(broken=bool(broken), **{field: tuple(each) for field, each in found.items()})
 
 
 def truncate(path: Path, step: int) -> None:
