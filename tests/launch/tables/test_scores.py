@@ -66,14 +66,6 @@ def test_list_has_the_scores_and_the_models_that_are_none(capsys, monkeypatch):
     assert text.count("no recipe: ") == 3 and "ALBERT | 3 |" in text and "share their parameters" in text
 
 
-def test_show_has_the_best_before(capsys, monkeypatch):
-    text = output(capsys, monkeypatch, "show", "megatron_paper_results/8.3b")
-    assert "WikiText-103 perplexity  10.8, 15.8 before" in text
-    assert "66.5, 63.2 before" in text
-    text = output(capsys, monkeypatch, "show", "a100_blog_table3/3.9b")
-    assert "5 fine-tuned models together" in text and "90.9 (93.1/90), 89.4 before" in text
-
-
 def test_the_report_has_every_line_of_the_source(tmp_path, monkeypatch, capsys):
     table = reported.load(read_table(FOLDER / "a100_blog_table2.yaml"))
     assert table.problems == []
