@@ -32,7 +32,8 @@ def find(ds_path: str | Path) -> Path:
     near = nearest(path.stem, available())
     hint = f"did you mean {' or '.join(near)}?" if near else f"ds_configs/ has {', '.join(available())}"
     kind = "is a directory, not a JSON file" if path.is_dir() else "no such file"
-    raise _refusal(f"--ds_config {ds_path}", kind, "", hint)
+    where = f"--ds_config {ds_path}"
+    raise ConfigError([Problem(where, kind, fix=hint, where=where)])
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -41,7 +42,3 @@ def read(path: Path) -> dict[str, Any]:
         return files.read_json_object(path)
     except files.FileError as error:
         raise ConfigError(error.problems) from None
-
-
-def _refusal(where: str | Path, came: str, rule: str = "", fix: str = "") -> ConfigError:
-    return ConfigError([Problem(str(where), came, rule, fix, where=str(where))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -92,17 +93,19 @@ def recipes_and_worlds() -> list[tuple[Recipe, tuple[int, ...]]]:
     found = []
     for name in EVERY_RECIPE:
         for recipe in (catalog.load(name), catalog.load(name, tiny=True)):
-            degrees = recipe.parallel
-            stated = math.prod(degrees.model_parallel) * (degrees.dp or 1)
-            found.append((recipe, (stated,) if degrees.dp else WORLDS))
+            found.append((recipe, (own_world(recipe),) if recipe.parallel.dp else WORLDS))
     return found
 
 
-@pytest.mark.parametrize("machine", [GPU, CPU, OLD], ids=["gpu", "cpu", "old-cpu"])
+def own_world(recipe: Recipe) -> int:
+    """Processes that the recipe states, or as few as its layout takes."""
+    return math.prod(recipe.parallel.model_parallel) * (recipe.parallel.dp or 1)
+
+
 @pytest.mark.parametrize("config", EVERY_CONFIG)
-def test_every_recipe_resolves_or_is_refused_with_reasons(config, machine, nvme, recipes_and_worlds):
-    resolved = 0
-    for recipe, worlds in recipes_and_worlds:
+def test_every_recipe_resolves_or_is_refused_with_reasons(config, nvme, recipes_and_worlds):
+    resolved = dict.fromkeys((GPU, CPU, OLD), 0)
+    for machine, (recipe, worlds) in itertools.product(resolved, recipes_and_worlds):
         for world in worlds:
             try:
                 result = resolve(recipe, config, world, machine, nvme)
@@ -110,10 +113,11 @@ def test_every_recipe_resolves_or_is_refused_with_reasons(config, machine, nvme,
                 assert all(":" in line and ";" in line for line in map(str, error.problems)), error
                 assert all(problem.key and problem.rule and problem.fix for problem in error.problems), error
             else:
-                resolved += 1
+                resolved[machine] += 1
                 assert_consistent(result, world)
-    lacks = {"fp16_dynamic": not machine.fp16, "fp16_static": not machine.fp16, "bf16": not machine.bf16}
-    assert (resolved == 0) == lacks.get(config, False)
+    needed = {"fp16_dynamic": "fp16", "fp16_static": "fp16", "bf16": "bf16"}.get(config)
+    for machine, count in resolved.items():
+        assert (count == 0) == (needed is not None and not getattr(machine, needed)), machine
 
 
 def assert_consistent(result: Plan, world: int) -> None:
@@ -136,11 +140,16 @@ def assert_consistent(result: Plan, world: int) -> None:
     assert differs == any(notice.key == "precision" for notice in result.notices)
 
 
-@pytest.mark.parametrize("name", EVERY_RECIPE)
-def test_every_recipe_runs_with_its_own_ds_config(name, nvme):
-    recipe = catalog.load(name)
-    world = math.prod(recipe.parallel.model_parallel) * (recipe.parallel.dp or 1)
-    assert resolve(recipe, recipe.ds_config, world, GPU, nvme).notices == ()
+def test_every_recipe_runs_with_its_own_ds_config(nvme, recipes_and_worlds):
+    differ = {}
+    for name, (recipe, _) in zip(EVERY_RECIPE, recipes_and_worlds[::2], strict=True):
+        try:
+            found = resolve(recipe, recipe.ds_config, own_world(recipe), GPU, nvme).notices
+        except ConfigError as error:
+            found = error.problems
+        if found:
+            differ[name] = found
+    assert not differ
 
 
 @pytest.mark.parametrize("config", EVERY_CONFIG)
@@ -150,13 +159,10 @@ def test_the_default_recipe_runs_with_every_ds_config(config, nvme):
     assert plan(config, world=world, machine=GPU, environ=nvme).layout.global_batch == 8
 
 
-@pytest.mark.parametrize("name", EVERY_RECIPE)
-def test_a_plan_comes_back_from_json_equal(name, nvme):
-    for tiny in (False, True):
-        recipe = catalog.load(name, tiny=tiny)
-        world = math.prod(recipe.parallel.model_parallel) * (recipe.parallel.dp or 1)
+def test_a_plan_comes_back_from_json_equal(nvme, recipes_and_worlds):
+    for recipe, _ in recipes_and_worlds:
         for machine in (GPU, CPU):
-            made = resolve(recipe, recipe.ds_config, world, machine, nvme)
+            made = resolve(recipe, recipe.ds_config, own_world(recipe), machine, nvme)
             again = FORM.validate_python(json.loads(json.dumps(plan_to_json(made))))
             assert again == made and catalog.digest(again.recipe) == catalog.digest(recipe)
             assert dataclasses.asdict(again.layout) == plan_to_json(made)["layout"]
@@ -305,49 +311,7 @@ def test_malformed_json_says_where(written, text):
     assert found.startswith(str(path)) and MALFORMED[text] in found
 
 
-# --- keys
-
-KEYS = [
-    (
-        {"zero_optimisation": {"stage": 3}},
-        "zero_optimisation: unknown key, which DeepSpeed would ignore; did you mean zero_optimization",
-    ),
-    ({"scheduler": {"type": "WarmupLR"}}, "scheduler: the schedule is the recipe's: --set schedule.kind="),
-    ({"sparse_attention": {}}, "sparse_attention: was removed from DeepSpeed"),
-    ({"checkpoint": {"tag_validation": "Warn"}}, "checkpoint: DeepSpeed saves nothing here"),
-    ({"amp": {"enabled": True}}, "amp: was removed from DeepSpeed or is deprecated; use fp16 or bf16"),
-    ({"curriculum_learning": {}}, "curriculum_learning: was removed"),
-    ({"progressive_layer_drop": {}}, "progressive_layer_drop: was removed"),
-    ({"eigenvalue": {}}, "eigenvalue: was removed"),
-    ({"compression_training": {}}, "compression_training: was removed"),
-    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: is DeepSpeed's AutoTP"),
-    ({"bfloat16": {"enabled": True}}, "bfloat16: is the old name of bf16"),
-    ({"zero_optimization__stag": 1}, "zero_optimization.stag: unknown key; did you mean stage"),
-    ({"zero_optimization__cpu_offload": True}, 'write "offload_optimizer": {"device": "cpu"}'),
-    ({"fp16__los_scale": 0}, "fp16.los_scale: unknown key; did you mean loss_scale"),
-    ({"bf16__enable": True}, "bf16.enable: unknown key; did you mean enabled"),
-    ({"optimizer__params__momentum": 0.9}, "optimizer.params.momentum: unknown key"),
-    ({"parallel__tensr": 2}, "parallel.tensr: unknown key; did you mean tensor"),
-    (
-        {"activation_checkpointing": {"profil": True}},
-        "activation_checkpointing.profil: unknown key; did you mean profile",
-    ),
-    ({"fp16": True}, "fp16=true: is a section; write an object"),
-    ({"zero_optimization": True}, "zero_optimization=true: is a section; write an object"),
-    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op=sum: a step's gradient is the mean"),
-    ({"gradient_predivide_factor": "auto"}, 'gradient_predivide_factor="auto": nothing fills it here'),
-    (
-        {"zero_optimization__sub_group_size": "auto"},
-        'zero_optimization.sub_group_size="auto": nothing fills it here',
-    ),
-    ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled=true: precision is set by fp16 and bf16"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), KEYS, ids=[next(iter(changes)) for changes, _ in KEYS])
-def test_keys_that_deepspeed_would_not_read_are_refused(written, changes, message):
-    path = written(**changes)
-    assert only(path).startswith(f"{path}: ") and message in only(path)
+# --- filling
 
 
 def test_what_passes_through(written):
@@ -359,9 +323,6 @@ def test_what_passes_through(written):
     ds = plan(written(**extra, data_types={"grad_accum_dtype": "fp32"}, fp16__auto_cast=True)).ds
     assert {key: ds[key] for key in extra} == extra
     assert ds["fp16"]["auto_cast"] is True and ds["fp16"]["hysteresis"] == 2
-
-
-# --- filling
 
 
 def test_torchs_fused_adam_steps_everywhere_but_on_nvme(written, nvme):
@@ -429,47 +390,21 @@ def test_equal_numbers_are_no_disagreement(written):
     assert plan(path).ds["optimizer"]["type"] == "Adam"
 
 
-DISAGREE = [
-    (
-        "optimizer__params__lr",
-        3e-4,
-        "optimizer.params.lr=0.0003 disagrees with the recipe's optimizer.lr=0.001",
-        "optimizer.lr=0.0003",
-    ),
-    (
-        "optimizer__params__betas",
-        [0.9, 0.99],
-        "disagrees with the recipe's optimizer.betas=[0.9, 0.95]",
-        "optimizer.betas=[0.9,0.99]",
-    ),
-    (
-        "gradient_clipping",
-        0.5,
-        "gradient_clipping=0.5 disagrees with the recipe's optimizer.clip=1.0",
-        "optimizer.clip=0.5",
-    ),
-    (
-        "train_batch_size",
-        16,
-        "train_batch_size=16 disagrees with the recipe's batch.global=8",
-        "batch.global=16",
-    ),
-]
+DISAGREE = {
+    "optimizer__params__lr": (3e-4, "optimizer.lr=0.001", "optimizer.lr=0.0003"),
+    "optimizer__params__betas": ([0.9, 0.99], "optimizer.betas=[0.9, 0.95]", "optimizer.betas=[0.9,0.99]"),
+    "gradient_clipping": (0.5, "optimizer.clip=1.0", "optimizer.clip=0.5"),
+    "train_batch_size": (16, "batch.global=8", "batch.global=16"),
+}
 
 
-@pytest.mark.parametrize(("key", "value", "message", "fix"), DISAGREE, ids=[case[0] for case in DISAGREE])
-def test_disagreement_names_both_places_and_the_fixes_work(written, key, value, message, fix):
-    path = written(**{key: value})
-    found = only(path)
-    assert message in found and 'to "auto" in the JSON' in found and f"--set {fix}" in found
-    assert plan(path, fix)
-
-
-def test_another_optimizer_is_refused(written):
-    assert "optimizer.type=OneBitAdam: the recipe's optimizer.name is adamw" in only(
-        written(optimizer__type="OneBitAdam")
-    )
-    assert "adds the decay to the gradient" in only(written(optimizer__params__adam_w_mode=False))
+def test_disagreement_names_both_places_and_the_fixes_work(written):
+    for key, (value, own, fix) in DISAGREE.items():
+        path = written(**{key: value})
+        found = only(path)
+        assert f"disagrees with the recipe's {own}" in found
+        assert 'to "auto" in the JSON' in found and f"--set {fix}" in found
+        assert plan(path, fix)
 
 
 def test_without_a_compiler_deepspeeds_adam_is_refused(written):
@@ -620,7 +555,6 @@ def test_the_megatron_scaler_is_all_that_sets_its_config_apart():
 
 def test_two_precisions_or_none_that_is_one(written):
     assert "are both true" in only(written(fp16__enabled=True, bf16__enabled=True), machine=GPU)
-    assert "fp16.enabled='yes': must be true, false" in only(written(fp16__enabled="yes"))
 
 
 def test_zero_0_takes_every_precision(written):
@@ -723,10 +657,7 @@ def test_json_and_recipe_share_the_choice_of_degrees(written):
     )
 
 
-def test_bad_parallel_sections(written):
-    assert "parallel.tensor=0: must be a whole number" in only(written(parallel={"tensor": 0}))
-    assert "parallel.pipeline='two'" in only(written(parallel={"pipeline": "two"}))
-    assert "parallel.default_tensor='auto'" in only(written(parallel={"default_tensor": "auto"}))
+def test_a_default_stands_for_auto_alone(written):
     assert "a default is used with" in only(written(parallel={"tensor": 2, "default_tensor": 2}), world=2)
 
 
@@ -809,7 +740,6 @@ def test_batch_identity(overrides, world, message):
 def test_the_json_may_state_what_the_recipe_leaves_open(written):
     layout = plan(written(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4)).layout
     assert (layout.micro, layout.accumulation) == (2, 4)
-    assert "train_batch_size='8': must be a whole number" in only(written(train_batch_size="8"))
 
 
 def test_shares_are_right_or_explained_and_every_proposed_number_works():
@@ -872,31 +802,6 @@ def test_offload_is_named():
     assert [plan(name).offload for name in ("zero3", "zero2_offload", "zero3_offload")] == [
         "none", "optimizer", "optimizer+parameters"
     ]  # fmt: skip
-
-
-OFFLOADS = [
-    (
-        {"stage": 0, "offload_optimizer": {"device": "cpu"}},
-        "offload_optimizer with zero_optimization.stage=0",
-    ),
-    (
-        {"stage": 2, "offload_param": {"device": "cpu"}},
-        "offload_param with zero_optimization.stage=2: only stage 3",
-    ),
-    (
-        {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-        "partial offload works in stage 3 only",
-    ),
-    ({"stage": 2, "offload_optimizer": {"device": "disk"}}, "device='disk': can be none, cpu or nvme"),
-    ({"stage": 4}, "zero_optimization.stage=4: ZeRO has the stages 0, 1, 2 and 3"),
-    ({"stage": True}, "zero_optimization.stage=True"),
-    ({"stage": 3, "zero_quantized_weights": True}, "ZeRO++ quantisation has no CPU kernel"),
-]
-
-
-@pytest.mark.parametrize(("section", "message"), OFFLOADS)
-def test_offload_rules(written, section, message):
-    assert message in only(written(zero_optimization=section), "precision=fp32")
 
 
 def test_the_optimizer_can_be_offloaded_from_stage_1(written):
