@@ -1,4 +1,4 @@
-"""How DeepSpeed runs a recipe: DeepSpeed's own JSON with "auto" values.
+"""DeepSpeed configurations of recipes: DeepSpeed's own JSON with "auto" values.
 
 `ds_configs.resolver` fills them from the recipe and refuses what cannot work.
 """

@@ -1,4 +1,4 @@
-"""What is found while a ds_config is resolved: problems that refuse it, notices that results keep."""
+"""Findings about a ds_config: problems that refuse it, notices that results keep."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"(a|a whole|an even) number (from|above) (\S+?)(?: to (\S+
 
 
 class Kind(NamedTuple):
-    """What a value may be.
+    """The allowed values of a key.
 
     Attributes:
         rule: as a refusal says it.

@@ -1,4 +1,4 @@
-"""What the resolver is told (`Machine`, which `launch` finds out) and what it decides (`Plan`)."""
+"""Input and outcome of the resolver: `Machine`, which `launch` detects, and `Plan`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ANY_GPU = Machine("cuda", fp16=True, bf16=True, compiler=True, libaio=True)
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be run.
+    """A recipe resolved against a DeepSpeed JSON, a number of processes and a machine.
 
     Attributes:
         recipe: as it was given.

@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def check_launcher() -> Check:
-    """What launchers tell this process of its place; where they contradict each other, it goes on alone."""
+    """The launcher's variables; where they contradict each other, this process goes on alone."""
     try:
         processes.check_launch(start=False)
     except ProblemsError:
@@ -171,7 +171,7 @@ def table(
 
 
 def processes_of(recipe: Recipe, listed: Hosts | None, memory: Memory) -> int | None:
-    """What a launch would start by launcher, hostfile or GPUs here; None: as many as the layout asks for."""
+    """Processes by launcher, hostfile or GPUs here; None: as many as the layout asks for."""
     if processes.launched():
         return processes.world_size()
     if recipe.parallel.dp is not None:
@@ -190,7 +190,7 @@ def ranks_here(plan: Plan, memory: Memory, listed: Hosts | None) -> int:
 
 
 def configuration(plan: Plan) -> list[Check]:
-    """That the recipe and the JSON go together, and in what the plan differs from them."""
+    """The resolved configuration, and each difference between plan and recipe."""
     said = f"{plan.ds_name}: ZeRO-{plan.zero_stage}, offload {plan.offload}, {plan.precision}"
     return [ok(said), *(warning(str(each)) for each in plan.notices if each.key != "unchecked")]
 
@@ -238,7 +238,7 @@ def judged(plan: Plan, config: Path) -> Check:
 
 
 def rest(plan: Plan, config: Path) -> Check:
-    """What of the JSON nothing here checks."""
+    """Parts of the JSON without a check."""
     said = [str(notice) for notice in plan.notices if notice.key == "unchecked"]
     if sections := known_keys.unread(jsonfile.read(config)):
         said.insert(0, f"{', '.join(sections)}: handed to DeepSpeed as written")
@@ -260,7 +260,7 @@ def data(recipe: Recipe) -> Check:
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank tells rank 0 of itself.
+    """A rank's report to rank 0.
 
     Attributes:
         sees: rank 0's file in the run directory.
@@ -298,7 +298,7 @@ def together(own: list[Check], directory: Path) -> list[Check]:
 
 
 def compared(ranks: Sequence[Told], path: str) -> list[Check]:
-    """What the ranks of a launch have in common; `path`: the run directory."""
+    """Comparison of the ranks of a launch; `path`: the run directory."""
     versions = {rank.host: rank.versions for rank in ranks}
     met = f"{len(ranks)} have met, on {counted(len(versions), 'machine')}: {', '.join(versions)}"
     found = {"ranks": ok(met), "shared files": ok(f"all see in {path} what rank 0 writes there")}

@@ -1,4 +1,4 @@
-"""How gradients are averaged over the data-parallel ranks."""
+"""Averages of gradients over the data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What watches a run: monitors, profilers, loggers; and which of DeepSpeed's own features no test has run."""
+"""Monitors, profilers and loggers of a run, and DeepSpeed's features that no test has run."""
 
 from __future__ import annotations
 

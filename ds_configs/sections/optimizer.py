@@ -97,7 +97,7 @@ def fills(
 
 
 def _asks_for_deepspeeds(config: dict[str, Any], offload: Offload) -> str | None:
-    """What of a JSON DeepSpeed does with its own compiled CPU Adam alone; None: nothing."""
+    """The key of a JSON that asks for DeepSpeed's own compiled CPU Adam; None: no key does."""
     if offload in _ON_GPU:
         return None
     halves = [f"{half}.{half}_master_weights_and_grads" for half in ("fp16", "bf16")]
@@ -114,7 +114,7 @@ def _asks_for_deepspeeds(config: dict[str, Any], offload: Offload) -> str | None
 
 
 def _missing(machine: Machine, offload: Offload) -> str | None:
-    """What DeepSpeed's Adam cannot be compiled without."""
+    """The missing compiler of DeepSpeed's Adam."""
     if not machine.compiler:
         return "a C++ compiler (g++, ninja, Python's headers)"
     return "nvcc (the CUDA toolkit)" if offload in _ON_GPU and not machine.cuda_compiler else None

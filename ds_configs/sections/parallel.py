@@ -133,7 +133,7 @@ def _check_sequence(recipe: Recipe, config: Config, tp: _Degree, findings: Findi
 
 
 def sends(recipe: Recipe) -> dict[str, Any]:
-    """How stages of a pipeline send activations and gradients, as DeepSpeed is told.
+    """DeepSpeed's keys for sending activations and gradients between pipeline stages.
 
     Where every tensor rank has all of them, each sends 1/tp (DeepSpeed's default).
     """
@@ -168,7 +168,7 @@ def _data_parallel(
 
 
 def _batch_for(recipe: Recipe, config: Config, dp: int, pp: int) -> str | None:
-    """What to set of the batch for another dp: the same samples per step where dp divides them.
+    """Flags that fit the batch to another dp: the same samples per step where dp divides them.
 
     None where the JSON states what is in the way.
     """

@@ -64,7 +64,7 @@ def _has(machine: Machine, half: str) -> bool:
 
 
 def _of_machine(switches: dict[Precision, _Switch], machine: Machine) -> Precision:
-    """What a recipe that leaves the precision to the machine is trained in, as far as the JSON lets it."""
+    """Precision of a recipe that leaves it to the machine, as far as the JSON allows."""
     fast = {
         "bf16": machine.bf16 and not machine.slow_bf16,
         "fp16": machine.fp16 and machine.accelerator != "cpu",

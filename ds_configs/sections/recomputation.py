@@ -16,7 +16,7 @@ PARTITION = f"{_SECTION}.partition_activations"
 
 
 def partitions(recipe: Recipe, layout: Layout, machine: Machine) -> bool:
-    """What "auto" says of partition_activations: whether a tensor rank keeps a part of what all of them have.
+    """Whether "auto" partitions activations: each tensor rank then keeps a part of what all of them have.
 
     One rank keeps all of it, and so do those of a cut sequence; a GPU then copies it to the host while it
     computes, and does not wait. On a CPU DeepSpeed 0.19 keeps parts alone.

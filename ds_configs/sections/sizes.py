@@ -1,4 +1,4 @@
-"""What DeepSpeed leaves to its user to size: buckets, gathered parameters, the first loss scale."""
+"""Values of "auto" for sizes: buckets, gathered parameters, the first loss scale."""
 
 from __future__ import annotations
 

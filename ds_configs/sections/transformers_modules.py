@@ -1,4 +1,4 @@
-"""What of a DeepSpeed JSON has no part in a run with model.implementation=transformers."""
+"""Refusals of DeepSpeed keys in runs with model.implementation=transformers."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def stage(config: dict[str, Any], findings: Findings) -> ZeroStage | None:
 
 
 def offload(config: dict[str, Any], stage: int | None, machine: Machine, findings: Findings) -> Offload:
-    """What is kept outside the GPU."""
+    """The parts of the model states outside the GPU."""
     optimizer, parameters = _device("optimizer", config, findings), _device("param", config, findings)
     if stage is not None:
         _check_stage(config, optimizer, parameters, stage, findings)

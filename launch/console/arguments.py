@@ -68,7 +68,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
-    """What reads a whole number within bounds, for `add_argument(type=...)`, which refuses others."""
+    """A reader of whole numbers within bounds, for `add_argument(type=...)`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or not least <= int(text) <= most:

@@ -1,4 +1,4 @@
-"""How a command ends: by its exit code, and in a sentence where Ctrl-C, a pipe or a disk ends it."""
+"""The end of a command: its exit code, and a sentence for Ctrl-C, a closed pipe or a full disk."""
 
 from __future__ import annotations
 

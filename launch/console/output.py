@@ -63,7 +63,7 @@ def _begins_with(path: Path, own: bytes) -> bool:
 
 
 def _place_problem(path: Path) -> tuple[str, str] | None:
-    """What came and the rule, where nothing can be made at the path: tried, as access rights do not tell."""
+    """Why nothing can be made at the path (what came, the rule): tried, as access rights mislead."""
     try:
         above = next(each for each in (path, *path.absolute().parents) if each.exists())
         if path.is_symlink() and above != path:

@@ -1,4 +1,4 @@
-"""How a run shows itself: a bar that redraws on a terminal, whole lines in a log, or nothing."""
+"""Progress of a run: a bar that redraws on a terminal, whole lines in a log, or nothing."""
 
 from __future__ import annotations
 

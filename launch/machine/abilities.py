@@ -1,4 +1,4 @@
-"""What this machine can do: precisions of its accelerator, compilers, libraries."""
+"""Abilities of this machine: precisions of its accelerator, compilers, libraries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def emulate_fp16() -> None:
 
 
 def detect_machine(emulated_fp16: bool = False) -> Machine:
-    """What this process's accelerator and system offer. Imports deepspeed's accelerator, starts nothing."""
+    """Abilities of this process's accelerator and system; imports DeepSpeed's accelerator, starts nothing."""
     if emulated_fp16:
         emulate_fp16()
     from deepspeed.accelerator import get_accelerator
@@ -73,7 +73,7 @@ def _has_bf16_products() -> bool:
 
 
 def missing_for_compiling() -> list[str]:
-    """What DeepSpeed's ops cannot be built without and is missing: torch's C++ compiler, ninja, headers."""
+    """Missing tools for DeepSpeed's ops: torch's C++ compiler, ninja, Python's headers."""
     folder = os.path.dirname(sys.executable)
     if not shutil.which("ninja") and os.path.exists(os.path.join(folder, "ninja")):
         # The ninja wheel puts its program next to the interpreter, which need not be on PATH.

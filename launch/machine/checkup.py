@@ -69,7 +69,7 @@ def packages() -> Check:
 
 
 def compiler() -> Check:
-    """What DeepSpeed's ops are compiled with."""
+    """The C++ compiler of DeepSpeed's ops, with ninja and headers."""
     if missing := abilities.missing_for_compiling():
         slower = "torch's optimizer takes the place of DeepSpeed's compiled one, slower"
         fix = "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)"
@@ -96,7 +96,7 @@ def ops(ds: dict[str, Any]) -> Check:
 
 
 def libaio(machine: Machine) -> Check:
-    """What NVMe offload is built on; a configuration that needs it is refused without."""
+    """The library of NVMe offload; the resolver refuses a configuration that needs it and lacks it."""
     if machine.libaio:
         return ok("there, for NVMe offload")
     return ok("missing, which only NVMe offload needs (apt-get install libaio-dev)")

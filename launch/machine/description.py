@@ -1,4 +1,4 @@
-"""What a run ran on: processor, accelerators, versions, commit of the checkout; as plain JSON values."""
+"""The machine and software of a run: processor, accelerators, versions, commit of the checkout."""
 
 from __future__ import annotations
 

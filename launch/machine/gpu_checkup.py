@@ -37,7 +37,7 @@ class Gpu:
 
 
 def accelerator() -> Check:
-    """Which GPUs torch sees and what is free on them."""
+    """The GPUs that torch sees, and their free memory."""
     found = gpus(with_free=True)
     if not found:
         why = cpu_only()
@@ -150,7 +150,7 @@ def torch_for(capabilities: list[tuple[int, int]]) -> str:
 
 
 def precision(machine: Machine) -> Check:
-    """What the accelerator trains in."""
+    """Precisions of the accelerator."""
     there = {"fp32": True, "bf16": machine.bf16, "fp16": machine.fp16}
     able, unable = ([name for name, has in there.items() if has is wanted] for wanted in (True, False))
     slow = " (no instructions for bf16: slow)" if machine.slow_bf16 else ""

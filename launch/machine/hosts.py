@@ -100,7 +100,7 @@ def host_name(several: bool) -> Check:
 
 
 def addresses(name: str) -> list[str]:
-    """What a host name resolves to; nothing where it does not."""
+    """Addresses of a host name; none where it does not resolve."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except (OSError, UnicodeError):

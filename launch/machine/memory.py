@@ -68,7 +68,7 @@ def return_unused_pinned() -> None:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a machine has: GPUs with this much memory each, or none and the memory of the host."""
+    """Memory of a machine: of each GPU, if there are any, and of the host."""
 
     gpus: int
     gpu_bytes: float

@@ -1,4 +1,4 @@
-"""How fast this machine is, as it was measured once (launch/machine/measuring.py) and kept in the cache.
+"""Rates of this machine, measured once (launch/machine/measuring.py) and kept in the cache.
 
 Nothing here imports torch: the planner reads what is kept.
 """
@@ -21,7 +21,7 @@ from launch.machine.description import cores, cpu_model, installed
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured. Operations and bytes per second are of all cores, or of one GPU.
+    """Measured rates; operations and bytes per second are of all cores, or of one GPU.
 
     Those of cores are one core's times their number, but for memory, which they share: ranks that compute
     have a core each, and threads that wait for each other measure what else runs.
@@ -62,7 +62,7 @@ class Rates:
 
 
 def cached() -> Rates | None:
-    """What was measured on this machine with this torch; None: nothing, or nothing that can be read."""
+    """Rates of this machine with this torch; None: not measured, or not readable."""
     try:
         values = json.loads(place().read_text(encoding="utf-8"))
         return Rates(**values["rates"])
@@ -84,7 +84,7 @@ def place() -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """What the rates belong to, found without torch: the same in a command and in what a launcher starts."""
+    """Identity of the machine, found without torch: the same in a command and in a launcher's processes."""
     gpus = sorted(path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
     if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         gpus = []

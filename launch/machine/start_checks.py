@@ -13,7 +13,7 @@ from recipes.schema import Recipe
 
 
 def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
-    """Those that nothing else at a start does, by their keys. `directory`: of the run."""
+    """Checks of every start, by their keys. `directory`: of the run."""
     chosen: dict[str, Function] = {
         "GPU kernels": gpu_checkup.kernels,
         "variables": checkup.variables,
