@@ -29,7 +29,7 @@ LAUNCH = {
     "ranks": {"console"},
     "machine": {"console", "ranks"},
     "deepspeed_fixes": set(),
-    "planning": {"console", "ranks", "machine"},
+    "planning": {"console", "machine"},
     "checkpoints": {"console", "deepspeed_fixes", "ranks", "machine", "records"},
     "weights": {*_GROUND, "checkpoints"},
     "training": {*_TRAINING, "records"},

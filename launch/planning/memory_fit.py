@@ -34,7 +34,7 @@ def needs(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
 
 
 def describe(plan: Plan) -> str:
-    """What a process of the fullest pipeline stage needs, by kind and place."""
+    """Memory of a process of the fullest pipeline stage in words, by kind and place."""
     rank = needs(plan)
     activations, other = rank.activations + rank.working, rank.buffers + rank.fragmentation + rank.context
     kinds = (
@@ -85,7 +85,7 @@ def _how(recipe: Recipe, dp: int, shared: int) -> str:
 
 
 def _with_dp(recipe: Recipe, dp: int) -> Recipe:
-    """What `_how` tells the user to set."""
+    """The recipe with the settings of `_how`."""
     if dp == recipe.parallel.dp:
         return recipe
     parallel = recipe.parallel.model_copy(update={"dp": dp})
@@ -107,7 +107,7 @@ def _needed(plan: Plan, memory: Memory) -> tuple[float, ...]:
 
 
 def _least(plans: Sequence[Plan], memory: Memory) -> str:
-    """What a process of the plan that needs the least on a GPU (in all, where there is none) would hold."""
+    """Memory per process of the plan with the smallest need on a GPU; without GPUs, in all."""
     plan = min(plans, key=lambda plan: _needed(plan, memory))
     rank, world = needs(plan, gpus=memory.gpus > 0), plan.layout.world
     sizes = [(rank.total + rank.host, "")]

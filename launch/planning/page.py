@@ -18,7 +18,7 @@ class Page:
         self.blocks: list[str] = []
 
     def facts(self, *pairs: tuple[str, object]) -> None:
-        """Labels and what stands behind each."""
+        """Labels and their values in two columns."""
         self._add([aligned(pairs, indent=len(INDENT), width=self.width)])
 
     def table(
@@ -35,11 +35,11 @@ class Page:
         self._add([*self._wrapped(above), *(INDENT + line for line in lines), *self._wrapped(below)])
 
     def text(self, *lines: str, hang: int = 0) -> None:
-        """Lines of text, each wrapped, and indented by `hang` where it goes on."""
+        """Wrapped lines of text; what follows a break is indented by `hang`."""
         self._add(self._wrapped(lines, hang))
 
     def notes(self, notes: Iterable[object]) -> None:
-        """What the user should know before anything is paid for."""
+        """Notes to the user, each after an exclamation mark."""
         self._add(self._wrapped((f"! {note}" for note in notes), hang=2))
 
     def commands(self, *lines: str, above: Iterable[str] = (), below: Iterable[str] = ()) -> None:

@@ -1,1 +1,1 @@
-"""What a cluster is given to run a recipe: hostfile, batch script, manifest, image, and who sits where."""
+"""A recipe on a cluster: hostfile, batch script, manifest, image, and a map of the ranks."""

@@ -75,7 +75,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0. Raises ProblemsError for what is refused."""
+    """Exit code 0. Raises ProblemsError."""
     job = job_of(args)
     texts = {name: files.text(job, name) for name in files.NAMES} if args.out else {}
     _check_places(args.out, texts)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """The job that the flags ask for. Raises ProblemsError."""
+    """The job from the flags. Raises ProblemsError."""
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     _check_words(args)
     node = node_of(recipe, args.hardware, args.gpus_per_node)
@@ -114,7 +114,7 @@ def job_of(args: argparse.Namespace) -> Job:
 
 
 def _check_words(args: argparse.Namespace) -> None:
-    """What goes into files as it is written has to be one word."""
+    """Refuse what is not one word: it goes into files as it is written."""
     words = [(flag, getattr(args, flag)) for flag in ("partition", "account", "constraint", "image")]
     words += [("hosts", host) for host in args.hosts or ()]
     problems = [
@@ -134,7 +134,7 @@ def _check_hosts(hosts: tuple[str, ...], nodes: int) -> None:
 
 
 def _check_places(out: Path | None, texts: dict[str, str]) -> None:
-    """Before anything is written: a place for every file, where nothing is but what this command wrote."""
+    """Refuse a directory with files of others in our files' places, before anything is written."""
     if out is None or not output.directory("--out", out).exists():
         return
     problems: list[Problem] = []

@@ -19,7 +19,7 @@ STRETCH = ("stage", "ranks", "data", "tensor", "where")
 
 
 def page(job: Job, out: Path | None, *, whole: bool, width: int | None = None) -> Page:
-    """What is placed where, and how it is launched; every rank where `whole`."""
+    """The map of ranks, notes, and the launch lines; `whole`: every rank."""
     layout, node = job.layout, job.node
     sm = f", sm_{node.capability}" if node.capability else ""
     shown = Page(width)
@@ -37,7 +37,7 @@ def page(job: Job, out: Path | None, *, whole: bool, width: int | None = None) -
 
 
 def add_map(shown: Page, job: Job, *, whole: bool) -> None:
-    """A table: of every rank where `whole`, else of stages, and of each host's part of them while few."""
+    """A table of stages, by host while these are few; `whole`: of every rank."""
     layout, gpus = job.layout, job.gpus
     order = f"rank = (stage x {layout.dp} + data) x {layout.tp} + tensor; {gpus} ranks on each host"
     if whole:
@@ -109,7 +109,7 @@ def _spread(each: Spread) -> tuple[str, str, str]:
 
 
 def remarks(job: Job) -> list[str]:
-    """What the user should know before anything is paid for."""
+    """Notes to the user before anything is paid for."""
     capability = job.node.capability
     said = [
         _tensor_crosses(job, each)
@@ -149,7 +149,7 @@ def _tensor_crosses(job: Job, spread: Spread) -> str:
 
 
 def _add_launch(shown: Page, job: Job, out: Path | None) -> None:
-    """How each launcher starts it, and what was written."""
+    """The launch lines of each launcher, and the written files."""
     at, nodes, gpus = "." if out is None else str(out), job.nodes, job.gpus
     started = f"{job.command} --out {launch_lines.quoted([job.run_directory])}"
     each = f", on each host with its NODE_RANK, 0 to {nodes - 1}" if nodes > 1 else ""

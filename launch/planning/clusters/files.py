@@ -48,7 +48,7 @@ def wheel_for(capability: int | None) -> Wheel:
 
 
 def claimed_bytes(job: Job) -> float:
-    """Of all checkpoints that are kept at once, one that is being written, and what else a run needs."""
+    """Bytes of all kept checkpoints, another one being written, and a run's other files."""
     recipe = job.plan.recipe
     parameters = cost.parameters(recipe.model, recipe.positions)
     saved = recipe.steps // recipe.run.save_every if recipe.run.save_every else 0

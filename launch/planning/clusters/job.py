@@ -1,4 +1,4 @@
-"""A recipe on a cluster, from which every file is written."""
+"""A recipe on a cluster: the source of every file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user wants of the scheduler; None: nothing.
+    """The user's wishes for the scheduler; None: nothing.
 
     Attributes:
         seconds: of a job, after which it is requeued.
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def command(self) -> str:
-        """Python's arguments that start it, besides --out and --resume."""
+        """Python's arguments to start it, besides --out and --resume."""
         return f"{launch_lines.SCRIPT} {launch_lines.quoted(self.words)}"
 
 

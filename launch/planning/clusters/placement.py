@@ -1,4 +1,4 @@
-"""On how many nodes of which kind a layout runs, and whether it fills them."""
+"""Nodes of a layout: their kind and number, and whether it fills them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _misfit(recipe: Recipe, ds_config: str, node: ClusterNode, nodes: int, plan:
 
 
 def _other_dp(recipe: Recipe, ds_config: str, shared: int, there: int) -> list[str]:
-    """The --set that fills the nodes by data parallelism, where the batch allows it."""
+    """The --set to fill the nodes by data parallelism, where the batch allows it."""
     dp, over = divmod(there, shared)
     if over or not dp:
         return []

@@ -1,4 +1,4 @@
-"""Which global rank sits on which host, on which of its GPUs, with which coordinates; and what groups span.
+"""Host, GPU and coordinates of every global rank, and the hosts of every group.
 
 Ranks go from host to host in the order of the hostfile (deepspeed), of `--node_rank` (torchrun), of Slurm's
 node list (srun, block distribution) and of pods, as many on each as GPUs are taken of it.
@@ -19,7 +19,7 @@ GROUPS = {"tensor": tensor_groups, "pipeline": pipeline_groups, "data": data_gro
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank sits. `host`: counted from 0; `gpu`: counted on that host."""
+    """The place of one rank. `host`: counted from 0; `gpu`: counted on that host."""
 
     rank: int
     host: int
@@ -56,17 +56,17 @@ class Spread:
 
 
 def place(rank: int, layout: Layout, gpus: int) -> Place:
-    """Where global `rank` sits, with `gpus` ranks on each host."""
+    """The place of global `rank`, with `gpus` ranks on each host."""
     return Place(rank, rank // gpus, rank % gpus, coordinates(rank, layout.tp, layout.dp))
 
 
 def places(layout: Layout, gpus: int) -> list[Place]:
-    """Where every rank sits, in their order."""
+    """The places of all ranks, in their order."""
     return [place(rank, layout, gpus) for rank in range(layout.world)]
 
 
 def stretches(layout: Layout, gpus: int, *, by_host: bool) -> Iterator[Stretch]:
-    """All ranks, cut where a pipeline stage ends and, `by_host`, where a host does."""
+    """All ranks, cut at the ends of pipeline stages and, `by_host`, of hosts."""
     stage = layout.tp * layout.dp
     ends = {*range(stage, layout.world + 1, stage)}
     if by_host:

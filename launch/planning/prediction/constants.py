@@ -1,4 +1,4 @@
-"""The planner's few fitted constants, with what they were fitted on: `constants.yaml` next to this file.
+"""The planner's few fitted constants and their documents: `constants.yaml` next to this file.
 
 `python launch/plan.py validate --refit` fits them again and writes that file.
 """
@@ -41,7 +41,7 @@ class Constants(Strict):
 
 @functools.cache
 def fitted(measured: tuple[tuple[str, float], ...] = ()) -> Constants:
-    """Those of the file; `measured`: others by name, that a machine has in their place."""
+    """The file's constants; `measured`: those of a machine, by name, in their place."""
     return Constants.model_validate({**document()["constants"], **dict(measured)})
 
 
@@ -53,7 +53,7 @@ def document() -> dict[str, Any]:
 
 
 def left_out() -> dict[str, Constants]:
-    """For each document the constants that were fitted without it."""
+    """For each document the constants fitted without it."""
     fits = document().get("left_out") or {}
     return {name: Constants.model_validate(values) for name, values in fits.items()}
 

@@ -1,4 +1,4 @@
-"""What the planner says of a step on given nodes: memory, time, verdict, what the run would cost, remarks."""
+"""The forecast of a step on given nodes: memory, time, verdict, cost of the run, remarks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAVED = 12.0  # bytes of a checkpoint per parameter: fp32 weights and two moment
 
 @dataclass(frozen=True)
 class Remark:
-    """Something that a user should know of a plan.
+    """A warning or advice about a plan.
 
     Attributes:
         kind: key of `forecast_text.REMARKS`, which words it.
@@ -50,7 +50,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Speed:
-    """What the time of a step means.
+    """Rates of a step.
 
     Attributes:
         tflops: per GPU, by the published tables' formula.
@@ -67,7 +67,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Bill:
-    """What a number of steps takes. `kwh` is of boards at their power limit and of nodes; None: unknown."""
+    """Time and energy of a number of steps. `kwh`: of boards at their power limit and nodes, or unknown."""
 
     steps: int
     tokens: int
@@ -101,7 +101,7 @@ class Forecast:
 
     @property
     def fullest(self) -> RankMemory:
-        """The stage that needs most."""
+        """Memory of the fullest stage."""
         return max(self.stages, key=lambda rank: rank.total)
 
     @property
@@ -110,7 +110,7 @@ class Forecast:
         return self.node.gpu.memory_bytes - self.fullest.total
 
     def bill(self, steps: int) -> Bill | None:
-        """For that many optimizer steps."""
+        """Time and energy of that many optimizer steps."""
         if self.time is None:
             return None
         seconds, gpus = steps * self.time.total, self.work.layout.world
@@ -180,7 +180,7 @@ def largest_micro(work: Workload, node: Node, constants: Constants) -> Largest:
 
 
 def largest_number(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` that fits where all smaller ones do; 0: none."""
+    """The largest fitting number from 1 to `most`, by bisection; 0: none."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -192,7 +192,7 @@ def largest_number(fits: Callable[[int], bool], most: int) -> int:
 
 
 def _remarks(found: Forecast) -> list[Remark]:
-    """What the documents teach, where it applies."""
+    """Remarks on the forecast, each from what the documents teach."""
     work, node, layout = found.work, found.node, found.work.layout
     said: list[Remark] = []
 

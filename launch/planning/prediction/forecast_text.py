@@ -58,7 +58,7 @@ DURATIONS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
 def page(found: Forecast, name: str, bill: Bill | None, width: int | None = None) -> Page:
-    """What runs where, memory by kind and stage, verdict, time by cause, the whole run, remarks."""
+    """Hardware and layout, memory by kind and stage, verdict, time by cause, cost of the run, remarks."""
     shown = Page(width)
     shown.facts(("recipe", name), *_placed(found))
     _add_memory(shown, found)
@@ -77,7 +77,7 @@ def remark_text(remark: Remark) -> str:
 
 
 def add_published(shown: Page, plan: Plan, pairs: Sequence[tuple[str, float | str, float | str]]) -> None:
-    """What the row's source printed, next to the same step as its system ran it; nothing where it did not."""
+    """The published numbers of a row next to those predicted of its own system."""
     published = plan.recipe.published
     if not published or not pairs:
         return
@@ -110,12 +110,12 @@ def _placed(found: Forecast) -> list[tuple[str, str]]:
 
 
 def _unit(found: Forecast) -> str:
-    """What holds a rank's memory and computes for it."""
+    """The word for a rank's hardware."""
     return "process" if found.node.is_cpu else "GPU"
 
 
 def _add_memory(shown: Page, found: Forecast) -> None:
-    """Categories by stage; stages that need the same are one column, the middle ones of many are left out."""
+    """A table of categories by stage; equal stages share one, of many the first and last are shown."""
     groups: dict[tuple[float, ...], list[int]] = {}
     for rank in found.stages:
         groups.setdefault(tuple(rank.on_gpu.values()), []).append(rank.stage)

@@ -1,4 +1,4 @@
-"""The hardware catalogue: GPUs, nodes and what connects them, every figure with its source.
+"""The hardware catalogue: GPUs, nodes and their connections, every figure with its source.
 
 `hardware.yaml` next to this file is the catalogue; a file of the user's in the same form adds to it and may
 use its GPUs. Figures there are mappings {is: number, source: key of `sources`}, or plain numbers.
@@ -62,7 +62,7 @@ class Gpu(Strict):
 
 
 class Link(Strict):
-    """What connects the GPUs of a node."""
+    """The connection between the GPUs of a node."""
 
     kind: str
     gb_s: PositiveFloat | None = None
@@ -72,7 +72,7 @@ class Link(Strict):
 
 
 class Network(Strict):
-    """What connects nodes."""
+    """The connection between nodes."""
 
     gb_s: PositiveFloat
     """10^9 bytes per second, each way, per node"""
@@ -131,7 +131,7 @@ class Node:
 
     @property
     def machine(self) -> Machine:
-        """What the resolver is told of it."""
+        """The node's abilities, for the resolver."""
         kind, rates = "cpu" if self.is_cpu else "cuda", self.gpu.tflops
         return Machine(kind, fp16="fp16" in rates, bf16="bf16" in rates, compiler=True, libaio=True)
 
@@ -152,7 +152,7 @@ class Node:
 
 
 def node_for(recipe: Recipe, name: str | None = None, *, again: bool = False) -> Node:
-    """The node that the user names, or the recipe's; `again`: this machine is measured once more.
+    """The node named by the user, or the recipe's; `again`: measure this machine once more.
 
     Raises ProblemsError: neither is there.
     """
@@ -183,7 +183,7 @@ def find(name: str) -> Node:
 
 
 def this(*, again: bool = False, measure: bool = True) -> Node:
-    """The machine that the planner runs on, measured once, or `again`.
+    """This machine, measured once, or `again`.
 
     Raises ProblemsError: not measured, and not to `measure`.
     """
@@ -201,7 +201,7 @@ def this(*, again: bool = False, measure: bool = True) -> Node:
 
 
 def of_rates(found: Rates) -> Node:
-    """The node of a machine that was measured."""
+    """The node of a measured machine."""
     cpu = found.accelerators == 0
     key = gpu_named(found.accelerator)
     known = Gpu.model_validate(catalogue()["gpus"][key]) if key else None
@@ -234,7 +234,7 @@ def of_rates(found: Rates) -> Node:
 
 
 def _own_constants(found: Rates) -> tuple[tuple[str, float], ...]:
-    """What a CPU has in the place of constants that were fitted on GPUs.
+    """Constants of a CPU in place of those fitted on GPUs.
 
     `traffic` is chosen so that what a layer does between its products takes what it was measured to take.
     The link was measured by a collective, and no allocator keeps what nothing uses.
@@ -244,12 +244,12 @@ def _own_constants(found: Rates) -> tuple[tuple[str, float], ...]:
 
 
 def gpu_named(name: str) -> str | None:
-    """The key of the catalogue's GPU that torch calls so; None: there is none."""
+    """The catalogue's key of a GPU by torch's name for it; None: there is none."""
     return next((key for key, gpu in catalogue()["gpus"].items() if name in gpu.get("torch_names", ())), None)
 
 
 def recognised(accelerator: str, count: int) -> Node | None:
-    """The catalogue's node with so many of the GPUs that torch calls so, or else a larger one; None: none."""
+    """The catalogue's smallest node with at least `count` of these GPUs (torch's name); None: none."""
     gpu = gpu_named(accelerator)
     nodes = [find(name) for name, form in catalogue()["nodes"].items() if form["gpu"] == gpu]
     large = [node for node in nodes if node.gpus >= count]

@@ -28,7 +28,7 @@ class Machine:
 
     @property
     def kernel_seconds(self) -> float:
-        """Seconds in which the host starts one kernel."""
+        """Seconds of the host to start one kernel."""
         own = self.node.kernel_seconds
         return self.constants.kernel_us * 1e-6 if own is None else own
 

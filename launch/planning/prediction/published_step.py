@@ -1,4 +1,4 @@
-"""The step that a published row timed: as its source ran it, its printed time, and what is predicted."""
+"""The step of a published row: on its source's system, with its printed and its predicted time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Counted = Literal["formula", "exact", "model"]
 
 
 def as_published(plan: Plan) -> Workload | None:
-    """The step of the row's plan on the system that its source ran; None: no source, or none known."""
+    """The step of the row's plan on its source's system; None: no source, or no known system."""
     published = plan.recipe.published
     if published is None or published.software is None:
         return None
@@ -22,7 +22,7 @@ def as_published(plan: Plan) -> Workload | None:
 
 
 def side_by_side(plan: Plan, node: hardware.Node) -> list[tuple[str, float | str, float | str]]:
-    """(quantity, predicted of the step as its system ran it, published) where the row ran on such a node."""
+    """(quantity, predicted on the row's own system, published); empty where the row ran on another node."""
     recipe, step = plan.recipe, as_published(plan)
     published = recipe.published
     own = recipe.hardware.node if recipe.hardware else None
@@ -53,7 +53,7 @@ def printed_seconds(recipe: Recipe, published: Published) -> float | None:
 
 
 def published_seconds(recipe: Recipe, published: Published, work: Workload | None) -> float | None:
-    """The same, and where only TFLOPS are printed what these give of the step."""
+    """Seconds of an iteration as printed, or else from printed TFLOPS."""
     seconds, tflops = printed_seconds(recipe, published), published.tflops
     gpus = published.printed.get("hardware.gpus", recipe.hardware.gpus if recipe.hardware else None)
     if seconds is None and tflops and work and isinstance(gpus, int):

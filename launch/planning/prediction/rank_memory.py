@@ -17,7 +17,7 @@ NOT_IN_THE_TOTAL = ("stage", "moment", "idle", "host", "nvme")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on a rank of pipeline stage `stage`, at the moment of a step that needs most.
+    """Bytes on a rank of pipeline stage `stage`, at the fullest moment of a step.
 
     Attributes:
         weights, gradients, optimizer: model states; the optimizer's with its fp32 master weights.
@@ -49,7 +49,7 @@ class RankMemory:
 
     @property
     def on_gpu(self) -> dict[str, float]:
-        """The categories on the GPU, which make the total."""
+        """The categories on the GPU; their sum is the total."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in NOT_IN_THE_TOTAL}
 
     @property
@@ -63,7 +63,7 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer
 
     def cached(self, memory: float) -> float:
-        """Bytes that torch reports as cached (reserved) at most, on a GPU of so many bytes."""
+        """The most bytes that torch reports as cached (reserved) on a GPU of `memory` bytes."""
         return min(self.total - self.context + self.idle, memory - self.context)
 
 
@@ -73,7 +73,7 @@ def of_stages(work: Workload, gpu: Gpu, constants: Constants) -> list[RankMemory
 
 
 def _resident(work: Workload, rank: RankMemory) -> RankMemory:
-    """The same where a process's memory is the host's, which counts once it is written to.
+    """The same without a GPU: host memory, counted once it is written to.
 
     What is offloaded lies there too, and of a reduction's bucket the gradients that are in it.
     """
@@ -83,7 +83,7 @@ def _resident(work: Workload, rank: RankMemory) -> RankMemory:
 
 
 def fullest(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
-    """That of the stage with the fullest GPUs; without building those between the ends one by one."""
+    """Memory of the fullest stage; of those between the ends only one is computed."""
     pp = work.layout.pp
     stages = {0, 1, pp - 1} & {*range(pp)}
     return max((of_stage(work, stage, gpu, constants) for stage in stages), key=lambda rank: rank.total)
@@ -163,7 +163,7 @@ def _sums_whole_gradients(work: Workload) -> bool:
 
 
 def _two_layers(work: Workload) -> float:
-    """Parameters of the layer that is computed and the one that is gathered ahead."""
+    """Parameters of two layers: the computed one, and the next, gathered ahead."""
     one = cost.parameters_per_rank(
         work.model, work.positions, work.padded_vocab, work.layout.tp, layers=1, first=False, last=False
     )

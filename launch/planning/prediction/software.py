@@ -1,4 +1,4 @@
-"""What a training system does with memory and time besides the arithmetic that every system shares.
+"""Training systems: their memory and time besides the arithmetic common to all.
 
 Ours is read off `modeling/`; the others' properties off their public code of the time, as the comments say.
 They let published rows be predicted as their authors ran them.

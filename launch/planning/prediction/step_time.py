@@ -97,7 +97,7 @@ class Pass:
 
 
 class Passes:
-    """What a micro-batch takes on the stages of a pipeline."""
+    """Seconds of a micro-batch on the stages of a pipeline."""
 
     def __init__(self, work: Workload, machine: Machine):
         self.work, self.machine = work, machine
@@ -128,7 +128,7 @@ class Passes:
         return Pass(matrix, between, self._tensor() * layers, self._boundary())
 
     def _scores(self, window: int | None) -> float:
-        """Seconds of a layer's scores and values; kernels that keep none skip what causal attention masks."""
+        """Seconds of a layer's scores and values; kernels without kept scores skip the masked half."""
         work = self.work
         square = cost.attention_products(
             work.model, work.tokens, work.sequence_length, work.layout.tp, window
@@ -140,7 +140,7 @@ class Passes:
         return sum(self.machine.product_seconds(product, self.work.precision) for product in products)
 
     def _attention(self, square: Sequence[cost.Product]) -> float:
-        """Seconds of scores and values, by what attention was measured to reach where it was."""
+        """Seconds of scores and values, at attention's measured rate where there is one."""
         reached = self.machine.node.gpu.attention_tflops.get(self.work.precision)
         if reached is None:
             return self._products(square)
@@ -184,7 +184,7 @@ class Passes:
 
 
 def _data_seconds(work: Workload, machine: Machine, computed: float) -> tuple[float, float]:
-    """(seconds of data parallelism's communication, seconds of it that run under computation).
+    """(seconds of data parallelism's communication, seconds of it hidden under computation).
 
     Reductions run under the backward pass where a system overlaps them. Stage 3's gathering counts in full:
     where a share of it that is hidden was fitted too, that came out at 0.01, the least that was allowed.
@@ -207,7 +207,7 @@ def _data_seconds(work: Workload, machine: Machine, computed: float) -> tuple[fl
 
 
 def _offload_seconds(work: Workload, machine: Machine) -> float:
-    """Seconds of PCIe and NVMe transfers, of which DeepSpeed hides few."""
+    """Seconds of PCIe and NVMe transfers; DeepSpeed hides few of them."""
     layout, form, here = work.layout, machine.node.form, machine.ranks_here
     pcie = form.pcie_gb_s * 1e9
     parameters, m = work.parameters_of(0), layout.accumulation

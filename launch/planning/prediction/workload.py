@@ -1,4 +1,4 @@
-"""One optimizer step as the planner sees it: model, layout, precision, and what a system does with them."""
+"""One optimizer step for the planner: model, layout, precision, training system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes.schema import Dropout, Model
 
 @dataclass(frozen=True)
 class Buffers:
-    """Elements of the buffers through which DeepSpeed's ZeRO communicates.
+    """Elements of the communication buffers of DeepSpeed's ZeRO.
 
     Attributes:
         reduce: gradients on their way to other ranks, all buffers of that kind together.
@@ -28,7 +28,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step computes, keeps and sends.
+    """The computation, memory and traffic of a step.
 
     Attributes:
         predictions: P of a BERT; None: logits at every position.
@@ -85,7 +85,7 @@ class Workload:
 
     @property
     def activations(self) -> cost.LayerActivations:
-        """What a layer keeps of a micro-batch."""
+        """Activations of a layer for one micro-batch."""
         return cost.LayerActivations(
             self.model,
             self.dropout,
@@ -125,7 +125,7 @@ class Workload:
         )
 
     def in_flight(self, stage: int) -> float:
-        """Micro-batches whose activations a stage holds at most, of all its layers.
+        """The most micro-batches with activations in a stage at once.
 
         1F1B: as many as there are stages from this one on (Narayanan et al. 2021, section 2.2.1); with
         interleaving the first stage holds (1 + (p - 1) / (p v)) p (Korthikanti et al. 2022, section 4.2.3).
@@ -136,7 +136,7 @@ class Workload:
 
     @property
     def predicted(self) -> int | None:
-        """Positions of a sample at which the system computes logits; None: all."""
+        """Positions of a sample with logits; None: all."""
         return None if self.software.predicts_everywhere else self.predictions
 
     @property

@@ -1,1 +1,1 @@
-"""Which layout to take on given nodes, and the largest model that a node trains."""
+"""The fastest layout on given nodes, and the largest model for a node."""

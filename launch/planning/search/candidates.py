@@ -1,4 +1,4 @@
-"""The layouts of a number of GPUs that a recipe can have, and why it cannot have the others."""
+"""Possible layouts of a recipe on a number of GPUs, and the reasons against all others."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Degrees(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """What is looked for.
+    """The question of a search: recipe, nodes, pinned values.
 
     Attributes:
         recipe: its degrees, micro-batch and accumulation are pinned where it states them.
@@ -68,7 +68,7 @@ class Question:
 
 @dataclass
 class Exclusions:
-    """What is no candidate, and why.
+    """Layouts ruled out, with the reasons.
 
     Attributes:
         indivisible: value -> the rule.
@@ -80,7 +80,7 @@ class Exclusions:
 
 
 def degrees(question: Question, exclusions: Exclusions) -> list[Degrees]:
-    """Every tp x pp x dp of all processes that divides heads, layers and batch as our engine asks."""
+    """Every tp x pp x dp of all processes with divisible heads, layers and batch."""
     recipe, found = question.recipe, []
     model, batch, pinned = recipe.model, recipe.batch.global_, recipe.parallel
     for tp in divisors(question.ranks) if pinned.tp is None else [pinned.tp]:
@@ -108,7 +108,7 @@ class Templates:
     """The steps of each way, with and without recomputation, as the resolver has them."""
 
     def __init__(self, question: Question, kinds: set[tuple[bool, bool]], exclusions: Exclusions):
-        """Resolve each way for each kind of parallelism; what is refused goes to `exclusions`."""
+        """Resolve each way for each kind of parallelism; refusals go to `exclusions`."""
         self.question = question
         self.plans: dict[tuple[Way, tuple[bool, bool], Any], Plan] = {}
         pinned = [question.recipe.activation_checkpointing]
@@ -128,7 +128,7 @@ class Templates:
                 return
 
     def _plan(self, kind: tuple[bool, bool], again: Any, path: Path) -> Plan:
-        """A stand-in of the kind of parallelism: what is refused does not hang on the degrees."""
+        """A stand-in of the kind of parallelism: refusals do not depend on the degrees."""
         recipe = self.question.recipe
         kind = kind if self.question.software is OURS else (False, False)
         tp = next(d for d in divisors(recipe.model.heads) if d > 1) if kind[0] else 1
@@ -152,7 +152,7 @@ class Templates:
 
 
 def half_precision(node: Node) -> str:
-    """The one to train in on such a node; fp32 where it has none."""
+    """The node's half precision for training; fp32 where it has none."""
     return next((kind for kind in ("bf16", "fp16") if kind in node.gpu.tflops), "fp32")
 
 
@@ -164,7 +164,7 @@ def ways_of(software: Software) -> tuple[Way, ...]:
 
 
 def micro_batches(question: Question, at: Degrees) -> list[int]:
-    """Micro-batches that divide a rank's share of the batch, ascending."""
+    """Divisors of a rank's share of the batch, as micro-batches, ascending."""
     batch = question.recipe.batch
     share = batch.global_ // at.dp
     sizes = [size for size in divisors(share) if size <= MOST_MICRO]
@@ -174,7 +174,7 @@ def micro_batches(question: Question, at: Degrees) -> list[int]:
 
 
 def variants(work: Workload) -> Iterator[Workload]:
-    """The same with what its system has besides, and the recipe does not demand.
+    """The same step with each optional feature of its system.
 
     Sequence parallelism and selective recomputation came together (Korthikanti et al. 2022); a kernel that
     keeps no scores gains nothing by the latter.
@@ -190,7 +190,7 @@ def variants(work: Workload) -> Iterator[Workload]:
 
 
 def _choices(demanded: bool, possible: bool) -> list[bool]:
-    """Whether to do something: what the recipe demands, or both where there is a choice."""
+    """Values of an option: the recipe's demand, or both where there is a choice."""
     return [True] if demanded else [False, True] if possible else [False]
 
 

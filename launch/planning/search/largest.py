@@ -1,4 +1,4 @@
-"""The largest model that given GPUs train, for each way of keeping its states."""
+"""The largest model for given GPUs, for each way of keeping its states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RULES = (12, 14, 16)
 
 @dataclass(frozen=True)
 class Setting:
-    """What every configuration has to train, and on which nodes.
+    """Common to all configurations: recipe, nodes, micro-batch.
 
     Attributes:
         recipe: of the family, sequence length and precision; its shape is replaced.
@@ -136,5 +136,5 @@ def _model(setting: Setting, configuration: Configuration, layers: int, hidden: 
 
 
 def by_rule(node: Node) -> dict[int, float]:
-    """Bytes per parameter -> parameters for which that leaves room on one GPU, as the documents count."""
+    """Bytes per parameter -> parameters with room on one GPU, as the documents count."""
     return {size: node.gpu.memory_bytes / size for size in RULES}

@@ -1,4 +1,4 @@
-"""`launch/plan.py largest`: the largest model that a node trains, by configuration."""
+"""`launch/plan.py largest`: the largest model for a node, by configuration."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """What is looked for. Raises ProblemsError."""
+    """The setting from the flags. Raises ProblemsError."""
     name = RECIPES[args.family]
     node = hardware.node_for(catalog.load(name), args.hardware)
     length = args.sequence_length or LENGTHS[args.family]
@@ -75,7 +75,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def page(setting: Setting, found: list[LargestModel], width: int | None = None) -> Page:
-    """A table of what fits at most, and the documents' rule below it."""
+    """A table of the largest models, and the documents' rule below it."""
     node, recipe = setting.node, setting.recipe
     gpus = f"{counted(setting.ranks, 'GPU')} on {counted(setting.nodes, 'node')}"
     memory = f"{node.gpu.memory_bytes / 1e9:.1f} GB each"
@@ -114,7 +114,7 @@ def _size(model: LargestModel) -> str:
 
 
 def _limit(setting: Setting, model: LargestModel) -> str:
-    """Host memory, or the category that takes most of the GPU."""
+    """Host memory, or the largest category on the GPU."""
     if model.on_host:
         return f"host memory {model.host / setting.node.form.host.memory_gb / 1e9:.0%}"
     name, size = max(model.memory.on_gpu.items(), key=lambda part: part[1])

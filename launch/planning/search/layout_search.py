@@ -1,4 +1,4 @@
-"""The fastest layouts that fit, and what every other choice would cost."""
+"""The fastest fitting layouts, and the cost of every other choice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMED: dict[int, str] = {0: "nothing", 1: "every layer"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and what is predicted of it.
+    """A layout with its predicted memory and time.
 
     Attributes:
         memory: of the fullest rank.
@@ -52,13 +52,13 @@ class Candidate:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What rows of a table of layouts differ in."""
+        """The identity of a row in a table of layouts."""
         work = self.work
         return work.layout.tp, work.layout.pp, self.way, work.sequence_parallel, work.interleave > 1
 
     @property
     def values(self) -> list[Value]:
-        """What it has of each dimension."""
+        """The layout's value of each dimension."""
         work, layout = self.work, self.work.layout
         found: list[Value] = [
             ("tensor", layout.tp),
@@ -80,7 +80,7 @@ Why = Literal["best", "dominated", "memory", "divisibility", "DeepSpeed cannot"]
 
 @dataclass(frozen=True)
 class Alternative:
-    """All layouts with one value of a dimension, and what became of them.
+    """All layouts with one value of a dimension, and their fate.
 
     Attributes:
         best: the fastest that fits, or the one that misses least; None: there is none to try.
@@ -98,7 +98,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         ranking: layouts that fit, the winner first, then by time.
@@ -127,7 +127,7 @@ class Answer:
 
 
 def search(question: Question) -> Answer:
-    """Predict every layout's memory, and the time of those that fit. Raises ProblemsError: there is none."""
+    """Predict every layout's memory, and the time of fitting ones. Raises ProblemsError: there is none."""
     exclusions = Exclusions()
     found = candidates.degrees(question, exclusions)
     if not found:
@@ -158,7 +158,7 @@ def _no_layout(question: Question, exclusions: Exclusions) -> Problem:
 
 
 def _of_degrees(question: Question, at: Degrees, templates: Templates) -> list[Candidate]:
-    """Every way, recomputation and micro-batch; those larger than one that does not fit are left out."""
+    """Every way, recomputation and micro-batch, up to the first micro-batch too large to fit."""
     found = []
     for way in candidates.ways_of(question.software):
         for again in templates.recomputations:
@@ -182,7 +182,7 @@ def _of_degrees(question: Question, at: Degrees, templates: Templates) -> list[C
 
 
 def _predicted(question: Question, way: Way, work: Workload) -> Candidate:
-    """Memory first; the time only of what fits."""
+    """Predict memory first, and time only where it fits."""
     node, constants = question.node, fitted(question.node.measured)
     # The first stage holds most micro-batches, the last one the logits: none between is fuller than both.
     ends = [rank_memory.of_stage(work, stage, node.gpu, constants) for stage in {0, work.layout.pp - 1}]
@@ -197,7 +197,7 @@ def _predicted(question: Question, way: Way, work: Workload) -> Candidate:
 
 
 def ranking(fitting: list[Candidate]) -> list[Candidate]:
-    """By time, but for the first: it is the simplest of those that take hardly longer than the fastest.
+    """Rank by time, but put first the simplest layout among those hardly slower than the fastest.
 
     It fits with a margin, offloads nothing, has the least model parallelism: in this order, where one does.
     """
@@ -218,7 +218,7 @@ def _complexity(candidate: Candidate) -> tuple[bool, bool, int, float]:
 def _alternatives(
     predicted: list[Candidate], ranking: list[Candidate], exclusions: Exclusions
 ) -> list[Alternative]:
-    """What became of each value of each dimension, and of what the resolver refuses."""
+    """The fate of each value of each dimension, and the resolver's refusals."""
     best, nearest = dict[Value, Candidate](), dict[Value, Candidate]()
     by_missing = sorted((each for each in predicted if not each.time), key=lambda each: each.missing)
     for firsts, candidates_ in ((best, ranking), (nearest, by_missing)):
@@ -242,7 +242,7 @@ def _alternatives(
 
 
 def _refused(exclusions: Exclusions) -> list[Alternative]:
-    """What the resolver refuses: a rule for pipelines holds for those of several tensor ranks as well."""
+    """The resolver's refusals; a rule for pipelines holds for those with several tensor ranks as well."""
     found: dict[tuple[Way, str], Alternative] = {}
     for (way, (tensor, pipeline)), problems in exclusions.refused.items():
         parts = " and ".join(["tensor"] * tensor + ["pipeline"] * pipeline)
@@ -253,7 +253,7 @@ def _refused(exclusions: Exclusions) -> list[Alternative]:
 
 
 def recomputation(work: Workload) -> str:
-    """What is recomputed, in words."""
+    """The recomputed part, in words."""
     if work.selective:
         return "scores"
     return NAMED.get(work.recomputed, f"chunks of {work.recomputed}")

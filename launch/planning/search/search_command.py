@@ -106,7 +106,7 @@ def _check_out(args: argparse.Namespace) -> None:
 
 
 def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, Question]:
-    """What is looked for. Raises ProblemsError."""
+    """The question from the flags. Raises ProblemsError."""
     name = OWN if args.model and args.recipe == catalog.DEFAULT_RECIPE else args.recipe
     node = hardware.node_for(catalog.load(name), args.hardware)
     shape = shapes.settings(args.model, candidates.half_precision(node)) if args.model else []

@@ -1,4 +1,4 @@
-"""What a search found, as a person reads it."""
+"""The result of a search as a person reads it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _add_split(shown: Page, answer: Answer, best: list[Candidate]) -> None:
 
 
 def _states(candidate: Candidate) -> str:
-    """Where model states lie, what is recomputed, and what the layout has besides."""
+    """The place of model states, recomputation, and further features of a layout."""
     work, again = candidate.work, recomputation(candidate.work)
     words = [candidate.way.name if work.software.states is None else "its own"]
     words += [] if again == "nothing" else [f"{again} recomputed"]
@@ -105,7 +105,7 @@ def _states(candidate: Candidate) -> str:
 
 
 def _why_not(answer: Answer) -> list[str]:
-    """A line for each choice that the winner does not have; those with one reason share theirs."""
+    """A line for each choice against the winner's; choices with one reason share a line."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for each in sorted(answer.alternatives, key=_place):
         implied = each.dimension == "data" and each.why != "divisibility"  # by tensor and pipeline
@@ -148,7 +148,7 @@ def layout_words(candidate: Candidate) -> str:
 
 
 def add_launch(shown: Page, winner: Winner, plan: Plan, out: Path | None) -> None:
-    """How the first layout is launched, and what its user should know."""
+    """The launch line of the first layout, and notes."""
     above = [f"to launch layout 1: {layout_words(winner.layout)}"]
     below = [f"wrote {out / JSON_NAME}"] if out else []
     if line := winner.launch_line(out):

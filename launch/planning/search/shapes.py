@@ -1,4 +1,4 @@
-"""Shapes of GPT-3's models, and what they would be in other sizes.
+"""Shapes of GPT-3's models, and interpolated ones of other sizes.
 
 Brown et al. 2020 (arXiv 2005.14165), table 2.1.
 """
@@ -54,7 +54,7 @@ def settings(name: str, precision: str) -> list[str]:
 
 
 def usual_layers(hidden: int) -> int:
-    """Layers that the table has for a hidden size, between its rows in proportion, even, at least 2."""
+    """The table's layers for a hidden size: between rows in proportion, even, at least 2."""
     rows = [(0, 0), *((shape.hidden, shape.layers) for shape in SHAPES.values())]
     if hidden >= rows[-1][0]:
         return rows[-1][1]

@@ -1,4 +1,4 @@
-"""The ways in which DeepSpeed can keep model states, each as a DeepSpeed JSON."""
+"""DeepSpeed's ways of keeping model states, each as a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACED = ("stage", "offload_optimizer", "offload_param")  # of zero_optimization
 
 @dataclass(frozen=True)
 class Way:
-    """A ZeRO stage with what is offloaded to the host: the optimizer, or all model states.
+    """A ZeRO stage with its offload to the host: nothing, the optimizer, or all model states.
 
     Attributes:
         file: of ds_configs/, which does it.

@@ -49,7 +49,7 @@ class RecipeFlags:
 
 @dataclass(frozen=True)
 class Winner:
-    """The first layout of a search, and the flags that were searched for."""
+    """The first layout of a search, with its flags and question."""
 
     flags: RecipeFlags
     question: Question
@@ -57,7 +57,7 @@ class Winner:
 
     @property
     def settings(self) -> list[str]:
-        """The overrides that make of the recipe what was predicted."""
+        """Overrides from the recipe to the predicted step."""
         own, work = self.flags.load([]), self.layout.work
         decided = {
             "parallel.tp": work.layout.tp,
@@ -81,14 +81,14 @@ class Winner:
         return ways.config(self.layout.way, self.question.base, self.layout.work.layout)
 
     def plan(self) -> Plan:
-        """What would be launched. Raises ConfigError."""
+        """The plan to launch. Raises ConfigError."""
         recipe = self.flags.load(self.settings)
         with tempfile.TemporaryDirectory() as folder:
             path = ways.written(self.document, Path(folder) / JSON_NAME)
             return resolve(recipe, path, self.question.ranks, self.question.node.machine)
 
     def launch_line(self, out: Path | None) -> str | None:
-        """The line that starts it, with its JSON in `out`; None: it needs one that is not written."""
+        """The line to start it, with its JSON in `out`; None: it needs a JSON that is not written yet."""
         question, flags = self.question, self.flags
         if out is None and (question.base or self.layout.way.offload):
             return None
