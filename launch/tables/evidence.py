@@ -46,7 +46,7 @@ Says = dict[str, dict[str, Any]]
 
 
 class Statement(NamedTuple):
-    """A value that a source gives for a key of a row."""
+    """A source's value for a key of a row."""
 
     source: str
     quotation: str
@@ -55,7 +55,7 @@ class Statement(NamedTuple):
 
 
 class Quotations(Strict):
-    """What one source says of all rows, and of those that a pattern names."""
+    """Quotations of one source: about all rows, and about the rows of a pattern."""
 
     source: str
     says: Says = {}
@@ -98,7 +98,7 @@ class Pretraining(Strict):
 
 
 class OtherModel(Strict):
-    """A line of the table about a model that is no recipe; `why` it is none."""
+    """A line of the table about a model without a recipe; `why` there is none."""
 
     why: str
     published: Published
@@ -115,7 +115,7 @@ class Disagreement(Strict):
 
 
 class Erratum(Strict):
-    """One explanation and what it explains."""
+    """One explanation of disagreements."""
 
     explanation: str
     later: str | None = None
@@ -138,7 +138,7 @@ class RowErratum(NamedTuple):
 
 
 class Evidence(Strict):
-    """Everything that a table's rows are checked against besides their own cells."""
+    """Evidence about a table's rows, besides their own cells."""
 
     settings: list[Quotations] = []
     sizes: list[Sizes] = []
@@ -149,7 +149,7 @@ class Evidence(Strict):
     texts: list[str] = []
 
     def statements(self, row: str) -> Iterator[Statement]:
-        """What texts and scripts say of a row."""
+        """Statements of texts and scripts about a row."""
         for part in self.settings:
             of_row = [says for pattern, says in part.rows.items() if fnmatchcase(row, pattern)]
             for says in (part.says, *of_row):
@@ -165,7 +165,7 @@ class Evidence(Strict):
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A table's rows, and what they are checked against."""
+    """A published table: its rows and their evidence."""
 
     table: Table
     rows: Sequence[PublishedRow]

@@ -53,7 +53,7 @@ class ListedRecipe:
 
     @property
     def stands_in(self) -> bool:
-        """Whether it has values that no source gives, besides the number of steps, which most tables lack."""
+        """Whether values without a source stand in, besides the number of steps, which most tables lack."""
         return bool(self.recipe.unknown.keys() - {"steps"})
 
     @property
@@ -136,7 +136,7 @@ def catalog_rows(tables: Sequence[str] = ()) -> list[ListedRecipe]:
 
 
 def select(rows: Sequence[ListedRecipe], args: argparse.Namespace) -> list[ListedRecipe]:
-    """The rows that every filter lets through."""
+    """The rows behind all filters."""
     least, most = args.gpus or (0, 0)
 
     def passes(row: ListedRecipe) -> Iterator[bool]:

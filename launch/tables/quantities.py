@@ -1,4 +1,4 @@
-"""The quantities of a row that are recomputed: layout, sizes, speeds, scaling and memory."""
+"""Recomputed quantities of a row: layout, sizes, speeds, scaling and memory."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _label(row: PublishedRow, label: str, counted: RankCounts) -> Check:
 
 
 def _size(label: str) -> Printed:
-    """Parameters that a size label says."""
+    """A size label's number of parameters."""
     size = Printed.read(label, size_unit(label))
     assert size is not None, f"size label {label!r} has no number"
     return size
@@ -172,7 +172,7 @@ def _size(label: str) -> Printed:
 
 
 def untimed(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
-    """A row without a time: what its samples/s imply is within what GPUs do."""
+    """A row without a time; the time that its samples/s imply is plausible."""
     published, rate = row.published, row.published.samples_per_s
     if published.oom:
         yield row.unchecked("time", "out of memory: no time, no samples/s, no TFLOPS", "OOM")
@@ -234,7 +234,7 @@ def tflops(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
 
 
 def operations_per_second(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
-    """For information: the printed time in TFLOPS; their share of the peak is plausible."""
+    """For information: the printed time in TFLOPS. Their share of the peak is plausible."""
     seconds, label, gpus = row.published.time_per_iteration_s, row.published.size_label, row.gpus
     batch = row.recipe.batch.global_
     if gpus is None or seconds is None:
@@ -259,7 +259,7 @@ def operations_per_second(row: PublishedRow, _: PublishedTable) -> Iterator[Chec
 
 
 def _plausible(row: PublishedRow, seconds: float) -> Iterator[Check]:
-    """Whether a time is within what GPUs do and not far below what rows reach: catches a wrong digit."""
+    """A time's share of the GPU's peak, within wide limits: catches a wrong digit."""
     name = str(row.own("hardware.name"))
     known = (value for gpu, value in PEAKS.items() if gpu in name)
     peak = row.own("hardware.peak_tflops") or next(known, None)
@@ -283,7 +283,7 @@ def share_of_peak(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
 
 
 def speeds_elsewhere(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
-    """TFLOPS that other documents print of the row's model."""
+    """TFLOPS of the row's model in other documents."""
     for document in source.evidence.speeds:
         for run in document.rows.get(row.name, ()):
             yield _other_run(row, run, document.source)
@@ -320,7 +320,7 @@ def scaling(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
 
 
 def slower_with_less(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
-    """Nothing but the micro-batch differs, it is smaller, and still the iteration took longer."""
+    """A longer iteration than that of a row with a larger micro-batch and nothing else different."""
     own = row.published.time_per_iteration_s
     timed = [(other.published.time_per_iteration_s, other) for other in _with_larger_micro(row, source)]
     quicker = [(seconds, other) for seconds, other in timed if own and seconds and seconds < own]
@@ -343,7 +343,7 @@ def _with_larger_micro(row: PublishedRow, source: PublishedTable) -> list[Publis
 
 
 def configuration(row: PublishedRow, but_micro: bool = False) -> tuple[Any, ...]:
-    """What decides a speed, perhaps but for the micro-batch."""
+    """Everything a speed depends on, perhaps without the micro-batch."""
     recipe, batch = row.recipe, row.recipe.batch
     shared = (batch.accumulation,) if but_micro else (batch.micro, batch.accumulation, batch.global_)
     work = recipe.model, recipe.sequence_length, recipe.parallel, shared, recipe.activation_checkpointing
@@ -354,7 +354,7 @@ def configuration(row: PublishedRow, but_micro: bool = False) -> tuple[Any, ...]
 
 
 def memory(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
-    """What ran fits, what ran out does not, and cached memory is between both bounds."""
+    """Model states against the GPU's memory: they fit, or it ran out; cached memory between the two."""
     capacity = row.own("hardware.gpu_memory_gb")
     quantity = "out of memory" if row.published.oom else "model states"
     ran = "OOM" if row.published.oom else f"ran on {capacity or 0:g} GB"

@@ -1,4 +1,4 @@
-"""The report of `launch/recipe.py verify` for a person: a summary, the errata, last what nothing explains."""
+"""Text of `launch/recipe.py verify`: a summary, the errata, at the end unexplained disagreements."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _summary(report: Report, width: int | None) -> str:
 
 
 def _numbers(report: Report, checks: Sequence[Check]) -> dict[str, int]:
-    """How many checks there are of each kind; cells and settings are those that agree."""
+    """Numbers of checks by kind; of cells and settings, those in agreement."""
     number = Counter(check.status for check in checks)
     agree = [check for check in checks if check.status == "agrees"]
     recomputed = Counter(check.status for check in checks if not (check.transcribed or check.stated))
@@ -73,7 +73,7 @@ def _every_check(report: Report) -> str:
 
 
 def _errata(report: Report) -> str:
-    """Each with what differs, and below that the rows that differ so, table by table."""
+    """Each with its disagreements, and below each of them its rows, table by table."""
     blocks = []
     for number, (erratum, checks) in enumerate(report.errata, 1):
         alike: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))

@@ -1,4 +1,4 @@
-"""Rows of published tables: what the source prints in each cell, and what the recipe has in its place."""
+"""Rows of published tables: the cells of the source, and the recipe's values in their place."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Check:
 
     @property
     def difference(self) -> str:
-        """What differs, without the row."""
+        """The disagreement, without the row."""
         return difference(self.quantity, self.printed, self.computed)
 
 
 def difference(quantity: str, printed: str, computed: str) -> str:
-    """What differs, in one phrase."""
+    """A disagreement in one phrase."""
     return f"{quantity}: printed {printed}, computed {computed}"
 
 
@@ -90,7 +90,7 @@ DATA_PARALLEL_RUN = "model + data parallel gpus"  # of a line that is two runs, 
 
 
 class Cell(NamedTuple):
-    """What a source prints under a heading; `key` of the recipe that it is for, None of free text."""
+    """A source's text under a heading; `key`: the recipe's, None for free text."""
 
     heading: str
     text: str
@@ -135,11 +135,11 @@ class Line:
         return KEYS.get(heading)
 
     def cell_of(self, key: str) -> Cell | None:
-        """What the source prints for a key; None where no column is for it."""
+        """The cell for a key; None without a column."""
         return next((cell for cell in self.cells if cell.key == key), None)
 
     def text_of(self, key: str) -> str:
-        """The cell for a key; empty where it is blank, or no column is for it."""
+        """The text of that cell; empty where it is blank, or there is no column."""
         cell = self.cell_of(key)
         return cell.text if cell else ""
 
@@ -153,7 +153,7 @@ class Line:
         return self.say("agrees" if how else "disagrees", quantity, printed, computed, how)
 
     def unchecked(self, quantity: str, why: str, printed: object = "", computed: object = "") -> Check:
-        """What cannot be compared."""
+        """A quantity without a comparison; `why` there is none."""
         return self.say("not checkable", quantity, printed, computed, why)
 
     def say(self, status: Status, quantity: str, printed: object, computed: object, how: str) -> Check:
@@ -162,7 +162,7 @@ class Line:
 
 @dataclass(frozen=True)
 class PublishedRow(Line):
-    """A line that is a recipe."""
+    """A line with a recipe."""
 
     recipe: Recipe
 

@@ -78,14 +78,14 @@ def _race(line: Line) -> Iterator[Check]:
 
 
 def _tenths(value: float) -> Printed:
-    """A score with the one decimal that the tables print."""
+    """A score with one decimal, as in the tables."""
     printed = Printed.read(f"{value:.1f}")
     assert printed
     return printed
 
 
 def _squad(line: Line) -> Iterator[Check]:
-    """An answer that matches exactly has all its words."""
+    """Exact matches are no more than F1: such an answer has all its words."""
     for name, task in (("SQuAD 1.1", "squad1"), ("SQuAD 2.0", "squad2")):
         if scores := line.own(f"published.downstream.{task}"):
             how = "no more than F1" if scores.em <= scores.f1 else None
@@ -93,7 +93,7 @@ def _squad(line: Line) -> Iterator[Check]:
 
 
 def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[Check]:
-    """Models that answer together do no worse than one of them."""
+    """Models together do no worse than one of them."""
     for name in SCORES if line.published.ensemble else ():
         joined, alone = _score(line, name), value_of(singles.get(line.name), name)
         if joined is not None and alone is not None:

@@ -1,4 +1,4 @@
-"""Scores on tasks that a source prints, in the words of people who fine-tune."""
+"""Printed scores on tasks, in the words of people who fine-tune."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = {
 
 
 def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
-    """(task, its numbers) of what is printed, as in ("RACE", "89.5 (91.8/88.6)")."""
+    """(task, its numbers) of printed scores, as in ("RACE", "89.5 (91.8/88.6)")."""
     for task, name in NAMES.items():
         if found := getattr(downstream, task, None):
             first, *rest = (f"{value:g}" for value in found.model_dump().values() if value is not None)

@@ -1,4 +1,4 @@
-"""`launch/recipe.py show`: one recipe with everything resolved, what was published, and how to launch it."""
+"""`launch/recipe.py show`: one recipe, resolved, with its published numbers and its launch lines."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class ShownRecipe:
 
 
 def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
-    """The parameters as Megatron-LM counts them, where that is another number, and whether it is printed."""
+    """Parameters by Megatron-LM's count, where it is another number."""
     recipe, tp = plan.recipe, plan.layout.tp
     per_rank = cost.parameters_per_rank(recipe.model, recipe.positions, plan.padded_vocab, tp)
     count = tp * per_rank
@@ -246,5 +246,5 @@ def _launcher(recipe: Recipe) -> tuple[str, str]:
 
 
 def _indented(*paragraphs: str | None) -> list[str]:
-    """A line for each paragraph that there is."""
+    """A line for each paragraph."""
     return [f"  {' '.join(text.split())}" for text in paragraphs if text]

@@ -1,4 +1,4 @@
-"""The recipe against what is written of its row: cells, its own declarations, texts and public scripts."""
+"""The recipe against its row in words: cells, its own declarations, texts and public scripts."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ SCORES = ("published.downstream.", "published.previous.")
 
 
 def entries(row: PublishedRow, _: PublishedTable) -> Iterator[Check]:
-    """One check per cell, per published number, per declaration, and of what is owed a source."""
+    """One check per cell, published number, declaration, and key in need of a source."""
     for check in (*_cells(row), *_published_numbers(row), *_declarations(row), *_owed(row)):
         yield replace(check, transcribed=True)
 
 
 def other_model(line: Line) -> Iterator[Check]:
-    """A line about a model that is no recipe against its own cells."""
+    """The cells of a line without a recipe against its own numbers."""
     for check in _cells(line):
         if check.status != "not checkable":  # nothing else is checked of it
             yield replace(check, transcribed=True)
@@ -132,7 +132,7 @@ def _owed(row: PublishedRow) -> Iterator[Check]:
 
 
 def settings(row: PublishedRow, source: PublishedTable) -> Iterator[Check]:
-    """One check per value that a source gives for the row, and per printed number that nothing else gives."""
+    """One check per value in a text or script, and per printed number without any other check."""
     said = set()
     for statement in source.evidence.statements(row.name):
         said.add(statement.key)

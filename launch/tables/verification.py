@@ -38,7 +38,7 @@ QUANTITIES: tuple[Callable[[PublishedRow, PublishedTable], Iterator[Check]], ...
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was compared.
+    """The result of a verification.
 
     Attributes:
         checks: in the order of tables and rows.
@@ -112,7 +112,7 @@ def _singles(published: Mapping[str, Table], source: PublishedTable) -> dict[str
 
 
 def _repeated(rows: Sequence[PublishedRow]) -> Iterator[str]:
-    """Remarks on configurations that are printed with more than one time."""
+    """Remarks on configurations with more than one printed time."""
     same = quantities.configuration
     timed = [row for row in rows if row.published.time_per_iteration_s]
     for _, group in groupby(sorted(timed, key=lambda row: repr(same(row))), key=same):
@@ -125,7 +125,7 @@ def _repeated(rows: Sequence[PublishedRow]) -> Iterator[str]:
 
 
 def _explain(checks: Sequence[Check], sources: Sequence[PublishedTable]) -> tuple[Explained, Lines]:
-    """The errata that explain disagreements, and the disagreements of errata that are none any more."""
+    """(errata with the disagreements they explain, stale disagreements of errata)."""
     wrong = {(check.subject, check.difference): check for check in checks if check.status == "disagrees"}
     explained: dict[str, tuple[Erratum, list[Check]]] = {}
     stale = []

@@ -1,4 +1,4 @@
-"""A published row as the planner sees it: what ran, on which nodes, and what was printed of it."""
+"""Published rows as cases for the planner: workload, node and printed numbers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def of_row(row: PublishedRow, evidence: Evidence) -> Case:
 
 
 def _document(source: str) -> str:
-    """The document of a table: what its source says before the first comma."""
+    """The document of a table: its source up to the first comma."""
     return source.split(",")[0].split(" (")[0].strip('"')
 
 

@@ -1,4 +1,4 @@
-"""Rows that a user gives as CSV: which columns there are, and what becomes of them.
+"""Published rows from CSV files, ours or a user's: columns, defaults, refusals.
 
 Column names are those of `other_documents.csv` next to this file; some have a second spelling. A cell that
 is empty states nothing.
@@ -116,7 +116,7 @@ MOST_MICRO = 16  # samples that are tried where a row states no micro-batch
 
 
 class NotPredictable(Exception):
-    """A row that states too little, or what cannot be."""
+    """A row with too few numbers, or with impossible ones."""
 
 
 def published() -> list[Case]:
@@ -320,7 +320,7 @@ class _Line:
         return "megatron-core" if gpu.startswith("9") else "megatron"
 
     def choice(self, key: str) -> Any:
-        """What the cell names, one of `CHOICES`."""
+        """The cell's choice of `CHOICES`."""
         options = CHOICES[key]
         written = self.cells.get(key, options[0]).lower()
         if written not in options:

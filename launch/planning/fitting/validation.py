@@ -1,4 +1,4 @@
-"""How wrong the planner is: every published row predicted by constants that never saw its document."""
+"""The planner's errors: every published row, predicted by constants fitted without its document."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Judged:
-    """A row whose source tells whether its memory sufficed. `share`: predicted need over the GPU's memory."""
+    """A row with a printed verdict on its memory. `share`: predicted need over the GPU's memory."""
 
     case: Case
     share: float
@@ -47,7 +47,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Validation:
-    """Predictions of some rows, and what was printed of them."""
+    """Predictions of some rows, and their printed numbers."""
 
     cases: Sequence[Case]
     time: Sequence[Ratio]
@@ -75,17 +75,17 @@ class Validation:
 
     @property
     def excluded(self) -> list[tuple[Case, str]]:
-        """Rows that are not compared, with the reason."""
+        """Rows left out of the comparison, with the reason."""
         return [(case, next(iter(case.excluded.values()))) for case in self.cases if case.excluded]
 
     @property
     def unseen(self) -> list[str]:
-        """Documents that no constant was fitted on; the others were left out one at a time."""
+        """Documents outside every fit; the others were left out one at a time."""
         return sorted({case.document for case in self.cases} - left_out().keys())
 
     @property
     def parameters(self) -> Share:
-        """Rows whose parameters are to the unit as printed, of those that print them."""
+        """Rows with the printed parameters to the unit, of all rows with printed parameters."""
         counted = [case for case in self.cases if case.parameters and case.work]
         return sum(counted_parameters(case) == case.parameters for case in counted), len(counted)
 

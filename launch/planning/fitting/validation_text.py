@@ -19,7 +19,7 @@ ABOUT = (
 
 
 def describe(found: Validation, *, verbose: bool = False, width: int | None = None) -> str:
-    """The table, the confusion matrix, what is wrong, what is left out; every row where `verbose`."""
+    """The table, the confusion matrix, wrong verdicts, rows left out; every row if `verbose`."""
     lines = []
     for document, tables in found.tables.items():
         lines.append([shortened(document), *_cells(found.part(document))])
@@ -47,7 +47,7 @@ def describe(found: Validation, *, verbose: bool = False, width: int | None = No
 
 
 def shortened(name: str, most: int = 43) -> str:
-    """A document's name in that many characters."""
+    """A document's name in at most so many characters."""
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
