@@ -16,6 +16,11 @@ from launch.experiments.parity.layout_cases import CASES, FORCED, REFERENCE, Lay
 from launch.experiments.parity.layout_runs import run_cases
 from recipes import catalog
 
+# They divide by nothing, and the embedding is large enough for a norm in float32 to be wrong.
+ODD_SHAPES = [
+    *("model.heads=6", "model.hidden=96", "model.layers=5", "model.vocab_size=8191", "model.positions=101"),
+    *("sequence_length=77", "batch.micro=3", "batch.accumulation=5", "batch.global=15"),
+]
 COMMAND = [sys.executable, str(ROOT / "launch" / "compare_layouts.py"), "--tiny"]
 
 

@@ -57,7 +57,7 @@ FIGURES = (
     Figure("race", "accuracy", "accuracy, test set", "test", "accuracy"),
     Figure("race", "middle", "accuracy, middle schools", "test", "middle_accuracy"),
     Figure("race", "high", "accuracy, high schools", "test", "high_accuracy"),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """BERT in one process: padding, predicted positions, placements, losses, recomputation, the engine's input.
 
 Logits against `transformers` are in test_convert_bert.py, parallel layouts in
-tests/launch/experiments/parity/test_bert_layouts.py.
+tests/launch/experiments/parity/test_layouts.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """BERT without padding: losses and gradients are those of padded samples; nothing is computed for padding.
 
-Under ZeRO-3 and tensor parallelism: test_bert_layouts.py, whose pipelines are padded.
+Under ZeRO-3 and tensor parallelism: test_layouts.py, whose pipelines are padded.
 """
 
 from __future__ import annotations

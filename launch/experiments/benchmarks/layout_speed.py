@@ -93,9 +93,7 @@ def overheads(measured: Sequence[Measured], found: Sequence[Case]) -> list[Overh
         waiting = max(0.0, seconds * statistics.mean(shares or [0.0]) - bubble)
         computing = seconds - ideal - bubble - waiting
         rows.append(
-            Overhead(
-                case.spec.name, seconds, rate, rate / reference_rate, ideal, bubble, waiting, computing
-            )  # fmt: skip
+            Overhead(case.spec.name, seconds, rate, rate / reference_rate, ideal, bubble, waiting, computing)
         )
     return rows
 

@@ -99,7 +99,7 @@ def summarised(measured: Sequence[Measured], reference: str | None = None) -> li
                 operations / products if products else None,
                 each.peak_bytes,
                 seconds / base if base else float("nan"),
-            )  # fmt: skip
+            )
         )
     return rows
 

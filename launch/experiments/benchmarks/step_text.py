@@ -26,7 +26,7 @@ def speeds(rows: Sequence[Row], reference: str) -> str:
             percent(row.product_share),
             "-" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.2f}",
             f"{row.times:.2f}x",
-        )  # fmt: skip
+        )
         for row in rows
     ]
     return f"{table(cells, headings, 'lrrrrrrrr')}\n(s/step: the median; time: over that of {reference})"

@@ -40,12 +40,17 @@ from recipes.schema import Recipe
 
 SQUARE = {"cpu": 2048, "cuda": 8192}  # rows and columns of the products that are the machine's rate
 PIPELINE_PHASES = {
-    schedule.LoadMicroBatch: "data", schedule.ForwardPass: "forward", schedule.BackwardPass: "backward",
-    schedule.OptimizerStep: "optimizer", schedule.ReduceGrads: "reduction",
-    schedule.ReduceTiedGrads: "reduction", schedule.SendActivation: "between stages",
-    schedule.RecvActivation: "between stages", schedule.SendGrad: "between stages",
+    schedule.LoadMicroBatch: "data",
+    schedule.ForwardPass: "forward",
+    schedule.BackwardPass: "backward",
+    schedule.OptimizerStep: "optimizer",
+    schedule.ReduceGrads: "reduction",
+    schedule.ReduceTiedGrads: "reduction",
+    schedule.SendActivation: "between stages",
+    schedule.RecvActivation: "between stages",
+    schedule.SendGrad: "between stages",
     schedule.RecvGrad: "between stages",
-}  # fmt: skip
+}
 
 
 class Work(NamedTuple):
@@ -163,9 +168,11 @@ class Transformers:
         if spec.compiled:
             model.compile()
         how: dict[str, Any] = dict(
-            model=model, config=plan.ds, lr_scheduler=lambda optimizer: Schedule(optimizer, recipe),
+            model=model,
+            config=plan.ds,
+            lr_scheduler=lambda optimizer: Schedule(optimizer, recipe),
             model_parameters=parameter_groups(model, recipe.optimizer.weight_decay),
-        )  # fmt: skip
+        )
         if plan.zero_stage == 0:
             self.engine = zero0.initialize(**how, mpu=self.data.grid)
         else:

@@ -31,8 +31,18 @@ HEADINGS = ("layout", "ranks", "loss", "grad norm", "gradients", "weights", "s/s
 
 # Names of parameters, and of what is in a layer or a head, in forward order.
 TOP = ("word", "position", "embedding", "layers", "final_norm", "head", "decoder_bias")
-INNER = ("position", "token_type", "attention_norm", "attention", "mlp_norm", "mlp",
-         "pooler", "sentence", "transform", "norm")  # fmt: skip
+INNER = (
+    "position",
+    "token_type",
+    "attention_norm",
+    "attention",
+    "mlp_norm",
+    "mlp",
+    "pooler",
+    "sentence",
+    "transform",
+    "norm",
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,8 @@ def read_outcome(
         return Outcome(name, processes, failure=f"did not finish: {_cause(directory, log)}".strip())
     records = read_metrics(directory / "metrics.jsonl")
     return Outcome(
-        name, processes,
+        name,
+        processes,
         losses=[_number(record.loss) for record in records.steps],
         validations=[_number(record.loss) for record in records.validations],
         norms=[_number(record.grad_norm) for record in records.steps],
@@ -92,7 +103,7 @@ def read_outcome(
         weights=load_weights(last.directory),
         seconds=statistics.median(record.seconds for record in records.steps[5:] or records.steps),
         compiled_from=compiled_from,
-    )  # fmt: skip
+    )
 
 
 def _number(recorded: float | None) -> float:

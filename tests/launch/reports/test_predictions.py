@@ -72,8 +72,17 @@ def test_a_row_that_ran_out_of_memory_is_said_to_have():
 
 def test_what_is_not_known_is_said(tables):
     (line,) = predictions.lines_of(entries_of(Tables(tables).get("quiet"), []))
-    assert line.cells[2:] == ("0.04808", "not predicted", "", "not published", "not predicted",
-                              "not published", "not predicted", "", "")  # fmt: skip
+    assert line.cells[2:] == (
+        "0.04808",
+        "not predicted",
+        "",
+        "not published",
+        "not predicted",
+        "not published",
+        "not predicted",
+        "",
+        "",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +132,12 @@ def test_runs_are_compared_on_one_machine_and_tiny_ones_with_none():
     base = predictions.Line(
         "t/a", "a", where="run on x", gpus=1, parameters=10, samples_per_s=8.0, tflops=4.0
     )
-    others = [replace(base, name="t/b", gpus=4, samples_per_s=28.0, tflops=3.5),
-              replace(base, name="t/c", parameters=40, samples_per_s=3.0),
-              replace(base, name="t/d", where="", tflops=1.0),
-              replace(base, name="t/e", where="run on y", gpus=8)]  # fmt: skip
+    others = [
+        replace(base, name="t/b", gpus=4, samples_per_s=28.0, tflops=3.5),
+        replace(base, name="t/c", parameters=40, samples_per_s=3.0),
+        replace(base, name="t/d", where="", tflops=1.0),
+        replace(base, name="t/e", where="run on y", gpus=8),
+    ]
     found = list(predictions._compared([base, *others]))
     assert [line.scaling for line in found] == [1.0, 0.875, 1.0, None, None]
     assert [line.normalised for line in found] == [1.0, None, 1.5, None, None]

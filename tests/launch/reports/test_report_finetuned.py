@@ -14,7 +14,7 @@ from launch.evaluation import finetuning_summary, pretrained
 from launch.evaluation.finetuning_summary import Finished, Summary
 from launch.evaluation.pretrained import Pretrained
 from launch.records.facts import TaskScore
-from launch.reports import csvfile, finetuned, markdown, webpage
+from launch.reports import csvfile, finetuned, markdown, writing
 from launch.reports.document import assemble
 from launch.reports.runs import read_run
 from launch.reports.tables import Tables
@@ -103,11 +103,12 @@ def test_a_run_of_the_rows_weights_stands_next_to_its_scores(tables, tmp_path):
     made = document(tables, tuned(tmp_path / "mnli", tables))
     shown = lines(made)
     assert [cells[3:] for cells in shown[:2]] == [
-        ("80.0 %", "72.0 %", "0.900x", "mnli"), ("81.0 %", "72.9 %", "0.900x", "mnli"),
-    ]  # fmt: skip
+        ("80.0 %", "72.0 %", "0.900x", "mnli"),
+        ("81.0 %", "72.9 %", "0.900x", "mnli"),
+    ]
     assert shown[2][3:5] == ("70.0 %", "not run") and not made.scores
     page = Page()
-    page.feed(webpage.write(made))
+    page.feed(writing.page(made))
     assert [
         cells for table in page.tables if table[0] == list(finetuned.HEADINGS) for cells in table[1:]
     ] == [list(cells) for cells in shown]
@@ -116,9 +117,10 @@ def test_a_run_of_the_rows_weights_stands_next_to_its_scores(tables, tmp_path):
     )
     rows = [row for row in csv.DictReader(io.StringIO(csvfile.write(made))) if row["task"]]
     assert [(row["recipe"], row["figure"], row["status"]) for row in rows[:3]] == [
-        ("berts/small", "matched", "measured"), ("berts/small", "mismatched", "measured"),
+        ("berts/small", "matched", "measured"),
+        ("berts/small", "mismatched", "measured"),
         ("berts/small", "accuracy", "not run"),
-    ]  # fmt: skip
+    ]
     assert float(rows[0]["score"]) == 0.72 and float(rows[0]["published_score"]) == 0.8
     assert float(rows[0]["ratio_score"]) == pytest.approx(0.9) and rows[0]["run"] == str(tmp_path / "mnli")
 
@@ -170,7 +172,7 @@ def test_other_weights_stand_next_to_no_row(tables, tmp_path):
             ("other", "weights of x/y, step 10"),
         )
         for value in ("72.0 %", "72.9 %")
-    ]  # fmt: skip
+    ]
 
 
 def test_a_split_without_labels_is_not_scored(tables, tmp_path):
@@ -183,8 +185,9 @@ def test_a_row_that_publishes_nothing_shows_what_was_measured(tables, tmp_path):
         document(tables, tuned(tmp_path / "mnli", tables, replace(OF_SMALL, recipe="berts/unscored")))
     )
     assert [cells[3:] for cells in shown if cells[0] == "unscored"] == [
-        ("not published", "72.0 %", "", "mnli"), ("not published", "72.9 %", "", "mnli"),
-    ]  # fmt: skip
+        ("not published", "72.0 %", "", "mnli"),
+        ("not published", "72.9 %", "", "mnli"),
+    ]
 
 
 def test_of_several_runs_median_and_ensemble_are_shown(tables, tmp_path):

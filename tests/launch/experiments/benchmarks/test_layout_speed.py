@@ -80,9 +80,11 @@ def test_scaling_keeps_the_work_of_a_process_or_of_all():
 def test_efficiency_is_against_the_fewest_processes(tmp_path):
     specs = {spec.name: spec for spec in layout_speed.scaled(ONE, LAYOUT, 2, ("weak", "strong"))}
     found = [
-        measured(specs["weak, 1"], 1.0, 8), measured(specs["weak, 2"], 1.25, 16),
-        measured(specs["strong, 1"], 2.0, 16), measured(specs["strong, 2"], 2.0, 16),
-    ]  # fmt: skip
+        measured(specs["weak, 1"], 1.0, 8),
+        measured(specs["weak, 2"], 1.25, 16),
+        measured(specs["strong, 1"], 2.0, 16),
+        measured(specs["strong, 2"], 2.0, 16),
+    ]
     efficiencies = layout_speed.efficiencies(found)
     assert efficiencies == {"weak": {1: 1.0, 2: pytest.approx(0.8)}, "strong": {1: 1.0, 2: 0.5}}
     layout_speed.draw_scaling(efficiencies, tmp_path / "x.png", "title")

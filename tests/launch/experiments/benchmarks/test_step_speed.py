@@ -60,9 +60,10 @@ def test_the_tables_and_the_picture_show_them(tmp_path):
 def test_padding_is_no_work():
     recipe = catalog.load("bert/sotu")
     batch = {
-        "tokens": torch.zeros(2, 64), "lengths": torch.tensor([10, 64]),
+        "tokens": torch.zeros(2, 64),
+        "lengths": torch.tensor([10, 64]),
         "weights": torch.tensor([[1.0, 0.0], [0.5, 0.5]]),
-    }  # fmt: skip
+    }
     count = cost.exact_flops_per_step
     expected = count(recipe.model, 10, 1, predictions=1) + count(recipe.model, 64, 1, predictions=2)
     assert systems.work_of(recipe, batch) == (74, expected)
@@ -73,11 +74,15 @@ def test_padding_is_no_work():
 
 def test_transformers_get_the_same_tokens_to_predict():
     batch = {
-        "tokens": torch.arange(16).view(1, 16), "token_types": torch.ones(1, 16).long(),
-        "lengths": torch.tensor([5]), "positions": torch.tensor([[3, 1, 0]]),
-        "labels": torch.tensor([[7, 8, 9]]), "weights": torch.tensor([[0.5, 0.5, 0.0]]),
-        "sentence_labels": torch.tensor([1]), "sentence_weights": torch.tensor([1.0]),
-    }  # fmt: skip
+        "tokens": torch.arange(16).view(1, 16),
+        "token_types": torch.ones(1, 16).long(),
+        "lengths": torch.tensor([5]),
+        "positions": torch.tensor([[3, 1, 0]]),
+        "labels": torch.tensor([[7, 8, 9]]),
+        "weights": torch.tensor([[0.5, 0.5, 0.0]]),
+        "sentence_labels": torch.tensor([1]),
+        "sentence_weights": torch.tensor([1.0]),
+    }
     given = systems.transformers_inputs(batch, torch.device("cpu"))
     ignored = -100
     assert given["labels"].tolist() == [[ignored, 8, ignored, 7, *[ignored] * 4]], "cut after 8 of 16 columns"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-import re
-import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import broken_layouts
 import pytest
-import torch
 from compared import (
     COMMAND,
+    ODD_SHAPES,
     check_all_layouts,
     check_compiled_layouts,
     check_noticed,
@@ -26,79 +25,148 @@ from compared import (
 from launching import run
 from stored import layers_of_files
 
-from ds_configs.plan import Machine
-from launch import compare_layouts
 from launch.experiments.parity import comparison
-from launch.experiments.parity.comparison import Outcome, compare, read_outcome
-from launch.experiments.parity.layout_cases import CASES, FORCED, REFERENCE, case_plan
-from launch.experiments.parity.layout_runs import run_cases
+from launch.experiments.parity.comparison import Outcome, compare
+from launch.experiments.parity.layout_cases import REFERENCE
+from launch.records.metrics import read_metrics
+from modeling.bert import LOSS_PARTS
 from recipes import catalog
-from recipes.problems import Problem
 
-STEPS = 6
-MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
-POSSIBLE = [case for case in CASES if case.name != "tp3"]  # 4 heads, with --tiny
-# The others are in the long test of all.
-FAST = [
-    "accumulation 4", "recomputed by 2", "tp2", "tp2 zero3", "pp2", "pp2 accumulation 4, recomputed",
-    "dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp2 zero3 offload", "tp2 pp2",
-    "sequence tp2 zero1, recomputed", "sequence tp2 zero3", "sequence tp2 pp2", "selective tp2",
-]  # fmt: skip
+GPT2, BERT = catalog.DEFAULT_RECIPE, "bert/sotu"
+DROPPED = "dropout.hidden=0.1"
+POST_LN = ["model.layer_norm=post", "model.sentence_head=nsp", "model.positions=64", "sequence_length=32"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A recipe, and the layouts in which it shows each kind of layout; the long tests take all of them."""
+
+    recipe: str
+    settings: list[str]
+    steps: int
+    names: list[str]
+    breakages: list[broken_layouts.Breakage]
+
+
+KINDS = {
+    "gpt2": Kind(
+        GPT2,
+        [],
+        6,
+        [
+            *("accumulation 4", "recomputed by 2", "tp2 zero3", "pp2 accumulation 4, recomputed"),
+            *("dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3 offload"),
+            *("sequence tp2 zero1, recomputed", "sequence tp2 pp2", "selective tp2"),
+        ],
+        broken_layouts.BREAKAGES,
+    ),
+    "bert": Kind(
+        BERT,
+        [],
+        6,
+        ["accumulation 4", "tp2 zero3", "selective tp2", "pp2 accumulation 4, recomputed", "dp2 zero1"],
+        broken_layouts.BERT_BREAKAGES,
+    ),
+    "bert, post-LN": Kind(
+        BERT, POST_LN, 6, ["sequence tp2 zero3", "sequence tp2 pp2", "dp2 zero2", "dp2 zero3 offload"], []
+    ),
+    "gpt2, dropout": Kind(
+        GPT2,
+        [DROPPED],
+        4,
+        ["accumulation 4", "pp2 accumulation 4, recomputed", "dp2 zero1", "sequence tp2"],
+        broken_layouts.DROPOUT_BREAKAGES,
+    ),
+    # A BERT's padding is cut by micro-batch, and not in the pipeline.
+    "bert, dropout": Kind(BERT, [DROPPED], 4, ["tp2", "pp2 accumulation 4, recomputed"], []),
+}
+EVERY_LAYOUT = [(kind, name) for kind, each in KINDS.items() for name in each.names]
+EVERY_BREAKAGE = [
+    pytest.param(kind, breakage, id=f"{kind}: {breakage.case.name}")
+    for kind, each in KINDS.items()
+    for breakage in each.breakages
+]
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory) -> tuple[Path, str]:
-    """Run directories of the layouts in FAST, and the table of their comparison."""
-    out = tmp_path_factory.mktemp("layouts")
-    return out, train_and_compare(out, FAST, catalog.DEFAULT_RECIPE, [], STEPS)
+def compared(tmp_path_factory) -> Callable[[str], tuple[Path, str]]:
+    """Trains a kind once: its run directories, and the table of their comparison."""
+
+    @functools.cache
+    def train(name: str) -> tuple[Path, str]:
+        kind, out = KINDS[name], tmp_path_factory.mktemp("layouts")
+        return out, train_and_compare(out, kind.names, kind.recipe, kind.settings, kind.steps)
+
+    return train
 
 
 @pytest.fixture(scope="module")
-def reference(compared) -> Outcome:
-    return outcome(compared[0], REFERENCE.name)
+def reference(compared) -> Callable[[str], Outcome]:
+    return lambda kind: outcome(compared(kind)[0], REFERENCE.name)
 
 
-def test_reference_trains(reference):
-    assert reference.failure is None
-    assert len(reference.losses) == len(reference.norms) == STEPS
-    assert reference.losses[-1] < reference.losses[0] - 0.05, (
-        "six steps must show learning, or equal losses say little"
-    )
-    assert min(reference.norms) < 1.0 < max(reference.norms), (
-        "clipping at 1 must be active in some steps, or a wrong norm hides"
-    )
-    assert reference.weights["word.weight"].shape == (509, 64), (
-        "509 is prime: tensor parallelism has to pad it"
-    )
-
-
-@pytest.mark.parametrize("name", FAST)
-def test_layout_agrees(compared, reference, name):
-    out, printed = compared
+@pytest.mark.parametrize(("kind", "name"), EVERY_LAYOUT)
+def test_layout_agrees(compared, reference, kind, name):
+    out, printed = compared(kind)
     assert rows_of(printed)[name] == "yes"
-    found = outcome(out, name)
-    difference = compare(reference, found)
+    first, found = reference(kind), outcome(out, name)
+    difference = compare(first, found)
+    assert difference.agrees and difference.loss <= 1e-4 and difference.norm <= 1e-4, f"{difference}"
+    assert found.weights.keys() == first.weights.keys() == found.gradients.keys()
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY_LAYOUT)
+def test_the_parts_of_the_loss_agree(compared, kind, name):
+    """Of every step and validation; accuracy counts samples, and a rounding may turn none of so few."""
+    out, _ = compared(kind)
+    first, found = (read_metrics(out / folder(each) / "metrics.jsonl") for each in (REFERENCE.name, name))
+    records = [*first.steps, *first.validations]
+    parts = set(LOSS_PARTS) if KINDS[kind].recipe == BERT else set()
+    for expected, record in zip(records, [*found.steps, *found.validations], strict=True):
+        assert set(expected.parts) == parts and record.parts == pytest.approx(expected.parts, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_the_reference_trains(reference, kind):
+    first = reference(kind)
+    assert first.failure is None and len(first.losses) == len(first.norms) == KINDS[kind].steps
+    assert first.losses[-1] < first.losses[0] - 0.05, "it must show learning, or equal losses say little"
+    assert max(first.norms) > 1.0, "clipping at 1 must be active, or a wrong norm hides"
+
+
+def test_the_references_are_what_the_comparison_needs(reference):
+    gpt2, bert = reference("gpt2"), reference("bert")
+    assert min(gpt2.norms) < 1.0, "clipping is not active in every step"
+    assert gpt2.weights["word.weight"].shape == (509, 64), "prime: tensor parallelism has to pad it"
+    of_bert = {"decoder_bias.bias", "head.pooler.weight", "embedding.token_type", "final_norm.bias"}
+    assert of_bert < bert.weights.keys()
+    # Dropout, sentence objective and placement reach the loss of the first step.
+    assert len({reference(kind).losses[0] for kind in KINDS}) == len(KINDS)
+
+
+@pytest.fixture(scope="module")
+def broken(compared, tmp_path_factory) -> Callable[[str], Path]:
+    """Run directories of a kind's broken layouts, all trained by one launch of two ranks."""
+    return functools.cache(
+        lambda kind: train_broken(compared(kind)[0] / "recipe.yaml", tmp_path_factory.mktemp("broken"))
+    )
+
+
+@pytest.mark.parametrize(("kind", "breakage"), EVERY_BREAKAGE)
+def test_breakage_is_noticed(broken, reference, kind, breakage):
+    difference = check_noticed(reference(kind), outcome(broken(kind), breakage.case.name), breakage)
+    assert "NO, first: " in comparison.table(reference(kind), [difference], {})
+
+
+@pytest.mark.parametrize("kind", [kind for kind, each in KINDS.items() if each.breakages])
+def test_unbroken_layout_agrees(broken, reference, kind):
+    difference = compare(reference(kind), outcome(broken(kind), broken_layouts.CONTROL.case.name))
     assert difference.agrees, f"{difference}"
-    assert difference.loss <= 1e-4 and difference.norm <= 1e-4
-    assert found.weights.keys() == reference.weights.keys() == found.gradients.keys()
-
-
-def test_the_command_compares_what_is_asked_for(tmp_path):
-    flags = ["--out", str(tmp_path / "out"), "--plot", str(tmp_path / "curves.svg")]
-    done = run([*COMMAND, "--steps", "2", "--only", "pp2", *flags])
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert rows_of(done.stdout) == {"pp2": "yes"}
-    assert (tmp_path / "out" / "pp2" / "result.json").is_file()
-    assert "on top of it 1 layouts" in (tmp_path / "curves.svg").read_text()
 
 
 # Shapes that divide by nothing, and an embedding large enough for a norm in float32 to be wrong
 
 
-ODD = [
-    "model.heads=6", "model.hidden=96", "model.layers=5", "model.vocab_size=8191", "model.positions=101",
-    "sequence_length=77", "batch.micro=3", "batch.accumulation=5", "batch.global=15",
-]  # fmt: skip
 ODD_FAST = ["tp3", "pp2 own accumulation"]
 ODD_LONG = ["own accumulation", "tp2", "pp2", "pp3", "tp3"]
 
@@ -107,7 +175,7 @@ ODD_LONG = ["own accumulation", "tp2", "pp2", "pp3", "tp3"]
 def odd(tmp_path_factory) -> tuple[Path, str]:
     """Run directories of layouts of an odd recipe, and the table of their comparison."""
     out = tmp_path_factory.mktemp("odd")
-    return out, train_and_compare(out, ODD_FAST, catalog.DEFAULT_RECIPE, ODD, steps=3)
+    return out, train_and_compare(out, ODD_FAST, catalog.DEFAULT_RECIPE, ODD_SHAPES, steps=3)
 
 
 def test_odd_shapes_agree(odd):
@@ -132,250 +200,50 @@ def test_the_norm_of_a_run_is_that_of_its_gradients(odd, name):
     assert max(gradient.numel() for gradient in found.gradients.values()) == 8191 * 96
 
 
-def test_the_recipe_shares_out_its_own_batch():
-    recipe = catalog.load(catalog.DEFAULT_RECIPE, [*FORCED, *ODD], tiny=True)
-    shares = {case.name: case_plan(recipe, case, MACHINE).layout for case in CASES if case.name in ODD_LONG}
-    assert (shares["own accumulation"].micro, shares["own accumulation"].accumulation) == (3, 5)
-    assert (shares["pp3"].micro, shares["pp3"].accumulation) == (3, 5)
-    assert (shares["tp2"].micro, shares["tp2"].accumulation) == (15, 1)
+# All of them
 
 
 @pytest.mark.long
 def test_all_odd_layouts_agree(tmp_path):
-    set_flags = [f"--set={setting}" for setting in ODD]
+    set_flags = [f"--set={setting}" for setting in ODD_SHAPES]
     done = run([*COMMAND, *set_flags, "--steps", "6", "--only", *ODD_LONG, "tp4"], timeout=500)
     assert done.returncode == 0, done.stdout[-6000:]
     assert rows_of(done.stdout) == {**dict.fromkeys(ODD_LONG, "yes"), "tp4": "not run"}
 
 
-def test_a_loss_that_is_lost_is_said():
-    done = run([*COMMAND, "--set", "init_std=1e25", "--only", "accumulation 4"])
-    assert done.returncode == 1 and done.stdout.endswith(
-        "one process: did not finish: the loss is nan in fp32\n"
-    )
-
-
-def test_cases_keep_to_what_they_are_named():
-    cases = {case.name: case for case in CASES}
-    assert len(cases) == len(CASES)
-    assert set(FAST) < set(cases)
-    assert {case.processes for case in cases.values()} == {1, 2, 3, 4, 8}
-    assert {case.accumulation for case in cases.values()} == {None, 1, 4}
-    assert {case.checkpointing for case in cases.values()} == {"none", "selective", "full", "2"}
-    for name, case in cases.items():
-        for axis in ("tp", "pp", "dp"):
-            named = re.search(rf"\b{axis}(\d)", name)
-            assert getattr(case, axis) == (int(named[1]) if named else 1), name
-        assert (case.sequence, case.checkpointing == "selective") == ("sequence" in name, "selective" in name)
-
-
-# Broken on purpose
-
-
-@pytest.fixture(scope="module")
-def broken(compared, tmp_path_factory) -> Path:
-    """Run directories of the broken layouts, all trained by one launch of two ranks."""
-    return train_broken(compared[0] / "recipe.yaml", tmp_path_factory.mktemp("broken"))
-
-
-@pytest.mark.parametrize("breakage", broken_layouts.BREAKAGES, ids=lambda b: b.case.name)
-def test_breakage_is_noticed(broken, reference, breakage):
-    difference = check_noticed(reference, outcome(broken, breakage.case.name), breakage)
-    assert "NO, first: " in comparison.table(reference, [difference], {})
-
-
-def test_unbroken_layout_agrees(broken, reference):
-    difference = compare(reference, outcome(broken, broken_layouts.CONTROL.case.name))
-    assert difference.agrees, f"{difference}"
-
-
-# The comparison itself
-
-
-def made_up(**changes) -> Outcome:
-    weights = {
-        "word.weight": torch.ones(4, 2),
-        "layers.0.mlp.expand.weight": torch.ones(3),
-        "final_norm.bias": torch.ones(2),
-    }
-    curves = dict(losses=[3.0, 2.0], validations=[3.1, 2.1], norms=[1.0, 0.5])
-    return replace(Outcome("made up", 2, **curves, gradients=weights, weights=dict(weights)), **changes)
-
-
-def test_equal_runs_agree():
-    difference = compare(made_up(), made_up())
-    assert (difference.loss, difference.norm, difference.gradient, difference.weight) == (0, 0, 0, 0)
-    assert difference.agrees and difference.diverging is None
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"losses": [3.0, 2.0002]},
-        {"losses": [3.0, math.nan]},
-        {"losses": [math.nan, 2.0]},
-        {"validations": [3.1, 2.1002]},
-        {"norms": [1.0, 0.5001]},
-        {"norms": [math.nan, 0.5]},
-        {"failure": "killed"},
-    ],
-)
-def test_another_loss_or_norm_does_not_agree(changes):
-    assert not compare(made_up(), made_up(**changes)).agrees
-
-
-@pytest.mark.parametrize("kind", ["gradients", "weights"])
-@pytest.mark.parametrize("value", [1.01, math.nan, math.inf])
-def test_first_diverging_tensor_is_named(kind, value):
-    """In the order in which an error spreads: weights forward, gradients backward."""
-    first = {"gradients": "final_norm.bias", "weights": "layers.0.mlp.expand.weight"}[kind]
-    tensors = {
-        **made_up().weights,
-        "final_norm.bias": torch.full((2,), value),
-        "layers.0.mlp.expand.weight": torch.full((3,), value),
-    }
-    difference = compare(made_up(), made_up(**{kind: tensors}))
-    assert not difference.agrees and difference.diverging.startswith(first)
-
-
-def test_rounding_agrees():
-    near = {name: t * (1 + 1e-6) for name, t in made_up().weights.items()}
-    assert compare(
-        made_up(), made_up(losses=[3.00001, 2.0], norms=[1.00001, 0.5], gradients=near, weights=near)
-    ).agrees
-
-
-def test_what_failed_or_was_left_out_is_said_below_the_table():
-    failed = compare(made_up(), made_up(name="tp2", failure="killed"))
-    left_out = {"tp3": [Problem("model.heads", "heads=4", "not divisible by tp=3")]}
-    table = comparison.table(made_up(), [failed], left_out)
-    assert rows_of(table) == {"tp2": "FAILED", "tp3": "not run"}
-    assert table.endswith("tp2: killed\n\ntp3 is not run: heads=4: not divisible by tp=3")
-
-
-def test_a_failing_reference_is_said():
-    failed = made_up(name="one process", failure="no such file")
-    assert not compare(failed, made_up()).agrees
-    assert comparison.table(failed, [], {}) == "one process: no such file"
-
-
-def test_outcome_of_a_failed_layout_is_the_traceback_of_its_rank(tmp_path):
-    (tmp_path / "error-rank-1.txt").write_text(
-        "Traceback (most recent call last):\nZeroDivisionError: here\n"
-    )
-    log = tmp_path / "log.txt"
-    log.write_text("ChildFailedError")
-    failure = read_outcome("tp2", 2, tmp_path, log).failure
-    assert failure == "did not finish: Traceback (most recent call last):\nZeroDivisionError: here"
-
-
-def test_outcome_of_a_killed_layout_is_what_its_log_says_of_it(tmp_path):
-    log = tmp_path / "log.txt"
-    log.write_text(
-        "its last words\nE1122 api.py:882] failed (exitcode: -9) local_rank: 1 (pid: 7) of x\nmore\n"
-    )
-    failure = read_outcome("tp2", 2, tmp_path / "never made", log).failure
-    assert failure == "did not finish: its last words\nrank 1 ended with exit code -9"
-
-
-def test_a_failing_layout_keeps_no_other_from_running(tmp_path):
-    """The first launch ends in the second of three cases; another takes the third."""
-    launches = []
-
-    def start(processes: int, jobs: Path, log: Path) -> None:
-        names = [case["name"] for case in json.loads(jobs.read_text())]
-        launches.append(names)
-        for name in names[: 2 if len(launches) == 1 else None]:
-            (tmp_path / folder(name)).mkdir()
-
-    names = ["tp2", "pp2", "dp2 zero1"]
-    cases = [case for case in CASES if case.name in names]
-    found = list(run_cases(catalog.load(tiny=True), cases, tmp_path, start=start))
-    assert launches == [names, names[2:]] and [outcome.name for outcome in found] == names
-
-
-# The command
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            ["--only", "tp2", "tp5"],
-            "--only tp5: no such layout; there are: accumulation 4; own accumulation; ",
-        ),
-        (["--processes", "0"], "argument --processes: 0: give a whole number from 1"),
-        (["--processes", "1", "--only", "tp2"], "tp2 is not run: it has 2 processes: there are 1 at most"),
-        (["--steps", "0"], "argument --steps: 0: give a whole number from 1"),
-        (["--set", "batch.global=7", "--only", "dp2 zero1"], "batch.global=7 is not divisible by dp=2"),
-        (["--set", "parallel.tp=2"], "--set parallel.tp=2: every layout decides it"),
-        (["--set", "data.source=text", "--set", "data.name=nowhere.txt"], "nowhere.txt"),
-        (["--out", "README.md"], "--out README.md is a file"),
-        (["--out", "README.md/below"], "--out README.md/below cannot be made"),
-        (["--out", "tests"], "--out tests is not empty"),
-        (["--plot", "curves.txt"], "--plot curves.txt has another ending"),
-        (["--plot", "nowhere/curves.png"], "--plot nowhere/curves.png lies in nowhere, which is not there"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_cannot_be_compared_is_refused_before_training(flags, said, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", [*COMMAND[1:], *flags])
-    monkeypatch.setattr(compare_layouts.quiet, "quiet_libraries", lambda: None)
-    with pytest.raises(SystemExit) as ended:
-        compare_layouts.main()
-    printed = "".join(capfd.readouterr())
-    assert ended.value.code == 2 and said in printed
-    assert "1 process: one process" not in printed
-
-
-@pytest.mark.parametrize(
-    ("flags", "steps"),
-    [
-        ([], 20),
-        (["--steps", "3"], 3),
-        (["--set", "steps=30"], 30),
-        (["--set", "steps=30", "--steps", "4"], 4),
-    ],
-)
-def test_steps_are_those_asked_for_on_a_schedule_that_fits(flags, steps, tmp_path):
-    """Of the default recipe at its full size, whose warm-up alone is 20 steps."""
-    recipe = compare_layouts.chosen_recipe(compare_layouts.build_parser().parse_args(flags))
-    assert recipe.steps == steps and recipe.decay_steps == (300 if "--set" not in flags else 30)
-    kept = tmp_path / "recipe.yaml"
-    kept.write_text(catalog.dump(recipe))
-    assert catalog.load_resolved(kept) == recipe, "the ranks read it"
-
-
-def test_layouts_are_listed_by_processes():
-    done = run([*COMMAND, "--list", "--processes", "2"], timeout=60)
-    listed = done.stdout.splitlines()
-    fitting = [case.name for case in CASES if case.processes <= 2]
-    assert done.returncode == 0
-    assert [re.split(r"\s{2,}", line)[0] for line in listed[-len(fitting) :]] == fitting
-
-
-def test_plans_keep_the_global_batch():
-    """Whatever the layout, a step sees the same samples."""
-    recipe = catalog.load(catalog.DEFAULT_RECIPE, list(FORCED), tiny=True)
-    for case in POSSIBLE:
-        plan = case_plan(recipe, case, MACHINE)
-        assert plan.layout.micro * plan.layout.accumulation * plan.layout.dp == recipe.batch.global_, (
-            case.name
-        )
-        assert case.accumulation in (None, plan.layout.accumulation) and plan.precision == "fp32", case.name
-        assert plan.padded_vocab % (128 * case.tp) == 0 and plan.padded_vocab > recipe.model.vocab_size
-
-
-# The full set
+@pytest.mark.long
+def test_without_a_sentence_head_layouts_agree(tmp_path, reference):
+    names = ["tp2", "pp2"]
+    rows = rows_of(train_and_compare(tmp_path, names, BERT, ["model.sentence_head=none"], 6))
+    assert rows == dict.fromkeys(names, "yes")
+    assert outcome(tmp_path, REFERENCE.name).losses[0] != reference("bert").losses[0], "no sentence objective"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_all_layouts_agree_over_twenty_steps(tmp_path):
-    check_all_layouts(tmp_path)
+@pytest.mark.parametrize(
+    ("recipe", "setting"),
+    [
+        (GPT2, None),
+        (BERT, "model.layer_norm=pre"),
+        (BERT, "model.layer_norm=post"),
+        (GPT2, DROPPED),
+        (BERT, DROPPED),
+    ],
+)
+def test_all_layouts_agree_over_twenty_steps(tmp_path, recipe, setting):
+    check_all_layouts(tmp_path, "--recipe", recipe, *(["--set", setting] if setting else []))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1000)
-def test_compiled_layouts_agree(tmp_path):
-    check_compiled_layouts(tmp_path, ["tp2", "tp2 zero3", "pp2", "recomputed"], STEPS)
+@pytest.mark.parametrize(
+    ("names", "steps", "flags"),
+    [
+        (["tp2", "tp2 zero3", "pp2", "recomputed"], 6, []),
+        (["tp2", "dp2 zero3", "pp2"], 6, ["--recipe", BERT]),
+        (["tp2", "dp2 zero3", "pp2"], 4, ["--set", DROPPED]),
+    ],
+)
+def test_compiled_layouts_agree(tmp_path, names, steps, flags):
+    check_compiled_layouts(tmp_path, names, steps, *flags)
