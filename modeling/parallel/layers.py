@@ -58,9 +58,8 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence, self.in_samples = group, sequence, in_samples
         shard = Shard.over(group, 1)
-        self.weight = init.normal(
-            "weight", (outputs, inputs), init.residual_std, shard=shard
-        )  # cut by columns
+        # cut by columns
+        self.weight = init.normal("weight", (outputs, inputs), init.residual_std, shard=shard)
         self.bias = init.zeros("bias", (outputs,))
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, inputs/t) -> (B, S, outputs)

@@ -222,9 +222,8 @@ def test_a_bert_decodes_only_what_it_predicts():
     shape = bert(3, 32, 4, vocab_size=80)
     every, some, none = (cost.exact_flops_per_step(shape, 16, 2, predictions=p) for p in (16, 5, 0))
     assert every == cost.exact_flops_per_step(shape, 16, 2)
-    per_prediction = (
-        2 * 3 * 2 * 32 * (32 + 80)
-    )  # samples, passes, operations per multiply-add, dense and logits
+    # samples, passes, operations per multiply-add, dense and logits
+    per_prediction = 2 * 3 * 2 * 32 * (32 + 80)
     assert (every - some, some - none) == (11 * per_prediction, 5 * per_prediction)
     gpt = gpt2(3, 32, 4, vocab_size=80)
     assert cost.exact_flops_per_step(gpt, 16, 2, predictions=5) == cost.exact_flops_per_step(gpt, 16, 2), (
@@ -251,9 +250,8 @@ def test_a_banded_layer_counts_its_band(checkpointing):
     )
     pairs = sum(1 for i in range(16) for j in range(16) if i - 5 < j <= i)
     passes, samples = 4 if checkpointing else 3, 2
-    assert (
-        count - less == passes * samples * 2 * 2 * 2 * (16 * 16 - pairs) * 32
-    )  # layers, products, operations per multiply-add
+    # layers, products, operations per multiply-add
+    assert count - less == passes * samples * 2 * 2 * 2 * (16 * 16 - pairs) * 32
     assert cost.parameters(dense, 16) == cost.parameters(banded, 16)
 
 

@@ -26,14 +26,8 @@ from recipes.schema import Model
 
 SHAPE = GPT2Shape(layers=2, hidden=32, heads=4, vocab=300, padded_vocab=384, positions=16)
 MODEL = Model(layers=2, hidden=32, heads=4, vocab_size=300)
-PINNED_DRAW = [
-    0.18042792,
-    0.58320785,
-    -0.03542988,
-    1.23329926,
-    0.95046782,
-    -0.10789277,
-]  # word.weight of seed 1234
+# word.weight of seed 1234
+PINNED_DRAW = [0.18042792, 0.58320785, -0.03542988, 1.23329926, 0.95046782, -0.10789277]
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +117,8 @@ def test_grid_agrees_with_deepspeeds_topology(degrees):
         at = coordinates(rank, tp, dp)
         assert topology.get_rank(pipe=at.pp, data=at.dp, model=at.tp) == rank
     for axis, groups in (("model", tensor_groups), ("data", data_groups), ("pipe", pipeline_groups)):
-        theirs = topology.get_axis_comm_lists(axis) or [
-            [rank] for rank in range(tp * pp * dp)
-        ]  # it leaves out groups of one
+        # it leaves out groups of one
+        theirs = topology.get_axis_comm_lists(axis) or [[rank] for rank in range(tp * pp * dp)]
         assert sorted(groups(*degrees)) == sorted(map(list, theirs))
 
 

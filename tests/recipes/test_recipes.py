@@ -98,10 +98,8 @@ def test_suggested_names_are_recipes():
 @pytest.mark.parametrize("form", ["{}/one", "{}:one", "{}"])
 def test_a_file_of_ones_own(table, form):
     recipe = load(form.format(table()))
-    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (
-        1e-3,
-        0.5,
-    )  # merged with the defaults, 1e-3 a number
+    # merged with the defaults, 1e-3 a number
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (1e-3, 0.5)
 
 
 def test_a_file_or_row_that_is_not_there(table, tmp_path):

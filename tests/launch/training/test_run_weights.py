@@ -6,21 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from given import ONE_RANK, notices, planned, refusal
 from stored import model_tensors, write_checkpoint
 
 from data.text.trained_vocabulary import train_bpe
-from ds_configs.plan import Machine
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
 from launch.records import vocabulary
 from launch.training import agreement, build_model, transformers_model
-from launch.training.job import plan_job
 from launch.weights import foreign_weights as given_tensors
 from launch.weights.initial_weights import InitialWeights
 from recipes import catalog
 from recipes.files import FileError
-from recipes.problems import ProblemsError
-
-MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
 
 
 def tiny(name="default/sotu", *settings):
@@ -33,16 +29,6 @@ def make_run(path, recipe, step=4, **how):
     return write_checkpoint(path / "checkpoints", step, model_tensors(recipe, step), recipe, ranks=2, **how)
 
 
-def planned(path, recipe):
-    return plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=InitialWeights(str(path)))
-
-
-def refusal(path, recipe):
-    with pytest.raises(ProblemsError) as refused:
-        planned(path, recipe)
-    return str(refused.value)
-
-
 def built(plan, path):
     """Canonical weights of the model that is built."""
     if plan.recipe.model.implementation == "transformers":
@@ -50,9 +36,7 @@ def built(plan, path):
         return {
             p.canonical_name: p.shard.form.to_ours([p.detach()], p.shard.heads) for p in module.parameters()
         }
-    module = build_model.build_module(
-        plan, SimpleNamespace(tensor_group=None, pp=1), given_tensors.read(path, plan.recipe)
-    )
+    module = build_model.build_module(plan, ONE_RANK, given_tensors.read(path, plan.recipe))
     full = given_tensors.meta_parameters(plan.recipe)
     return {p.canonical_name: p.detach()[: len(full[p.canonical_name])] for p in module.parameters()}
 
@@ -70,7 +54,7 @@ def test_weights_of_any_form_become_those_of_any_model(form, implementation, tmp
     expected = model_tensors(given, 4)
     made = built(plan, directory)
     assert made.keys() == expected.keys() and all(torch.equal(made[n], expected[n]) for n in made)
-    said = [str(notice) for notice in plan.notices if notice.key == "init_from"]
+    said = notices(plan)
     assert any("step 4" in text for text in said) and not any("positions" in text for text in said)
     assert "add --set model.positions=64" in refusal(directory, tiny("default/sotu", *shorter))
 

@@ -14,12 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from given import ONE_RANK, notices, planned, refusal, tiny
 from safetensors.torch import load_file, save_file
 
-from ds_configs.plan import Machine
 from launch.records import vocabulary
 from launch.training import build_model, transformers_model
-from launch.training.job import plan_job
 from launch.weights import export
 from launch.weights import foreign_weights as given_tensors
 from launch.weights.initial_weights import InitialWeights
@@ -31,13 +30,8 @@ from recipes.key_paths import flatten
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 
-MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
 POST = ("bert/sotu", ("model.layer_norm=post",))
 W = "transformer.h.0.mlp.c_fc.weight"
-
-
-def tiny(name: str = "default/sotu", settings: tuple[str, ...] = ()) -> Recipe:
-    return catalog.load(name, [*settings, "precision=fp32"], tiny=True)
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +60,6 @@ def saved(tmp_path_factory) -> Callable[..., Path]:
 def copy(saved, tmp_path) -> Callable[..., Path]:
     """A copy to be damaged."""
     return lambda *asked: shutil.copytree(saved(*asked), tmp_path / "given")
-
-
-def refusal(directory: Path | str, recipe: Recipe) -> str:
-    """What `plan_job` says; nothing else but ProblemsError is raised."""
-    with pytest.raises(ProblemsError) as refused:
-        plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=InitialWeights(str(directory)))
-    return str(refused.value)
 
 
 def state(change: Callable[[dict], object]) -> Callable[[Path], None]:
@@ -200,12 +187,6 @@ def test_damaged_weights_and_odd_configurations_are_refused(case, copy):
     assert re.search(said, refusal(directory, recipe)), refusal(directory, recipe)
 
 
-def noticed(directory: Path, recipe: Recipe) -> tuple:
-    return plan_job(
-        recipe, "zero0", MACHINE, compiled=False, initial_weights=InitialWeights(str(directory))
-    ).notices
-
-
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -227,7 +208,7 @@ def test_an_untied_bert_is_refused_by_one_process_of_a_machine(copy, monkeypatch
     state(lambda t: t.update({"cls.predictions.decoder.weight": t[word] * 1.001}))(directory)
     assert f"cls.predictions.decoder.weight differs from {word}" in refusal(directory, recipe)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert noticed(directory, recipe), "the other processes leave the numbers where they are"
+    assert notices(planned(directory, recipe)), "the other processes leave the numbers where they are"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/model", "", "x" * 5000, "a\0b", "config.json"])
@@ -271,7 +252,7 @@ def test_kind_and_shape_are_refused_together_and_what_is_advised_is_taken(given,
     advised = re.findall(r"--set (\S+)", said)
     # Weights of these sizes train in a recipe whose other settings fit the size.
     recipe = catalog.load(name, [*changes, *advised])
-    assert noticed(directory, recipe)
+    assert notices(planned(directory, recipe))
 
 
 SHORTER = {
@@ -291,8 +272,8 @@ def test_shorter_samples_keep_all_positions(case, saved, tmp_path):
     asked = "=64, but the recipe's sequence_length is 40; to train .* add --set model.positions=64$"
     assert re.search(asked, refusal(directory, alone))
     recipe = tiny(name, (*settings, "sequence_length=40", "model.positions=64"))
-    plan = plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=InitialWeights(str(directory)))
-    said = [str(notice) for notice in plan.notices if notice.key == "init_from"]
+    plan = planned(directory, recipe)
+    said = notices(plan)
     assert said == [f"initial weights: those of {directory}"]
     batch = export.RandomBatch.of(recipe)
     assert batch.tokens.shape[1] == 64
@@ -307,21 +288,21 @@ def test_shorter_samples_keep_all_positions(case, saved, tmp_path):
         ours = export.our_logits(recipe, weights, batch)
     assert expected[0].abs().max() > 1 and export.compare(ours, expected, directory) < 1e-4
     if case != "transformers":  # as the run builds it
-        module = build_model.build_module(plan, SimpleNamespace(tensor_group=None, pp=1), weights)
+        module = build_model.build_module(plan, ONE_RANK, weights)
         built = {parameter.canonical_name: parameter for parameter in module.parameters()}
         table = "embedding.position" if "bert" in case else "position.weight"
         assert len(built[table]) == 64 and torch.equal(built[table], weights[table])
     special = SimpleNamespace(eos_token_id=0, pad_token_id=0)
     export.write_model(recipe, weights, special, tmp_path / "out", torch.float32)
     assert export.compare(ours, export.their_logits(recipe, tmp_path / "out", batch), directory) < 1e-4
-    noticed(tmp_path / "out", recipe)
-    noticed(tmp_path / "out", tiny(name, settings))
+    notices(planned(tmp_path / "out", recipe))
+    notices(planned(tmp_path / "out", tiny(name, settings)))
     longer = tiny(name, (*settings, "sequence_length=70", "model.positions=80"))
     said = refusal(tmp_path / "out", longer)
     assert "=64, but the recipe's model.positions is 80; to train" in said
     advised = re.findall(r"--set (\S+)", said)
     assert set(advised) == {"sequence_length=64", "model.positions=null"}
-    noticed(tmp_path / "out", tiny(name, (*settings, *advised)))
+    planned(tmp_path / "out", tiny(name, (*settings, *advised)))
 
 
 def test_numbers_that_are_not_finite_are_refused_where_they_are_read(copy):
@@ -340,10 +321,12 @@ def test_the_files_of_transformers_choice_are_read(copy):
     assert read_state_dict(directory).keys() == expected.keys()
     (directory / "model.safetensors").rename(directory / "blob")
     (directory / "model.safetensors").symlink_to("blob")
-    assert noticed(directory, tiny())
+    assert notices(planned(directory, tiny()))
     pickled(None)(directory)
     found = read_state_dict(directory)
-    assert noticed(directory, tiny()) and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert notices(planned(directory, tiny())) and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
 @pytest.mark.parametrize(

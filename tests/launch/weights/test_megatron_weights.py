@@ -5,44 +5,24 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from given import ONE_RANK, notices, planned, refusal, tiny
 from megatron_writer import Form, random_weights, write
 
-from ds_configs.plan import Machine
 from launch.training import build_model, transformers_model
-from launch.training.job import plan_job
 from launch.weights import foreign_weights as given_tensors
 from launch.weights.initial_weights import InitialWeights
 from recipes import catalog
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 
-ONE_RANK = SimpleNamespace(tensor_group=None, pp=1)
-MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=False)
 GPT2, BERT = ("default/sotu", ()), ("bert/sotu", ())
 
 
-def tiny(name: str = "default/sotu", settings: tuple[str, ...] = ()) -> Recipe:
-    return catalog.load(name, [*settings, "precision=fp32"], tiny=True)
-
-
-def planned(directory: Path, recipe: Recipe):
-    return plan_job(recipe, "zero0", MACHINE, compiled=False, initial_weights=InitialWeights(str(directory)))
-
-
-def refusal(directory: Path, recipe: Recipe) -> str:
-    with pytest.raises(ProblemsError) as refused:
-        planned(directory, recipe)
-    return str(refused.value)
-
-
-def notices(directory: Path, recipe: Recipe) -> str:
-    return "\n".join(
-        str(notice) for notice in planned(directory, recipe).notices if notice.key == "init_from"
-    )
+def said_of(directory: Path, recipe: Recipe) -> str:
+    return "\n".join(notices(planned(directory, recipe)))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +46,7 @@ def test_a_run_of_shorter_samples_starts_from_them(name, settings, tmp_path):
             p.canonical_name: p.detach()[: p.shard.entries] if p.shard else p for p in module.parameters()
         }
     assert built.keys() <= weights.keys() and all(torch.equal(built[n], weights[n]) for n in built)
-    said = notices(tmp_path, recipe)
+    said = said_of(tmp_path, recipe)
     assert "a Megatron checkpoint of version 1 in 2 tensor slices" in said
     assert f"rows of the vocabulary the first {recipe.model.vocab_size:,}" in said
     assert ("the tanh form of GELU and LayerNorm's epsilon 1e-05" in said) == (name == "bert/sotu")
@@ -74,7 +54,7 @@ def test_a_run_of_shorter_samples_starts_from_them(name, settings, tmp_path):
 
 def test_what_no_arguments_say_is_read_off_the_tensors(tmp_path):
     write(tmp_path, tiny(), random_weights(tiny()), Form(version=0, tp=2, arguments=None))
-    assert "how many heads they have: model.heads=4 is taken" in notices(tmp_path, tiny())
+    assert "how many heads they have: model.heads=4 is taken" in said_of(tmp_path, tiny())
     assert "2 tensor slices, and model.heads=1: each" in refusal(tmp_path, tiny(settings=("model.heads=1",)))
     said = refusal(tmp_path, catalog.load("default/sotu", ["precision=fp32"]))
     assert all(
