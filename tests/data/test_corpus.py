@@ -32,7 +32,7 @@ from data.text.records import Document
 from data.text.sources import PackagedSource
 from data.text.trained_vocabulary import END_OF_DOCUMENT, train_bpe
 from data.text.vocabulary import gpt2_tokenizer, vocabulary_digest
-from data.tokens import cached as verified
+from data.tokens import cached
 from data.tokens.store import Store, StoreWriter, open_store
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
@@ -47,9 +47,8 @@ def text_of_document(index: int) -> str:
     syllables = (
         ["zo", "zu", "za"] if held_out else ["ba", "de", "ki", "mo", "nu", "ra", "si", "to", "vé", "lu"]
     )
-    return " ".join(
-        "".join(draw.choice(syllables, draw.integers(1, 5))) for _ in range(draw.integers(20, 60))
-    )
+    count = draw.integers(20, 60)
+    return " ".join("".join(draw.choice(syllables, draw.integers(1, 5))) for _ in range(count))
 
 
 @pytest.fixture
@@ -85,31 +84,23 @@ def stream_tokens(corpus) -> np.ndarray:
     return corpus.train.stream.read(0, len(corpus.train.stream))
 
 
-def word_tokens(fields) -> list[int]:
-    """What a BERT predicts in some samples."""
-    return fields.labels.tolist()
-
-
 def quiet(line: str) -> None:
     pass
 
 
 def test_build_keeps_held_out_documents_out_of_training(corpus_file, tmp_path):
     corpus = build(make_recipe(corpus_file, test_every=3), tmp_path / "cache", quiet)
-    train, test = (
-        [i for i in range(DOCUMENTS) if part_of(i, EVERY, 3) == part] for part in ("train", "test")
-    )
-    assert corpus.tokenizer.decode(stream_tokens(corpus)) == "".join(
-        text_of_document(i) + END_OF_DOCUMENT for i in train
-    )
+    parts = [part_of(i, EVERY, 3) for i in range(DOCUMENTS)]
+    train, test = ([i for i in range(DOCUMENTS) if parts[i] == part] for part in ("train", "test"))
+    whole = "".join(text_of_document(i) + END_OF_DOCUMENT for i in train)
+    assert corpus.tokenizer.decode(stream_tokens(corpus)) == whole
     learned = {corpus.tokenizer.decode(i) for i in range(257, VOCABULARY)}
     assert not any("z" in token for token in learned), "the vocabulary has seen held-out words"
     assert len(learned) == VOCABULARY - 257
     for samples, indices in ((corpus.validation, range(EVERY - 1, DOCUMENTS, EVERY)), (corpus.test, test)):
         text = "".join(text_of_document(i) + END_OF_DOCUMENT for i in indices)
-        assert len(samples) == 6 and all(
-            corpus.tokenizer.decode(samples.fields["window"][i]) in text for i in range(6)
-        )
+        assert len(samples) == 6
+        assert all(corpus.tokenizer.decode(window) in text for window in samples.fields["window"])
 
 
 def test_build_of_a_bert_keeps_held_out_sentences_out_of_training(corpus_file, tmp_path):
@@ -124,8 +115,8 @@ def test_build_of_a_bert_keeps_held_out_sentences_out_of_training(corpus_file, t
     unknown = corpus.tokenizer.unk_token_id
     assert unknown in own["validation"] - own["train"], "held-out words are unknown to the vocabulary"
     taken = corpus.train.take(range(3 * len(corpus.train)), seed=1)
-    assert unknown not in word_tokens(taken) and unknown in word_tokens(corpus.validation.fields)
-    assert unknown not in word_tokens(corpus.test.fields)
+    assert unknown not in taken.labels and unknown in corpus.validation.labels
+    assert unknown not in corpus.test.labels
 
 
 @pytest.mark.parametrize("bert", [None, "nsp"])
@@ -133,17 +124,14 @@ def test_build_measures_the_entropies_on_the_validation_labels(corpus_file, tmp_
     size = 120 if bert else VOCABULARY
     corpus = build(make_recipe(corpus_file, size, bert=bert), tmp_path / "cache", quiet)
     (prefix,) = (path.with_suffix("") for path in (tmp_path / "cache").glob("*.idx"))
-    train = np.concatenate(
-        [open_store(prefix).document(i) for i in range(DOCUMENTS) if part_of(i, EVERY) == "train"]
-    ).tolist()
-    train = [token for token in train if not bert or token not in corpus.tokenizer.all_special_ids]
+    documents = [open_store(prefix).document(i) for i in range(DOCUMENTS) if part_of(i, EVERY) == "train"]
+    special = corpus.tokenizer.all_special_ids if bert else ()
+    train = [token for token in np.concatenate(documents).tolist() if token not in special]
     batches = validation_batches(corpus.validation, 4, 1, 1, 0)
     labels = [int(x) for (micro,) in batches for x in micro["labels"][micro["weights"] > 0]]
     assert labels == corpus.validation.labels.tolist()
-    expected = -sum(math.log((train.count(label) + 1) / (len(train) + size)) for label in labels) / len(
-        labels
-    )
-    assert corpus.unigram_entropy == pytest.approx(expected, rel=1e-9)
+    nats = [-math.log((train.count(label) + 1) / (len(train) + size)) for label in labels]
+    assert corpus.unigram_entropy == pytest.approx(sum(nats) / len(nats), rel=1e-9)
     assert corpus.uniform_entropy == math.log(size)
 
 
@@ -165,12 +153,8 @@ def test_validation_samples_are_spread_over_the_held_out_part(corpus_file, tmp_p
     held = [text_of_document(i) for i in range(EVERY - 1, DOCUMENTS, EVERY)]
     first = corpus.tokenizer.decode(corpus.validation.fields["window"][0])
     assert first == held[0][: len(first)]
-    last = (
-        corpus.tokenizer.decode(corpus.validation.fields["window"][5])
-        .replace(END_OF_DOCUMENT, "|")
-        .split("|")[0]
-    )
-    assert any(last in text for text in held[-3:])
+    last = corpus.tokenizer.decode(corpus.validation.fields["window"][5])
+    assert any(last.partition(END_OF_DOCUMENT)[0] in text for text in held[-3:])
 
 
 def test_summary_is_json_and_adds_up(corpus_file, tmp_path):
@@ -181,10 +165,8 @@ def test_summary_is_json_and_adds_up(corpus_file, tmp_path):
     assert summary["samples_per_epoch"] == len(corpus.train) == (summary["train_tokens"] - 1) // 16
     assert summary["train_tokens"] == len(stream_tokens(corpus))
     (prefix,) = (path.with_suffix("") for path in (tmp_path / "cache").glob("*.idx"))
-    assert (
-        summary["train_tokens_crc32"]
-        == f"{zlib.crc32(prefix.with_name(prefix.name + '.bin').read_bytes()):08x}"
-    )
+    content = prefix.with_name(prefix.name + ".bin").read_bytes()
+    assert summary["train_tokens_crc32"] == f"{zlib.crc32(content):08x}"
     assert summary["vocabulary_size"] == len(corpus.tokenizer) == VOCABULARY
 
 
@@ -208,9 +190,7 @@ def test_one_cache_serves_other_vocabularies_and_splits(corpus_file, tmp_path):
     larger = make_recipe(corpus_file, VOCABULARY + 20)
     other_split = make_recipe(corpus_file, validation_every=EVERY + 1)
     gpt2 = {"tokenizer": {"kind": "gpt2"}}  # the same vocabulary for every split
-    gpt2_splits = [
-        make_recipe(corpus_file, 50257, validation_every=every, **gpt2) for every in (EVERY, EVERY + 1)
-    ]
+    gpt2_splits = [make_recipe(corpus_file, 50257, validation_every=n, **gpt2) for n in (EVERY, EVERY + 1)]
     for number, variant in enumerate([recipe, larger, other_split, *gpt2_splits]):
         shared = build(variant, tmp_path / "shared", quiet)
         alone = build(variant, tmp_path / f"alone{number}", quiet)
@@ -252,10 +232,8 @@ def test_empty_documents_keep_their_number(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     corpus = build(make_recipe(path), tmp_path / "cache", quiet)
-    expected = [
-        text + END_OF_DOCUMENT for i, text in enumerate(texts) if text and part_of(i, EVERY) == "train"
-    ]
-    assert corpus.tokenizer.decode(stream_tokens(corpus)) == "".join(expected)
+    train = [text for i, text in enumerate(texts) if text and part_of(i, EVERY) == "train"]
+    assert corpus.tokenizer.decode(stream_tokens(corpus)) == "".join(t + END_OF_DOCUMENT for t in train)
 
 
 FETCH = """
@@ -323,13 +301,6 @@ def test_trained_vocabulary_is_deterministic_exact_and_covers_all_text():
     assert first.decode(first.encode(odd).ids, skip_special_tokens=False) == odd
 
 
-def test_vocabulary_larger_than_the_text_yields_is_refused():
-    with pytest.raises(
-        ValueError, match=r"vocab_size=5000: .* only (\d+) tokens; set model.vocab_size=\1 or less"
-    ):
-        train_bpe(["to be or not to be"], 5000)
-
-
 def test_trained_tokenizer_is_saved_and_loaded_by_transformers(corpus_file, tmp_path):
     tokenizer = build(make_recipe(corpus_file), tmp_path / "cache", quiet).tokenizer
     tokenizer.save_pretrained(tmp_path / "saved")
@@ -339,25 +310,12 @@ def test_trained_tokenizer_is_saved_and_loaded_by_transformers(corpus_file, tmp_
     assert (loaded.eos_token, len(loaded), loaded.model_max_length) == (END_OF_DOCUMENT, VOCABULARY, 16)
 
 
-def test_gpt2_vocabulary_is_the_published_one():
-    tokenizer = gpt2_tokenizer()
-    assert (len(tokenizer), tokenizer.eos_token_id) == (50257, 50256)
-    assert tokenizer.encode("Hello world") == [15496, 995]
-
-
 def test_a_document_cannot_end_itself():
     tokenizer = gpt2_tokenizer()
     document = Document(0, f"before {END_OF_DOCUMENT} after")
     ((_, ids),) = Encoder(tokenizer)([document])
     assert ids.tolist().count(50256) == 1 and ids[-1] == 50256
     assert tokenizer.decode(ids[:-1]) == document.text
-
-
-def test_batches_of_the_encoder_change_nothing():
-    tokenizer = gpt2_tokenizer()
-    documents = [Document(i, text_of_document(i)) for i in range(7)]
-    whole = [(d.index, ids.tolist()) for d, ids in Encoder(tokenizer)(documents)]
-    assert whole == [(d.index, ids.tolist()) for d, ids in Encoder(tokenizer, batch_characters=1)(documents)]
 
 
 def test_packaged_corpus_is_chronological_and_held_out_in_every_century():
@@ -386,10 +344,7 @@ def test_missing_files_are_refused_before_a_run(tmp_path):
 
 def test_parts_shorter_than_a_sample_are_refused(corpus_file, tmp_path):
     recipe = make_recipe(corpus_file, validation_every=DOCUMENTS + 1)
-    with pytest.raises(
-        ValueError,
-        match="the part held out for validation: 0 documents .* needs 17.*data.validation_every=41 decides",
-    ):
+    with pytest.raises(ValueError, match="for validation: 0 documents .*validation_every=41 decides"):
         build(recipe, tmp_path / "cache", quiet)
     recipe = make_recipe(corpus_file, 120, bert="nsp", validation_every=DOCUMENTS)
     with pytest.raises(ValueError, match="the part held out for validation: .*nsp.* one document alone"):
@@ -420,11 +375,8 @@ def write_store(prefix: Path, tokenizer, sentences: bool = False, vocab_size: in
             text = text_of_document(index)
             if sentences:
                 words = text.split()
-                writer.add_document(
-                    encoder.encode_sentences([[" ".join(words[i : i + 5]) for i in range(0, len(words), 5)]])[
-                        0
-                    ]
-                )
+                fives = [" ".join(words[i : i + 5]) for i in range(0, len(words), 5)]
+                writer.add_document(encoder.encode_sentences([fives])[0])
             else:
                 writer.add_document([ids for _, ids in encoder([Document(index, text)])])
 
@@ -445,16 +397,10 @@ def prepared(tmp_path, corpus_file) -> tuple[Path, int]:
     write_store(directory / "store", tokenizer)
     tokenizer.save_pretrained(directory / "tokenizer")
     store = open_store(directory / "store")
-    crc = f"{store.checksum().bin:08x}"
-    facts = {
-        "documents": DOCUMENTS,
-        "tokens": store.tokens,
-        "text_bytes": 7,
-        "vocabulary_digest": vocabulary_digest(tokenizer),
-    }
-    (directory / "report.json").write_text(
-        json.dumps({"store": {**facts, "crc32": {"idx": f"{store.checksum().idx:08x}", "bin": crc}}})
-    )
+    crc32 = {name: f"{crc:08x}" for name, crc in store.checksum()._asdict().items()}
+    facts = {"documents": DOCUMENTS, "tokens": store.tokens, "text_bytes": 7, "crc32": crc32}
+    facts |= {"vocabulary_digest": vocabulary_digest(tokenizer)}
+    (directory / "report.json").write_text(json.dumps({"store": facts}))
     return directory, store.tokens
 
 
@@ -464,14 +410,9 @@ def test_a_prepared_store_gives_the_samples_of_its_source(prepared, corpus_file,
     cached = build(make_recipe(corpus_file), tmp_path / "cache", quiet)
     assert np.array_equal(found.train.take(range(40), 1)["window"], cached.train.take(range(40), 1)["window"])
     assert found.unigram_entropy == cached.unigram_entropy
-    different = {"source", "vocabulary", "text_bytes"}
-    assert {k: v for k, v in found.summary.items() if k not in different} == {
-        k: v for k, v in cached.summary.items() if k not in different
-    }
-    assert (
-        found.summary["text_bytes"] == 7
-        and found.summary["train_tokens"] + found.summary["held_out_tokens"] == tokens
-    )
+    different = [key for key in cached.summary if found.summary[key] != cached.summary[key]]
+    assert different == ["source", "vocabulary", "text_bytes"] and found.summary["text_bytes"] == 7
+    assert found.summary["train_tokens"] + found.summary["held_out_tokens"] == tokens
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -481,7 +422,7 @@ def test_a_prepared_store_whose_tokens_were_replaced_is_refused(prepared, tmp_pa
     recipe, file = store_recipe(directory, VOCABULARY, {"kind": "store"}), directory / "store.bin"
     read, whole = [], file.read_bytes()
     if large:
-        monkeypatch.setattr(verified, "READ_BY_ALL", 0)
+        monkeypatch.setattr(cached, "READ_BY_ALL", 0)
     monkeypatch.setattr(Store, "checksum", lambda *_: read.append(1) or checksum(*_))
     build(recipe, tmp_path / "cache", quiet)
     build(recipe, tmp_path / "cache", quiet)
@@ -499,9 +440,7 @@ def test_a_prepared_store_whose_tokens_were_replaced_is_refused(prepared, tmp_pa
 
 def test_a_store_of_another_vocabulary_or_another_report_is_refused(prepared, tmp_path):
     directory, _ = prepared
-    with pytest.raises(
-        ValueError, match="another vocabulary than data.tokenizer.kind=gpt2 .* set data.tokenizer.kind=store"
-    ):
+    with pytest.raises(ValueError, match="another vocabulary .*kind=gpt2 .* set data.tokenizer.kind=store"):
         build(store_recipe(directory, 50257, {"kind": "gpt2"}), tmp_path / "cache", quiet)
     report = json.loads((directory / "report.json").read_text())
     report["store"]["tokens"] += 1
@@ -543,9 +482,7 @@ def test_a_foreign_store_is_named_by_its_prefix_or_either_file_and_its_tokens_ar
     write_store(tmp_path / "larger" / "foreign", gpt2_tokenizer())
     recipe = store_recipe(tmp_path / "larger", 300, {"kind": "file", "path": "x"})
     opened = splits.OpenedStore("foreign", open_store(tmp_path / "larger" / "foreign"), None, "")
-    with pytest.raises(
-        ValueError, match="foreign: token .* is outside the vocabulary of model.vocab_size=300"
-    ):
+    with pytest.raises(ValueError, match="foreign: token .* outside the vocabulary of model.vocab_size=300"):
         splits.store_parts(recipe, family_of(recipe, gpt2_tokenizer()), opened, 6)
 
 
@@ -574,9 +511,7 @@ def test_a_bert_takes_sentences_and_refuses_documents(corpus_file, tmp_path):
     store.mkdir()
     tokenizer.save_pretrained(store / "tokenizer")
     write_store(store / "my_text_document", tokenizer)
-    with pytest.raises(
-        ValueError, match="one sequence, and a BERT's samples are made of sentences; .* --samples bert"
-    ):
+    with pytest.raises(ValueError, match="a BERT's samples are made of sentences; .* --samples bert"):
         build(store_recipe(store, 120, {"kind": "store"}, bert="sop"), tmp_path / "cache", quiet)
     write_store(store / "my_text_sentence", tokenizer, sentences=True)
     corpus = build(store_recipe(store, 120, {"kind": "store"}, bert="sop"), tmp_path / "cache", quiet)
@@ -585,31 +520,26 @@ def test_a_bert_takes_sentences_and_refuses_documents(corpus_file, tmp_path):
 
 def test_a_blend_adds_up_its_parts_and_takes_held_out_samples_by_weight(corpus_file, tmp_path):
     other_file = tmp_path / "other.jsonl"
-    other_file.write_text(
-        "".join(json.dumps({"text": text_of_document(i).upper()}) + "\n" for i in range(DOCUMENTS // 2))
-    )
-    parts = [
-        {"source": "jsonl", "name": str(corpus_file), "weight": 2.0},
-        {"source": "jsonl", "name": str(other_file), "weight": 1.0},
-    ]
+    upper = [{"text": text_of_document(i).upper()} for i in range(DOCUMENTS // 2)]
+    other_file.write_text("".join(json.dumps(each) + "\n" for each in upper))
+    named = ((corpus_file, 2.0), (other_file, 1.0))
+    parts = [{"source": "jsonl", "name": str(file), "weight": weight} for file, weight in named]
     corpus = build(make_recipe(None, blend=parts), tmp_path / "cache", quiet)
     assert corpus.summary["documents"] == DOCUMENTS + DOCUMENTS // 2
     assert [part["weight"] for part in corpus.summary["parts"]] == [2.0, 1.0]
-    texts = [
-        corpus.tokenizer.decode(corpus.validation.fields["window"][i]).replace(END_OF_DOCUMENT, "")
-        for i in range(6)
-    ]
-    assert [text.isupper() for text in texts] == [False] * 4 + [True] * 2
-    taken = corpus.tokenizer.batch_decode(corpus.train.take(range(300), 1)["window"])
-    assert sum(text.replace(END_OF_DOCUMENT, "").isupper() for text in taken) == pytest.approx(100, abs=25)
-    assert corpus.summary["train_tokens_crc32"].split(",") == [
-        part["train_tokens_crc32"] for part in corpus.summary["parts"]
-    ]
+
+    def upper_case(fields):
+        texts = corpus.tokenizer.batch_decode(fields["window"])
+        return [text.replace(END_OF_DOCUMENT, "").isupper() for text in texts]
+
+    assert upper_case(corpus.validation.fields) == [False] * 4 + [True] * 2
+    assert sum(upper_case(corpus.train.take(range(300), 1))) == pytest.approx(100, abs=25)
+    checksums = [part["train_tokens_crc32"] for part in corpus.summary["parts"]]
+    assert corpus.summary["train_tokens_crc32"].split(",") == checksums
     counts, sums = [np.array([3, 1]), np.array([0, 100])], [4, 100]
     blended = corpus_module._blended_counts(counts, [3.0, 1.0])
-    assert blended.sum() == pytest.approx(sum(sums)) and blended[0] / blended.sum() == pytest.approx(
-        0.75 * 0.75
-    )
+    assert blended.sum() == pytest.approx(sum(sums))
+    assert blended[0] / blended.sum() == pytest.approx(0.75 * 0.75)
 
 
 # ---- launch/show_data.py
@@ -641,12 +571,10 @@ def test_described_samples_show_segments_masks_and_padding(corpus_file, tmp_path
 @pytest.fixture
 def recipe_file(corpus_file, tmp_path) -> Path:
     """A table with the row `row`: a BERT on the small corpus."""
-    values = make_recipe(corpus_file, 120, bert="sop").model_dump(
-        by_alias=True, exclude_unset=True, mode="json"
-    )
-    (tmp_path / "small.yaml").write_text(
-        json.dumps({"title": values.pop("title"), "rows": {"row": {"title": "row", **values}}})
-    )
+    recipe = make_recipe(corpus_file, 120, bert="sop")
+    values = recipe.model_dump(by_alias=True, exclude_unset=True, mode="json")
+    table = {"title": values.pop("title"), "rows": {"row": {"title": "row", **values}}}
+    (tmp_path / "small.yaml").write_text(json.dumps(table))
     return tmp_path / "small.yaml"
 
 
@@ -669,11 +597,11 @@ def test_different_hashes_are_told_by_the_exit_code(monkeypatch, capsys):
     from launch import show_data
 
     recipe = make_recipe(None)
-    monkeypatch.setattr(
-        show_data,
-        "step_hashes",
-        lambda recipe, corpus, layout, *_: ["a" * 64, ("b" if layout.dp < 4 else "c") * 64],
-    )
+
+    def different(recipe, corpus, layout, *_):
+        return ["a" * 64, ("b" if layout.dp < 4 else "c") * 64]
+
+    monkeypatch.setattr(show_data, "step_hashes", different)
     args = show_data.build_parser().parse_args(["--hashes", "2", "--step", "5"])
     assert show_data.show_hashes(recipe, None, args) == 1
     output = capsys.readouterr()
