@@ -71,9 +71,8 @@ def document_of(token: int) -> int:
 
 
 def settings(length=128, head="sop", seed=7, **masking) -> BertSettings:
-    return BertSettings(
-        length, max(1, round(masking.get("probability", 0.15) * length)), head, Masking(**masking), seed
-    )
+    chosen = Masking(**masking)
+    return BertSettings(length, max(1, round(chosen.probability * length)), head, chosen, seed)
 
 
 def rows_of(fields) -> list[dict]:
@@ -88,10 +87,9 @@ def unmasked(row: dict) -> tuple[list[int], list[int]]:
     assert tokens[0] == CLS and tokens[-1] == SEP
     middle = tokens.index(SEP)
     first, second = tokens[1:middle], tokens[middle + 1 : -1]
-    types = row["token_types"]
-    assert types.tolist() == [0] * (middle + 1) + [1] * (len(tokens) - middle - 1) + [0] * (
-        len(types) - len(tokens)
-    )
+    types = np.zeros(len(row["tokens"]), dtype=int)
+    types[middle + 1 : len(tokens)] = 1
+    assert row["token_types"].tolist() == types.tolist()
     return first, second
 
 
@@ -112,9 +110,8 @@ def greedy(sizes, document: int, lengths: Lengths) -> list[tuple[int, int]]:
     """(start, tokens) by the description, sentence by sentence."""
     pieces = []
     for size in sizes:
-        pieces += [lengths.target] * (size // lengths.target) + (
-            [size % lengths.target] if size % lengths.target else []
-        )
+        whole, rest = divmod(size, lengths.target)
+        pieces += [lengths.target] * whole + [rest] * bool(rest)
     found, start, taken = [], 0, 0
     for i, piece in enumerate(pieces):
         taken += piece
@@ -133,20 +130,16 @@ def test_chunks_are_those_of_the_greedy_loop(store, monkeypatch, target, block):
     chunks = build_chunks(store, documents, lengths)
     expected = {d: greedy(SIZES[d].tolist(), d, lengths) for d in documents.tolist()}
     assert chunks.documents.tolist() == [d for d in documents.tolist() if expected[d]]
+    bounds = zip(chunks.documents.tolist(), chunks.first, chunks.first[1:], strict=False)
     found = {
-        d: list(
-            zip((chunks.starts[a:b] - DOCUMENT_STARTS[d]).tolist(), chunks.lengths[a:b].tolist(), strict=True)
-        )
-        for d, a, b in zip(chunks.documents.tolist(), chunks.first, chunks.first[1:], strict=False)
+        d: [*zip(chunks.starts[a:b] - DOCUMENT_STARTS[d], chunks.lengths[a:b], strict=True)]
+        for d, a, b in bounds
     }
     assert found == {d: of for d, of in expected.items() if of}
     starts, tokens = chunks_of_document(SIZES[3], 3, lengths)
-    assert list(zip(starts.tolist(), tokens.tolist(), strict=True)) == expected[3], (
-        "a stream cuts as a store does"
-    )
-    assert [chunks.of_same_document(c) for c in (0, len(chunks) - 1)] == [
-        (chunks.first[0], chunks.first[1]), (chunks.first[-2], chunks.first[-1])
-    ]  # fmt: skip
+    assert [*zip(starts, tokens, strict=True)] == expected[3], "a stream cuts as a store does"
+    assert chunks.of_same_document(0) == tuple(chunks.first[:2])
+    assert chunks.of_same_document(len(chunks) - 1) == tuple(chunks.first[-2:])
 
 
 def test_no_text_is_lost_in_chunks(store):
@@ -191,12 +184,8 @@ def test_random_lengths_have_their_share_and_are_uniform():
     assert found.min() == 2 and found.max() == 50
     assert not np.array_equal(lengths.of(np.arange(1000), 0), Lengths(50, 0.1, 4).of(np.arange(1000), 0))
     # No part of (seed, document, chunk) repeats another one's draws.
-    a, b, c = (
-        lengths.of(np.arange(20_000), 0) < 50,
-        lengths.of(np.arange(20_000), 1) < 50,
-        lengths.of(np.arange(1, 20_001), 0) < 50,
-    )
-    for other in (b, c):
+    a, *others = (lengths.of(np.arange(20_000) + k, n) < 50 for k, n in ((0, 0), (0, 1), (1, 0)))
+    for other in others:
         assert abs((a & other).mean() - 0.01) < 0.004
     assert np.all(Lengths(50, 0.0, 1).of(np.arange(1000), 0) == 50)
 
@@ -206,10 +195,8 @@ def test_random_lengths_have_their_share_and_are_uniform():
 
 def masked(tokens, vocabulary, masking=None, seed=0, special=None):
     tokens = np.array(tokens)
-    special = special or [0, len(tokens) - 1]
-    positions, labels = mask(
-        np.random.default_rng(seed), tokens, special, vocabulary, masking or Masking(), len(tokens)
-    )
+    places, rng = special or [0, len(tokens) - 1], np.random.default_rng(seed)
+    positions, labels = mask(rng, tokens, places, vocabulary, masking or Masking(), len(tokens))
     return tokens, positions, labels
 
 
@@ -242,9 +229,8 @@ def test_of_chosen_tokens_80_percent_are_masked_10_random_10_kept(vocabulary):
     others_are = replace(vocabulary, ordinary=np.array([TEXT + 5]))
     for seed in range(50):
         tokens, positions, labels = masked(text(512), others_are, seed=seed)
-        assert np.isin(tokens[positions][tokens[positions] != labels], [MASK, TEXT + 5]).all(), (
-            "a random token is an ordinary one"
-        )
+        found = tokens[positions]
+        assert set(found[found != labels].tolist()) <= {MASK, TEXT + 5}, "a random token is an ordinary one"
     assert abs(np.mean(others) / (TEXT + TOTAL / 2) - 1) < 0.04 and max(others) > 0.95 * TOTAL
 
 
@@ -275,9 +261,8 @@ def test_ngrams_have_probability_proportional_to_one_over_n(max_ngram):
     counts, rng = Counter(), np.random.default_rng(0)
     borders, usable = np.arange(401), np.ones(400, dtype=bool)
     for _ in range(400):
-        counts.update(
-            n for _, n in choose(rng, borders, usable, 60, max_ngram)[:-1]
-        )  # the last one may be shortened
+        found = choose(rng, borders, usable, 60, max_ngram)
+        counts.update(n for _, n in found[:-1])  # the last one may be shortened
     total, weights = sum(counts.values()), 1 / np.arange(1, max_ngram + 1)
     assert set(counts) == set(range(1, max_ngram + 1))
     for n in counts:
@@ -315,28 +300,25 @@ def test_words_and_ngrams_do_not_cross_from_a_to_b(vocabulary):
         chosen[tuple(positions.tolist())] += 1
     assert set(chosen) == {(1, 2, 4)}
     for seed in range(300):  # two words around a [SEP]: the budget of 2 holds both, but they are no bigram
-        _, positions, _ = masked(
-            [CLS, 5000, SEP, 5002, SEP], vocabulary, Masking(probability=0.2), seed, special=[0, 2, 4]
-        )
+        two_words, fifth = [CLS, 5000, SEP, 5002, SEP], Masking(probability=0.2)
+        _, positions, _ = masked(two_words, vocabulary, fifth, seed, special=[0, 2, 4])
         assert positions.tolist() in ([1], [3])
 
 
 def test_a_sample_always_has_a_prediction(vocabulary):
-    word = vocabulary.continuation.copy()
-    word[:] = True
-    one_word = replace(vocabulary, continuation=word)
+    one_word = replace(vocabulary, continuation=np.ones_like(vocabulary.continuation))
     for seed in range(20):
         _, positions, labels = masked(text(8), one_word, seed=seed)  # one word of 6 pieces, and a budget of 1
         assert len(positions) == 1 and 0 < positions[0] < 7
 
 
+SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+
+
 def test_the_vocabulary_of_a_tokenizer():
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##b", "c", "##"]
     backend = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    special = dict(
-        pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]"
-    )
-    found = BertVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=backend, **special))
+    found = BertVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL))
     assert (found.pad, found.cls, found.sep, found.mask) == (0, 2, 3, 4)
     assert found.continuation.tolist() == [False] * 6 + [True, False, True]
     assert found.ordinary.tolist() == [5, 6, 7, 8]
@@ -352,10 +334,7 @@ def test_the_vocabulary_of_a_tokenizer():
 def test_a_vocabulary_whose_ids_leave_gaps():
     names = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "a": 9, "##b": 12}
     backend = Tokenizer(models.WordPiece(names, unk_token="[UNK]"))
-    special = dict(
-        pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]"
-    )
-    found = BertVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=backend, **special))
+    found = BertVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL))
     assert np.flatnonzero(found.continuation).tolist() == [12] and len(found.continuation) == 13
     assert found.ordinary.tolist() == [9, 12]
 
@@ -375,15 +354,13 @@ def test_fields_have_the_promised_shapes(store, vocabulary, head, length):
     samples = BertSamples(store, np.arange(EVERY_DOCUMENT), chosen, vocabulary)
     fields = samples.take(range(100), 1)
     most = chosen.predictions
-    assert {key: values.shape for key, values in fields.items()} == dict(
-        zip(FIELDS, [(100, length)] * 2 + [(100,)] + [(100, most)] * 2 + [(100,)] * 2, strict=True)
-    )
+    shapes = [(100, length)] * 2 + [(100,)] + [(100, most)] * 2 + [(100,)] * 2
+    assert {key: values.shape for key, values in fields.items()} == dict(zip(FIELDS, shapes, strict=True))
     assert all(values.dtype == np.int64 for values in fields.values())
     for row in rows_of(fields):
         size, real = row["lengths"], row["predicted"]
-        assert (
-            0 < size <= length and np.all(row["tokens"][size:] == PAD) and np.all(row["tokens"][:size] != PAD)
-        )
+        assert 0 < size <= length
+        assert np.all(row["tokens"][size:] == PAD) and np.all(row["tokens"][:size] != PAD)
         assert 1 <= real <= max(1, round(0.15 * size)) <= most
         assert np.all(row["positions"][real:] == 0) and np.all(row["labels"][real:] == 0)
         assert np.all(row["labels"][:real] >= TEXT), "special tokens are never predicted"
@@ -448,23 +425,17 @@ def test_samples_are_filled_with_several_sentences(store, vocabulary, head):
     fill = np.mean([row["lengths"] for row in rows]) / 128
     two_sentences = (2 * np.mean(np.concatenate(SIZES)) + 3) / 128
     assert fill > 0.85 and fill > 2.5 * two_sentences
-    assert np.mean([row["lengths"] == 128 for row in rows]) > 0.75, (
-        "most; the last chunk of a document is shorter"
-    )
+    # Most; the last chunk of a document is shorter.
+    assert np.mean([row["lengths"] == 128 for row in rows]) > 0.75
     assert np.mean([sentences_in(segment) for row in rows for segment in unmasked(row) if segment]) > 2.5
 
 
 def test_the_share_of_short_samples(store, vocabulary):
-    few = Counter(
-        int(row["lengths"]) == 128
-        for row in all_rows(store, vocabulary, settings(128, "sop", short_probability=0.0))
-    )
-    many = Counter(
-        int(row["lengths"]) == 128
-        for row in all_rows(store, vocabulary, settings(128, "sop", short_probability=0.5))
-    )
-    share = {name: counts[True] / counts.total() for name, counts in (("few", few), ("many", many))}
-    assert share["few"] > 0.8 and 0.4 < share["many"] < 0.65
+    def whole(share):
+        rows = all_rows(store, vocabulary, settings(128, "sop", short_probability=share))
+        return np.mean([row["lengths"] == 128 for row in rows])
+
+    assert whole(0.0) > 0.8 and 0.4 < whole(0.5) < 0.65
 
 
 def test_a_chunk_of_one_sentence_still_gives_two_segments(vocabulary):
@@ -475,9 +446,8 @@ def test_a_chunk_of_one_sentence_still_gives_two_segments(vocabulary):
         assert np.concatenate([second, first] if label else [first, second]).tolist() == tokens.tolist()
         assert len(first) and len(second)
         cuts.add(len(second) if label else len(first))
-        first, second, label = segments(
-            np.random.default_rng(seed), tokens, none, "nsp", lambda n: np.array([7] * n)
-        )
+        others, rng = (lambda n: np.array([7] * n)), np.random.default_rng(seed)
+        first, second, label = segments(rng, tokens, none, "nsp", others)
         assert first.tolist() == tokens.tolist() and second.tolist() == [7] and label == 1
         first, second, label = segments(np.random.default_rng(seed), tokens, none, "nsp", lambda n: None)
         assert label == 0 and np.concatenate([first, second]).tolist() == tokens.tolist()
@@ -503,20 +473,14 @@ def test_tokens_are_dropped_from_the_longer_segment_at_both_ends(a, b, room, exp
     for seed in range(300):
         first, second = truncate(np.random.default_rng(seed), np.arange(a), np.arange(b), room)
         assert (len(first), len(second)) == expected
-        assert all(
-            np.array_equal(part, np.arange(part[0], part[0] + len(part)))
-            for part in (first, second)
-            if len(part)
-        )
+        assert all(is_run(part.tolist()) for part in (first, second) if len(part))
         fronts[int(first[0]) if len(first) < a else int(second[0])] += 1
     dropped = max(a - expected[0], b - expected[1])
-    assert (
-        (0 in fronts and abs(np.average(list(fronts), weights=list(fronts.values())) - dropped / 2) < 0.4)
-        or dropped > 6
-        or not dropped
-    )
+    mean = np.average(list(fronts), weights=list(fronts.values()))
     if dropped > 6:
-        assert 0.35 < np.average(list(fronts), weights=list(fronts.values())) / dropped < 0.65
+        assert 0.35 < mean / dropped < 0.65
+    elif dropped:
+        assert 0 in fronts and abs(mean - dropped / 2) < 0.4
 
 
 @pytest.mark.parametrize("head", ["none", "nsp", "sop"])
@@ -543,14 +507,10 @@ def test_every_epoch_has_every_chunk_once_and_masks_it_anew(store, vocabulary):
     firsts = []
     for fields in epochs:
         found = [unmasked(row)[0] for row in rows_of(fields)]
-        chunk = (
-            np.searchsorted(samples._chunks.starts, np.array([run[0] - TEXT for run in found]), side="right")
-            - 1
-        )
+        first = np.array([run[0] - TEXT for run in found])
+        chunk = np.searchsorted(samples._chunks.starts, first, side="right") - 1
         assert sorted(chunk.tolist()) == list(range(len(samples)))
-        firsts.append(
-            {c: row["positions"].tolist() for c, row in zip(chunk.tolist(), rows_of(fields), strict=True)}
-        )
+        firsts.append(dict(zip(chunk.tolist(), fields["positions"].tolist(), strict=True)))
         assert chunk.tolist() != sorted(chunk.tolist())
     assert np.mean([firsts[0][c] == firsts[1][c] for c in firsts[0]]) < 0.15
 
@@ -559,12 +519,8 @@ def test_a_split_reads_only_its_documents(store, vocabulary):
     documents = documents_of("validation", EVERY_DOCUMENT, 4)
     for head in ("nsp", "sop"):
         samples = BertSamples(store, documents, settings(64, head), vocabulary)
-        found = {
-            document_of(run[0])
-            for row in rows_of(samples.take(range(len(samples)), 3))
-            for run in unmasked(row)
-            if run
-        }
+        rows = rows_of(samples.take(range(len(samples)), 3))
+        found = {document_of(run[0]) for row in rows for run in unmasked(row) if run}
         assert found <= set(documents.tolist()) and len(found) > 0.9 * len(documents)
 
 
@@ -596,32 +552,12 @@ def test_generators_differ_in_each_number_and_carry_no_state():
 
 
 def test_settings_of_a_recipe_and_padding_of_a_stack(vocabulary):
-    recipe = Recipe.model_validate(
-        {
-            "title": "test",
-            "model": {
-                "family": "bert",
-                "layers": 1,
-                "hidden": 8,
-                "heads": 1,
-                "vocab_size": 30522,
-                "sentence_head": "nsp",
-            },
-            "sequence_length": 64,
-            "batch": {"global": 4},
-            "steps": 3,
-            "optimizer": {"lr": 1e-3},
-            "data": {"tokenizer": {"kind": "bert_uncased"}, "masking": {"probability": 0.2}},
-        }
-    )
-    found = BertSettings.of(recipe)
-    assert (found.sequence_length, found.predictions, found.sentence_head, found.seed, found.room) == (
-        64,
-        13,
-        "nsp",
-        1234,
-        61,
-    )
+    shape = dict(family="bert", layers=1, hidden=8, heads=1, vocab_size=30522, sentence_head="nsp")
+    data = {"tokenizer": {"kind": "bert_uncased"}, "masking": {"probability": 0.2}}
+    rest = dict(title="test", sequence_length=64, steps=3, batch={"global": 4}, optimizer={"lr": 1e-3})
+    found = BertSettings.of(Recipe.model_validate({"model": shape, "data": data, **rest}))
+    assert (found.sequence_length, found.predictions, found.sentence_head) == (64, 13, "nsp")
+    assert (found.seed, found.room) == (1234, 61)
     assert replace(found, sentence_head="none").room == 62
     sample = assemble(np.random.default_rng(0), np.arange(20, 25), np.arange(30, 33), 1, vocabulary, found)
     fields = stack([sample, sample], vocabulary, found)

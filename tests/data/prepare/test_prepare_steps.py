@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 
 import ftfy
 import numpy as np
 import pytest
 
-from data.prepare import cleaning as repair
-from data.prepare import contamination
+from data.prepare import cleaning, contamination
 from data.prepare.cleaning import make_detector
 from data.prepare.duplicates import find_duplicates
 from data.prepare.words import Bands, choose_bands, ngrams, signatures, words_of
@@ -29,15 +29,15 @@ BROKEN_PIECES = (
     "\x7f",
     "\r\n",
     "\x0c",
-    "’“",
-    "ﬁ\u2028\x85\ud800",
 )
+BROKEN_PIECES += ("’“", "ﬁ\u2028\x85\ud800")
+ENCODINGS = ("latin-1", "cp1252", "cp1251", "macroman", "cp1253", "cp1257")
 MOJIBAKE = "âÂÃ€™œž¢£®°·»«–—´×²³ØÙà½√≈‚ÄвЂГСўβΒāŒ‘’“”„\xa0\xad\u0301é¡¿ñßŸŠŽ…†¼©§µ±∂abZ \n.,1"
 
 
 def test_repair_is_ftfy():
     rng = random.Random(0)
-    inert = [chr(c) for c in range(0x80, 0x2300) if not repair._ACTIVE.match(chr(c))]
+    inert = [chr(c) for c in range(0x80, 0x2300) if not cleaning._ACTIVE.match(chr(c))]
     assert len(inert) > 500
     texts = [f"ab {c} cd{c}e\n" for c in inert]
     for _ in range(4000):
@@ -45,19 +45,15 @@ def test_repair_is_ftfy():
         texts.append("".join(rng.choices(MOJIBAKE, k=rng.randint(1, 40))))
         texts.append("".join(rng.choices([*inert, *"abc D,.!?1\n"], k=20)))
         utf8 = ("hello “wörld” – naïve café’s " + "".join(rng.choices("éàüñ—’“”…€½ab ", k=6))).encode()
-        texts.append(
-            utf8.decode(rng.choice(["latin-1", "cp1252", "cp1251", "macroman", "cp1253", "cp1257"]), "ignore")
-        )
-    different = [text for text in texts if repair.repair(text) != ftfy.fix_text(text)]
+        texts.append(utf8.decode(rng.choice(ENCODINGS), "ignore"))
+    different = [text for text in texts if cleaning.repair(text) != ftfy.fix_text(text)]
     assert not different, different[:3]
 
 
 def test_most_lines_are_not_given_to_ftfy(monkeypatch):
     monkeypatch.setattr(ftfy, "fix_and_explain", lambda *_: pytest.fail("ftfy was called"))
-    assert (
-        repair.repair("Plain text,\tand “quotes” – of a café.\n")
-        == 'Plain text,\tand "quotes" – of a café.\n'
-    )
+    repaired = cleaning.repair("Plain text,\tand “quotes” – of a café.\n")
+    assert repaired == 'Plain text,\tand "quotes" – of a café.\n'
 
 
 WORD = re.compile(r"[a-z0-9\u00c0-\u1fff\u2040-\u2fff\u3040-\U0010ffff]+")
@@ -154,12 +150,9 @@ def test_duplicates_follow_the_definition():
     kept: list[int] = []
     for k in range(n):
         copies = [j for j in range(k) if digests[j] == digests[k]]
-        meets = [
-            j
-            for j in kept
-            if (marks[j] == marks[k]).reshape(8, 4).all(axis=1).any()
-            and (marks[j] == marks[k]).mean() >= threshold
-        ]
+        equal = {j: marks[j] == marks[k] for j in kept}
+        similar = [j for j, same in equal.items() if same.mean() >= threshold]
+        meets = [j for j in similar if equal[j].reshape(8, 4).all(axis=1).any()]
         assert (found.of[k] >= 0) == bool(copies or meets), k
         assert found.exact[k] == bool(copies)
         if found.of[k] < 0:
@@ -170,34 +163,21 @@ def test_duplicates_follow_the_definition():
 
 
 def test_contamination_names_file_and_words(tmp_path):
-    (tmp_path / "a.json").write_text(
-        '{"data": [{"question": "one two three four five", "id": 7}, {"q": "six"}]}'
-    )
-    (tmp_path / "b.txt").write_text("alpha beta gamma delta\nepsilon zeta\n")
-    evaluation = contamination.read_evaluation([str(tmp_path / "a.json"), str(tmp_path / "b.txt")], 4)
-    texts = [
-        "Zero, ONE two; three (four) six.",
-        "one two three five",
-        "beta gamma delta epsilon",
-        "x alpha Beta gamma-delta y",
-    ]
-    found = evaluation.matches(words_of(texts))
-    assert found == [
-        (str(tmp_path / "a.json"), "one two; three (four"),
-        None,
-        None,
-        (str(tmp_path / "b.txt"), "alpha beta gamma-delta"),
-    ]
+    a, b, c, short = (str(tmp_path / name) for name in ("a.json", "b.txt", "c.txt", "short.txt"))
+    Path(a).write_text('{"data": [{"question": "one two three four five", "id": 7}, {"q": "six"}]}')
+    Path(b).write_text("alpha beta gamma delta\nepsilon zeta\n")
+    Path(short).write_text("too short\n")
+    evaluation = contamination.read_evaluation([a, b], 4)
+    texts = ["Zero, ONE two; three (four) six.", "one two three five", "beta gamma delta epsilon"]
+    found = evaluation.matches(words_of([*texts, "x alpha Beta gamma-delta y"]))
+    assert found == [(a, "one two; three (four"), None, None, (b, "alpha beta gamma-delta")]
     assert evaluation.texts == 4 and evaluation.too_short == 2
     with pytest.raises(ValueError, match=r"b\.txt: no text in it has 40 words"):
-        contamination.read_evaluation([str(tmp_path / "b.txt")], 40)
+        contamination.read_evaluation([b], 40)
     with pytest.raises(ValueError, match="no such file"):
-        contamination.read_evaluation([str(tmp_path / "c.txt")], 4)
+        contamination.read_evaluation([c], 4)
     with pytest.raises(ValueError, match=r"short\.txt: no text in it has 4 words") as error:
-        (tmp_path / "short.txt").write_text("too short\n")
-        contamination.read_evaluation(
-            [str(tmp_path / "a.json"), str(tmp_path / "short.txt"), str(tmp_path / "b.txt")], 4
-        )
+        contamination.read_evaluation([a, short, b], 4)
     assert "a.json" not in str(error.value), "one file that is not excluded is as bad as all"
 
 

@@ -26,7 +26,7 @@ from data.prepare.inputs import Cursor, Inputs
 from data.prepare.pipeline import TooManyBroken, check_broken
 from data.prepare.settings import Settings, in_flags
 from data.prepare.work import WorkerDied
-from data.text import encoder, records, wikipedia
+from data.text import encoder, wikipedia
 from data.text.hub import Backoff, HubSource, is_temporary
 from data.text.records import EXCERPT_BYTES, Broken, Raw, Skipped
 from data.text.sources import FileSource, PackagedSource, files_of, format_of, open_source
@@ -81,17 +81,12 @@ def test_text_that_begins_like_an_archive_is_text(tmp_path):
 @pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_of_a_damaged_archive_comes_out_what_can_be_read_and_then_the_damage(tmp_path, kind, damage):
-    whole = COMPRESS[kind](jsonl("early")) + COMPRESS[kind](
-        jsonl(*(os.urandom(200).hex() for _ in range(200)))
-    )
+    later = jsonl(*(os.urandom(200).hex() for _ in range(200)))
+    whole = COMPRESS[kind](jsonl("early")) + COMPRESS[kind](later)
     middle = len(whole) * 2 // 3
     path = tmp_path / "corpus"
-    rest = (
-        b""
-        if damage == "cut"
-        else bytes(byte ^ 255 for byte in whole[middle : middle + 99]) + whole[middle + 99 :]
-    )
-    path.write_bytes(whole[:middle] + rest)
+    flipped = bytes(byte ^ 255 for byte in whole[middle : middle + 99]) + whole[middle + 99 :]
+    path.write_bytes(whole[:middle] + (flipped if damage == "flipped" else b""))
     found = texts(JsonlFormat(), path)
     assert found[0] == "early"
     assert "damaged file" in [kind for _, kind in filter(lambda x: isinstance(x, tuple), found)]
@@ -129,23 +124,16 @@ def test_a_broken_line_says_why_and_costs_only_itself(tmp_path, line, kind, reas
     assert broken.excerpt == (line + b"\n")[:EXCERPT_BYTES]
     assert len(line) <= broken.size <= len(line) + 1
     with pytest.raises(ValueError, match=r"corpus.jsonl:3: .*prepare_data") as refused:
-        list(open_source_of(path, max_record_bytes=400_000).documents())
+        list(FileSource(Origin(source="jsonl", name=str(path)), 400_000).documents())
     assert broken.reason in str(refused.value)
-
-
-def open_source_of(path, source="jsonl", **settings):
-
-    limit = settings.pop("max_record_bytes", records.MAX_RECORD_BYTES)
-    return FileSource(Origin(source=source, name=str(path), **settings), limit)
 
 
 def test_a_line_as_long_as_the_limit_is_whole(tmp_path):
     line = jsonl("x" * 80)
     (tmp_path / "a").write_bytes(line * 2 + line.strip())
     assert texts(JsonlFormat(max_record_bytes=len(line) - 1), tmp_path / "a") == ["x" * 80] * 3
-    assert texts(JsonlFormat(max_record_bytes=len(line) - 2), tmp_path / "a") == [
-        (n, "too large") for n in (1, 2, 3)
-    ]
+    too_large = [(n, "too large") for n in (1, 2, 3)]
+    assert texts(JsonlFormat(max_record_bytes=len(line) - 2), tmp_path / "a") == too_large
 
 
 MIB = 1 << 20
@@ -163,23 +151,18 @@ MIB = 1 << 20
 )
 def test_a_long_record_is_not_held_in_memory(tmp_path, form, piece, records):
     path = tmp_path / "long.gz"
-    before, _, after = (
-        dump("?").decode().partition("?") if isinstance(form, WikipediaFormat) else ("", "", "\n\nafter\n")
-    )
+    before, after = b"", b"\n\nafter\n"
+    if isinstance(form, WikipediaFormat):
+        before, after = dump("<page>?</page>", page()).split(b"?")
     with gzip.open(path, "wb", compresslevel=1) as file:
-        file.write(before.encode() + b"<page>" * bool(before))
-        for _ in range(60):
-            file.write(piece)
-        file.write(b"</page>" * bool(before) + page().encode() * bool(before) + after.encode())
+        for part in (before, *[piece] * 60, after):
+            file.write(part)
     tracemalloc.start()
     items = list(form.frame(path))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (
-        items[0].reason.startswith("too large")
-        and items[0].size >= 60 * MIB
-        and len(items[0].excerpt) == EXCERPT_BYTES
-    )
+    assert items[0].kind == "too large" and items[0].size >= 60 * MIB
+    assert len(items[0].excerpt) == EXCERPT_BYTES
     assert peak < 8 * MIB, f"{peak:,} bytes for a record of 60 MiB and a limit of 1 MiB"
     assert len(items) == records
 
@@ -215,9 +198,8 @@ def test_text_documents_are_files_or_blocks(tmp_path):
     blocks = TextFormat("blank_line")
     assert texts(blocks, path) == ["one\ntwo\n", "three\n", "vier ö"]
     assert [raw.number for raw in blocks.frame(path)] == [1, 6, 8]
-    path.write_bytes(
-        b"good\n\nb\xffd\n\nb\0d\n\n" + b"long\n" * 30 + b"\n" + b"long" * 30 + b"\nrest of it\n\nlast"
-    )
+    long = b"long\n" * 30 + b"\n" + b"long" * 30
+    path.write_bytes(b"good\n\nb\xffd\n\nb\0d\n\n" + long + b"\nrest of it\n\nlast")
     broken = [(3, "invalid UTF-8"), (5, "NUL bytes"), (7, "too large"), (38, "too large")]
     assert texts(TextFormat("blank_line", 100), path) == ["good\n", *broken, "last"]
 
@@ -236,9 +218,8 @@ def test_parquet_rows(tmp_path):
     for start in range(10):
         assert texts(form, path, start) == expected[start:]
     for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.binary()):
-        pq.write_table(
-            pa.table({"text": pa.array(["a", "b"]).cast(pa.string()).dictionary_encode().cast(kind)}), path
-        )
+        column = pa.array(["a", "b"]).cast(pa.string()).dictionary_encode().cast(kind)
+        pq.write_table(pa.table({"text": column}), path)
         assert texts(form, path) == ["a", "b"]
 
 
@@ -318,27 +299,19 @@ def test_dumps_without_namespace_numbers_are_told_by_titles(tmp_path):
 
 def test_a_damaged_page_costs_only_itself(tmp_path):
     good = page("A", "Good.")
-    bad = [
-        good.replace("</revision>", "", 1),
-        good.replace("  </page>\n", ""),
-        page("B", "&nosuch;"),
-        page("C", "x" * 3000),
-        page("D", "[[a|" * 50 + "]]" * 50),
-        good.replace("<page>", "<pa\0e>"),
-    ]
+    bad = {
+        good.replace("</revision>", "", 1): "malformed XML",
+        good.replace("  </page>\n", ""): "page without an end",
+        page("B", "&nosuch;"): "malformed XML",
+        page("C", "x" * 3000): "too large",
+        page("D", "[[a|" * 50 + "]]" * 50): "wikitext",
+        good.replace("<page>", "<pa\0e>"): "text between pages",
+    }
     content = dump(*itertools.chain.from_iterable((good, b) for b in bad), good)
     path = tmp_path / "dump.xml"
     path.write_bytes(content)
-    kinds = [
-        "malformed XML",
-        "page without an end",
-        "malformed XML",
-        "too large",
-        "wikitext",
-        "text between pages",
-    ]
     found = texts(WikipediaFormat(max_record_bytes=2500), path)
-    assert [x[1] for x in found if isinstance(x, tuple)] == kinds
+    assert [x[1] for x in found if isinstance(x, tuple)] == [*bad.values()]
     assert found.count("Good.") == len(bad) + 1
     path.write_bytes(content[: content.rindex(b"</page>")])
     assert texts(WikipediaFormat(), path)[-1][1] == "damaged file"
@@ -350,14 +323,8 @@ def test_a_damaged_page_costs_only_itself(tmp_path):
 
 def test_cuts_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
     path = tmp_path / "dump.xml"
-    path.write_bytes(
-        dump(
-            page("A", "One."),
-            page("B", "x" * 900),
-            page("C", "Two.").replace("  </page>\n", ""),
-            page("D", "Three."),
-        )
-    )
+    cut = page("C", "Two.").replace("  </page>\n", "")
+    path.write_bytes(dump(page("A", "One."), page("B", "x" * 900), cut, page("D", "Three.")))
     form = WikipediaFormat(max_record_bytes=700)
     whole = list(form.frame(path))
     assert [type(item) for item in whole] == [Raw, Broken, Broken, Raw] and whole[1].size > 900
@@ -405,27 +372,10 @@ def test_wikitext(wikitext, expected):
 @pytest.mark.parametrize(
     "unit",
     [
-        "{{",
-        "{|\n",
-        "\n|}",
-        "<ref>",
-        "''a",
-        "[http://a",
-        "[[File:a]] [[b\n\n",
-        "x\n\n",
-        "\n==a==\n",
-        "{{lang|a|b",
-        "&a",
-        "<b>",
-        "(; ",
-        "<sup>",
-        "<math>x^",
-        "{{nowrap|",
-        "{{ ",
-        "{{a|b =",
-        "{{val|1|e=",
-    ]
-    + ["<ref>x</ref>"],
+        *("{{", "{|\n", "\n|}", "<ref>", "''a", "[http://a", "[[File:a]] [[b\n\n", "x\n\n", "\n==a==\n"),
+        *("{{lang|a|b", "&a", "<b>", "(; ", "<sup>", "<math>x^", "{{nowrap|", "{{ ", "{{a|b =", "{{val|1|e="),
+        "<ref>x</ref>",
+    ],
 )
 @pytest.mark.timeout(120)
 def test_a_pathological_page_does_not_hang(unit):
@@ -469,10 +419,11 @@ def test_broken_records_are_left_out_as_if_they_were_empty(tmp_path, streaming):
     skipped = Skipped()
     empty, left_out = (open_source(each, skipped=skipped) for each in origins)
     for start in range(4):
-        read = [
-            list(s.shard_documents(0, start) if streaming else s.documents(start)) for s in (empty, left_out)
-        ]
-        assert read[0] == read[1] and [d.index for d in read[0]] == [i for i in (0, 1, 3) if i >= start]
+        one, other = (
+            list(source.shard_documents(0, start) if streaming else source.documents(start))
+            for source in (empty, left_out)
+        )
+        assert one == other and [d.index for d in one] == [i for i in (0, 1, 3) if i >= start]
     (place,) = skipped.found()  # it was met three times
     assert place.startswith(f"{tmp_path}/broken.jsonl:3: field 'text' is int")
     strict = open_source(Origin(source="jsonl", name=left_out.name))
@@ -535,10 +486,8 @@ def hub_stream(request, tmp_path_factory):
     directory, files = tmp_path_factory.mktemp("hub"), []
     for part, documents in enumerate(HUB_TEXTS):
         if request.param == "wikipedia":
-            rows = [
-                {"id": str(i), "url": "https://en.wikipedia.org", "title": "t", "text": text}
-                for i, text in enumerate(documents)
-            ]
+            fixed = {"url": "https://en.wikipedia.org", "title": "t"}
+            rows = [{"id": str(i), **fixed, "text": text} for i, text in enumerate(documents)]
             files.append(str(directory / f"train-{part}.parquet"))
             pq.write_table(pa.Table.from_pylist(rows), files[-1], row_group_size=2)
         else:
@@ -559,13 +508,10 @@ def test_a_hub_dataset_is_read_whole_or_by_its_files(hub_stream):
         assert [(d.index, d.text) for d in source.documents(start)] == expected(sum(HUB_TEXTS, []), start)
     for shard, documents in enumerate(HUB_TEXTS):
         for start in (0, 3, 5):
-            assert [(d.index, d.text) for d in source.shard_documents(shard, start)] == expected(
-                documents, start
-            )
+            found = [(d.index, d.text) for d in source.shard_documents(shard, start)]
+            assert found == expected(documents, start)
     missing = HubSource("local", text_column="body", open_stream=hub_stream)
-    with pytest.raises(
-        ValueError, match="local/train, document 0: no field 'body': set data.text_column to one of .*text"
-    ):
+    with pytest.raises(ValueError, match="document 0: no field 'body': set data.text_column to .*text"):
         list(missing.documents())
     assert source.fingerprint() != missing.fingerprint()
 
@@ -573,9 +519,8 @@ def test_a_hub_dataset_is_read_whole_or_by_its_files(hub_stream):
 @pytest.mark.parametrize("revision", [None, "refs/convert/parquet"])
 def test_the_revision_is_asked_for_and_part_of_the_fingerprint(monkeypatch, revision):
     asked = []
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *names, **how: asked.append((*names, how)) or Faulty(99, None)
-    )
+    load = lambda *names, **how: asked.append((*names, how)) or Faulty(99, None)  # noqa: E731
+    monkeypatch.setattr(datasets, "load_dataset", load)
     source = open_source(Origin(source="hub", name="a/b", config="c", revision=revision))
     assert len(list(source.shard_documents(1))) == 10
     assert asked == [("a/b", "c", {"split": "train", "revision": revision, "streaming": True})]
@@ -590,9 +535,7 @@ def test_a_dataset_that_is_a_script_is_refused_with_the_branch_that_does_without
         raise RuntimeError("absent")
 
     for open_stream, hint in ((script, True), (absent, False)):
-        with pytest.raises(
-            ValueError, match="tried load_dataset.*revision='main'.*check the name"
-        ) as refused:
+        with pytest.raises(ValueError, match="load_dataset.*revision='main'.*check the name") as refused:
             list(HubSource("a/b", revision="main", open_stream=open_stream).documents())
         assert ("set data.revision=refs/convert/parquet" in str(refused.value)) == hint
 
@@ -605,46 +548,30 @@ def test_a_hub_dataset_is_opened_once_and_anew_after_an_error(hub_stream):
         return opened[-1]
 
     source = HubSource("a/b", open_stream=open_stream)
-    readers = [
-        source.shard_documents(0),
-        source.documents(),
-        source.documents(2),
-        source.shard_documents(0),
-        source.shard_documents(2, 1),
-    ]
-    found = [
-        [d.text for d in some if d] for some in zip(*itertools.zip_longest(*readers), strict=True)
-    ]  # one from each in turn
+    readers = [source.shard_documents(0), source.documents(), source.documents(2)]
+    readers += [source.shard_documents(0), source.shard_documents(2, 1)]
+    in_turn = zip(*itertools.zip_longest(*readers), strict=True)  # one from each
+    found = [[d.text for d in some if d] for some in in_turn]
     first, whole, last = HUB_TEXTS[0], sum(HUB_TEXTS, []), HUB_TEXTS[2]
     assert found == [list(filter(None, texts)) for texts in (first, whole, whole[2:], first, last[1:])]
     assert source.shards == 3 and len(opened) == 1
 
     streams = [Faulty(4, ConnectionError("reset")), Faulty(99, None)]
-    source = HubSource(
-        "a/b", open_stream=lambda: streams.pop(0), say=lambda line: None, backoff=Pauses().backoff()
-    )
+    how = dict(open_stream=lambda: streams.pop(0), say=lambda line: None, backoff=Pauses().backoff())
+    source = HubSource("a/b", **how)
     assert [d.index for d in source.shard_documents(1)] == list(range(10)) and not streams
 
 
-BROKEN_RECORDS = [
-    {"text": "one"},
-    {"text": "a\0b"},
-    {"body": "x"},
-    {"text": 7},
-    {"text": ""},
-    {"text": "six"},
-]
+BROKEN_RECORDS = [{"text": "one"}, {"text": "a\0b"}, {"body": "x"}, *({"text": t} for t in (7, "", "six"))]
 
 
 def test_broken_records_of_the_hub_come_out_as_such_and_strict_readers_refuse_them(monkeypatch):
-    source = HubSource(
-        "a/b", open_stream=lambda: datasets.IterableDataset.from_generator(lambda: iter(BROKEN_RECORDS))
-    )
+    stream = datasets.IterableDataset.from_generator(lambda: iter(BROKEN_RECORDS))
+    source = HubSource("a/b", open_stream=lambda: stream)
     found = [item.kind if isinstance(item, Broken) else item.payload for item in source.records()]
     assert found == ["one", "NUL bytes", "no field 'text'", "field 'text' is int, not a string", "", "six"]
-    assert [item.number for item in source.records(2)] == [3, 4, 5, 6] and {
-        item.file for item in source.records()
-    } == {"a/b/train"}
+    assert [item.number for item in source.records(2)] == [3, 4, 5, 6]
+    assert {item.file for item in source.records()} == {"a/b/train"}
     broken = list(source.records())[2]
     assert (broken.excerpt, broken.size) == (b'{"body": "x"}', 13)
     for read in (source.documents, lambda: source.shard_documents(0)):
@@ -675,32 +602,22 @@ def test_prepare_data_names_its_flags_where_the_libraries_name_keys_of_a_recipe(
         raise RuntimeError("Dataset scripts are no longer supported")
 
     place = str(tmp_path / "data.name")  # a path stays what it is
-    found = [
-        message(lambda: files_of(Origin(source="jsonl", name=place))),
-        message(lambda: list(HubSource("a/b", open_stream=no_script).documents())),
-        message(lambda: read_tokenizer(place)),
-        message(lambda: train_wordpiece(["some text"], 3)),
-        message(lambda: train_bpe(["some text"], 30000)),
-        message(
-            lambda: check_broken(Tally(read=Step(2, 2, dropped={"broken: x": [1, 1]})), 0.1, tmp_path, 0)
+    tally = Tally(read=Step(2, 2, dropped={"broken: x": [1, 1]}))
+    expected = {
+        f"--name {place}: no such file": lambda: files_of(Origin(source="jsonl", name=place)),
+        "--revision refs/convert/parquet, the branch that": lambda: list(
+            HubSource("a/b", open_stream=no_script).documents()
         ),
-    ]
-    expected = [
-        f"--name {place}: no such file",
-        "--revision refs/convert/parquet, the branch that",
-        f"--tokenizer KIND:{place} does not exist",
-        "--vocab_size 3: a WordPiece",
-        "--vocab_size 30000: the training text",
-        "more than --max_broken 0.1",
-    ]
+        f"--tokenizer KIND:{place} does not exist": lambda: read_tokenizer(place),
+        "--vocab_size 3: a WordPiece": lambda: train_wordpiece(["some text"], 3),
+        "--vocab_size 30000: the training text": lambda: train_bpe(["some text"], 30000),
+        "more than --max_broken 0.1": lambda: check_broken(tally, 0.1, tmp_path, 0),
+    }
+    found = [message(use) for use in expected.values()]
     for text, part in zip(found, expected, strict=True):
         assert part in text and not re.search(r"--set|(?<!/)\b(data|model)\.", text), text
-    for part in (
-        "leave --config out",
-        "--split and the network",
-        "--source parquet --name 'DIRECTORY/*.parquet'",
-        "(--source packaged)",
-    ):
+    parts = ("leave --config out", "--split and the network", "(--source packaged)")
+    for part in (*parts, "--source parquet --name 'DIRECTORY/*.parquet'"):
         assert part in found[1]
     (tmp_path / "a.jsonl").write_bytes(b'{"body": "x"}\n')
     (item,) = JsonlFormat().frame(tmp_path / "a.jsonl")
@@ -765,12 +682,8 @@ class Pauses(list):
 @pytest.mark.parametrize("every", [1, 3, 9])
 def test_network_errors_neither_lose_nor_repeat_documents(every):
     said, pauses = [], Pauses()
-    source = HubSource(
-        "a/b",
-        open_stream=lambda: Faulty(every, ConnectionError("reset")),
-        say=said.append,
-        backoff=pauses.backoff(),
-    )
+    how = dict(say=said.append, backoff=pauses.backoff())
+    source = HubSource("a/b", open_stream=lambda: Faulty(every, ConnectionError("reset")), **how)
     assert [(d.index, d.text) for d in source.shard_documents(1, 2)] == [(i, f"1/{i}") for i in range(2, 10)]
     assert len(said) == len(pauses) == (8 - 1) // every if every > 1 else len(said) >= 7
     assert all("a/b/train: ConnectionError: reset: attempt 2 of 4 in" in line for line in said)
@@ -779,9 +692,8 @@ def test_network_errors_neither_lose_nor_repeat_documents(every):
 
 def test_a_reader_gives_up_after_failures_in_a_row_and_says_how_to_go_on():
     said, pauses = [], Pauses()
-    source = HubSource(
-        "a/b", open_stream=lambda: Faulty(0, TimeoutError("slow")), say=said.append, backoff=pauses.backoff(6)
-    )
+    how = dict(say=said.append, backoff=pauses.backoff(6))
+    source = HubSource("a/b", open_stream=lambda: Faulty(0, TimeoutError("slow")), **how)
     tried = r"tried load_dataset\('a/b', None, split='train', streaming=True\), 6 times in a row: Timeout"
     with pytest.raises(ValueError, match=tried) as refused:
         list(source.documents())
@@ -796,15 +708,9 @@ def test_without_network_nothing_is_tried_again():
         raise ConnectionError("Couldn't reach 'a/b' on the Hub")
 
     pauses = Pauses()
-    for read in (
-        lambda source: list(source.documents()),
-        lambda source: source.shards,
-        lambda source: list(source.shard_documents(0)),
-    ):
-        with pytest.raises(
-            ValueError,
-            match="a/b/train: tried load_dataset.*Couldn't reach.*|a/b/train: tried .*do without the hub",
-        ):
+    lists = (lambda source: list(source.documents()), lambda source: list(source.shard_documents(0)))
+    for read in (*lists, lambda source: source.shards):
+        with pytest.raises(ValueError, match="a/b/train: tried load_.*Couldn't reach.*without the hub"):
             read(HubSource("a/b", open_stream=no_network, backoff=pauses.backoff()))
     assert not pauses
 
@@ -826,10 +732,8 @@ def wrapped(cause):
 
 
 def test_what_may_pass_is_tried_again_and_what_may_not_is_not():
-    libraries = [
-        type("ReadError", (Exception,), {"__module__": f"{name}.exceptions"})()
-        for name in ("httpx", "httpx2", "aiohttp")
-    ]
+    modules = [{"__module__": f"{name}.exceptions"} for name in ("httpx", "httpx2", "aiohttp")]
+    libraries = [type("ReadError", (Exception,), module)() for module in modules]
     temporary = [ConnectionResetError(), TimeoutError(), *libraries]
     temporary += map(HttpError, (408, 429, 500, 503, 504))
     lasting = [ValueError("x"), FileNotFoundError("x"), PermissionError("x"), KeyError("text")]
@@ -839,12 +743,9 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_not():
     for error in lasting:
         assert not is_temporary(error) and not is_temporary(wrapped(error)), error
     pauses = Pauses()
+    absent = HubSource("a/b", open_stream=lambda: Faulty(2, HttpError(404)), backoff=pauses.backoff())
     with pytest.raises(ValueError, match="HTTP 404"):
-        list(
-            HubSource(
-                "a/b", open_stream=lambda: Faulty(2, HttpError(404)), backoff=pauses.backoff()
-            ).documents()
-        )
+        list(absent.documents())
     assert not pauses
 
 
@@ -870,21 +771,14 @@ def test_sentences_lose_nothing_but_white_space():
         found = encoder.sentences_of(text, how)
         assert "".join("".join(found).split()) == "".join(text.split())
         assert all(s == s.strip() and s and "\n" not in s for s in found)
-    assert (
-        20
-        < sum(map(len, encoder.sentences_of(text, "split"))) / len(encoder.sentences_of(text, "split"))
-        < 400
-    )
+    lengths = [len(sentence) for sentence in encoder.sentences_of(text, "split")]
+    assert 20 < sum(lengths) / len(lengths) < 400
 
 
 def test_sentences_end_where_they_end():
     text = "Dr. Smith of the U.S. paid $3.50\nfor it. He left!  Did he?\n\nA new paragraph"
-    assert encoder.sentences_of(text, "split") == [
-        "Dr. Smith of the U.S. paid $3.50 for it.",
-        "He left!",
-        "Did he?",
-        "A new paragraph",
-    ]
+    ends = ["Dr. Smith of the U.S. paid $3.50 for it.", "He left!", "Did he?", "A new paragraph"]
+    assert encoder.sentences_of(text, "split") == ends
     assert encoder.sentences_of("One. Two\n\n  three \n", "lines") == ["One. Two", "three"]
     items = [f"item {i} of a list without full stops" for i in range(100)]
     assert encoder.sentences_of("\n".join(items), "split") == items
