@@ -74,10 +74,8 @@ def held_out(count, family="gpt"):
 
 def all_ranks(layout, step, samples=None, seed=5):
     """Micro-batches of a step in the order of their rows in the global batch."""
-    ranks = [
-        next(StepBatches(samples or Counted(), seed, layout, rank, start_step=step))
-        for rank in range(layout.dp)
-    ]
+    source = samples or Counted()
+    ranks = [next(StepBatches(source, seed, layout, rank, start_step=step)) for rank in range(layout.dp)]
     return [micro for rank in ranks for micro in rank]
 
 
@@ -104,11 +102,8 @@ def test_gpt_micro_batches_have_labels_one_token_on_and_the_documented_types():
     assert len(batch) == 2
     for micro in batch:
         assert micro["tokens"].shape == micro["labels"].shape == micro["weights"].shape == (2, T)
-        assert (micro["tokens"].dtype, micro["labels"].dtype, micro["weights"].dtype) == (
-            torch.int64,
-            torch.int64,
-            torch.float32,
-        )
+        types = {name: tensor.dtype for name, tensor in micro.items()}
+        assert types == {"tokens": torch.int64, "labels": torch.int64, "weights": torch.float32}
         assert torch.equal(micro["labels"], micro["tokens"] + 1), "Counted counts upwards"
         assert all(tensor.is_contiguous() for tensor in micro.values()), "pipeline stages send them"
 
@@ -116,15 +111,9 @@ def test_gpt_micro_batches_have_labels_one_token_on_and_the_documented_types():
 def test_bert_micro_batches_have_the_documented_shapes_and_weigh_only_real_predictions():
     for micro in next(StepBatches(Counted("bert"), 1, Layout(4, 2, 1, 8), 0)):
         shapes = {key: tuple(tensor.shape) for key, tensor in micro.items()}
-        rows = {"lengths": (4,), "sentence_labels": (4,), "sentence_weights": (4,)}
-        assert shapes == {
-            "tokens": (4, T),
-            "token_types": (4, T),
-            "positions": (4, P),
-            "labels": (4, P),
-            "weights": (4, P),
-            **rows,
-        }
+        rows = dict.fromkeys(("lengths", "sentence_labels", "sentence_weights"), (4,))
+        predictions = dict.fromkeys(("positions", "labels", "weights"), (4, P))
+        assert shapes == {"tokens": (4, T), "token_types": (4, T), **predictions, **rows}
         floats = {key for key, tensor in micro.items() if tensor.dtype == torch.float32}
         assert floats == {"weights", "sentence_weights"} and all(t.is_contiguous() for t in micro.values())
         predicted = micro["labels"][:, 0] // 100 % (P + 1)
@@ -162,15 +151,12 @@ def test_validation_of_a_bert_counts_each_prediction_and_sentence_once(layout):
     ranks = [validation_batches(samples, *layout[:3], rank) for rank in range(layout.dp)]
     parts = [micro for steps in ranks for step in steps for micro in step]
     counted = torch.cat([micro["labels"][micro["weights"] > 0] for micro in parts]).sort().values
-    assert (
-        torch.equal(counted, torch.from_numpy(samples.labels).sort().values)
-        and len(counted) == samples.fields["predicted"].sum()
-    )
+    assert torch.equal(counted, torch.from_numpy(samples.labels).sort().values)
+    assert len(counted) == samples.fields["predicted"].sum()
     losses = torch.rand(2000)
     means = [(losses[micro["tokens"][:, 0]] * micro["sentence_weights"]).sum() for micro in parts]
-    torch.testing.assert_close(
-        torch.stack(means).mean(), losses[torch.from_numpy(samples.fields["tokens"][:, 0])].mean()
-    )
+    first = torch.from_numpy(samples.fields["tokens"][:, 0])
+    torch.testing.assert_close(torch.stack(means).mean(), losses[first].mean())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -255,9 +241,8 @@ def test_resuming_continues_with_the_same_batches_under_another_layout():
     ranks = [StepBatches(Counted(), 3, half, rank, 4, running.state(), workers=rank) for rank in (0, 1)]
     for _ in range(3):
         (expected,) = next(running)
-        assert torch.equal(
-            expected["tokens"], torch.cat([micro["tokens"] for rank in ranks for micro in next(rank)])
-        )
+        found = torch.cat([micro["tokens"] for rank in ranks for micro in next(rank)])
+        assert torch.equal(expected["tokens"], found)
     assert merge_states([rank.state() for rank in ranks]) == running.state()
     ranks[1].close()
 
@@ -268,10 +253,8 @@ def test_a_state_of_another_step_or_batch_is_refused():
 
 
 def test_states_of_ranks_are_united_and_disagreement_is_noticed():
-    states = [
-        {"position": 8, "lanes": {"0": {"record": 1}}},
-        {"position": 8, "lanes": {"1": {"record": 2}, "0": {"record": 1}}},
-    ]
+    lanes = ({"0": {"record": 1}}, {"1": {"record": 2}, "0": {"record": 1}})
+    states = [{"position": 8, "lanes": each} for each in lanes]
     assert merge_states(states) == {"position": 8, "lanes": {"0": {"record": 1}, "1": {"record": 2}}}
     nested = [{"position": 8, "parts": [{"position": 3}, state]} for state in states]
     assert merge_states(nested)["parts"][1]["lanes"].keys() == {"0", "1"}
@@ -338,9 +321,7 @@ def test_samples_of_a_blend_stand_where_their_positions_say(family):
     part_of, local = blend.places(np.array(positions))
     assert len(set(part_of.tolist())) == 2
     found = blend.take(positions, seed=1)[key][:, 0]
-    assert found.tolist() == [
-        place * 100 + 1 + (int(part) << 32) for part, place in zip(part_of, local, strict=True)
-    ]
+    assert found.tolist() == (local * 100 + 1 + (part_of << 32)).tolist()
 
 
 def test_the_state_of_a_blend_is_how_far_each_part_is():
@@ -384,9 +365,6 @@ def test_spread_is_even_and_never_asks_for_what_is_not_there():
 
 def test_unigram_cross_entropy_against_its_definition():
     train, labels, vocabulary = [0, 0, 1, 3, 3, 3], np.array([[0, 2], [3, 1]]), 4
-    expected = 0.0
-    for label in labels.flatten():
-        expected -= np.log((train.count(label) + 1) / (len(train) + vocabulary)) / labels.size
-    assert unigram_cross_entropy(np.bincount(train, minlength=vocabulary), labels) == pytest.approx(
-        expected, rel=1e-12
-    )
+    shares = [(train.count(label) + 1) / (len(train) + vocabulary) for label in labels.flatten()]
+    found = unigram_cross_entropy(np.bincount(train, minlength=vocabulary), labels)
+    assert found == pytest.approx(-np.mean(np.log(shares)), rel=1e-12)

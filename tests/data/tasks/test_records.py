@@ -36,10 +36,8 @@ def test_every_form_gives_the_same_records(tmp_path):
 
 def test_squads_own_json_is_the_hubs_schema(tmp_path):
     answers = [{"text": "film", "answer_start": 2}]
-    asked = [
-        {"id": "q1", "question": "what?", "answers": answers},
-        {"id": "q2", "question": "why?", "answers": []},
-    ]
+    asked = [{"id": "q1", "question": "what?", "answers": answers}]
+    asked.append({"id": "q2", "question": "why?", "answers": []})
     article = {"title": "t", "paragraphs": [{"context": "a film", "qas": asked}]}
     (tmp_path / "own.json").write_text(json.dumps({"version": "v2.0", "data": [article]}))
     columns = [{"text": ["film"], "answer_start": [2]}, {"text": [], "answer_start": []}]
@@ -79,9 +77,8 @@ def test_the_hub_out_of_reach_is_refused_with_the_fix(monkeypatch):
 
 def test_broken_examples_are_counted_and_named(tmp_path):
     sound = sentences(3)
-    path = write_lines(
-        tmp_path / "dev.jsonl", [*sound, {"sentence": "a film", "label": 2}, {"sentence": 3, "label": 1}]
-    )
+    broken = [{"sentence": "a film", "label": 2}, {"sentence": 3, "label": 1}]
+    path = write_lines(tmp_path / "dev.jsonl", [*sound, *broken])
     with path.open("a") as file:
         file.write("{\n")
     found = parsed("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
@@ -93,9 +90,7 @@ def test_broken_examples_are_counted_and_named(tmp_path):
 
 def test_a_file_of_broken_examples_alone_is_refused(tmp_path):
     path = write_lines(tmp_path / "dev.jsonl", [{"sentence": "a film", "label": 7}] * 5)
-    with pytest.raises(
-        ProblemsError, match=r"all of its 5 examples are broken: .*label 7 is out of range"
-    ) as refused:
+    with pytest.raises(ProblemsError, match="all of its 5 examples are broken: .*label 7 is out") as refused:
         parsed("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
     assert "--dev" in str(refused.value)
 
@@ -118,12 +113,8 @@ def test_f1_is_of_label_one():
 
 def test_race_fills_blanks_and_scores_schools():
     facts = TASKS["race"]
-    record = {
-        "article": "a film",
-        "question": "it is _ .",
-        "options": ["good", "bad", "one", "two"],
-        "answer": "B",
-    }
+    record = {"article": "a film", "question": "it is _ .", "answer": "B"}
+    record["options"] = ["good", "bad", "one", "two"]
     names = ["high1.txt", "high1.txt", "middle2.txt"]
     every = [choices.parse(facts, {**record, "example_id": name}, i, True) for i, name in enumerate(names)]
     assert choices.with_option(record["question"], "bad") == "it is bad ."

@@ -177,12 +177,8 @@ def test_the_best_span_is_that_of_all_windows(tokenizer):
     ],
 )
 def test_a_broken_question_says_why(changes, said):
-    record = {
-        "id": "1",
-        "question": "one?",
-        "context": "a film",
-        "answers": {"text": ["film"], "answer_start": [2]},
-    }
+    record = {"id": "1", "question": "one?", "context": "a film"}
+    record["answers"] = {"text": ["film"], "answer_start": [2]}
     assert parse(TASKS["squad1"], record, 0, True).answers == (("film", 2),)
     with pytest.raises(Wrong, match=said):
         parse(TASKS["squad1"], {**record, **changes}, 0, True)

@@ -22,13 +22,7 @@ def index_bytes(
     """An .idx by the format's description, byte by byte: nothing of ours has a part in it."""
     if pointers is None:
         pointers = [itemsize * sum(sizes[:i]) for i in range(len(sizes))]
-    head = (
-        magic
-        + struct.pack("<Q", version)
-        + struct.pack("<B", code)
-        + struct.pack("<Q", len(sizes))
-        + struct.pack("<Q", len(documents))
-    )
+    head = magic + struct.pack("<QBQQ", version, code, len(sizes), len(documents))
     arrays = struct.pack(f"<{len(sizes)}i", *sizes) + struct.pack(f"<{len(pointers)}q", *pointers)
     return head + arrays + struct.pack(f"<{len(documents)}q", *documents)
 
@@ -40,9 +34,8 @@ GOOD = {"sizes": [4, 2, 3], "documents": [0, 2, 3]}
 def write_pair(tmp_path: Path, idx: bytes, tokens: bytes | None = None) -> Path:
     prefix = tmp_path / "corpus.v1_text_document"
     (tmp_path / "corpus.v1_text_document.idx").write_bytes(idx)
-    (tmp_path / "corpus.v1_text_document.bin").write_bytes(
-        struct.pack("<9H", *TOKENS) if tokens is None else tokens
-    )
+    tokens = struct.pack("<9H", *TOKENS) if tokens is None else tokens
+    (tmp_path / "corpus.v1_text_document.bin").write_bytes(tokens)
     return prefix
 
 
@@ -58,10 +51,8 @@ def read_independently(prefix: Path) -> tuple[str, list[list[list[int]]]]:
     assert len(raw) == 34 + 12 * n + 8 * m
     tokens = Path(f"{prefix}.bin").read_bytes()
     assert len(tokens) == size * sum(lengths)
-    found = [
-        list(struct.unpack_from(f"<{length}{letter}", tokens, at))
-        for length, at in zip(lengths, pointers, strict=True)
-    ]
+    places = zip(lengths, pointers, strict=True)
+    found = [list(struct.unpack_from(f"<{length}{letter}", tokens, at)) for length, at in places]
     return letter, [found[a:b] for a, b in zip(documents, documents[1:], strict=False)]
 
 
@@ -115,9 +106,8 @@ def test_many_documents_at_once_make_the_same_files(tmp_path, monkeypatch):
         writer.add_documents(np.arange(1, 9), np.array([2, 1, 3, 0, 1, 1]), np.array([2, 0, 3, 1]))
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"one{ending}").read_bytes() == (tmp_path / f"bulk{ending}").read_bytes()
-    assert read_independently(tmp_path / "one")[1] == [[[1, 2], [3]], [], [[4, 5, 6], [7]], [[8]]], (
-        "only the empty sequence is left out"
-    )
+    # Only the empty sequence is left out.
+    assert read_independently(tmp_path / "one")[1] == [[[1, 2], [3]], [], [[4, 5, 6], [7]], [[8]]]
 
 
 def test_a_store_appears_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -128,9 +118,8 @@ def test_a_store_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     for tokens in ([1, 2], [3, 4]):  # as long, so that the old .idx would fit the new .bin
         with StoreWriter(tmp_path / "a", 100) as writer:
             writer.add_document([np.array(tokens)])
-            assert len(list(tmp_path.glob("a.???"))) == (0 if tokens[0] == 1 else 2), (
-                "the names are taken at the end"
-            )
+            there = len(list(tmp_path.glob("a.???")))
+            assert there == (0 if tokens[0] == 1 else 2), "the names are taken at the end"
     renamed = []
 
     def stop_at_idx(source, target):
@@ -166,10 +155,8 @@ def test_an_empty_store(tmp_path):
 
 def test_tokens_outside_the_vocabulary_are_not_written(tmp_path):
     for wrong in (100, -1):
-        with (
-            pytest.raises(AssertionError, match="outside the vocabulary"),
-            StoreWriter(tmp_path / "a", 100) as writer,
-        ):
+        refused = pytest.raises(AssertionError, match="outside the vocabulary")
+        with refused, StoreWriter(tmp_path / "a", 100) as writer:
             writer.add_document([np.array([wrong])])
 
 
@@ -224,12 +211,8 @@ def test_missing_halves(tmp_path):
 
 
 def test_the_type_of_tokens_is_megatrons():
-    assert [token_dtype(size) for size in (300, 50257, 65499, 65500)] == [
-        np.uint16,
-        np.uint16,
-        np.uint16,
-        np.int32,
-    ]
+    types = [token_dtype(size) for size in (300, 50257, 65499, 65500)]
+    assert types == [np.uint16, np.uint16, np.uint16, np.int32]
 
 
 @pytest.mark.parametrize(("validation_every", "test_every"), [(20, None), (20, 20), (4, 2), (2, 2), (3, 7)])
@@ -239,9 +222,7 @@ def test_every_document_has_one_part_of_the_promised_share(validation_every, tes
     assert [PARTS[code] for code in parts(np.arange(500), validation_every, test_every)] == found
     documents = {name: documents_of(name, n, validation_every, test_every) for name in PARTS}
     assert np.array_equal(np.sort(np.concatenate(list(documents.values()))), np.arange(n))
-    assert np.array_equal(documents["validation"], np.arange(validation_every - 1, n, validation_every)), (
-        "as in earlier versions"
-    )
+    assert np.array_equal(documents["validation"], np.arange(validation_every - 1, n, validation_every))
     left = n - len(documents["validation"])
     assert abs(len(documents["test"]) - (left / test_every if test_every else 0)) <= 1
     assert len(documents["train"]) > 0
@@ -321,9 +302,8 @@ def test_windows_cover_the_stream_and_every_epoch_has_each_once(samples):
         orders.append([tuple(row) for row in found.tolist()])
         assert set(orders[-1]) == windows
     assert orders[0] != orders[1] != orders[2]
-    assert not np.array_equal(
-        samples.take(range(count), 1)["window"], samples.take(range(count), 2)["window"]
-    )
+    one, two = (samples.take(range(count), seed)["window"] for seed in (1, 2))
+    assert not np.array_equal(one, two)
 
 
 def test_any_order_of_access_and_any_thread_give_the_same_windows(samples):
