@@ -12,7 +12,7 @@ from pathlib import Path
 from launch.console.text_table import aligned
 from recipes import catalog
 
-HELP_WIDTH = 78  # columns of help texts: what argparse uses of a terminal of 80
+HELP_WIDTH = 78  # columns of a description, as argparse fills 80
 HELP = argparse.RawDescriptionHelpFormatter  # descriptions and examples keep their lines
 
 
