@@ -70,7 +70,7 @@ def train(start: Start) -> EarlyStop | None:
         stack.enter_context(contextlib.closing(batches))
         stop = stack.enter_context(StopRequest(job.stop_file))
 
-        def follow(engine: DeepSpeedEngine) -> FollowRun:
+        def begin(engine: DeepSpeedEngine) -> FollowRun:
             recorder.reached("engine")
             stack.enter_context(steps.released(engine))
             stack.enter_context(ending.error_kept(job.directory, but=EarlyEnd))
@@ -79,7 +79,7 @@ def train(start: Start) -> EarlyStop | None:
 
         trainer = RecipeTrainer(plan.recipe, batches, watchdog, model=model, args=arguments)
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(FollowOnceThereIsAnEngine(follow, trainer))
+        trainer.add_callback(BeginRun(begin, trainer))
         trainer.train()
     return trainer.stopped
 
@@ -115,19 +115,19 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
     return arguments
 
 
-class FollowOnceThereIsAnEngine(TrainerCallback):
+class BeginRun(TrainerCallback):
     """Begins the run once Trainer has made the engine."""
 
-    def __init__(self, follow: Callable[[DeepSpeedEngine], FollowRun], trainer: RecipeTrainer) -> None:
-        self.follow, self.trainer = follow, trainer
+    def __init__(self, begin: Callable[[DeepSpeedEngine], FollowRun], trainer: RecipeTrainer) -> None:
+        self.begin, self.trainer = begin, trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         engine = self.trainer.model_wrapped
         if engine.fp16_enabled():
             postpone_growth(engine)
-        followed = self.follow(engine)
-        self.trainer.add_callback(followed)
-        state.global_step = followed.run.start_step
+        follower = self.begin(engine)
+        self.trainer.add_callback(follower)
+        state.global_step = follower.run.start_step
 
 
 class FollowRun(TrainerCallback):
