@@ -21,9 +21,8 @@ from launch.ranks import joining, processes
 from recipes.problems import Problem, ProblemsError, counted
 
 if TYPE_CHECKING:
-    from launch.evaluation.generation.prompts import EncodedPrompt
-    from launch.evaluation.generation.trained_model import TrainedModel
-    from launch.evaluation.generation.writing import Settings, Written
+    from launch.evaluation.trained_model import TrainedModel
+    from launch.evaluation.writing import EncodedPrompt, Settings, Written
     from launch.ranks.meeting import Meeting
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -167,16 +166,16 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def checked_job(args: argparse.Namespace) -> Job:
     """Everything but the weights, of which headers are read. Raises ProblemsError."""
-    from launch.evaluation.generation import prompts, trained_model
+    from launch.evaluation import trained_model, writing
 
     processes.check_device()
     out = output.new_file("--out", args.out, (".jsonl",)) if args.out and processes.rank() == 0 else None
-    given = prompts.read(args.file) if args.file else prompts.typed(args.prompt)
+    given = writing.read(args.file) if args.file else writing.typed(args.prompt)
     model = trained_model.open_model(args.model, args.tokenizer)
     problems = list(unfit(args, model))
     encoded: list[EncodedPrompt] = []
     try:
-        encoded = prompts.encode(given, model)
+        encoded = writing.encode(given, model)
     except ProblemsError as error:
         problems += error.problems
     if problems:
@@ -201,7 +200,7 @@ def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    from launch.evaluation.generation.writing import Settings
+    from launch.evaluation.writing import Settings
     from modeling.generation import DEFAULT_SAMPLING, Sampling
 
     sampling = None
@@ -220,7 +219,7 @@ def run(job: Job, meeting: Meeting) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from launch.console.progress import bar
-    from launch.evaluation.generation import writing
+    from launch.evaluation import writing
 
     first, model = processes.rank() == 0, loaded(job, meeting)
     model.to(get_accelerator().current_device_name())

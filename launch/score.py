@@ -22,9 +22,8 @@ from recipes.problems import Problem, ProblemsError
 if TYPE_CHECKING:
     from data.tasks.windows import TaskData
     from ds_configs.plan import Plan
-    from launch.evaluation.result import Score
-    from launch.evaluation.scored_model import ScoredModel
-    from launch.evaluation.tasks import Asked
+    from launch.evaluation.scores import Score
+    from launch.evaluation.scoring_job import ScoredModel, ScoringTask
 
 # Sections of a recipe that other flags decide, and those that score nothing.
 BY_FLAGS = {"precision": "--precision", "batch": "--batch", "ds_config": "--ds_config"}
@@ -126,7 +125,7 @@ class ScoringJob:
     `out`: file for the result; None: none is asked for. `from_scratch`: with weights that are drawn.
     """
 
-    asked: Asked
+    task: ScoringTask
     model: ScoredModel
     plan: Plan
     window: int
@@ -137,18 +136,17 @@ class ScoringJob:
 
 def checked_job(args: Namespace) -> ScoringJob:
     """The job that the flags ask for. Raises ValueError."""
-    from launch.evaluation.scored_model import Wishes, open_model, plan_scoring
-    from launch.evaluation.tasks import Asked
+    from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring
 
     check_settings(args.set)
     world = processes.world_size()
     wishes = Wishes(args.precision, args.batch, world, args.set, args.tokenizer)
     model = open_model(args.model, wishes)
-    asked = Asked(args.task, args.variant, args.data, args.column, args.window, args.stride, args.limit)
-    window, stride = asked.check(model)
+    task = ScoringTask(args.task, args.variant, args.data, args.column, args.window, args.stride, args.limit)
+    window, stride = task.check(model)
     plan = plan_scoring(model, args.ds_config, world, abilities.detect_machine())
     out = output.new_file("--out", args.out, (".json",)) if args.out and processes.rank() == 0 else None
-    return ScoringJob(asked, model, plan, window, stride, out, args.from_scratch)
+    return ScoringJob(task, model, plan, window, stride, out, args.from_scratch)
 
 
 def check_settings(settings: list[str]) -> None:
@@ -170,17 +168,16 @@ def check_settings(settings: list[str]) -> None:
 def run(job: ScoringJob, meeting: Meeting) -> None:
     """Data, model, scores, results."""
     from launch.console.progress import bar
-    from launch.evaluation import result
-    from launch.evaluation.figures import figures
-    from launch.evaluation.scoring import build_scoring_engine, score
-    from launch.evaluation.tasks import read_task
+    from launch.evaluation import scores as results
+    from launch.evaluation.scoring import build_scoring_engine, figures, score
+    from launch.evaluation.scoring_job import read_task
     from launch.ranks.watchdog import Watchdog
     from modeling.parallel.process_grid import ProcessGrid
 
     layout, first = job.plan.layout, processes.rank() == 0
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     say = partial(terminal.say, stream=sys.stderr) if first else _silence
-    data = meeting.settle(lambda: read_task(job.asked, job.model, job.window, job.stride, say))
+    data = meeting.settle(lambda: read_task(job.task, job.model, job.window, job.stride, say))
     meeting.end()
     check_same_data(data, processes.gathered(data.checksum, grid.control_group))
     weights = None if job.from_scratch else str(job.model.trained.weights)
@@ -195,11 +192,11 @@ def run(job: ScoringJob, meeting: Meeting) -> None:
     seconds = time.perf_counter() - began
     if first:
         made = make_score(job, data, figures(data, scores), seconds)
-        print(result.describe(made, terminal.columns()))
+        print(results.describe(made, terminal.columns()))
         if job.model.trained.run is not None and not job.from_scratch:
-            say(f"kept in {result.keep(job.model.trained.run, made)}")
+            say(f"kept in {results.keep(job.model.trained.run, made)}")
         if job.out:
-            job.out.write_text(result.to_json(made))
+            job.out.write_text(results.to_json(made))
 
 
 def less_memory(plan: Plan) -> str:
@@ -218,7 +215,7 @@ def check_same_data(data: TaskData, checksums: list[str]) -> None:
 
 
 def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds: float) -> Score:
-    from launch.evaluation.result import Score
+    from launch.evaluation.scores import Score
     from launch.machine import description
     from modeling import cost
 
@@ -226,7 +223,7 @@ def make_score(job: ScoringJob, data: TaskData, found: dict[str, float], seconds
     layout = plan.layout
     degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, ZeRO-{plan.zero_stage}"
     offload = f", offload {plan.offload}" if plan.offload != "none" else ""
-    limited = job.asked.limit is not None
+    limited = job.task.limit is not None
     return Score(
         model=model.given, parameters=cost.parameters(model.recipe.model, model.recipe.positions),
         step=None if job.from_scratch else model.trained.step, task=data.task, variant=data.variant,

@@ -1,23 +1,33 @@
-"""Predictions of a fine-tuned model under the layout that trained it."""
+"""Predictions of a fine-tuned model, under the layout that trained it and in the directory of its run.
+
+RUN/predictions/dev/SST-2.tsv     in the form of the task's submissions
+RUN/predictions/dev/logits.npy    (n, classes) or (windows, S, 2), float32: what ensembles average
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from data.durable_files import write_atomically
 from data.samples.fields import HeldOut
+from data.tasks.choices import Scored
 from data.tasks.corpus import TaskCorpus
 from data.tasks.features import Features
-from launch.evaluation.kept_predictions import FOLDER, keep
 from launch.ranks.processes import gathered
 from launch.ranks.watchdog import Phase
 from launch.records.facts import TaskScore
 from launch.training.run import TrainingRun, held_out_batches
+
+if TYPE_CHECKING:
+    from data.tasks.corpus import PredictedSplit
 
 CHUNK = 2048  # examples that are in memory with their padding
 
@@ -84,3 +94,25 @@ def captured(engine: DeepSpeedEngine) -> Iterator[list[torch.Tensor]]:
         yield kept
     finally:
         setattr(holder, name, computed)
+
+
+FOLDER, LOGITS = "predictions", "logits.npy"
+
+
+def keep(
+    folder: Path, splits: Sequence[PredictedSplit], logits: Mapping[str, np.ndarray]
+) -> tuple[TaskScore, ...]:
+    """Scores the logits of splits, and writes these and the submissions below `folder`."""
+    scores, dev = list[TaskScore](), None
+    for split in splits:
+        scored: Scored = split.score(logits[split.name], dev)
+        dev = dev or scored
+        place = folder / split.name
+        place.mkdir(parents=True, exist_ok=True)
+        with open(place / LOGITS, "wb") as file:
+            np.save(file, logits[split.name])
+        for name, text in scored.files.items():
+            write_atomically(place / name, text)
+        metrics = dict(scored.metrics)
+        scores.append(TaskScore(split.name, metrics, split.examples, split.broken, tuple(scored.files)))
+    return tuple(scores)

@@ -14,33 +14,73 @@ A run that is finished is not made again, and one that was interrupted resumes.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import queue
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic as clock
+from typing import Any, TypeVar
 
 import numpy as np
+from tqdm import tqdm
 
+from data.durable_files import write_atomically
 from data.tasks.corpus import splits_to_predict
+from launch.evaluation.finetuning_predictions import FOLDER, LOGITS, keep
 from launch.evaluation.finetuning_summary import MEMBERS, Finished, Summary, Trial, write
-from launch.evaluation.kept_predictions import FOLDER, LOGITS, keep
-from launch.evaluation.several_runs import keep_asked, side_by_side
 from launch.records.facts import TaskScore
 from launch.records.result import read_result
+from recipes import files
 from recipes.catalog import load_resolved
 from recipes.problems import Problem, ProblemsError
 from recipes.tasks import TaskFacts
 
 BATCHES, RATES = (16, 32), (1e-5, 2e-5, 3e-5)  # RoBERTa's grid for GLUE
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+ASKED = "runs.json"
+WORK_S = 1.0  # what takes less was made before, and tells nothing of what is left
 Say = Callable[[str], None]
 
 
 class NoScores(Exception):
     """None of several runs has come to an end; says why."""
+
+
+def side_by_side(
+    make: Callable[[Item], Found], items: Sequence[Item], at_once: int, told: Callable[[Found], str], say: Say
+) -> list[Found]:
+    """What `make` returns for every item, in their order; `told` of each is said when it is there.
+
+    Where one raises, or on Ctrl-C, what has not begun is left out; what is under way is waited for.
+    """
+    done, took = itertools.count(1), list[float]()
+
+    def one(item: Item) -> Found:
+        began = clock()
+        found = make(item)
+        number, seconds = next(done), clock() - began
+        took.extend([seconds] if seconds > WORK_S else [])
+        left = statistics.mean(took or [0]) * (len(items) - number) / at_once
+        about = f", about {tqdm.format_interval(left)} left" if took else ""
+        say(f"{told(found)}; {number} of {len(items)}{about}")
+        return found
+
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(one, item) for item in items]
+        try:
+            ended = wait(futures, return_when=FIRST_EXCEPTION).done
+            for error in filter(None, (future.exception() for future in ended)):
+                say(f"{error}; no other begins, and what is under way is waited for")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return [future.result() for future in futures]  # what is left out was asked for after what has raised
 
 
 @dataclass(frozen=True)
@@ -99,26 +139,14 @@ class Runs:
 
     def _made(self, trial: Trial, devices: tuple[str, ...]) -> Finished:
         directory, log = self.out / trial.name, self.out / f"{trial.name}.log"
-        meet = [
-            "--rdzv_backend",
-            "c10d",
-            "--rdzv_endpoint",
-            "localhost:0",
-            "--nproc_per_node",
-            str(self.ranks),
-        ]
-        launcher = ["-m", "torch.distributed.run", *meet] if self.ranks > 1 else []
+        place = f"--rdzv_backend c10d --rdzv_endpoint localhost:0 --nproc_per_node {self.ranks}"
+        launcher = ["-m", "torch.distributed.run", *place.split()] if self.ranks > 1 else []
         own = [*trial.flags, "--out", str(directory), "--resume"]
         command = [sys.executable, *launcher, self.script, *self.arguments, *own]
-        seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+        env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})}
+        streams: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         with log.open("ab") as file:
-            ended = subprocess.run(
-                command,
-                env={**os.environ, **seen},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-            )
+            ended = subprocess.run(command, env=env, stdout=file, **streams)
         if found := self.finished(trial):
             return found
         return Finished(**vars(trial), problem=f"ended with code {ended.returncode}, see {log}")
@@ -126,6 +154,16 @@ class Runs:
 
 def grid(batches: Sequence[int], rates: Sequence[float], seed: int) -> list[Trial]:
     return [Trial(batch, lr, seed) for batch, lr in itertools.product(batches, rates)]
+
+
+def keep_asked(out: Path, asked: dict[str, Any]) -> None:
+    """Keep what runs are asked for; refuse to go on with what was asked otherwise. Raises ProblemsError."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / ASKED
+    if path.exists() and files.read_json_object(path) != asked:
+        came, rule = f"{out} holds runs of other arguments", "runs that are compared are asked for alike"
+        raise ProblemsError([Problem("--out", came, rule, "name another directory with --out")])
+    write_atomically(path, json.dumps(asked, indent=1) + "\n")
 
 
 def procedure(runs: Runs, first: Trial, *, tried: bool, seeds: int, together: bool) -> Summary:

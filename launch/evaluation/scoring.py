@@ -24,7 +24,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor
 
 from data.loader import MicroBatch
-from data.tasks.windows import Window
+from data.tasks.windows import TaskData, Window
 from ds_configs.plan import Plan
 from launch.machine import compiled_ops, memory
 from launch.ranks import ending
@@ -43,6 +43,7 @@ from modeling.unpadding import rounded_up
 
 LENGTH_MULTIPLE = 32  # to which windows are padded, and their logits
 MEETING = 16  # steps after which data-parallel ranks wait for each other, so that one that hangs is noticed
+LARGEST_EXPONENT = 700.0  # of e, in float64
 
 
 @dataclass(frozen=True)
@@ -201,3 +202,37 @@ def _window_score(window: Window, scores: Tensor, step: Step) -> WindowScore:
     last = window.length - (step.length - step.scored)
     losses, right = scores[:, last - window.counted : last].double().tolist()
     return WindowScore(math.fsum(losses), int(sum(right)), bool(right[-1]))
+
+
+def figures(data: TaskData, scores: Sequence[WindowScore]) -> dict[str, float]:
+    """The task's figures by name, the one that it is known by first."""
+    nll = math.fsum(score.nll for score in scores)
+    right, tokens = sum(score.right for score in scores), data.tokens
+    per_token = {
+        "loss_per_token": nll / tokens,
+        "perplexity_per_token": _exponential(nll / tokens),
+        "accuracy_per_token": right / tokens,
+    }
+    if data.task == "lambada":
+        whole = sum(s.right == w.counted for s, w in zip(scores, data.windows, strict=True))
+        return {
+            "accuracy": whole / len(scores),
+            "perplexity_of_last_word": _exponential(nll / len(scores)),
+            "accuracy_of_last_token": sum(score.last_right for score in scores) / len(scores),
+            **per_token,
+        }
+    of_text = {}
+    if data.words is not None:
+        of_text = {
+            "perplexity_per_word": _exponential(nll / data.words),
+            "tokens_per_word": tokens / data.words,
+        }
+    if data.bytes is not None:
+        of_text["bits_per_byte"] = nll / data.bytes / math.log(2)
+    first = "per_word" if data.task == "wikitext103" else "per_token"
+    every = {**of_text, **per_token}
+    return {"perplexity": every[f"perplexity_{first}"], **every}
+
+
+def _exponential(nats: float) -> float:
+    return math.exp(min(nats, LARGEST_EXPONENT))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ds_configs.plan import Plan
 from launch.evaluation import pretrained
 from launch.evaluation.pretrained import Pretrained
-from launch.evaluation.result import Score, read_scores
+from launch.evaluation.scores import Score, read_scores
 from launch.ranks import out_of_memory
 from launch.records.deviations import Deviation
 from launch.records.directory import Launch, RunDirectory

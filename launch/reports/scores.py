@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from launch.console.numbers import number
-from launch.evaluation.published import published_next_to
-from launch.evaluation.result import WORDS, Score, figure_text
+from launch.evaluation.scores import WORDS, Score, figure_text, published_next_to
 from launch.reports.finetuned import SHARES, Finetuned, percent
 from launch.reports.frames import Frame
 from launch.reports.runs import Run

@@ -20,10 +20,8 @@ from launch.ranks import ending, processes
 quiet.quiet_libraries()
 MACHINE = abilities.detect_machine()
 
-from launch.evaluation.figures import figures  # noqa: E402  (after the accelerator is chosen)
-from launch.evaluation.scored_model import Wishes, open_model, plan_scoring  # noqa: E402
-from launch.evaluation.scoring import build_scoring_engine, score, steps_of  # noqa: E402
-from launch.evaluation.tasks import Asked, read_task  # noqa: E402
+from launch.evaluation.scoring import build_scoring_engine, figures, score, steps_of  # noqa: E402  (after the accelerator is chosen)
+from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring, read_task  # noqa: E402
 from launch.ranks.watchdog import Watchdog  # noqa: E402
 from launch.training.engine import released  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
@@ -39,9 +37,9 @@ def score_case(run: str, texts: str, long: str, case: dict) -> dict:
     engine = build_scoring_engine(plan, grid, str(model.trained.weights), print)
     with released(engine):
         every = {
-            "lambada": Asked("lambada", "openai", texts),
-            "perplexity": Asked("perplexity", "original", texts, stride=24),
-            "overlapping": Asked("perplexity", "original", long, stride=24),
+            "lambada": ScoringTask("lambada", "openai", texts),
+            "perplexity": ScoringTask("perplexity", "original", texts, stride=24),
+            "overlapping": ScoringTask("perplexity", "original", long, stride=24),
         }
         for name, asked in every.items():
             window, stride = asked.check(model)

@@ -16,10 +16,8 @@ from transformers import GPT2LMHeadModel
 
 from ds_configs.plan import Machine
 from launch import export_hf, report
-from launch.evaluation.figures import figures
-from launch.evaluation.result import read_scores
-from launch.evaluation.scored_model import Wishes, open_model, plan_scoring
-from launch.evaluation.tasks import Asked
+from launch.evaluation.scores import read_scores
+from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring
 from launch.ranks.ending import Failed, out_of_memory_explained
 from launch.score import less_memory
 from recipes.problems import ProblemsError
@@ -92,7 +90,7 @@ def test_a_window_is_a_sample_of_the_training_and_may_be_as_long_as_the_position
         found.append(json.loads((tmp_path / "out.json").read_text())["figures"])
         (tmp_path / "out.json").unlink()
     assert found[0] == found[1] == found[4] != found[2] == found[3] == found[5]
-    said = refusal(tmp_path / "short", Asked("perplexity", "openai", str(task[-1]), window=65))
+    said = refusal(tmp_path / "short", ScoringTask("perplexity", "openai", str(task[-1]), window=65))
     assert "--window 65: the model has 64 positions; give 64 or less" in said
 
 
@@ -155,7 +153,7 @@ def test_from_scratch_scores_the_weights_that_the_run_began_with(made, tmp_path)
 def test_a_right_word_counts_whole():
     """A word of two tokens is right where both are; its last token alone counts apart."""
     from data.tasks.windows import TaskData, Window
-    from launch.evaluation.scoring import WindowScore
+    from launch.evaluation.scoring import WindowScore, figures
 
     windows = tuple(Window(torch.arange(5).numpy(), counted) for counted in (2, 2, 1, 1))
     data = TaskData("lambada", "openai", "x", windows, None, 4)
@@ -175,7 +173,7 @@ def refusal(model, asked, *settings, tokenizer=None):
 
 def test_what_cannot_be_scored_is_refused_before_a_start(made, tmp_path):
     texts = str(made / "texts.jsonl")
-    asked, run_directory = Asked("lambada", "openai", texts), made / "run"
+    asked, run_directory = ScoringTask("lambada", "openai", texts), made / "run"
     make_run(tmp_path / "bert", family="bert/sotu")
     assert "is a BERT" in refusal(tmp_path / "bert", asked)
     shutil.copytree(run_directory, tmp_path / "unsaved", ignore=shutil.ignore_patterns("checkpoints"))
@@ -185,9 +183,9 @@ def test_what_cannot_be_scored_is_refused_before_a_start(made, tmp_path):
     tokenizer_of(PASSAGES, 300).save_pretrained(tmp_path / "small")
     said = refusal(run_directory, asked, tokenizer=str(tmp_path / "small"))
     assert "is not the vocabulary" in said or "300 tokens" in said
-    both = refusal(run_directory, Asked("perplexity", "openai", texts, window=4096, stride=5000))
+    both = refusal(run_directory, ScoringTask("perplexity", "openai", texts, window=4096, stride=5000))
     assert "--window 4096" in both and "--stride 5000" in both
-    assert "no such file" in refusal(run_directory, Asked("lambada", "openai", str(tmp_path / "none")))
+    assert "no such file" in refusal(run_directory, ScoringTask("lambada", "openai", str(tmp_path / "none")))
     said = refusal(run_directory, replace(asked, stride=3))
     assert "--stride with --task lambada" in said
     assert "hidden" in refusal(run_directory, asked, "model.hidden=32")

@@ -1,23 +1,26 @@
-"""The result of a scoring: as a record, in scores.json of a run, and as text."""
+"""Scores of a model on a task: scores.json of a run, its text, and the published ones next to them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
+from data.tasks.windows import TaskName
 from launch.console.numbers import number
 from launch.console.text_table import aligned, table
-from launch.evaluation.published import published_next_to
-from recipes import files
+from recipes import catalog, files
 from recipes.problems import some
+from recipes.schema import Downstream
 
 SCORES = "scores.json"  # in the directory of a run
 SHOWN_BROKEN = 3
+TABLE = "megatron_paper_results"  # of language models scored on the tasks of launch/score.py
 WORDS = {
     "accuracy": "accuracy",
     "perplexity": "perplexity",
@@ -154,3 +157,48 @@ def _lines(score: Score) -> Iterator[tuple[str, str]]:
     yield "run with", f"{score.layout}, {score.precision}, batch {score.batch}"
     speed = number(score.windows / score.seconds) if score.seconds else ""
     yield "time", f"{score.seconds:.1f} s, {speed} windows/s on {score.hardware}"
+
+
+@dataclass(frozen=True)
+class PublishedScore:
+    """A figure as printed.
+
+    Attributes:
+        figure: its name in `figures`.
+        value: a share of 1 where it is printed in percent.
+    """
+
+    model: str
+    task: TaskName
+    figure: str
+    value: float
+    printed: str
+    source: str
+
+
+def published_next_to(task: str) -> tuple[PublishedScore, ...]:
+    """Those of the same task."""
+    return tuple(each for each in published_scores() if each.task == task)
+
+
+@cache
+def published_scores() -> tuple[PublishedScore, ...]:
+    """All of the table, each row's and then the best ones before it."""
+    rows = [entry.name for entry in catalog.names() if entry.name.startswith(f"{TABLE}/")]
+    found: list[PublishedScore] = []
+    for name in rows:
+        recipe = catalog.load(name)
+        if (published := recipe.published) is not None:
+            model = f"{recipe.model.facts.title} {published.size_label} ({published.framework})"
+            found += _of(model, published.downstream, published.source)
+            found += _of("best before it", published.previous, published.source)
+    return tuple(found)
+
+
+def _of(model: str, printed: Downstream | None, source: str) -> Iterator[PublishedScore]:
+    if printed is not None and printed.wikitext103 is not None:
+        perplexity = printed.wikitext103.perplexity
+        yield PublishedScore(model, "wikitext103", "perplexity", perplexity, f"{perplexity:g}", source)
+    if printed is not None and printed.lambada is not None:
+        percent = printed.lambada.accuracy
+        yield PublishedScore(model, "lambada", "accuracy", percent / 100, f"{percent:g} %", source)
