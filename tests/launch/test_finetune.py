@@ -18,8 +18,11 @@ import transformers
 from launching import ROOT, environment, run, run_ranks
 from tasked import VOCABULARY, questions, save_bert, sentences, write_lines
 
+from launch import finetune as finetune_command
 from launch.checkpoints import manifest
+from launch.console import ends
 from launch.evaluation import pretrained
+from launch.ranks import start_up
 from recipes import catalog
 
 COMMAND = ROOT / "launch" / "finetune.py"
@@ -38,10 +41,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def finetune(folder, *flags, task="sst2", ranks=1, prefix="", cwd=None):
+def given(folder, task, *flags, prefix=""):
+    """Words of the command; of flags that are given twice the last one counts."""
     data = [f"--{split}={folder / f'{prefix}{split}.jsonl'}" for split in ("train", "dev")]
-    given = ["--task", task, "--init", folder / "bert", *data, "--batch", 8, "--sequence_length", 32, *flags]
-    return run_ranks(ranks, COMMAND, *given, timeout=200, cwd=cwd or folder)
+    own = ["--task", task, "--init", folder / "bert", *data, "--batch", 8, "--sequence_length", 32, *flags]
+    return list(map(str, own))
+
+
+def finetune(folder, *flags):
+    return run_ranks(1, COMMAND, *given(folder, "sst2", *flags), timeout=200, cwd=folder)
 
 
 @pytest.fixture(scope="module")
@@ -84,28 +92,13 @@ def test_a_finished_run_resumes_to_the_same_scores_and_goes_on(trained, folder):
 
 def test_a_fine_tuned_run_starts_another_task_and_the_control_takes_none_of_its_weights(trained, folder):
     run, _ = trained
-    data = [f"--{split}={folder / f'squad-{split}.jsonl'}" for split in ("train", "dev")]
-    short = ["--set", "task.doc_stride=8", "--set", "task.max_query=6", "--sequence_length", 32]
-    for more, said in ((["--from_scratch"], None), ([], "initial weights")):
+    short = ["--set", "task.doc_stride=8", "--set", "task.max_query=6", "--steps", 2]
+    for more in (["--from_scratch"], []):
         out = folder / f"squad{len(more)}"
-        given = [
-            "--task",
-            "squad2",
-            "--init",
-            run,
-            *data,
-            *short,
-            "--batch",
-            8,
-            "--steps",
-            2,
-            "--out",
-            out,
-            *more,
-        ]
-        done = run_ranks(1, COMMAND, *given, timeout=200)
+        words = given(folder, "squad2", "--init", run, *short, "--out", out, *more, prefix="squad-")
+        done = run_ranks(1, COMMAND, *words, timeout=200)
         assert done.returncode == 0, done.stdout[-3000:]
-        assert (said or "initial weights") in done.stdout if said else "initial weights" not in done.stdout
+        assert ("initial weights" in done.stdout) != bool(more)
         of = pretrained.read(out)
         assert (of is None) if more else (of.recipe, of.changed) == ("finetune/sst2", None)
         (score,) = json.loads((out / "result.json").read_text())["task_scores"]
@@ -160,53 +153,58 @@ def test_seeds_median_and_ensemble(folder):
     assert done.returncode == 2 and "holds runs of other arguments" in done.stdout
 
 
-def refused(folder, said, *flags, **more):
-    done = finetune(folder, "--out", folder / "never", *flags, **more)
-    assert done.returncode == 2 and said in done.stdout.replace("\n", " "), done.stdout[-3000:]
-    assert not (folder / "never").exists()
+@pytest.fixture
+def refusal(folder, monkeypatch, capsys):
+    """What the command refuses in this process."""
+    monkeypatch.setattr(start_up, "postpone_collections", lambda: None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "never"))
+
+    def refuse(*flags, task="sst2"):
+        monkeypatch.setattr(
+            sys, "argv", [str(COMMAND), *given(folder, task, "--out", folder / "never", *flags)]
+        )
+        with pytest.raises(SystemExit) as ended:
+            ends.run(finetune_command.main)
+        said = "".join(capsys.readouterr()).replace("\n", " ")
+        assert ended.value.code == 2 and not (folder / "never").exists(), said
+        return said
+
+    return refuse
 
 
-def test_what_cannot_work_is_refused_before_anything_starts(folder, tmp_path):
-    refused(folder, "does not exist", "--init", tmp_path / "gone")
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
-    refused(folder, 'is a model of type "gpt2": heads for tasks stand on a BERT', "--init", tmp_path / "gpt2")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.yaml").write_text("title: x\n")
-    refused(folder, "holds no checkpoint", "--init", tmp_path / "run")
+def test_what_cannot_work_is_refused_before_anything_starts(folder, tmp_path, refusal):
+    for name, file, text in (
+        ("gpt2", "config.json", '{"model_type": "gpt2"}'),
+        ("run", "recipe.yaml", "title: x\n"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(text)
     other = save_bert(tmp_path / "other")
     (other / "vocab.txt").write_text("\n".join(VOCABULARY[:-2]) + "\n")
-    refused(folder, f"model.vocab_size={len(VOCABULARY)}, but the file vocabulary", "--init", other)
-    refused(
-        folder,
-        "lack question, context",
-        "--set",
-        "task.doc_stride=8",
-        "--set",
-        "task.max_query=6",
-        task="squad1",
-    )
     broken = write_lines(tmp_path / "broken.jsonl", [{"sentence": "a film", "label": 5}] * 3)
-    refused(folder, "all of its 3 examples are broken", "--train", broken)
-    refused(folder, "only MNLI has examples of other genres", "--dev_mismatched", folder / "dev.jsonl")
-    refused(folder, "sequence_length", "--sequence_length", 128)
-    refused(folder, "unknown key", "--set", "dropout.all=1")
-
-
-def test_flags_of_several_runs_are_refused_all_at_once(folder):
     for said, flags in {
+        "does not exist": ["--init", tmp_path / "gone"],
+        'is a model of type "gpt2": heads for tasks stand on a BERT': ["--init", tmp_path / "gpt2"],
+        "holds no checkpoint": ["--init", tmp_path / "run"],
+        f"model.vocab_size={len(VOCABULARY)}, but the file vocabulary": ["--init", other],
+        "all of its 3 examples are broken": ["--train", broken],
+        "only MNLI has examples of other genres": ["--dev_mismatched", folder / "dev.jsonl"],
+        "sequence_length": ["--sequence_length", 128],
+        "unknown key": ["--set", "dropout.all=1"],
         "--ensemble without --seeds: the seeds' models answer together, 2 at least": ["--ensemble", "--plan"],
         "--ensemble with --seeds 1": ["--ensemble", "--seeds", 1],
         "--plan with --seeds, --grid or --ensemble: a plan is that of one run": ["--ensemble", "--plan"],
         "--ranks 2 without --seeds or --grid": ["--ranks", 2],
     }.items():
-        refused(folder, said, *flags)
+        assert said in refusal(*flags), said
+    short = ("--set", "task.doc_stride=8", "--set", "task.max_query=6")
+    assert "lack question, context" in refusal(*short, task="squad1")
 
 
 def test_several_runs_are_refused_without_a_word_of_deepspeed(folder, tmp_path):
     """It says while it is imported that there is no GPU, where nothing names the accelerator."""
-    given = ["--task", "sst2", "--init", folder / "bert", "--train", tmp_path / "gone.jsonl", "--seeds", 2]
-    done = run(["env", "-u", "DS_ACCELERATOR", sys.executable, *map(str, (COMMAND, *given))], cwd=tmp_path)
+    words = given(folder, "sst2", "--train", tmp_path / "gone.jsonl", "--seeds", 2)
+    done = run(["env", "-u", "DS_ACCELERATOR", sys.executable, str(COMMAND), *words], cwd=tmp_path)
     assert done.returncode == 2 and done.stdout.startswith("\n--train: "), done.stdout
 
 
@@ -216,8 +214,8 @@ def test_the_whole_procedure_killed_and_started_again(folder, tmp_path):
     """Grid, seeds, median, ensemble; the run that was killed resumes to the scores of one that was not."""
     flags = ["--epochs", 10, "--grid", "--seeds", 5, "--ensemble", "--out", tmp_path / "out"]
     data = [f"--{split}={folder / f'{split}.jsonl'}" for split in ("train", "dev")]
-    given = ["--task", "sst2", "--init", folder / "bert", *data, "--sequence_length", 32]
-    command = [sys.executable, "-u", *map(str, (COMMAND, *given, *flags))]
+    words = ["--task", "sst2", "--init", folder / "bert", *data, "--sequence_length", 32]
+    command = [sys.executable, "-u", *map(str, (COMMAND, *words, *flags))]
     killed = "-seed1236"
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(
@@ -245,7 +243,7 @@ def test_the_whole_procedure_killed_and_started_again(folder, tmp_path):
     found = [row["scores"][0]["metrics"]["accuracy"] for row in seeds]
     assert summary["median"]["dev"]["accuracy"] == statistics.median(found)
     assert summary["ensemble_of"] == 5 and summary["ensemble"][0]["examples"] == 21
-    alone = [*given, "--epochs", 10, "--batch", best["batch"], "--lr", best["lr"], "--seed", 1236]
+    alone = [*words, "--epochs", 10, "--batch", best["batch"], "--lr", best["lr"], "--seed", 1236]
     again = run_ranks(1, COMMAND, *alone, "--out", tmp_path / "alone", timeout=200)
     assert again.returncode == 0, again.stdout[-3000:]
     scores = json.loads((tmp_path / "alone" / "result.json").read_text())["task_scores"]
