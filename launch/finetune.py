@@ -172,7 +172,7 @@ def several_runs(args: argparse.Namespace) -> None:
         checked(planned)
         made = runs.Runs(out, __file__, passed_on(sys.argv[1:]), args.ranks, devices, facts, terminal.say)
         first = Trial(args.batch or facts.batch, args.lr or facts.lr, args.seed)
-        summary = runs.procedure(made, first, tried=args.grid, seeds=args.seeds or 1, together=args.ensemble)
+        summary = runs.procedure(made, first, search=args.grid, seeds=args.seeds or 1, average=args.ensemble)
     except ValueError as e:
         ending.refuse(e)
     except runs.NoScores as e:

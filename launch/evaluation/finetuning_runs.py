@@ -44,7 +44,7 @@ from recipes.tasks import TaskFacts
 BATCHES, RATES = (16, 32), (1e-5, 2e-5, 3e-5)  # RoBERTa's grid for GLUE
 Item = TypeVar("Item")
 Found = TypeVar("Found")
-ASKED = "runs.json"
+ARGUMENTS = "runs.json"
 WORK_S = 1.0  # what takes less was made before, and tells nothing of what is left
 Say = Callable[[str], None]
 
@@ -54,9 +54,13 @@ class NoScores(Exception):
 
 
 def side_by_side(
-    make: Callable[[Item], Found], items: Sequence[Item], at_once: int, told: Callable[[Found], str], say: Say
+    make: Callable[[Item], Found],
+    items: Sequence[Item],
+    at_once: int,
+    describe: Callable[[Found], str],
+    say: Say,
 ) -> list[Found]:
-    """What `make` returns for every item, in their order; `told` of each is said when it is there.
+    """What `make` returns for every item, in their order; each is described when it is there.
 
     Where one raises, or on Ctrl-C, what has not begun is left out; what is under way is waited for.
     """
@@ -69,7 +73,7 @@ def side_by_side(
         took.extend([seconds] if seconds > WORK_S else [])
         left = statistics.mean(took or [0]) * (len(items) - number) / at_once
         about = f", about {tqdm.format_interval(left)} left" if took else ""
-        say(f"{told(found)}; {number} of {len(items)}{about}")
+        say(f"{describe(found)}; {number} of {len(items)}{about}")
         return found
 
     with ThreadPoolExecutor(at_once) as pool:
@@ -108,7 +112,7 @@ class Runs:
         return "f1" if self.facts.head == "span" else "accuracy"
 
     def finished(self, trial: Trial) -> Finished | None:
-        """Of a trial that was made before."""
+        """The outcome of a trial that was made before; None: there is none."""
         path = self.out / trial.name / "result.json"
         if not path.exists():
             return None
@@ -131,11 +135,11 @@ class Runs:
             finally:
                 free.put(devices)
 
-        def told(made: tuple[Finished, str]) -> str:
+        def describe(made: tuple[Finished, str]) -> str:
             found, when = made
             return f"{found.name}: {found.problem or found.scores[0]}{when}"
 
-        return [found for found, _ in side_by_side(one, trials, len(self.devices), told, self.say)]
+        return [found for found, _ in side_by_side(one, trials, len(self.devices), describe, self.say)]
 
     def _made(self, trial: Trial, devices: tuple[str, ...]) -> Finished:
         directory, log = self.out / trial.name, self.out / f"{trial.name}.log"
@@ -156,31 +160,31 @@ def grid(batches: Sequence[int], rates: Sequence[float], seed: int) -> list[Tria
     return [Trial(batch, lr, seed) for batch, lr in itertools.product(batches, rates)]
 
 
-def keep_asked(out: Path, asked: dict[str, Any]) -> None:
-    """Keep what runs are asked for; refuse to go on with what was asked otherwise. Raises ProblemsError."""
+def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
+    """Keep the arguments of all runs; refuse to go on with other ones. Raises ProblemsError."""
     out.mkdir(parents=True, exist_ok=True)
-    path = out / ASKED
-    if path.exists() and files.read_json_object(path) != asked:
-        came, rule = f"{out} holds runs of other arguments", "runs that are compared are asked for alike"
+    path, given = out / ARGUMENTS, {"arguments": list(arguments)}
+    if path.exists() and files.read_json_object(path) != given:
+        came, rule = f"{out} holds runs of other arguments", "runs that are compared have the same ones"
         raise ProblemsError([Problem("--out", came, rule, "name another directory with --out")])
-    write_atomically(path, json.dumps(asked, indent=1) + "\n")
+    write_atomically(path, json.dumps(given, indent=1) + "\n")
 
 
-def procedure(runs: Runs, first: Trial, *, tried: bool, seeds: int, together: bool) -> Summary:
-    """Grid (`tried`), seeds, median and ensemble (`together`); the summary, which is kept as well.
+def procedure(runs: Runs, first: Trial, *, search: bool, seeds: int, average: bool) -> Summary:
+    """Grid (`search`), seeds, median and ensemble (`average`); the summary, which is kept as well.
 
     Raises NoScores where no trial of the grid, or no seed, has come to a score.
     """
-    keep_asked(runs.out, {"arguments": list(runs.arguments)})
+    keep_arguments(runs.out, runs.arguments)
     found: tuple[Finished, ...] = ()
-    if tried:
+    if search:
         found = tuple(runs.make(grid(BATCHES, RATES, first.seed)))
         first = max(_scored(found), key=lambda each: each.value(runs.metric)).trial
         runs.say(f"best by {runs.metric} on dev: {first.name}")
     made = runs.make([replace(first, seed=first.seed + number) for number in range(seeds)])
     sound = _scored(made)
     summary = Summary(runs.metric, tuple(made), dict(medians(sound)), found)
-    if together:
+    if average:
         members = [each.trial for each in sound]
         joined = ensemble(runs.out, members) if len(members) >= MEMBERS else ()
         summary = replace(summary, ensemble=joined, ensemble_of=len(members))

@@ -1,4 +1,4 @@
-"""What came of several fine-tunings of one task: OUT/summary.json, and the same as text."""
+"""The outcome of several fine-tunings of one task: OUT/summary.json, and its text."""
 
 from __future__ import annotations
 

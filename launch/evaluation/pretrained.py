@@ -1,4 +1,4 @@
-"""Which run a fine-tuned encoder was pretrained in: RUN/pretrained.json, by which reports find its row."""
+"""The pretraining run of a fine-tuned encoder: RUN/pretrained.json, by which reports find its row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECISIVE = (
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The run that weights were taken from.
+    """The run of the weights.
 
     Attributes:
         directory: of the checkpoint.

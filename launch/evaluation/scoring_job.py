@@ -1,4 +1,4 @@
-"""What is scored: a model without its training, the plan by which it is loaded, and a task with its data."""
+"""A scoring job: a model without its training, the plan to load it by, and a task with its data."""
 
 from __future__ import annotations
 

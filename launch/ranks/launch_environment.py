@@ -1,4 +1,4 @@
-"""What Slurm, Open MPI and other MPIs tell each process of a launch, as the variables that torchrun sets.
+"""The place of a process in its launch, as Slurm, Open MPI and other MPIs state it, in torchrun's variables.
 
 torchrun and deepspeed set RANK, LOCAL_RANK and WORLD_SIZE themselves, and what they set counts. What Slurm
 sets: its src/common/env.c (`env_array_for_step`, `env_array_for_batch_job`).

@@ -1,4 +1,4 @@
-"""A connection of every rank to rank 0, from their meeting until they train: one that dies ends all at once.
+"""Connections of all ranks to rank 0, from their meeting until they train: one death ends all at once.
 
 Without it the others wait for it: half an hour, or days where a corpus is prepared. srun does not end them,
 as torchrun and deepspeed do. Once they train, the process group and the watchdog notice.
@@ -23,7 +23,7 @@ SETTLE_S = 2.0  # before a death is told: a launcher that ends all of them ends 
 
 
 class Lifeline:
-    """Of this rank; rank 0 holds the other ends."""
+    """This rank's end of its connection; on rank 0 the other ends of all."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         """`store`: where the ranks meet. A rank that does not reach rank 0 is not watched."""

@@ -1,4 +1,4 @@
-"""Where the ranks of a launch meet before they form a process group: what one refuses ends them all.
+"""A meeting of all ranks before they form a process group: what one refuses ends them all.
 
 Without it a rank that refuses ends alone, and those of other machines wait for it for half an hour.
 """
@@ -28,11 +28,11 @@ T = TypeVar("T")
 SAY_AFTER_S = 20.0  # that others are awaited
 POLL_S = 0.2  # between looks for what rank 0 makes
 PART_BYTES = 4 << 20  # of what is handed on: a store takes 8 MB at once
-LEAVE_S = 5.0  # that rank 0, which may serve the store, gives the others to read why all end
+LEAVE_S = 5.0  # rank 0, which may serve the store, waits so long for others to read why all end
 
 
 class Meeting:
-    """Of all ranks, at the launcher's address, from the first `settle` on; a plain `python` meets nobody.
+    """All ranks at the launcher's address, from the first `settle` on; a plain `python` meets nobody.
 
     `store`: where they met, for the process group; None before, and for one process.
     """

@@ -1,4 +1,4 @@
-"""Which rank of a run ran out of memory: an exception tells, or the traceback that a failing rank leaves.
+"""The rank that ran out of memory, by its exception or by the traceback it leaves.
 
 Only rank 0 writes results, and where another rank fails it is the launcher that ends rank 0, often inside a
 collective. So a rank's `error-rank-N.txt` is what tells an OOM; the next launch into the directory removes

@@ -1,4 +1,4 @@
-"""How long a run takes from its launch to its first optimizer step, and what keeps that short."""
+"""Seconds from a run's launch to its first optimizer step, and what keeps them few."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from launch.evaluation.finetuning_runs import (
     NoScores,
     Runs,
     averaged,
-    keep_asked,
+    keep_arguments,
     procedure,
     shared_out,
     side_by_side,
@@ -52,7 +52,7 @@ def runs(out, devices=((),), arguments=("--task", "sst2")):
 
 def test_the_best_of_the_grid_gets_the_seeds(monkeypatch, tmp_path):
     made = Made(monkeypatch)
-    summary = procedure(runs(tmp_path), Trial(32, 1e-5, 1234), tried=True, seeds=5, together=False)
+    summary = procedure(runs(tmp_path), Trial(32, 1e-5, 1234), search=True, seeds=5, average=False)
     assert len(summary.grid) == 6 and {row.batch for row in summary.grid} == {16, 32}
     assert {(row.batch, row.lr) for row in summary.seeds} == {(16, 2e-5)}
     assert len(made.trials) == 10  # the grid's best is the first seed, and is not made again
@@ -73,12 +73,12 @@ def test_runs_side_by_side_have_devices_of_their_own(monkeypatch, tmp_path):
 def test_no_score_at_all_is_told(monkeypatch, tmp_path):
     Made(monkeypatch)
     with pytest.raises(NoScores, match="batch32-lr1e-05-seed1236: ended with code 3"):
-        procedure(runs(tmp_path), Trial(32, 1e-5, 1236), tried=False, seeds=1, together=False)
+        procedure(runs(tmp_path), Trial(32, 1e-5, 1236), search=False, seeds=1, average=False)
 
 
 def test_too_few_seeds_for_an_ensemble_are_told(monkeypatch, tmp_path):
     Made(monkeypatch)
-    summary = procedure(runs(tmp_path), Trial(32, 1e-5, 1235), tried=False, seeds=2, together=True)
+    summary = procedure(runs(tmp_path), Trial(32, 1e-5, 1235), search=False, seeds=2, average=True)
     written = json.loads((tmp_path / "summary.json").read_text())
     assert written["ensemble"] == [] and written["ensemble_of"] == 1
     monkeypatch.setenv("COLUMNS", "200")
@@ -188,7 +188,7 @@ def test_the_time_left_is_that_of_what_took_time(monkeypatch):
 
 
 def test_another_question_in_the_same_directory_is_refused(tmp_path):
-    keep_asked(tmp_path / "out", {"arguments": ["--task", "rte"]})
-    keep_asked(tmp_path / "out", {"arguments": ["--task", "rte"]})
+    keep_arguments(tmp_path / "out", ("--task", "rte"))
+    keep_arguments(tmp_path / "out", ("--task", "rte"))
     with pytest.raises(ProblemsError, match="holds runs of other arguments"):
-        keep_asked(tmp_path / "out", {"arguments": ["--task", "mrpc"]})
+        keep_arguments(tmp_path / "out", ("--task", "mrpc"))
