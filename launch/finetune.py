@@ -6,7 +6,6 @@ deepspeed launch/finetune.py --task sst2 --init RUN
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -62,7 +61,7 @@ was started, 3 diverged,
 
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command((__doc__ or "").split("\n\n")[0], EXAMPLES)
-    add = parser.add_argument_group("what to train").add_argument
+    add, positive = parser.add_argument_group("what to train").add_argument, arguments.number(0, 10**6)
     names = ", ".join(f"{name}: {facts.title.split(',')[0]}" for name, facts in TASKS.items())
     add("--task", required=True, choices=list(TASKS), metavar="TASK", help=names)
     init = "weights of the encoder, a run of this project or a BERT that save_pretrained wrote; heads are new"
@@ -103,17 +102,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def field_help(model: type[Task], name: str) -> str:
     return (model.model_fields[name].description or "").replace("%", "%%")
-
-
-def positive(text: str) -> float:
-    """A number above 0, for `add_argument(type=...)`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 10**6:
-        raise argparse.ArgumentTypeError(f"{text[:40]}: give a number above 0")
-    return value
 
 
 def main() -> None:

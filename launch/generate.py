@@ -10,8 +10,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokens", type=arguments.whole(), metavar="N", help="at most N after each prompt (default: 80)")
     add("--samples", type=arguments.whole(), metavar="N", help="of each prompt (default: 1)")
     add("--greedy", action="store_true", help="take the most likely token, and draw nothing")
-    above, share = number(0, math.inf), number(0, 1, "above 0, at most 1")
+    above, share = arguments.number(0, math.inf), arguments.number(0, 1, "above 0, at most 1")
     add("--temperature", type=above, metavar="T", help="below 1 the likely get likelier (default: 0.8)")
     top_k = "draw from the K most likely tokens; 0: from all (default: 40 without --top_p)"
     add("--top_k", type=arguments.whole(0), metavar="K", help=top_k)
@@ -102,21 +102,6 @@ def build_parser() -> argparse.ArgumentParser:
     out = "write JSON lines instead of text: prompt, text, new, tokens, sample, ended"
     parser.add_argument("--out", metavar="FILE.jsonl", help=out)
     return parser
-
-
-def number(above: float, most: float, said: str = "above 0") -> Callable[[str], float]:
-    """What reads a finite number in (above, most] for `add_argument(type=...)`, which refuses others."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and above < value <= most):
-            raise argparse.ArgumentTypeError(f"{text[:40]}: give a number {said}")
-        return value
-
-    return read
 
 
 @dataclass(frozen=True)
@@ -227,7 +212,7 @@ def run(job: Job, meeting: Meeting) -> None:
     total = len(job.prompts) * (job.settings.samples if job.model.continues else 1)
     stream = Stream(job.model.tokenizer) if first and total == 1 and not job.out else None
     began, done = time.perf_counter(), list[writing.Written]()
-    with opened(job.out) as file:
+    with job.out.open("x", encoding="utf-8") if job.out else nullcontext() as file:
         # Texts in a terminal show by themselves how far it has come.
         hidden = not first or stream or (job.out is None and sys.stdout.isatty())
         with nullcontext() if hidden else bar(sys.stderr, total=total, unit="text") as shown:
@@ -258,16 +243,6 @@ def loaded(job: Job, meeting: Meeting) -> Any:
     weights = meeting.settle(lambda: given_tensors.read(job.model.weights, job.model.recipe))
     group = ProcessGrid(world, 1, 1, processes.TIMEOUT).tensor_group if world > 1 else None
     return whole_model(job.model.recipe, weights, group, getattr(torch, job.dtype))
-
-
-@contextmanager
-def opened(path: Path | None) -> Iterator[IO[str] | None]:
-    """The new file, which is made when there is something to write."""
-    if path is None:
-        yield None
-        return
-    with path.open("x", encoding="utf-8") as file:
-        yield file
 
 
 class Stream:

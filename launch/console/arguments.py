@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import textwrap
@@ -74,6 +75,21 @@ def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{text[:40]}: give a whole number from {least:,} to {most:,}")
         return int(text)
+
+    return read
+
+
+def number(above: float, most: float, bounds: str = "above 0") -> Callable[[str], float]:
+    """A reader of a finite number in (above, most], as `whole`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and above < value <= most):
+            raise argparse.ArgumentTypeError(f"{text[:40]}: give a number {bounds}")
+        return value
 
     return read
 

@@ -43,7 +43,7 @@ from recipes.tasks import TaskFacts
 
 BATCHES, RATES = (16, 32), (1e-5, 2e-5, 3e-5)  # RoBERTa's grid for GLUE
 Item = TypeVar("Item")
-Found = TypeVar("Found")
+T = TypeVar("T")
 ARGUMENTS = "runs.json"
 WORK_S = 1.0  # what takes less was made before, and tells nothing of what is left
 Say = Callable[[str], None]
@@ -54,26 +54,22 @@ class NoScores(Exception):
 
 
 def side_by_side(
-    make: Callable[[Item], Found],
-    items: Sequence[Item],
-    at_once: int,
-    describe: Callable[[Found], str],
-    say: Say,
-) -> list[Found]:
-    """What `make` returns for every item, in their order; each is described when it is there.
+    make: Callable[[Item], T], items: Sequence[Item], at_once: int, words: Callable[[T], str], say: Say
+) -> list[T]:
+    """What `make` returns for every item, in their order; `words` of each are said when it is there.
 
     Where one raises, or on Ctrl-C, what has not begun is left out; what is under way is waited for.
     """
     done, took = itertools.count(1), list[float]()
 
-    def one(item: Item) -> Found:
+    def one(item: Item) -> T:
         began = clock()
         found = make(item)
         number, seconds = next(done), clock() - began
         took.extend([seconds] if seconds > WORK_S else [])
         left = statistics.mean(took or [0]) * (len(items) - number) / at_once
         about = f", about {tqdm.format_interval(left)} left" if took else ""
-        say(f"{describe(found)}; {number} of {len(items)}{about}")
+        say(f"{words(found)}; {number} of {len(items)}{about}")
         return found
 
     with ThreadPoolExecutor(at_once) as pool:
@@ -135,11 +131,11 @@ class Runs:
             finally:
                 free.put(devices)
 
-        def describe(made: tuple[Finished, str]) -> str:
+        def words(made: tuple[Finished, str]) -> str:
             found, when = made
             return f"{found.name}: {found.problem or found.scores[0]}{when}"
 
-        return [found for found, _ in side_by_side(one, trials, len(self.devices), describe, self.say)]
+        return [found for found, _ in side_by_side(one, trials, len(self.devices), words, self.say)]
 
     def _made(self, trial: Trial, devices: tuple[str, ...]) -> Finished:
         directory, log = self.out / trial.name, self.out / f"{trial.name}.log"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from recipes.schema import Batch, Dropout, Parallel, Recipe, Tokenizer
 from recipes.validation import validate
 from recipes.yaml_lines import Document
 
+STRIDE = 32  # tokens; of WikiText-103 (arXiv 1909.08053, appendix E.1)
 MOST_PADDING = 1024  # rows of an embedding beyond its vocabulary
 
 
@@ -119,9 +120,6 @@ def plan_scoring(model: ScoredModel, ds_config: str, world: int, machine: Machin
     return replace(plan, ds=ds, zero_stage=3 if sharded else 0, offload=offload)
 
 
-STRIDE = 32  # tokens; of WikiText-103 (arXiv 1909.08053, appendix E.1)
-
-
 @dataclass(frozen=True)
 class ScoringTask:
     """What is scored, as the flags say; None: the task's own.
@@ -142,41 +140,35 @@ class ScoringTask:
 
     def check(self, model: ScoredModel) -> tuple[int, int]:
         """Window and stride. Raises ProblemsError with everything that does not fit the model."""
-        positions, length = model.recipe.positions, model.recipe.sequence_length
-        window = self.window or length
+        window = self.window or model.recipe.sequence_length
         stride = self.stride or (min(STRIDE, window) if self.task == "wikitext103" else window)
-        problems = []
-        if window > positions:
-            rule = f"the model has {positions:,} positions"
-            problems.append(Problem("--window", f"--window {window}", rule, f"give {positions} or less"))
-        if stride > window:
-            rule = "tokens between two windows would be left out"
-            problems.append(
-                Problem(
-                    "--stride", f"--stride {stride} with a window of {window}", rule, f"give {window} or less"
-                )
-            )
-        whole = self.task == "lambada" or (self.task == "perplexity" and self.data is None)
-        if self.stride and whole:
-            rule = "passages and held-out samples are read once"
-            problems.append(Problem("--stride", f"--stride with --task {self.task}", rule, "leave it out"))
-        if self.window and self.window != length and self.task == "perplexity" and self.data is None:
-            rule = f"held-out samples have {length:,} tokens"
-            fix = f"leave it out, or give text with {FLAG} FILE"
-            problems.append(Problem("--window", f"--window {window}", rule, fix))
-        if self.data is not None:
-            try:
-                local_file(self.data)
-            except ProblemsError as error:
-                problems += error.problems
-        elif self.task == "perplexity":
-            try:
-                corpus.check_sources(model.recipe)
-            except ProblemsError as error:
-                problems += error.problems
-        if problems:
+        if problems := [*self._unfit(model.recipe, window, stride)]:
             raise ProblemsError(problems)
         return window, stride
+
+    def _unfit(self, recipe: Recipe, window: int, stride: int) -> Iterator[Problem]:
+        own_text = self.task == "perplexity" and self.data is None
+        if window > recipe.positions:
+            rule, fix = f"the model has {recipe.positions:,} positions", f"give {recipe.positions} or less"
+            yield Problem("--window", f"--window {window}", rule, fix)
+        if stride > window:
+            rule = "tokens between two windows would be left out"
+            came, fix = f"--stride {stride} with a window of {window}", f"give {window} or less"
+            yield Problem("--stride", came, rule, fix)
+        if self.stride and (self.task == "lambada" or own_text):
+            rule = "passages and held-out samples are read once"
+            yield Problem("--stride", f"--stride with --task {self.task}", rule, "leave it out")
+        if own_text and window != recipe.sequence_length:
+            rule = f"held-out samples have {recipe.sequence_length:,} tokens"
+            fix = f"leave it out, or give text with {FLAG} FILE"
+            yield Problem("--window", f"--window {window}", rule, fix)
+        try:
+            if self.data is not None:
+                local_file(self.data)
+            elif own_text:
+                corpus.check_sources(recipe)
+        except ProblemsError as error:
+            yield from error.problems
 
 
 def read_task(

@@ -1,4 +1,4 @@
-"""The end of a process: refused, cleanly together with the other ranks, or with the cause of a failure last."""
+"""The end of a process: refused, cleanly with the other ranks, or with the cause of a failure last."""
 
 from __future__ import annotations
 
