@@ -77,22 +77,21 @@ def missing_variables(environ: Environ, at_terminal: bool = False) -> dict[str, 
 
     Raises ProblemsError: only some variables, or such that contradict each other.
     """
-    if all(name in environ for name in PLACES):
-        try:
-            start = started(environ, at_terminal)
-        except ProblemsError:
-            return {}  # what is incomplete there is not needed
-        if start:
-            _check_launcher(environ, start)
-        return {}
-    start = started(environ, at_terminal)
-    if start is None:
+    placed = all(name in environ for name in PLACES)
+    try:
+        start = started(environ, at_terminal)
+    except ProblemsError:
+        if placed:  # what is incomplete there is not needed
+            return {}
+        raise
+    if start and placed:
+        _check_launcher(environ, start)
+    if start is None or placed:
         return {}
     wanted = start.variables()
     for name in (*PLACES, "LOCAL_WORLD_SIZE"):
         if environ.get(name, wanted[name]) != wanted[name]:
-            came = f"{name}={environ[name]} with {start.named}"
-            rule = f"{start.by} says {wanted[name]}"
+            came, rule = f"{name}={environ[name]} with {start.named}", f"{start.by} says {wanted[name]}"
             raise _refused(name, came, rule, f"unset {name}")
     if start.size == 1 and not any(name in environ for name in PLACES):
         return {}
@@ -208,16 +207,14 @@ def _slurm(environ: Environ) -> Start | None:
         if environ.get("SLURM_PROCID", "0") != "0":
             came = f"SLURM_PROCID={environ['SLURM_PROCID']} without SLURM_STEP_ID"
             rule = "this is not the only task, and srun sets both"
-            raise _refused(
-                "SLURM_STEP_ID", came, rule, "pass all of srun's variables on, into containers too"
-            )
+            raise _refused("SLURM_STEP_ID", came, rule, _PASS_ON)
         return None
     # NTASKS and TASKS_PER_NODE are the job's, and not the step's, under `srun --preserve-env`.
     tasks = next((n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if n in environ), None)
     if tasks is None or "SLURM_PROCID" not in environ or "SLURM_LOCALID" not in environ:
         lacking = "SLURM_NTASKS" if tasks is None else "SLURM_PROCID or SLURM_LOCALID"
-        rule, fix = "srun sets them all", "pass all of srun's variables on, into containers too"
-        raise _refused("SLURM_STEP_ID", f"SLURM_STEP_ID={step} without {lacking}", rule, fix)
+        came = f"SLURM_STEP_ID={step} without {lacking}"
+        raise _refused("SLURM_STEP_ID", came, "srun sets them all", _PASS_ON)
     size, rank, local_rank = (_whole(environ, name) for name in (tasks, "SLURM_PROCID", "SLURM_LOCALID"))
     named = f"{tasks}={size}, SLURM_PROCID={rank}"
     nodes = _listed(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -241,6 +238,7 @@ def _slurm(environ: Environ) -> Start | None:
     return Start("srun", named, rank, size, local_rank, local_size, address, _port(launch))
 
 
+_PASS_ON = "pass all of srun's variables on, into containers too"
 _STALE = "start with srun, and unset the SLURM_* variables that a shell or a job script has set"
 
 

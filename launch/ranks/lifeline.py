@@ -1,7 +1,7 @@
 """Connections of all ranks to rank 0, from their meeting until they train: one death ends all at once.
 
-Without it the others wait for it: half an hour, or days where a corpus is prepared. srun does not end them,
-as torchrun and deepspeed do. Once they train, the process group and the watchdog notice.
+The others would wait for half an hour, or for days where a corpus is prepared; srun, unlike torchrun and
+deepspeed, does not end them. Once they train, the process group and the watchdog notice.
 """
 
 from __future__ import annotations

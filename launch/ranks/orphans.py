@@ -22,9 +22,8 @@ LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_RANK"}  # what torchrun and deepspeed
 def end_with_launcher() -> None:
     """Have this rank get SIGTERM when its launcher is gone: before training it ends, later it saves first.
 
-    Linux sends it at the death of the parent. A thread looks as well, for other systems, and for the
-    deepspeed launcher's own parent: each machine's launcher is a child of the command that was typed, or of
-    the remote shell that pdsh opened, and outlives it.
+    Linux sends it at the parent's death. A thread looks as well, for other systems, and for the parent of
+    deepspeed's launcher (the command that was typed, or pdsh's remote shell), which the launcher outlives.
     """
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):  # a system without prctl

@@ -1,8 +1,7 @@
 """The rank that ran out of memory, by its exception or by the traceback it leaves.
 
-Only rank 0 writes results, and where another rank fails it is the launcher that ends rank 0, often inside a
-collective. So a rank's `error-rank-N.txt` is what tells an OOM; the next launch into the directory removes
-those of the last.
+Only rank 0 writes results, and where another rank fails the launcher ends rank 0, often in a collective. So
+`error-rank-N.txt` tells an OOM; the next launch into the directory removes it.
 """
 
 from __future__ import annotations

@@ -30,10 +30,7 @@ VARIABLES = {
     "MASTER_PORT": (1, 65535),
 }
 TIMEOUT = datetime.timedelta(minutes=30)  # that ranks wait for each other: at the start, in a collective
-UNSET = (
-    "start with deepspeed, torchrun, srun, mpirun or plain python, and unset what a shell or a job script "
-    "has set"
-)
+UNSET = "start with deepspeed, torchrun, srun, mpirun or python; unset what a shell or a job script has set"
 # As a launcher said it, once LOCAL_RANK is the number of the device that this rank alone sees; DeepSpeed and
 # accelerate take LOCAL_RANK for that.
 OWN_LOCAL_RANK = "MEGARECIPES_LOCAL_RANK"

@@ -1,15 +1,10 @@
-"""A watchdog over the ranks of a run: a rank that hangs ends the run soon, and by its name.
+"""A watchdog over the ranks of a run: it ends a run that hangs, and names the rank that hangs.
 
-Ranks wait for each other in every step, so one that stops stops all: for half an hour, until a collective
-times out, and without a word of who it was. Here a thread of every rank looks at the clock of its own
-rank's step. One that is overdue asks the others, over sockets of the watchdog's own, since nothing that a
-stopped rank serves (a store of rank 0) answers any more. The lowest rank that answers judges: a rank that
-does not answer hangs; so does the run when every rank is overdue. As long as one rank is still in time, as
-where it waits for its data, the others wait on. A step costs a few assignments.
-
-The judge prints which rank, on which machine, in which step, and where the others stand, keeps that and all
-stacks in the directory of what is trained, and ends all ranks with `HANGING`; the launcher ends what does not
-answer.
+Without it one rank that stops stops all until a collective times out after half an hour. A thread of every
+rank looks at the clock of its own step. A rank that is overdue asks the others, by sockets of the watchdog's
+own: nothing that a stopped rank serves, such as rank 0's store, answers any more. The lowest rank that
+answers judges: the run hangs where a rank does not answer, or where all are overdue. It keeps all stacks in
+the run directory and ends all ranks with `HANGING`; the launcher ends what does not answer.
 """
 
 from __future__ import annotations

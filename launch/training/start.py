@@ -61,18 +61,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     how = parser.add_argument_group("how to run it")
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
     how.add_argument("--ds_config", metavar="FILE", help=config)
-    compiled = (
-        "use torch.compile, and print what it costs and saves; auto (default): where a run is long enough"
-    )
+    compiled = "use torch.compile, and print what it costs and saves; auto (default): where a run is long"
     how.add_argument("--compile", nargs="?", choices=WISHES, const="on", default="auto", help=compiled)
     emulated = "let a CPU run fp16, to exercise the loss scaler: slow, and said in the results"
     how.add_argument("--emulate_fp16", action="store_true", help=emulated)
     same = "use kernels that give the same bits in every run on GPUs too; an error where there is none"
     how.add_argument("--deterministic", action="store_true", help=same)
-    plan = (
-        "check everything, show the resolved plan (without a launcher: of as many processes as it asks for)"
-    )
-    how.add_argument("--plan", action="store_true", help=f"{plan} and exit")
+    plan = "check everything, show the resolved plan (without a launcher: of all processes it needs) and exit"
+    how.add_argument("--plan", action="store_true", help=plan)
     planned = (
         "with --plan: of N processes, on machines like this one, or on GPUs where it cannot train the row"
     )
