@@ -1,7 +1,8 @@
 # Everything runs in a virtual environment of the checkout; the first use of any target makes it.
 #   make pretrain      set up, then train the default recipe (goes on where an interrupted run stopped)
-#   make test          set up, then the tests (under 8 minutes on two cores)
-#   make test-all      the tests and the long matrix
+#   make test          set up, then the tests
+#   make test-long     the second tier: every layout, kills, compiled layers
+#   make test-all      both
 #   make check         lint, types and tests
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ ON_TWO_CORES := -n 2 --dist loadfile
 # Extra flags, e.g. make pretrain ARGS="--tiny"
 ARGS ?=
 
-.PHONY: setup pretrain test test-all check lint clean
+.PHONY: setup pretrain test test-long test-all check lint clean
 
 setup: .venv/installed
 
@@ -32,8 +33,10 @@ pretrain: setup
 test: setup
 	$(BIN)/pytest $(ON_TWO_CORES) -m "not long" $(ARGS)
 
-test-all: setup
-	$(BIN)/pytest $(ON_TWO_CORES) $(ARGS)
+test-long: setup
+	$(BIN)/pytest $(ON_TWO_CORES) -m long $(ARGS)
+
+test-all: test test-long
 
 lint: setup
 	$(BIN)/ruff check .
