@@ -76,6 +76,7 @@ LAYOUTS = {  # processes, ZeRO stage, flags
         (*BERT, *sets("model.layer_norm=post", "model.sentence_head=nsp", "parallel.tp=2")),
     ),
 }
+QUICK_LAYOUTS = ("one process", "tp2 zero3", "bert")
 MORE_LAYOUTS = {
     "dp2 zero3": (2, 3, FP32),
     "dp2 zero1 bf16": (2, 1, sets("precision=bf16")),
@@ -136,7 +137,15 @@ def bert_loss(model: torch.nn.Module, fields: dict[str, torch.Tensor], recipe: R
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE_LAYOUTS)]
+    "layout",
+    [
+        *QUICK_LAYOUTS,
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in {**LAYOUTS, **MORE_LAYOUTS}
+            if name not in QUICK_LAYOUTS
+        ),
+    ],
 )
 def test_transformers_computes_the_validation_loss_that_the_run_measured(layout, trained, tmp_path):
     directory = trained(layout)
@@ -152,6 +161,7 @@ def test_transformers_computes_the_validation_loss_that_the_run_measured(layout,
     )
 
 
+@pytest.mark.long
 def test_a_second_phase_starts_from_the_weights_of_the_first(tmp_path):
     """They have one table of positions, of which the first reaches half.
 
@@ -220,6 +230,7 @@ def test_the_command_and_the_lines_it_prints(trained, tmp_path):
     assert used.returncode == 0 and "My fellow citizens" in used.stdout, used.stdout
 
 
+@pytest.mark.long
 def test_the_lines_for_a_bert_fill_in_its_masks(trained, tmp_path):
     directory = trained("bert")
     done, recipe = export_hf.export(directory, tmp_path / "out")
@@ -437,6 +448,7 @@ def foreign(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.long
 def test_a_run_from_given_weights_starts_at_the_loss_that_transformers_computes(foreign, tmp_path):
     directory = pretrain(
         tmp_path / "run", 2, *FP32, "--set", "parallel.tp=2", "--init_from", str(foreign), stage=1

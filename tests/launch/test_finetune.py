@@ -90,6 +90,7 @@ def test_a_finished_run_resumes_to_the_same_scores_and_goes_on(trained, folder):
     assert json.loads((run / "result.json").read_text())["steps"] == 10
 
 
+@pytest.mark.long
 def test_a_fine_tuned_run_starts_another_task_and_the_control_takes_none_of_its_weights(trained, folder):
     run, _ = trained
     short = ["--set", "task.doc_stride=8", "--set", "task.max_query=6", "--steps", 2]
@@ -113,6 +114,7 @@ def test_what_decides_the_weights_of_a_pretraining_is_compared_with_its_row(tmp_
     assert pretrained.changed_from_row("bert/gone", catalog.load("bert/sotu")) is None
 
 
+@pytest.mark.long
 def test_an_exported_run_predicts_the_same(trained, folder):
     run, _ = trained
     done = run_ranks(
@@ -128,6 +130,7 @@ def test_an_exported_run_predicts_the_same(trained, folder):
     np.testing.assert_allclose(np.load(run / "predictions" / "dev" / "logits.npy"), logits, atol=1e-4)
 
 
+@pytest.mark.long
 def test_seeds_median_and_ensemble(folder):
     out = folder / "several"
     flags = ["--out", out, "--seeds", 3, "--ensemble", "--steps", 2, "--lr", "1e-3"]
@@ -201,6 +204,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(folder, tmp_path, re
     assert "lack question, context" in refusal(*short, task="squad1")
 
 
+@pytest.mark.long
 def test_several_runs_are_refused_without_a_word_of_deepspeed(folder, tmp_path):
     """It says while it is imported that there is no GPU, where nothing names the accelerator."""
     words = given(folder, "sst2", "--train", tmp_path / "gone.jsonl", "--seeds", 2)

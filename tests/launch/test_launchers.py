@@ -22,6 +22,7 @@ def losses(directory):
     return [r.loss for r in read_metrics(directory / "metrics.jsonl").steps]
 
 
+@pytest.mark.long
 def test_every_launcher_trains_the_same(tmp_path):
     launches = {
         "python": [sys.executable, *TINY, "--ds_config", "zero1"],
@@ -161,6 +162,7 @@ def test_a_refusal_is_said_once_and_starts_nothing(tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.long
 def test_a_lost_loss_ends_every_rank_with_one_explanation(tmp_path):
     """In bf16 DeepSpeed skips such steps in silence; the first of two ranks has to finish its report."""
     out = tmp_path / "run"
@@ -177,6 +179,7 @@ def test_a_lost_loss_ends_every_rank_with_one_explanation(tmp_path):
     assert not any((out / "checkpoints").glob("step-*/manifest.json"))
 
 
+@pytest.mark.long
 def test_a_start_that_failed_does_not_block_its_directory(tmp_path):
     out = tmp_path / "run"
     missing = run(
@@ -210,6 +213,7 @@ def test_a_start_that_failed_does_not_block_its_directory(tmp_path):
     assert run([sys.executable, *TINY, "--ds_config", "zero1", "--out", str(out)]).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_a_failing_rank_is_the_last_on_the_screen(tmp_path, launcher):
     command = deepspeed(2) if launcher == "deepspeed" else [*TORCHRUN, "2"]

@@ -42,6 +42,7 @@ def alone(tmp_path_factory, cache):
     return losses(out)
 
 
+@pytest.mark.long
 def test_tasks_of_srun_on_two_nodes_train_one_run(tmp_path, cache, alone):
     """The second node has an empty home, and its environment from rank 0."""
     out = tmp_path / "run"

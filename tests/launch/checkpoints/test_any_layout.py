@@ -125,6 +125,7 @@ def test_a_run_goes_on_under_one_layout_after_the_other(tmp_path):
     check_ring(tmp_path, RING)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_under_unequal_stages_and_in_one_process_again(tmp_path):
     """A larger vocabulary takes layers from the last stage."""
     check_ring(tmp_path, ["one", "pp2", "one"], settings=["model.vocab_size=2048"])
@@ -137,6 +138,7 @@ def test_a_run_goes_on_under_rarer_layouts(tmp_path):
     check_ring(tmp_path, LONG_RING)
 
 
+@pytest.mark.long
 def test_a_stream_goes_on_with_another_number_of_ranks(tmp_path):
     """Each rank reads files of its own; the checkpoint has the places in all of them."""
     for file in range(4):
@@ -149,6 +151,7 @@ def test_a_stream_goes_on_with_another_number_of_ranks(tmp_path):
     check_ring(tmp_path, ["one", "dp2 zero2", "one zero3"], settings=[data, "model.vocab_size=50257"])
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_another_precision(tmp_path):
     """bf16 and fp16 round what they compute, and nothing of what is kept."""
     runs = Runs(tmp_path)
@@ -188,6 +191,7 @@ def test_a_run_goes_on_from_nvme_and_to_it(tmp_path, monkeypatch):
             assert loss == pytest.approx(whole[step], abs=LOSS), f"{name}, step {step}"
 
 
+@pytest.mark.long
 def test_a_bert_goes_on_under_one_layout_after_the_other(tmp_path):
     check_ring(tmp_path, ["pp2", "tp2", "dp2 zero3"], recipe="bert/sotu")
 

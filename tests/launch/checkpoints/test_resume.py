@@ -196,6 +196,7 @@ def test_sigkill_and_resume(uninterrupted, tmp_path):
     assert losses(out) == losses(uninterrupted[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_saves_and_exits_with_0(uninterrupted, tmp_path, number):
     out = tmp_path / "run"
@@ -239,6 +240,7 @@ def test_another_run_is_never_overwritten(uninterrupted):
     assert before == {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
+@pytest.mark.long
 def test_killed_while_saving(tmp_path):
     """SIGKILL between the files and the manifest: that checkpoint is never resumed from, and removed."""
     out = tmp_path / "run"
@@ -271,6 +273,7 @@ def flip(file):
     file.write_bytes(content)
 
 
+@pytest.mark.long
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(uninterrupted, tmp_path):
     whole, _ = uninterrupted
     out = shutil.copytree(whole, tmp_path / "run")

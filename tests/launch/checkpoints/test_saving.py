@@ -27,12 +27,14 @@ def problems(run):
     return {event[1]: event[3] for event in run["events"] if event[0] == "saved"}
 
 
+@pytest.mark.long
 def test_every_save_is_completed(runs):
     run = runs["well"]
     assert list(run["files"]) == ["step-000001", "step-000002", "step-000003"] and run["error"] is None
     assert problems(run) == {1: None, 2: None, 3: None}
 
 
+@pytest.mark.long
 def test_the_next_step_does_not_wait_for_the_disk_and_the_next_save_does(runs):
     seen = order(runs["slow disk"])
     assert seen == [
@@ -42,6 +44,7 @@ def test_the_next_step_does_not_wait_for_the_disk_and_the_next_save_does(runs):
     assert all(event[2] for event in runs["slow disk"]["events"] if event[0] == "saved")
 
 
+@pytest.mark.long
 def test_with_little_memory_training_waits_and_says_so_once(runs):
     run = runs["little memory"]
     assert [event[2] for event in run["events"] if event[0] == "saved"] == [False] * 3
@@ -50,6 +53,7 @@ def test_with_little_memory_training_waits_and_says_so_once(runs):
     assert run["files"] == runs["well"]["files"], "the same bytes"
 
 
+@pytest.mark.long
 def test_a_full_disk_of_one_rank_costs_a_checkpoint_and_not_the_run(runs):
     run = runs["full disk"]
     found = problems(run)
@@ -60,23 +64,27 @@ def test_a_full_disk_of_one_rank_costs_a_checkpoint_and_not_the_run(runs):
     assert [event for event in order(run) if event[0] == "step"] == [["step", 1], ["step", 2], ["step", 3]]
 
 
+@pytest.mark.long
 def test_a_last_save_that_fails_ends_the_run_with_the_reason(runs):
     run = runs["full at the end"]
     assert "rank 1: " in run["error"] and "No space left" in run["error"]
     assert list(run["files"]) == ["step-000001", "step-000002"], "nothing half written is left"
 
 
+@pytest.mark.long
 def test_a_run_directory_that_is_not_shared_is_said(runs):
     run = runs["not shared"]
     assert run["files"] == {} and "which rank 1 wrote" in run["error"] and "share" in run["error"]
 
 
+@pytest.mark.long
 def test_a_read_only_directory_is_said(runs):
     run = runs["read-only"]
     assert run["files"] == {} and "Read-only file system" in run["error"]
     assert [event for event in order(run) if event[0] == "step"] == [["step", 1], ["step", 2], ["step", 3]]
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up(tmp_path):
     """A real one of 8 MB, of which a checkpoint takes 2.9 MB and logs the rest."""
     disk = tmp_path / "disk"

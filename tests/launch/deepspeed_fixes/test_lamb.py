@@ -86,17 +86,20 @@ def whole(tmp_path_factory) -> dict[int, float]:
     return found
 
 
+@pytest.mark.long
 def test_tensor_ranks_train_as_one(whole, tmp_path):
     assert losses(tmp_path / "parts", *IN_FP32, "--set", "parallel.tp=2", ranks=2) == pytest.approx(
         whole, rel=3e-6
     )
 
 
+@pytest.mark.long
 def test_data_parallel_ranks_train_as_one(whole, tmp_path):
     """Each takes the norms of whole parameters and of gradients that are averaged over all."""
     assert losses(tmp_path / "parts", *IN_FP32, ranks=2) == pytest.approx(whole, rel=3e-6)
 
 
+@pytest.mark.long
 def test_fp16_trains_as_fp32_whatever_the_loss_scale(whole, tmp_path):
     """A scale too high is halved until a step is made; those that overflow are skipped, not counted."""
 
@@ -118,6 +121,7 @@ def test_fp16_trains_as_fp32_whatever_the_loss_scale(whole, tmp_path):
     assert too_high[6]["loss"] < too_high[1]["loss"]
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
     whole = losses(tmp_path / "whole", "--steps", "6")
     losses(tmp_path / "parts", "--steps", "3")

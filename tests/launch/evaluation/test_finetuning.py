@@ -87,6 +87,7 @@ def reported(trained, task, name):
     return json.loads((directory / "reported.json").read_text()), logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("task", "name"), COMPARED)
 def test_layouts_agree(trained, task, name):
     (report, logits), (reference, expected) = (reported(trained, task, each) for each in (name, ONE))
@@ -96,6 +97,7 @@ def test_layouts_agree(trained, task, name):
     assert report["scores"] == reference["scores"]
 
 
+@pytest.mark.long
 def test_bf16_agrees_to_its_rounding(trained):
     (report, logits), (reference, expected) = (reported(trained, "rte", each) for each in (BF16, ONE))
     assert report["losses"] != reference["losses"]
@@ -104,6 +106,7 @@ def test_bf16_agrees_to_its_rounding(trained):
     assert_allclose(logits, expected, atol=5e-2)
 
 
+@pytest.mark.long
 def test_predictions_are_a_table_in_the_order_of_the_examples(trained):
     """Their accuracy is that of the validation, which is a mean over micro-batches."""
     report, logits = reported(trained, "rte", ONE)
@@ -117,6 +120,7 @@ def test_predictions_are_a_table_in_the_order_of_the_examples(trained):
     assert report["validations"][-1][1] == pytest.approx(accuracy, abs=1e-6)
 
 
+@pytest.mark.long
 def test_losses_are_those_of_transformers_step_by_step(trained):
     """The same weights, batches, AdamW and schedule around BertForSequenceClassification, without dropout."""
     files = {split: str(trained / f"sst2-{split}.jsonl") for split in ("train", "dev")}

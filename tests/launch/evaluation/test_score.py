@@ -75,6 +75,7 @@ def test_scores_of_documents_are_those_of_transformers(made, texts, length):
     assert kept["figures"]["bits_per_byte"] == pytest.approx(math.fsum(nll) / size / math.log(2), rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_window_is_a_sample_of_the_training_and_may_be_as_long_as_the_positions(made, tmp_path):
     make_run(tmp_path / "short", "sequence_length=16", "model.positions=64")
     task = ("--task", "perplexity", "--data", made / "texts.jsonl")
@@ -94,6 +95,7 @@ def test_a_window_is_a_sample_of_the_training_and_may_be_as_long_as_the_position
     assert "--window 65: the model has 64 positions; give 64 or less" in said
 
 
+@pytest.mark.long
 def test_lambada_of_a_run_and_of_its_export_is_that_of_transformers(made):
     """Among the passages one that is padded, and whose logits are cut."""
     passages = [*PASSAGES, f"{PASSAGES[0]}, and {PASSAGES[3]}"]
@@ -117,6 +119,7 @@ def test_lambada_of_a_run_and_of_its_export_is_that_of_transformers(made):
         assert kept["accuracy_of_last_token"] == sum(bool(hits[-1]) for _, hits in found) / len(found)
 
 
+@pytest.mark.long
 def test_scores_are_kept_with_the_run_and_stand_in_its_report(made, tmp_path):
     run_directory = tmp_path / "run"
     shutil.copytree(made / "run", run_directory)
@@ -137,6 +140,7 @@ def test_scores_are_kept_with_the_run_and_stand_in_its_report(made, tmp_path):
     assert report.main([str(run_directory), "--out", str(tmp_path / "report")]) == 1
 
 
+@pytest.mark.long
 def test_from_scratch_scores_the_weights_that_the_run_began_with(made, tmp_path):
     began = make_run(tmp_path / "began", untrained=True)
     asked, figures = ("--task", "lambada", "--variant", "openai", "--data", made / "texts.jsonl"), []

@@ -34,7 +34,7 @@ GOOD_STATIC = {"loss_scale": 512.0}
 
 
 KINDS = {"moving": (MOVING, 14), "floor": (FLOOR, 8), "growing": (GROWING, 8), "fixed": (GOOD_STATIC, 8)}
-REPEATED = ("zero2", "zero3")  # between ZeRO-1 and ZeRO-3 with offload
+REPEATED = ("zero2", "zero3", "zero3_offload", "pipeline")  # of the second tier
 EVERY = [pytest.param(name, marks=pytest.mark.long if name in REPEATED else ()) for name in LAYOUTS]
 
 

@@ -23,11 +23,13 @@ def norms(tmp_path_factory):
     return dict(zip(cases, json.loads((out / "norms.json").read_text()), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", STAGES)
 def test_the_mean_of_equal_micro_batches_is_one_of_them(norms, name):
     assert norms[name, MANY, "auto"] == pytest.approx(norms[name, 1, "auto"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_sums_in_bf16_are_off_by_a_percent(norms):
     """Or the test above says nothing."""
     assert norms["zero1", MANY, "bf16"] != pytest.approx(norms["zero1", 1, "auto"], rel=0.01)

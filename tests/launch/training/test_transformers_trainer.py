@@ -92,6 +92,7 @@ def on_two_ranks(tmp_path_factory):
     return out
 
 
+@pytest.mark.long
 def test_transformers_has_our_loss_curve(on_two_ranks):
     ours, theirs = Trained(on_two_ranks / "ours"), Trained(on_two_ranks / "theirs")
     loss, norm, weights = apart(ours, theirs)
@@ -100,6 +101,7 @@ def test_transformers_has_our_loss_curve(on_two_ranks):
     assert ours.losses[0] - ours.losses[-1] > 0.1, "it has to learn, or equality says little"
 
 
+@pytest.mark.long
 def test_unpartitioned_weights_are_those_of_rank_0_and_nothing_is_recomputed(on_two_ranks):
     partitioned, other = Trained(on_two_ranks / "theirs"), Trained(on_two_ranks / "unpartitioned")
     loss, norm, weights = apart(partitioned, other)
@@ -107,6 +109,7 @@ def test_unpartitioned_weights_are_those_of_rank_0_and_nothing_is_recomputed(on_
     assert (partitioned.blocks_run, other.blocks_run) == (2, 1), "forward passes of a layer per micro-batch"
 
 
+@pytest.mark.long
 def test_a_large_model_says_how_far_its_initial_weights_are(on_two_ranks):
     said = [line for line in Trained(on_two_ranks / "theirs").said if line.startswith("initial weights")]
     tenths = [int(line.split()[2]) for line in said]
@@ -114,12 +117,14 @@ def test_a_large_model_says_how_far_its_initial_weights_are(on_two_ranks):
     assert all("% of " in line and line.endswith("million per second") for line in said)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", BROKEN)
 def test_what_differs_is_noticed(on_two_ranks, broken):
     loss, _, weights = apart(Trained(on_two_ranks / "ours"), Trained(on_two_ranks / broken))
     assert loss > 1e-5 and weights > 1e-4
 
 
+@pytest.mark.long
 def test_a_resumed_run_equals_the_uninterrupted_one(on_two_ranks):
     whole, resumed = Trained(on_two_ranks / "theirs"), Trained(on_two_ranks / "resumed")
     assert [c.step for c in complete_checkpoints(on_two_ranks / "resumed" / "checkpoints")] == [2, 4]
@@ -174,6 +179,7 @@ def test_every_stage_and_precision(matrix, name):
 COMMAND = [sys.executable, "launch/pretrain.py", "--tiny", "--ds_config", "zero3", "--set", HF]
 
 
+@pytest.mark.long
 def test_a_run_directory_like_every_other(tmp_path):
     out = tmp_path / "run"
     done = run(

@@ -99,6 +99,7 @@ def found(tmp_path_factory) -> dict:
     return json.loads(out.read_text())
 
 
+@pytest.mark.long
 def test_every_system_trains_on_the_same_work(found):
     assert found["rate"]["square"] > 0 and found["rate"]["products"] > 0
     for recipe in ("", " bert"):
@@ -111,6 +112,7 @@ def test_every_system_trains_on_the_same_work(found):
         assert found[name]["losses"][-1] < found[name]["losses"][0]
 
 
+@pytest.mark.long
 def test_the_parts_of_a_step_are_timed(found):
     for name in ("ours", "bare", "nano", "transformers"):
         (phases,) = found[name]["phases"]
@@ -119,6 +121,7 @@ def test_the_parts_of_a_step_are_timed(found):
         assert found[name]["profile"]["top"][0][1] > 0
 
 
+@pytest.mark.long
 def test_systems_take_turns_in_processes_of_their_own(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     ours = Specification("ours", "ours", "default/sotu", (), True, "zero1")
@@ -132,6 +135,7 @@ def test_systems_take_turns_in_processes_of_their_own(monkeypatch):
     assert said[:2] == ["ours: ready", f"broken: not measured: {second.failed}"]
 
 
+@pytest.mark.long
 def test_a_process_that_dies_says_its_last_words(tmp_path):
     spec = Specification("odd", "no such system", "default/sotu", (), True, "zero1")
     with pytest.raises(WorkerFailed, match="KeyError"):

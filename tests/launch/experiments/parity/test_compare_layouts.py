@@ -26,6 +26,7 @@ from recipes.problems import Problem
 MACHINE = Machine("cpu", fp16=False, bf16=True, compiler=True, libaio=True)
 
 
+@pytest.mark.long
 def test_the_command_compares_what_is_asked_for(tmp_path):
     flags = ["--out", str(tmp_path / "out"), "--plot", str(tmp_path / "curves.svg")]
     done = run([*COMMAND, "--steps", "2", "--only", "pp2", *flags])

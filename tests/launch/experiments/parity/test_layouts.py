@@ -80,9 +80,18 @@ KINDS = {
     # A BERT's padding is cut by micro-batch, and not in the pipeline.
     "bert, dropout": Kind(BERT, [DROPPED], 4, ["tp2", "pp2 accumulation 4, recomputed"], []),
 }
-EVERY_LAYOUT = [(kind, name) for kind, each in KINDS.items() for name in each.names]
+SECOND_TIER = ("bert, post-LN", "bert, dropout")
+
+
+def tier(kind: str, *first_tier: str) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.long,) if kind in SECOND_TIER or (first_tier and kind not in first_tier) else ()
+
+
+EVERY_LAYOUT = [
+    pytest.param(kind, name, marks=tier(kind)) for kind, each in KINDS.items() for name in each.names
+]
 EVERY_BREAKAGE = [
-    pytest.param(kind, breakage, id=f"{kind}: {breakage.case.name}")
+    pytest.param(kind, breakage, id=f"{kind}: {breakage.case.name}", marks=tier(kind, "gpt2"))
     for kind, each in KINDS.items()
     for breakage in each.breakages
 ]
@@ -134,6 +143,7 @@ def test_the_reference_trains(reference, kind):
     assert max(first.norms) > 1.0, "clipping at 1 must be active, or a wrong norm hides"
 
 
+@pytest.mark.long
 def test_the_references_are_what_the_comparison_needs(reference):
     gpt2, bert = reference("gpt2"), reference("bert")
     assert min(gpt2.norms) < 1.0, "clipping is not active in every step"
@@ -158,7 +168,9 @@ def test_breakage_is_noticed(broken, reference, kind, breakage):
     assert "NO, first: " in comparison.table(reference(kind), [difference], {})
 
 
-@pytest.mark.parametrize("kind", [kind for kind, each in KINDS.items() if each.breakages])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=tier(kind, "gpt2")) for kind, each in KINDS.items() if each.breakages]
+)
 def test_unbroken_layout_agrees(broken, reference, kind):
     difference = compare(reference(kind), outcome(broken(kind), broken_layouts.CONTROL.case.name))
     assert difference.agrees, f"{difference}"
@@ -178,6 +190,7 @@ def odd(tmp_path_factory) -> tuple[Path, str]:
     return out, train_and_compare(out, ODD_FAST, catalog.DEFAULT_RECIPE, ODD_SHAPES, steps=3)
 
 
+@pytest.mark.long
 def test_odd_shapes_agree(odd):
     """Positions that no sample reaches among them."""
     assert rows_of(odd[1]) == dict.fromkeys(ODD_FAST, "yes")
@@ -186,12 +199,14 @@ def test_odd_shapes_agree(odd):
     assert not found.gradients["position.weight"][77:].any() and found.gradients["position.weight"][76].any()
 
 
+@pytest.mark.long
 def test_a_pipeline_with_unequal_stages_is_among_them(odd):
     """The others' stages are equal; the large embedding takes a layer from the last stage of this one."""
     layers = layers_of_files(odd[0] / folder("pp2 own accumulation") / "checkpoints")
     assert [*layers.values()] == [[0, 1, 2, 3], [4]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [REFERENCE.name, *ODD_FAST])
 def test_the_norm_of_a_run_is_that_of_its_gradients(odd, name):
     found = outcome(odd[0], name)
