@@ -1,6 +1,6 @@
-"""Files that are expensive to make and can always be made again.
+"""The cache of vocabularies and tokens: expensive to make, safe to delete.
 
-They are written, and processes that want the same one at once take turns, by `data.durable_files`.
+`data.durable_files` writes the files and lets processes that want the same one take turns.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from recipes.refused_by_system import problem, told_by
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-SAY_EVERY_S = 10.0  # between lines that tell how far a long job is
+SAY_EVERY_S = 10.0  # between progress lines of a long job
 
 
 class Unwritable(ValueError):
-    """Nothing can be written to the cache. The message says where, why and the fix."""
+    """Failure to write to the cache; the message gives the place, the cause and the fix."""
 
 
 def default_directory() -> Path:
-    """`$MEGARECIPES_CACHE`, or `megarecipes` in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."""
+    """Return `$MEGARECIPES_CACHE`, or `megarecipes` in `$XDG_CACHE_HOME` or ~/.cache."""
     if chosen := os.environ.get("MEGARECIPES_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarecipes"
 
 
 def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None], what: str, say: Say) -> T:
-    """What `read` returns, after `write` where the files are missing or damaged.
+    """Return the result of `read`; call `write` before it where the files are missing or damaged.
 
     Args:
-        paths: the files, in one directory; the first one's lock is taken. Leftovers of killed processes are
-            removed.
+        paths: the files, in one directory; the first one's lock is held while they are made, and leftovers
+            of killed processes are removed.
         read: opens and checks the files; raises OSError or Damaged.
         write: makes the files.
         what: name for messages.
@@ -65,7 +65,7 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
 
 
 def _made(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None], what: str, say: Say) -> T:
-    """What `read` returns once this process, or another that it waited for, has made the files."""
+    """Make the files, or wait until another process has made them; return the result of `read`."""
     directory = paths[0].parent
     with locked(paths[0], what, say) as held:
         try:

@@ -1,4 +1,4 @@
-"""From a recipe to samples: sources, vocabulary, tokens, and the two reference entropies."""
+"""The data of a recipe: sources, vocabulary, tokens, samples, and two reference entropies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ADDED_UP = frozenset(_SPLITS + _READ)
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run trains on, validates with and is tested with. Entropies are in nats per token."""
+    """The data of a run: vocabulary, samples of every split, and entropies in nats per token."""
 
     tokenizer: PreTrainedTokenizerFast
     train: TrainingSamples
@@ -50,22 +50,22 @@ def build(
     source: Source | None = None,
     once: Once = lambda make: make(),
 ) -> Corpus:
-    """Makes or opens everything a run reads.
+    """Make or open the data of a run.
 
-    Called by every rank; ranks that share a directory share the work.
+    Every rank calls it; ranks with one cache directory share the work.
 
     Args:
         cache_directory: where vocabularies and tokens are kept; by default `data.cache.default_directory()`.
-        say: gets the lines that tell what happens, for one process to print.
-        source: read instead of what `recipe.data` names.
-        once: has one rank make what all ranks need and none can keep: the head of a stream.
+        say: prints a line of progress.
+        source: replaces the source of `recipe.data`.
+        once: has one rank make the head of a stream for all ranks.
 
     Raises ValueError: a source cannot be read, or is too small for the recipe.
     """
     directory = cache_directory or cache.default_directory()
     origins = recipe.data.origins
     assert source is None or len(origins) == 1, "one source cannot take the place of several"
-    for origin in origins:  # before its vocabulary is looked for: the store's absence is the cause
+    for origin in origins:  # first: a missing store is reported, not its missing vocabulary
         if source is None and origin.source == "store":
             check_origin(origin, recipe.model.family)
     skipped = [Skipped() if recipe.data.broken_records == "skip" else None for _ in origins]
@@ -97,14 +97,14 @@ def build(
 
 
 def check_sources(recipe: Recipe) -> None:
-    """Look whether a recipe's sources and vocabulary are there and fit it, without reading all of them.
+    """Check that a recipe's sources and vocabulary exist and fit it, without reading them whole.
 
     Raises ValueError: files or packages are missing, or a store is damaged or of another vocabulary.
     """
     data, family = recipe.data, recipe.model.family
     for origin in data.origins:
         check_origin(origin, family)
-    known = data.tokenizer.kind in ("file", "store")  # others are published ones, or trained on the way
+    known = data.tokenizer.kind in ("file", "store")  # the others are published, or trained later
     tokenizer = build_vocabulary(recipe, (), Path(), lambda line: None) if known else None
     for origin in data.origins:
         if origin.source == "store":
@@ -113,7 +113,7 @@ def check_sources(recipe: Recipe) -> None:
 
 
 def check_origin(origin: Origin, family: str = "gpt2") -> None:
-    """Open what an origin names. Raises ValueError: files or packages that it names are not there."""
+    """Open the source of an origin. Raises ValueError: its files or packages are missing."""
     if origin.source == "store":
         store_prefix(origin, kind_of(family).sequences)
     else:
@@ -157,14 +157,14 @@ def _all_parts(
 
 
 def _blended_counts(counts: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
-    """(V,) of as many tokens as were counted, in the proportions in which they are trained on."""
+    """Weight the parts' token counts (V,) as the blend does, without changing their total."""
     sums = [max(1, int(count.sum())) for count in counts]
     parts = zip(np.asarray(weights) / np.sum(weights), counts, sums, strict=True)
     return sum(sums) * sum(share * count / total for share, count, total in parts)
 
 
 def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
-    """Sums where every part has the entry; the parts themselves; the checksums of all."""
+    """Join the summaries of the parts: sums of their common entries, all checksums, and the parts."""
     shared = [key for key in summaries[0] if key in _ADDED_UP and all(key in part for part in summaries)]
     parts = [{"weight": weight, **part} for part, weight in zip(summaries, weights, strict=True)]
     return {
@@ -176,7 +176,7 @@ def _blended_summary(summaries: Sequence[dict[str, Any]], weights: Sequence[floa
 
 
 def unigram_cross_entropy(counts: np.ndarray, labels: np.ndarray) -> float:
-    """Nats per token of `labels` under frequencies with add-one smoothing, (count(t) + 1) / (N + V).
+    """Return the nats per token of `labels` under add-one-smoothed frequencies, (count(t) + 1) / (N + V).
 
     Args:
         counts: (V,) occurrences in the training tokens.

@@ -1,7 +1,7 @@
-"""Files that survive a crash whole, and locks that do not survive their process.
+"""Crash-safe files, and locks for processes.
 
 A file is written under a temporary name, flushed to disk and renamed, so that a reader sees all of it or
-nothing. Locks are the kernel's, which drops them when their holder dies.
+nothing. The kernel drops a lock when its holder dies.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import BinaryIO, ClassVar
 
 
 class Damaged(Exception):
-    """A file is truncated or changed; the message says how it shows."""
+    """A truncated or changed file; the message says what is wrong with it."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a binary file that takes the place of `path` when the block ends well, and vanishes otherwise."""
+    """Yield a temporary binary file; rename it to `path` if the block succeeds, remove it if it fails."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "w+b") as file:
@@ -34,7 +34,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.filename is None and error.errno is not None:  # of a write, which does not say where
+        if error.filename is None and error.errno is not None:  # an error of a write names no file
             error.filename = str(path)
         raise
     finally:
@@ -50,7 +50,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a directory's list of names, is on the disk."""
+    """Flush a file, or a directory's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -59,13 +59,13 @@ def sync(path: Path) -> None:
 
 
 def left_by_a_crash(name: str) -> bool:
-    """Whether a file of this name is a temporary of `replacing` or a lock."""
+    """Tell by its name whether a file is a temporary one of `replacing` or a lock."""
     return name == Lock.FILE or re.fullmatch(r".+\.[0-9a-f]{8}\.tmp", name) is not None
 
 
 @contextmanager
 def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[bool]:
-    """Hold the lock of `path` (a file next to it). Yields False where the file system has no locks.
+    """Hold the lock file next to `path`; yield False where the file system has no locks.
 
     Without locks processes may make the same file twice; the renames make that harmless.
     """
@@ -83,14 +83,14 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[bool]:
 
 @dataclasses.dataclass
 class Lock:
-    """One process at a time in a directory; a record lock, which forked loader workers do not inherit."""
+    """A lock on a directory, for one process; a record lock, so forked loader workers do not inherit it."""
 
     FILE: ClassVar = ".lock"
     descriptor: int | None
 
     @classmethod
     def take(cls, directory: Path) -> Lock:
-        """Take a directory's lock, if its file system has any. Raises BlockingIOError: who holds it."""
+        """Lock a directory, if its file system has locks. Raises BlockingIOError: names the holder."""
         descriptor = os.open(directory / cls.FILE, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

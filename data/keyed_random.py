@@ -1,4 +1,4 @@
-"""Random choices as functions of names and numbers, never of what was drawn before."""
+"""Random choices as functions of seeds and numbers, independent of earlier draws."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ _KEPT = 2  # orders of epochs: a step can straddle two
 
 
 def shuffled(values: np.ndarray | int, seed: int, number: int) -> np.ndarray:
-    """The values, or the int64 numbers below `values`, in an order that (seed, number) decides alone."""
+    """Shuffle the values, or the int64 numbers below `values`; (seed, number) alone decides the order."""
     return np.random.Generator(np.random.PCG64([seed, number])).permutation(values)
 
 
 def generator(seed: int, first: int, second: int) -> np.random.Generator:
-    """Random numbers that are a function of the three alone, by a counter: there is no state to keep.
+    """Return a counter-based generator, a function of the three numbers alone.
 
-    The two numbers, below 2**64, stand in the upper half of the counter; the lower half counts what is drawn.
+    `first` and `second`, below 2**64, fill the upper half of the counter; the lower half counts the draws.
     """
     return np.random.Generator(np.random.Philox(counter=[0, 0, second, first], key=seed % 2**128))
 
 
 def random_bits(seed: int, numbers: np.ndarray, number: int) -> np.ndarray:
-    """(N,) uint64 that look random, a function of seed, each of `numbers` (N,) and number: SplitMix64."""
+    """Return (N,) uint64 random bits, by SplitMix64 of the seed, each of `numbers` (N,), and `number`."""
     step = np.uint64(0x9E3779B97F4A7C15)
     key = mix(np.array([seed % 2**64], dtype=np.uint64) + step)
     return mix((mix((key ^ numbers.astype(np.uint64)) + step) ^ np.uint64(number)) + step)
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64: a bijection of uint64 that makes all bits depend on all bits.
+    """Mix the bits of each uint64 by the finalizer of SplitMix64, a bijection.
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, section 4; with Stafford's
     constants.
@@ -41,9 +41,9 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 class EpochOrders:
-    """From a position in training order to (epoch, sample), where each epoch is a permutation of all samples.
+    """Map from positions in training order to (epoch, sample); each epoch is a permutation of all samples.
 
-    Several threads may use it at once. Memory: 8 bytes per sample for each of the two orders that are kept.
+    Safe for several threads. It keeps two orders in memory, of 8 bytes per sample each.
     """
 
     def __init__(self, samples: int):
@@ -52,7 +52,7 @@ class EpochOrders:
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def locate(self, position: int, seed: int) -> tuple[int, int]:
-        """(epoch, index of the sample)."""
+        """Return (epoch, index of the sample)."""
         epoch, within = divmod(position, self._samples)
         order = self._orders.get((seed, epoch))
         return epoch, int((self._make(seed, epoch) if order is None else order)[within])

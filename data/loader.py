@@ -1,15 +1,14 @@
-"""Micro-batches for one data-parallel rank. The batch of a step does not depend on the layout.
+"""Micro-batches of one data-parallel rank; the global batch of a step is the same under every layout.
 
 Sample j of step s is sample s * global + j of the training order. It belongs to data-parallel rank r,
-micro-batch a and row m with j = (r * accumulation + a) * micro + m: a rank has consecutive samples, so that
-ranks can read different files of a stream. Where the samples come from memory-mapped tokens any thread makes
-any step; a stream has one thread.
+micro-batch a and row m with j = (r * accumulation + a) * micro + m. A rank has consecutive samples, so that
+ranks can read different files of a stream. Any thread makes any step of memory-mapped tokens; a stream has
+one thread.
 
-`recipes.families` names the tensors. The loss of a micro-batch is sum(cross_entropy * weights). A
-GPT's weights make its mean over micro-batches and ranks the mean over all tokens of the global batch. A
-BERT's samples predict different numbers of tokens, so its weights are 1 for a prediction and 0 for filling,
-and the engine divides by the number of predictions of the whole step; its sentence weights need no such
-division.
+`recipes.families` names the tensors. The loss of a micro-batch is sum(cross_entropy * weights). With a GPT's
+weights its mean over micro-batches and ranks is the mean over all tokens of the global batch. A BERT's
+samples predict different numbers of tokens. So its weights are 1 for a prediction and 0 for filling, and the
+engine divides by the number of predictions of the whole step. Sentence weights need no such division.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ _WEIGHTS = ("weights", "sentence_weights")
 
 
 def micro_batch(fields: Fields, row_weights: np.ndarray) -> MicroBatch:
-    """The tensors of B samples; `row_weights` (B,) as for `Fields.micro_batch`."""
+    """Return the tensors of B samples; `row_weights` (B,) as for `Fields.micro_batch`."""
     arrays = fields.micro_batch(row_weights)
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
 
 
 def batch_digest(batches: Iterable[MicroBatch]) -> str:
-    """SHA-256 of a step's micro-batches, given in the order of their rows in the global batch.
+    """Return the SHA-256 of a step's micro-batches, given in row order of the global batch.
 
-    How the batch is cut does not matter. Weights count as real or filling: their values depend on the
-    micro-batch.
+    The size of the micro-batches does not matter. So a weight, which depends on it, counts only as zero or
+    positive.
     """
     joined: dict[str, list[np.ndarray]] = {}
     for batch in batches:
@@ -57,7 +56,7 @@ def batch_digest(batches: Iterable[MicroBatch]) -> str:
 
 
 def rank_rows(layout: Layout, dp_rank: int) -> np.ndarray:
-    """(accumulation, micro) int64: the samples of the global batch that this rank reads.
+    """Return this rank's samples of the global batch, (accumulation, micro) int64.
 
     Raises ValueError: the layout has no such data-parallel rank.
     """
@@ -68,9 +67,9 @@ def rank_rows(layout: Layout, dp_rank: int) -> np.ndarray:
 
 
 class StepBatches:
-    """Endless iterator: each `next` is the list of `accumulation` micro-batches of the next optimizer step.
+    """Endless iterator over optimizer steps; an item is the list of a step's `accumulation` micro-batches.
 
-    Reads `samples.fresh()`: several of them can be made from the same samples.
+    It reads a copy, `samples.fresh()`: several iterators can be made of the same samples.
     """
 
     def __init__(
@@ -86,13 +85,12 @@ class StepBatches:
         """Make batches of one rank.
 
         Args:
-            start_step: optimizer steps that are already done; batches continue after them.
-            start_state: what `merge_states` made of all ranks' `state` then. Only speed depends on it, and
-                only for streamed sources, which otherwise tokenize again what they already went through.
-            workers: threads that make batches ahead of their use (at most one for a stream); 0: made when
-                asked for.
+            start_step: number of optimizer steps already done.
+            start_state: all ranks' `state` at that step, joined by `merge_states`. It only saves time:
+                without it a stream is tokenized again from its beginning.
+            workers: threads that make batches ahead of their use (at most one for a stream); 0: none.
 
-        Raises ValueError: the state is of another step or another reading of the data.
+        Raises ValueError: the state is of another step, or of data read in another way.
         """
         self._samples, self._seed, self._layout = samples.fresh(), seed, layout
         self.step = start_step
@@ -104,8 +102,8 @@ class StepBatches:
                 fix = ("resume with the ", Key("batch.global"), " of the checkpoint")
                 raise ProblemsError([Problem("batch.global", came, fix=fix)])
             self._samples.restore(start_state)
-        # Known before the first batch, and never asked of a stream that a thread is reading; without a start
-        # state a stream would have to be read through, so then `state` does it if it is called at once.
+        # Taken before any thread reads the samples. At a later position without a start state, a stream would
+        # have to be read up to it: `state` does so only when it is called before the first batch.
         self._state = start_state or (self._samples.state(0) if position == 0 else None)
         self._produce = partial(_make_step, self._samples, seed, layout, rank_rows(layout, dp_rank))
         threads = workers if samples.random_access else min(workers, 1)
@@ -122,19 +120,19 @@ class StepBatches:
         return batches
 
     def state(self) -> dict[str, Any]:
-        """JSON-able position of this rank after the last step handed out, whatever was read ahead."""
+        """Return this rank's position after the last step handed out, as JSON values."""
         if self._state is None:
             self._state = self._samples.fresh().state(self.step * self._layout.global_batch)
         return self._state
 
     def digest(self, step: int) -> str:
-        """SHA-256 of a step's global batch, in order. Reads all of it: for checks, not for every step."""
+        """Return the SHA-256 of a step's global batch. It reads the whole batch: for checks only."""
         first = step * self._layout.global_batch
         fields = self._samples.fresh().take(range(first, first + self._layout.global_batch), self._seed)
         return batch_digest([micro_batch(fields, np.ones(self._layout.global_batch))])
 
     def close(self) -> None:
-        """Ends the threads; no batch comes after it."""
+        """End the threads; no batch follows."""
         if self._ahead:
             self._ahead.close()
 
@@ -142,7 +140,7 @@ class StepBatches:
 def _make_step(
     samples: TrainingSamples, seed: int, layout: Layout, rows: np.ndarray, step: int
 ) -> tuple[list[MicroBatch], dict[str, Any]]:
-    """The batches of a step and the state after it; `rows` as `rank_rows` gives them."""
+    """Make the batches of a step and the state after it; `rows` as from `rank_rows`."""
     size, micro = layout.global_batch, layout.micro
     fields = samples.take((step * size + rows).ravel().tolist(), seed)
     weights = np.full(micro, 1.0 / micro)
@@ -151,14 +149,14 @@ def _make_step(
 
 
 def pinned(batch: MicroBatch) -> MicroBatch:
-    """The same in pinned memory, which is copied to a GPU without waiting; as it is without a GPU."""
+    """Copy a batch to pinned memory, for asynchronous copies to the GPU; without a GPU return it as it is."""
     if not torch.cuda.is_available():
         return batch
     return {key: tensor.pin_memory() for key, tensor in batch.items()}
 
 
 def _cuda_device() -> Callable[[], None]:
-    """For a new thread: this rank's device, without which pinning would open a context on the first one."""
+    """Return a function to select this rank's GPU in a new thread; else pinning would use the first GPU."""
     if not torch.cuda.is_available():
         return lambda: None
     device = torch.cuda.current_device()
@@ -166,7 +164,7 @@ def _cuda_device() -> Callable[[], None]:
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """One state of the states of all ranks, each of which knows the parts of a stream that it reads."""
+    """Merge the states of all ranks into one; each rank knows its own parts of a stream."""
     merged = json.loads(json.dumps(states[0]))
     for key, value in merged.items():
         if key == "parts":
@@ -185,11 +183,11 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
 def validation_batches(
     samples: HeldOut, micro: int, accumulation: int, dp: int, dp_rank: int
 ) -> list[list[MicroBatch]]:
-    """All validation steps of one rank, each a list of `accumulation` micro-batches.
+    """Return all validation steps of one rank, each a list of `accumulation` micro-batches.
 
-    Every rank gets the same number: the last step is filled up with copies of weight 0. The mean of the loss
-    over all micro-batches of all steps and ranks is the mean over the real samples (of a BERT's predictions,
-    once the engine has divided by their number).
+    Every rank gets equally many: copies of weight 0 fill the last step. The mean of the loss over all
+    micro-batches of all steps and ranks is the mean over the real samples (for a BERT over their predictions,
+    once the engine has divided by the number of predictions).
     """
     assert len(samples) > 0, "build() refuses corpora without validation samples"
     layout = Layout(1, 1, dp, micro, accumulation, micro * accumulation * dp)

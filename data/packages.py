@@ -1,4 +1,4 @@
-"""Data that installed packages ship."""
+"""Data files in installed packages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from recipes.problems import Problem, ProblemsError, Words
 
 
 def find_package(package: str) -> Path | None:
-    """Directory of an installed package, without importing it; None where it is not installed."""
+    """Return the directory of a package without importing it; None where it is not installed."""
     spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))) if places else None
 
 
 def package_directory(package: str, needed_for: Words) -> Path:
-    """Directory of a package that a setting or flag needs. Raises ProblemsError: it is not installed."""
+    """Return the directory of a required package. Raises ProblemsError: it is not installed."""
     if found := find_package(package):
         return found
     came = (needed_for, f" needs the package {package}")

@@ -1,7 +1,6 @@
-"""Work done ahead of its use by threads, handed out in order.
+"""Results computed ahead of their use by threads, and handed out in order.
 
-Threads and not processes: mapped files and tokenizers (which let go of Python's lock) are shared, and nothing
-is copied.
+Threads share mapped files and tokenizers, so nothing is copied; tokenizers release Python's lock.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ JOIN_TIMEOUT_S = 5.0  # for a thread that waits for the network
 
 
 class Prefetcher(Generic[T]):
-    """`next` gives produce(start), produce(start + 1), ...; threads are up to `depth` of them ahead.
+    """Iterator over produce(start), produce(start + 1), ...; threads work up to `depth` results ahead.
 
-    An exception of `produce` is raised by the `next` whose turn it is, and by all later ones. With one thread
-    the calls are made in order. Dropping the object, `close` and the interpreter's end all end the threads.
+    Where a call fails, its `next` and all later ones raise the error. One thread makes the calls in order.
+    The threads end with `close`, with the object or with the interpreter.
     """
 
     def __init__(
@@ -35,8 +34,8 @@ class Prefetcher(Generic[T]):
         """Start the threads.
 
         Args:
-            produce: must not hold this object, nor what owns it; else neither can be dropped.
-            depth: results that are kept ready; by default one more than there are threads.
+            produce: must hold neither this object nor its owner; else neither can be freed.
+            depth: results to keep ready; by default one more than threads.
             prepare: called once in every thread.
         """
         running: list[threading.Thread] = []

@@ -1,6 +1,6 @@
-"""Which documents are trained on, validated with and tested with: a rule on the document's index alone.
+"""The split into training, validation and test documents, by the document's index alone.
 
-Whole documents are held out, so that no held-out text is seen in training. The rule needs no number of
+Whole documents are held out, so that training sees no held-out text. The rule does not need the number of
 documents, so that it holds for streams too.
 """
 
@@ -12,20 +12,20 @@ import numpy as np
 
 Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
-"""The names of what `parts` returns, by number."""
+"""Names of the numbers in the result of `parts`."""
 
 
 def part_of(index: int, validation_every: int, test_every: int | None = None) -> Part:
-    """The part of the document at `index`, from 0, in its source.
+    """Return the part of the document at `index` of its source, from 0.
 
-    Every `validation_every`-th document (2 or more) is for validation. Of those left, counted anew, every
-    `test_every`-th (2 or more; None: no test part) is for the test, beginning with the first.
+    Every `validation_every`-th document (2 or more) is for validation. The others are counted anew, and every
+    `test_every`-th of them (2 or more; None: no test part) is for the test, beginning with the first.
     """
     return PARTS[int(parts(np.array([index]), validation_every, test_every)[0])]
 
 
 def parts(indices: np.ndarray, validation_every: int, test_every: int | None = None) -> np.ndarray:
-    """(N,) uint8, positions in `PARTS`, of documents `indices` (N,); see `part_of`."""
+    """Return the positions in `PARTS`, (N,) uint8, of documents `indices` (N,); see `part_of`."""
     assert validation_every >= 2 and (test_every is None or test_every >= 2), "the schema refuses 1"
     found = (indices % validation_every == validation_every - 1).astype(np.uint8)
     if test_every is not None:
@@ -39,6 +39,6 @@ def parts(indices: np.ndarray, validation_every: int, test_every: int | None = N
 def documents_of(
     part: Part, documents: int, validation_every: int, test_every: int | None = None
 ) -> np.ndarray:
-    """(N,) int64, ascending: those of `documents` documents that belong to a part."""
+    """Return the indices (N,) int64, ascending, of one part's documents among `documents` documents."""
     found = parts(np.arange(documents, dtype=np.int64), validation_every, test_every)
     return np.flatnonzero(found == PARTS.index(part))

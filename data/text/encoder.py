@@ -14,15 +14,15 @@ from tokenizers import Tokenizer
 from recipes.problems import Key, Problem, ProblemsError
 
 LANGUAGE = "en"
-Ends = Literal["split", "lines"]  # how it is told where a sentence ends
+Ends = Literal["split", "lines"]  # how to find the ends of sentences
 # Characters; a longer one over several lines is a list or a table, which sentencex takes for a sentence.
 LONG_SENTENCE = 1000
 
 
 def sentences_of(text: str, how: Ends) -> list[str]:
-    """Sentences in order, none of them empty. Joined they give the text back but for whitespace.
+    """Cut a text into sentences, without empty ones; joined, they differ from it in whitespace alone.
 
-    split: at the ends of sentences, by sentencex's rules for English; lines: every line is one already.
+    split: by sentencex's rules for English; lines: every line is a sentence.
     """
     if how == "lines":
         pieces = text.split("\n")
@@ -30,9 +30,8 @@ def sentences_of(text: str, how: Ends) -> list[str]:
         assert how == "split", how
         found = sentencex.segment(LANGUAGE, text)
         pieces = [line for s in found for line in (s.split("\n") if len(s) > LONG_SENTENCE else [s])]
-    stripped = (
-        piece.strip() for piece in pieces
-    )  # and on one line, as the one-sentence-per-line form needs it
+    stripped = (piece.strip() for piece in pieces)
+    # A sentence stands on one line, for files of one sentence per line.
     return [" ".join(piece.split()) if "\n" in piece else piece for piece in stripped if piece]
 
 
@@ -48,7 +47,7 @@ assert array(_UINT32).itemsize == 4
 
 
 class HasText(Protocol):
-    """A document, as far as an encoder looks at it."""
+    """A document, to an encoder."""
 
     @property
     def text(self) -> str: ...
@@ -59,7 +58,7 @@ D = TypeVar("D", bound=HasText)
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
-    """Items in order, in lists whose sizes sum to at least `least`; the last one may hold less."""
+    """Group items in order, in lists of a total size of at least `least`; the last list may be smaller."""
     group: list[T] = []
     held = 0
     for item in items:
@@ -73,7 +72,7 @@ def grouped(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterato
 
 
 def use_all_cores() -> None:
-    """Lets `tokenizers` use its threads; a user's own setting stays.
+    """Let `tokenizers` use its threads; a user's own setting stays.
 
     Unset, the library turns its threads off at the first fork of the process and warns at each one.
     """
@@ -81,7 +80,7 @@ def use_all_cores() -> None:
 
 
 def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The token that ends a document: end-of-sequence, or [SEP]. Raises ProblemsError: there is neither."""
+    """Return the end-of-document token: end-of-sequence, or [SEP]. Raises ProblemsError: there is neither."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token is not None:
             return token
@@ -92,7 +91,7 @@ def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 class Encoder:
-    """Turns documents into tokens on all cores. Special tokens spelled out in a text are text. Picklable."""
+    """Encoder of documents, on all cores; a special token spelled out in a text is text. Picklable."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, batch_characters: int = BATCH_CHARACTERS):
         self._end = end_of_document(tokenizer)
@@ -116,16 +115,16 @@ class Encoder:
         self._load(state["_backend"])  # the library's own pickling forgets encode_special_tokens
 
     def __call__(self, documents: Iterable[D]) -> Iterator[tuple[D, np.ndarray]]:
-        """Yields (document, its tokens as uint32) in order, each ended by the end-of-document token."""
+        """Yield (document, its uint32 tokens with the end-of-document token) in order."""
         for batch in grouped(documents, lambda document: len(document.text), self._batch_characters):
             tokens = self._tokens([document.text for document in batch], [self._end])
             yield from zip(batch, tokens, strict=True)
 
     def encode_sentences(self, documents: Sequence[Sequence[str]]) -> list[list[np.ndarray]]:
-        """Sentences of documents -> (tokens,) uint32 each, without special tokens.
+        """Encode each sentence of documents as (tokens,) uint32, without special tokens.
 
-        Sentences that the vocabulary knows nothing of (blank ones, control characters) are left out, so that
-        a document's list can be shorter than it came, and empty.
+        Sentences without tokens (blank ones, control characters) are left out, so that a document's list can
+        get shorter, or empty.
         """
         texts = [sentence for document in documents for sentence in document]
         batches = grouped(texts, len, self._batch_characters)
@@ -134,7 +133,7 @@ class Encoder:
         return [[found for found in document if found.size] for document in encoded]
 
     def _tokens(self, texts: list[str], end: list[int]) -> Iterator[np.ndarray]:
-        """(tokens,) uint32 of each text, followed by `end`: views of one array for all."""
+        """Return (tokens,) uint32 of each text, followed by `end`, as views of one array."""
         use_all_cores()
         flat, bounds = array(_UINT32), [0]
         for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
@@ -146,7 +145,7 @@ class Encoder:
 
 
 class SentenceEncoder:
-    """Yields (document, its sentences' tokens, uint32 without special tokens) in order."""
+    """Encoder of documents as (document, uint32 tokens of each sentence without special ones), in order."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, read as a stream that outlives network errors.
+"""Datasets of the Hugging Face hub as streams, with retries after network errors.
 
 The libraries below retry single requests (huggingface_hub: five times in about 20 s). Where they give up, the
 shard is opened again and skipped to the first record not read yet: every document comes once and in order.
@@ -43,19 +43,19 @@ _WITHOUT_HUB: tuple[Words, ...] = (
 class Backoff:
     """Exponential pauses with jitter: a thousand ranks must not come back at the same moment."""
 
-    attempts: int = 10  # failures in a row, without a record between them, after which the reader gives up
+    attempts: int = 10  # failures in a row after which the reader gives up; each record read resets the count
     first_s: float = 1.0
     longest_s: float = 60.0
     sleep: Callable[[float], None] = field(default=time.sleep, compare=False)
 
     def pause_s(self, failures: int) -> float:
-        """Seconds after that many failures in a row: 50 to 100 % of first_s x 2^(failures - 1)."""
+        """Return the seconds to wait after failures in a row: 50 to 100 % of first_s x 2^(failures - 1)."""
         return min(self.longest_s, self.first_s * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
 @dataclass(eq=False)
 class HubSource:
-    """A dataset of the Hugging Face hub, streamed; opened when it is first read. Its shards are its files."""
+    """A streamed dataset of the Hugging Face hub, opened at its first read; its shards are its files."""
 
     dataset: str
     config: str | None = None
@@ -65,7 +65,7 @@ class HubSource:
     open_stream: Callable[[], Any] | None = None  # the `datasets.IterableDataset` to read; None: the hub's
     say: Say | None = None  # gets a line per retry; None: standard error does
     backoff: Backoff = Backoff()
-    skipped: Skipped | None = None  # takes the broken records; None: they stop a reader
+    skipped: Skipped | None = None  # collects the broken records; None: they stop a reader
 
     name: str = field(init=False)
     finite: bool = field(default=False, init=False)
@@ -81,7 +81,7 @@ class HubSource:
         return next(self._with_retries(lambda done: iter([self._open().num_shards])))
 
     def fingerprint(self) -> str:
-        """Of the settings alone: the hub says nothing of a stream's content before it is read."""
+        """Digest the settings alone: the content of a stream is not known before it is read."""
         settings = [self.dataset, self.config, self.split, self.text_column, self.revision]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
@@ -89,7 +89,7 @@ class HubSource:
         return self._documents(self.records(start))
 
     def records(self, start: int = 0) -> Iterator[Raw | Broken]:
-        """All records in order after the first `start` ones: texts, empty ones too, and the broken records.
+        """Yield all records in order after the first `start`, empty and broken ones too.
 
         Raises ValueError: the dataset cannot be opened or read; the message says how to do without the hub.
         """
@@ -111,7 +111,7 @@ class HubSource:
         return self._documents(self._records(open_shard, where, start))
 
     def _documents(self, found: Iterator[Raw | Broken]) -> Iterator[Document]:
-        """The documents among the records. Raises ProblemsError: a record is broken."""
+        """Yield the documents of records. Raises ProblemsError: a record is broken."""
         for record in found:
             if isinstance(record, Broken):
                 left_out_or_refused(f"{record.file}, document {record.number - 1}", record, self.skipped)
@@ -133,7 +133,7 @@ class HubSource:
                 yield Raw(where, number, found or "")
 
     def _open(self) -> Any:
-        """The dataset; asking the hub for its files takes seconds, so that this is done once."""
+        """Return the dataset, opened once: asking the hub for its files takes seconds."""
         if self._stream is None:
             self._stream = (self.open_stream or self._from_hub)()
             self._reached = True
@@ -146,7 +146,7 @@ class HubSource:
         return load_dataset(self.dataset, self.config, **where, streaming=True)
 
     def _with_retries(self, read: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
-        """The items of `read(0)`; after a network error those of `read(n)`, n of them being out already."""
+        """Yield the items of `read(0)`; after n items and a network error continue with `read(n)`."""
         done = failures = 0
         while True:
             try:
@@ -180,7 +180,7 @@ class HubSource:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx; not 404."""
+    """Tell whether trying again may help: connection errors, timeouts, HTTP 408, 429 and 5xx; not 404."""
     if (status := _status(error)) is not None:
         return status in (408, 429) or status >= 500
     return any(
@@ -191,7 +191,7 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error, or one that it came from, carries."""
+    """Return the HTTP status of an error or of one of its causes; None without one."""
     for cause in _chain(error):
         # httpx, requests and huggingface_hub keep the response, aiohttp the number.
         response = getattr(cause, "response", None)

@@ -1,9 +1,9 @@
-"""Records, what files are cut into; documents, the texts in them; and what is said of broken ones.
+"""Records of files, documents of records, and reports of broken records.
 
 A `RecordFormat` reads one kind of file in two steps. `frame` is cheap and sequential: it decompresses the
 file and cuts it into records, in bounded memory. `parse` turns one record into a document's text and depends
-on nothing else, so that worker processes share the work. Neither raises on bad input: a record that cannot be
-used comes out as `Broken`.
+on nothing else, so that worker processes share the work. Neither raises on bad input: an unusable record
+becomes a `Broken`.
 
 Training reads strictly: a broken record stops the reader with its place, the reason and the fix. With
 data.broken_records=skip it is counted and left out, like an empty document: it keeps its number, so that
@@ -27,7 +27,7 @@ Payload = bytes | bytearray | str
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """One record as it stands in its file, decompressed."""
+    """One record of a file, decompressed and unparsed."""
 
     file: str
     number: int  # line, row, page or document, from 1, as a reader of the file counts
@@ -36,12 +36,12 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A record that cannot be used, or a file (its rest) that cannot be read."""
+    """An unusable record, or the unreadable rest of a file."""
 
     file: str
     number: int  # as of Raw; for a damaged file the record after the last readable one
-    kind: str  # why, in the few words that a report counts by
-    detail: Text  # of this record, and the fix; "" where the kind says it all
+    kind: str  # the cause in a few words; reports count records by it
+    detail: Text  # more on this record, and the fix; "" where the kind says it all
     excerpt: bytes  # the beginning, at most 64 KiB
     size: int  # bytes of the whole record, decompressed; 0 where unknown
 
@@ -51,31 +51,31 @@ class Broken:
         return self.render()
 
     def render(self, show: Callable[[Words], str] = str) -> str:
-        """The reason. `show` turns keys of a recipe into what this command's user types."""
+        """Return the reason; `show` turns keys of a recipe into flags of the command."""
         return Problem("", self.kind, self.detail).render(show)
 
 
 class RecordFormat(Protocol):
-    """One kind of file. Picklable, and without state."""
+    """Reader of one kind of file; picklable and stateless."""
 
     def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
-        """The file's records in order, after the first `start` ones.
+        """Yield the file's records in order, after the first `start`.
 
         Raises ValueError: the file cannot be opened.
         """
 
     def parse(self, raw: Raw) -> str | Broken | None:
-        """The document's text; None where the record is no document (empty, a redirect)."""
+        """Return the document's text; None where the record is no document (empty, a redirect)."""
 
     def title(self, raw: Raw) -> str:
-        """The document's title; "" where this kind of file has none."""
+        """Return the document's title; "" where this kind of file has none."""
         return ""
 
 
 def broken(
     file: Path | str, number: int, kind: str, detail: Text = "", payload: Payload = b"", size: int = 0
 ) -> Broken:
-    """A `Broken` with the beginning of `payload`.
+    """Make a `Broken` with the beginning of `payload` as its excerpt.
 
     Args:
         size: bytes of the record where `payload` is only its beginning.
@@ -87,19 +87,19 @@ def broken(
 
 
 def damaged(path: Path, number: int, error: BaseException | str) -> Broken:
-    """What stands for the rest of a file that cannot be read on."""
+    """Make a `Broken` for the unreadable rest of a file."""
     detail = f"cannot be read to its end ({error}): it is cut off or damaged; fetch it again"
     return broken(path, number, "damaged file", detail)
 
 
 def too_large(path: Path, number: int, payload: Payload, size: int, limit: int, hint: Text = "") -> Broken:
-    """What stands for a record of `size` bytes that begins with `payload`."""
+    """Make a `Broken` for an oversized record of `size` bytes, with `payload` at its beginning."""
     detail = (f"{size:,} bytes where a record has at most {limit:,}", *pieces(hint))
     return broken(path, number, "too large", detail, payload, size)
 
 
 def decoded(raw: Raw) -> str | Broken:
-    """The payload as text without a byte-order mark, or why it is none."""
+    """Decode a payload to text without a byte-order mark, or report it as broken."""
     text = raw.payload
     if isinstance(text, bytes):
         try:
@@ -113,7 +113,7 @@ def decoded(raw: Raw) -> str | Broken:
 
 
 def field_text(record: Any, column: str, raw: Raw) -> str | Broken | None:
-    """The document in a parsed record; None where it is empty."""
+    """Return the text field of a parsed record, or report it as broken; None where it is empty."""
     if not isinstance(record, dict):
         kind = f"a JSON {type(record).__name__} where an object with a text field is needed"
         return unusable(raw, "no JSON object", kind)
@@ -128,28 +128,28 @@ def field_text(record: Any, column: str, raw: Raw) -> str | Broken | None:
 
 
 def choose_column(names: Sequence[str]) -> Text:
-    """The fix where a record has its text in another field than the one that is read."""
+    """Word the fix for a record with its text in another field."""
     which = f"one of {', '.join(names)}" if names else "the text field"
     return "set ", Key("data.text_column"), f" to {which}"
 
 
 def unusable(raw: Raw, kind: str, detail: Text = "") -> Broken:
-    """What stands for a record that is there and cannot be used."""
+    """Make a `Broken` for an unusable record."""
     return broken(raw.file, raw.number, kind, detail, raw.payload)
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The text of a record, and which record it is."""
+    """The text of a record, with the record's index."""
 
     index: int  # of the record, from 0, in the source or the shard that is read; all records count
     text: str
 
 
 class Skipped:
-    """The broken records that this process has met and left out; each counts once, however often met."""
+    """The broken records left out by this process; a record met again counts once."""
 
-    MOST = 100_000  # that are told apart
+    MOST = 100_000  # records to remember; later ones are not counted
 
     def __init__(self) -> None:
         self._found: set[str] = set()
@@ -159,12 +159,12 @@ class Skipped:
             self._found.add(f"{where}: {found.kind}")
 
     def found(self) -> list[str]:
-        """Place and kind of each."""
+        """List place and kind of each record."""
         return sorted(self._found.copy())  # a loader's thread may be adding
 
     @staticmethod
     def describe(found: Sequence[str]) -> str:
-        """How many, and the first of them."""
+        """Tell how many records were left out, and name the first."""
         least = "at least " if len(found) >= Skipped.MOST else ""
         return f"{least}{counted(len(found), 'broken record')} left out ({some(found)})"
 
@@ -172,8 +172,8 @@ class Skipped:
 class Source(Protocol):
     """A readable collection of documents.
 
-    Raises ProblemsError: by all but `fingerprint`, the dataset cannot be opened; by readers, a record is
-    broken.
+    All but `fingerprint` raise ProblemsError where the dataset cannot be opened, and the readers where a
+    record is broken.
     """
 
     name: str
@@ -181,24 +181,24 @@ class Source(Protocol):
 
     @property
     def shards(self) -> int:
-        """Parts that can be read independently of one another, e.g. files."""
+        """Number of independently readable parts, e.g. files."""
 
     def fingerprint(self) -> str:
-        """Hexadecimal digest that changes when the documents change."""
+        """Return a hexadecimal digest of the documents."""
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """Documents of all shards in order, from index `start` on, without the empty ones."""
+        """Yield the documents of all shards in order, from index `start` on, without the empty ones."""
 
     def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
-        """Documents of one shard, from index `start` within it on, without the empty ones."""
+        """Yield the documents of one shard, from index `start` within it on, without the empty ones."""
 
 
 def read_strictly(
     paths: Sequence[Path], format: RecordFormat, start: int, skipped: Skipped | None = None
 ) -> Iterator[Document]:
-    """Documents of several files, numbered through; records before `start` are framed and not parsed.
+    """Yield the documents of several files, numbered through; do not parse the records before `start`.
 
-    `skipped`: takes the broken records; None: the first raises ProblemsError.
+    `skipped`: collects the broken records; None: the first raises ProblemsError.
     """
     first = 0  # index of the file's first record
     for path in paths:

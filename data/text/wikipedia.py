@@ -1,8 +1,8 @@
-"""Wikipedia's pages-articles dumps: the latest text of every article, no redirects, talk pages and templates.
+"""Reader of Wikipedia's pages-articles dumps: the latest text of every article.
 
 A dump is cut at its <page> tags before anything is parsed as XML. So reading stays as fast as decompression,
-worker processes parse the pages, and a damaged page costs that page; an XML parser over the whole file would
-lose all that follows.
+worker processes parse the pages, and a damaged page costs only itself; an XML parser over the whole file
+would lose all pages after it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TITLE = re.compile(rb"<title>([^<]*)</title>")
 
 @dataclass(frozen=True)
 class WikipediaFormat:
-    """pages-articles XML in UTF-8.
+    """Format of pages-articles XML in UTF-8.
 
     Described by https://www.mediawiki.org/xml/export-0.11.xsd and its predecessors. Records are the pages of
     namespace 0 that are no redirects; they are numbered among all pages of the file.
@@ -80,7 +80,7 @@ class WikipediaFormat:
             yield damaged(path, number, error)
 
     def _page(self, path: Path, number: int, span: _Span, others: frozenset[bytes]) -> Iterator[Raw | Broken]:
-        """The page that the span holds; beginnings of pages before it, without an end, are broken."""
+        """Yield the page of a span, after a `Broken` for a page before it without an end."""
         page = span.kept
         if (last := page.rfind(_OPEN)) >= 0:
             yield broken(path, number, "page without an end", "the next one begins within it", page[:last])
@@ -114,7 +114,7 @@ class WikipediaFormat:
 
 
 def _is_article(page: bytes, others: frozenset[bytes]) -> bool:
-    """Whether the page is of namespace 0 and no redirect.
+    """Tell whether the page is of namespace 0 and no redirect.
 
     Args:
         others: names of the other namespaces, for dumps from before 2012, whose pages have no <ns>.
@@ -135,20 +135,20 @@ class _Span(NamedTuple):
 
 
 class _Scanner:
-    """Reads a file from marker to marker in blocks."""
+    """Reader of a file from marker to marker, in blocks."""
 
     def __init__(self, file: BufferedIOBase):
         self._file, self._block, self._at = file, b"", 0
 
     def until(self, marker: bytes, keep: int) -> _Span:
-        """What comes up to the marker and with it, or up to the end; its first `keep` bytes are kept."""
+        """Read up to the end of the marker, or of the file; keep the first `keep` bytes."""
         kept, size, overlap = bytearray(), 0, len(marker) - 1
         while True:
             begin = self._at
             found = self._block.find(marker, begin)
             end = found + len(marker) if found >= 0 else max(begin, len(self._block) - overlap)
             size += end - begin
-            # More than `keep` bytes, so that what is cut can be told from what is not.
+            # One byte more than `keep`, to tell a cut span from a whole one.
             kept += self._block[begin : min(end, begin + keep + 1 - len(kept))]
             self._at = end
             if found >= 0:
