@@ -36,7 +36,7 @@ from launch.checkpoints.placement import Placement
 from launch.checkpoints.tensor_file import Entry
 from launch.machine import description, memory
 from launch.ranks.processes import local_world_size
-from launch.records.facts import Saved, Silence
+from launch.records.facts import SaveOutcome, SilentRecorder
 from modeling.parallel.process_grid import ProcessGrid
 
 SPARE = 0.1  # of a machine's memory, which a copy of the state leaves free
@@ -72,7 +72,9 @@ class _Pending:
 class Saver:
     """Saves the state of one engine below `root`. All methods are collective."""
 
-    def __init__(self, state: EngineState, plan: Plan, grid: ProcessGrid, root: Path, listener: Silence):
+    def __init__(
+        self, state: EngineState, plan: Plan, grid: ProcessGrid, root: Path, listener: SilentRecorder
+    ):
         self.state, self.plan, self.grid, self.root, self.listener = state, plan, grid, root, listener
         self.problem: str | None = None  # of the newest save, once it is over
         self._pending: _Pending | None = None
@@ -90,7 +92,7 @@ class Saver:
         directory = run_checkpoints.written_in(self.root, progress.step)
         if problem := self._on_rank_0(partial(run_checkpoints.begin, self.root, progress.step)):
             took = time.perf_counter() - started
-            self._over(Saved(progress.step, 0, took, took, False, problem))
+            self._over(SaveOutcome(progress.step, 0, took, took, False, problem))
             return
         entries, pieces = contents(self.state, kinds_after(progress.adam_steps), self.grid.rank)
         background = self._fits([entry.bytes for entry in entries])
@@ -130,7 +132,9 @@ class Saver:
         problem = self._on_rank_0(lambda: self._complete(pending, parts or []))
         written = sum(part.file.bytes for part in parts or [] if part.file)
         took = time.perf_counter() - pending.started
-        self._over(Saved(pending.progress.step, written, pending.blocked, took, pending.background, problem))
+        self._over(
+            SaveOutcome(pending.progress.step, written, pending.blocked, took, pending.background, problem)
+        )
 
     def _complete(self, pending: _Pending, parts: list[Part]) -> None:
         """On rank 0: make the checkpoint whole, or remove what was written and raise OSError or _NotSaved."""
@@ -184,9 +188,9 @@ class Saver:
         dist.broadcast_object_list(problem, src=0, group=self.grid.control_group)
         return problem[0]
 
-    def _over(self, saved: Saved) -> None:
+    def _over(self, saved: SaveOutcome) -> None:
         self.problem = saved.problem
-        self.listener.saved(saved)
+        self.listener.save(saved)
 
 
 def contents(

@@ -32,7 +32,7 @@ class StartClock:
         self.parts = {"launcher": own - (own if launcher is None else launcher), "compiling": 0.0}
         self._since, self._compiled = own, compiling_seconds()
 
-    def reached(self, part: str) -> None:
+    def mark(self, part: str) -> None:
         """Count the seconds since the last call as those of `part`, and what was compiled as "compiling"."""
         now, compiled = time.clock_gettime(time.CLOCK_BOOTTIME), compiling_seconds()
         passed, aside = now - self._since, 0.0 if part == "compiling" else compiled - self._compiled

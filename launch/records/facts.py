@@ -61,7 +61,7 @@ class RankSeconds:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveOutcome:
     """A checkpoint after `step` optimizer steps, or why there is none.
 
     Attributes:
@@ -167,10 +167,10 @@ class Ending:
     task_scores: tuple[TaskScore, ...] = ()
 
 
-class Silence:
+class SilentRecorder:
     """The recorder of all ranks but 0: keeps nothing. Rank 0 has a `Recorder`, which writes and shows."""
 
-    def __enter__(self) -> Silence:
+    def __enter__(self) -> SilentRecorder:
         return self
 
     def __exit__(self, *error: object) -> None: ...
@@ -178,7 +178,7 @@ class Silence:
     def say(self, text: str) -> None:
         """One line of text."""
 
-    def reached(self, part: str) -> None:
+    def mark(self, part: str) -> None:
         """The start of the run has come to the end of this part of it."""
 
     def step(
@@ -189,10 +189,10 @@ class Silence:
     def validation(self, step: int, outcome: Validation, kind: str = "validation") -> None:
         """The loss on held-out text after `step` completed steps; `kind` "test": on the test split."""
 
-    def saving(self, peaks: Peaks) -> None:
+    def last_save(self, peaks: Peaks) -> None:
         """The last checkpoint is next; a host that runs out of memory may not survive it."""
 
-    def saved(self, saved: Saved) -> None:
+    def save(self, saved: SaveOutcome) -> None:
         """A checkpoint, or why there is none."""
 
     def finish(self, ending: Ending, stopped: str | None = None) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.records.facts import Finite, RunFacts, Saved
+from launch.records.facts import Finite, RunFacts, SaveOutcome
 from recipes import files
 from recipes.layout import Layout
 
@@ -98,7 +98,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class SaveRecord(Saved):
+class SaveRecord(SaveOutcome):
     """A checkpoint, or why there is none."""
 
     time: float = 0.0

@@ -22,7 +22,16 @@ from launch.machine.memory import peak_cached_bytes, peak_memory
 from launch.ranks.start_up import StartClock
 from launch.records import metrics
 from launch.records.directory import RunDirectory
-from launch.records.facts import Ending, Peaks, RankSeconds, RunFacts, Saved, Silence, StepOutcome, Validation
+from launch.records.facts import (
+    Ending,
+    Peaks,
+    RankSeconds,
+    RunFacts,
+    SaveOutcome,
+    SilentRecorder,
+    StepOutcome,
+    Validation,
+)
 from launch.records.metrics import (
     How,
     LaunchRecord,
@@ -44,7 +53,7 @@ from recipes.refused_by_system import problem
 ELSEWHERE = "move the run directory to another disk and --resume there"
 
 
-class Recorder(Silence):
+class Recorder(SilentRecorder):
     """Rank 0: writes metrics.jsonl, TensorBoard events and results, and shows them."""
 
     def __init__(
@@ -78,7 +87,7 @@ class Recorder(Silence):
         self._write(LaunchRecord(start_step, How.of(run), time.time()))
         for notice in directory.notices:
             self.say(notice)
-        self.reached("records")
+        self.mark("records")
 
     def __exit__(self, *error: object) -> None:
         self._close()
@@ -89,10 +98,10 @@ class Recorder(Silence):
         self._write(Note(self._step, text, time.time()))
         self._screen.line(text)
 
-    def reached(self, part: str) -> None:
+    def mark(self, part: str) -> None:
         """The start of the run has come to the end of this part of it."""
         if self._clock:
-            self._clock.reached(part)
+            self._clock.mark(part)
 
     def step(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
@@ -130,7 +139,7 @@ class Recorder(Silence):
         self._event("memory", record, ("peak_memory_bytes",))
         self._screen.step(step, shown_fields(record, scale=bool(scale)))
         if self._clock and step == self._start_step + 1:
-            self._clock.reached("first_step")
+            self._clock.mark("first_step")
             parts: dict[str, Any] = self._clock.parts
             self._write(start := StartRecord(step, **parts, time=time.time()))
             self._screen.line(str(start))
@@ -145,12 +154,12 @@ class Recorder(Silence):
         shown = "".join(f", {names[name]} {value:.4f}" for name, value in outcome.parts.items())
         self._screen.line(f"step {step}: {kind} loss {outcome.loss:.4f}{shown}")
 
-    def saving(self, peaks: Peaks) -> None:
+    def last_save(self, peaks: Peaks) -> None:
         """Write curve and result as they are before the last checkpoint."""
         reason = "its last checkpoint was not complete when this was written"
         self._keep(Ending("saving", reason, peaks))
 
-    def saved(self, saved: Saved) -> None:
+    def save(self, saved: SaveOutcome) -> None:
         """Record a checkpoint, or why there is none."""
         self._write(SaveRecord(**vars(saved), time=time.time()))
         per_second = saved.bytes / saved.seconds

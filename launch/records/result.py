@@ -108,7 +108,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedQuantity:
     """A published quantity (None: not printed), the measured one (None: it was not) and measured / published.
 
     The ratio is None where one is missing or the run's numbers are not those of the row.
@@ -167,7 +167,7 @@ class Result:
     hardware: str | None = None
     deviations: tuple[Deviation, ...] = ()
     not_comparable: Incomparable | None = None
-    comparison: tuple[Compared, ...] = ()
+    comparison: tuple[ComparedQuantity, ...] = ()
     published_source: str | None = None
     banded_attention_kernel: str | None = None
     sample: str | None = None
@@ -237,7 +237,9 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
     return replace(measured, comparison=compare_with(recipe.published, measured, comparable=comparable))
 
 
-def compare_with(published: Published | None, result: Result, *, comparable: bool) -> tuple[Compared, ...]:
+def compare_with(
+    published: Published | None, result: Result, *, comparable: bool
+) -> tuple[ComparedQuantity, ...]:
     """Every quantity that tables print, with ratios where the result is `comparable` to `published`."""
     if published is None:
         return ()
@@ -254,7 +256,7 @@ def compare_with(published: Published | None, result: Result, *, comparable: boo
     for quantity, (unit, value) in measured.items():
         printed = getattr(published, quantity)
         both = comparable and printed is not None and value is not None and quantity != "oom"
-        compared.append(Compared(quantity, unit, printed, value, value / printed if both else None))
+        compared.append(ComparedQuantity(quantity, unit, printed, value, value / printed if both else None))
     return tuple(compared)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from launch.console import numbers
 from launch.records.comparability import Incomparable, changed_work, not_comparable
 from launch.records.deviations import Deviation
-from launch.records.result import TFLOPS_BY, Compared, Result, compare_with
+from launch.records.result import TFLOPS_BY, ComparedQuantity, Result, compare_with
 from launch.reports.runs import OOM, Run
 from launch.reports.tables import Published, Row
 
@@ -68,7 +68,7 @@ class Entry:
 
     row: Row
     run: Run | None = None
-    compared: tuple[Compared, ...] = ()
+    compared: tuple[ComparedQuantity, ...] = ()
     incomparable: Incomparable | None = None
     memory: str | None = None
 

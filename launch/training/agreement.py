@@ -1,7 +1,6 @@
-"""What the ranks of a run tell each other: before it, at the end of each step, at its end.
+"""The exchange of facts between the ranks of a run: before it, after each step and at its end.
 
-A fact that every rank has to know of all others at a step's end is a field of `StepReport`, and how the
-ranks' values become one is a property of `StepNews`.
+`StepReport` holds the facts of one rank after a step. `StepNews` makes one value of all ranks' reports.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup, initial_weights: str | None = None) -> None:
     """Refuse ranks that differ in data, weights, code or settings. Collective.
 
-    Every machine prepares its own copy of the corpus; a package or file of another version there would train
-    silently on something else. Raises ValueError with what differs.
+    Every machine prepares its own copy of the corpus: another version of a package or file there would change
+    the training silently. Raises ValueError with the differences.
     """
     ds = json.dumps(without_paths(plan.ds), sort_keys=True).encode()
     own = {
@@ -54,7 +53,7 @@ def check(plan: Plan, corpus: Corpus, group: dist.ProcessGroup, initial_weights:
 
 
 def without_paths(ds: dict[str, Any]) -> dict[str, Any]:
-    """The resolved JSON without the places that each machine offloads to."""
+    """Return the resolved JSON without the NVMe paths, which machines choose for themselves."""
     zero = dict(ds.get("zero_optimization") or {})
     for kind in ("offload_optimizer", "offload_param"):
         if isinstance(section := zero.get(kind), dict):
@@ -64,9 +63,9 @@ def without_paths(ds: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The report of one rank at the end of a step, in numbers: they travel as one row of a tensor.
+    """The report of one rank at the end of a step, in numbers that travel as one row of a tensor.
 
-    `stop`: index in `REASONS` of what asked this rank to stop; `own_seconds`: as in `RankSeconds`.
+    `stop`: index in `REASONS` of the request to stop; `own_seconds`: this rank's time in `RankSeconds`.
     """
 
     stop: int = 0
@@ -81,12 +80,12 @@ class StepNews:
 
     @property
     def stopped(self) -> str | None:
-        """The request that any rank got to stop: all leave at the same step."""
+        """The request to stop that some rank got; all ranks leave at the same step."""
         return REASONS[max(report.stop for report in self.reports)] or None
 
     @property
     def rank_seconds(self) -> RankSeconds | None:
-        """None in a run of one rank."""
+        """The busy times of all ranks; None in a run of one rank."""
         seconds = [report.own_seconds for report in self.reports]
         if len(seconds) == 1:
             return None
@@ -95,16 +94,16 @@ class StepNews:
 
 
 class StepExchange:
-    """An exchange on its way: the CPUs talk while a GPU still computes the step."""
+    """A running exchange of reports: the CPUs talk while a GPU still computes the step."""
 
     def __init__(self, own: StepReport, group: dist.ProcessGroup) -> None:
-        """Tell `own`. Collective."""
+        """Send the report `own` to all ranks. Collective."""
         row = torch.tensor(dataclasses.astuple(own), dtype=torch.float64)
         self._table = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64)
         self._work = _all_gather(self._table.view(-1), row, group=group, async_op=True)
 
     def wait(self) -> StepNews:
-        """The reports of all ranks."""
+        """Wait for the reports of all ranks."""
         self._work.wait()
         return StepNews(tuple(_report(values) for values in self._table.tolist()))
 
@@ -115,7 +114,7 @@ def _report(values: list[float]) -> StepReport:
 
 
 def peak_memory(group: dist.ProcessGroup) -> Peaks:
-    """The largest peak and cached memory of any rank. Collective."""
+    """Return the largest peak and the largest cached memory of any rank. Collective."""
     ranks = gathered((memory.peak_memory().bytes, memory.peak_cached_bytes()), group)
     cached = [c for _, c in ranks if c is not None]
     return Peaks(max(peak for peak, _ in ranks), max(cached, default=None))

@@ -1,4 +1,4 @@
-"""From a plan to the model of this rank."""
+"""Building the model of this rank from a plan."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from modeling.parallel.process_grid import ProcessGrid
 
 
 def band_kernel(plan: Plan) -> str | None:
-    """The kernel of the banded layers in training on this machine's accelerator; None: all are dense.
+    """Name the kernel that trains the banded layers on this machine's accelerator; None: all are dense.
 
-    Says why, whether it computes fewer scores than dense layers would, and that speeds on CUDA are unknown.
+    The text gives the reason, and says whether the kernel saves scores and whether its speed is known.
     """
     recipe, window = plan.recipe, plan.recipe.model.attention_window
     if window is None:
@@ -41,10 +41,10 @@ def band_kernel(plan: Plan) -> str | None:
 def build_module(
     plan: Plan, grid: ProcessGrid, given: Mapping[str, torch.Tensor] | None = None, *, drawn: bool = True
 ) -> Stack | Pipeline:
-    """The model of this rank, with its initial weights; partitioned as it is built under ZeRO-3.
+    """Build the model of this rank with its initial weights, partitioned at once under ZeRO-3.
 
-    `given`: full tensors by canonical name, instead of random ones; `drawn` False: a checkpoint will be read
-    into it, so that it needs neither.
+    `given`: full tensors by canonical name, instead of random ones; `drawn` False: no initial weights, since
+    a checkpoint will be read into the model.
     """
     recipe, family = plan.recipe, family_of(plan.recipe.model)
     shape = model_shape(recipe, plan.padded_vocab)

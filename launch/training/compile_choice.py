@@ -1,7 +1,7 @@
-"""The choice of torch.compile: as the user says, else where it is paid back within the run.
+"""The choice of torch.compile: the user's word, else yes where compiling is paid back within the run.
 
-The choice is a function of the run and the machine alone, and of no clock: a resumed run, all of its ranks
-and the uninterrupted one make the same.
+The choice depends on the run and the machine alone, not on a clock: all ranks, and a resumed run, make the
+same choice.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ WISHES: tuple[Wish, ...] = ("auto", "on", "off")
 # Rough rates of eager training, operations per second: of one core, and of one GPU.
 CORE = {"fp32": 5e10, "bf16": 1e11, "fp16": 1e11}
 GPU = {"fp32": 1e13, "bf16": 1e14, "fp16": 1e14}
-# Seconds of eager training from which on compiling pays: on two cores it takes about 25 s at first, 6 s from
-# the cache, and saves a quarter of a step or more.
+# Compiling pays in runs of this many eager seconds or more: on two cores it takes about 25 s at first, 6 s
+# from the cache, and saves a quarter of a step or more.
 PAYS_FROM = 100.0
 
 
 def compiles(wish: Wish, plan: Plan, machine: Machine) -> bool:
-    """Whether the run of `plan` is compiled on this machine."""
+    """Decide whether the run of `plan` is compiled on this machine."""
     if wish != "auto":
         return wish == "on"
     return worth_compiling(plan, machine) and has_compiler(machine)
 
 
 def worth_compiling(plan: Plan, machine: Machine) -> bool:
-    """Whether compiling could be paid back within the run, if there is a compiler.
+    """Judge whether compiling is paid back within the run, if there is a compiler.
 
-    Not under ZeRO-3 on a GPU, until it is measured there: DeepSpeed gathers parameters in hooks that run
-    inside the compiled layer, and each of them breaks its graph.
+    No under ZeRO-3 on a GPU, until it is measured there: DeepSpeed gathers parameters in hooks inside the
+    compiled layer, and each hook breaks its graph.
     """
     if plan.recipe.model.implementation == "transformers" or machine.emulated_fp16:
         return False
@@ -45,7 +45,7 @@ def worth_compiling(plan: Plan, machine: Machine) -> bool:
 
 
 def has_compiler(machine: Machine) -> bool:
-    """Whether torch.compile can make code here: by a C++ compiler on a CPU, by Triton on a GPU."""
+    """Check for the compiler of torch.compile: a C++ compiler on a CPU, Triton on a GPU."""
     if machine.accelerator != "cuda":
         return machine.compiler
     from modeling.banded_attention import has_gpu_compiler
@@ -54,7 +54,7 @@ def has_compiler(machine: Machine) -> bool:
 
 
 def explain_missing(wish: Wish, plan: Plan, machine: Machine) -> str | None:
-    """The warning that a compiler is missing; None: none is needed."""
+    """Return a warning that a needed compiler is missing, or None."""
     if wish == "off" or not worth_compiling(plan, machine) or has_compiler(machine):
         return None
     needed = "Triton and a C compiler" if machine.accelerator == "cuda" else "g++ and Python's headers"
@@ -62,7 +62,7 @@ def explain_missing(wish: Wish, plan: Plan, machine: Machine) -> str | None:
 
 
 def eager_seconds(plan: Plan, machine: Machine) -> float:
-    """Roughly how long the run computes without torch.compile."""
+    """Estimate the seconds that the run computes without torch.compile."""
     recipe, layout = plan.recipe, plan.layout
     operations = recipe.steps * exact_flops_per_step(
         recipe.model, recipe.sequence_length, layout.global_batch, padded_vocab=plan.padded_vocab,

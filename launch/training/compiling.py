@@ -31,7 +31,7 @@ WARM_UP, TIMED = 2, 5  # passes
 
 @dataclass(frozen=True)
 class Gain:
-    """Seconds of a forward and backward pass of `what`, of which a micro-batch has `times`."""
+    """Seconds of a forward and backward pass of `what`; a micro-batch makes `times` such passes."""
 
     what: str
     eager: float
@@ -43,8 +43,8 @@ class Gain:
         return f"{self.what} {times} ({self.eager / self.compiled:.2f}x)"
 
 
-def paid_back(gains: Sequence[Gain], took: float, accumulation: int, steps: int) -> str:
-    """The step at which the run has saved the seconds that compiling `took`, in words."""
+def payback(gains: Sequence[Gain], took: float, accumulation: int, steps: int) -> str:
+    """Say after which step the run has saved the seconds that compiling `took`."""
     saved = accumulation * sum(gain.times * (gain.eager - gain.compiled) for gain in gains)
     if saved <= 0:
         return "which saves nothing here: --compile off"
@@ -53,32 +53,32 @@ def paid_back(gains: Sequence[Gain], took: float, accumulation: int, steps: int)
 
 
 def compile_module(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> str:
-    """torch.compile `module` in place before DeepSpeed takes it; return a line with the measured gains.
+    """Compile `module` in place before DeepSpeed takes it; return a line with the measured gains.
 
-    Collective. The whole model is compiled, or its transformer layers and its loss where something has to
-    happen between them: in the pipeline, under recomputation, on GPUs that average gradients, which then
-    travel while the layers before theirs are computed, and under ZeRO-3, which gathers parameters in hooks of
-    each layer; there `forward` alone is compiled, so that the hooks stay outside.
+    Collective. The whole model is compiled, or its transformer layers and its loss where other work lies
+    between them: in the pipeline, under recomputation, on GPUs that average gradients while earlier layers
+    are computed, and under ZeRO-3, which gathers parameters in hooks of each layer. Of a layer `forward`
+    alone is compiled, so that the hooks stay outside.
     """
     keep_gcc_from_joining_statements()
     seed_step(plan.recipe.seed, 0, grid.at)
     started = time.perf_counter()
     prepare(module, plan)
-    if isinstance(module, Stack) and _as_a_whole(plan, get_accelerator().device_name()):
+    if isinstance(module, Stack) and _compiles_whole(plan, get_accelerator().device_name()):
         gains = [Gain("a micro-batch", *_compile_whole(module, plan))]
     else:
         gains = _compile_layers(module, plan, grid)
     took = time.perf_counter() - started
     measured = f"forward and backward of {', '.join(map(str, gains))}; medians of {TIMED}"
-    when = paid_back(gains, took, plan.layout.accumulation, plan.recipe.steps)
+    when = payback(gains, took, plan.layout.accumulation, plan.recipe.steps)
     return f"compiled: {measured}; compiling and measuring took {took:.0f} s, {when}"
 
 
 def keep_gcc_from_joining_statements() -> None:
-    """Have g++ compile what torch generates without vectorizing neighbouring statements.
+    """Keep g++ from vectorizing neighbouring statements of the code that torch generates.
 
-    g++ 12.2 breaks torch's transposing copies of bf16 so, on processors with AVX-512 that it does not know
-    by name, and attention computes NaN. The code is written in vectors already.
+    On processors with AVX-512 that g++ 12.2 does not know by name, this vectorizing breaks torch's
+    transposing copies of bf16, and attention computes NaN. Torch writes the code in vectors already.
     """
     flags_of = cpp_builder._get_optimization_cflags
     if hasattr(flags_of, "__wrapped__"):
@@ -93,14 +93,14 @@ def keep_gcc_from_joining_statements() -> None:
     cpp_builder._get_optimization_cflags = with_flag
 
 
-def _as_a_whole(plan: Plan, device: str) -> bool:
-    """Whether a plain model can be compiled whole: nothing happens between its layers."""
+def _compiles_whole(plan: Plan, device: str) -> bool:
+    """Decide whether a plain model is compiled whole: no other work lies between its layers."""
     averages = device != "cpu" and plan.layout.dp > 1
     return plan.zero_stage < 3 and not plan.recipe.checkpoint_interval and not averages
 
 
 def prepare(module: torch.nn.Module, plan: Plan) -> None:
-    """Make the constants of attention outside of any graph."""
+    """Make the constants of attention before a graph is compiled."""
     device = torch.device(get_accelerator().current_device_name())
     for attention in module.modules():
         if isinstance(attention, Attention):
@@ -108,7 +108,7 @@ def prepare(module: torch.nn.Module, plan: Plan) -> None:
 
 
 def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
-    """Compile the model; seconds eager and compiled of the model itself, whose gradients are dropped."""
+    """Compile the model; return its eager and compiled seconds of a pass. Gradients are dropped."""
     device = torch.device(get_accelerator().current_device_name())
     module.to(device=device, dtype=DTYPES[plan.precision]).train()
     recipe, model = plan.recipe, plan.recipe.model
@@ -128,9 +128,9 @@ def _compile_whole(module: Stack, plan: Plan) -> tuple[float, float]:
 
 
 def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> list[Gain]:
-    """Compile every transformer layer and the loss; the gain of every kind of layer.
+    """Compile every transformer layer and the loss; return the gain of every kind of layer.
 
-    Measured on a layer made for it: those of the model may be partitioned, or lie on another stage.
+    The gain is measured on a separate layer: the model's own may be partitioned, or lie on another stage.
     """
     for layer in module.modules():
         if isinstance(layer, TransformerLayer):
@@ -150,7 +150,7 @@ def _compile_layers(module: torch.nn.Module, plan: Plan, grid: ProcessGrid) -> l
 
 
 def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float, float]:
-    """Seconds eager and compiled, on a random micro-batch."""
+    """Return eager and compiled seconds of one layer on a random micro-batch."""
     recipe = plan.recipe
     device = torch.device(get_accelerator().current_device_name())
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, dtype=DTYPES[plan.precision])
@@ -168,14 +168,14 @@ def _time_layer(shape: LayerShape, plan: Plan, grid: ProcessGrid) -> tuple[float
 
 
 def _salts(plan: Plan, device: torch.device) -> torch.Tensor | None:
-    """Of a micro-batch, as training gives them."""
+    """Return salts of hidden dropout for one micro-batch, as in training."""
     recipe = plan.recipe
     samples = torch.arange(plan.layout.micro * recipe.model.sequences, device=device)
     return salts_of(recipe.seed, 0, samples, recipe.sequence_length) if recipe.dropout.hidden else None
 
 
 def seconds_of_pass(loss: Callable[[], torch.Tensor]) -> float:
-    """Seconds of a forward and backward pass: the median after some to warm up."""
+    """Return the seconds of a forward and backward pass: the median after a warm-up."""
     times = []
     for _ in range(WARM_UP + TIMED):
         get_accelerator().synchronize()

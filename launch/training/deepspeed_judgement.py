@@ -1,4 +1,4 @@
-"""DeepSpeed's own reading of a resolved JSON, before anything is started: the second judge of its values."""
+"""DeepSpeed's own check of a resolved JSON before the start: the second judge of its values."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FIX = "write what it takes, or remove the key"
 
 
 def check(plan: Plan, where: str) -> None:
-    """Raise ConfigError with DeepSpeed's objections; `where`: the JSON.
+    """Check that DeepSpeed accepts the configuration; `where`: the JSON. Raises ConfigError.
 
-    `ds_configs` refuses it first, as far as it knows the key; this is what remains, such as the sections that
-    it hands on unread, and what another version of DeepSpeed judges otherwise.
+    `ds_configs` judges the keys that it knows first. DeepSpeed judges the rest, such as sections that are
+    handed on unread, and rules of another version.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -39,7 +39,7 @@ def check(plan: Plan, where: str) -> None:
         DeepSpeedConfig(ds, _OneRank())
     except ValidationError as error:
         raise ConfigError(list(_refused_values(error, where))) from None
-    except Exception as error:  # its other checks raise whatever comes
+    except Exception as error:  # its other checks raise exceptions of any type
         said = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
             [Problem("--ds_config", f"DeepSpeed refuses it ({said})", fix=_FIX, where=where)]
@@ -47,7 +47,7 @@ def check(plan: Plan, where: str) -> None:
 
 
 class _OneRank:
-    """Stands in for the process grid before there is one."""
+    """A stand-in for the process grid before there is one."""
 
     def get_data_parallel_world_size(self) -> int:
         return 1

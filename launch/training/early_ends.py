@@ -1,4 +1,4 @@
-"""How training may end before its last step."""
+"""The ends of training before its last step, as exceptions and as a result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from launch.records.facts import StepOutcome
 
-STUCK_STEPS = 20  # skipped steps in a row after which a loss scale that does not move counts as stuck
+STUCK_STEPS = 20  # skipped steps in a row; a loss scale that has not moved in them is stuck
 
 DIVERGED_ADVICE = """Nothing more can be learned from here.
   - metrics.jsonl shows the grad norm before this step: if it grew, lower optimizer.lr, lengthen
@@ -17,9 +17,9 @@ DIVERGED_ADVICE = """Nothing more can be learned from here.
 
 
 class EarlyEnd(Exception):
-    """Training ends on all ranks alike before it is done; the message says `why`, and what to do.
+    """An early end of training on all ranks alike; the message gives the reason `why` and the fix.
 
-    `status`: of the result; `code`: of the processes.
+    `status`: of the result; `code`: exit code of the processes.
     """
 
     status, code = "interrupted", 1
@@ -30,7 +30,7 @@ class EarlyEnd(Exception):
 
 
 class Diverged(EarlyEnd):
-    """Further steps would be noise: the loss is not finite, or the scale is stuck."""
+    """An end because further steps would be noise: the loss is not finite, or the scale is stuck."""
 
     status, code = "diverged", 3
 
@@ -39,16 +39,16 @@ class Diverged(EarlyEnd):
 
 
 class BrokenData(EarlyEnd):
-    """The data of the next step cannot be read on some rank. `kept`: what is kept of the run."""
+    """An end because some rank cannot read the next step's data. `advice`: the saved step, and the fix."""
 
-    kept = ""
+    advice = ""
 
     def __str__(self) -> str:
-        return f"{self.why}\n{self.kept}".rstrip()
+        return f"{self.why}\n{self.advice}".rstrip()
 
 
 class NotSavedError(EarlyEnd):
-    """The last checkpoint of a run could not be written."""
+    """An end without the last checkpoint, which could not be written."""
 
     status = "not saved"
 
@@ -59,7 +59,7 @@ class NotSavedError(EarlyEnd):
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """A run that ended before its last step. `request`: the signal or file that asked for it."""
+    """An early stop on request. `request`: the signal or file that asked for it."""
 
     request: str
     step: int  # completed optimizer steps
@@ -69,8 +69,8 @@ class EarlyStop:
         return f"{self.request}: stopped after step {self.step} of {self.steps}, checkpoint saved"
 
 
-class SkippedInARow:
-    """Counts skipped steps in a row, and ends a run that will never make another.
+class SkipCounter:
+    """Count skipped steps in a row, and end a run that will skip all further ones.
 
     A static loss scale may overflow for ever, and gradients may never be finite again in bf16. A dynamic loss
     scale comes down, and DeepSpeed itself watches its floor.
@@ -80,7 +80,7 @@ class SkippedInARow:
         self.precision, self.count, self.scale = precision, 0, math.nan
 
     def see(self, outcome: StepOutcome) -> None:
-        """Raises Diverged after STUCK_STEPS skipped steps in a row at one loss scale."""
+        """Count the step. Raises Diverged after STUCK_STEPS skipped steps in a row at one loss scale."""
         same_scale = outcome.loss_scale == self.scale
         self.count = self.count + 1 if outcome.skipped and same_scale else int(outcome.skipped)
         self.scale = outcome.loss_scale

@@ -1,6 +1,6 @@
-"""From a resolved plan to a DeepSpeed engine, and one training or validation step on it.
+"""The DeepSpeed engine of a resolved plan, and one training or validation step on it.
 
-The only place that knows whether the engine is plain (ZeRO 0-3, with or without tensor parallelism) or a
+No other module knows whether the engine is plain (ZeRO 0-3, with or without tensor parallelism) or a
 pipeline.
 """
 
@@ -42,7 +42,7 @@ Forward = Callable[..., tuple[torch.Tensor, ...]]  # (engine, micro-batch) -> (l
 
 
 def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices and embeddings, with weight decay; biases and LayerNorms, without."""
+    """Return two groups: matrices and embeddings with weight decay, biases and LayerNorms without."""
     groups: tuple[dict[str, Any], ...] = (
         {"params": [], "weight_decay": weight_decay},
         {"params": [], "weight_decay": 0.0},
@@ -59,12 +59,12 @@ def build_engine(
     say: compiled_ops.Say,
     *,
     resumed: bool = False,
-    reached: Callable[[str], None] = lambda part: None,
+    mark: Callable[[str], None] = lambda part: None,
 ) -> DeepSpeedEngine:
-    """A DeepSpeed engine for the job; `say` is told when an op has to be compiled first. Collective.
+    """Build a DeepSpeed engine for the job; `say` announces ops that are compiled first. Collective.
 
-    `resumed`: weights will be read from a checkpoint, and none are drawn; `reached`: told of the parts of
-    a start.
+    `resumed`: a checkpoint will give the weights, and none are drawn; `mark`: marks the end of each part of
+    the start.
     """
     plan = job.plan
     if plan.offload != "none":
@@ -76,13 +76,13 @@ def build_engine(
     given = None if resumed or job.initial_weights is None else job.initial_weights.read(plan.recipe)
     module = build_module(plan, grid, given, drawn=not resumed)
     if plan.zero_stage == 3 and get_accelerator().device_name() == "cpu":
-        # Gather a layer's parameters at once: one set of hooks for a layer, not one for each of its leaves.
+        # Gather a layer's parameters at once, by one set of hooks instead of one for each of its leaves.
         # Not on a GPU: DeepSpeed does not gather such a layer ahead of its use.
         set_z3_leaf_modules(module, [TransformerLayer])
     if job.compiled:
-        reached("engine")
+        mark("engine")
         say(compiling.compile_module(module, plan, grid))
-        reached("compiling")
+        mark("compiling")
     how: dict[str, Any] = {
         "model": module,
         "model_parameters": parameter_groups(module, plan.recipe.optimizer.weight_decay),
@@ -107,14 +107,14 @@ def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def released(engine: DeepSpeedEngine) -> Iterator[None]:
+def release_at_end(engine: DeepSpeedEngine) -> Iterator[None]:
     """Release the engine in the end, so that the next run in this process starts clean."""
     try:
         yield
     finally:
         engine.destroy()
         deepspeed.checkpointing.reset()
-        torch._dynamo.reset()  # what is compiled for this model counts against the limit of the next
+        torch._dynamo.reset()  # graphs of this model count against the limit of the next one
 
 
 def train_step(
@@ -123,17 +123,17 @@ def train_step(
     grid: ProcessGrid,
     salts: Sequence[torch.Tensor | None],
 ) -> PendingStep:
-    """One optimizer step over this data-parallel rank's micro-batches; a GPU may still be computing it.
+    """Make one optimizer step over this data-parallel rank's micro-batches; a GPU may still compute it.
 
-    `salts`: of each micro-batch, as `micro_batches.salts_of_step` gives them.
-    DeepSpeed divides each loss by the accumulation steps, averages gradients over data-parallel ranks, clips,
-    scales and unscales, and steps the optimizer and the schedule at the last micro-batch.
+    `salts`: of each micro-batch, by `micro_batches.salts_of_step`. DeepSpeed divides each loss by the
+    accumulation steps, averages gradients over data-parallel ranks, clips, scales and unscales, and steps the
+    optimizer and the schedule at the last micro-batch.
     """
     before = state_before_step(engine)
-    batches = micro_batches.normalised(batches, grid, engine.device)
-    with explained_floor(engine):
+    batches = micro_batches.normalise(batches, grid, engine.device)
+    with explain_floor(engine):
         if isinstance(engine, PipelineEngine):
-            # Stages between the first and the last never ask for any.
+            # Stages between the first and the last take no micro-batches.
             pairs = (
                 micro_batches.for_pipeline(b, s, engine.device) for b, s in zip(batches, salts, strict=True)
             )
@@ -154,7 +154,7 @@ def train_step(
 
 @dataclass(frozen=True)
 class PendingStep:
-    """An optimizer step whose figures are not read yet: reading them waits for the GPU."""
+    """An optimizer step with unread figures: reading them waits for the GPU."""
 
     engine: DeepSpeedEngine
     before: State
@@ -162,11 +162,11 @@ class PendingStep:
     parts: Sequence[torch.Tensor]
 
     def outcome(self) -> StepOutcome:
-        """Raises Diverged."""
+        """Read the figures of the step. Raises Diverged."""
         return outcome_of_step(self.engine, self.before, self.loss, self.parts)
 
 
-State = tuple[float, float, int]  # before an optimizer step: learning rate, loss scale, steps skipped so far
+State = tuple[float, float, int]  # before an optimizer step: learning rate, loss scale, skipped steps so far
 
 
 def state_before_step(engine: DeepSpeedEngine) -> State:
@@ -176,23 +176,23 @@ def state_before_step(engine: DeepSpeedEngine) -> State:
 def outcome_of_step(
     engine: DeepSpeedEngine, before: State, loss: torch.Tensor, parts: Sequence[torch.Tensor] = ()
 ) -> StepOutcome:
-    """The outcome of the step that began at `before`, with its mean `loss`. Raises Diverged."""
+    """Return the outcome of a step from the state `before` it and its mean `loss`. Raises Diverged."""
     lr, scale, skipped_steps = before
     if engine.fp16_enabled():
         engine.settle_loss_scale()
     norm = engine.get_global_grad_norm()
     skipped = engine.skipped_steps > skipped_steps
     overflowed = skipped and engine.fp16_enabled()  # DeepSpeed skips in bf16 and fp32 too
-    mean, *others = _numbers([loss, *([] if norm is None else [norm]), *parts])
+    mean, *others = _read_numbers([loss, *([] if norm is None else [norm]), *parts])
     if not math.isfinite(mean) and not overflowed:
         precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
         raise Diverged(f"the loss is {mean} in {precision}")
     read = None if norm is None else others.pop(0)
-    return StepOutcome(mean, lr, read, scale, skipped, _named(engine, others))
+    return StepOutcome(mean, lr, read, scale, skipped, _name_parts(engine, others))
 
 
-def _numbers(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """Scalars, read from their device at once: each reading alone would wait for the GPU."""
+def _read_numbers(values: Sequence[torch.Tensor | float]) -> list[float]:
+    """Read scalars from their device at once: each reading alone would wait for the GPU."""
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
     return torch.stack(
         [torch.as_tensor(v, dtype=torch.float64, device=device).view(()) for v in values]
@@ -202,7 +202,7 @@ def _numbers(values: Sequence[torch.Tensor | float]) -> list[float]:
 def forward(
     engine: DeepSpeedEngine, batch: MicroBatch, salts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """(loss) or (loss, parts of it) of one micro-batch, by our plain model."""
+    """Return (loss) or (loss, parts of it) of one micro-batch by our plain model."""
     given, named = micro_batches.for_plain(batch, engine.device, salts, engine.module.position_ranks)
     result = engine(*given, **named)
     return result if isinstance(result, tuple) else (result,)
@@ -212,9 +212,9 @@ def forward(
 def validate(
     engine: DeepSpeedEngine, steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid, forward: Forward
 ) -> Validation:
-    """Mean losses over held-out samples; weights of the batches make the mean exact. Collective."""
+    """Return mean losses over held-out samples; batch weights make the means exact. Collective."""
     totals = []
-    for batches in micro_batches.normalised_steps(steps, grid, engine.device):
+    for batches in micro_batches.normalise_steps(steps, grid, engine.device):
         if isinstance(engine, PipelineEngine):
             pairs = (micro_batches.for_pipeline(b, _unused_salts(engine, b), engine.device) for b in batches)
             loss = engine.eval_batch(pairs, num_micro_batches=len(batches))
@@ -226,17 +226,17 @@ def validate(
             totals.append(data_parallel_mean(losses.mean(0), grid))
     engine.train()
     loss, *parts = torch.stack(totals).mean(0).tolist()
-    return Validation(loss, _named(engine, parts))
+    return Validation(loss, _name_parts(engine, parts))
 
 
 def _unused_salts(engine: PipelineEngine, batch: MicroBatch) -> torch.Tensor | None:
-    """Stand-ins for training's salts in a validation: pipeline stages agree on shapes but once."""
+    """Return stand-ins for salts in a validation: pipeline stages agree on shapes only once."""
     size = (*batch["tokens"].shape, 2)
     return torch.zeros(size, dtype=torch.int64, device=engine.device) if engine.module.salted else None
 
 
 def _pipeline_parts(engine: PipelineEngine, grid: ProcessGrid) -> list[torch.Tensor]:
-    """Means of the parts of the loss since the last call, on every stage; [] for GPT-2. Collective."""
+    """Return means of the loss's parts since the last call on every stage; [] for GPT-2. Collective."""
     loss_fn = engine.module.loss_fn
     if not loss_fn.part_names:
         return []
@@ -245,17 +245,17 @@ def _pipeline_parts(engine: PipelineEngine, grid: ProcessGrid) -> list[torch.Ten
         parts = torch.zeros(len(loss_fn.part_names), device=engine.device)
     else:
         parts = data_parallel_mean(taken.mean(0).float(), grid)
-    # From the last stage, which alone has them, to the others: the sum over the stages.
+    # The last stage alone has them: a sum over the stages gives them to all.
     dist.all_reduce(parts, group=grid.pipeline_group)
     return list(parts)
 
 
-def _named(engine: DeepSpeedEngine, parts: Sequence[float]) -> dict[str, float]:
+def _name_parts(engine: DeepSpeedEngine, parts: Sequence[float]) -> dict[str, float]:
     return dict(zip(engine.module.loss_parts if parts else (), parts, strict=True))
 
 
 def loss_scale(engine: DeepSpeedEngine) -> float:
-    """The fp16 loss scale that the next step will use; 1 in other precisions."""
+    """Return the fp16 loss scale of the next step; 1 in other precisions."""
     return float(engine._get_optimizer_loss_scale()) if engine.fp16_enabled() else 1.0
 
 
@@ -267,8 +267,8 @@ def data_parallel_mean(x: torch.Tensor, grid: ProcessGrid) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def explained_floor(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Raise Diverged where an overflow meets the smallest loss scale: every further step would be skipped."""
+def explain_floor(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Turn DeepSpeed's error on overflow at the smallest loss scale into Diverged."""
     try:
         yield
     except Exception as e:

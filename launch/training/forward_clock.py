@@ -1,4 +1,4 @@
-"""The time of this rank's forward passes, by the clock of its accelerator."""
+"""A clock of this rank's forward passes, on its accelerator."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 
 class ForwardClock:
-    """Adds up the forward passes of training; `on_pass` is called after every pass.
+    """Measure the forward passes of training; call `on_pass` after every pass.
 
-    Two marks a pass: events on the stream of an accelerator, which is not waited for, and the time on a CPU.
+    Each pass has two marks: events on an accelerator's stream, without waiting for it, or times on a CPU.
     """
 
     def __init__(self, engine: DeepSpeedEngine, on_pass: Callable[[], None] = lambda: None) -> None:
         self._engine, self._on_pass = engine, on_pass
         self._on_stream = get_accelerator().device_name() != "cpu"
         self._marks: list[Any] = []  # begin, end, begin, end, ...
-        # The pipeline's engine calls its module; torch.compile takes hooks of a plain module along.
+        # The pipeline's engine calls its module. Hooks of a plain module would be compiled with it.
         called = engine.module if isinstance(engine, PipelineEngine) else engine
         called.register_forward_pre_hook(self._begin)
         called.register_forward_hook(self._end)
 
     def take(self) -> float:
-        """Seconds of the passes since the last call."""
+        """Return the seconds of the passes since the last call."""
         pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
         self._marks = []
         if not self._on_stream:

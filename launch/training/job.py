@@ -1,4 +1,4 @@
-"""One run as it was asked for, and its plan, checked before anything is started."""
+"""The job of a run with its plan, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 class InitialWeights(Protocol):
-    """Weights in a directory, from which a run starts instead of random ones (`launch.weights`)."""
+    """Weights in a directory for the start of a run, instead of random ones (`launch.weights`)."""
 
     @property
     def directory(self) -> str: ...
 
     def check(self, recipe: Recipe) -> tuple[Notice, ...]:
-        """Remarks on weights that fit the recipe. Raises ProblemsError with all that does not fit."""
+        """Check that the weights fit the recipe; return remarks. Raises ProblemsError with every problem."""
 
     def resolved(self) -> InitialWeights:
-        """The same weights once a run that still trains has saved newer ones."""
+        """Fix the choice, so that a run that still trains there cannot change it by a later save."""
 
     def read(self, recipe: Recipe) -> Mapping[str, Tensor]:
-        """Full tensors by canonical name, read when they are asked for."""
+        """Return full tensors by canonical name; each is read on access."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: what, how, where."""
+    """The plan of one run, its directory and its options."""
 
     plan: Plan
     name: str  # the recipe's, as the user names it, for results
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def stop_file(self) -> Path:
-        """A file whose appearance ends the run after its current step."""
+        """The STOP file, which ends the run after its current step."""
         return self.directory / "STOP"
 
 
@@ -69,18 +69,17 @@ def plan_job(
     elsewhere: bool = False,
     planned: int | None = None,
 ) -> Plan:
-    """The plan of `recipe` on this launch's processes.
+    """Plan the run of `recipe` on this launch's processes.
 
-    `ds_config` None: the recipe's own; `elsewhere`: nothing is started, so that the plan is of `planned`
-    processes, or of as many as the layout asks for, and what this machine alone refuses is a notice. Raises
-    ValueError with every problem of recipe and configuration, or with what is missing of the given weights or
-    the data.
+    `ds_config` None: the recipe's own; `elsewhere`: a plan on paper, of `planned` processes or of as many as
+    the layout needs; refusals of this machine alone become notices. Raises ValueError with every problem of
+    recipe and configuration, or with a problem of the given weights or the data.
     """
     from data.corpus import check_sources  # takes transformers along, which no --help should wait for
 
     config = ds_config or recipe.ds_config
     if elsewhere:
-        plan = anywhere(recipe, config, machine, planned)
+        plan = plan_anywhere(recipe, config, machine, planned)
     else:
         plan = resolve(recipe, config, processes.world_size(), machine)
     deepspeed_judgement.check(plan, config)
@@ -96,11 +95,11 @@ def plan_job(
     return plan
 
 
-def anywhere(recipe: Recipe, ds_config: str, machine: Machine, world: int | None = None) -> Plan:
-    """The plan of `world` processes, or of as many as the layout asks for.
+def plan_anywhere(recipe: Recipe, ds_config: str, machine: Machine, world: int | None = None) -> Plan:
+    """Plan for `world` processes, or for as many as the layout needs, on any machine.
 
-    Where `machine` alone is in the way, it is a plan for a GPU that can do everything, and a notice says so.
-    Raises ConfigError: it cannot run on any machine.
+    If only `machine` refuses, the plan is for a GPU with every ability, and a notice says so. Raises
+    ConfigError if the recipe cannot run on any machine.
     """
     try:
         return resolve(recipe, ds_config, world, machine)
@@ -114,7 +113,7 @@ def anywhere(recipe: Recipe, ds_config: str, machine: Machine, world: int | None
 
 
 def assumed_machine(plan: Plan, here: str) -> str:
-    """The machine that a plan of `anywhere` is for; `here`: the name of this one."""
+    """Name the machine of a `plan_anywhere`; `here`: the name of this one."""
     if any(notice.key == "machine" for notice in plan.notices):
         return f"planned for GPUs that have fp16, bf16 and every op of DeepSpeed's; here: {here}"
     return f"planned for machines like this one: {here}"

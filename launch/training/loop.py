@@ -10,32 +10,32 @@ from launch.ranks import ending
 from launch.ranks.stop_request import StopRequest
 from launch.ranks.watchdog import Phase
 from launch.training.early_ends import EarlyEnd, EarlyStop
-from launch.training.engine import build_engine, released, train_step
+from launch.training.engine import build_engine, release_at_end, train_step
 from launch.training.micro_batches import salts_of_step
-from launch.training.run import Start, TrainingRun, next_batch, watching
+from launch.training.run import Start, TrainingRun, next_batch, run_watchdog
 from launch.training.training_batches import training_batches
 from modeling.parallel.random_state import seed_step
 
 
 def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None) -> EarlyStop | None:
-    """Train on this rank to the recipe's last step. Collective.
+    """Train on this rank to the recipe's last step; return an early stop, or None. Collective.
 
-    `after`: follows the last step, also of a run that had made it before; not one of transformers' Trainer.
-    Returns how the run was stopped early, or None. Raises Diverged where the loss is lost.
+    `after` is called after the last step, also if an earlier launch made it, but not with transformers'
+    Trainer. Raises Diverged where the loss is lost.
     """
     job, recorder, grid, resumed = start.job, start.recorder, start.grid, start.checkpoint is not None
     plan, recipe = job.plan, job.plan.recipe
     if recipe.model.implementation == "transformers":
-        # With Trainer and accelerate, which no other run needs.
+        # Imports Trainer and accelerate, which no other run needs.
         from launch.training import transformers_trainer
 
         return transformers_trainer.train(start)
     with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(watching(start))
-        engine = build_engine(job, grid, recorder.say, resumed=resumed, reached=recorder.reached)
+        watchdog = stack.enter_context(run_watchdog(start))
+        engine = build_engine(job, grid, recorder.say, resumed=resumed, mark=recorder.mark)
         batches = training_batches(plan, start.corpus, grid, start.checkpoint)
-        recorder.reached("engine")
-        stack.enter_context(released(engine))
+        recorder.mark("engine")
+        stack.enter_context(release_at_end(engine))
         stack.enter_context(contextlib.closing(batches))
         stop = stack.enter_context(StopRequest(job.stop_file))
         stack.enter_context(ending.error_kept(job.directory, but=EarlyEnd))

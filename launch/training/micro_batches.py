@@ -1,4 +1,4 @@
-"""A micro-batch (`recipes.families`) from the loader's form to what plain and pipeline engines take."""
+"""Conversion of a micro-batch (`recipes.families`) into the arguments of plain and pipeline engines."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from recipes.families import MicroBatchFields, fields_of
 
 Device = torch.device | str
 
-LENGTH_MULTIPLE = 8  # trimmed samples stay a multiple of this, which matrix units want
-PREDICTIONS_MULTIPLE = 16  # as do the predictions of a row
+LENGTH_MULTIPLE = 8  # trimmed lengths are multiples of this, for the matrix units of GPUs
+PREDICTIONS_MULTIPLE = 16  # the same for the number of predictions in a row
 
 
-def normalised(batches: Sequence[MicroBatch], grid: ProcessGrid, device: Device) -> Sequence[MicroBatch]:
-    """The micro-batches of one step, weighted for the mean over the step's predicted tokens.
+def normalise(batches: Sequence[MicroBatch], grid: ProcessGrid, device: Device) -> Sequence[MicroBatch]:
+    """Weight the micro-batches of one step for the mean over the step's predicted tokens.
 
-    The mean of their losses over micro-batches and ranks is that mean. Collective over data-parallel ranks
-    where samples predict different numbers of tokens; elsewhere the loader's weights are right already.
+    The mean of their losses over micro-batches and ranks is then the mean per token. Collective over
+    data-parallel ranks where samples predict different numbers of tokens; else the loader's weights are
+    right.
     """
     if not fields_of(batches[0]).uneven:
         return batches
@@ -40,16 +41,16 @@ def normalised(batches: Sequence[MicroBatch], grid: ProcessGrid, device: Device)
     return [{**b, "weights": b["weights"].to(device) * scale} for b in batches]
 
 
-def normalised_steps(
+def normalise_steps(
     steps: Sequence[Sequence[MicroBatch]], grid: ProcessGrid, device: Device
 ) -> list[Sequence[MicroBatch]]:
-    """The same over several steps taken together, as in a validation."""
-    flat = iter(normalised([b for batches in steps for b in batches], grid, device))
+    """Weight the micro-batches of several steps for one mean, as in a validation."""
+    flat = iter(normalise([b for batches in steps for b in batches], grid, device))
     return [[next(flat) for _ in batches] for batches in steps]
 
 
 def salts_of_step(plan: Plan, dp_rank: int, step: int, device: Device) -> Sequence[Tensor | None]:
-    """Salts (B, S, 2) of hidden dropout for each micro-batch of the step after `step`; None without it."""
+    """Return salts (B, S, 2) of hidden dropout, or None, for each micro-batch of the step after `step`."""
     recipe, layout = plan.recipe, plan.layout
     if not recipe.dropout.hidden:
         return [None] * layout.accumulation
@@ -63,29 +64,29 @@ def salts_of_step(plan: Plan, dp_rank: int, step: int, device: Device) -> Sequen
 def for_plain(
     batch: MicroBatch, device: Device, salts: Tensor | None = None, position_ranks: int = 1
 ) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    """Positional and named arguments of the plain model, on `device`; salts (B, S, 2) of hidden dropout.
+    """Return positional and named arguments of the plain model on `device`; `salts`: of hidden dropout.
 
-    Nothing is computed for padding: the samples of a padded micro-batch become one row without it. Where that
-    saves nothing they stay as `padded` has them, except on a CPU, which is faster by rows.
+    Nothing is computed for padding: the samples of a padded micro-batch become one row without it. Where a
+    row saves nothing, the samples stay as in `padded_arguments`, except on a CPU, which is faster with rows.
 
-    `position_ranks`: among which positions are shared out.
+    `position_ranks`: number of ranks that share the positions of a sample.
     """
     if fields_of(batch).padded:
         multiple = math.lcm(ROW_MULTIPLE, position_ranks)
         lengths, kept = batch["lengths"], _longest(batch, position_ranks)
         row, whole = rounded_up(int(lengths.sum()), multiple), kept * lengths.numel()
         if row < whole or (row == whole and torch.device(device).type == "cpu"):
-            return _unpadded(batch, device, salts, multiple)
-    given = padded(batch, device, position_ranks)
+            return _row_arguments(batch, device, salts, multiple)
+    given = padded_arguments(batch, device, position_ranks)
     assert given[0] is not None
     return given, {} if salts is None else {"salts": salts[:, : given[0].shape[1]]}
 
 
-def padded(batch: MicroBatch, device: Device, position_ranks: int = 1) -> tuple[Tensor | None, ...]:
-    """Arguments of a model that takes padded samples, on `device`.
+def padded_arguments(batch: MicroBatch, device: Device, position_ranks: int = 1) -> tuple[Tensor | None, ...]:
+    """Return arguments of a model that takes padded samples, on `device`.
 
-    They are cut after the longest of the micro-batch, and lengths are None where nothing is padded then:
-    attention needs no mask.
+    Samples are cut after the longest of the micro-batch. Lengths are None if no padding is left: attention
+    then needs no mask.
     """
     fields = fields_of(batch)
     values: dict[str, Tensor | None] = {**batch}
@@ -99,21 +100,21 @@ def padded(batch: MicroBatch, device: Device, position_ranks: int = 1) -> tuple[
 
 
 def _longest(batch: MicroBatch, position_ranks: int) -> int:
-    """Positions up to which samples are kept."""
+    """Return the length to which samples are cut."""
     needed = rounded_up(int(batch["lengths"].max()), math.lcm(LENGTH_MULTIPLE, position_ranks))
     return min(batch["tokens"].shape[1], needed)
 
 
-def _unpadded(
+def _row_arguments(
     batch: MicroBatch, device: Device, salts: Tensor | None, multiple: int
 ) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    """The samples as one row, their predictions as one row, and the salts of that row."""
+    """Return arguments with the samples as one row and their predictions as one row, and its salts."""
     fields = fields_of(batch)
     indices, row = row_of(batch["lengths"], batch["tokens"].shape[1], multiple)
     within = dict(batch)
     if "positions" in batch:
         within["positions"] = batch["positions"] + row.firsts[:, None]
-    # Weights on a GPU are not waited for: with them, predictions that do not count stay.
+    # Reading weights on a GPU would wait for it: there, predictions of weight 0 stay.
     on_host = batch["weights"].device.type == "cpu"
     chosen = batch["weights"].flatten() > 0 if on_host else slice(None)
     values = {}
@@ -129,7 +130,7 @@ def _unpadded(
     row, named = row.to(device, non_blocking=True), {}
     if salts is not None:
         named = {"salts": salts.flatten(0, 1)[indices.to(salts.device, non_blocking=True)][None]}
-    if "torch._dynamo" in sys.modules:  # should anything be compiled: one graph for rows of every length
+    if "torch._dynamo" in sys.modules:  # if a model is compiled: one graph for rows of every length
         for x in (row.places, *named.values(), *(moved[name] for name in rows)):
             torch._dynamo.maybe_mark_dynamic(x, 1)
     return tuple(row if name == "lengths" else moved[name] for name in fields.names), named
@@ -138,9 +139,9 @@ def _unpadded(
 def for_pipeline(
     batch: MicroBatch, salts: Tensor | None = None, device: Device | None = None
 ) -> tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(inputs of the first stage, targets of the last), of full length, as stages exchange one shape.
+    """Return (inputs of the first stage, targets of the last) of full length: stages exchange one shape.
 
-    On `device` beforehand, from pinned memory: DeepSpeed copies what is elsewhere through memory that is not.
+    `device`: copy from pinned memory beforehand; DeepSpeed would copy through memory that is not pinned.
     """
     fields = fields_of(batch)
     if device is not None:
@@ -158,9 +159,9 @@ def random_batch(
     sequences: int = 1,
     classes: int = 2,
 ) -> MicroBatch:
-    """A micro-batch for timing; each sample predicts `predictions` tokens. The last may be padded.
+    """Make a random micro-batch for timing; each sample predicts `predictions` tokens, the last is padded.
 
-    Of a task: `sequences` of a sample, and labels below `classes`.
+    In a task a sample has `sequences` sequences, and labels are below `classes`.
     """
     sizes = {"B": samples * sequences, "N": samples, "S": length, "P": predictions}
     shortest = length - length // 4

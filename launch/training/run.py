@@ -1,6 +1,6 @@
-"""A run around its optimizer steps: its start, batches, records, validations and saves.
+"""A run on this rank without its loop: the start, records, validations and saves.
 
-The loop over the steps is that of launch/training/loop.py, or `transformers.Trainer`'s
+The loop is in launch/training/loop.py, or is `transformers.Trainer`'s
 (launch/training/transformers_trainer.py). Both call `exchange`, `news`, `record`, `validate_if_due` and
 `save_if_due` after every step.
 """
@@ -32,10 +32,10 @@ from launch.ranks import ending
 from launch.ranks.processes import gathered
 from launch.ranks.stop_request import REASONS, StopRequest
 from launch.ranks.watchdog import Phase, Watchdog
-from launch.records.facts import RankSeconds, Silence, StepOutcome, Validation
+from launch.records.facts import RankSeconds, SilentRecorder, StepOutcome, Validation
 from launch.training import agreement
 from launch.training.agreement import StepExchange, StepNews, StepReport
-from launch.training.early_ends import BrokenData, Diverged, NotSavedError, SkippedInARow
+from launch.training.early_ends import BrokenData, Diverged, NotSavedError, SkipCounter
 from launch.training.engine import Forward, forward, validate
 from launch.training.forward_clock import ForwardClock
 from launch.training.job import Job
@@ -44,20 +44,20 @@ from modeling.parallel.process_grid import ProcessGrid
 
 @dataclass(frozen=True)
 class Start:
-    """The facts that all ranks of a run have agreed on before it starts."""
+    """The facts of a run on which all ranks agreed before its start."""
 
     job: Job
-    recorder: Silence
+    recorder: SilentRecorder
     corpus: Corpus
     grid: ProcessGrid
     checkpoint: Checkpoint | None = None
 
 
 class TrainingRun:
-    """One run on this rank, whichever loop performs its steps. Its methods are collective.
+    """One run on this rank, under either loop. Its methods are collective.
 
-    A context: where training ends in it because the loss is lost, it waits for the checkpoint on its way;
-    where the data of the next step cannot be read, it saves what is done.
+    A context manager: if the loss is lost, it waits for the checkpoint that is being written; if the next
+    step's data cannot be read, it saves the last step.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TrainingRun:
     ):
         """Load the checkpoint into the engine, or validate the initial weights.
 
-        `batches`: of this rank, from the checkpoint's step on; `forward`: how the engine computes the loss.
+        `batches`: of this rank, after the checkpoint's step; `forward`: computes the loss.
         """
         self.job, self.recorder, self.corpus = job, recorder, corpus = start.job, start.recorder, start.corpus
         self.grid = grid = start.grid
@@ -79,17 +79,17 @@ class TrainingRun:
         self.stop, self.watchdog = stop, watchdog
         self.clock = ForwardClock(engine, watchdog.advance)
         self.held_out = held_out_batches(corpus.validation, job.plan, grid)
-        self.skipped = SkippedInARow(job.plan.precision)
+        self.skipped = SkipCounter(job.plan.precision)
         self.start_step = self.done = self.saved = first_step(start.checkpoint)
         self._saved_at = time.monotonic()  # when the last save began
-        self._told: set[str] = set()  # broken records that are already said to be left out
+        self._reported: set[str] = set()  # broken records that were already named
         self.state = EngineState(engine, grid)
         self.saver = Saver(self.state, job.plan, grid, job.checkpoints, recorder)
         if start.checkpoint:
             reading.load(self.state, start.checkpoint)
         else:
             recorder.validation(0, self.validate(self.held_out))
-        recorder.reached("weights")
+        recorder.mark("weights")
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -105,27 +105,27 @@ class TrainingRun:
             kept = f"the run is saved after step {self.done}" if self.done else "no step was made"
             if self.saver.problem:
                 kept = f"the state after step {self.done} could not be saved: {self.saver.problem}"
-            error.kept = f"{kept}; once that is done, the same command with --resume continues"
+            error.advice = f"{kept}; once that is done, the same command with --resume continues"
 
     def exchange(self, waited: float) -> StepExchange:
-        """Tell the other ranks of this one's step, of which `waited` seconds went to its data.
+        """Send this rank's report of a step to the others; it `waited` so many seconds for data.
 
-        Whoever asks to stop after this is heard at the end of the next step.
+        A later request to stop is heard at the end of the next step.
         """
         own = StepReport(REASONS.index(self.stop.look()), waited + self.clock.take())
         return StepExchange(own, self.grid.control_group)
 
     def news(self, exchange: StepExchange) -> StepNews:
-        """The reports of all ranks, once this one has the outcome of its step."""
+        """Wait for the reports of all ranks, after this one has the outcome of its step."""
         self.watchdog.enter(Phase.COMPUTED)
         return exchange.wait()
 
     def record(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
     ) -> None:
-        """Record the `step`-th optimizer step. Raises Diverged if no later step will help.
+        """Record the `step`-th optimizer step. Raises Diverged if further steps are useless.
 
-        `seconds` of wall time, of which `waited` were spent on the batch; `ranks`: all of them compared.
+        `seconds`: wall time, with the seconds `waited` for the batch; `ranks`: times of all ranks.
         """
         self.recorder.step(step, outcome, seconds, waited, ranks)
         self.done = step
@@ -135,7 +135,7 @@ class TrainingRun:
             save_first_gradients(self.state, self.job.plan, self.grid, self.job.directory, norm)
 
     def validate_if_due(self, step: int) -> None:
-        """Validate every run.validate_every steps and after the last one, when the test split follows."""
+        """Validate every run.validate_every steps and after the last, followed by the test split."""
         self.watchdog.enter(Phase.VALIDATING)
         last = step == self.recipe.steps
         if last or due(step, self.recipe.run.validate_every):
@@ -144,20 +144,20 @@ class TrainingRun:
             tested = held_out_batches(self.corpus.test, self.job.plan, self.grid)
             self.recorder.validation(step, self.validate(tested), "test")
         if last or due(step, self.recipe.run.validate_every):
-            self.say_what_is_left_out()
+            self.report_skipped_records()
 
     def save_if_due(self, step: int, stopped: str | None) -> None:
-        """Save every run.save_every steps and run.save_every_minutes, at the end, and where the run stops.
+        """Save every run.save_every steps and run.save_every_minutes, at the end and at a stop.
 
-        Training goes on while files are written; where it ends, it waits for the disk. Raises NotSavedError
-        where it ends and what it trained could not be kept.
+        Training goes on while files are written; at its end it waits for the disk. Raises NotSavedError if
+        the last checkpoint could not be written.
         """
         last, run = step == self.recipe.steps, self.recipe.run
         self.watchdog.enter(Phase.SAVING)
         self.saver.poll()
         if stopped or (last and run.save_last) or due(step, run.save_every) or self._overdue():
             if stopped or last:
-                self.recorder.saving(agreement.peak_memory(self.grid.control_group))
+                self.recorder.last_save(agreement.peak_memory(self.grid.control_group))
             self._save(step)
         if stopped or last:
             self.finish_saving()
@@ -167,7 +167,7 @@ class TrainingRun:
         self.saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self) -> bool:
-        """Whether run.save_every_minutes have passed since the last save, by rank 0's clock."""
+        """Check by rank 0's clock whether run.save_every_minutes have passed since the last save."""
         if self.recipe.run.save_every_minutes is None:
             return False
         minutes = (time.monotonic() - self._saved_at) / 60
@@ -176,19 +176,19 @@ class TrainingRun:
         return bool(overdue)
 
     def finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written. Raises NotSavedError: it could not be."""
+        """Wait for the checkpoint that is being written. Raises NotSavedError if that failed."""
         self.saver.finish()
         if self.saver.problem:
             raise NotSavedError(self.saver.problem)
 
-    def say_what_is_left_out(self) -> None:
-        """Name the broken records of streams that ranks have skipped since the last call."""
+    def report_skipped_records(self) -> None:
+        """Name the broken stream records that were skipped on any rank since the last call."""
         if not self.corpus.skipped:
             return
         own = [each for skipped in self.corpus.skipped for each in skipped.found()]
         found = sorted({each for rank in gathered(own, self.grid.control_group) for each in rank})
-        if new := [each for each in found if each not in self._told]:
-            self._told.update(new)
+        if new := [each for each in found if each not in self._reported]:
+            self._reported.update(new)
             self.recorder.say(f"data.broken_records=skip: {Skipped.describe(new)}")
 
     def _progress(self, step: int) -> Progress:
@@ -200,17 +200,17 @@ class TrainingRun:
         return validate(self.engine, held_out, self.grid, self.forward)
 
 
-def watching(start: Start) -> AbstractContextManager[Watchdog]:
-    """The watchdog of this rank, which runs in the block. Collective."""
+def run_watchdog(start: Start) -> AbstractContextManager[Watchdog]:
+    """Run this rank's watchdog during the block. Collective."""
     watchdog = Watchdog(start.job.directory, start.job.plan.recipe.run.hang_after)
     return watchdog.running(start.grid.control_group, start.recorder.say)
 
 
 def next_batch(batches: StepBatches) -> list[MicroBatch]:
-    """The micro-batches of the next step. Raises Failed if this rank cannot make them."""
+    """Return the micro-batches of the next step. Raises Failed if this rank cannot make them."""
     try:
         return next(batches)
-    except (MemoryError, BrokenData):  # an OOM; what all ranks have agreed upon
+    except (MemoryError, BrokenData):  # out of memory; an end on which all ranks agreed
         raise
     except Exception as e:  # of threads, tokenizers, file systems, networks: each has its own
         what = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
@@ -221,7 +221,7 @@ def next_batch(batches: StepBatches) -> list[MicroBatch]:
 
 
 def held_out_batches(samples: HeldOut, plan: Plan, grid: ProcessGrid) -> Sequence[Sequence[MicroBatch]]:
-    """This rank's batches of a held-out split."""
+    """Return this rank's batches of a held-out split."""
     layout = plan.layout
     # No more micro-batches than the samples fill: a validation step may be shorter than a training step.
     passes = min(layout.accumulation, math.ceil(len(samples) / (layout.micro * layout.dp)))
@@ -229,12 +229,12 @@ def held_out_batches(samples: HeldOut, plan: Plan, grid: ProcessGrid) -> Sequenc
 
 
 def first_step(checkpoint: Checkpoint | None) -> int:
-    """Optimizer steps done before the run starts."""
+    """Return the number of optimizer steps before the run starts."""
     return checkpoint.step if checkpoint else 0
 
 
 def checksum(corpus: Corpus) -> str | None:
-    """Of the training tokens; None for a stream."""
+    """Return the checksum of the training tokens; None for a stream."""
     return corpus.summary.get("train_tokens_crc32")
 
 

@@ -1,4 +1,4 @@
-"""The sample at the end of a run: its prompt, continued or with its masks filled by the final weights."""
+"""The sample at the end of a run: the final weights continue its prompt, or fill its masks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from modeling.families import whole_model
 from modeling.generation import continue_prompt, fill_prompt
 from recipes.schema import Recipe
 
-LARGEST_SAMPLED = 2_000_000_000  # parameters; rank 0 does not assemble a larger model to continue a prompt
+LARGEST_SAMPLED = 2_000_000_000  # parameters; rank 0 assembles no larger model for a sample
 
 
 def sample(recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """The last step's answer to run.prompt, or the reason for none; None without a prompt."""
+    """Return the final model's answer to run.prompt, or the reason for none; None without a prompt."""
     if recipe.run.prompt is None:
         return None
     if cost.parameters(recipe.model, recipe.positions) > LARGEST_SAMPLED:

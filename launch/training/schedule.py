@@ -1,4 +1,4 @@
-"""Megatron-LM's learning-rate schedules as an object that DeepSpeed steps and saves."""
+"""Megatron-LM's learning-rate schedules, in the form that DeepSpeed steps and saves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from recipes.schema import Recipe
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Learning rate of the optimizer step that follows `step` completed ones.
+    """Return the learning rate of the optimizer step after `step` completed ones.
 
-    Linear from 0 over `warmup_steps`, then cosine or linear decay that reaches `min_lr` at `decay_steps`,
-    then constant (Megatron-LM, OptimizerParamScheduler).
+    Linear from 0 over `warmup_steps`, then cosine or linear decay to `min_lr` at `decay_steps`, then constant
+    (Megatron-LM, OptimizerParamScheduler).
     """
     peak, low = recipe.optimizer.lr, recipe.schedule.min_lr
     warmup, end = recipe.schedule.warmup_steps, recipe.schedule.decay_steps or recipe.steps
@@ -30,7 +30,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 class Schedule:
-    """Sets the learning rate of every parameter group after each step that DeepSpeed did not skip."""
+    """Set the learning rate of every parameter group; DeepSpeed does not step it in skipped steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe):
         self.optimizer, self.recipe, self.completed = optimizer, recipe, 0

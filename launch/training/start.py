@@ -1,4 +1,4 @@
-"""From flags to a training run: every rank checks, joins the others, trains, and rank 0 keeps the records."""
+"""The start of a training run from flags: check, join the ranks, train; rank 0 keeps the records."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from data.corpus import Corpus
     from launch.checkpoints.reading import Choice
     from launch.records.directory import RunDirectory
-    from launch.records.facts import RunFacts, Silence
+    from launch.records.facts import RunFacts, SilentRecorder
     from launch.training.run import TrainingRun
 
-PREPARATION = timedelta(days=2)  # that a corpus may take
+PREPARATION = timedelta(days=2)  # the longest preparation of a corpus
 
 
 @dataclass(frozen=True)
 class Training:
-    """A job, with the facts that its result states and the work that its command adds.
+    """A job with facts for its result, and with the work that its command adds.
 
     Attributes:
         original: the recipe before --tiny, --set and --steps.
-        corpus: makes what the job trains on; raises ValueError or OSError. Collective.
-        after: follows the last step, with the engine still there. Collective.
-        outcome: on rank 0, once training has ended well: with the sample or the scores.
+        corpus: makes the training data; raises ValueError or OSError. Collective.
+        after: called after the last step, before the engine is released. Collective.
+        outcome: called on rank 0 after a good end; makes the sample or the scores.
     """
 
     job: Job
@@ -57,7 +57,7 @@ class Training:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The flags that say how a run is made and where it is kept, whatever it trains; returns the latter."""
+    """Add the flags of every run, how to run it and where it is kept; return the second group."""
     how = parser.add_argument_group("how to run it")
     config = "DeepSpeed JSON, as a path or the bare name of one in ds_configs/ (default: the recipe's own)"
     how.add_argument("--ds_config", metavar="FILE", help=config)
@@ -83,7 +83,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
     """Train a checked job, or show its plan; `args` has the flags of `add_run_arguments`.
 
-    `check`: the training, checked, on every rank; raises ValueError with every problem.
+    `check`: makes the checked training on every rank; raises ValueError with every problem.
     """
     if args.plan:
         quiet.quiet_libraries()
@@ -102,7 +102,7 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
     with joining.joined(
         meeting,
         job.plan.layout.tp,
-        admit=lambda: admitted(training, meeting),
+        admit=lambda: admit_run(training, meeting),
         note_failure=lambda text: ending.keep_error(job.directory, text),
     ) as directory:
         if args.deterministic:
@@ -110,8 +110,8 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
         run(training, directory, meeting)
 
 
-def admitted(training: Training, meeting: Meeting) -> RunDirectory | None:
-    """The run directory, on rank 0, which every rank sees. Collective."""
+def admit_run(training: Training, meeting: Meeting) -> RunDirectory | None:
+    """Open the run directory on rank 0, and check that every rank sees it. Collective."""
     directory = meeting.settle(lambda: open_run_directory(training))
     if processes.world_size() > 1:
         check_shared(training.job, meeting)
@@ -119,7 +119,7 @@ def admitted(training: Training, meeting: Meeting) -> RunDirectory | None:
 
 
 def check_processes(args: argparse.Namespace) -> None:
-    """Raise ProblemsError where --processes says what a launcher decides."""
+    """Refuse --processes where a launcher decides. Raises ProblemsError."""
     came, key, world = f"--processes {args.processes}", "--processes", processes.world_size()
     if args.processes and not args.plan:
         rule = "it plans on paper, and a launcher decides how many are started"
@@ -133,7 +133,7 @@ def check_processes(args: argparse.Namespace) -> None:
 def job_of(
     args: argparse.Namespace, recipe: Recipe, name: str, machine: Machine, weights: InitialWeights | None
 ) -> Job:
-    """The job of a recipe and of the flags of `add_run_arguments`; `weights`: initial ones.
+    """Make the job of a recipe and of the flags of `add_run_arguments`; `weights`: initial ones.
 
     Raises ValueError with every problem of recipe and configuration.
     """
@@ -144,7 +144,7 @@ def job_of(
         recipe, args.ds_config, machine, compiled=args.compile == "on", initial_weights=weights,
         elsewhere=args.plan and not processes.launched(), planned=args.processes,
     )  # fmt: skip
-    # Now, since a run that is still training saves newer ones meanwhile.
+    # Now, since a run that still trains there may save newer ones later.
     weights = weights and weights.resolved()
     if args.out and processes.rank() == 0:
         output.directory("--out", args.out)
@@ -156,13 +156,13 @@ def job_of(
 
 
 def open_run_directory(training: Training) -> RunDirectory | None:
-    """The run directory, which rank 0 makes. Raises ValueError where this rank cannot start there."""
+    """Open the run directory on rank 0. Raises ValueError where this rank cannot start there."""
     from launch.checkpoints.run_checkpoints import Checkpoint, Damaged, found
     from launch.ranks import watchdog
     from launch.records.admission import Checkpoints, admit
 
     job = training.job
-    check_quickly(job)
+    make_quick_checks(job)
     if processes.rank() != 0:
         return None
     every = found(job.checkpoints)
@@ -180,7 +180,7 @@ def open_run_directory(training: Training) -> RunDirectory | None:
 
 
 def run_facts(training: Training) -> RunFacts:
-    """The facts of the run on rank 0 before its data are there."""
+    """Return the facts of the run, as far as they are known before its data."""
     from launch.machine import description
     from launch.records.facts import RunFacts
 
@@ -188,8 +188,8 @@ def run_facts(training: Training) -> RunFacts:
     return RunFacts(job.plan, job.name, machine, training.original, training.tiny, training.emulated_fp16)
 
 
-def check_quickly(job: Job) -> None:
-    """Make the quick checks of doctor.py: rank 0 says warnings; a failed one raises ProblemsError."""
+def make_quick_checks(job: Job) -> None:
+    """Make the quick checks of doctor.py; rank 0 prints warnings. Raises ProblemsError."""
     found = checks.run(start_checks.quick(job.plan.recipe, job.directory))
     checks.refuse(found)
     for check in found:
@@ -199,7 +199,7 @@ def check_quickly(job: Job) -> None:
 
 @contextlib.contextmanager
 def system_refusals(place: Path) -> Iterator[None]:
-    """Turn what the system refuses in the block into ProblemsError."""
+    """Turn refusals of the operating system in the block into ProblemsError."""
     try:
         yield
     except OSError as error:
@@ -209,7 +209,7 @@ def system_refusals(place: Path) -> Iterator[None]:
 
 
 def check_shared(job: Job, meeting: Meeting) -> None:
-    """Refuse a run directory that other machines do not see. Collective."""
+    """Check that all machines see the run directory. Collective."""
     from launch.records import shared_directory
 
     first = processes.rank() == 0
@@ -236,7 +236,7 @@ def show_plan(job: Job) -> None:
 
 
 def run(training: Training, directory: RunDirectory | None, meeting: Meeting) -> None:
-    """Data, plan on the screen, training, results. `directory` is None except on rank 0."""
+    """Prepare data, show the plan, train and write results. `directory` is None except on rank 0."""
     import torch
 
     from launch.checkpoints import reading
@@ -247,24 +247,24 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     from modeling.parallel.process_grid import ProcessGrid
 
     start_up.resume_collections()
-    training.clock.reached("imports")
+    training.clock.mark("imports")
     job, layout = training.job, training.job.plan.layout
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
-    # One process of a machine prepares a large corpus, and the others wait for hours.
+    # One process of a machine prepares a large corpus; the others may wait for hours.
     make = system_refusals(Path.cwd())(training.corpus)
     corpus = meeting.settle(lambda: make(meeting), PREPARATION)
     meeting.end()
     try:
         given = job.initial_weights
         agreement.check(job.plan, corpus, grid.control_group, given.directory if given else None)
-        # Once, and before anything in the run directory is cut back to it.
+        # Chosen once, before the records are cut back to it.
         chosen = reading.Choice(None)
         if job.resume:
             with system_refusals(Path.cwd()):
                 chosen = reading.choose(job.checkpoints, grid, checksum(corpus))
     except ValueError as e:
         ending.refuse(e)
-    training.clock.reached("data")
+    training.clock.mark("data")
     with system_refusals(job.directory):
         opened = open_recorder(training, directory, corpus, chosen)
     with opened as recorder:
@@ -274,11 +274,11 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             reason = None if isinstance(e, Diverged) else e.why
             recorder.finish(Ending(e.status, reason, agreement.peak_memory(grid.control_group)))
             ending.explain(e)
-            torch.distributed.barrier(group=grid.control_group)  # rank 0 is not done before it has said why
+            torch.distributed.barrier(group=grid.control_group)  # rank 0 has printed the reason
             raise SystemExit(e.code) from None
         except (RuntimeError, MemoryError) as e:
             said = out_of_memory.said_by(e)
-            # Another rank's: it leaves its traceback before it ends, and over its end this one stumbles.
+            # Another rank's end may cause this error: that rank has left its traceback before.
             because = f"rank {processes.rank()}: {said}" if said else out_of_memory.reason(job.directory)
             if because:
                 recorder.finish(Ending("OOM", because))
@@ -298,16 +298,16 @@ def say_on_rank_0(text: str) -> None:
 
 def open_recorder(
     training: Training, directory: RunDirectory | None, corpus: Corpus, chosen: Choice
-) -> Silence:
-    """The recorder of rank 0, cut back to the chosen checkpoint; a silent one elsewhere."""
+) -> SilentRecorder:
+    """Open rank 0's recorder, cut back to the chosen checkpoint; other ranks get a silent one."""
     from launch.records import vocabulary
-    from launch.records.facts import Entropies, Silence
+    from launch.records.facts import Entropies, SilentRecorder
     from launch.records.recorder import Recorder
     from launch.training.build_model import band_kernel
     from launch.training.run import first_step
 
     if directory is None:
-        return Silence()
+        return SilentRecorder()
     job = training.job
     vocabulary.keep(directory.path, corpus.tokenizer)
     entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)

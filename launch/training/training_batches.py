@@ -1,4 +1,4 @@
-"""The training batches of a rank: of stored tokens by itself, of a stream by one rank for several."""
+"""The training batches of a rank; of a stream, one rank of each model copy reads for all of it."""
 
 from __future__ import annotations
 
@@ -22,40 +22,37 @@ from recipes.rank_order import model_groups
 def training_batches(
     plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
 ) -> StepBatches:
-    """This rank's micro-batches of the training text, a step's at each `next`, from the checkpoint on.
-
-    Collective.
-    """
+    """Make this rank's training micro-batches, one step's per `next`, after the checkpoint. Collective."""
     if corpus.train.random_access:  # mapped tokens, in which nothing can be broken
-        return StepBatches(*_place(plan, corpus, grid, checkpoint), plan.recipe.run.loader_workers)
+        return StepBatches(*_batch_arguments(plan, corpus, grid, checkpoint), plan.recipe.run.loader_workers)
     return StreamBatches(plan, corpus, grid, checkpoint)
 
 
-def _place(
+def _batch_arguments(
     plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None
 ) -> tuple[TrainingSamples, int, Layout, int, int, dict[str, Any] | None]:
-    """The arguments of StepBatches, without its workers."""
+    """Return the arguments of StepBatches, without its workers."""
     start, state = (checkpoint.step, checkpoint.data_state) if checkpoint else (0, None)
     return corpus.train, plan.recipe.seed, plan.layout, grid.at.dp, start, state
 
 
 class StreamBatches(StepBatches):
-    """Batches of a stream: one rank of each model copy reads and tokenizes for all of that copy.
+    """Batches of a stream: one rank of each model copy reads and tokenizes for its whole copy.
 
-    All ranks get those of a step, or none does, where one of them cannot be read.
+    If one rank cannot read a step's batches, no rank gets them.
     """
 
     def __init__(self, plan: Plan, corpus: Corpus, grid: ProcessGrid, checkpoint: Checkpoint | None):
-        """Make batches of one rank, with run.loader_workers threads where it reads. Collective."""
-        self._everyone = grid.control_group
-        self._copy, self._reader = _of_one_copy(grid)
+        """Start the batches of this rank; run.loader_workers threads if it reads. Collective."""
+        self._all_ranks = grid.control_group
+        self._copy, self._reader = _copy_group(grid)
         self._reads = grid.rank == self._reader
         workers = plan.recipe.run.loader_workers if self._reads else 0
-        super().__init__(*_place(plan, corpus, grid, checkpoint), workers)
+        super().__init__(*_batch_arguments(plan, corpus, grid, checkpoint), workers)
         self._before: dict[str, Any] | None = None  # state before a step that is being fetched
 
     def __next__(self) -> list[MicroBatch]:
-        """Collective. Raises BrokenData on all ranks; `state` stays that of the last step handed out."""
+        """Fetch the next step. Collective. Raises BrokenData on all ranks, and then keeps the `state`."""
         problem, self._before = None, super().state()
         found: list[MicroBatch] = []
         try:
@@ -63,15 +60,15 @@ class StreamBatches(StepBatches):
         except (ValueError, OSError) as error:
             problem = str(error)
         failed = torch.tensor(problem is not None)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._everyone)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._all_ranks)
         if failed:
-            said = dict.fromkeys(filter(None, gathered(problem, self._everyone)))  # ranks may share a lane
+            said = dict.fromkeys(filter(None, gathered(problem, self._all_ranks)))  # ranks may share a lane
             raise BrokenData("\n".join(said))
         self._before = None
-        return found if self._copy is None else self._shared(found)
+        return found if self._copy is None else self._share(found)
 
-    def _shared(self, found: list[MicroBatch]) -> list[MicroBatch]:
-        """The reading rank's batches, on all ranks of its copy, with the state after them."""
+    def _share(self, found: list[MicroBatch]) -> list[MicroBatch]:
+        """Send the reading rank's batches and the state after them to all ranks of its copy."""
         sent: list[Any] = [(found, self._state)]
         dist.broadcast_object_list(sent, src=self._reader, group=self._copy)
         if self._reads:
@@ -83,10 +80,10 @@ class StreamBatches(StepBatches):
         return self._before or super().state()
 
 
-def _of_one_copy(grid: ProcessGrid) -> tuple[dist.ProcessGroup | None, int]:
-    """The group of ranks with the same samples as this one, and its reading rank. Collective.
+def _copy_group(grid: ProcessGrid) -> tuple[dist.ProcessGroup | None, int]:
+    """Return the group of ranks of this model copy, and its reading rank. Collective.
 
-    No group where a copy of the model is one rank.
+    The group is None if a copy is one rank.
     """
     groups = model_groups(grid.tp, grid.pp, grid.dp)
     own = next(ranks for ranks in groups if grid.rank in ranks)

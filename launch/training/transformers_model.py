@@ -1,4 +1,4 @@
-"""A recipe's GPT-2 as modules of `transformers`, with the initial weights that our own model would have."""
+"""A recipe's GPT-2 in modules of `transformers`, with the initial weights of our own model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from modeling.formats.huggingface.gpt2 import CONVERSION
 from modeling.initialization import Init, canonical_name, label
 from recipes.schema import Recipe
 
-LARGE = 500_000_000  # parameters, from which on initial weights take many seconds, so that progress is said
+LARGE = 500_000_000  # parameters; initial weights of such a model take many seconds, with progress lines
 
 
 @dataclass(frozen=True)
-class Converted:
-    """How a parameter of transformers becomes its canonical tensor, in the place of a `Shard`."""
+class TransformersForm:
+    """The conversion of a transformers parameter to its canonical tensor, in the place of a `Shard`."""
 
     form: Form
     heads: int
@@ -35,7 +35,7 @@ class Converted:
 
     @property
     def is_canonical(self) -> bool:
-        """Whether the two are the same numbers in the same order."""
+        """Whether parameter and canonical tensor are the same numbers in the same order."""
         return self.form is SAME
 
 
@@ -46,26 +46,26 @@ def build(
     *,
     drawn: bool = True,
 ) -> GPT2LMHeadModel:
-    """GPT2LMHeadModel of the recipe; under ZeRO-3 partitioned as it is built, as Trainer's script does it.
+    """Build the recipe's GPT2LMHeadModel; under ZeRO-3 partitioned at once, as in Trainer's script.
 
-    Collective. Its parameters carry the canonical names, so that checkpoints hold the same layout-free
-    weights as those of our own model. transformers partitions by the DeepSpeed configuration of the newest
-    `TrainingArguments`, which have to be made before and kept. Where nothing is partitioned, ranks but 0 have
-    no weights yet: DeepSpeed's engine broadcasts those of rank 0.
+    Collective. Parameters carry canonical names, so that checkpoints hold the same layout-free weights as
+    those of our own model. transformers partitions by the DeepSpeed configuration of the newest
+    `TrainingArguments`: make them before, and keep them. Without partitions only rank 0 has weights, and
+    DeepSpeed's engine broadcasts them.
 
-    `initial_weights`: a GPT-2 to start from instead of random weights. `say` hears how far the
-    weights of a large model are. `drawn` False: a checkpoint will be read into it, so that it needs none.
+    `initial_weights`: a GPT-2 to start from instead of random weights. `say` prints the progress of a large
+    model's weights. `drawn` False: no initial weights, since a checkpoint will be read into the model.
     """
     config = CONVERSION.config(recipe.model, recipe.positions, recipe.dropout)
     config.use_cache = False
-    # No weights are drawn, nor gathered for it under ZeRO-3: `_fill` has better ones.
+    # transformers draws no weights, and gathers none under ZeRO-3: `_fill` sets ours.
     draw, hf_deepspeed.initialize_weights_zero3 = hf_deepspeed.initialize_weights_zero3, lambda model: None
     try:
         with no_init_weights():
             built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     finally:
         hf_deepspeed.initialize_weights_zero3 = draw
-    built.tie_weights()  # part of what was left out
+    built.tie_weights()  # from_config leaves this out, too, without its weights
     _fill(built, recipe, initial_weights if drawn else None, say, drawn)
     if recipe.checkpoint_interval:
         # The name that both pinned versions of transformers have.
@@ -89,10 +89,10 @@ def _fill(
     for name, canonical, source in _canonical_weights(recipe, initial_weights, sources if drawn else 0):
         _, (theirs,), form = places.pop(name)
         parameter, heads = model.get_parameter(theirs), recipe.model.heads
-        label(parameter, name, Converted(form, heads))
+        label(parameter, name, TransformersForm(form, heads))
         if not drawn:
             continue
-        # Every rank takes the weights of the source; gathers nothing where nothing is partitioned.
+        # Every rank takes the source's weights; without partitions nothing is gathered.
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=source):
             if not canonical.is_meta:
                 (whole,) = form.to_theirs(canonical, heads)
@@ -108,10 +108,10 @@ def _fill(
 def _canonical_weights(
     recipe: Recipe, initial_weights: InitialWeights | None, sources: int
 ) -> Iterator[tuple[str, Tensor, int]]:
-    """(canonical name, full tensor, source) of every parameter; on the meta device on ranks but the source.
+    """Yield (canonical name, full tensor, source rank) of every parameter; meta tensors on other ranks.
 
-    The first `sources` ranks draw at the same time, each every `sources`-th layer; memory holds one per rank.
-    0: none draws.
+    The first `sources` ranks draw at the same time, each every `sources`-th layer, and hold one layer each.
+    With 0 no rank draws.
     """
     mine = processes.rank()
     given = initial_weights.read(recipe) if initial_weights and mine < sources else None

@@ -1,15 +1,15 @@
 """Training through `transformers.Trainer` and accelerate, as Hugging Face's run_clm.py does it.
 
-For recipes with model.implementation=transformers. The modules, the loop, accelerate and the way to DeepSpeed
-are theirs. Ours are the inputs and what is kept, so that such a run is comparable with every other:
+For recipes with model.implementation=transformers. Modules, loop, accelerate and the way to DeepSpeed are
+transformers'. Inputs and records are ours, so that such a run is comparable with every other:
 
 - micro-batches, and the weighted mean of the loss: Trainer shifts labels and counts tokens itself, our labels
   are shifted already;
 - initial weights, the schedule, and AdamW's two groups of parameters: with an optimizer in the DeepSpeed JSON
   Trainer would decay biases and LayerNorms too;
 - dropout's random state, a function of (seed, step), so that a resumed run needs no file of random states;
-- checkpoints: Trainer's have no mark of completeness, are found by the number in their name and so also when
-  a save was killed, and keep weights in one layout only.
+- checkpoints: Trainer's have no mark of completeness, so that a killed save counts as one, and keep weights
+  in one layout only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from launch.training import engine as steps
 from launch.training import micro_batches, transformers_model
 from launch.training.early_ends import EarlyEnd, EarlyStop
 from launch.training.engine import parameter_groups
-from launch.training.run import Start, TrainingRun, first_step, next_batch, watching
+from launch.training.run import Start, TrainingRun, first_step, next_batch, run_watchdog
 from launch.training.schedule import Schedule
 from launch.training.training_batches import training_batches
 from modeling.parallel.cross_entropy import weighted_loss
@@ -52,14 +52,14 @@ from recipes.schema import Recipe
 
 
 def train(start: Start) -> EarlyStop | None:
-    """Train by Trainer's loop, as `launch.training.loop.train` does by ours."""
+    """Train by Trainer's loop; the counterpart of `launch.training.loop.train`."""
     job, recorder, grid, plan = start.job, start.recorder, start.grid, start.job.plan
     if first_step(start.checkpoint) >= plan.recipe.steps:  # Trainer takes at least one step
         return None
     with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(watching(start))
+        watchdog = stack.enter_context(run_watchdog(start))
         compiled_ops.prepare(plan.ds, grid.control_group, recorder.say)
-        stack.enter_context(_own_accelerate_state())
+        stack.enter_context(_isolate_accelerate())
         arguments = training_arguments(plan, str(job.directory))
         drawn, given = start.checkpoint is None, job.initial_weights
         model = transformers_model.build(plan.recipe, given, recorder.say, drawn=drawn)
@@ -71,8 +71,8 @@ def train(start: Start) -> EarlyStop | None:
         stop = stack.enter_context(StopRequest(job.stop_file))
 
         def begin(engine: DeepSpeedEngine) -> FollowRun:
-            recorder.reached("engine")
-            stack.enter_context(steps.released(engine))
+            recorder.mark("engine")
+            stack.enter_context(steps.release_at_end(engine))
             stack.enter_context(ending.error_kept(job.directory, but=EarlyEnd))
             run = stack.enter_context(TrainingRun(start, engine, batches, stop, watchdog, forward))
             return FollowRun(run, trainer)
@@ -85,7 +85,7 @@ def train(start: Start) -> EarlyStop | None:
 
 
 def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
-    """Trainer's settings. It refuses values other than those of the DeepSpeed JSON."""
+    """Return Trainer's settings. Trainer refuses values other than those of the DeepSpeed JSON."""
     recipe, layout, optimizer = plan.recipe, plan.layout, plan.recipe.optimizer
     threads = torch.get_num_threads()
     silent: dict[str, Any] = dict.fromkeys(("logging_strategy", "save_strategy", "eval_strategy"), "no")
@@ -116,7 +116,7 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
 
 
 class BeginRun(TrainerCallback):
-    """Begins the run once Trainer has made the engine."""
+    """Begin the run once Trainer has made the engine."""
 
     def __init__(self, begin: Callable[[DeepSpeedEngine], FollowRun], trainer: RecipeTrainer) -> None:
         self.begin, self.trainer = begin, trainer
@@ -131,7 +131,7 @@ class BeginRun(TrainerCallback):
 
 
 class FollowRun(TrainerCallback):
-    """Reports Trainer's steps to the run, and the run's decision to stop to Trainer."""
+    """Report Trainer's steps to the run, and the run's decision to stop to Trainer."""
 
     def __init__(self, run: TrainingRun, trainer: RecipeTrainer) -> None:
         self.run, self.trainer = run, trainer
@@ -173,13 +173,13 @@ class RecipeTrainer(Trainer):
         self.stopped: EarlyStop | None = None  # how the run was stopped early
 
     def get_train_dataloader(self) -> Any:
-        """An iterator over micro-batches."""
-        return one_by_one(self.batches)
+        """Return an iterator over micro-batches."""
+        return each_micro_batch(self.batches)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[MicroBatch], num_batches: int, device: torch.device
     ) -> tuple[list[MicroBatch], None]:
-        """The micro-batches of one step. Tokens are not counted: their weights make the loss a mean."""
+        """Return the micro-batches of one step, uncounted: our weights make the loss a mean."""
         self.watchdog.enter(Phase.DATA, self.state.global_step + 1)
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -189,7 +189,7 @@ class RecipeTrainer(Trainer):
         return batches, None
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
-        """Accelerate's stand-in for the optimizer of the DeepSpeed JSON, with our groups."""
+        """Put our groups into accelerate's stand-in for the optimizer of the DeepSpeed JSON."""
         assert self.model is not None
         self.optimizer.params = parameter_groups(self.model, self.recipe.optimizer.weight_decay)
         return self.optimizer
@@ -200,47 +200,47 @@ class RecipeTrainer(Trainer):
         return self.lr_scheduler
 
     def training_step(self, model: DeepSpeedEngine, *inputs: Any, **how: Any) -> torch.Tensor:
-        with steps.explained_floor(model):
+        with steps.explain_floor(model):
             return super().training_step(model, *inputs, **how)
 
     def compute_loss(self, model: DeepSpeedEngine, inputs: MicroBatch, *_: Any, **__: Any) -> torch.Tensor:
-        """Mean loss of the micro-batch, which Trainer divides by the number of micro-batches."""
+        """Return the micro-batch's mean loss; Trainer divides it by the number of micro-batches."""
         (loss,) = forward(model, inputs)
         self.losses.append(loss.detach().float())
         return loss
 
     def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
-        """As they are: Trainer would round the weights of the loss to the precision of the model."""
+        """Leave inputs alone: Trainer would round the loss's weights to the model's precision."""
         return inputs
 
     def floating_point_ops(self, inputs: MicroBatch) -> int:
-        """None: launch/records/metrics.py counts them."""
+        """Return 0: `launch.records.throughput` counts operations."""
         return 0
 
 
 def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor]:
-    """(loss) of one micro-batch, by a GPT2LMHeadModel."""
-    tokens, labels, weights = micro_batches.padded(batch, engine.device)
+    """Return (loss) of one micro-batch by a GPT2LMHeadModel."""
+    tokens, labels, weights = micro_batches.padded_arguments(batch, engine.device)
     assert labels is not None and weights is not None
     logits = engine(input_ids=tokens, use_cache=False).logits  # (B, S, V)
     return (weighted_loss(logits, labels, weights, None),)
 
 
-def one_by_one(batches: StepBatches) -> Iterator[MicroBatch]:
-    """Trainer asks for the micro-batches of one step at once, so that the loader stands at a step's end."""
+def each_micro_batch(batches: StepBatches) -> Iterator[MicroBatch]:
+    """Yield micro-batches; Trainer takes a whole step's, so that the loader stands at a step's end."""
     while True:
         yield from next_batch(batches)
 
 
 def _plain_data_parallel(grid: ProcessGrid, config_params: dict[str, Any], **how: Any) -> tuple[Any, ...]:
-    """Our engine for ZeRO stage 0 in the place of DeepSpeed's, for accelerate."""
+    """Give accelerate our engine for ZeRO stage 0 in the place of DeepSpeed's."""
     engine = zero0.initialize(config=config_params, mpu=grid, **how)
     return engine, engine.optimizer, None, engine.lr_scheduler
 
 
 @contextlib.contextmanager
-def _own_accelerate_state() -> Iterator[None]:
-    """Keep accelerate quiet, and undo in the end what it and transformers keep per process."""
+def _isolate_accelerate() -> Iterator[None]:
+    """Keep accelerate quiet, and reset its and transformers' global state in the end."""
     if os.environ.get("MEGARECIPES_VERBOSE") != "1":
         logging.getLogger("accelerate").setLevel(logging.ERROR)
     before = {*os.environ}

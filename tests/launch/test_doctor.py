@@ -254,14 +254,14 @@ def test_a_start_without_kernels_or_room_is_refused(monkeypatch, tmp_path):
     from recorded import plan
 
     from launch.training.job import Job
-    from launch.training.start import check_quickly
+    from launch.training.start import make_quick_checks
 
     job = Job(plan(), "default/sotu", tmp_path / "run")
-    check_quickly(job)
+    make_quick_checks(job)
     monkeypatch.setattr(gpu_checkup, "gpus", lambda: [V100])
     monkeypatch.setattr(gpu_checkup, "built_for", lambda: ["sm_75"])
     monkeypatch.setattr(places, "free_bytes", lambda place: 1e3)
     monkeypatch.setattr(checkup, "installed", lambda name: "1.0")
     with pytest.raises(ProblemsError, match=r"Tesla V100.*\n.*a checkpoint takes") as refused:
-        check_quickly(job)
+        make_quick_checks(job)
     assert len(refused.value.problems) == 2, "other versions are a warning"

@@ -22,7 +22,7 @@ MACHINE = abilities.detect_machine(emulated_fp16=True)
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import run_checkpoints  # noqa: E402
-from launch.records.facts import Silence  # noqa: E402
+from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
 from launch.training.run import Start  # noqa: E402
@@ -30,7 +30,7 @@ from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
 
-class Records(Silence):
+class Records(SilentRecorder):
     """Losses by step."""
 
     def __init__(self):

@@ -142,11 +142,11 @@ def padding_attended_to() -> AbstractContextManager:
 
 
 def predictions_counted_by_rank() -> AbstractContextManager:
-    def normalised(batches, grid, device):
+    def normalise(batches, grid, device):
         scale = len(batches) / sum(float(b["weights"].sum()) for b in batches)
         return [{**b, "weights": b["weights"] * scale} for b in batches]
 
-    return mock.patch.object(micro_batches, "normalised", normalised)
+    return mock.patch.object(micro_batches, "normalise", normalise)
 
 
 def dropout_by_local_sample() -> AbstractContextManager:

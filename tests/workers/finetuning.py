@@ -20,7 +20,7 @@ from data.tasks.corpus import build  # noqa: E402  (after the accelerator is cho
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.evaluation.finetuning_predictions import predict  # noqa: E402
 from launch.evaluation.finetuning_recipe import Wishes, cut_to, recipe_of  # noqa: E402
-from launch.records.facts import Silence  # noqa: E402
+from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
 from launch.training.run import Start  # noqa: E402
@@ -28,7 +28,7 @@ from launch.weights.initial_weights import InitialWeights, encoder_in  # noqa: E
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
 
-class Records(Silence):
+class Records(SilentRecorder):
     """Losses of steps and of validations."""
 
     def __init__(self):

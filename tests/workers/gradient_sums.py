@@ -21,7 +21,7 @@ MACHINE = abilities.detect_machine()
 import torch  # noqa: E402  (after the accelerator is chosen)
 
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.training.engine import build_engine, released, train_step  # noqa: E402
+from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
@@ -47,7 +47,7 @@ def norm(case: dict, out: Path) -> float | None:
     batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "weights": weights}
     with processes.temporary_groups():
         engine = build_engine(Job(plan, "sums", out.parent), grid, print)
-        with released(engine):
+        with release_at_end(engine):
             pending = train_step(engine, [batch] * accumulation, grid, [None] * accumulation)
             return pending.outcome().grad_norm
 

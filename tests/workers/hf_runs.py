@@ -54,7 +54,7 @@ def other_weights(recipe, *how, right=transformers_model._canonical_weights):
     return right(recipe.model_copy(update={"seed": recipe.seed + 1}), *how)
 
 
-def swapped(batches, right=transformers_trainer.one_by_one):
+def swapped(batches, right=transformers_trainer.each_micro_batch):
     micro_batches = right(batches)
     for first, second in zip(micro_batches, micro_batches, strict=False):
         yield second
@@ -68,7 +68,7 @@ def all_decayed(module, decay):
 BREAKAGES = {
     "labels are not shifted": (transformers_trainer, "forward", unshifted),
     "other weights are drawn": (transformers_model, "_canonical_weights", other_weights),
-    "micro-batches in another order": (transformers_trainer, "one_by_one", swapped),
+    "micro-batches in another order": (transformers_trainer, "each_micro_batch", swapped),
     "everything is decayed": (transformers_trainer, "parameter_groups", all_decayed),
     "dropout is not seeded by step": (transformers_trainer, "seed_step", lambda seed, step, at: None),
 }

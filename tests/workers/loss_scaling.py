@@ -20,7 +20,7 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.records.facts import Silence  # noqa: E402
+from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.early_ends import Diverged  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
@@ -29,7 +29,7 @@ from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
 
-class Records(Silence):
+class Records(SilentRecorder):
     def __init__(self):
         self.steps = []
 

@@ -22,7 +22,7 @@ from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import reading, run_checkpoints  # noqa: E402
 from launch.checkpoints.stored import load_weights  # noqa: E402
-from launch.records.facts import Silence  # noqa: E402
+from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
 from launch.training.run import Start, checksum  # noqa: E402
@@ -37,7 +37,7 @@ class Interrupted(Exception):
     pass
 
 
-class Records(Silence):
+class Records(SilentRecorder):
     def __init__(self, fails_after: int | None = None):
         self.steps, self.fails_after = {}, fails_after
 

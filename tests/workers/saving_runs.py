@@ -25,7 +25,7 @@ from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import manifest, run_checkpoints, saving, tensor_file  # noqa: E402
 from launch.machine import memory  # noqa: E402
-from launch.records.facts import Silence  # noqa: E402
+from launch.records.facts import SilentRecorder  # noqa: E402
 from launch.training.early_ends import NotSavedError  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
@@ -37,7 +37,7 @@ write = tensor_file.write
 RANK = processes.rank()
 
 
-class Events(Silence):
+class Events(SilentRecorder):
     def __init__(self):
         self.seen = []
 
@@ -47,7 +47,7 @@ class Events(Silence):
     def step(self, step, outcome, seconds, waited, ranks):
         self.seen.append(["step", step])
 
-    def saved(self, saved):
+    def save(self, saved):
         self.seen.append(["saved", saved.step, saved.background, saved.problem])
 
 

@@ -23,7 +23,7 @@ MACHINE = abilities.detect_machine()
 from launch.evaluation.scoring import build_scoring_engine, figures, score, steps_of  # noqa: E402  (after the accelerator is chosen)
 from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring, read_task  # noqa: E402
 from launch.ranks.watchdog import Watchdog  # noqa: E402
-from launch.training.engine import released  # noqa: E402
+from launch.training.engine import release_at_end  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 
 
@@ -35,7 +35,7 @@ def score_case(run: str, texts: str, long: str, case: dict) -> dict:
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
     found = {}
     engine = build_scoring_engine(plan, grid, str(model.trained.weights), print)
-    with released(engine):
+    with release_at_end(engine):
         every = {
             "lambada": ScoringTask("lambada", "openai", texts),
             "perplexity": ScoringTask("perplexity", "original", texts, stride=24),

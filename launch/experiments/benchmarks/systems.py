@@ -25,7 +25,7 @@ from launch.training import compiling
 from launch.training.agreement import StepExchange, StepReport
 from launch.training.engine import build_engine, parameter_groups, train_step
 from launch.training.job import Job, plan_job
-from launch.training.micro_batches import for_plain, normalised, padded, salts_of_step
+from launch.training.micro_batches import for_plain, normalise, padded_arguments, salts_of_step
 from launch.training.run import next_batch
 from launch.training.schedule import Schedule, learning_rate
 from launch.training.training_batches import training_batches
@@ -198,7 +198,7 @@ def transformers_inputs(batch: MicroBatch, device: torch.device) -> dict[str, to
     if "lengths" not in batch:
         tokens = batch["tokens"].to(device)
         return {"input_ids": tokens, "labels": tokens}  # it shifts them
-    given: Any = padded(batch, device)
+    given: Any = padded_arguments(batch, device)
     tokens, types, _, positions, labels, weights, sentences, _ = given
     full = torch.full_like(tokens, -100)
     predicted = weights > 0
@@ -241,7 +241,7 @@ class Bare:
         with clock("data"):
             batches, work = self.data.take()
             salts = salts_of_step(self.data.plan, 0, self.data.done - 1, self.data.device)
-            batches = list(normalised(batches, self.data.grid, self.data.device))
+            batches = list(normalise(batches, self.data.grid, self.data.device))
         losses = []
         for batch, salt in zip(batches, salts, strict=True):
             with clock("forward"):

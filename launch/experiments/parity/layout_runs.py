@@ -102,7 +102,7 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
     from launch.machine import description
     from launch.records import vocabulary
     from launch.records.admission import admit
-    from launch.records.facts import Ending, Entropies, RunFacts, Silence
+    from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
     from launch.records.recorder import Recorder
     from launch.training.early_ends import Diverged
     from launch.training.job import Job
@@ -114,7 +114,7 @@ def run_case(recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
     plan = case_plan(recipe, case, machine)
     job = Job(plan, case.name, directory, compiled=case.compiled_from is not None, record_gradients=True)
     corpus = build(recipe, say=lambda text: None)
-    recorder = Silence()
+    recorder = SilentRecorder()
     if rank() == 0:
         entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)
         facts = RunFacts(

@@ -40,8 +40,8 @@ def test_deepspeed_keeps_the_time_of_every_batch():
 @pytest.mark.parametrize(("printed", "kept"), [(None, 0), (10**9, 0), (10, 5)])
 def test_a_step_forgets_its_batch_unless_the_time_is_printed(printed, kept, monkeypatch):
     monkeypatch.setattr(engines, "state_before_step", lambda engine: (0.0, 1.0, 0))
-    monkeypatch.setattr(engines.micro_batches, "normalised", lambda batches, *of: batches)
-    monkeypatch.setattr(engines, "explained_floor", lambda engine: contextlib.nullcontext())
+    monkeypatch.setattr(engines.micro_batches, "normalise", lambda batches, *of: batches)
+    monkeypatch.setattr(engines, "explain_floor", lambda engine: contextlib.nullcontext())
     monkeypatch.setattr(engines, "_pipeline_parts", lambda *of: [])
     engine = TimedEngine(printed)
     for _ in range(5):

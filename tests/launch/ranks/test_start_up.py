@@ -76,7 +76,7 @@ def test_the_parts_of_a_start_are_all_of_its_time(monkeypatch):
     monkeypatch.setattr(time, "clock_gettime", lambda clock: next(now))
     clock = StartClock()
     for part in ("imports", "data", "imports"):
-        clock.reached(part)
+        clock.mark(part)
     assert clock.parts == {"launcher": 3.0, "imports": 5.5, "data": 0.5, "compiling": 0.0}
 
 
@@ -87,7 +87,7 @@ def test_compiling_is_counted_apart(monkeypatch):
     monkeypatch.setattr(start_up, "compiling_seconds", lambda: next(spent))
     monkeypatch.setattr(time, "clock_gettime", lambda clock: next(times))
     for part in ("imports", "engine", "compiling", "weights"):
-        clock.reached(part)
+        clock.mark(part)
     found = {part: clock.parts[part] for part in ("engine", "compiling", "weights")}
     assert found == pytest.approx({"engine": 1, "compiling": 2 + 4 + 3, "weights": 2})
 
@@ -95,7 +95,7 @@ def test_compiling_is_counted_apart(monkeypatch):
 def test_a_process_knows_when_it_was_started():
     """Linux says it in ticks of a clock that counts from the machine's start."""
     done = run([sys.executable, "-c", "from launch.ranks.start_up import StartClock; import time\n"
-                "time.sleep(0.5); c = StartClock(); c.reached('x'); print(c.parts['x'] >= 0.4)"])  # fmt: skip
+                "time.sleep(0.5); c = StartClock(); c.mark('x'); print(c.parts['x'] >= 0.4)"])  # fmt: skip
     assert done.stdout.strip().endswith("True"), done.stdout
 
 

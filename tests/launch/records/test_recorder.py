@@ -54,7 +54,7 @@ def test_the_first_step_of_a_launch_ends_its_start(tmp_path):
     shown = io.StringIO()
     with recorder(tmp_path, plan(), stream=shown, clock=StartClock()) as records:
         for part in ("imports", "data", "engine", "weights"):
-            records.reached(part)
+            records.mark(part)
         for step in (1, 2):
             records.step(step, outcome(5.0), 0.1, 0.0)
         records.finish(Ending())
@@ -205,7 +205,7 @@ class TestTheEnd:
     def test_a_run_at_its_last_checkpoint_has_a_result_and_a_curve(self, records, monkeypatch):
         drawn = []
         monkeypatch.setattr("launch.records.loss_plot.plot_loss", lambda *_, **__: drawn.append(1))
-        records.saving(Peaks(1))
+        records.last_save(Peaks(1))
         result = self.kept(records)
         assert (result.status, result.steps, result.speed.seconds_per_step, drawn) == ("saving", 20, 0.5, [1])
         assert "last checkpoint was not complete" in str(result.deviations[0])

@@ -10,7 +10,7 @@ import pytest
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
 from launch.training import compile_choice, compiling
-from launch.training.compiling import Gain, paid_back
+from launch.training.compiling import Gain, payback
 from modeling.layer_list import Stack
 from recipes import catalog
 
@@ -64,9 +64,9 @@ def test_zero_3_on_a_gpu_is_compiled_on_request_alone(monkeypatch):
 
 def test_the_step_at_which_compiling_is_paid_back():
     gains = [Gain("one layer", 0.5, 0.25, times=2)]  # 0.5 s of a micro-batch, 1 s of a step
-    assert paid_back(gains, 16.0, accumulation=2, steps=100) == "paid back after 16 of 100 steps"
-    assert paid_back(gains, 16.0, accumulation=2, steps=15) == "not paid back in this run"
-    assert "saves nothing" in paid_back([Gain("a micro-batch", 0.2, 0.3)], 1.0, 1, 100)
+    assert payback(gains, 16.0, accumulation=2, steps=100) == "paid back after 16 of 100 steps"
+    assert payback(gains, 16.0, accumulation=2, steps=15) == "not paid back in this run"
+    assert "saves nothing" in payback([Gain("a micro-batch", 0.2, 0.3)], 1.0, 1, 100)
 
 
 WHOLE = [

@@ -52,9 +52,9 @@ def test_inputs_go_to_the_first_stage_and_targets_to_the_last(family):
 
 def test_weights_are_scaled_by_the_steps_predictions_where_samples_differ_in_them():
     packed = [batch("gpt2")]
-    assert micro_batches.normalised(packed, ALONE, "cpu") is packed, "the loader's weights are right already"
+    assert micro_batches.normalise(packed, ALONE, "cpu") is packed, "the loader's weights are right already"
     uneven = [{**batch("bert"), "weights": torch.ones(3, 4) * weight} for weight in (0.0, 1.0)]
-    scaled = micro_batches.normalised(uneven, ALONE, "cpu")
+    scaled = micro_batches.normalise(uneven, ALONE, "cpu")
     assert [float(b["weights"].sum()) for b in scaled] == pytest.approx([0, 2]), (
         "their mean over micro-batches is 1"
     )

@@ -9,7 +9,7 @@ from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.records.facts import StepOutcome
 from launch.training import loop
 from launch.training import run as runs
-from launch.training.early_ends import STUCK_STEPS, Diverged, EarlyStop, SkippedInARow
+from launch.training.early_ends import STUCK_STEPS, Diverged, EarlyStop, SkipCounter
 from launch.training.run import Start, TrainingRun
 from recipes import catalog
 
@@ -25,7 +25,7 @@ class Events:
     def say(self, text):
         self.seen.append(("say", text))
 
-    def reached(self, part):
+    def mark(self, part):
         pass
 
     def step(self, step, outcome, seconds, data_seconds, ranks):
@@ -34,10 +34,10 @@ class Events:
     def validation(self, step, outcome, kind="validation"):
         self.seen.append((kind, step))
 
-    def saving(self, memory):
+    def last_save(self, memory):
         self.seen.append(("saving", None))
 
-    def saved(self, saved):
+    def save(self, saved):
         pass
 
     def of(self, *kinds):
@@ -152,7 +152,7 @@ def test_every_step_is_recorded_and_stuck_ones_end_the_run(start):
 
 
 def test_a_moving_loss_scale_is_not_stuck():
-    watch = SkippedInARow("fp16")
+    watch = SkipCounter("fp16")
     for power in range(3 * STUCK_STEPS):
         watch.see(StepOutcome(1.0, 1e-3, None, 2.0**-power, True))
 
@@ -226,10 +226,10 @@ def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are
     seen, nothing = [], contextlib.nullcontext
     pending = SimpleNamespace(outcome=lambda: seen.append("outcome"))
     made = {
-        "watching": lambda *of: nothing(SimpleNamespace(enter=lambda *phase: None)),
+        "run_watchdog": lambda *of: nothing(SimpleNamespace(enter=lambda *phase: None)),
         "build_engine": lambda *of, **how: SimpleNamespace(device="cpu"),
         "training_batches": lambda *of: SimpleNamespace(close=lambda: None),
-        "released": lambda engine: nothing(),
+        "release_at_end": lambda engine: nothing(),
         "StopRequest": lambda file: nothing(),
         "TrainingRun": lambda *of: FakeRun(seen),
         "seed_step": lambda *of: None,
