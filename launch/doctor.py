@@ -289,7 +289,7 @@ def together(own: list[Check], directory: Path) -> list[Check]:
     first = processes.rank() == 0
     with shared_directory.token(place) if first else contextlib.nullcontext("") as name:
         there, token, theirs = meeting.from_rank_0((str(place), name, path))
-        sees = first or (path == theirs and shared_directory.shows(Path(there), token))
+        sees = first or (path == theirs and shared_directory.wait_for(Path(there), token))
         mine = own if processes.local_rank() == 0 else []
         told = Told(socket.gethostname(), sees, ahead, description.versions(), mine)
         every = meeting.to_rank_0(TOLD.dump_python(told, mode="json"))

@@ -98,11 +98,11 @@ def _tokenizer(
         return tokenizer, Path(asked)
     if run is not None:
         return vocabulary.load(run), run / vocabulary.FOLDER
-    if any((weights / name).is_file() for name in vocabulary.KEPT_BY_OTHERS):
+    if any((weights / name).is_file() for name in vocabulary.VOCABULARY_FILES):
         return read_tokenizer(weights), weights
     if recipe.model.vocab_size == GPT2_VOCABULARY:
         return gpt2_tokenizer(), None
-    came = f"{weights} holds no vocabulary ({', '.join(vocabulary.KEPT_BY_OTHERS)})"
+    came = f"{weights} holds no vocabulary ({', '.join(vocabulary.VOCABULARY_FILES)})"
     rule = "text becomes the model's tokens"
     raise ProblemsError([Problem(TOKENIZER, came, rule, f"name its directory with {TOKENIZER} DIR")])
 

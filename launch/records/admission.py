@@ -1,4 +1,4 @@
-"""Admission to a run directory: what may start or resume there, with nothing overwritten."""
+"""Admission of a run to a run directory, in which nothing is ever overwritten."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from recipes.key_paths import differences
 from recipes.problems import counted
 from recipes.schema import Recipe
 
-# Facts of a plan that a resumed run may have otherwise.
-LAID_OUT = ("layout", "ds_name", "zero_stage", "offload", "precision", "padded_vocab")
-# Keys of a recipe that a plan's facts tell better, or that tell nothing of the run.
-SAID_BY_PLAN = ("parallel", "batch", "precision", "ds_config")
-UNSAID = ("title", "hardware", "published", "inferred", "differs", "unknown", "note")
+# Facts of a plan that may change when a run is resumed.
+CHANGEABLE_FACTS = ("layout", "ds_name", "zero_stage", "offload", "precision", "padded_vocab")
+# Keys of a recipe without a notice: a plan's facts show the first, and the others are remarks.
+SHOWN_BY_PLAN = ("parallel", "batch", "precision", "ds_config")
+REMARKS = ("title", "hardware", "published", "inferred", "differs", "unknown", "note")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Checkpoints:
     """The checkpoints of a run directory.
 
     Attributes:
-        complete: steps of those that a run can resume from.
-        damaged: (directory, what is wrong with it) of the others.
+        complete: steps of the checkpoints that can be resumed.
+        damaged: (directory, damage) of the others.
     """
 
     complete: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class Checkpoints:
 
 
 class RunDirectoryError(ValueError):
-    """The directory cannot take this run. The message says what is there, the rule and the fix."""
+    """A refusal of a run directory, with its content, the rule and the fix."""
 
 
 def admit(
@@ -56,10 +56,9 @@ def admit(
 ) -> RunDirectory:
     """Make the directory, or enter it again with `resume`, and write the files that describe the run.
 
-    `path` None: runs/<name>-<ds_config> under the current directory. `checkpoints`: those that lie there.
-    With `resume` and nothing there the run starts from its beginning (`resumed` is False), so that a job
-    script may always say --resume. Raises RunDirectoryError, having changed nothing, where something else is
-    in the way.
+    `path` None: runs/<name>-<ds_config> under the current directory. `checkpoints`: of the directory. With
+    `resume` and an empty directory the run starts at step 0 (`resumed` is False), so that a job script may
+    always say --resume. A refusal raises RunDirectoryError and changes nothing.
     """
     plan = run.plan
     directory = RunDirectory(Path(path) if path is not None else default_path(run.name, plan.ds_name))
@@ -67,7 +66,7 @@ def admit(
     _refuse_strangers(directory)
     lock = _lock(directory.path)
     try:
-        resumed, notices = _admit(directory, plan, resume, checkpoints)
+        resumed, notices = _admit_locked(directory, plan, resume, checkpoints)
         former = directory.launches() if resumed else []
     except ValueError as error:
         lock.release()
@@ -79,14 +78,14 @@ def admit(
     return dataclasses.replace(directory, resumed=resumed, notices=notices, lock=lock)
 
 
-def _admit(
+def _admit_locked(
     directory: RunDirectory, plan: Plan, resume: bool, checkpoints: Checkpoints
 ) -> tuple[bool, tuple[str, ...]]:
-    """(whether it resumes, notices). Raises RunDirectoryError, or ValueError for a broken file."""
+    """Return (resumed, notices). Raises RunDirectoryError, or ValueError for a broken file."""
     records = read_metrics(directory.metrics_jsonl) if directory.recipe_yaml.exists() else Records()
     steps = records.steps
-    if not directory.recipe_yaml.exists() or not (_saved(directory) or steps):
-        # A start that failed before its first step has left nothing worth keeping.
+    if not directory.recipe_yaml.exists() or not (_has_checkpoints(directory) or steps):
+        # A start that failed before its first step left nothing to keep.
         shutil.rmtree(directory.path / "tokenizer", ignore_errors=True)
         first = f"a first start: {directory.path} holds nothing to resume yet"
         return False, (first,) if resume else ()
@@ -100,24 +99,24 @@ def _admit(
         )
     if not checkpoints.complete:
         _refuse_lost(directory, saved.recipe, checkpoints, records)
-        return False, _put_aside(directory, steps)
+        return False, _rename_metrics(directory, steps)
     done = max(*checkpoints.complete, steps[-1].step if steps else 0)
     if plan.recipe.steps < done:
         raise RunDirectoryError(
             f"--steps {plan.recipe.steps}: {directory.path} has {counted(done, 'step')} done, and a run is "
             f"never cut back: give --steps {done} or more, or start another run with --out"
         )
-    return True, _changed(saved, plan, changes.allowed)
+    return True, _notices_of_changes(saved, plan, changes.allowed)
 
 
-def _saved(directory: RunDirectory) -> bool:
+def _has_checkpoints(directory: RunDirectory) -> bool:
     return any(directory.checkpoints.glob("*"))
 
 
 def _refuse_lost(directory: RunDirectory, recipe: Recipe, checkpoints: Checkpoints, records: Records) -> None:
-    """Refuse to train a run again over its records where its checkpoints are damaged, gone or not wanted.
+    """Refuse a run with records whose checkpoints are damaged, gone or were never wanted.
 
-    A run that was killed before its first save was complete is not refused.
+    A run that was killed before its first complete save is not refused.
     """
     elsewhere = "or start again elsewhere with --out"
     if checkpoints.damaged:
@@ -141,8 +140,8 @@ def _refuse_lost(directory: RunDirectory, recipe: Recipe, checkpoints: Checkpoin
         )
 
 
-def _put_aside(directory: RunDirectory, steps: Sequence[StepRecord]) -> tuple[str, ...]:
-    """Rename the metrics of a run killed before its first save; the notice of it."""
+def _rename_metrics(directory: RunDirectory, steps: Sequence[StepRecord]) -> tuple[str, ...]:
+    """Rename the metrics of a run that was killed before its first save; return notices."""
     if not steps:
         return (f"no save in {directory.path} was ever complete: it starts again at step 0",)
     names = (directory.path / f"metrics-before-{number}.jsonl" for number in itertools.count(1))
@@ -155,10 +154,10 @@ def _put_aside(directory: RunDirectory, steps: Sequence[StepRecord]) -> tuple[st
 
 
 def _refuse_strangers(directory: RunDirectory) -> None:
-    """Refuse a directory with files of others."""
+    """Refuse a directory with files that are no run's."""
     if directory.recipe_yaml.exists():
         return
-    empty = () if _saved(directory) else (directory.checkpoints.name,)
+    empty = () if _has_checkpoints(directory) else (directory.checkpoints.name,)
     names = sorted(entry.name for entry in directory.path.iterdir())
     strangers = [name for name in names if not left_by_a_crash(name) and name not in empty]
     if strangers:
@@ -181,16 +180,16 @@ def _refuse_other_recipe(directory: RunDirectory, changed: Sequence[catalog.Chan
     other = f" ({found})" if found else ""
     raise RunDirectoryError(
         f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
-        f"directory with --out, or give these keys the values that are there{other}. {_differ(changed)}"
+        f"directory with --out, or give these keys the values that are there{other}. {_list_changes(changed)}"
     )
 
 
-def _changed(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Change]) -> tuple[str, ...]:
-    """Notices of all differences between this launch and the one before."""
-    # Through JSON, since what was saved has lists where a plan may have tuples.
+def _notices_of_changes(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Change]) -> tuple[str, ...]:
+    """Return notices of all differences between this launch and the one before."""
+    # Through JSON, since a saved plan has lists where a new one has tuples.
     there, now = (json.loads(json.dumps(plan_to_json(each))) for each in (saved, plan))
-    facts = [change for change in differences(there, now) if _within(change[0], LAID_OUT)]
-    facts += [change for change in of_recipe if not _within(change[0], (*SAID_BY_PLAN, *UNSAID))]
+    facts = [change for change in differences(there, now) if _is_part_of(change[0], CHANGEABLE_FACTS)]
+    facts += [change for change in of_recipe if not _is_part_of(change[0], (*SHOWN_BY_PLAN, *REMARKS))]
     notices = [f"resumed with {key}: {old} -> {new}" for key, old, new in facts]
     if config := differences(there["ds"], now["ds"]):
         listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in config)
@@ -205,14 +204,14 @@ def _changed(saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Change]) -> tu
 
 
 def _other_masks(saved: Plan, plan: Plan) -> bool:
-    """Whether dropout draws other masks than before: on attention, or in transformers' modules."""
+    """Check whether dropout draws other masks than before: in attention or in transformers' modules."""
     own, other = plan.recipe.model.implementation, saved.recipe.model.implementation
     dropout = plan.recipe.dropout
     every = own == other == OURS and not dropout.attention
     return (own != other or saved.layout != plan.layout) and not every and any(dict(dropout).values())
 
 
-def _within(key: str, parts: Sequence[str]) -> bool:
+def _is_part_of(key: str, parts: Sequence[str]) -> bool:
     return key.split(".")[0] in parts
 
 
@@ -239,6 +238,6 @@ def _make(path: Path) -> None:
         raise RunDirectoryError(f"{path} is not writable for you: {fix}")
 
 
-def _differ(changes: Sequence[catalog.Change]) -> str:
+def _list_changes(changes: Sequence[catalog.Change]) -> str:
     lines = (f"\n  {key}: {old} -> {new}" for key, old, new in changes)
     return f"They differ in (there -> now):{''.join(lines)}"

@@ -1,4 +1,4 @@
-"""Whether the numbers of a run may stand next to the published ones of its row."""
+"""The comparison rule: may a run's numbers stand next to the published ones of its row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes.key_paths import differences
 from recipes.layout import Layout
 from recipes.schema import Recipe
 
-# What changes the speed by more than the machine does: a ratio would compare two things.
+# Keys that change the amount of work: a ratio would compare two things.
 SAME_WORK = ("model", "sequence_length", "batch.global", "activation_checkpointing")
 DEGREES = {"tp": "tensor", "pp": "pipeline"}  # of the layout -> of a JSON's `parallel` section
 REASONS = {
@@ -28,14 +28,13 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Incomparable:
-    """Why the numbers of a run are not those of its row.
+    """The reason why the numbers of a run cannot be compared with its row.
 
     Attributes:
-        reason: "tiny": another model; "unreadable": one of the recipes cannot be read; "other": in `keys`;
-            "emulated": fp16 on a CPU.
-        keys: of the recipe, whose other value makes it other work.
-        sharding: what the run shards and offloads, and what the row's ds_config does, where "ds_config" is
-            among the keys.
+        reason: "tiny": another model; "unreadable": one of the recipes cannot be read; "other": other work by
+            `keys`; "emulated": fp16 on a CPU.
+        keys: keys of the recipe with other values.
+        sharding: sharding and offload of the run and of the row's ds_config, if "ds_config" is in `keys`.
     """
 
     reason: Literal["tiny", "unreadable", "other", "emulated"]
@@ -52,11 +51,9 @@ class Incomparable:
 def not_comparable(
     row: Recipe | None, plan: Plan | None, *, tiny: bool, emulated_fp16: bool = False
 ) -> Incomparable | None:
-    """The reason against comparing a run of `plan` with the row; None: they can be compared.
+    """Return the reason against comparing a run of `plan` with the row; None: they can be compared.
 
-    A None for `row` or `plan`: it cannot be read.
-
-    Other hardware or precision is a deviation, and the numbers are compared all the same.
+    `row` or `plan` is None if it cannot be read. Other hardware or precision is a deviation, but no reason.
     """
     if tiny:
         return Incomparable("tiny")
@@ -70,17 +67,16 @@ def not_comparable(
 
 
 def changed_work(row: Recipe, run: Recipe) -> list[str]:
-    """Differing keys of the recipe that change the amount of work."""
+    """Return the keys in which the recipes differ in their amount of work."""
     both = (recipe.compared() for recipe in (row, run))
     keys = [key for key, _, _ in differences(*both)]
     return [key for key in keys if any(key == part or key.startswith(f"{part}.") for part in SAME_WORK)]
 
 
 def changed_degrees(row: Recipe, layout: Layout) -> list[str]:
-    """Degrees other than the row's: they change the work of a rank and its messages.
+    """Return the keys of other degrees than the row's: they change a rank's work and messages.
 
-    tp and pp that the row does not state are those of its ds_config; dp that it does not state is whatever
-    was started.
+    If the row does not state tp or pp, its ds_config decides; if it does not state dp, any dp is right.
     """
     config, own = _config(row.ds_config), row.parallel.degrees
     for key, name in DEGREES.items():
@@ -90,13 +86,13 @@ def changed_degrees(row: Recipe, layout: Layout) -> list[str]:
 
 
 def changed_sharding(row: Recipe, plan: Plan) -> tuple[str, str] | None:
-    """(sharding and offload of the run, those of the row's JSON) where they differ."""
+    """Return (sharding and offload of the run, the same of the row's JSON) if they differ."""
     expected, used = sharding(_config(row.ds_config)), sharding(plan.ds)
     return (used, expected) if expected and used and expected != used else None
 
 
 def sharding(config: Mapping[str, Any]) -> str | None:
-    """A JSON's ZeRO stage and offload, as "ZeRO-3, offload optimizer"; None for {}."""
+    """Name a JSON's ZeRO stage and offload, as "ZeRO-3, offload optimizer"; None for {}."""
     if not config:
         return None
     ignored = Findings("")
@@ -108,12 +104,12 @@ def sharding(config: Mapping[str, Any]) -> str | None:
 
 
 def short_name(ds_config: str) -> str:
-    """The name of a ds_config as a plan has it: ds_configs/zero3.json -> zero3."""
+    """Shorten the name of a ds_config to that in a plan: ds_configs/zero3.json -> zero3."""
     return Path(ds_config).name.removesuffix(".json")
 
 
 def _config(name: str) -> dict[str, Any]:
-    """The JSON as written; empty where it cannot be read."""
+    """Read the JSON as written; {} if it cannot be read."""
     try:
         return read(find(name))
     except ConfigError:

@@ -17,14 +17,14 @@ from recipes.problems import Problem
 from recipes.schema import Recipe
 from recipes.tiny import tiny as shrink
 
-# Fields of a recipe whose change is no deviation: they change no number, or are stated otherwise.
-UNREMARKABLE = (
+# Fields whose change is no deviation: they change no number, or are stated in another way.
+NO_DEVIATION = (
     *("title", "note", "published", "hardware", "inferred", "differs", "unknown", "run", "ds_config"),
     *("parallel", "batch.micro", "batch.accumulation"),
 )
-# What --tiny makes smaller: the deviation "tiny" covers all of it. Whatever else --tiny changes is stated.
+# Fields that --tiny makes smaller: the deviation "tiny" covers them. Its other changes are stated.
 SHRUNK = ("model", "sequence_length", "batch", "steps", "schedule", "activation_checkpointing", "data")
-# What a recipe says of these next to its numbers ("differs", "unknown") is not about the tiny run.
+# Fields whose remarks in a recipe ("differs", "unknown") do not hold for the tiny run.
 REPLACED = (
     *("model.layers", "model.hidden", "model.heads", "model.vocab_size", "model.positions"),
     *("sequence_length", "batch", "steps", "data", "parallel"),
@@ -56,10 +56,10 @@ class Deviation:
     """One difference between a run and its recipe.
 
     Attributes:
-        kind: what sort of thing, as `SENTENCES` words it.
+        kind: key of `SENTENCES`.
         key: of the recipe; for "status" the status, for "notice" the notice's key.
         was: the recipe's value.
-        is_: the run's value, or what is said about it.
+        is_: the run's value, or a remark on it.
     """
 
     kind: str
@@ -72,12 +72,12 @@ class Deviation:
 
 
 def deviations(run: RunFacts, steps: int) -> list[Deviation]:
-    """All differences of a run of `steps` optimizer steps."""
-    every = list(_found(run, steps))
+    """Return all deviations of a run of `steps` optimizer steps."""
+    every = list(_differences(run, steps))
     return [each for number, each in enumerate(every) if each not in every[:number]]
 
 
-def _found(run: RunFacts, steps: int) -> Iterator[Deviation]:
+def _differences(run: RunFacts, steps: int) -> Iterator[Deviation]:
     plan, recipe, original, tiny = run.plan, run.plan.recipe, run.original, run.tiny
     reference = original or recipe
     for notice in plan.notices:
@@ -105,11 +105,11 @@ def _found(run: RunFacts, steps: int) -> Iterator[Deviation]:
 
 
 def _changed_fields(original: Recipe, recipe: Recipe, tiny: bool) -> Iterator[Deviation]:
-    """Changed fields; those that --tiny made smaller are compared with the shrunk recipe."""
+    """Yield changed fields; fields that --tiny makes smaller are compared with the shrunk recipe."""
     own, small, used = (_fields(each) for each in (original, shrink(original) if tiny else original, recipe))
     for key in {**own, **small, **used}:
         written, shrunk, value = (fields.get(key, "absent") for fields in (own, small, used))
-        if _belongs(key, UNREMARKABLE):
+        if _belongs(key, NO_DEVIATION):
             continue
         if written != shrunk and _belongs(key, SHRUNK):
             if value != shrunk:
@@ -119,9 +119,9 @@ def _changed_fields(original: Recipe, recipe: Recipe, tiny: bool) -> Iterator[De
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
-    """Dotted key -> value of every leaf."""
+    """Map the dotted key of every leaf to its value."""
     fields = recipe.compared()
-    fields["schedule"]["decay_steps"] = recipe.decay_steps  # one schedule with the null it stands for
+    fields["schedule"]["decay_steps"] = recipe.decay_steps  # null means the same schedule
     return dict(flatten(fields))
 
 
@@ -130,20 +130,20 @@ def _belongs(key: str, parts: Sequence[str]) -> bool:
 
 
 def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Deviation]:
-    """Degrees and shares of the batch other than the reference states, or implies."""
+    """Yield degrees and batch shares other than the reference states or implies."""
     sequence, cut = plan.recipe.parallel.sequence, reference.parallel.sequence
     if sequence != cut:
         yield Deviation("recipe", "parallel.sequence", cut, sequence)
-    own, asked = _stated(reference), _stated(shrink(reference) if tiny else reference)
+    own, asked = _stated_layout(reference), _stated_layout(shrink(reference) if tiny else reference)
     for key, value in asked.items():
         used = getattr(plan.layout, key.partition(".")[2])
         if value is not None and used != value:
             yield Deviation("recipe" if own.get(key) == value else "shrunk", key, value, used)
 
 
-def _stated(reference: Recipe) -> dict[str, int | None]:
+def _stated_layout(reference: Recipe) -> dict[str, int | None]:
     parallel, batch = reference.parallel, reference.batch
-    # A degree that the recipe does not state is the ds_config's, or the launcher's, to choose.
+    # The ds_config or the launcher chooses a degree that the recipe does not state.
     degrees = {key: degree for key, degree in parallel.degrees.items() if degree is not None}
     stated: dict[str, int | None] = {f"parallel.{key}": degree for key, degree in degrees.items()}
     shares: tuple[int | None, int | None] | Problem = (batch.micro, batch.accumulation)

@@ -1,8 +1,8 @@
-"""The directory of one run: what was run, on what, and what came out.
+"""The directory of one run, with its description, records and results.
 
 Another run never overwrites anything in it.
 
-    plan.json          what was decided: recipe, layout, DeepSpeed configuration (ds_configs/plan.py)
+    plan.json          the resolved plan: recipe, layout, DeepSpeed configuration (ds_configs/plan.py)
     recipe.yaml        the resolved recipe, loadable again
     ds_config.json     the resolved DeepSpeed configuration, as DeepSpeed got it
     tokenizer/         the vocabulary, in transformers' form (launch/records/vocabulary.py)
@@ -15,8 +15,8 @@ Another run never overwrites anything in it.
 
 Evaluation adds scores.json, predictions/ and pretrained.json (launch/evaluation/).
 
-Rank 0 alone creates and writes it: pure file work, no communication. What may start here is decided in
-launch/records/admission.py.
+Rank 0 alone creates and writes it: pure file work, no communication. launch/records/admission.py decides
+which run may start here.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Launch:
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], where: Path) -> Launch:
-        """Raises FileError."""
+        """Read an entry of environment.json. Raises FileError."""
         own = {each.name for each in fields(cls)}
         machine = {key: value for key, value in entry.items() if key not in own}
         return files.checked(TypeAdapter(cls), {**entry, "machine": machine}, where)
 
     def entry(self) -> dict[str, Any]:
-        """As environment.json has it: the machine's facts next to the others."""
+        """Return the entry of environment.json, with the machine's facts next to the others."""
         values = {key: value for key, value in vars(self).items() if key != "machine"}
         return {**values, "command": list(self.command), **self.machine}
 
@@ -87,7 +87,7 @@ class Launch:
 
 
 class _File:
-    """A name in the directory of a run; its path, where a run asks for it."""
+    """A file in the directory of a run; as an attribute, its path."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -123,7 +123,7 @@ class RunDirectory:
         write_atomically(self.environment_json, _json({"launches": [launch.entry() for launch in launches]}))
 
     def launches(self) -> list[Launch]:
-        """Oldest first; none where there is no environment.json. Raises FileError."""
+        """Read all launches, the oldest first; [] without environment.json. Raises FileError."""
         if not self.environment_json.exists():
             return []
         path = self.environment_json
@@ -133,17 +133,17 @@ class RunDirectory:
         return [Launch.read(entry, path) for entry in entries]
 
     def plan(self) -> Plan:
-        """The plan of the newest launch. Raises FileError."""
+        """Read the plan of the newest launch. Raises FileError."""
         return files.checked(PLAN, files.read_json_object(self.plan_json), self.plan_json)
 
     def close(self) -> None:
-        """Let another process resume this run."""
+        """Release the lock, so that another process may resume this run."""
         if self.lock is not None:
             self.lock.release()
 
 
 def default_path(name: str, ds_name: str) -> Path:
-    """runs/default-sotu-zero3_offload for recipe "default/sotu"."""
+    """Return the default path, as runs/default-sotu-zero3_offload for recipe "default/sotu"."""
     return Path(run_directory(name, ds_name))
 
 

@@ -1,4 +1,4 @@
-"""The facts of a run, each defined once: those known beforehand, and those that training reports."""
+"""The facts of a run before its start and its reports from training, each defined once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class StepOutcome:
             loss per sample).
         grad_norm: L2 norm of the whole model's gradient before clipping; None where DeepSpeed computes none.
         loss_scale: in fp16; 1 in other precisions.
-        skipped: gradients were not finite, and nothing was updated.
-        parts: of the loss, named by `modeling.bert.LOSS_PARTS`.
+        skipped: gradients were not finite, and no weight changed.
+        parts: parts of the loss by name (`modeling.bert.LOSS_PARTS`).
     """
 
     loss: float
@@ -46,12 +46,12 @@ class Validation:
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """How long ranks were busy in a step before others made them wait, in seconds.
+    """Busy seconds of the ranks in a step, before they wait for each other.
 
-    Each rank's time is what it waited for its data plus its forward passes. Backward passes are left out:
-    gradients are averaged during them, so that all ranks wait there for the slowest. Within forward passes,
-    too, ranks wait for each other where tensors are exchanged: those of a tensor group under tensor
-    parallelism, all data-parallel ones under ZeRO-3. There a slow rank shows as a slow group.
+    A rank's busy time is its wait for data plus its forward passes. Backward passes are left out: gradients
+    are averaged during them, so that all ranks wait for the slowest. Ranks also wait in forward passes that
+    exchange tensors: within a tensor group under tensor parallelism, all data-parallel ranks under ZeRO-3. A
+    slow rank then makes its whole group look slow.
     """
 
     least: float
@@ -62,14 +62,14 @@ class RankSeconds:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """A checkpoint after `step` optimizer steps, or why there is none.
+    """A checkpoint after `step` optimizer steps, or a failed one.
 
     Attributes:
-        bytes: of all ranks' files.
-        blocking_seconds: for which rank 0 could not train.
-        seconds: from the beginning to the name of the checkpoint.
-        background: whether training went on while rank 0 wrote.
-        problem: why there is no checkpoint; None: there is.
+        bytes: size of all ranks' files.
+        blocking_seconds: time in which rank 0 could not train.
+        seconds: from the beginning until the checkpoint has its final name.
+        background: training went on while rank 0 wrote.
+        problem: the reason for no checkpoint; None: it is complete.
     """
 
     step: int
@@ -82,7 +82,7 @@ class SaveOutcome:
 
 @dataclass(frozen=True)
 class Peaks:
-    """The largest peak of memory of any rank, and of what torch reserved on its GPU; None: not known."""
+    """The largest peaks of memory, and of memory reserved by torch on a GPU, of any rank; None: unknown."""
 
     bytes: int | None = None
     cached_bytes: int | None = None
@@ -101,9 +101,10 @@ class TaskScore:
     """The score of a fine-tuned model on one split.
 
     Attributes:
-        metrics: by name, in shares of 1; none where labels are hidden.
-        examples: that were predicted; `broken` ones could not be.
-        files: of the submission, in RUN/predictions/SPLIT.
+        metrics: by name, in shares of 1; none if labels are hidden.
+        examples: number of predicted examples.
+        broken: number of examples that could not be predicted.
+        files: files of the submission, in RUN/predictions/SPLIT.
     """
 
     split: str
@@ -123,11 +124,11 @@ class RunFacts:
     """The facts of a run before its first step.
 
     Attributes:
-        name: the recipe's, table/row as the user names it.
+        name: name of the recipe, table/row as the user names it.
         machine: `description.describe()`.
-        original: the recipe before --tiny, --set and --steps; None: as the plan has it.
+        original: the recipe before --tiny, --set and --steps; None: the plan's.
         data: the corpus' summary.
-        band_kernel: what computes banded layers; None: all layers are dense.
+        band_kernel: the kernel of banded layers; None: all layers are dense.
     """
 
     plan: Plan
@@ -142,22 +143,22 @@ class RunFacts:
 
     @property
     def hardware(self) -> str:
-        """The machine in one line, with as many accelerators as the layout uses."""
+        """One line on the machine, with as many accelerators as the layout uses."""
         used = self.machine["accelerators"] and self.plan.layout.world
         return description.summary({**self.machine, "accelerators": used})
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-        status: "ok", or what ended it ("interrupted", "OOM", "diverged", "not saved": its last checkpoint
-            could not be written); "saving": it is at its last checkpoint.
-        reason: of the status, for the result.
-        peaks: None: rank 0's own, where the others can no longer be asked.
-        sample: what the trained model says.
-        task_scores: of a fine-tuned model.
+        status: "ok", or the cause of the end ("interrupted", "OOM", "diverged", "not saved": its last
+            checkpoint could not be written); "saving": it is at its last checkpoint.
+        reason: the reason for the status.
+        peaks: peaks of all ranks; None: only rank 0's are known.
+        sample: text of the trained model.
+        task_scores: scores of a fine-tuned model.
     """
 
     status: str = "ok"
@@ -168,7 +169,7 @@ class Ending:
 
 
 class SilentRecorder:
-    """The recorder of all ranks but 0: keeps nothing. Rank 0 has a `Recorder`, which writes and shows."""
+    """The recorder of all ranks but 0, which records nothing. Rank 0 has a `Recorder`."""
 
     def __enter__(self) -> SilentRecorder:
         return self
@@ -176,24 +177,24 @@ class SilentRecorder:
     def __exit__(self, *error: object) -> None: ...
 
     def say(self, text: str) -> None:
-        """One line of text."""
+        """Take one line of text."""
 
     def mark(self, part: str) -> None:
-        """The start of the run has come to the end of this part of it."""
+        """Mark the end of a part of the start."""
 
     def step(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
     ) -> None:
-        """A completed optimizer step; `waited` of its `seconds` were spent on the batch."""
+        """Take a completed optimizer step; its `seconds` include those `waited` for the batch."""
 
     def validation(self, step: int, outcome: Validation, kind: str = "validation") -> None:
-        """The loss on held-out text after `step` completed steps; `kind` "test": on the test split."""
+        """Take the loss on held-out text after `step` steps; `kind` "test": on the test split."""
 
     def last_save(self, peaks: Peaks) -> None:
-        """The last checkpoint is next; a host that runs out of memory may not survive it."""
+        """Prepare for the last checkpoint: a host that runs out of memory may not survive it."""
 
     def save(self, saved: SaveOutcome) -> None:
-        """A checkpoint, or why there is none."""
+        """Take a checkpoint, or a failed one."""
 
     def finish(self, ending: Ending, stopped: str | None = None) -> None:
-        """The end; `stopped`: why it came early, in a run that can be resumed."""
+        """Take the end; `stopped`: the reason for an early stop of a run that can be resumed."""

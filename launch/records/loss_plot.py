@@ -13,17 +13,17 @@ from matplotlib.ticker import MaxNLocator
 
 from launch.records.metrics import Records, curve
 
-MOST_NEIGHBOURS = 100  # of a step on either side, in the moving average
-LINE = 1.4  # from one line of text in the margin to the next, in sizes of the type
+MOST_NEIGHBOURS = 100  # steps on either side of a step in the moving average
+LINE = 1.4  # distance of lines of text in the margin, in font sizes
 
 
 def plot_loss(
     records: Records, out_png: Path, reference_lines: Mapping[str, float], title: str = "", per: str = "token"
 ) -> None:
-    """Draw training loss, its moving average, validation points and references; a BERT's masked-token loss.
+    """Draw training loss, its moving average, validation points and reference lines.
 
-    `reference_lines`: label -> nats, such as the entropies of a uniform and a unigram model; `per`: token,
-    masked token or example, over which the loss is a mean.
+    Of a BERT it draws the masked-token loss. `reference_lines`: label -> nats, such as the entropies of a
+    uniform and a unigram model; `per`: the unit of the loss: token, masked token or example.
     """
     train, validation = (curve(each, records.part) for each in (records.steps, records.validations))
     # Figure and canvas by hand: pyplot would keep a global state and ask for a display.
@@ -33,7 +33,9 @@ def plot_loss(
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, linewidth=0.6, alpha=0.5, color="tab:blue", label="training, each step")
-        axes.plot(steps, moving_average(losses), linewidth=1.8, color="tab:blue", label=averaged(len(losses)))
+        axes.plot(
+            steps, moving_average(losses), linewidth=1.8, color="tab:blue", label=average_label(len(losses))
+        )
     if validation:
         axes.plot(*zip(*validation, strict=True), "o-", markersize=4, color="tab:orange", label="validation")
     _draw_references(axes, reference_lines)
@@ -48,9 +50,9 @@ def plot_loss(
 
 
 def moving_average(values: Sequence[float]) -> list[float]:
-    """The mean of each value and of equally many on both sides, so that a falling curve stays in place.
+    """Average each value with equally many neighbours on both sides, so that a falling curve stays in place.
 
-    Towards both ends these are fewer, and at the ends none.
+    The number of neighbours falls to 0 towards both ends.
     """
     reach, last = _reach(len(values)), len(values) - 1
     around = (min(reach, index, last - index) for index in range(len(values)))
@@ -58,29 +60,29 @@ def moving_average(values: Sequence[float]) -> list[float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean of values with a sum that may be too large for a float."""
+    """Return the mean of values whose sum may be too large for a float."""
     return sum(value / len(values) for value in values)
 
 
-def averaged(count: int) -> str:
-    """The label of the moving average over so many steps."""
+def average_label(count: int) -> str:
+    """Return the label of the moving average over `count` steps."""
     return f"training, mean of the {2 * _reach(count) + 1} steps around (fewer towards the ends)"
 
 
 def _reach(count: int) -> int:
-    """Neighbours on either side: 10 of 300 steps, so that the window is a fifteenth of the run."""
+    """Return the neighbours on either side: 10 of 300 steps, for a window of a fifteenth of the run."""
     return min(max(1, count // 30), MOST_NEIGHBOURS)
 
 
 def step_ticks() -> MaxNLocator:
-    """Round numbers of steps: 10, 20, 30."""
+    """Return a locator of ticks at round numbers of steps: 10, 20, 30."""
     return MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True)
 
 
 def write_in_margin(axes: Axes, labels: Sequence[tuple[float, str]], color: str, size: float = 9) -> None:
-    """Write each text at its height on the y axis, right of the axes, where no curve is, none over another.
+    """Write each text at its height on the y axis, right of the axes and without overlaps.
 
-    An arrow stands with what lies above or below the axis. Call it after everything is drawn.
+    An arrow marks a value above or below the axis. Call it after everything is drawn.
     """
     low, high = axes.get_ylim()
     found = sorted(((min(max((y - low) / (high - low), 0), 1), y, text) for y, text in labels), reverse=True)
@@ -88,7 +90,7 @@ def write_in_margin(axes: Axes, labels: Sequence[tuple[float, str]], color: str,
     figure = axes.get_figure(root=True)
     assert figure is not None
     inches = axes.get_window_extent().height / figure.dpi
-    gap = LINE * size * rows / 72 / inches  # between the middles of two, as a share of the height
+    gap = LINE * size * rows / 72 / inches  # between two middles, as a share of the height
     heights: list[float] = []
     for height, _, _ in found:  # down, away from each one above
         heights.append(min([height, *(above - gap for above in heights[-1:])]))

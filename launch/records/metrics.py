@@ -29,7 +29,7 @@ PART_NAMES = dict(
     accuracy="accuracy",
 )
 START_PARTS = ("launcher", "imports", "data", "records", "engine", "weights", "first_step")
-MOST_NAMED = 5  # broken lines of one file
+MOST_NAMED = 5  # broken lines of one file in a report
 MOST_LINE = 2**20  # bytes
 
 Parts = dict[str, Finite | None]  # of a loss, by the names of PART_NAMES
@@ -41,13 +41,14 @@ class StepRecord:
 
     Attributes:
         loss: nats per token, mean over the global batch; None: not finite.
-        skipped: the loss scaler threw the update away.
-        seconds: wall time of the step, of which `data_seconds` were spent waiting for the batch.
+        skipped: the loss scaler dropped the update.
+        seconds: wall time of the step, with its wait for the batch.
+        data_seconds: wait for the batch.
         launch_step: the step's number within its launch, from 1.
-        peak_memory_bytes: rank 0's peak so far, counted as `memory_kind` says
+        peak_memory_bytes: rank 0's peak so far, of the memory `memory_kind`
             (`launch.machine.memory.peak_memory`).
-        rank_seconds_min, rank_seconds_median, rank_seconds_max, slowest_rank: how long ranks were busy before
-            others made them wait (`launch.records.facts.RankSeconds`); None in a run of one rank.
+        rank_seconds_min, rank_seconds_median, rank_seconds_max, slowest_rank: busy seconds of the ranks
+            (`launch.records.facts.RankSeconds`); None in a run of one rank.
         samples_per_s, tokens_per_s: over all ranks; tflops, exact_tflops: per rank.
         time: seconds since the epoch.
     """
@@ -99,15 +100,15 @@ class Note:
 
 @dataclass(frozen=True)
 class SaveRecord(SaveOutcome):
-    """A checkpoint, or why there is none."""
+    """The record of a checkpoint, or of a failed one."""
 
     time: float = 0.0
     kind: Literal["save"] = "save"
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """The settings behind the speed of a launch: times of launches that differ in them are not mixed."""
+class SpeedSettings:
+    """The settings that decide the speed of a launch: times under other settings are not mixed."""
 
     ds_config: str
     layout: Layout
@@ -120,7 +121,7 @@ class How:
     sequence_parallel: bool = False
 
     @classmethod
-    def of(cls, run: RunFacts) -> How:
+    def of(cls, run: RunFacts) -> SpeedSettings:
         plan, recipe = run.plan, run.plan.recipe
         facts = (plan.layout, plan.zero_stage, plan.offload, plan.precision)
         own = (recipe.activation_checkpointing, recipe.model.implementation)
@@ -138,27 +139,27 @@ class How:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRecord:
-    """A launch began after `step` steps."""
+    """The begin of a launch after `step` steps."""
 
     step: int
-    how: How
+    how: SpeedSettings
     time: float = 0.0
     kind: Literal["launch"] = "launch"
 
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """Where the seconds of a launch went, up to the end of its first optimizer step; on rank 0.
+    """The parts of a launch in seconds on rank 0, up to the end of its first optimizer step.
 
     Attributes:
         launcher: until deepspeed or torchrun had started this process.
         imports: of the libraries, with the checks of recipe, configuration and run directory.
-        data: vocabulary and tokens, from the cache or made; what is known of a checkpoint to resume.
+        data: vocabulary and tokens, from the cache or new; choice of the checkpoint to resume.
         records: the plan on the screen and the files of the run.
         engine: weights, DeepSpeed's engine, compiled ops.
         weights: a checkpoint loaded, or the initial weights validated.
         first_step: with its batch.
-        compiling: torch.compile, and measuring what it gains; in none of the others.
+        compiling: torch.compile, and measuring its gain; in no other part.
     """
 
     step: int
@@ -175,7 +176,7 @@ class StartRecord:
 
     @property
     def seconds(self) -> float:
-        """From the launch to the end of the first step, without what torch.compile took."""
+        """Seconds from the launch to the end of the first step, without torch.compile."""
         return math.fsum(getattr(self, part) for part in START_PARTS)
 
     def __str__(self) -> str:
@@ -185,7 +186,7 @@ class StartRecord:
 
 
 Record = LaunchRecord | StartRecord | StepRecord | ValidationRecord | SaveRecord | Note
-# Kind of a record -> its form, and the field of `Records` that has it.
+# Kind of a record -> its form, and its field in `Records`.
 _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
     "launch": (TypeAdapter(LaunchRecord), "launches"),
     "start": (TypeAdapter(StartRecord), "starts"),
@@ -199,7 +200,7 @@ _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
 
 @dataclass(frozen=True)
 class Records:
-    """The content of a metrics.jsonl, each kind in the order of the file. `broken`: lines were left out."""
+    """The content of a metrics.jsonl by kind, in the order of the file. `broken`: lines were left out."""
 
     steps: tuple[StepRecord, ...] = ()
     validations: tuple[ValidationRecord, ...] = ()
@@ -216,16 +217,16 @@ class Records:
 
     @property
     def part(self) -> str:
-        """The name of the loss per token: "mlm_loss" of a BERT, else "loss"."""
+        """The field of the loss per token: "mlm_loss" of a BERT, else "loss"."""
         every = (*(step.parts for step in self.steps), *(each.parts for each in self.validations))
         return "mlm_loss" if any("mlm_loss" in parts for parts in every) else "loss"
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps in a row that were made alike. `how` None: its line is broken."""
+    """Steps in a row under the same settings `how`; None: their line is broken."""
 
-    how: How | None
+    how: SpeedSettings | None
     steps: tuple[StepRecord, ...]
 
     def __str__(self) -> str:
@@ -234,16 +235,16 @@ class Stretch:
 
 
 def stretches(records: Records) -> list[Stretch]:
-    """The steps by how they were made, in their order; launches that made none do not count."""
+    """Group the steps by their settings, in their order; launches without a step do not count."""
 
-    def how(record: StepRecord) -> How | None:
+    def how(record: StepRecord) -> SpeedSettings | None:
         return next((each.how for each in reversed(records.launches) if each.step < record.step), None)
 
     return [Stretch(made, tuple(steps)) for made, steps in itertools.groupby(records.steps, how)]
 
 
 def curve(records: Sequence[StepRecord | ValidationRecord], part: str = "loss") -> list[tuple[int, float]]:
-    """(step, nats) of the records with a finite loss, or part of it."""
+    """Return (step, nats) of the records with a finite loss, or with a finite `part` of it."""
     found = ((record.step, record.loss if part == "loss" else record.parts.get(part)) for record in records)
     return [(step, value) for step, value in found if value is not None]
 
@@ -257,14 +258,14 @@ def finite_parts(parts: Mapping[str, float]) -> Parts:
 
 
 def to_line(record: Record) -> str:
-    """The record as a line of JSON, the parts of a loss next to it."""
+    """Return the record as a line of JSON; the parts of a loss are keys of their own."""
     values = dataclasses.asdict(record)
     first = {key: values.pop(key) for key in ("kind", "step", "loss") if key in values}
     return json.dumps({**first, **values.pop("parts", {}), **values}, allow_nan=False) + "\n"
 
 
 def from_line(line: bytes, where: str | Path, number: int) -> Record:
-    """The record in line `number` of the file `where`. Raises FileError with what is wrong with it."""
+    """Parse the record in line `number` of the file `where`. Raises FileError."""
     values = files.parse_json(files.decode(line, where, number), where, number)
     kind = values.get("kind") if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS or type(values.get("step")) is not int:
@@ -275,12 +276,10 @@ def from_line(line: bytes, where: str | Path, number: int) -> Record:
 
 
 def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
-    """The records of a metrics.jsonl; none where there is no file. A torn last line is dropped.
+    """Read a metrics.jsonl; no records without a file. A torn last line is dropped.
 
-    With `problems`, broken lines are left out and named there, at most `MOST_NAMED` of them.
-
-    Raises:
-        ValueError: the file cannot be read, or has a broken line elsewhere, without `problems`.
+    With `problems`, broken lines are left out, and at most `MOST_NAMED` of them are added to it. Without it
+    a broken line or an unreadable file raises ValueError.
     """
     found: dict[str, list[Any]] = {field: [] for _, field in _KINDS.values()}
     broken = []
@@ -293,7 +292,7 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
                 if problems is None:
                     raise ValueError(f"{error}: delete that line, or restore the file") from None
                 broken.append(str(error))
-    except files.FileError as error:  # of the file, or of a line too long: nothing comes after it
+    except files.FileError as error:  # an unreadable file or too long a line ends the reading
         if problems is None:
             raise
         broken.append(str(error))
@@ -306,10 +305,10 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
 
 
 def truncate(path: Path, step: int) -> None:
-    """Keep what was recorded up to and including `step` completed optimizer steps; 0: nothing.
+    """Drop the records of later steps than `step`; 0: drop all records.
 
-    A resumed run repeats the steps after its checkpoint; their old lines, and the torn line that a killed
-    process may leave, would otherwise stand next to the new ones.
+    A resumed run repeats the steps after its checkpoint: their old lines, and a torn last line, must not
+    stand next to the new ones.
     """
     if path.exists():
         lines = _whole_lines(path) if step else ()
@@ -318,7 +317,7 @@ def truncate(path: Path, step: int) -> None:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number from 1 and bytes of the lines, without what a killed process could not finish."""
+    """Yield number, from 1, and bytes of each line, without a torn last one."""
     if path.exists():
         yield from (
             (number, line) for number, line in files.lines_of(path, MOST_LINE) if line.endswith(b"\n")

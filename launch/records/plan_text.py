@@ -1,4 +1,4 @@
-"""The resolved plan as a person reads it before the run starts."""
+"""The resolved plan as text on the screen."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Surroundings:
     """The lines next to a plan on the screen.
 
     Attributes:
-        band_kernel: what will train banded layers on this machine, if there are any.
+        band_kernel: the kernel of banded layers on this machine; None: all layers are dense.
         run_directory: None: nothing is started.
-        data: the corpus' summary, once it is known.
-        started: the processes of this launch, where it is more than a plan on paper.
-        memory: what a process needs; None: its model states, counted.
-        more: lines at the end.
+        data: the corpus' summary; None: not known yet.
+        started: number of processes of this launch; None: not to be compared with the plan.
+        memory: memory of a process in words; None: its model states are counted.
+        more: further lines at the end.
     """
 
     hardware: str
@@ -40,13 +40,13 @@ class Surroundings:
     more: Iterable[tuple[str, str]] = ()
 
 
-def describe_plan(plan: Plan, name: str, around: Surroundings, width: int | None = None) -> str:
-    """A block of aligned lines of `width` columns."""
+def describe_plan(plan: Plan, name: str, surroundings: Surroundings, width: int | None = None) -> str:
+    """Describe the plan in a block of aligned lines of `width` columns."""
     recipe, layout = plan.recipe, plan.layout
     model, o, s, length = recipe.model, recipe.optimizer, recipe.schedule, recipe.sequence_length
     parameters = cost.parameters(model, recipe.positions)
     apart = f" of {recipe.positions} positions" if recipe.positions > length else ""
-    asked = "" if around.started in (None, layout.world) else ", planned; not started here"
+    asked = "" if surroundings.started in (None, layout.world) else ", planned; not started here"
     tensor = f"{layout.tp} tensor{' (and sequence)' * recipe.parallel.sequence}"
     degrees = f"{tensor} x {layout.pp} pipeline x {layout.dp} data parallel"
     chunks = f"chunks of {counted(recipe.checkpoint_interval, 'layer')}"
@@ -64,30 +64,30 @@ def describe_plan(plan: Plan, name: str, around: Surroundings, width: int | None
     lines = [
         ("recipe", f"{name}: {recipe.title}"),
         ("model", shape),
-        *describe_attention(model, around.band_kernel),
+        *describe_attention(model, surroundings.band_kernel),
         ("parameters", f"{parameters:,}"),
         ("layout", f"{degrees} = {counted(layout.world, 'process')}{asked}"),
         ("batch", layout.identity()),
         ("precision", describe_precision(plan)),
         ("ZeRO stage", f"{plan.zero_stage}, offload: {plan.offload}   ({plan.ds_name}.json)"),
-        ("memory", around.memory or describe_states(plan)),
+        ("memory", surroundings.memory or describe_states(plan)),
         ("recomputed", recomputed.get(recipe.checkpoint_interval, chunks)),
         (
             "optimizer",
             f"{OPTIMIZERS[o.name]}, lr {o.lr:g}, {betas}, weight decay {o.weight_decay:g}, clip {o.clip:g}",
         ),
         ("schedule", f"{decay}; {tokens}"),
-        *([("data", describe_data(plan, around.data))] if around.data else []),
-        ("hardware", around.hardware),
-        *([("run directory", around.run_directory)] if around.run_directory else []),
-        *around.more,
+        *([("data", describe_data(plan, surroundings.data))] if surroundings.data else []),
+        ("hardware", surroundings.hardware),
+        *([("run directory", surroundings.run_directory)] if surroundings.run_directory else []),
+        *surroundings.more,
     ]
     notices = (wrapped(f"\n  ! {notice}", width) for notice in plan.notices)
     return "\n".join([aligned(lines, indent=2, width=width), *notices])
 
 
 def describe_precision(plan: Plan) -> str:
-    """The precision of a run, and that of its gradients' sums if it differs."""
+    """Name the precision of a run, and another one of its gradient sums."""
     over_batches = (plan.ds.get("data_types") or {}).get("grad_accum_dtype")
     over_ranks = plan.ds.get("communication_data_type")
     sums = ((over_batches, "micro-batches"), (over_ranks, "data-parallel ranks"))
@@ -100,7 +100,7 @@ def describe_precision(plan: Plan) -> str:
 
 
 def describe_states(plan: Plan) -> str:
-    """Model states of a process of the fullest pipeline stage, by place."""
+    """Name the sizes of the model states on the fullest pipeline stage, by place."""
     at = model_states(plan)
     places = ((at.gpu, "per process"), (at.host, "in host memory"), (at.nvme, "on NVMe"))
     sizes = "; ".join(f"{size / 1e9:.3g} GB {place}" for size, place in places if size)
@@ -108,7 +108,7 @@ def describe_states(plan: Plan) -> str:
 
 
 def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
-    """The source of the text, and the share of it that the run reads."""
+    """Name the source of the text, and the share of it that the run reads."""
     tokens = f"{data['train_tokens']:,} training tokens, " if "train_tokens" in data else ""
     samples, epoch = plan.recipe.steps * plan.layout.global_batch, data.get("samples_per_epoch")
     seen = f"{samples / epoch:.2f} epochs" if epoch else "streamed"
@@ -117,7 +117,7 @@ def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
 
 
 def describe_attention(model: Model, band_kernel: str | None) -> list[tuple[str, str]]:
-    """The banded layers of a model, if any, and the kernel that trains them if one is named."""
+    """Describe the banded layers of a model and their kernel; [] without banded layers."""
     if model.attention_window is None:
         return []
     banded = sum(window is not None for window in model.windows)
@@ -127,7 +127,7 @@ def describe_attention(model: Model, band_kernel: str | None) -> list[tuple[str,
 
 
 def family_of(model: Model) -> str:
-    """The family, with what a model of it chooses besides its size."""
+    """Name the family, with LayerNorm and head of a BERT."""
     title = model.facts.title
     if not model.facts.masked:
         return title

@@ -33,11 +33,11 @@ from launch.records.facts import (
     Validation,
 )
 from launch.records.metrics import (
-    How,
     LaunchRecord,
     Note,
     Record,
     SaveRecord,
+    SpeedSettings,
     StartRecord,
     StepRecord,
     ValidationRecord,
@@ -54,7 +54,7 @@ ELSEWHERE = "move the run directory to another disk and --resume there"
 
 
 class Recorder(SilentRecorder):
-    """Rank 0: writes metrics.jsonl, TensorBoard events and results, and shows them."""
+    """Rank 0's recorder, which writes metrics.jsonl, TensorBoard events and results, and shows them."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class Recorder(SilentRecorder):
         clock: StartClock | None = None,
         stream: TextIO | None = None,
     ) -> None:
-        """Show the plan, and open the records at `start_step`; what they hold of later steps is dropped.
+        """Show the plan, and open the records at `start_step`; records of later steps are dropped.
 
-        `start_step`: steps of the checkpoint that the run resumes; 0: it starts. `clock`: times the start.
-        `stream`: where plan, steps and result are shown; None: nowhere.
+        `start_step`: steps of the checkpoint to resume; 0: a first start. `clock`: times the start. `stream`:
+        shows plan, steps and result; None: nothing is shown.
         """
         self.directory, self._run, self._start_step = directory, run, start_step
         self._clock, self._stream = clock, stream
@@ -76,15 +76,15 @@ class Recorder(SilentRecorder):
         self._drawn: int | None = None  # records in loss.png
         self._show_plan()
         metrics.truncate(directory.metrics_jsonl, start_step)
-        # Without a buffer of Python's, whose rest a full disk would make it write again at the end.
+        # Unbuffered: after a full disk, Python would write the rest of its buffer again at the end.
         self._file = open(directory.metrics_jsonl, "ab", buffering=0)  # noqa: SIM115 (closed by _close)
-        self._unwritten = b""  # lines that the disk has not taken
-        self._lost: OSError | None = None  # why
-        threading.excepthook = _untold
+        self._unwritten = b""  # lines that the disk did not take
+        self._lost: OSError | None = None  # the reason
+        threading.excepthook = _ignore_event_writer
         folder, purged = str(directory.tensorboard), start_step + 1 if start_step else 0
         self._events = SummaryWriter(folder, purge_step=purged, flush_secs=10)
         self._screen = screen(stream, start_step, run.plan.recipe.steps) if stream else Silent()
-        self._write(LaunchRecord(start_step, How.of(run), time.time()))
+        self._write(LaunchRecord(start_step, SpeedSettings.of(run), time.time()))
         for notice in directory.notices:
             self.say(notice)
         self.mark("records")
@@ -99,14 +99,14 @@ class Recorder(SilentRecorder):
         self._screen.line(text)
 
     def mark(self, part: str) -> None:
-        """The start of the run has come to the end of this part of it."""
+        """Mark the end of a part of the start."""
         if self._clock:
             self._clock.mark(part)
 
     def step(
         self, step: int, outcome: StepOutcome, seconds: float, waited: float, ranks: RankSeconds | None = None
     ) -> None:
-        """Record a completed optimizer step; `waited` of its `seconds` were spent on the batch."""
+        """Record a completed optimizer step; its `seconds` include those `waited` for the batch."""
         assert step == self._step + 1, f"step {step} follows step {self._step}: the first completed step is 1"
         self._step = step
         compared: dict[str, Any] = {}
@@ -155,12 +155,12 @@ class Recorder(SilentRecorder):
         self._screen.line(f"step {step}: {kind} loss {outcome.loss:.4f}{shown}")
 
     def last_save(self, peaks: Peaks) -> None:
-        """Write curve and result as they are before the last checkpoint."""
+        """Write curve and result before the last checkpoint."""
         reason = "its last checkpoint was not complete when this was written"
-        self._keep(Ending("saving", reason, peaks))
+        self._write_result(Ending("saving", reason, peaks))
 
     def save(self, saved: SaveOutcome) -> None:
-        """Record a checkpoint, or why there is none."""
+        """Record a checkpoint, or a failed one."""
         self._write(SaveRecord(**vars(saved), time=time.time()))
         per_second = saved.bytes / saved.seconds
         for name, value in (("blocking_seconds", saved.blocking_seconds), ("bytes_per_second", per_second)):
@@ -174,10 +174,10 @@ class Recorder(SilentRecorder):
 
     def finish(self, ending: Ending, stopped: str | None = None) -> None:
         """Write curve and result, and show the result; after an early stop, say how to resume."""
-        self._lost = None  # what matters now is whether the records are whole in the end
+        self._lost = None  # now the records may become whole after all
         self._write_rest()
         self._close()
-        result = self._keep(ending)
+        result = self._write_result(ending)
         if self._stream is not None:
             width = terminal.columns(self._stream)
             text = [f"\n{result_text(result, width)}"]
@@ -195,8 +195,8 @@ class Recorder(SilentRecorder):
         if self._stream is None:
             return
         run, hardware = self._run, description.summary(self._run.machine)
-        around = Surroundings(hardware, run.band_kernel, self.directory.path, run.data)
-        text = describe_plan(run.plan, run.name, around, terminal.columns(self._stream))
+        surroundings = Surroundings(hardware, run.band_kernel, self.directory.path, run.data)
+        text = describe_plan(run.plan, run.name, surroundings, terminal.columns(self._stream))
         token = run.plan.recipe.model.predicted
         beat = ", ".join(f"{kind} {nats:.4f}" for kind, nats in vars(run.entropies).items())
         to_beat = f"to beat on the validation text, in nats per {token}: {beat}"
@@ -208,18 +208,18 @@ class Recorder(SilentRecorder):
         kept = self._run.plan.recipe.run.save_last
         return "" if kept else "; no checkpoint (--set run.save_last=true keeps one)"
 
-    def _keep(self, ending: Ending) -> Result:
-        """Write result.json and loss.png as they are now."""
+    def _write_result(self, ending: Ending) -> Result:
+        """Write result.json and loss.png from the records so far."""
         run, records = self._run, metrics.read_metrics(self.directory.metrics_jsonl)
         if ending.peaks is None:
             ending = replace(ending, peaks=Peaks(cached_bytes=peak_cached_bytes()))
         result = make_result(run, records, ending)
-        # Before the plot: where another rank has failed, this one is soon ended.
-        with self._going_on(self.directory.result_json):
+        # Before the plot: after a failure of another rank this one is soon ended.
+        with self._survive_full_disk(self.directory.result_json):
             write_result(self.directory.result_json, result)
         if self._drawn != len(records):
             references = {kind: nats for kind, nats in vars(run.entropies).items() if nats is not None}
-            with self._going_on(self.directory.loss_png):
+            with self._survive_full_disk(self.directory.loss_png):
                 from launch.records.loss_plot import plot_loss  # with matplotlib, which no first step needs
 
                 per = run.plan.recipe.model.predicted
@@ -230,20 +230,20 @@ class Recorder(SilentRecorder):
     def _close(self) -> None:
         """Close screen and files; a second call does nothing."""
         self._screen.close()
-        with contextlib.suppress(OSError):  # of events that a full disk has not taken
+        with contextlib.suppress(OSError):  # events that a full disk does not take
             self._events.close()
         self._file.close()
 
     def _write(self, record: Record) -> None:
-        """One line, handed to the system at once: a killed process loses none but the one it was writing.
+        """Write one line at once: a killed process loses only the line that it was writing.
 
-        What a full disk does not take is tried again with the next line.
+        After a full disk the rest is tried again with the next line.
         """
         self._unwritten += metrics.to_line(record).encode()
         self._write_rest()
 
     def _write_rest(self) -> None:
-        with self._going_on(self.directory.metrics_jsonl):
+        with self._survive_full_disk(self.directory.metrics_jsonl):
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
@@ -254,12 +254,12 @@ class Recorder(SilentRecorder):
                 self._scalar(f"{group}/{name}", value, record.step)
 
     def _scalar(self, name: str, value: float, step: int) -> None:
-        with self._going_on(self.directory.tensorboard):
+        with self._survive_full_disk(self.directory.tensorboard):
             self._events.add_scalar(name, value, step)
 
     @contextlib.contextmanager
-    def _going_on(self, path: Path) -> Iterator[None]:
-        """What the disk does not take of the records is said once, and fails the run at its end alone."""
+    def _survive_full_disk(self, path: Path) -> Iterator[None]:
+        """Warn once of a disk that does not take the records; only the end of the run fails by it."""
         try:
             yield
         except OSError as error:
@@ -271,7 +271,7 @@ class Recorder(SilentRecorder):
 
 
 def shown_fields(record: StepRecord, *, scale: bool) -> dict[str, str]:
-    """The numbers of a step for the screen, in their order; `scale`: the loss scale among them."""
+    """Return the numbers of a step for the screen, in their order; `scale`: with the loss scale."""
     loss, masked, norm = record.loss, record.parts.get("mlm_loss"), record.grad_norm
     shown = {
         "skipped": "SKIPPED (overflow)" if record.skipped else "",
@@ -287,7 +287,7 @@ def shown_fields(record: StepRecord, *, scale: bool) -> dict[str, str]:
     return {name: text for name, text in shown.items() if text}
 
 
-def _untold(args: threading.ExceptHookArgs) -> None:
-    """What ends the thread that writes events is raised again by the next event, which says it."""
+def _ignore_event_writer(args: threading.ExceptHookArgs) -> None:
+    """Ignore the end of the event writer's thread: the next event raises its error again."""
     if not isinstance(args.thread, _AsyncWriterThread):
         threading.__excepthook__(args)

@@ -1,6 +1,6 @@
-"""The result of a run: measured quantities next to published ones, with every deviation stated.
+"""The result of a run (`result.json`): measured and published quantities, and every deviation.
 
-`result.json` holds it. `launch/records/result_text.py` prints it.
+`launch/records/result_text.py` prints it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from launch.records.comparability import Incomparable, not_comparable
 from launch.records.deviations import Deviation, deviations
 from launch.records.facts import Ending, Entropies, Finite, Peaks, RunFacts, TaskScore
 from launch.records.metrics import (
-    How,
     Parts,
     Records,
+    SpeedSettings,
     StartRecord,
     StepRecord,
     Stretch,
@@ -38,18 +38,18 @@ from recipes.layout import Layout
 from recipes.schema import Model, Published
 
 OURS = "megarecipes"  # as model.implementation names it
-# What a source counts -> (unit, the measured number that counts the same).
+# TFLOPS definition of a source -> (unit, field of the measured number by the same definition).
 TFLOPS_BY: dict[str, tuple[str, Literal["tflops", "exact_tflops"]]] = {
     "formula": ("TFLOPS per GPU, formula", "tflops"),
     "exact": ("TFLOPS per GPU, exact count", "exact_tflops"),
 }
-UNSAID = "what was not recorded"
+NOT_RECORDED = "what was not recorded"
 LAST_STEPS = 10  # the final training loss is a mean over this many steps: one batch alone is noise
 
 
 @dataclass(frozen=True)
 class TrainingLoss:
-    """The mean over the last `steps` steps, nats per token; None: there was none, or one was not finite."""
+    """The mean over the last `steps` steps, in nats per token; None: no step, or a loss was not finite."""
 
     loss: Finite | None = None
     parts: Parts | None = None
@@ -58,7 +58,7 @@ class TrainingLoss:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Nats per token on held-out text after `step` steps; None: not finite."""
+    """The loss on held-out text after `step` steps, in nats per token; None: not finite."""
 
     loss: Finite | None
     parts: Parts | None = None
@@ -67,7 +67,7 @@ class HeldOutLoss:
 
 @dataclass(frozen=True)
 class Losses:
-    """The final losses; None: that text was not read."""
+    """The final losses; None: the split was not read."""
 
     training: TrainingLoss = TrainingLoss()
     validation: HeldOutLoss | None = None
@@ -79,7 +79,7 @@ class Speed:
     """Rates at the median time per step, over all ranks; TFLOPS per rank. None: no step was made.
 
     Attributes:
-        seconds_per_step: the median of `steps` steps, the first `left_out` of each launch not among them.
+        seconds_per_step: the median of `steps` steps, without the first `left_out` of each launch.
         data_wait_share: share of the time of steps spent waiting for batches, 0 to 1.
     """
 
@@ -100,7 +100,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The largest of any rank; `kind`: which memory the peak is of; `cached_bytes`: reserved on the GPU."""
+    """The largest memory use of any rank; `kind`: of the peak's memory; `cached_bytes`: reserved on GPUs."""
 
     peak_bytes: int | None = None
     kind: str | None = None
@@ -109,9 +109,9 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class ComparedQuantity:
-    """A published quantity (None: not printed), the measured one (None: it was not) and measured / published.
+    """A published quantity, the measured one (None: missing) and the ratio measured / published.
 
-    The ratio is None where one is missing or the run's numbers are not those of the row.
+    The ratio is None if one is missing or the run cannot be compared with the row.
     """
 
     quantity: str
@@ -127,19 +127,18 @@ class Result:
 
     Attributes:
         recipe: table/row as the user names it.
-        implementation: whose modules and loop: ours, or "transformers" with its version.
-        status: "ok", or what ended the run ("interrupted", "OOM", "diverged", "not saved": its last
+        implementation: source of modules and loop: ours, or "transformers" with its version.
+        status: "ok", or the cause of the end ("interrupted", "OOM", "diverged", "not saved": its last
             checkpoint could not be written); "saving": it is at its last checkpoint.
-        reason: of the status.
+        reason: the reason for the status.
         emulated_fp16: fp16 on a CPU, whose speed means nothing.
-        parameters_summed_over_tp_ranks: as Megatron-LM prints a model's size, duplicates and padding
-            included.
-        steps: optimizer steps, of which the loss scaler skipped `skipped_steps`.
-        not_comparable: why there are no ratios; None also where nothing was published.
-        banded_attention_kernel: what computed banded layers; None: all layers are dense.
-        start: of the last launch that made a step.
-        task_scores: of a fine-tuned model.
-        loss_per: what its losses are means over.
+        parameters_summed_over_tp_ranks: a model's size as Megatron-LM prints it, with duplicates and padding.
+        steps: optimizer steps, including `skipped_steps` that the loss scaler skipped.
+        not_comparable: the reason for no ratios; None also if nothing was published.
+        banded_attention_kernel: the kernel of banded layers; None: all layers are dense.
+        start: parts of the last launch with a step.
+        task_scores: scores of a fine-tuned model.
+        loss_per: unit of the losses, such as "token".
     """
 
     recipe: str
@@ -178,7 +177,7 @@ class Result:
 
     @property
     def precision_text(self) -> str | None:
-        """The precision, and that it was emulated."""
+        """The precision, with a remark if it was emulated."""
         return f"{self.precision} (emulated)" if self.emulated_fp16 else self.precision
 
 
@@ -186,18 +185,18 @@ _ADAPTER = TypeAdapter(Result)
 
 
 def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
-    """The result of a run with these records. Failures are results too; their reason is stated first."""
+    """Make the result of a run from its records and end. The reason of a failure is its first deviation."""
     plan, recipe, steps = run.plan, run.plan.recipe, records.steps
     last = steps[-1].step if steps else 0
     *others, measured_over = stretches(records) or [Stretch(None, ())]
-    # A finished run may be resumed in another way, to do nothing more.
-    elsewhere = bool(measured_over.how) and measured_over.how != How.of(run)
+    # A finished run may be resumed with other settings, without a further step.
+    elsewhere = bool(measured_over.how) and measured_over.how != SpeedSettings.of(run)
     recorded = [record.peak_memory_bytes for record in measured_over.steps]
     peaks = ending.peaks or Peaks()
     peak = max(recorded if elsewhere else [peaks.bytes or 0, *recorded])
     stated = [Deviation("status", ending.status, is_=ending.reason)] if ending.reason else []
     stated += deviations(run, last)
-    stated += [Deviation("otherwise", str(each), is_=str(each.how or UNSAID)) for each in others]
+    stated += [Deviation("otherwise", str(each), is_=str(each.how or NOT_RECORDED)) for each in others]
     stated += [Deviation("measured", str(measured_over), is_=str(measured_over.how))] if elsewhere else []
     other = not_comparable(run.original or recipe, plan, tiny=run.tiny, emulated_fp16=run.emulated_fp16)
     measured = Result(
@@ -240,7 +239,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
 def compare_with(
     published: Published | None, result: Result, *, comparable: bool
 ) -> tuple[ComparedQuantity, ...]:
-    """Every quantity that tables print, with ratios where the result is `comparable` to `published`."""
+    """Return every published quantity next to the measured one; ratios only if `comparable`."""
     if published is None:
         return ()
     unit, key = TFLOPS_BY[published.tflops_by]
@@ -261,7 +260,7 @@ def compare_with(
 
 
 def implementation(model: Model) -> str:
-    """The source of modules and loop: ours, or "transformers" with its version."""
+    """Name the source of modules and loop: ours, or "transformers" with its version."""
     own = model.implementation == OURS
     return OURS if own else f"{model.implementation} {metadata.version(model.implementation)}"
 
@@ -280,7 +279,7 @@ def _training_loss(steps: Sequence[StepRecord]) -> TrainingLoss:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean; None where a value is None, a number that was not finite: no mean hides that."""
+    """Return the mean; None if a value is None, since it was not finite: no mean hides that."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if len(known) == len(values) else None
 
@@ -290,7 +289,7 @@ def _last(records: Sequence[ValidationRecord]) -> HeldOutLoss | None:
 
 
 def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
-    """`elsewhere`: the steps were not made as the plan says, and only their own rates tell."""
+    """Return the rates; `elsewhere`: the steps had other settings than the plan, use their own rates."""
     steady = steady_seconds(steps)
     if steady is None:
         return Speed()
@@ -313,7 +312,7 @@ def write_result(path: Path, result: Result) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """Raises FileError with the first wrong field."""
+    """Read a result.json. Raises FileError with the first wrong field."""
     values = files.read_json_object(path)
     if "version" not in values:
         files.refuse(path, "says no version", "results of earlier versions are not read")

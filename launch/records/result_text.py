@@ -1,4 +1,4 @@
-"""A result as it is printed at the end of a run."""
+"""The text of a result at the end of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXACT = (
 
 
 def result_text(result: Result, width: int | None = None) -> str:
-    """The measured numbers next to the published ones, and the deviations, in lines of `width` columns."""
+    """Return measured and published numbers and the deviations, in lines of `width` columns."""
     block = aligned(_lines(result), gap=1, width=width)
     stated = ["\ndeviations from the recipe", *(f"  - {each}" for each in result.deviations)]
     more = [*_comparison(result, width), *(stated if result.deviations else [])]

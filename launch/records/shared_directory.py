@@ -1,4 +1,4 @@
-"""Whether all machines of a run share its directory: found out at the start, not at the first save."""
+"""The check at the start that all machines of a run share its directory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-LOOK_FOR_S = 10.0  # network file systems show a new file late
+LOOK_FOR_S = 10.0  # network file systems may show a new file late
 EVERY_S = 0.25
 
 
 @contextlib.contextmanager
 def token(directory: Path) -> Iterator[str]:
-    """Rank 0's: name of a file that lies in the directory during the block."""
-    name = f"shared.{secrets.token_hex(4)}.tmp"  # of the form that `left_by_a_crash` knows
+    """Make a file in the directory during the block, on rank 0; yield its name."""
+    name = f"shared.{secrets.token_hex(4)}.tmp"  # in the form of `left_by_a_crash`
     path = directory / name
     path.touch()
     try:
@@ -25,20 +25,20 @@ def token(directory: Path) -> Iterator[str]:
         path.unlink(missing_ok=True)
 
 
-def shows(directory: Path, name: str) -> bool:
-    """Whether the file appears in the directory, as another rank sees it."""
+def wait_for(directory: Path, name: str) -> bool:
+    """Wait for the file in the directory, on another rank; return False if it does not appear."""
     deadline = time.monotonic() + LOOK_FOR_S
     while not (directory / name).exists():
         if time.monotonic() > deadline:
             return False
         with contextlib.suppress(OSError):
-            os.listdir(directory)  # has NFS ask its server
+            os.listdir(directory)  # makes NFS ask its server
         time.sleep(EVERY_S)
     return True
 
 
-def require(seen: bool, directory: Path) -> None:
-    """Raise ValueError unless the file was seen."""
+def check(seen: bool, directory: Path) -> None:
+    """Check that this rank has seen the file. Raises ValueError."""
     if not seen:
         raise ValueError(
             f"{directory.absolute()} does not hold what rank 0 has just written into its run directory: that "

@@ -51,7 +51,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class SteadySeconds:
-    """The median of the seconds of `steps` steps, the first `left_out` of every launch not among them."""
+    """The median seconds of `steps` steps, without the first `left_out` of every launch."""
 
     seconds: float
     steps: int
@@ -63,9 +63,9 @@ class SteadySeconds:
 
 
 def steady_seconds(steps: Sequence[StepRecord]) -> SteadySeconds | None:
-    """The time per step without the first WARMUP_STEPS of every launch.
+    """Return the time per step without the first WARMUP_STEPS of every launch; None without steps.
 
-    A run too short for that leaves out its first step only; None where no step was recorded.
+    A run that is too short leaves out its first step only.
     """
     for left_out in (WARMUP_STEPS, 1, 0):
         if steady := [record.seconds for record in steps if record.launch_step > left_out]:

@@ -1,4 +1,4 @@
-"""The tokenizer of a run, kept in its directory: checkpoints can then be used without the corpus."""
+"""The tokenizer in a run's directory, which makes its checkpoints usable without the corpus."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from data.text.vocabulary import vocabulary_digest
 from recipes.files import FileError, read_json_object, read_text, refuse
 
 FOLDER = "tokenizer"
-KEPT_BY_OTHERS = ("tokenizer.json", "vocab.json", "vocab.txt")  # next to weights, in this order
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+)  # files next to weights, the first one counts
 MOST_VOCABULARY = 64 * 2**20  # bytes; a quarter of a million tokens take 17 MB
 RESTORE = "restore it from a copy of the run"
 
 
 def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Save the tokenizer in the run directory, in `transformers`' form; later check that it is the same.
+    """Save the tokenizer in the run directory in `transformers`' form; in a resumed run compare it.
 
-    Raises:
-        ProblemsError: the run started with another vocabulary, or what is kept of it is broken.
+    Raises ProblemsError if the run started with another vocabulary, or if its files are broken.
     """
     if (run / FOLDER).is_dir():
         if vocabulary_digest(load(run)) != vocabulary_digest(tokenizer):
@@ -35,7 +38,7 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     temporary = run / f".{FOLDER}.{os.getpid()}.tmp"
     try:
         tokenizer.save_pretrained(temporary)
-    except Exception as error:  # tokenizers has no kind of its own for what the system refuses
+    except Exception as error:  # tokenizers has no type of its own for refusals of the system
         shutil.rmtree(temporary, ignore_errors=True)
         if not (number := re.search(r"\(os error (\d+)\)", str(error))):
             raise
@@ -44,7 +47,7 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def load(run: Path) -> PreTrainedTokenizerFast:
-    """Raises FileError where the run has no tokenizer, or a broken one."""
+    """Load a run's tokenizer. Raises FileError if there is none, or a broken one."""
     if not (run / FOLDER).is_dir():
         why = "it is no run of this project, or its files were not copied whole"
         refuse(run, f"holds no {FOLDER}/", why, RESTORE)
@@ -53,7 +56,7 @@ def load(run: Path) -> PreTrainedTokenizerFast:
     try:
         where = dict(local_files_only=True, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(run / FOLDER, **where)
-    except Exception as error:  # what transformers and tokenizers raise for a broken file is of many types
+    except Exception as error:  # transformers and tokenizers raise many types for a broken file
         refuse(file.parent, f"cannot be read ({type(error).__name__}: {str(error)[:200]})", fix=RESTORE)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         refuse(file.parent, f"is a {type(tokenizer).__name__}, which has no tokenizer.json", fix=RESTORE)
@@ -61,16 +64,16 @@ def load(run: Path) -> PreTrainedTokenizerFast:
 
 
 def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """A warning where given weights number the tokens otherwise; None where they do not, or do not say."""
-    # Next to them; those of a run, RUN/checkpoints/step-NNNNNN, have it in RUN/tokenizer.
-    places = [weights / name for name in KEPT_BY_OTHERS]
+    """Return a warning if the vocabulary next to `weights` numbers tokens in another way, or None."""
+    # Next to the weights, or in RUN/tokenizer for RUN/checkpoints/step-NNNNNN.
+    places = [weights / name for name in VOCABULARY_FILES]
     if weights.parent.name == "checkpoints":
         places.append(weights.parent.parent / FOLDER / "tokenizer.json")
     file = next((place for place in places if place.exists()), None)
     if file is None:
         return None
     try:
-        vocabulary = _numbered(file)
+        vocabulary = _token_numbers(file)
     except FileError as error:
         return f"{error}; whether the given weights know this run's tokens is not known"
     known = tokenizer.get_vocab()
@@ -83,8 +86,8 @@ def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | N
     )
 
 
-def _numbered(file: Path) -> dict[str, int]:
-    """Token -> number, as a file next to weights has them. Raises FileError."""
+def _token_numbers(file: Path) -> dict[str, int]:
+    """Read a map from token to number from a file next to weights. Raises FileError."""
     if file.suffix == ".txt":
         lines = read_text(file, MOST_VOCABULARY).removesuffix("\n").split("\n")
         return {token: number for number, token in enumerate(lines)}

@@ -215,8 +215,8 @@ def check_shared(job: Job, meeting: Meeting) -> None:
     first = processes.rank() == 0
     with shared_directory.token(job.directory) if first else contextlib.nullcontext("") as token:
         name = meeting.from_rank_0(token)
-        seen = meeting.settle(lambda: first or shared_directory.shows(job.directory, name))
-    meeting.settle(lambda: shared_directory.require(seen, job.directory))
+        seen = meeting.settle(lambda: first or shared_directory.wait_for(job.directory, name))
+    meeting.settle(lambda: shared_directory.check(seen, job.directory))
 
 
 def show_plan(job: Job) -> None:
@@ -229,10 +229,10 @@ def show_plan(job: Job) -> None:
         hardware = description.summary(described)
         if job.plan.layout.world != processes.world_size():
             hardware = assumed_machine(job.plan, hardware)
-        around = Surroundings(
+        surroundings = Surroundings(
             hardware, band_kernel=kernel, run_directory=job.directory, started=processes.world_size()
         )
-        print(describe_plan(job.plan, job.name, around, terminal.columns()))
+        print(describe_plan(job.plan, job.name, surroundings, terminal.columns()))
 
 
 def run(training: Training, directory: RunDirectory | None, meeting: Meeting) -> None:

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from launch.records.loss_plot import averaged, moving_average, step_ticks, write_in_margin
+from launch.records.loss_plot import average_label, moving_average, step_ticks, write_in_margin
 from launch.reports.plots import log_axis
 
 
@@ -20,7 +20,7 @@ def axes():
 def test_a_moving_average_does_not_lag():
     falling = [9 - 0.01 * step for step in range(300)]
     assert moving_average(falling) == pytest.approx(falling)
-    assert "mean of the 21 steps around" in averaged(300)
+    assert "mean of the 21 steps around" in average_label(300)
     noisy = [5 + (-1) ** step for step in range(300)]
     assert max(abs(value - 5) for value in moving_average(noisy)[10:-10]) < 0.06
     assert moving_average([]) == [] and moving_average([1e308] * 60)[30] == pytest.approx(1e308)
