@@ -56,7 +56,7 @@ exit codes: 0 done (or done before), 1 failed (a killed worker, a full disk),
 
 
 class Stopped(BaseException):
-    """The signal of this number asked for the end. Not an Exception: nothing may hold it up."""
+    """A signal to stop, by number; no Exception, so that no handler of errors catches it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,9 +81,9 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, screen: Screen) -> None:
-    """Prepare what the flags say.
+    """Prepare the corpus of the flags.
 
-    Ends the process with code 2 where it refuses and 1 where the preparation failed.
+    It ends the process with code 2 where it refuses, and with 1 where the preparation failed.
     """
     quiet.quiet_libraries()
     fork_server.start("launch.prepare_data")
@@ -116,7 +116,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags made of `Origin` and `Tokenizer` of `recipes.schema` and of `Settings`."""
+    """Add the flags of `Origin` and `Tokenizer` of `recipes.schema` and of `Settings`."""
     _add_source(parser.add_argument_group("what is read"))
     group = parser.add_argument_group("what is made")
     group.add_argument("--out", required=True, metavar="DIR", help="directory to make")
@@ -132,7 +132,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_source(group: argparse._ArgumentGroup) -> None:
-    """The flags of a recipe's `data` section that say what is read, and those of `Settings`."""
+    """Add the flags of the source: of a recipe's `data` section, and of `Settings`."""
     kinds = get_type_hints(Origin)
     for name, field in Origin.model_fields.items():
         if name == "name":
@@ -143,7 +143,7 @@ def _add_source(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_options(group: argparse._ArgumentGroup, chosen: str) -> None:
-    """The flags of one group of `Settings`."""
+    """Add the flags of one group of `Settings`."""
     kinds = get_type_hints(Settings)
     for field in options():
         shown = field.metadata["option"]
@@ -154,7 +154,7 @@ def _add_options(group: argparse._ArgumentGroup, chosen: str) -> None:
 def _add(
     group: argparse._ArgumentGroup, name: str, kind: Any, default: Any, help: str, metavar: str | None = None
 ) -> None:
-    """A flag for a field of this type. The word none stands for None where that is not the default."""
+    """Add a flag for a field of this type; for an optional field the word none means None."""
     kinds = [k for k in get_args(kind) if k is not type(None)] if get_origin(kind) is UnionType else [kind]
     flag = f"--{name}"
     if default not in (None, True, False, ()) and "default:" not in help:
@@ -167,7 +167,7 @@ def _add(
     elif get_origin(kind) is tuple:
         group.add_argument(flag, nargs="+", default=[], metavar=metavar, help=help)
     elif get_origin(kind) is Literal:
-        choices = [choice for choice in get_args(kind) if choice != "store"]  # which holds tokens, not text
+        choices = [choice for choice in get_args(kind) if choice != "store"]  # a store holds tokens, not text
         group.add_argument(flag, choices=choices, default=default, help=help)
     else:
         optional = len(kinds) < len(get_args(kind))
@@ -175,7 +175,7 @@ def _add(
         def read(text: str) -> Any:
             return None if optional and text == "none" else kinds[0](text)
 
-        # For argparse's message about what is neither.
+        # The name appears in argparse's message about a wrong value.
         read.__name__ = f"{kinds[0].__name__}{' or none' if optional else ''}"
         group.add_argument(flag, type=read, default=default, metavar=metavar, help=help)
 
@@ -185,7 +185,7 @@ def _help(model: type[BaseModel], name: str) -> str:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """What the flags say.
+    """Make the settings from the flags.
 
     Raises:
         ProblemsError: flags that contradict each other, all problems at once.
@@ -215,14 +215,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def in_own_flags(error: Exception) -> str:
-    """An error's text with these flags in place of the keys of a recipe."""
+    """Return an error's text, with the flags of this command instead of the keys of a recipe."""
     if not isinstance(error, ProblemsError):
         return str(error)
     return "\n".join(problem.render(in_flags) for problem in error.problems)
 
 
 class Screen:
-    """A bar on a terminal, a line now and then in a log."""
+    """Progress of a preparation: a bar on a terminal, a line now and then in a log."""
 
     LINE_EVERY_S = 30.0
 

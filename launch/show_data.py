@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from data.corpus import Corpus
 
 RANKS = (1, 2, 4)
-# Of each flag the largest number that it takes.
+# The largest number of each flag.
 MOST = {"step": 10**12, "samples": 10_000, "hashes": 10_000, "workers": MOST_LOADER_WORKERS}
 EXAMPLES = """\
 examples:
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def check(args: argparse.Namespace, recipe: Recipe) -> None:
-    """Raises ValueError with what the flags ask for and cannot have."""
+    """Check the flags against their ranges and the recipe. Raises ValueError."""
     for flag, most in MOST.items():
         if not 0 <= (given := getattr(args, flag)) <= most:
             raise ValueError(f"--{flag} {given}: out of range; give a number from 0 to {most:,}")
@@ -103,7 +103,7 @@ def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> in
 
 
 def show_hashes(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:
-    """Hashes of whole steps, each put together of what the ranks of a layout read on their own."""
+    """Print the hashes of whole steps under several numbers of ranks; return 1 where they differ."""
     layouts = [layout_of(recipe.batch.global_, dp) for dp in RANKS if recipe.batch.global_ % dp == 0]
     steps = (args.step, args.hashes, args.workers)
     columns = [step_hashes(recipe, corpus, layout, *steps) for layout in layouts]
@@ -121,7 +121,7 @@ def show_hashes(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int
 
 
 def layout_of(global_batch: int, dp: int) -> Layout:
-    """The more ranks, the smaller the micro-batches: what has to make no difference."""
+    """Return a layout of `dp` ranks, with smaller micro-batches for more ranks; neither changes a batch."""
     rows = global_batch // dp
     micro = next(micro for micro in (rows // dp, 1) if micro and rows % micro == 0)
     return Layout(1, 1, dp, micro, rows // micro, global_batch)
@@ -130,7 +130,7 @@ def layout_of(global_batch: int, dp: int) -> Layout:
 def step_hashes(
     recipe: Recipe, corpus: Corpus, layout: Layout, first: int, steps: int, workers: int
 ) -> Iterator[str]:
-    """The hash of each step, one after the other."""
+    """Yield the hash of each step, joined from the batches of all ranks of a layout."""
     from data.loader import StepBatches, batch_digest
 
     samples, seed = corpus.train, recipe.seed

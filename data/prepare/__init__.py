@@ -1,7 +1,7 @@
-"""From raw documents to a token store: what `launch/prepare_data.py` runs.
+"""Preparation of raw documents as a token store, for `launch/prepare_data.py`.
 
-The main process frames the input into records and cuts them into chunks (`inputs`); worker processes take a
-chunk through all steps that look at one document (`steps`, `work`) and commit it as one file (`chunk_file`);
-duplicates are found over all chunks at the end (`duplicates`), and what is left becomes the store
-(`assemble`). `pipeline` holds it together.
+The main process cuts the input into records, and these into chunks (`inputs`). Worker processes take a chunk
+through all steps on single documents (`steps`, `work`) and commit it as one file (`chunk_file`). At the end
+duplicates are found over all chunks (`duplicates`), and the other documents become the store (`assemble`).
+`pipeline` holds it together.
 """

@@ -1,4 +1,4 @@
-"""From committed chunks to the finished directory: the store, the articles, what was dropped."""
+"""Assembly of the result from committed chunks: the store, the articles, the dropped documents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Index:
 
 
 def gather(chunks: Path, count: int, documents: int, permutations: int, directory: Path) -> Index:
-    """Copies what deduplication needs out of the chunks into mapped files of `directory`."""
+    """Copy the columns for deduplication from the chunks into mapped files of `directory`."""
     directory.mkdir(exist_ok=True)
     columns = {"files": "i4", "numbers": "i8", "digests": "u8", "marks": "u4"}
     arrays = {}
@@ -63,14 +63,14 @@ def write(
     tally: Tally,
     step: Callable[[], None],
 ) -> dict[str, Any]:
-    """Writes everything but the report into `out`, and counts the last two steps.
+    """Write everything but the report into `out`, and count the last two steps.
 
     Args:
         names: the input files.
         step: called after each chunk.
 
     Returns:
-        what the store holds, and its checksums.
+        size and checksums of the store.
     """
     with StoreWriter(out / STORE, vocab_size) as writer, _outputs(out) as files:
         for number, (start, end) in enumerate(pairwise(index.starts)):
@@ -115,7 +115,7 @@ def _place(index: Index, document: int, names: list[str]) -> dict[str, object]:
 
 @contextmanager
 def _outputs(out: Path) -> Iterator[Callable[[str], BinaryIO]]:
-    """Files by name, opened at their first use and flushed to disk at the end."""
+    """Yield a function to open files by name, once each; flush them to disk at the end."""
     opened: dict[str, BinaryIO] = {}
     with ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""A chunk after all steps that look at one document: one file, and what each step counted."""
+"""Files of finished chunks, and the counts of each step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from data.prepare.inputs import Cursor
 
 _EACH_DOCUMENT = "read repair language sentences tokenize decontaminate signatures"
 STEPS = (*_EACH_DOCUMENT.split(), "deduplicate", "write")
-BROKEN = "broken: "  # reasons of `read` that begin so count against --max_broken
+BROKEN = "broken: "  # prefix of reasons of `read`; they count against --max_broken
 
 
 @dataclasses.dataclass
 class Step:
-    """Counts; bytes are of UTF-8 text (read: of records), seconds of processor time, over processes."""
+    """Counts of a step: bytes of UTF-8 text (read: of records), seconds of processor time."""
 
     documents_in: int = 0
     bytes_in: int = 0
@@ -72,7 +72,7 @@ class Tally(dict[str, Step]):
 
     @property
     def broken(self) -> int:
-        """Records that could not be used."""
+        """Number of broken records."""
         dropped = self.step("read").dropped
         return sum(count for reason, (count, _) in dropped.items() if reason.startswith(BROKEN))
 
@@ -85,7 +85,7 @@ _PER_DIRECTORY = 1000
 
 
 class DamagedChunk(Damaged):
-    """A file that is no whole chunk."""
+    """A damaged file of a chunk."""
 
     def __init__(self, path: Path, said: str) -> None:
         super().__init__(said)
@@ -97,7 +97,7 @@ _REJECTED = "rejected:"
 
 @dataclass(frozen=True)
 class Finished:
-    """Documents are those that passed every step so far, in the order of the input."""
+    """A chunk after all steps on single documents: its d remaining documents, in input order."""
 
     end: Cursor
     tally: Tally
@@ -110,7 +110,7 @@ class Finished:
     sequences: np.ndarray  # (d,) int32: sequences of each document
     lengths: np.ndarray  # (sequences,) int32: tokens of each sequence
     tokens: np.ndarray  # (tokens,) of the store's type
-    articles: bytes = b""  # one line of JSON per document, where they are written
+    articles: bytes = b""  # one line of JSON per document; b"" where they are not wanted
     sentences: bytes = b""
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ def path_of(directory: Path, number: int) -> Path:
 
 
 def commit(directory: Path, number: int, finished: Finished) -> None:
-    """Writes the file of a chunk by an atomic rename."""
+    """Write the file of a chunk by an atomic rename."""
     fields = vars(finished) | {_REJECTED + step: lines for step, lines in finished.rejected.items()}
     head = {"end": asdict(finished.end), "tally": finished.tally.json()}
     del fields["end"], fields["tally"], fields["rejected"]
@@ -135,7 +135,7 @@ def commit(directory: Path, number: int, finished: Finished) -> None:
 
 
 def read_head(directory: Path, number: int) -> tuple[Cursor, Tally]:
-    """Where the chunk ended and what it counted.
+    """Read the end and the counts of a chunk.
 
     Raises:
         OSError: there is no such file.
@@ -146,7 +146,7 @@ def read_head(directory: Path, number: int) -> tuple[Cursor, Tally]:
 
 
 def read(directory: Path, number: int) -> Finished:
-    """The whole chunk; raises as `read_head`."""
+    """Read the whole chunk; raises as `read_head`."""
     with _opened(directory, number) as file:
         end, tally = _head(file)
         fields: dict[str, Any] = {name: file[name] for name in file.files if name != "head"}
@@ -157,14 +157,14 @@ def read(directory: Path, number: int) -> Finished:
 
 
 def read_arrays(directory: Path, number: int, names: Sequence[str]) -> list[np.ndarray]:
-    """Some arrays of the chunk, without reading the others; raises as `read_head`."""
+    """Read only some arrays of the chunk; raises as `read_head`."""
     with _opened(directory, number) as file:
         return [file[name] for name in names]
 
 
 @contextmanager
 def _opened(directory: Path, number: int) -> Iterator[Any]:
-    """The open file. The checksums of its arrays are compared where they are read, in the block."""
+    """Open the file. Arrays are read, and their checksums compared, inside the block."""
     path = path_of(directory, number)
     try:
         with np.load(path) as file:

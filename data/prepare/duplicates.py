@@ -1,13 +1,13 @@
-"""Which documents repeat an earlier one: exact copies, and near-duplicates found by banded MinHash.
+"""Search for duplicates of earlier documents: exact copies, and near-duplicates by banded MinHash.
 
-Documents are taken in their order; one is dropped if and only if it is a near-duplicate (signature agreement
-of at least the threshold) of an earlier document that was kept and that it shares a band with. So the result
-depends on nothing but the documents, their order and the arguments.
+Documents are taken in their order. One is dropped if and only if an earlier kept document shares a band with
+it and its signature agrees with that one's by the threshold or more. So the result depends on nothing but the
+documents, their order and the arguments.
 
 Memory, measured on a million random signatures with 5 % near-duplicates: 47 MB per million documents, in 3 s
-(the hashes of one band and their order, then 2 MB of buckets). Of documents that meet another one in all of
-32 bands up to 450 bytes each come on top. The signatures, 512 MB per million documents at 128 permutations,
-stay in a mapped file, whose pages the system may drop.
+(the hashes of one band and their order, then 2 MB of buckets). A document with a match in all of 32 bands
+takes up to 450 bytes more. The signatures, 512 MB per million documents at 128 permutations, stay in a mapped
+file, whose pages the system may drop.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _COMPARED_AT_ONCE = 1 << 14
 
 @dataclass(frozen=True)
 class Duplicates:
-    """For each of n documents the earlier one that it repeats."""
+    """The earlier original of each of n documents."""
 
     of: np.ndarray  # (n,) int64: number of the earlier document; -1: the document is kept
     agreement: np.ndarray  # (n,) float32: share of equal signature entries; 1 for exact copies; 0: kept
     exact: np.ndarray  # (n,) bool: an exact copy, byte for byte
-    candidates: int  # pairs that shared a band and were compared
+    candidates: int  # compared pairs: those with a common band
 
 
 def find_duplicates(
@@ -42,7 +42,7 @@ def find_duplicates(
     threshold: float,
     step: Callable[[], None] = lambda: None,
 ) -> Duplicates:
-    """The duplicates among n documents.
+    """Find the duplicates among n documents.
 
     Args:
         digests: (n,) uint64 hash of each document's text.
@@ -55,17 +55,17 @@ def find_duplicates(
     exact = _repeat_earlier(digests, of)
     agreement[exact] = 1
     candidates = _drop_in_order(_meetings(marks, bands, ~exact, step), marks, threshold, of, agreement)
-    # A copy of a document that was dropped repeats what that one repeats: leaders are no copies.
+    # A copy of a dropped document repeats the original of that one, which is no copy.
     copies = np.flatnonzero(exact & (of[of] >= 0))
     of[copies] = of[of[copies]]
     return Duplicates(of, agreement, exact, candidates)
 
 
 def _repeat_earlier(values: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """(n,) bool: the value has occurred before; writes its first place into `of`."""
+    """Mark values with an earlier occurrence, (n,) bool; write their first place into `of`."""
     order = np.argsort(values, kind="stable")
     same = values[order[1:]] == values[order[:-1]]
-    places = np.flatnonzero(same) + 1  # in `order`, of those that repeat
+    places = np.flatnonzero(same) + 1  # of repeated values, in `order`
     firsts = np.flatnonzero(np.concatenate([[True], ~same]))
     repeats = np.zeros(len(values), dtype=bool)
     repeats[order[places]] = True
@@ -74,7 +74,7 @@ def _repeat_earlier(values: np.ndarray, of: np.ndarray) -> np.ndarray:
 
 
 def band_hashes(marks: np.ndarray, band: int, rows: int) -> np.ndarray:
-    """(n,) uint64: hash of each signature's entries band * rows to band * rows + rows - 1."""
+    """Hash each signature's entries band * rows to band * rows + rows - 1, as (n,) uint64."""
     hashes = np.empty(len(marks), dtype=np.uint64)
     for start in range(0, len(marks), _ROWS_AT_ONCE):
         block = marks[start : start + _ROWS_AT_ONCE, band * rows : (band + 1) * rows]
@@ -87,10 +87,10 @@ def band_hashes(marks: np.ndarray, band: int, rows: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Meetings:
-    """Who shares a bucket with whom."""
+    """Buckets with several documents."""
 
-    documents: np.ndarray  # (m,) int64, ascending: those that share one anywhere
-    buckets: np.ndarray  # (m, bands) int32: the bucket shared in each band, numbered over all; -1: none is
+    documents: np.ndarray  # (m,) int64, ascending: documents in such a bucket
+    buckets: np.ndarray  # (m, bands) int32: the bucket in each band, numbered over all; -1: none
     count: int  # of buckets
 
 
@@ -112,7 +112,7 @@ def _meetings(marks: np.ndarray, bands: Bands, considered: np.ndarray, step: Cal
 
 
 def _shared_buckets(hashes: np.ndarray, considered: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Documents whose hash another one has, and int32 numbers 0, 1, ... that are equal where hashes are."""
+    """Return the documents with a common hash, and int32 bucket numbers 0, 1, ..., one per hash."""
     order = np.argsort(hashes)
     order = order[considered[order]]
     ordered = hashes[order]
@@ -126,7 +126,7 @@ def _shared_buckets(hashes: np.ndarray, considered: np.ndarray) -> tuple[np.ndar
 def _drop_in_order(
     meetings: _Meetings, marks: np.ndarray, threshold: float, of: np.ndarray, agreement: np.ndarray
 ) -> int:
-    """Fills `of` and `agreement`, document after document. Returns the number of pairs compared."""
+    """Fill `of` and `agreement`, document after document; return the number of compared pairs."""
     # The kept documents of each bucket, as linked lists in three flat arrays: a dict of lists would take 20
     # times the memory.
     newest = array("i", [-1]) * meetings.count
@@ -153,7 +153,7 @@ def _drop_in_order(
 
 
 def _best(marks: np.ndarray, document: int, others: list[int]) -> tuple[float, int]:
-    """The largest agreement with one of `others`, and the first that has it; (-1, -1) without any."""
+    """Return the largest agreement with one of `others`, and the first one with it; (-1, -1) without any."""
     best, where = -1.0, -1
     for start in range(0, len(others), _COMPARED_AT_ONCE):
         some = others[start : start + _COMPARED_AT_ONCE]

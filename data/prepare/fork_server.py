@@ -1,4 +1,4 @@
-"""The server that worker processes are forked from: it imports what they need, once for all of them."""
+"""The fork server of the worker processes, with their imports done once for all."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def start(*modules: str) -> None:
-    """Start the server, unless it runs. It imports `data.prepare.work` while this process does what it likes.
+    """Start the server, unless it runs; it imports `data.prepare.work` in the background.
 
     Args:
-        modules: what else it imports. A worker imports the command's own module again, as `multiprocessing`
-            does it; what that one imports is then there.
+        modules: further modules to import. `multiprocessing` imports the command's own module again in every
+            worker; this does it once.
     """
     multiprocessing.set_forkserver_preload(["data.prepare.work", *modules])
     before = os.environ.get(_BLAS_THREADS)

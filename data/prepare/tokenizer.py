@@ -1,4 +1,4 @@
-"""The tokenizer of a preparation: a published or given one, or one trained on the beginning of the input."""
+"""The tokenizer of a preparation: published, given, or trained on the beginning of the input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLDER = "tokenizer"
 
 
 def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> PreTrainedTokenizerFast:
-    """The tokenizer, kept in `directory`/tokenizer; what a killed run trained there is taken up.
+    """Make the tokenizer in `directory`/tokenizer, unless an earlier run has; read it from there.
 
     Raises ValueError: it is unavailable, lacks the tokens that the samples need, or the text is too short to
     train it.
@@ -47,13 +47,13 @@ def obtain(settings: Settings, inputs: Inputs, directory: Path, say: Say) -> Pre
 
 
 def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
-    """The first `vocabulary_mb` MB of the input, repaired and in the wanted language where that is asked for.
+    """Yield the first `vocabulary_mb` MB of the input, repaired and in the wanted language as set.
 
-    They are not filtered by length, deduplicated or decontaminated: all of that needs tokens or comes later.
+    These texts are not filtered by length, deduplicated or decontaminated.
     """
     detect = make_detector() if settings.language is not None else None
     left = settings.vocabulary_mb * 1e6
-    others: Counter[str] = Counter()  # languages of what is passed over
+    others: Counter[str] = Counter()  # languages of skipped documents
     given = 0
     for _, item in inputs.records(Cursor()):
         text = inputs.format.parse(item) if isinstance(item, Raw) else None

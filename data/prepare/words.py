@@ -31,7 +31,7 @@ _IS_WORD[ord("a") : ord("z") + 1] = _IS_WORD[ord("0") : ord("9") + 1] = _IS_WORD
 
 @dataclass(frozen=True)
 class Words:
-    """Words of n texts: w is buffer[starts[w]:ends[w]], those of t are offsets[t] to offsets[t + 1]."""
+    """Words of n texts: word w is buffer[starts[w]:ends[w]]; text t has words offsets[t]:offsets[t + 1]."""
 
     buffer: np.ndarray  # (bytes,) uint8: a line feed, then the lower-cased texts with a line feed after each
     starts: np.ndarray  # (W,) int64
@@ -40,14 +40,14 @@ class Words:
     offsets: np.ndarray  # (n + 1,) int64
 
     def between(self, first: int, last: int) -> str:
-        """The lower-cased text from word `first` to word `last`, both included."""
+        """Return the lower-cased text from word `first` to word `last`, both included."""
         return self.buffer[self.starts[first] : self.ends[last]].tobytes().decode("utf-8", "replace")
 
 
 def words_of(texts: Sequence[str]) -> Words:
-    """The words of every text.
+    """Find the words of every text.
 
-    Fastest where the arrays, 25 bytes per byte of text, stay in the processor's cache.
+    It is fastest where the arrays, 25 bytes per byte of text, stay in the processor's cache.
     """
     parts = [text.lower().encode("utf-8", "replace") for text in texts]
     buffer = np.frombuffer(b"\n".join([b"", *parts, b""]), dtype=np.uint8)
@@ -62,14 +62,13 @@ def words_of(texts: Sequence[str]) -> Words:
 
 
 def ngrams(words: Words, n: int, whole_if_short: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The n-grams of consecutive words, which never cross from one text into the next.
+    """Hash the n-grams of consecutive words within each text.
 
     Args:
-        whole_if_short: a text of fewer than n words is given one n-gram made of all its words; otherwise it
-            has none.
+        whole_if_short: a text of fewer than n words has one n-gram of all its words; otherwise none.
 
     Returns:
-        hashes (G,) uint64; first (G,) int64, the word each begins with; offsets (texts + 1,) int64 into both.
+        hashes (G,) uint64; first (G,) int64, the first word of each; offsets (texts + 1,) int64 into both.
     """
     counts = np.diff(words.offsets)
     shown = np.maximum(counts - n + 1, int(whole_if_short))
@@ -99,7 +98,7 @@ def _exclude_punctuation(buffer: np.ndarray, inside: np.ndarray) -> None:
 
 
 def _hash_slices(buffer: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """(W,) uint64: polynomial hash modulo 2**64 of buffer[start:end], from differences of one running sum."""
+    """Hash each buffer[start:end] by a polynomial modulo 2**64, with one running sum: (W,) uint64."""
     size = max(_SMALLEST_TABLE, 1 << buffer.size.bit_length())
     powers = _powers(_BASE, size)[: buffer.size]
     sums = np.zeros(buffer.size + 1, dtype=np.uint64)
@@ -111,7 +110,7 @@ def _hash_slices(buffer: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np
 
 @functools.lru_cache(maxsize=4)  # as costly as the rest of the hashing
 def _powers(base: np.uint64, count: int) -> np.ndarray:
-    """(count,) uint64: base**0, base**1, ... modulo 2**64."""
+    """Return base**0, base**1, ... modulo 2**64, (count,) uint64."""
     factors = np.full(count, base, dtype=np.uint64)
     factors[0] = 1
     powers = np.cumprod(factors, dtype=np.uint64)
@@ -123,7 +122,7 @@ RECALL = 0.99  # least probability that two documents at the threshold meet in a
 
 
 def signatures(words: Words, shingle: int, permutations: int, seed: int) -> np.ndarray:
-    """(texts, permutations) uint32. A text of fewer than `shingle` words is one shingle."""
+    """Compute MinHash signatures (texts, permutations) uint32; a shorter text is one shingle."""
     hashes, _, offsets = ngrams(words, shingle, whole_if_short=True)
     digests = rensa.RMinHash.digest_matrix_from_flat_token_hashes(
         hashes, offsets.astype(np.uint64), permutations, seed
@@ -139,12 +138,12 @@ class Bands:
     rows: int
 
     def probability(self, similarity: float) -> float:
-        """That documents this similar are compared: 1 - (1 - s^r)^b (Leskovec et al., 3.4.2)."""
+        """Return the probability to compare two such documents: 1 - (1 - s^r)^b (Leskovec et al., 3.4.2)."""
         return 1 - (1 - similarity**self.rows) ** self.count
 
 
 def choose_bands(permutations: int, threshold: float) -> Bands:
-    """The bands with fewest false candidates (most rows) that find RECALL of the pairs at the threshold."""
+    """Choose the bands of most rows, so of fewest false candidates, to find RECALL of the pairs."""
     for rows in range(permutations, 0, -1):
         if (bands := Bands(permutations // rows, rows)).probability(threshold) > RECALL:
             return bands

@@ -1,4 +1,4 @@
-"""One chunk through all steps, and the worker processes that do it."""
+"""Worker processes, and the way of a chunk through the steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from data.tokens.store import token_dtype
 
 @dataclass(frozen=True)
 class Plan:
-    """What a worker is given once."""
+    """Everything a worker gets once, besides its chunks."""
 
     settings: Settings
     form: RecordFormat
@@ -43,17 +43,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Done:
-    """What a worker answers for a chunk."""
+    """A worker's answer for a chunk."""
 
     number: int
     tally: Tally
     progress: float  # as of Chunk
-    peak_bytes: int  # most memory that this worker has held
-    seconds: float  # of processor time that the worker has spent since its last answer
+    peak_bytes: int  # most memory of this worker so far
+    seconds: float  # of the worker's processor time since its last answer
 
 
 class Worker:
-    """Takes chunks through the steps that a plan asks for."""
+    """Worker to take chunks through the steps of a plan."""
 
     def __init__(self, plan: Plan):
         self._plan = plan
@@ -61,7 +61,7 @@ class Worker:
         self._spent = time.process_time()
 
     def answer(self, chunk: Chunk) -> Done:
-        """Runs the steps, commits the chunk's file, and says what was done."""
+        """Run the steps, commit the chunk's file, and return its counts."""
         finished = self._finish(chunk)
         chunk_file.commit(self._plan.directory, chunk.number, finished)
         before, self._spent = self._spent, time.process_time()
@@ -73,7 +73,7 @@ class Worker:
         rejected: dict[str, list[str]] = {}
 
         def run(name: str, change: Callable[..., steps.Documents], *arguments: object) -> None:
-            """Times a step, and counts what goes into it and what comes out."""
+            """Run and time a step; count documents before and after it."""
             nonlocal documents
             step, started = tally.step(name), time.process_time()
             step.enter(len(documents), documents.bytes)
@@ -121,7 +121,7 @@ _worker: Worker  # of a worker process
 
 
 def begin(plan: Path) -> None:
-    """Make this process a worker of a pool, with the plan that is pickled in a file."""
+    """Make this process a worker of a pool, with the plan pickled in a file."""
     global _worker
     # The cores are shared by processes.
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
@@ -131,10 +131,10 @@ def begin(plan: Path) -> None:
 
 
 def _end_with_the_main_process() -> None:
-    """Have the kernel end this process once the main one is gone: a pool's workers hold its queue open.
+    """Have the kernel end this process with the main one: a pool's workers hold its queue open.
 
-    By a signal, since a thread that waits costs: the C library locks each allocation of a process that has
-    ever had a second thread, and tokenizing, which is allocations, takes 9 % longer.
+    It is done by a signal. A waiting thread would make tokenizing 9 % slower: the C library locks each
+    allocation of a process once it has had a second thread.
     """
     main = multiprocessing.parent_process()
     assert main is not None
@@ -151,13 +151,13 @@ def answer(chunk: Chunk) -> Done:
 
 
 def peak_memory() -> int:
-    """Most bytes that this process has held."""
+    """Return the most bytes this process has held."""
     unit = 1 if os.uname().sysname == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class WorkerDied(PreparationFailed):
-    """A worker process ended without an answer."""
+    """Failure: a worker process ended without an answer."""
 
     exit_code = 1
 
@@ -170,14 +170,14 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Do
 
     Raises:
         WorkerDied: a worker was killed, as happens when memory runs out.
-        Exception: what a step, the framing or `on_done` raised.
+        Exception: of a step, the framing or `on_done`.
     """
     if not workers:
         worker = Worker(plan)
         for chunk in chunks:
             on_done(worker.answer(chunk))
         return
-    # Workers read the plan, megabytes, from a file: by a pipe each would be given it after the one before.
+    # Workers read the plan, megabytes, from a file: pipes would serve one worker after another.
     path = plan.directory / "plan.pickle"
     path.write_bytes(pickle.dumps(plan))
     fork_server.start()

@@ -1,8 +1,8 @@
-"""Where a preparation works and where its result appears.
+"""The directories of a preparation.
 
-OUT.partial/ until everything is there, then OUT by one rename.
+It works in OUT.partial/. The complete result becomes OUT by one rename.
 
-OUT.partial/manifest.json   the command, the input files and the versions that its chunks belong to
+OUT.partial/manifest.json   the command, the input files and the versions of its chunks
 OUT.partial/tokenizer/      chunks/      index/      result/
 """
 
@@ -27,7 +27,7 @@ MOST_MANIFEST = 1 << 30  # bytes; it names every input file
 
 
 class Workspace:
-    """The paths of a preparation that makes `out`."""
+    """The directories of a preparation of `out`."""
 
     def __init__(self, out: Path):
         if not out.name or "\0" in out.name:
@@ -38,9 +38,9 @@ class Workspace:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time.
+        """Hold the lock of OUT, for one process.
 
-        The lock is next to the directories, since they are moved and removed; it dies with its process.
+        The lock is next to the directories, since they are moved and removed; it ends with its process.
         Raises ValueError: another process prepares this OUT, or nothing can be written there.
         """
         path = self.out.with_name(f".{self.out.name}.lock")
@@ -61,10 +61,10 @@ class Workspace:
             yield
 
     def already_complete(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
-        """Whether OUT is the result of this very command.
+        """Tell whether OUT is the result of this very command.
 
-        With `force` another one is left, to be replaced when the new is there. Raises ValueError: there is
-        something else.
+        With `force` another result stays until the new one replaces it. Raises ValueError: OUT is something
+        else.
         """
         if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
             return False
@@ -85,14 +85,14 @@ class Workspace:
         )
 
     def begin(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
-        """Makes or takes up OUT.partial; returns whether there was one to go on with.
+        """Make OUT.partial, or take it up; return whether there is work to resume.
 
         Raises ValueError: it belongs to another command.
         """
         if self.partial.exists():
             changed = self._changes(manifest)
             if changed == "":
-                # What a killed process has left half-written.
+                # Half-written files of a killed process.
                 for leftover in filter(Path.is_file, self.partial.rglob("*.tmp")):
                     leftover.unlink(missing_ok=True)
                 return True
@@ -110,7 +110,7 @@ class Workspace:
         return False
 
     def _changes(self, manifest: dict[str, Any]) -> str | None:
-        """In what the unfinished work in OUT.partial differs; None where there is none to lose."""
+        """Describe how the work in OUT.partial differs from a manifest; None where there is none to lose."""
         if not self.tokenizer.is_dir() and next(self.chunks.rglob("*.chunk"), None) is None:
             return None
         try:
@@ -120,13 +120,13 @@ class Workspace:
         return None if before is None else _differences(before, manifest)
 
     def new_result(self) -> Path:
-        """An empty directory for what will be OUT."""
+        """Make an empty directory for the result."""
         shutil.rmtree(self.result, ignore_errors=True)
         self.result.mkdir()
         return self.result
 
     def publish(self) -> None:
-        """The result becomes OUT, and the work is removed."""
+        """Rename the result to OUT, and remove the work."""
         for directory, _, names in os.walk(self.result):
             for name in names:
                 durable_files.sync(Path(directory) / name)
@@ -141,7 +141,7 @@ class Workspace:
         self.clear()
 
     def clear_if(self, manifest: dict[str, Any]) -> None:
-        """Removes OUT.partial, unless it is unfinished work of another command."""
+        """Remove OUT.partial, unless it is unfinished work of another command."""
         if not self._changes(manifest):
             self.clear()
 
@@ -150,7 +150,7 @@ class Workspace:
 
 
 def _differences(before: Any, now: Any) -> str:
-    """Lines "key: before, now" of what differs."""
+    """List the differing keys in lines "key: before, now"."""
     old, new = dict(_leaves(before)), dict(_leaves(json.loads(json.dumps(now))))
     changed = [key for key in old | new if old.get(key) != new.get(key)][:20]
     pairs = ((key, json.dumps(old.get(key)), json.dumps(new.get(key))) for key in changed)

@@ -1,1 +1,1 @@
-"""From tokens to samples: windows of GPT, masked segments of BERT, blends; of stores and of streams."""
+"""Samples of token stores and of streams: windows of GPT, masked segments of BERT, and blends."""

@@ -44,7 +44,7 @@ Other = Callable[[int], "np.ndarray | None"]
 
 @dataclass(frozen=True)
 class BertSettings:
-    """What a recipe says about samples."""
+    """A recipe's settings of samples."""
 
     sequence_length: int  # S
     predictions: int  # P, most predictions of a sample
@@ -59,7 +59,7 @@ class BertSettings:
 
     @property
     def room(self) -> int:
-        """Tokens of text that a sample holds."""
+        """Tokens of text in a full sample."""
         return self.sequence_length - _SPECIAL[self.sentence_head]
 
     @property
@@ -68,16 +68,15 @@ class BertSettings:
 
 
 class BertFields(Fields):
-    """Samples padded to S tokens and P predictions.
+    """Samples padded at the end to S tokens and P predictions.
 
-    tokens, token_types (n, S) int64; lengths (n,) int64, tokens that are not padding, which stands at the
-    end; positions, labels (n, P) int64; predicted (n,) int64, how many of the P are real: the first ones;
-    sentence_labels (n,) int64.
+    tokens, token_types (n, S) int64; lengths (n,) int64, tokens without padding; positions, labels (n, P)
+    int64; predicted (n,) int64, number of real predictions, the first of the P; sentence_labels (n,) int64.
     """
 
     @property
     def _real(self) -> np.ndarray:
-        """(n, P) bool: the predictions that are no filling."""
+        """Mask (n, P) bool of the real predictions."""
         return np.arange(self["labels"].shape[1]) < self["predicted"][:, None]
 
     @property
@@ -90,7 +89,7 @@ class BertFields(Fields):
         return {name: arrays[name] for name in BERT.fields.names}
 
     def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
-        """The text has [was->now] in place of every predicted token."""
+        """Show a sample's text with [was->now] in place of every predicted token."""
         sample = {key: values[row] for key, values in self.items()}
         length, predicted = int(sample["lengths"]), int(sample["predicted"])
         tokens, types = sample["tokens"][:length], sample["token_types"][:length]
@@ -119,26 +118,26 @@ class Sample(NamedTuple):
     tokens: np.ndarray  # (L,) int64, masked
     first_length: int  # tokens of [CLS] A [SEP]
     positions: np.ndarray  # (K,) int64 places of predictions, ascending
-    labels: np.ndarray  # (K,) int64 what stood there
+    labels: np.ndarray  # (K,) int64 original tokens at these places
     sentence_label: int
 
 
 def segments(
     rng: Generator, tokens: np.ndarray, borders: np.ndarray, head: SentenceHead, other: Other
 ) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Makes a chunk into two segments: (A, B, sentence label); for `none` (A, None, 0).
+    """Divide a chunk into two segments: (A, B, sentence label); for `none` (A, None, 0).
 
     Args:
         tokens: (L,) of the chunk, L > 0.
-        borders: (K,) places inside the chunk, between 0 and L, where a sentence begins.
+        borders: (K,) places of sentence beginnings, between 0 and L.
         head: the sentence objective.
-        other: nsp: text of another document that has about so many tokens, or None where there is none yet.
+        other: nsp: gives about so many tokens of another document, or None where there is none yet.
     """
     if head == "none":
         return tokens, None, 0
     changed = rng.random() < 0.5
     if head == "nsp" and (changed or not len(borders)):
-        # A chunk of one sentence has none that follows: as in BERT, its B is always another document's.
+        # In a chunk of one sentence no sentence follows A: as in BERT, B is always of another document.
         end = _cut(rng, len(tokens), borders) if len(borders) else len(tokens)
         if (text := other(max(len(tokens) - end, 1))) is not None:
             return tokens[:end], text, 1
@@ -148,7 +147,7 @@ def segments(
 
 
 def _cut(rng: Generator, length: int, borders: np.ndarray) -> int:
-    """Where A ends: at a random border of sentences, inside the only sentence, or behind the only token."""
+    """Choose the end of A: a border of sentences, else inside the only sentence, or behind the only token."""
     if len(borders):
         return int(borders[rng.integers(len(borders))])
     return int(rng.integers(1, length)) if length > 1 else 1
@@ -162,7 +161,7 @@ def truncate(
     excess = a + b - room
     if excess <= 0:
         return first, second
-    level = min(excess, abs(a - b))  # tokens after which both are equally long
+    level = min(excess, abs(a - b))  # tokens to drop until both are equally long
     from_a = (level if a > b else 0) + (excess - level) // 2
     first = _shortened(rng, first, from_a)
     return first, None if second is None else _shortened(rng, second, excess - from_a)
@@ -181,7 +180,7 @@ def assemble(
     vocabulary: BertVocabulary,
     settings: BertSettings,
 ) -> Sample:
-    """Shortens segments A and B (None: only A) to what a sample holds, adds special tokens and masks."""
+    """Shorten segments A and B (None: only A) to fit a sample, add special tokens, and mask."""
     first, second = truncate(rng, first, second, settings.room)
     a, cls, sep = len(first), np.array([vocabulary.cls]), np.array([vocabulary.sep])
     texts = [cls, first, sep] if second is None else [cls, first, sep, second, sep]
@@ -192,7 +191,7 @@ def assemble(
 
 
 def stack(samples: Sequence[Sample], vocabulary: BertVocabulary, settings: BertSettings) -> BertFields:
-    """The samples, padded to S tokens and P predictions."""
+    """Stack samples, padded to S tokens and P predictions."""
     count, length, most = len(samples), settings.sequence_length, settings.predictions
     fields = BertFields(
         tokens=np.full((count, length), vocabulary.pad, dtype=np.int64),
@@ -212,18 +211,18 @@ def stack(samples: Sequence[Sample], vocabulary: BertVocabulary, settings: BertS
 
 
 class BertSamples(StoredSamples):
-    """Samples of a store of sentences: one per chunk and epoch, in the epoch's order; for any thread."""
+    """Samples of a store of sentences, one per chunk and epoch; safe for several threads."""
 
     def __init__(
         self, store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary
     ):
-        """Samples of some documents.
+        """Cut the documents of one split into chunks.
 
         Args:
-            documents: (D,) int64, ascending: those of one split.
+            documents: (D,) int64, ascending.
 
-        Raises ValueError: no text; for nsp, text of one document alone; whole words are to be masked and are
-        not known.
+        Raises ValueError: there is no text; nsp has text of one document alone; whole words are to be masked,
+        and the vocabulary does not tell where they begin.
         """
         check_whole_words(vocabulary, settings.masking)
         self._store, self._settings, self._vocabulary = store, settings, vocabulary
@@ -255,7 +254,7 @@ class BertSamples(StoredSamples):
         return assemble(rng, *parts, self._vocabulary, self._settings)
 
     def _borders(self, start: int, end: int) -> list[int]:
-        """Places between `start` and `end` of the store, themselves excepted, where a sentence begins."""
+        """List the places of sentence beginnings strictly between `start` and `end` of the store."""
         size, pointers = self._store.dtype.itemsize, self._store.pointers
         # `bisect` looks at a few entries where they lie; numpy would copy the unaligned array first.
         first = bisect.bisect_right(pointers, start * size)
@@ -263,7 +262,7 @@ class BertSamples(StoredSamples):
         return (pointers[first:last] // size).tolist()
 
     def _other(self, rng: Generator, chunk: int, wanted: int) -> np.ndarray:
-        """Sentences of another document from a random chunk on, until they have `wanted` tokens."""
+        """Take sentences of another document from a random chunk on, until they have `wanted` tokens."""
         own_first, own_end = self._chunks.of_same_document(chunk)
         found = int(rng.integers(len(self._chunks) - (own_end - own_first)))
         found += (own_end - own_first) if found >= own_first else 0
@@ -279,7 +278,7 @@ class BertSamples(StoredSamples):
 def fixed_samples(
     store: Store, documents: np.ndarray, settings: BertSettings, vocabulary: BertVocabulary, count: int
 ) -> HeldOut:
-    """At most `count` samples, evenly spread, whatever the recipe's seed is. Raises as `BertSamples`."""
+    """Make at most `count` evenly spread samples, without the recipe's seed. Raises as `BertSamples`."""
     samples = BertSamples(store, documents, replace(settings, seed=HELD_OUT_SEED), vocabulary)
     chosen = [samples._sample(HELD_OUT_SEED, 0, chunk) for chunk in spread(len(samples), count).tolist()]
     return HeldOut(stack(chosen, vocabulary, settings), settings.sequence_length)

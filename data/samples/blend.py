@@ -1,11 +1,11 @@
-"""Samples of several sources mixed by weight.
+"""Blends: samples of several sources, mixed by weight.
 
 Every block of 1000 positions has the same number of samples of each part, by the largest remainder of its
-weight, in an order that (seed, block) decides. So the place of a position in its part is known without
-walking through those before it.
+weight, in an order decided by (seed, block). So a position's place in its part follows without a walk through
+earlier positions.
 
-A stream in a blend is one lane that every rank reads: which rows of a step are its samples changes with the
-step, so no rank could keep to its own files.
+A stream in a blend is one lane, and every rank reads it: its rows in a step change from step to step, so no
+rank could keep to its own files.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from data.keyed_random import shuffled
 from data.samples.fields import Fields, HeldOut, TrainingSamples
 from recipes.problems import Key, Problem, ProblemsError
 
-BLOCK = 1000  # positions; the finest share is one in this many
+BLOCK = 1000  # positions; a part has at least one of them
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> np.ndarray:
-    """(parts,) int64 that add up to `total`: rounded down, and one more for those that lost most by it."""
+    """Divide `total` by weight: (parts,) int64, rounded down, plus one for the largest remainders."""
     exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * total
     counts = np.floor(exact).astype(np.int64)
     lost = np.argsort(counts - exact, kind="stable")
@@ -32,13 +32,13 @@ def largest_remainder(weights: Sequence[float], total: int) -> np.ndarray:
 
 
 class BlendedSamples:
-    """Samples of parts, each read in its own order; a part that ends begins anew."""
+    """Samples of several parts, each in its own order; an exhausted part begins anew."""
 
     def __init__(self, parts: Sequence[TrainingSamples], weights: Sequence[float], seed: int):
         """Mix the parts.
 
         Args:
-            seed: decides which positions are whose; that of `take` decides what the parts give.
+            seed: decides the part of each position; the seed of `take` decides the parts' samples.
 
         Raises ValueError: a weight is too small to give a sample per block.
         """
@@ -66,13 +66,13 @@ class BlendedSamples:
         return type(rows[0]).concatenate(rows).rows(np.argsort(np.concatenate(mine)))
 
     def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) number of the part and (n,) position in it, of positions (n,)."""
+        """Return the part's number (n,), and the position in that part (n,), of positions (n,)."""
         part_of, local = np.empty_like(positions), np.empty_like(positions)
         blocks, within = np.divmod(positions, BLOCK)
         for block in np.unique(blocks).tolist():
             here = blocks == block
             order = self._order(block)
-            # How many samples of the same part the block has before each.
+            # Number of earlier samples of the same part in the block.
             ranks = np.empty(BLOCK, dtype=np.int64)
             ranks[np.argsort(order, kind="stable")] = np.concatenate([np.arange(n) for n in self._counts])
             part_of[here] = order[within[here]]
@@ -80,7 +80,7 @@ class BlendedSamples:
         return part_of, local
 
     def _order(self, block: int) -> np.ndarray:
-        """(BLOCK,) number of the part at each position of the block."""
+        """Return the part's number at each position of a block, (BLOCK,)."""
         return shuffled(np.repeat(np.arange(len(self._parts)), self._counts), self._seed, block)
 
     def state(self, position: int) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class BlendedSamples:
         return {"position": position, "parts": [part.state(n) for part, n in parts]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ProblemsError: the blend had other parts then."""
+        """Continue from a `state`. Raises ProblemsError: it is of a blend with other parts."""
         found = state.get("parts", ())
         if len(found) != len(self._parts):
             was = f"the checkpoint read a blend of {len(found)} parts, and "
@@ -104,6 +104,6 @@ class BlendedSamples:
 
 
 def blended_held_out(parts: Sequence[HeldOut]) -> HeldOut:
-    """Held-out samples of all parts, one part after another; how many of each, their makers decide."""
+    """Join the held-out samples of all parts, one part after another."""
     fields = type(parts[0].fields).concatenate([part.fields for part in parts])
     return HeldOut(fields, parts[0].sequence_length)

@@ -1,4 +1,4 @@
-"""BERT chunks: runs of consecutive sentences of one document, each the text of one sample.
+"""BERT's chunks: runs of consecutive sentences of one document, each the text of one sample.
 
 As in BERT's data preparation (Devlin et al. 2018, appendix A.2): sentences are taken until they have as many
 tokens as a sample holds, or, for a share of the chunks, until a random smaller number. A sentence longer than
@@ -23,14 +23,14 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long chunks shall be."""
+    """Target lengths of chunks."""
 
     target: int  # tokens
     short_probability: float  # share of chunks with a random length in [SHORTEST_TARGET, target]
     seed: int
 
     def of(self, documents: np.ndarray, chunk: int) -> np.ndarray:
-        """(N,) int64: tokens that the chunk with this number shall reach, in each of the documents."""
+        """Return the target tokens (N,) int64 of the chunk with this number, in each of the documents."""
         bits = random_bits(self.seed, documents, chunk)
         short = (bits >> np.uint64(32)) < np.uint64(round(self.short_probability * 2**32))
         choices = np.uint64(self.target - SHORTEST_TARGET + 1)
@@ -51,15 +51,15 @@ class Chunks:
         return len(self.starts)
 
     def of_same_document(self, chunk: int) -> tuple[int, int]:
-        """The chunks of this chunk's document, as (first, last + 1)."""
+        """Return the range of the chunks of this chunk's document, as (first, last + 1)."""
         document = int(self.first.searchsorted(chunk, side="right"))
         return int(self.first[document - 1]), int(self.first[document])
 
 
 def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunks:
-    """The chunks of `documents` (D,) int64, ascending. A document without tokens has none."""
+    """Cut `documents` (D,) int64, ascending, into chunks; a document without tokens has none."""
     found = []
-    # Documents of the store, chosen or not, that are looked at at a time: bounds the memory for sentences.
+    # Blocks of the store's documents, chosen or not: they bound the memory for sentences.
     spans = np.arange(0, documents[-1] + 1 if len(documents) else 0, _BLOCK)
     for block in filter(len, np.split(documents, documents.searchsorted(spans))):
         first, last = store.document_index[block], store.document_index[block + 1]
@@ -72,14 +72,14 @@ def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunk
 
 
 def chunks_of_document(sizes: np.ndarray, document: int, lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:
-    """The same for one document that is in no store.
+    """Cut one document outside any store into chunks.
 
     Args:
         sizes: (S,) tokens of its sentences.
-        document: its number, which random lengths depend on.
+        document: its number, for the random lengths.
 
     Returns:
-        (C,) int64 where each chunk begins, in tokens of the document, and (C,) int32 tokens.
+        (C,) int64 beginnings of the chunks, in tokens of the document, and (C,) int32 tokens.
     """
     edges = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     return _cut(edges, np.array([0]), np.array([len(sizes)]), np.array([document]), lengths)[1:]
@@ -88,14 +88,14 @@ def chunks_of_document(sizes: np.ndarray, document: int, lengths: Lengths) -> tu
 def _cut(
     edges: np.ndarray, first: np.ndarray, last: np.ndarray, documents: np.ndarray, lengths: Lengths
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents (D,) that lie in one run of sentences.
+    """Cut the documents (D,) of one run of sentences into chunks.
 
     Args:
-        edges: (S + 1,) int64 where sentences begin, in tokens, and where the last one ends.
+        edges: (S + 1,) int64 beginnings of the sentences, in tokens, and the end of the last one.
         first, last: (D,) document d is the sentences from first[d] up to, not with, last[d].
 
     Returns:
-        (D,) chunks of each document; (C,) int64 where chunks begin, in tokens; (C,) int32 tokens; in order.
+        (D,) chunks of each document; (C,) int64 beginnings of chunks, in tokens; (C,) int32 tokens; in order.
     """
     places, ends = edges[first], edges[last]  # places: where the next chunk of each document begins
     longest, sizes = lengths.target, np.diff(edges)
@@ -105,7 +105,7 @@ def _cut(
         edges = np.append(np.repeat(edges[:-1], pieces) + piece * longest, edges[-1])
     counts = np.zeros(len(documents), dtype=np.int64)
     steps: list[tuple[np.ndarray, ...]] = []
-    going = np.flatnonzero(places < ends)  # documents that have text left
+    going = np.flatnonzero(places < ends)  # documents with text left
     while going.size:
         start = places[going]
         reached = edges.searchsorted(start + lengths.of(documents[going], len(steps)))

@@ -1,4 +1,4 @@
-"""What each family makes of the documents of a store or a stream."""
+"""Samples, lanes and encoders of each model family."""
 
 from __future__ import annotations
 
@@ -23,67 +23,67 @@ from recipes.schema import Origin, Recipe
 
 @dataclass(frozen=True)
 class GptFamily:
-    """What a GPT makes of documents; every family has these methods."""
+    """GPT's samples of documents; every family has these methods."""
 
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
 
     sequences: ClassVar[Literal["documents"]] = "documents"
-    """What one sequence of its stores holds."""
+    """Content of one sequence of a store."""
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> GptFamily:
         return cls(tokenizer, recipe.sequence_length)
 
     def training_samples(self, store: Store, documents: np.ndarray) -> GptSamples:
-        """The samples of `documents` (D,) int64, ascending.
+        """Make the training samples of `documents` (D,) int64, ascending.
 
         Raises ProblemsError: they hold too little for one sample.
         """
         return GptSamples(Stream(store, documents, end_of_document(self.tokenizer)), self.sequence_length)
 
     def held_out(self, store: Store, documents: np.ndarray, wanted: int) -> HeldOut:
-        """At most `wanted` samples, spread evenly over the documents; raises as `training_samples`."""
+        """Make at most `wanted` samples, spread evenly over the documents; raises as `training_samples`."""
         return self.training_samples(store, documents).fixed(wanted)
 
     def never_predicted(self) -> list[int]:
-        """Tokens that a stored document holds and no sample asks for."""
+        """List the tokens of stored documents that are never labels."""
         return []
 
     def encoder(self, origin: Origin, batch_characters: int) -> Encode:
-        """What tokenizes the documents of a stream."""
+        """Make the encoder of a stream's documents."""
         return Encoder(self.tokenizer, batch_characters)
 
     def lane(self, reader: Reader, number: int) -> Lane:
         return GptLane(reader, self.sequence_length)
 
     def stack(self, samples: Sequence[np.ndarray]) -> GptFields:
-        """The fields of what lanes gave."""
+        """Stack the items of lanes into fields."""
         return GptFields(window=np.stack(samples))
 
     def for_held_out(self) -> GptFamily:
-        """The same without the recipe's seed."""
+        """Return the family without the recipe's seed."""
         return self
 
     def measure(self, number: int, place: Place, encoded: np.ndarray) -> int:
-        """What a document of lane `number` adds to the number that `samples` wants."""
+        """Measure a document of lane `number`; `samples` takes the sum over documents."""
         return encoded.size
 
     def samples(self, measured: int) -> int:
-        """How many samples documents of that measure give."""
+        """Return the number of samples in documents of that measure."""
         return window_count(measured, self.sequence_length)
 
     def tokens(self, encoded: np.ndarray) -> np.ndarray:
         return encoded
 
     def too_short(self, measured: int) -> Text:
-        """Why documents of that measure give no sample."""
+        """Say why documents of that measure give no sample."""
         return too_short(measured, self.sequence_length)
 
 
 @dataclass(frozen=True)
 class BertFamily:
-    """What a BERT makes of documents: segments of their sentences."""
+    """BERT's samples of documents: segments of their sentences."""
 
     tokenizer: PreTrainedTokenizerFast
     vocabulary: BertVocabulary
@@ -93,7 +93,7 @@ class BertFamily:
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> BertFamily:
-        """The recipe's settings with the vocabulary's tokens.
+        """Take the recipe's settings and the vocabulary's tokens.
 
         Raises ProblemsError: whole words are to be masked, and the vocabulary does not tell where words
         begin.
@@ -144,7 +144,7 @@ def kind_of(family: str) -> type[GptFamily] | type[BertFamily]:
 
 
 def family_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Family:
-    """The recipe's family, made once per corpus.
+    """Make the recipe's family, once per corpus.
 
     Raises ProblemsError: the vocabulary does not fit it.
     """

@@ -1,4 +1,4 @@
-"""What the loader reads: samples as arrays, addressed by their position in training order."""
+"""Samples for the loader: arrays, addressed by their position in training order."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Fields(dict[str, np.ndarray]):
 
     @property
     def labels(self) -> np.ndarray:
-        """(N,) int64: every token that a loss over these samples predicts."""
+        """All labels of these samples, (N,) int64."""
         raise NotImplementedError
 
     def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
-        """The arrays that `recipes.families` names.
+        """Return the arrays of a micro-batch, named as in `recipes.families`.
 
         Args:
             row_weights: (n,) weight of a sample, so that a mean over micro-batches and ranks is one over
@@ -33,16 +33,16 @@ class Fields(dict[str, np.ndarray]):
         raise NotImplementedError
 
     def describe(self, row: int, tokenizer: PreTrainedTokenizerFast, sentence_head: str) -> str:
-        """One sample as text that a person can check: its facts in a line, then what it says."""
+        """Show one sample for a person to check: a line of facts, then its text."""
         raise NotImplementedError
 
     def rows(self: F, rows: Any) -> F:
-        """Some of the samples, by a slice or indices."""
+        """Select samples by a slice or indices."""
         return type(self)({key: values[rows] for key, values in self.items()})
 
     @classmethod
     def concatenate(cls: type[F], parts: Sequence[F]) -> F:
-        """The samples of all parts, one part after another."""
+        """Join the samples of all parts, one part after another."""
         return cls({key: np.concatenate([part[key] for part in parts]) for key in parts[0]})
 
 
@@ -53,20 +53,20 @@ class TrainingSamples(Protocol):
     random_access: bool  # True: any positions at once, from any thread; False: one reader, that goes forward
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
-        """Fields of len(positions) samples; positions ascend. Reading forward is cheap."""
+        """Return the samples at positions, which ascend; reading forward is cheap."""
 
     def state(self, position: int) -> dict[str, Any]:
-        """JSON-able: what `restore` needs to read from `position` on without reading what lies before."""
+        """Return JSON values for `restore` to continue at `position` without reading up to it."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken."""
+        """Continue from a `state`."""
 
     def fresh(self) -> TrainingSamples:
-        """The same samples read from the beginning, independent of this reader."""
+        """Return an independent reader of the same samples, at their beginning."""
 
 
 class StoredSamples(TrainingSamples):
-    """Samples of a store: any position is reached at once, from any thread. Every epoch has its own order."""
+    """Samples of a store, with random access from any thread. Every epoch has its own order."""
 
     random_access = True
 
@@ -81,7 +81,7 @@ class StoredSamples(TrainingSamples):
         return {"position": position}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Nothing to do: every position is reached at once."""
+        """Do nothing: every position is reached at once."""
 
     def fresh(self) -> TrainingSamples:
         return self
@@ -89,7 +89,7 @@ class StoredSamples(TrainingSamples):
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Samples in memory, always the same ones: those of a validation or of a test."""
+    """Fixed samples of a validation or a test, in memory."""
 
     fields: Fields
     sequence_length: int
@@ -99,7 +99,7 @@ class HeldOut:
 
     @property
     def labels(self) -> np.ndarray:
-        """(N,) int64: every token that a loss over these samples predicts."""
+        """All labels of these samples, (N,) int64."""
         return self.fields.labels
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Fields:
@@ -113,16 +113,16 @@ class Parts:
     train: TrainingSamples
     validation: HeldOut
     test: HeldOut | None
-    train_counts: np.ndarray  # (V,) occurrences in the training tokens, or in a part of them
+    train_counts: np.ndarray  # (V,) occurrences in the training tokens, or in some of them
     summary: dict[str, Any]
 
 
 def window_count(tokens: int, sequence_length: int) -> int:
-    """Samples in a run of tokens: each uses `sequence_length` tokens, and the last one needs a label."""
+    """Count the samples of a run of tokens: `sequence_length` tokens each, plus a label for the last."""
     return max(0, tokens - 1) // sequence_length
 
 
 def spread(available: int, wanted: int) -> np.ndarray:
-    """min(available, wanted) indices, evenly spread over range(available), ascending."""
+    """Return min(available, wanted) indices, evenly spread over range(available), ascending."""
     count = min(available, wanted)
     return np.arange(count, dtype=np.int64) * available // max(count, 1)

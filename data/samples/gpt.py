@@ -1,9 +1,9 @@
 """GPT samples from a token store: windows of a fixed length over the concatenated documents of one split.
 
 Sample i is tokens [i * T, i * T + T + 1) of the split's stream: the first T are the inputs, the last T the
-labels, so that every token but the first of the stream is a label exactly once. Every document of the stream
-ends with the end-of-document token; where the store has none (stores of sentences, or written without
-Megatron's --append-eod) it is put in while reading.
+labels. So every token but the first of the stream is a label exactly once. Every document of the stream ends
+with the end-of-document token; the reader puts it in where the store lacks it (stores of sentences, or
+written without Megatron's --append-eod).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from data.samples.fields import Fields, HeldOut, StoredSamples, spread, window_c
 from data.tokens.store import Store
 from recipes.problems import Key, Problem, ProblemsError, Setting, counted
 
-_LOOKED_AT = 256  # documents whose last token tells how the store ends documents, before all are looked at
+_LOOKED_AT = 256  # documents to look at first for how the store ends documents
 
 
 class GptFields(Fields):
-    """Windows, window (n, T + 1) int64: the first T tokens are the inputs, the last T the labels."""
+    """Windows (n, T + 1) int64: the first T tokens are the inputs, the last T the labels."""
 
     @property
     def labels(self) -> np.ndarray:
@@ -42,9 +42,9 @@ class GptFields(Fields):
 
 
 class Stream:
-    """The documents of a split as one run of tokens, read where they lie.
+    """The documents of a split as one run of tokens, read from the mapped store.
 
-    Kept in memory: 17 bytes per piece, which is a run of neighbouring documents, or one document where
+    It takes 17 bytes per piece. A piece is a run of neighbouring documents, or one document where
     end-of-document tokens are put in.
     """
 
@@ -52,7 +52,7 @@ class Stream:
         """Join the documents.
 
         Args:
-            documents: (D,) int64, ascending; those without tokens have no part in the stream.
+            documents: (D,) int64, ascending; documents without tokens are left out.
         """
         self._tokens, self._end_token = store.tokens_array, end_token
         starts = store.sequence_starts(store.document_index[documents])
@@ -60,7 +60,7 @@ class Stream:
         starts, ends = starts[ends > starts], ends[ends > starts]
         self.documents = len(starts)
         without_end = _without_end(store, ends, end_token)
-        # Pieces of the store: neighbours that need nothing between them are one.
+        # Neighbours in the store are one piece if nothing is put in between.
         breaks = (starts[1:] != ends[:-1]) | without_end[:-1]
         first, last = np.ones(len(starts), dtype=bool), np.ones(len(starts), dtype=bool)
         first[1:] = last[:-1] = breaks
@@ -72,7 +72,7 @@ class Stream:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, start: int, end: int) -> np.ndarray:
-        """(end - start,) int64: these tokens of the stream."""
+        """Read the tokens from `start` to `end` of the stream, (end - start,) int64."""
         assert 0 <= start <= end <= len(self), "beyond the stream"
         tokens = np.empty(end - start, dtype=np.int64)
         piece, filled = int(self._ends.searchsorted(start, side="right")), 0
@@ -91,10 +91,10 @@ class Stream:
 
 
 def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
-    """(D,) bool: whether the document that ends at each of these places lacks the end-of-document token.
+    """Return (D,) bool: the documents with these ends lack the end-of-document token.
 
-    Stores are written with such tokens or without. So some documents decide for all where they are of one
-    mind, which spares reading a page of the disk per document.
+    A store is written with such tokens or without. So where some documents agree, they decide for all, which
+    spares reading a page of the disk per document.
     """
     some = store.tokens_array[ends[spread(len(ends), _LOOKED_AT)] - 1] != end_token
     if some.all() or not some.any():
@@ -103,7 +103,7 @@ def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
 
 
 class GptSamples(StoredSamples):
-    """Windows over a stream, every epoch in an order of its own; for any thread."""
+    """Windows over a stream, in another order every epoch; safe for several threads."""
 
     def __init__(self, stream: Stream, sequence_length: int):
         """Cut a stream into windows. Raises ProblemsError: the stream is shorter than one window."""
@@ -122,7 +122,7 @@ class GptSamples(StoredSamples):
         return self._windows([self._orders.locate(int(position), seed)[1] for position in positions])
 
     def fixed(self, count: int) -> HeldOut:
-        """min(count, len) samples, evenly spread over the stream and in its order, without a seed."""
+        """Return min(count, len) samples, evenly spread over the stream and in its order, without a seed."""
         return HeldOut(self._windows(spread(len(self), count).tolist()), self.sequence_length)
 
     def _windows(self, indices: Sequence[int]) -> Fields:

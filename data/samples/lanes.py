@@ -1,4 +1,4 @@
-"""Lanes of a stream: parts that are read side by side, each in its own order, so that ranks read other files.
+"""Lanes of a stream: parts read side by side, so that ranks read different files.
 
 A stream of n files has L lanes, and lane l reads files l, l + L, l + 2 L, ... epoch after epoch. Every rank
 that reads a lane gets the same items from it. A place in a lane is the file and the record in it, so that a
@@ -22,27 +22,27 @@ from data.samples.masking import BertVocabulary
 from data.text.records import Source
 from recipes.problems import Problem, ProblemsError, Setting, Text, Words, counted, pieces
 
-MOST_LANES = 64  # files that a single rank may have to hold open
+MOST_LANES = 64  # a single rank may hold a file of each open
 
 
 def lane_count(global_batch: int, shards: int) -> int:
-    """Most lanes, of no more than there are files, that share a global batch evenly."""
+    """Return the largest number of lanes, up to the number of files, that divides the global batch."""
     most = min(shards, MOST_LANES, global_batch)
     return next(count for count in range(most, 0, -1) if global_batch % count == 0)
 
 
 class Place(NamedTuple):
-    """Where a document stands in a lane."""
+    """The place of a document in a lane."""
 
     epoch: int = 0
     turn: int = 0  # position in the lane's list of files
     record: int = 0  # in the file
-    wide: bool = False  # the lane's own files hold less than one sample: it reads all files, its own first
+    wide: bool = False  # all files are read, the lane's own first: these hold less than one sample
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A document and its place; what an encoder takes for a document."""
+    """A document and its place, for an encoder."""
 
     place: Place
     text: str
@@ -61,13 +61,13 @@ class Reader(Protocol):
     source: Source
 
     def epoch_from(self, place: Place) -> Iterator[tuple[Placed, Any]]:
-        """(document, what `encode` makes of it) from `place` to the end of its epoch."""
+        """Yield (document, its encoded text) from `place` to the end of its epoch."""
         ...
 
 
 @dataclass
 class LaneReader:
-    """Training documents of one lane, encoded."""
+    """Reader and encoder of the training documents of one lane."""
 
     source: Source
     lane: int
@@ -102,23 +102,23 @@ class Lane(ABC):
 
     @abstractmethod
     def skip(self) -> None:
-        """Passes the next item over."""
+        """Pass over the next item."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """JSON-able: where the next item begins."""
+        """Return the place of the next item as JSON values."""
 
     @abstractmethod
     def restore(self, state: dict[str, Any]) -> None: ...
 
     @abstractmethod
     def too_little(self) -> Text:
-        """Why all files together give no item."""
+        """Say why all files together give no item."""
 
     def _open(self, place: Place) -> None:
         self._place = place
-        self._whole = place.turn == place.record == 0  # this epoch is read from its beginning
-        self._fruitful = False  # it has given an item
+        self._whole = place.turn == place.record == 0  # the epoch is read from its beginning
+        self._fruitful = False  # the epoch has given an item
         self._encoded = self.reader.epoch_from(place)
 
     def _open_next_epoch(self) -> None:
@@ -130,15 +130,15 @@ class Lane(ABC):
 
 
 def too_short(tokens: int, sequence_length: int) -> tuple[Words, ...]:
-    """Why so many tokens give no sample."""
+    """Say why so many tokens give no sample."""
     length = Setting("sequence_length", sequence_length)
     return f"have {counted(tokens, 'token')}, and one sample of ", length, f" needs {sequence_length + 1}"
 
 
 class GptLane(Lane):
-    """Windows of T + 1 tokens over the lane's documents; the next begins with the last label of this one.
+    """Windows of T + 1 tokens over the lane's documents; each begins with the last label of the one before.
 
-    A rest shorter than a window is left out at the end of an epoch, as at the end of stored tokens.
+    A rest shorter than a window is left out at the end of an epoch, as at the end of a store.
     """
 
     def __init__(self, reader: Reader, sequence_length: int):
@@ -146,7 +146,7 @@ class GptLane(Lane):
         super().__init__(reader)
 
     def take(self, item: int, seed: int) -> np.ndarray:
-        """(T + 1,) int64. The seed has no part in it: a stream is read in its own order."""
+        """Return the next window (T + 1,) int64, without use of the seed: a stream keeps its own order."""
         self._fill()
         parts, start = [], self._offset
         for _, ids in self._pending:
@@ -173,8 +173,8 @@ class GptLane(Lane):
 
     def _open(self, place: Place) -> None:
         super()._open(place)
-        self._offset = 0  # tokens of the first pending document that are used up
-        self._pending: deque[tuple[Place, np.ndarray]] = deque()  # documents that are not wholly used
+        self._offset = 0  # tokens used of the first pending document
+        self._pending: deque[tuple[Place, np.ndarray]] = deque()  # documents not wholly used
         self._buffered = 0  # tokens in `_pending`, those before the offset included
 
     def _fill(self) -> None:
@@ -196,7 +196,7 @@ class GptLane(Lane):
             self._buffered -= used
 
 
-REMEMBERED = 16  # documents of a lane that the random segments of NSP are taken from
+REMEMBERED = 16  # last documents of a lane, for the random segments of NSP
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Tokenized:
 
 
 def text_of(number: int, place: Place, sentences: list[np.ndarray], settings: BertSettings) -> Tokenized:
-    """The document that these sentences are.
+    """Join the sentences of a document and cut it into chunks.
 
     Args:
         number: of the lane; with the place it decides the random lengths of chunks.
@@ -224,17 +224,17 @@ def text_of(number: int, place: Place, sentences: list[np.ndarray], settings: Be
 
 
 class BertLane(Lane):
-    """One sample per chunk. An item is a function of (seed, lane, item) and of the last REMEMBERED documents.
+    """One sample per chunk: a function of (seed, lane, item) and of the last REMEMBERED documents.
 
-    The state names the first document that is remembered: a resumed run reads from there, so that it
-    remembers the same ones.
+    The state names the first of these documents. A resumed run reads from there, so that it remembers the
+    same ones.
     """
 
     def __init__(self, reader: Reader, number: int, settings: BertSettings, vocabulary: BertVocabulary):
         self._number, self._settings, self._vocabulary = number, settings, vocabulary
         self._remembered: deque[Tokenized] = deque(maxlen=REMEMBERED)
         self._current: Tokenized | None = None
-        self._chunk = 0  # of the current document, that comes next
+        self._chunk = 0  # the next one of the current document
         super().__init__(reader)
 
     def take(self, item: int, seed: int) -> Sample:
@@ -266,7 +266,7 @@ class BertLane(Lane):
             self._open_next_epoch()
 
     def _other(self, rng: np.random.Generator, current: Tokenized) -> Callable[[int], np.ndarray | None]:
-        """A function that gives sentences of a remembered document, as many tokens as are wanted."""
+        """Return a function to take sentences of a remembered document, of a wanted number of tokens."""
 
         def text(wanted: int) -> np.ndarray | None:
             # Of another turn or record: the same document comes again in every epoch.

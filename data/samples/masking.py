@@ -1,4 +1,4 @@
-"""Masked language modelling: which tokens of a sample are predicted, and what stands in their place.
+"""Masked language modelling: the choice of predicted tokens and of their replacements.
 
 Whole words, in n-grams of 1 to max_ngram words with probability proportional to 1/n (ALBERT, arXiv
 1909.11942, section 4.1; Megatron-LM), until a share of the tokens is chosen. Of the chosen tokens 80 % become
@@ -22,7 +22,7 @@ _NEEDED = ("cls", "sep", "mask", "pad")
 
 @dataclass(frozen=True)
 class BertVocabulary:
-    """What samples need to know about the tokens."""
+    """Facts about a BERT's tokens."""
 
     cls: int
     sep: int
@@ -33,7 +33,7 @@ class BertVocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> BertVocabulary:
-        """What the tokenizer says. Raises ProblemsError: the vocabulary lacks a special token."""
+        """Take the facts from a tokenizer. Raises ProblemsError: the vocabulary lacks a special token."""
         ids = {name: getattr(tokenizer, f"{name}_token_id") for name in _NEEDED}
         if missing := [f"[{name.upper()}]" for name, number in ids.items() if number is None]:
             came = f"the vocabulary has no {', '.join(missing)}"
@@ -52,7 +52,7 @@ class BertVocabulary:
 
 
 def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
-    """Raises ProblemsError: whole words are to be masked, the vocabulary does not tell where they begin."""
+    """Check that the vocabulary tells where words begin, if whole words are to be masked."""
     if masking.whole_words and not vocabulary.continuation.any():
         rule = f"no token of the vocabulary begins with {_CONTINUATION}, by which words are known"
         fix = ("set ", Key("data.masking.whole_words"), " to false, or use a WordPiece vocabulary")
@@ -63,18 +63,18 @@ def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
 def choose(
     rng: np.random.Generator, borders: np.ndarray, usable: np.ndarray, budget: int, max_ngram: int
 ) -> list[tuple[int, int]]:
-    """Words that are predicted.
+    """Choose the words to predict.
 
     N-grams lie at random places where they fit: lengths keep their distribution, whatever has been chosen
-    already. One that exceeds the budget is shortened; a single word that does is passed over.
+    already. An n-gram over the budget is shortened; a single word over it is passed over.
 
     Args:
         borders: (W + 1,) ascending: word w is the tokens from borders[w] up to, not with, borders[w + 1].
-        usable: (W,) bool: words that may be chosen. An n-gram never goes over one that may not.
+        usable: (W,) bool: words to choose from. An n-gram never contains another word.
         budget: tokens.
 
     Returns:
-        n-grams as (first word, words), in the order in which they were chosen; at most `budget` tokens.
+        n-grams as (first word, words), in the order of choice; at most `budget` tokens.
     """
     words = np.flatnonzero(usable)
     weights = 1.0 / np.arange(1, max_ngram + 1)
@@ -112,7 +112,7 @@ def mask(
     masking: Masking,
     most: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Chooses tokens and replaces them, in place.
+    """Choose tokens to predict, and replace them in place.
 
     Args:
         tokens: (L,) int64, changed.
@@ -121,7 +121,7 @@ def mask(
         most: predictions at most.
 
     Returns:
-        (K,) int64 places that are predicted, ascending, and (K,) int64 the tokens that stood there.
+        (K,) int64 places of the predictions, ascending, and (K,) int64 the original tokens there.
     """
     begins = ~vocabulary.continuation[tokens] if masking.whole_words else np.ones(len(tokens), dtype=bool)
     begins[special] = True
@@ -135,9 +135,8 @@ def mask(
     for word, number in chosen:
         words[word : word + number] = b"\1" * number
     places = np.flatnonzero(np.repeat(np.frombuffer(words, dtype=bool), np.diff(borders)))
-    if not len(
-        places
-    ):  # every word of a short sample is longer than may be; without predictions it is wasted
+    if not len(places):
+        # Every word of a short sample is over the budget; without a prediction the sample would be wasted.
         places = np.array([rng.choice(np.setdiff1d(np.arange(len(tokens)), special))])
     labels = tokens[places]
     draws = rng.random(len(places))

@@ -1,4 +1,4 @@
-"""Training, validation and test samples of a token store or of a stream, and their tokens' counts."""
+"""Training, validation and test samples of a token store or a stream, and token counts."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from data.tokens.ready_made import outside_vocabulary
 from recipes.problems import Key, Problem, ProblemsError, Setting, pieces
 from recipes.schema import Origin, Recipe
 
-# Of the training tokens, for their frequencies; of larger stores this many, spread over all.
+# Training tokens to count for frequencies; in larger stores they are spread over all.
 COUNTED_TOKENS = 5_000_000
 _COUNTED_AT_ONCE = 10_000
 UNIGRAM_TOKENS = 200_000
 _FIRST_HELD_OUT = 1 << 10  # lanes of held-out samples are numbered from here, above all others
-_FILES_AT_ONCE = 8  # that held-out documents are taken from in turn
+_FILES_AT_ONCE = 8  # to take held-out documents from in turn
 # Tokenized at once, over all lanes: about 0.1 s, so that the first batch comes soon.
 _BATCH_CHARACTERS = 1 << 19
 _LEAST_BATCH = 1 << 15  # of one lane
-_HEAD_BATCH_CHARACTERS = 1 << 16  # little beyond what is wanted: 20 documents pass for one that is held out
-Split = Callable[[int], Part]  # of a document, by its index within its file
-# Gives what `make` gives: in a run of several ranks one of them makes it, and the others are handed it.
+_HEAD_BATCH_CHARACTERS = 1 << 16  # small, to read little too much: 1 document of 20 is held out
+Split = Callable[[int], Part]  # the part of a document, by its index within its file
+# Returns the result of `make`: of several ranks one makes it, and the others receive it.
 Once = Callable[[Callable[[], "Head"]], "Head"]
 
 
 def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int) -> Parts:
-    """The parts of a store.
+    """Make the samples of every split of a store.
 
     Args:
         wanted: samples of each held-out split, spread evenly over its documents.
@@ -83,7 +83,7 @@ def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int
 
 @contextmanager
 def _naming(recipe: Recipe, source: str, split: Part) -> Iterator[None]:
-    """A refusal says which split of what it is."""
+    """Name source and split in a refusal."""
     try:
         yield
     except ProblemsError as error:
@@ -99,7 +99,7 @@ def _naming(recipe: Recipe, source: str, split: Part) -> Iterator[None]:
 def token_counts(
     read: Callable[[int, int], np.ndarray], tokens: int, vocab_size: int, name: str
 ) -> np.ndarray:
-    """(V,) int64: occurrences in a run of tokens: in all of it, or in COUNTED_TOKENS that are spread over it.
+    """Count each token in a run of tokens, or in COUNTED_TOKENS spread over it: (V,) int64.
 
     Raises ProblemsError: a token is outside the vocabulary.
     """
@@ -115,9 +115,9 @@ def token_counts(
 
 @dataclass
 class _Held:
-    """Held-out documents of one split, until they give enough samples.
+    """Held-out documents of one split, up to enough samples.
 
-    Reads like the `LaneReader` of one epoch.
+    It can be read like a `LaneReader`, for one epoch.
     """
 
     source: Source
@@ -129,7 +129,7 @@ class _Held:
 
     @property
     def found(self) -> int:
-        """Samples that the documents give."""
+        """Number of samples of the documents."""
         return self.family.samples(self.measured)
 
     @property
@@ -152,17 +152,17 @@ class _Held:
 
 @dataclass(frozen=True)
 class Head:
-    """What the first documents of a stream give: the same to every rank."""
+    """Held-out samples and counts of the first documents of a stream, the same on every rank."""
 
     held_out: dict[str, HeldOut]  # by split
     counts: np.ndarray  # (V,) of the first training tokens
-    documents: int  # that were read
+    documents: int  # number of documents read
 
 
 def read_head(
     recipe: Recipe, family: Family, origin: Origin, source: Source, wanted: int, part: Split, say: Say
 ) -> Head:
-    """Reads until every held-out split has `wanted` samples and enough training tokens are counted.
+    """Read until every held-out split has `wanted` samples and enough training tokens are counted.
 
     Raises ValueError: the stream cannot be read, or ends before it has held out one sample.
     """
@@ -182,7 +182,7 @@ def read_head(
         for placed in in_turn(source):
             documents += 1
             name = part(placed.index)
-            # Documents that nothing wants any more are passed over untokenized.
+            # Documents no longer needed are not tokenized.
             if counted < UNIGRAM_TOKENS if name == "train" else not held[name].full:
                 yield placed
             elif counted >= UNIGRAM_TOKENS and all(split.full for split in held.values()):
@@ -212,7 +212,7 @@ def read_head(
 
 
 def in_turn(source: Source) -> Iterator[Placed]:
-    """Documents of the first files in turn, then of the next files; the turn in a place is the file."""
+    """Yield documents of the first files in turn, then of the next files; a place's turn is the file."""
     for first in range(0, source.shards, _FILES_AT_ONCE):
         files = range(first, min(first + _FILES_AT_ONCE, source.shards))
         readers = deque((file, source.shard_documents(file)) for file in files)
@@ -233,13 +233,13 @@ def stream_parts(
     say: Say,
     once: Once,
 ) -> Parts:
-    """The parts of a streamed source.
+    """Make the samples of every split of a stream.
 
     Held-out samples are made of the first held-out documents of its files.
 
     Args:
         wanted: samples of each held-out split.
-        single_lane: read in one lane, as a part of a blend is.
+        single_lane: read the stream in one lane, as in a blend.
         once: as for `data.corpus.build`.
 
     Raises ValueError: the stream cannot be read, or ends before it has held out one sample.
@@ -258,8 +258,8 @@ def stream_parts(
         reader = LaneReader(source, number, lanes, encode, lambda index: part(index) == "train")
         return family.lane(reader, number)
 
-    # Of what was read before training: another stream differs here already. Of one held-out sample, since a
-    # run may be resumed with more of them.
+    # The checksum tells streams apart by their head. It takes one held-out sample, since a run may be resumed
+    # with more of them.
     checksum = zlib.crc32(counts.astype("<i8").tobytes(), source.shards)
     for _, values in sorted(held_out["validation"].fields.items()):
         checksum = zlib.crc32(np.ascontiguousarray(values[:1]).tobytes(), checksum)

@@ -1,9 +1,8 @@
-"""Samples of what is tokenized while it streams in, for data sets too large to prepare first.
+"""Samples of streams, tokenized while they arrive, for data sets too large to prepare first.
 
 A stream is read in lanes (`lanes.py`). Of the global batch of G samples, row j of step s is item s * (G / L)
-+ j % (G / L) of lane j // (G / L): a rank opens only the lanes that its rows touch, and the batch of a step
-depends on G and L and on no layout. Sampling is in the stream's order; shuffle a dataset before, or prepare
-it.
++ j % (G / L) of lane j // (G / L). A rank opens only the lanes of its rows. The batch of a step depends on G
+and L, not on the layout. Samples come in the stream's order; shuffle a dataset before, or prepare it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from data.text.records import Source
 
 @dataclass(frozen=True)
 class Lanes:
-    """How many lanes a stream is read in, how one is opened at its beginning, and what their items become."""
+    """The lanes of a stream: their number, a function to open one, and a function to stack their items."""
 
     source: Source
     count: int
@@ -29,16 +28,16 @@ class Lanes:
 
 
 class StreamedSamples:
-    """Samples of a stream. Each lane is read forward; going back starts it again, which is right and slow."""
+    """Samples of a stream. Lanes are read forward; going back reads a lane from its start, which is slow."""
 
     random_access = False
 
     def __init__(self, lanes: Lanes, sequence_length: int, global_batch: int, say: Say = print):
-        """Samples of all lanes, each from its beginning.
+        """Begin all lanes at their beginnings.
 
         Args:
             global_batch: samples per step; the number of lanes divides it.
-            say: told where a lane has to be read again from its beginning.
+            say: prints a line where a lane has to be read again from its beginning.
         """
         assert global_batch % lanes.count == 0, "lane_count gives a divisor"
         self.sequence_length = sequence_length
@@ -48,8 +47,8 @@ class StreamedSamples:
 
     def _forget(self) -> None:
         self._open: dict[int, Lane] = {}
-        self._next: dict[int, int] = {}  # item that an open lane gives next
-        self._saved: dict[int, dict[str, Any]] = {}  # of lanes that are not yet opened
+        self._next: dict[int, int] = {}  # next item of each open lane
+        self._saved: dict[int, dict[str, Any]] = {}  # states of lanes not yet opened
         self._saved_item = 0
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
@@ -64,7 +63,7 @@ class StreamedSamples:
         return self._lanes.stack(taken)
 
     def _lane_at(self, number: int, item: int) -> Lane:
-        """The lane, so that `item` comes next."""
+        """Return a lane, with `item` as its next one."""
         if number not in self._open:
             self._open[number], self._next[number] = self._lanes.open(number), 0
             if number in self._saved:
@@ -83,11 +82,11 @@ class StreamedSamples:
         return lane
 
     def _item(self, position: int) -> int:
-        """The item of every lane that comes next before a step."""
+        """Return the next item of every lane at a position between steps."""
         return position if self._lanes.count == 1 else position // self._global * self._rows
 
     def state(self, position: int) -> dict[str, Any]:
-        """Of the lanes that are open, before the first row of a step."""
+        """Return the state of the open lanes before the first row of a step, as JSON values."""
         item = self._item(position)
         assert self._lanes.count == 1 or position % self._global == 0, "states are taken between steps"
         # A part of a blend may not have been read since the restart.
@@ -100,9 +99,9 @@ class StreamedSamples:
         return {"files": self._lanes.source.shards, "lane_count": self._lanes.count}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Continue from a `state`.
 
-        Raises ValueError: the stream had another number of files or lanes then.
+        Raises ValueError: it is of another number of files or lanes.
         """
         here = self._shape()
         then = {key: state.get(key, "none") for key in here}

@@ -1,1 +1,1 @@
-"""Data sets of tasks: what models are scored on, as windows of tokens, and fine-tuned on, as samples."""
+"""Data sets of tasks: windows of tokens to score models on, and samples to fine-tune them on."""

@@ -1,4 +1,4 @@
-"""Tasks whose examples have a label each: GLUE's of classes, and RACE's questions with four choices.
+"""Tasks with one label per example: GLUE's classes, and RACE's questions with four choices.
 
 GLUE (SST-2, RTE, MRPC, MNLI, QQP): Wang et al. 2018, arXiv 1804.07461; a submission is a table of index and
 prediction for each test. RACE: Lai et al. 2017, arXiv 1704.04683; a sample is [CLS] article [SEP] question
@@ -25,7 +25,7 @@ BLANK = "_"
 
 @dataclass(frozen=True)
 class Scored:
-    """Metrics by name, in shares of 1 (none where labels are hidden), and the files of a submission."""
+    """Metrics of a split, in shares of 1 (none where labels are hidden), and the files of a submission."""
 
     metrics: Mapping[str, float]
     files: Mapping[str, str] = field(repr=False)
@@ -33,7 +33,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Example:
-    """One or two texts for each choice (GLUE: one choice); `label` None: it is hidden."""
+    """One or two texts for each choice (GLUE: one choice), and a label; None: it is hidden."""
 
     id: int | str
     choices: tuple[tuple[str, ...], ...]
@@ -42,7 +42,7 @@ class Example:
 
 
 def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Example:
-    """An example of a record in the hub's schema. Raises Wrong."""
+    """Make an example of a record in the hub's schema. Raises Wrong."""
     if facts.head == "choice":
         return _question(facts, record, number, labelled)
     texts = tuple(text_of(record, name) for name in facts.texts)
@@ -69,7 +69,7 @@ def with_option(question: str, option: str) -> str:
 
 
 def features(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> Features:
-    """A sample of every choice. The longer of two texts gives way; a hidden label is 0."""
+    """Encode a sample of every choice. The longer of two texts is cut; a hidden label is 0."""
     columns = list(zip(*(texts for each in examples for texts in each.choices), strict=True))
     second = columns[1] if len(columns) > 1 else None
     rows = encode(tokenizer, columns[0], second, recipe.sequence_length, "longest_first")
@@ -80,14 +80,14 @@ def features(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Seque
 def predicted(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, examples: Sequence[Example]
 ) -> tuple[Features, Callable[[np.ndarray, Scored | None], Scored]]:
-    """Samples, and what their logits (n, classes or choices) come to."""
+    """Return samples to predict, and a function to score their logits (n, classes or choices)."""
     assert recipe.task is not None
     facts = TASKS[recipe.task.name]
     return features(recipe, tokenizer, examples), lambda logits, dev: score(facts, split, examples, logits)
 
 
 def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.ndarray) -> Scored:
-    """Accuracy, F1 where the task reports it, RACE's two schools where names tell them; the submission."""
+    """Compute accuracy, F1 if the task has it, and RACE's accuracy by school; write the submission."""
     guesses, metrics = logits.argmax(-1), dict[str, float]()
     if all(each.label is not None for each in examples):
         labels = np.array([each.label for each in examples])
@@ -109,12 +109,12 @@ def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.
 
 
 def accuracy(guesses: np.ndarray, labels: np.ndarray) -> float:
-    """Share of right guesses, both (n,)."""
+    """Return the share of right guesses, both (n,)."""
     return float((guesses == labels).sum()) / len(labels)
 
 
 def f1(guesses: np.ndarray, labels: np.ndarray) -> float:
-    """Harmonic mean of precision and recall of label 1: 2 tp / (2 tp + fp + fn); 0 where it is in neither."""
+    """Return F1 of label 1, 2 tp / (2 tp + fp + fn); 0 where neither guesses nor labels have a 1."""
     true, found = labels == 1, guesses == 1
     both, sizes = int((true & found).sum()), int(true.sum()) + int(found.sum())
     return 2 * both / sizes if sizes else 0.0

@@ -1,4 +1,4 @@
-"""What a fine-tuning run trains on and is scored with, from the recipe's task."""
+"""The data of a fine-tuning run, from the recipe's task."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe, Task
 from recipes.tasks import TASKS, TaskFacts
 
-SPLITS = ("dev", "dev_mismatched", "test", "test_mismatched")  # that are predicted, in this order
+SPLITS = ("dev", "dev_mismatched", "test", "test_mismatched")  # to predict, in this order
 Score = Callable[[np.ndarray, Scored | None], Scored]
 
 
 @dataclass(frozen=True)
 class PredictedSplit:
-    """Examples that are predicted, and what their logits come to.
+    """A split to predict: its samples and the scoring of their logits.
 
     Attributes:
-        score: (logits (n, C) or (n, S, 2), what the dev split came to or None) -> metrics and submission.
-        examples: that have a prediction; `broken` ones have none.
+        score: (logits (n, C) or (n, S, 2), the dev split's scores or None) -> metrics and submission.
+        examples: number of sound examples; `broken` ones have no prediction.
     """
 
     name: str
@@ -45,7 +45,7 @@ class PredictedSplit:
 
 @dataclass(frozen=True)
 class TaskCorpus(Corpus):
-    """With the splits that are predicted at the end. The validation is that of dev."""
+    """A corpus with splits to predict at the end; dev is the validation."""
 
     train: TaskSamples
     predicted: tuple[PredictedSplit, ...] = ()
@@ -53,7 +53,7 @@ class TaskCorpus(Corpus):
 
 @dataclass(frozen=True)
 class Kind:
-    """How the tasks of one head make examples, samples and scores.
+    """Functions for the examples, samples and scores of the tasks of one head.
 
     Attributes:
         parse: (facts, record, its number from 0, labelled) -> example; raises Wrong.
@@ -72,7 +72,7 @@ KINDS = {"classification": _CHOICES, "choice": _CHOICES, "span": _SPANS}
 
 
 def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
-    """Reads and tokenizes every split of the recipe's task. Every rank does so.
+    """Read and tokenize every split of the recipe's task, on every rank.
 
     Raises ProblemsError: a split cannot be had, lacks the task's fields or a sound example; or the vocabulary
     is not the model's.
@@ -123,7 +123,7 @@ def predicted_of(
 
 
 def splits_to_predict(recipe: Recipe, say: Say) -> tuple[PredictedSplit, ...]:
-    """Those of a finished run, whose logits are kept."""
+    """Read the splits of a finished run again, to score its saved logits."""
     task, tokenizer = _task(recipe), build_vocabulary(recipe, (), Path(), say)
     return predicted_of(
         recipe, tokenizer, {split: _examples(task, split) for split in predicted_splits(task)}
@@ -131,7 +131,7 @@ def splits_to_predict(recipe: Recipe, say: Say) -> tuple[PredictedSplit, ...]:
 
 
 def check(recipe: Recipe) -> None:
-    """Look whether the files of a recipe's task and its vocabulary are there. Raises ProblemsError."""
+    """Check that the files and the vocabulary of a recipe's task exist. Raises ProblemsError."""
     task, problems = _task(recipe), list[Problem]()
     facts = TASKS[task.name]
     for split in ("train", *SPLITS):
@@ -155,7 +155,7 @@ def check(recipe: Recipe) -> None:
 
 
 def predicted_splits(task: Task) -> list[str]:
-    """Of files those that are given, of the hub all."""
+    """List the splits to predict: with local files those with a file, with the hub all."""
     local, facts = task.train is not None, TASKS[task.name]
     return [split for split in SPLITS if getattr(task, split) or (not local and split in facts.splits)]
 

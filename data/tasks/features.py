@@ -1,4 +1,4 @@
-"""Samples of a task as a model takes them: token ids, token types, lengths and targets.
+"""Samples of a task for a model: token ids, token types, lengths and targets.
 
 Shapes: n examples, C choices of each (1 but for multiple choice), S positions.
 """
@@ -76,16 +76,16 @@ class Features:
 
     @property
     def checked(self) -> np.ndarray:
-        """What decides the numbers of a training, for a checksum."""
+        """All tokens and targets, for a checksum."""
         return np.concatenate([self._tokens, *(t.astype(np.int32) for t in self._targets.values())])
 
     @property
     def labels(self) -> np.ndarray:
-        """(n,) of the examples; where spans begin."""
+        """The labels of the examples (n,); of spans, their beginnings."""
         return self._targets["labels" if "labels" in self._targets else "starts"]
 
     def take(self, examples: Sequence[int] | np.ndarray) -> TaskFields:
-        """The fields of some of the examples, padded to S."""
+        """Return the fields of some examples, padded to S."""
         chosen = np.asarray(examples, np.int64)
         rows = (chosen[:, None] * self.choices + np.arange(self.choices)).ravel()
         tokens = np.full((len(rows), self.sequence_length), self._pad, np.int64)
@@ -108,7 +108,7 @@ class Features:
 
 
 class TaskSamples(StoredSamples):
-    """The examples to train on; every epoch has its own order."""
+    """Training examples; every epoch has its own order."""
 
     def __init__(self, features: Features):
         super().__init__(len(features), features.sequence_length)
@@ -125,7 +125,7 @@ def encode(
     length: int,
     cut: str,
 ) -> list[Encoded]:
-    """Texts or pairs as tokens, at most `length`; `cut`: which text gives way, as truncation= names it."""
+    """Encode texts or pairs as at most `length` tokens; `cut`: the text to shorten, as in truncation=."""
     if not first:
         return []
     made = tokenizer(

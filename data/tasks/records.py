@@ -1,4 +1,4 @@
-"""Records of a task's data set, from the hub or from local files, and the examples in them."""
+"""Reader of a task's data set, from the hub or from local files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from recipes.problems import Problem, ProblemsError, counted
 from recipes.tasks import TaskFacts
 
 MOST_LINE = 64 * files.MIB  # bytes
-MOST_FILE = 2048 * files.MIB  # of a .json, which is read whole
+MOST_FILE = 2048 * files.MIB  # bytes; a .json is read whole
 KINDS = "JSON, JSON lines, parquet, or a directory that datasets' save_to_disk wrote"
 
 
 @dataclass(frozen=True)
 class Located:
-    """A record and where it stands; `why`: it is none."""
+    """A record and its place; `why`: the reason where it is unusable."""
 
     place: str
     value: dict[str, Any]
@@ -27,7 +27,7 @@ class Located:
 
 
 def read_split(facts: TaskFacts, split: str, path: str | None) -> list[Located]:
-    """All records of a split: of a file, or without one of the hub.
+    """Read all records of a split, from a file or else from the hub.
 
     Raises ProblemsError: it cannot be had, or has no record with the task's fields.
     """
@@ -45,7 +45,7 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> list[Located]:
 
 
 def check_split(facts: TaskFacts, split: str, path: str) -> None:
-    """Look whether a file is there. Raises ProblemsError."""
+    """Check that a file exists. Raises ProblemsError."""
     file = files.path_of(path, f"--{split}")
     try:
         there = file.exists()
@@ -104,7 +104,7 @@ def _json(path: Path) -> Iterator[Located]:
 
 
 def _article(place: str, article: dict[str, Any]) -> Iterator[Located]:
-    """SQuAD's own form: title, paragraphs with a context and questions."""
+    """Yield the questions of an article in SQuAD's own form: paragraphs with a context and questions."""
     try:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:
@@ -160,7 +160,7 @@ def _hub(facts: TaskFacts, split: str) -> Iterator[Located]:
     )
 
 
-SHOWN = 3  # broken examples of a split that are named
+SHOWN = 3  # broken examples to name per split
 E_co = TypeVar("E_co", covariant=True)
 
 
@@ -175,14 +175,14 @@ class BrokenExample:
 
 @dataclass(frozen=True)
 class Examples(Generic[E_co]):
-    """Those of a split that can be used, and those that cannot."""
+    """The sound and the broken examples of a split."""
 
     split: str
     sound: tuple[E_co, ...]
     broken: tuple[BrokenExample, ...]
 
     def __str__(self) -> str:
-        """What a user should know of the broken ones; "" where there are none."""
+        """Describe the broken examples to a user; "" where there are none."""
         if not self.broken:
             return ""
         named = "; ".join(map(str, self.broken[:SHOWN]))
@@ -191,7 +191,7 @@ class Examples(Generic[E_co]):
 
 
 class Wrong(ValueError):
-    """What is wrong with one record."""
+    """A fault of one record."""
 
 
 class Parse(Protocol[E_co]):
@@ -201,7 +201,7 @@ class Parse(Protocol[E_co]):
 def parsed(
     split: str, records: Sequence[Located], parse: Callable[[dict[str, Any], int, bool], E_co]
 ) -> Examples[E_co]:
-    """The examples of a split, whose labels are needed unless it is a test.
+    """Parse the examples of a split; all but a test split need labels.
 
     Raises ProblemsError: all of them are broken.
     """
@@ -221,7 +221,7 @@ def parsed(
 
 
 def text_of(record: dict[str, Any], name: str) -> str:
-    """A text field. Raises Wrong."""
+    """Return a text field. Raises Wrong."""
     value = record.get(name)
     if not isinstance(value, str):
         raise Wrong(
@@ -233,7 +233,7 @@ def text_of(record: dict[str, Any], name: str) -> str:
 
 
 def label_of(record: dict[str, Any], name: str, labels: Sequence[str], labelled: bool) -> int | None:
-    """The number of a label that is written as its number or its name; None: it is hidden. Raises Wrong."""
+    """Return the number of a label, given as number or name; None: it is hidden. Raises Wrong."""
     value = record.get(name)
     if value in labels:
         return labels.index(value)

@@ -1,4 +1,4 @@
-"""The rows of a data set that a model is scored on: a local file, or a data set of the hub."""
+"""Reader of texts to score a model on: rows of a local file or of a data set of the hub."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HubName:
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts in order, empty ones too, and what is wrong with the rows that have none."""
+    """Texts in order, empty ones too, and descriptions of the broken rows."""
 
     source: str
     texts: tuple[str, ...]
@@ -39,10 +39,10 @@ class Rows:
 
 
 def read_rows(place: Path | HubName, column: str = "text", limit: int | None = None) -> Rows:
-    """The rows of a file (JSON lines, parquet, or text with a row on each line) or of the hub.
+    """Read the rows of a file (JSON lines, parquet, or text with a row on each line) or of the hub.
 
-    `column`: of JSON lines, parquet and the hub; `limit`: rows that are read. Raises ProblemsError: it cannot
-    be read, or no row can be used.
+    `column`: of JSON lines, parquet and the hub; `limit`: rows to read. Raises ProblemsError: it cannot be
+    read, or no row can be used.
     """
     found = _from_hub(place, column) if isinstance(place, HubName) else _from_file(place, column)
     texts, broken = list[str](), list[Broken]()
@@ -59,7 +59,7 @@ def read_rows(place: Path | HubName, column: str = "text", limit: int | None = N
 
 
 def read_whole(path: Path) -> str:
-    """All of a text file. Raises ProblemsError: it cannot be read, or is no UTF-8."""
+    """Read all of a text file. Raises ProblemsError: it cannot be read, is no UTF-8, or holds no text."""
     lines = list(_lines(path))
     if broken := [line for line in lines if isinstance(line, Broken)]:
         raise _refused(path, broken)
@@ -70,12 +70,12 @@ def read_whole(path: Path) -> str:
 
 
 def is_plain_text(path: Path) -> bool:
-    """Whether a file is neither JSON lines nor parquet, by its name and its beginning."""
+    """Tell by name and beginning whether a file is neither JSON lines nor parquet."""
     return _format(path, "") is None
 
 
 def local_file(text: str) -> Path:
-    """The file that a flag names. Raises ProblemsError: there is none."""
+    """Return the path of the flag's file. Raises ProblemsError: there is none."""
     path = files.path_of(text, FLAG)
     if not files.is_file(path):
         came = "is a directory" if path.is_dir() else "no such file"
@@ -98,7 +98,7 @@ def _format(path: Path, column: str) -> RecordFormat | None:
 
 
 def _from_file(path: Path, column: str) -> Iterator[str | Broken]:
-    """Rows without the line break that ends a line of text."""
+    """Yield the rows of a file; of plain text its lines, without line breaks."""
     form = _format(path, column)
     if form is None:
         for line in _lines(path):
@@ -138,7 +138,7 @@ def _refused(place: Path | HubName, broken: Sequence[Broken]) -> ProblemsError:
 
 
 def _said(found: Broken) -> str:
-    """Place and reason, with the flag of the column."""
+    """Describe a broken row by place and reason, with the flag of the column."""
 
     def show(words: Words) -> str:
         return "--column" if isinstance(words, Key) else str(words)

@@ -1,4 +1,4 @@
-"""The texts that a GPT is scored on, as windows of tokens: WikiText-103, LAMBADA, documents.
+"""Texts to score a GPT on, as windows of tokens: WikiText-103, LAMBADA, documents.
 
 WikiText-103 as Megatron-LM scores it (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3, appendix E.1). The
 test set comes tokenized by words. It is turned back into text, cut into a model's own tokens and read in
@@ -63,7 +63,7 @@ _REPLACED_LAST = (
 
 
 def detokenized(text: str) -> str:
-    """Text of WikiText as it was before it was cut into words.
+    """Turn the word-level tokens of WikiText back into text.
 
     Source: `wikitext_detokenizer` of Megatron-LM, `tasks/zeroshot_gpt/detokenizer.py`, rule after rule; its
     rule for "' [0-9]" matches nothing, for its slashes, and is left out.
@@ -78,7 +78,7 @@ def detokenized(text: str) -> str:
 
 
 def original_tokens(text: str) -> int:
-    """Word-level tokens of the original text, line breaks among them, as Megatron-LM counts them."""
+    """Count the word-level tokens of the original text, with line breaks, as Megatron-LM does."""
     return len(text.strip().split(" "))
 
 
@@ -90,10 +90,10 @@ def wikitext103(
     column: str = "text",
     limit: int | None = None,
 ) -> TaskData:
-    """The test set in windows of `length` tokens every `stride` tokens.
+    """Cut the test set into windows of `length` tokens every `stride` tokens.
 
-    `place`: the original file, or rows that are its lines; `limit`: windows that are kept. Raises
-    ProblemsError: it cannot be read.
+    `place`: the original file, or rows with its lines; `limit`: windows to keep. Raises ProblemsError: it
+    cannot be read.
     """
     broken: tuple[str, ...] = ()
     if isinstance(place, Path) and is_plain_text(place):
@@ -117,10 +117,10 @@ def lambada(
     column: str = "text",
     limit: int | None = None,
 ) -> TaskData:
-    """Passages as windows of at most `length` tokens; of a longer passage the last ones.
+    """Make each passage a window of at most `length` tokens, the last ones of a longer passage.
 
-    The word is what follows the last blank; its tokens are those that the whole passage has beyond what
-    stands before that blank. Raises ProblemsError: the file cannot be read, or is of the other variant.
+    The last word begins after the last blank. Its tokens are the passage's tokens beyond the tokens of the
+    text before that blank. Raises ProblemsError: the file cannot be read, or is of the other variant.
     """
     rows = read_rows(place or LAMBADA[variant], column, limit)
     broken, passages = list(rows.broken), list[tuple[str, str]]()
@@ -161,10 +161,10 @@ def documents(
     column: str = "text",
     limit: int | None = None,
 ) -> TaskData:
-    """Every document of a file, each predicted from its first token on, after the end-of-document token.
+    """Cut every document of a file into windows; an end-of-document token stands before its first token.
 
-    A text file is one document. Words are what whitespace separates. With stride = length the windows are
-    those of `loglikelihood_rolling` of lm-evaluation-harness. `limit`: documents. Raises ProblemsError.
+    A text file is one document. Whitespace separates words. With stride = length the windows equal those of
+    `loglikelihood_rolling` of lm-evaluation-harness. `limit`: documents. Raises ProblemsError.
     """
     if is_plain_text(place):
         texts, broken = [read_whole(place)], tuple[str, ...]()
@@ -184,7 +184,7 @@ def documents(
 
 
 def held_out(samples: HeldOut, source: str, limit: int | None = None) -> TaskData:
-    """A recipe's held-out samples as its validation takes them: every token of a sample counts."""
+    """Make windows of a recipe's held-out samples: as in its validation, every token of a sample counts."""
     chosen = samples.take(range(len(samples))[:limit])
     windows = tuple(Window(tokens, len(tokens) - 1) for tokens in chosen["window"])
     return TaskData("perplexity", "held out", source, windows, None, len(windows))

@@ -24,13 +24,13 @@ from data.tasks.records import Wrong, text_of
 from recipes.schema import Recipe
 from recipes.tasks import TaskFacts
 
-CHUNK = 1000  # texts that are tokenized at once
+CHUNK = 1000  # texts to tokenize at once
 _Offsets = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a text. `answers`: (text, its first character); () : none; None: they are hidden."""
+    """A question about a text. `answers`: (text, index of its first character); None: they are hidden."""
 
     id: str
     question: str
@@ -40,7 +40,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens `start` to `stop` of the context of question `of`, which stand at `place` in the sample."""
+    """Tokens `start` to `stop` of the context of question `of`, at `place` in the sample."""
 
     of: int
     start: int
@@ -50,7 +50,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Windows:
-    """All windows of some questions. `offsets`: of each question, the characters of its context's tokens."""
+    """All windows of some questions. `offsets`: for each question, the characters of its context's tokens."""
 
     features: Features
     windows: tuple[Window, ...]
@@ -58,7 +58,7 @@ class Windows:
 
 
 def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Question:
-    """A question of a record in the hub's schema. Raises Wrong."""
+    """Make a question of a record in the hub's schema. Raises Wrong."""
     question, context = (text_of(record, name) for name in facts.texts)
     answers = _answers(record.get(facts.label), context)
     if labelled and answers is None:
@@ -86,7 +86,7 @@ def _answers(value: Any, context: str) -> tuple[tuple[str, int], ...] | None:
 
 
 def windows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Question]) -> Windows:
-    """Samples with their labels, and where in the contexts they are."""
+    """Cut the contexts of questions into windows, with labels."""
     task, length = recipe.task, recipe.sequence_length
     assert task is not None
     rows, windows = list[Encoded](), list[Window]()
@@ -116,7 +116,7 @@ def windows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Se
 
 
 def _token_span(question: Question, offsets: _Offsets) -> tuple[int, int] | None:
-    """First and last token of the first answer; None without one."""
+    """Return the first and last token of the first answer; None without an answer."""
     if not question.answers:
         return None
     text, start = question.answers[0]
@@ -126,14 +126,14 @@ def _token_span(question: Question, offsets: _Offsets) -> tuple[int, int] | None
 
 
 def training(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Question]) -> Features:
-    """Samples to train on."""
+    """Make the samples to train on."""
     return windows_of(recipe, tokenizer, questions).features
 
 
 def predicted(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, questions: Sequence[Question]
 ) -> tuple[Features, Callable[[np.ndarray, Scored | None], Scored]]:
-    """Samples, and what their logits (windows, S, 2) come to."""
+    """Return samples to predict, and a function to score their logits (windows, S, 2)."""
     made, task = windows_of(recipe, tokenizer, questions), recipe.task
     assert task is not None
 
@@ -146,16 +146,16 @@ def predicted(
 
 @dataclass(frozen=True)
 class Span:
-    """The best answer to a question; `no_answer`: by how much the logits prefer that there is none."""
+    """The best answer to a question; `no_answer`: excess of the logits for no answer over its own."""
 
     text: str
     no_answer: float
 
 
 def best_spans(made: Windows, questions: Sequence[Question], logits: np.ndarray, longest: int) -> list[Span]:
-    """The span of the largest sum of its two logits, over all windows of a question.
+    """Choose for each question the span with the largest sum of its two logits, over all windows.
 
-    That of no answer is [CLS]'s, the smallest of the windows, since one window with an answer is enough.
+    The sum for no answer is [CLS]'s, the smallest of the windows, since one window with an answer is enough.
     """
     best: list[tuple[float, int, int]] = [(-np.inf, 0, -1)] * len(questions)
     nothing = np.full(len(questions), np.inf)
@@ -183,9 +183,9 @@ def best_spans(made: Windows, questions: Sequence[Question], logits: np.ndarray,
 def scored(
     spans: Sequence[Span], questions: Sequence[Question], *, with_none: bool, dev: Scored | None
 ) -> Scored:
-    """Exact match and F1, and SQuAD's prediction file.
+    """Compute exact match and F1, and write SQuAD's prediction file.
 
-    `with_none`: SQuAD 2.0, whose threshold for no answer is tuned for F1 on the first split that is scored.
+    `with_none`: SQuAD 2.0; its threshold for no answer is tuned for F1 on the first scored split.
     """
     known = all(question.answers is not None for question in questions)
     metrics: dict[str, float] = {}
@@ -222,7 +222,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
 
 @dataclass(frozen=True)
 class Judged:
-    """What one answer is worth. `answerable`: whether the question has an answer; `empty`: "" was said."""
+    """The scores of one answer. `answerable`: the question has an answer; `empty`: the model gave none."""
 
     exact: float
     f1: float
@@ -235,7 +235,7 @@ def normalised(text: str) -> str:
 
 
 def judged(text: str, answers: Sequence[str]) -> Judged:
-    """`answers`: of the annotators; those of which nothing is left when normalised do not count."""
+    """Score an answer against the annotators' `answers`, except those without text when normalised."""
     right = [each for each in map(normalised, answers) if each] or [""]
     said = normalised(text)
     exact = float(said in right)
@@ -253,7 +253,7 @@ def _f1(said: Sequence[str], right: Sequence[str]) -> float:
 
 
 def means(every: Sequence[Judged]) -> dict[str, float]:
-    """Over all questions, and where both kinds are there over those with and without an answer."""
+    """Average the scores over all questions, and if there are both kinds, over each kind."""
     found = _means("", every)
     parts = {
         "has_answer_": [e for e in every if e.answerable],
@@ -273,15 +273,15 @@ def _means(prefix: str, every: Sequence[Judged]) -> dict[str, float]:
 
 
 def best_threshold(answered: Sequence[Judged], odds: Sequence[float]) -> float:
-    """The odds above which no answer is the best choice for F1, one of `odds` or below all of them.
+    """Return the threshold of the best F1: odds above it mean no answer. It is one of `odds`, or below all.
 
-    answered: what the best spans are worth; odds: of no answer, for each.
+    answered: scores of the best spans; odds: of no answer, for each.
     """
     best, threshold = float(sum(not each.answerable for each in answered)), min(odds) - 1.0
     value = best
     order = sorted(range(len(odds)), key=lambda i: odds[i])
     for place, i in enumerate(order):
-        # Answered rather than not: its F1 is won, or one question without an answer is lost.
+        # An answer instead of none: it wins its F1, or loses the point of an unanswerable question.
         value += answered[i].f1 if answered[i].answerable else float(answered[i].empty) - 1.0
         last_of_equals = place + 1 == len(order) or odds[order[place + 1]] > odds[i]
         if last_of_equals and value > best:

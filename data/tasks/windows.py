@@ -1,4 +1,4 @@
-"""What is scored: windows, runs of tokens that a model reads at once, of which the last targets count."""
+"""Windows to score: runs of tokens read at once, with the last targets counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from data.text.encoder import Encoder
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """n + 1 tokens: a model reads the first n and predicts the last n, of which the last `counted` count."""
+    """n + 1 tokens: a model reads the first n and predicts the last n; the last `counted` of them count."""
 
     tokens: np.ndarray  # (n + 1,)
     counted: int
@@ -25,16 +25,16 @@ class Window:
 
     @property
     def length(self) -> int:
-        """Tokens that are read."""
+        """Number of tokens to read."""
         return len(self.tokens) - 1
 
 
 def overlapping(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window]:
-    """Windows that begin every `stride` tokens and read `length` of them; every target counts once.
+    """Yield windows of `length` tokens, one every `stride` tokens; every target counts once.
 
-    The first window counts all its targets, each later one its last `stride`, the last one what is left, so
-    that a target but for those of the first window is predicted from `length - stride` tokens at least. The
-    first token is no target.
+    The first window counts all its targets, each later one its last `stride`, the last one the rest. So a
+    target after the first window is predicted from at least `length - stride` tokens. The first token is no
+    target.
 
     Source: Megatron-LM, `tasks/zeroshot_gpt/datasets.py`, which fills the last window up with padding.
     """
@@ -49,7 +49,7 @@ def overlapping(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window
 
 
 def with_full_context(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window]:
-    """The same, but the last window, too, reads `length` tokens, so that more of them stand before its own.
+    """Yield windows like `overlapping`, with a last window of full `length`, for more context.
 
     With stride = length these are `loglikelihood_rolling`'s of lm-evaluation-harness.
     """
@@ -65,16 +65,16 @@ NO_TOKENS = np.zeros(0, dtype=np.uint32)
 
 @dataclass(frozen=True, eq=False)
 class TaskData:
-    """What is scored.
+    """The windows of a task, and facts about its text.
 
     Attributes:
         variant: which form of the task; "" where there is one.
         source: file or data set.
-        windows: in the order of the text; of a cloze test each is a passage whose last word counts.
-        words, bytes: of the original text, before it was made the model's; None: the task counts none.
+        windows: in the order of the text; in a cloze test each is a passage, and its last word counts.
+        words, bytes: of the original text; None: the task counts none.
         examples: documents or passages.
         broken: rows that were left out, each with its reason.
-        cut: examples of which the model reads the end alone.
+        cut: examples of which the model reads only the end.
     """
 
     task: TaskName
@@ -89,12 +89,12 @@ class TaskData:
 
     @property
     def tokens(self) -> int:
-        """Targets that count."""
+        """Number of counted targets."""
         return sum(window.counted for window in self.windows)
 
     @property
     def checksum(self) -> str:
-        """By which ranks see that they read the same."""
+        """CRC-32 of the windows, for ranks to compare."""
         total = 0
         for window in self.windows:
             total = zlib.crc32(window.counted.to_bytes(4, "little"), total)
@@ -103,6 +103,6 @@ class TaskData:
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
-    """The tokens of each text, without special ones."""
+    """Encode each text, without special tokens."""
     found = Encoder(tokenizer).encode_sentences([[text] for text in texts])
     return [each[0] if each else NO_TOKENS for each in found]

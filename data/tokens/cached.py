@@ -1,7 +1,7 @@
-"""Token stores of finite sources in the cache, made once, and the checksums of stores.
+"""Token stores of finite sources in the cache, and the checksums of stores.
 
 Document d of a cached store is document d of the source, empty ones too, so that one store serves every
-split. Next to it lies a JSON file with what it was made of and its checksums.
+split. A JSON file next to it has its origin and its checksums.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from data.tokens.store import Checksum, Store, StoreWriter, bin_path, idx_path, 
 from recipes.problems import counted
 from recipes.schema import Origin
 
-READ_BY_ALL = 1 << 26  # bytes of a .bin that every process reads for itself: 0.05 s at zlib's 1.3 GB/s
+READ_BY_ALL = 1 << 26  # bytes; every process reads a .bin up to this size itself: 0.05 s at zlib's 1.3 GB/s
 
 
 def checksum_of(store: Store, directory: Path, say: Say) -> Checksum:
-    """CRC-32 of both files.
+    """Return the CRC-32 of both files.
 
-    One process of those that share the cache `directory` reads a large store, and leaves what it found there
-    for all later ones, until size, inode or times of a file change.
+    Of processes with one cache `directory`, one reads a large store and keeps the result there for all later
+    ones, until size, inode or times of a file change.
     """
     if store.tokens_array.nbytes <= READ_BY_ALL:
         return store.checksum()
@@ -63,11 +63,11 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class OpenedStore:
-    """A store and what is known about it."""
+    """An open store and facts about it."""
 
     name: str
     store: Store
-    text_bytes: int | None  # of the documents it was made of, in UTF-8; None: not known
+    text_bytes: int | None  # UTF-8 bytes of its documents; None: unknown
     checksum: str
 
 
@@ -80,10 +80,10 @@ def cached_store(
     say: Say,
     skipped: Skipped | None = None,
 ) -> OpenedStore:
-    """The token store of a source, made where the cache lacks it.
+    """Open the cached token store of a source; make it where the cache lacks it.
 
-    `skipped`: what has taken the source's broken records. Raises ValueError: the source or the cache
-    directory cannot be read.
+    `skipped`: the broken records of the source. Raises ValueError: the source or the cache directory cannot
+    be read.
     """
     sentences = origin.sentences if sequences == "sentences" else None
     made_of = {
@@ -128,7 +128,7 @@ def cached_store(
 def _tokenize(
     encoded: Iterable[tuple[Document, Any]], writer: StoreWriter, what: str, say: Say
 ) -> dict[str, int]:
-    """Write the documents to a store; `say` how far it is every few seconds and at the end."""
+    """Write the documents to a store; `say` the progress every few seconds and at the end."""
     text_bytes, started = 0, time.monotonic()
     said = started
 
@@ -139,7 +139,7 @@ def _tokenize(
     with writer:
         for document, tokens in encoded:
             for _ in range(writer.documents, document.index):
-                writer.add_document([])  # an empty document of the source, which it passes over
+                writer.add_document([])  # the source passes over its empty documents
             writer.add_document(tokens if isinstance(tokens, list) else [tokens])
             text_bytes += len(document.text.encode())
             if time.monotonic() - said >= SAY_EVERY_S:

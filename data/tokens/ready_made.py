@@ -1,4 +1,4 @@
-"""Token stores that are there already: prepare_data's, or of another Megatron-family tool."""
+"""Checks of existing token stores, by prepare_data or another tool of the Megatron family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipes.schema import Origin
 
 REPORT = "report.json"
 MOST_REPORT = 1 << 30  # bytes; it names every input file
-LOOKED_AT = 1 << 22  # bytes of tokens that planning looks at
+LOOKED_AT = 1 << 22  # bytes of tokens to check when a run is planned
 Sequences = Literal["documents", "sentences"]
 
 
@@ -31,14 +31,14 @@ def ready_made_store(
     directory: Path,
     say: Say,
 ) -> OpenedStore:
-    """The store that an origin names, checked.
+    """Open and check the store of an origin.
 
     Args:
-        kind: `data.tokenizer.kind`, which `tokenizer` comes from.
-        sequences: what one sequence must hold; a GPT can train from either.
-        directory: where the checksums of large stores are kept once they are read.
+        kind: `data.tokenizer.kind`, the source of `tokenizer`.
+        sequences: content of one sequence; a GPT can train from either.
+        directory: cache for the checksums of large stores.
 
-    Raises ValueError: there is no sound store, it is not what its report tells of, its tokens are of another
+    Raises ValueError: there is no sound store, it differs from its report, its tokens are of another
     vocabulary, or a BERT's store has no sentences.
     """
     prefix = store_prefix(origin, sequences)
@@ -85,11 +85,11 @@ def check_ready_made(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> None:
-    """Check what the first bytes of a store and its report tell; `ready_made_store` checks all of it.
+    """Check the first bytes of a store and its report; `ready_made_store` checks all of it.
 
     Args:
         vocab_size: `model.vocab_size`.
-        tokenizer: of the recipe, where it is known.
+        tokenizer: the recipe's; None: not made yet.
 
     Raises ValueError: there is no store, or one of another vocabulary.
     """
@@ -115,7 +115,7 @@ def check_ready_made(
 
 
 def outside_vocabulary(name: str, token: int, vocab_size: int) -> ProblemsError:
-    """What is raised where a store has a token that the recipe's vocabulary lacks."""
+    """Make the error for a token of a store outside the recipe's vocabulary."""
     came = (f"{name}: token {token} is outside the vocabulary of ", Setting("model.vocab_size", vocab_size))
     vocabulary = ("set ", Key("data.tokenizer.kind"), " and ", Key("model.vocab_size"))
     fix = (*vocabulary, " to the vocabulary that the store was made with")
@@ -133,7 +133,7 @@ def _check_digest(
 
 
 def store_prefix(origin: Origin, sequences: Sequences) -> Path:
-    """Path of the two files without .bin and .idx. Raises ValueError: there is none, or no single store."""
+    """Return the path of a store without .bin or .idx. Raises ValueError: there is none, or several."""
     assert origin.name is not None, "the schema demands a name"
     path = files.path_of(origin.name, "data.name")
     try:
@@ -166,7 +166,7 @@ def _refused(origin: Origin, rule: Text, fix: Text) -> ProblemsError:
 
 
 def _facts(report: Path, store: Store) -> dict[str, Any]:
-    """What prepare_data reported about the store, if it did. Raises ValueError: of another store."""
+    """Read prepare_data's report on the store, if any. Raises ValueError: it is on another store."""
     facts = _reported(report)
     stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
     if stated != {key: getattr(store, key) for key in stated}:
@@ -177,7 +177,7 @@ def _facts(report: Path, store: Store) -> dict[str, Any]:
 
 
 def _reported(report: Path) -> dict[str, Any]:
-    """The part of prepare_data's report about the store; {} without a report."""
+    """Read the part on the store of prepare_data's report; {} without a report."""
     if not report.exists():
         return {}
     facts = files.read_json_object(report, MOST_REPORT).get("store", {})

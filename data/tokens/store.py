@@ -1,4 +1,4 @@
-"""Token stores in Megatron-LM's format of indexed datasets, as Megatron-DeepSpeed and gpt-neox use it too.
+"""Reader and writer of token stores: Megatron-LM's indexed datasets, also of Megatron-DeepSpeed and gpt-neox.
 
 A store is two files. `PREFIX.bin` holds the tokens of all sequences, one after the other. `PREFIX.idx` holds,
 little endian:
@@ -39,12 +39,12 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = (6, 7)  # float64 and float32; older writers have them the other way round
-BLOCK = 1 << 20  # entries that are handled at a time
+BLOCK = 1 << 20  # entries to handle at a time
 assert HEADER.size == 34
 
 
 class Index(NamedTuple):
-    """A checked index; the arrays lie in the mapped file, without alignment."""
+    """A sound index; the arrays lie in the mapped file, without alignment."""
 
     dtype: np.dtype  # of the tokens
     sizes: np.ndarray  # (n,) int32 tokens per sequence
@@ -54,7 +54,7 @@ class Index(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What an index says of itself."""
+    """The header of an index."""
 
     dtype: np.dtype  # of the tokens
     sequences: int
@@ -63,7 +63,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks the first bytes of an .idx file and its length.
+    """Read and check the header of an .idx file and the file's length.
 
     Raises:
         Damaged: truncated, contradicts itself, or is something else.
@@ -92,7 +92,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_index(path: Path) -> Index:
-    """Maps and checks an .idx file; reads all of it. Raises as `read_header`."""
+    """Map an .idx file and check all of it. Raises as `read_header`."""
     dtype, sequences, _, ends = read_header(path)
     raw = mapped(path)
     sizes, pointers = raw[HEADER.size : ends[0]].view("<i4"), raw[ends[0] : ends[1]].view("<i8")
@@ -103,12 +103,12 @@ def read_index(path: Path) -> Index:
 
 
 def mapped(path: Path) -> np.ndarray:
-    """(bytes,) uint8: a plain array over the map, since slices of `np.memmap` cost microseconds."""
+    """Map a file as a plain array (bytes,) uint8: slices of `np.memmap` itself cost microseconds."""
     return np.asarray(np.memmap(path, np.uint8, "r")) if os.stat(path).st_size else np.empty(0, np.uint8)
 
 
 def _check_sequences(path: Path, sizes: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Tokens of all sequences. They must lie one after the other, without gaps, as all writers put them."""
+    """Count the tokens of all sequences; check that these follow one another without gaps."""
     tokens = 0
     for start, part in _blocks(sizes):
         if (wrong := np.flatnonzero(part < 0)).size:
@@ -140,7 +140,7 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
 
 
 def _blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(start, aligned copy of up to BLOCK entries)."""
+    """Yield (start, aligned copy of up to BLOCK entries)."""
     for start in range(0, len(array), BLOCK):
         yield start, array[start : start + BLOCK].copy()
 
@@ -151,7 +151,7 @@ _READ = 1 << 24  # bytes
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Type of stored tokens, by Megatron-LM's rule, so that its tools choose the same."""
+    """Return the type of stored tokens, by Megatron-LM's rule, so that its tools choose the same."""
     return np.dtype("<u2" if vocab_size < SIXTEEN_BIT_VOCABULARY else "<i4")
 
 
@@ -171,10 +171,10 @@ class Checksum(NamedTuple):
 
 
 class Store:
-    """An open store: both files are mapped, not read. `open_store` makes it.
+    """An open store, made by `open_store`: both files are mapped, not read.
 
-    The arrays over sequences lie in the file without alignment: copy before searching them, as numpy would at
-    each call.
+    The arrays over sequences lie in the file without alignment. Copy them before a search, or numpy copies
+    them at each call.
     """
 
     def __init__(self, prefix: Path, index: Index, tokens: np.ndarray):
@@ -197,26 +197,26 @@ class Store:
         return len(self.tokens_array)
 
     def document(self, document: int) -> np.ndarray:
-        """(tokens,) of all its sequences, where they lie."""
+        """Return a view of the tokens (tokens,) of a document."""
         start, end = self.sequence_starts(self.document_index[document : document + 2]).tolist()
         return self.tokens_array[start:end]
 
     def sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
-        """int64: where in `tokens_array` each of `sequences` begins; `len(store)` is the end."""
+        """Return the int64 places in `tokens_array` at which `sequences` begin; `len(store)`: the end."""
         starts = np.full(sequences.shape, self.tokens, dtype=np.int64)
         inside = sequences < len(self)
         starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
         return starts
 
     def checksum(self, say: Say = lambda line: None) -> Checksum:
-        """Reads both files whole; `say` is told how far it is every few seconds."""
+        """Compute the CRC-32 of both files; `say` the progress every few seconds."""
         return Checksum(_file_crc(idx_path(self.prefix), say), _file_crc(bin_path(self.prefix), say))
 
 
 def open_store(prefix: Path) -> Store:
-    """Opens a store and checks that the two files are whole and belong together.
+    """Open a store and check that the two files are whole and belong together.
 
-    Reads all of .idx, only the length of .bin.
+    It reads all of .idx, and only the length of .bin.
 
     Raises:
         FileNotFoundError: neither file is there.
@@ -238,17 +238,17 @@ def open_store(prefix: Path) -> Store:
 
 
 class StoreWriter:
-    """Writes a store, document by document, in memory that does not grow with it.
+    """Writer of a store, document by document, in constant memory.
 
-    Both files appear when it is complete, .bin first; `finish` or the good end of a `with` block completes
-    it, an exception in the block leaves nothing. A store of that name is replaced.
+    Both files appear when the store is complete, .bin first. `finish` or the good end of a `with` block
+    completes it; an exception in the block leaves nothing. An older store of that name is replaced.
     """
 
     def __init__(self, prefix: Path, vocab_size: int):
-        """Open the files of a store to write, in a directory that exists.
+        """Open the temporary files of a store, in an existing directory.
 
         Args:
-            vocab_size: decides the type of the tokens, and every token must be below.
+            vocab_size: decides the type of the tokens; every token must be below it.
         """
         self.dtype = token_dtype(vocab_size)
         self.tokens = self.sequences = self.documents = 0
@@ -265,7 +265,7 @@ class StoreWriter:
         self._index.write(np.int64(0).tobytes())
 
     def add_document(self, sequences: Sequence[np.ndarray]) -> None:
-        """Append one document, which may be empty, without its empty sequences."""
+        """Append one document, possibly empty, without its empty sequences."""
         self.add_documents(
             np.concatenate(sequences) if len(sequences) else np.empty(0, np.int64),
             np.array([len(sequence) for sequence in sequences], dtype=np.int64),
@@ -273,7 +273,7 @@ class StoreWriter:
         )
 
     def add_documents(self, tokens: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
-        """Appends many documents at once.
+        """Append many documents at once.
 
         Args:
             tokens: (N,) integers, of all sequences in order.
@@ -296,7 +296,7 @@ class StoreWriter:
         self.documents += len(counts)
 
     def finish(self) -> None:
-        """Completes the files, flushes them to disk and gives them their names."""
+        """Complete the files, flush them to disk and give them their names."""
         start = 0
         for first in range(0, self.sequences, BLOCK):  # sizes are read back, pointers are written behind them
             self._idx.seek(HEADER.size + 4 * first)
