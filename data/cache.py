@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 SAY_EVERY_S = 10.0  # between progress lines of a long job
 
 
-class Unwritable(ValueError):
+class UnwritableCache(ValueError):
     """Failure to write to the cache; the message gives the place, the cause and the fix."""
 
 
@@ -41,7 +41,7 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
         write: makes the files.
         what: name for messages.
 
-    Raises Unwritable: the files must be made and their directory cannot be written to.
+    Raises UnwritableCache: the files must be made and their directory cannot be written to.
     """
     with suppress(OSError, Damaged):
         return read()
@@ -54,17 +54,17 @@ def fetch(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None
         rule = (
             f"cache directory {directory}: {error.strerror or error}: vocabularies and tokens are kept there"
         )
-        raise Unwritable(f"{rule}; set MEGARECIPES_CACHE to a directory you can write to") from error
+        raise UnwritableCache(f"{rule}; set MEGARECIPES_CACHE to a directory you can write to") from error
     try:
-        return _made(paths, read, write, what, say)
+        return _make(paths, read, write, what, say)
     except OSError as error:
         if told_by(error) is None:
             raise
         elsewhere = "set MEGARECIPES_CACHE to a directory elsewhere"
-        raise Unwritable(str(problem(error, directory, elsewhere))) from error
+        raise UnwritableCache(str(problem(error, directory, elsewhere))) from error
 
 
-def _made(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None], what: str, say: Say) -> T:
+def _make(paths: Sequence[Path], read: Callable[[], T], write: Callable[[], None], what: str, say: Say) -> T:
     """Make the files, or wait until another process has made them; return the result of `read`."""
     directory = paths[0].parent
     with locked(paths[0], what, say) as held:

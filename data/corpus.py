@@ -16,8 +16,8 @@ from data.cache import Say
 from data.samples.blend import BlendedSamples, blended_held_out, largest_remainder
 from data.samples.families import Family, family_of, kind_of
 from data.samples.fields import HeldOut, Parts, TrainingSamples
-from data.samples.splits import Once, store_parts, stream_parts
-from data.text.records import Skipped, Source
+from data.samples.splits import MakeOnce, store_parts, stream_parts
+from data.text.records import SkippedRecords, Source
 from data.text.sources import open_source
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
 from data.tokens.cached import cached_store
@@ -40,7 +40,7 @@ class Corpus:
     uniform_entropy: float
     unigram_entropy: float
     summary: dict[str, Any]
-    skipped: tuple[Skipped, ...] = ()  # broken records that streams have left out on this rank, so far
+    skipped: tuple[SkippedRecords, ...] = ()  # broken records that streams have left out on this rank, so far
 
 
 def build(
@@ -48,7 +48,7 @@ def build(
     cache_directory: Path | None = None,
     say: Say = print,
     source: Source | None = None,
-    once: Once = lambda make: make(),
+    once: MakeOnce = lambda make: make(),
 ) -> Corpus:
     """Make or open the data of a run.
 
@@ -68,7 +68,7 @@ def build(
     for origin in origins:  # first: a missing store is reported, not its missing vocabulary
         if source is None and origin.source == "store":
             check_origin(origin, recipe.model.family)
-    skipped = [Skipped() if recipe.data.broken_records == "skip" else None for _ in origins]
+    skipped = [SkippedRecords() if recipe.data.broken_records == "skip" else None for _ in origins]
     sources = [
         source or (None if origin.source == "store" else open_source(origin, say, taking))
         for origin, taking in zip(origins, skipped, strict=True)
@@ -124,10 +124,10 @@ def _all_parts(
     recipe: Recipe,
     family: Family,
     sources: Sequence[Source | None],
-    skipped: Sequence[Skipped | None],
+    skipped: Sequence[SkippedRecords | None],
     directory: Path,
     say: Say,
-    once: Once,
+    once: MakeOnce,
 ) -> Parts:
     origins = recipe.data.origins
     weights = [origin.weight if isinstance(origin, BlendPart) else 1.0 for origin in origins]

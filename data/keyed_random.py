@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-_KEPT = 2  # orders of epochs: a step can straddle two
+_ORDERS = 2  # orders of epochs: a step can straddle two
 
 
 def shuffled(values: np.ndarray | int, seed: int, number: int) -> np.ndarray:
@@ -61,7 +61,7 @@ class EpochOrders:
         with self._making:
             orders = dict(self._orders)
             if (seed, epoch) not in orders:
-                orders = {key: orders[key] for key in list(orders)[1 - _KEPT :]}
+                orders = {key: orders[key] for key in list(orders)[1 - _ORDERS :]}
                 orders[seed, epoch] = shuffled(self._samples, seed, epoch)
                 self._orders = orders
             return orders[seed, epoch]

@@ -145,10 +145,10 @@ def _make_step(
     fields = samples.take((step * size + rows).ravel().tolist(), seed)
     weights = np.full(micro, 1.0 / micro)
     batches = [micro_batch(fields.rows(slice(at, at + micro)), weights) for at in range(0, rows.size, micro)]
-    return [pinned(batch) for batch in batches], samples.state((step + 1) * size)
+    return [pin_batch(batch) for batch in batches], samples.state((step + 1) * size)
 
 
-def pinned(batch: MicroBatch) -> MicroBatch:
+def pin_batch(batch: MicroBatch) -> MicroBatch:
     """Copy a batch to pinned memory, for asynchronous copies to the GPU; without a GPU return it as it is."""
     if not torch.cuda.is_available():
         return batch

@@ -96,7 +96,7 @@ _REJECTED = "rejected:"
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedChunk:
     """A chunk after all steps on single documents: its d remaining documents, in input order."""
 
     end: Cursor
@@ -121,7 +121,7 @@ def path_of(directory: Path, number: int) -> Path:
     return directory / f"{number // _PER_DIRECTORY:05d}" / f"{number:08d}.chunk"
 
 
-def commit(directory: Path, number: int, finished: Finished) -> None:
+def commit(directory: Path, number: int, finished: FinishedChunk) -> None:
     """Write the file of a chunk by an atomic rename."""
     fields = vars(finished) | {_REJECTED + step: lines for step, lines in finished.rejected.items()}
     head = {"end": asdict(finished.end), "tally": finished.tally.json()}
@@ -141,29 +141,29 @@ def read_head(directory: Path, number: int) -> tuple[Cursor, Tally]:
         OSError: there is no such file.
         DamagedChunk: it is not whole, or no chunk.
     """
-    with _opened(directory, number) as file:
+    with _open_file(directory, number) as file:
         return _head(file)
 
 
-def read(directory: Path, number: int) -> Finished:
+def read(directory: Path, number: int) -> FinishedChunk:
     """Read the whole chunk; raises as `read_head`."""
-    with _opened(directory, number) as file:
+    with _open_file(directory, number) as file:
         end, tally = _head(file)
         fields: dict[str, Any] = {name: file[name] for name in file.files if name != "head"}
     fields |= {name: fields[name].tobytes() for name in ("articles", "sentences")}
     steps = [name for name in fields if name.startswith(_REJECTED)]
     rejected = {name.removeprefix(_REJECTED): fields.pop(name).tobytes() for name in steps}
-    return Finished(end, tally, rejected, **fields)
+    return FinishedChunk(end, tally, rejected, **fields)
 
 
 def read_arrays(directory: Path, number: int, names: Sequence[str]) -> list[np.ndarray]:
     """Read only some arrays of the chunk; raises as `read_head`."""
-    with _opened(directory, number) as file:
+    with _open_file(directory, number) as file:
         return [file[name] for name in names]
 
 
 @contextmanager
-def _opened(directory: Path, number: int) -> Iterator[Any]:
+def _open_file(directory: Path, number: int) -> Iterator[Any]:
     """Open the file. Arrays are read, and their checksums compared, inside the block."""
     path = path_of(directory, number)
     try:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from data.prepare.words import Words, ngrams, words_of
-from data.text.encoder import grouped
-from data.text.records import Broken
+from data.text.encoder import group_items
+from data.text.records import BrokenRecord
 from data.text.sources import format_of
 from recipes import files
 from recipes.schema import Origin
@@ -72,7 +72,7 @@ def read_evaluation(paths: Sequence[str], n: int) -> Evaluation:
     texts = too_short = 0
     for number, path in enumerate(paths):
         before = len(hashes)
-        for some in grouped(_strings(Path(path)), lambda text: 1, _TEXTS_AT_ONCE):
+        for some in group_items(_strings(Path(path)), lambda text: 1, _TEXTS_AT_ONCE):
             if (longest := max(map(len, some))) > _LARGEST_TEXT:
                 rule = f"a text of {longest:,} characters; an evaluation's have at most {_LARGEST_TEXT:,}"
                 raise ValueError(f"--decontaminate {path}: {rule}: is it the right file?")
@@ -98,7 +98,7 @@ def _strings(path: Path) -> Iterator[str]:
     lines = format_of(Origin(source="text", name=str(path), documents="file"), _LARGEST_FILE)
     is_json = any(suffix in (".json", ".jsonl", ".ndjson") for suffix in path.suffixes)
     for raw in lines.frame(path):
-        text = raw if isinstance(raw, Broken) else lines.parse(raw)
+        text = raw if isinstance(raw, BrokenRecord) else lines.parse(raw)
         if not isinstance(text, str):
             raise ValueError(f"--decontaminate {path}: {text.reason if text else 'the file is empty'}")
         yield from (_json_strings(path, text) if is_json else text.splitlines())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.prepare.settings import Settings
-from data.text.records import Broken, Raw, RecordFormat
+from data.text.records import BrokenRecord, RawRecord, RecordFormat
 from data.text.sources import files_of, format_of, hub_source, looks_like
 from recipes.problems import Problem, ProblemsError, Setting, Text
 
@@ -36,7 +36,7 @@ class Cursor:
 @dataclass(frozen=True)
 class Chunk:
     number: int
-    items: list[tuple[int, Raw | Broken]]  # (number of the file, record)
+    items: list[tuple[int, RawRecord | BrokenRecord]]  # (number of the file, record)
     end: Cursor
     progress: float  # bytes of the input files up to `end`; an estimate inside compressed files
 
@@ -53,10 +53,10 @@ class HubFormat(RecordFormat):
     def __init__(self, settings: Settings):
         self._origins = {str(origin.name): origin for origin in settings.origins}
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
         return hub_source(self._origins[str(path)]).records(start)
 
-    def parse(self, raw: Raw) -> str | Broken | None:
+    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
         assert isinstance(raw.payload, str)
         return raw.payload or None
 
@@ -111,13 +111,13 @@ class Inputs:
 
     def _first_problem(self, path: Path) -> tuple[str, Text] | None:
         """Return place and reason of a file's first fault; None if its first records have a text."""
-        first: Broken | None = None
+        first: BrokenRecord | None = None
         broken = empty = 0
         for item in self.format.frame(path):
-            text = item if isinstance(item, Broken) else self.format.parse(item)
+            text = item if isinstance(item, BrokenRecord) else self.format.parse(item)
             if isinstance(text, str) and text:
                 return None
-            if isinstance(text, Broken):
+            if isinstance(text, BrokenRecord):
                 first, broken = first or text, broken + 1
                 if broken >= RECORDS_LOOKED_AT:
                     break
@@ -144,7 +144,7 @@ class Inputs:
         """Return name, size and time of change of every file, for a continued run to compare."""
         return [list(file) for file in self.files]
 
-    def records(self, start: Cursor) -> Iterator[tuple[Cursor, Raw | Broken]]:
+    def records(self, start: Cursor) -> Iterator[tuple[Cursor, RawRecord | BrokenRecord]]:
         """Yield (place after the record, record), up to `--limit` documents."""
         documents, limit = start.documents, self._settings.limit
         for file in range(start.file, len(self.paths)):
@@ -152,18 +152,18 @@ class Inputs:
             for position, item in enumerate(self.format.frame(self.paths[file], skip), skip + 1):
                 if limit is not None and documents >= limit:
                     return
-                documents += isinstance(item, Raw)
+                documents += isinstance(item, RawRecord)
                 yield Cursor(file, position, documents), item
 
     def chunks(self, start: Cursor, number: int) -> Iterator[Chunk]:
         """Yield the chunks from `start` on; the first one has this number."""
-        items: list[tuple[int, Raw | Broken]] = []
+        items: list[tuple[int, RawRecord | BrokenRecord]] = []
         size, at = 0, start
         most = max(1, int(self._settings.chunk_mb * 1e6))
         in_file = 0  # bytes of records since the file, or `start`, began
         for after, item in self.records(start):
             # Bytes of the record in memory.
-            held = len(item.payload if isinstance(item, Raw) else item.excerpt)
+            held = len(item.payload if isinstance(item, RawRecord) else item.excerpt)
             in_file = held + (in_file if after.file == at.file else 0)
             at = after
             items.append((after.file, item))

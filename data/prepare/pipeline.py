@@ -24,7 +24,7 @@ from data.prepare.duplicates import find_duplicates
 from data.prepare.inputs import Chunk, Cursor, Inputs
 from data.prepare.settings import FORMAT_VERSION, PreparationFailed, Settings
 from data.prepare.words import Bands, choose_bands
-from data.prepare.work import Done, Plan, peak_memory
+from data.prepare.work import Answer, Plan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.text.encoder import ONE_CORE_BATCH_CHARACTERS, Encoder
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
@@ -112,7 +112,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
         plan = Plan(settings, inputs.format, encoder, vocabulary_size(vocabulary), evaluation, space.chunks)
         run = process_chunks(plan, inputs, screen)
         run.warnings = tuple(warnings)
-        with removing_what_is_damaged():
+        with remove_damaged_chunk():
             check_broken(run.tally, settings.max_broken, space.chunks, run.chunks)
             if inputs.look() != inputs.files:
                 raise ValueError("input files changed while they were read: begin again with --force")
@@ -129,7 +129,7 @@ def prepare(settings: Settings, out: Path, screen: Screen, force: bool = False) 
 
 
 @contextmanager
-def removing_what_is_damaged() -> Iterator[None]:
+def remove_damaged_chunk() -> Iterator[None]:
     """Remove a chunk found damaged in the block, so that the next run makes it again."""
     try:
         yield
@@ -170,7 +170,7 @@ def process_chunks(plan: Plan, inputs: Inputs, screen: Screen) -> Run:
             if find(chunk.number) is None:
                 yield chunk
 
-    def done(answer: Done) -> None:
+    def done(answer: Answer) -> None:
         nonlocal furthest
         run.tally.add(answer.tally)
         run.new_bytes += answer.tally.step("read").bytes_in

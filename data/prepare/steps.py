@@ -21,8 +21,8 @@ from data.prepare.cleaning import Detect, repair
 from data.prepare.contamination import Evaluation
 from data.prepare.settings import in_flags
 from data.prepare.words import Words, signatures, words_of
-from data.text.encoder import Encoder, Ends, grouped, sentences_of
-from data.text.records import Broken, Document, Raw, RecordFormat
+from data.text.encoder import Encoder, Ends, group_items, sentences_of
+from data.text.records import BrokenRecord, Document, RawRecord, RecordFormat
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
 EXCERPT_CHARACTERS = 200  # of a dropped document
@@ -76,22 +76,22 @@ class Documents:
     @cached_property
     def words(self) -> list[Words]:
         """The words of all texts, in blocks of about `_WORDS_AT_ONCE` characters."""
-        return [words_of(some) for some in grouped(self.texts, len, _WORDS_AT_ONCE)]
+        return [words_of(some) for some in group_items(self.texts, len, _WORDS_AT_ONCE)]
 
 
 def parse(
     documents: Documents,
     step: Step,
     reject: Reject,
-    items: list[tuple[int, Raw | Broken]],
+    items: list[tuple[int, RawRecord | BrokenRecord]],
     form: RecordFormat,
 ) -> Documents:
     """Add the documents of records; count broken records and keep them aside."""
     for file, item in items:
-        text = item if isinstance(item, Broken) else form.parse(item)
-        size = item.size if isinstance(item, Broken) else len(item.payload)
+        text = item if isinstance(item, BrokenRecord) else form.parse(item)
+        size = item.size if isinstance(item, BrokenRecord) else len(item.payload)
         step.enter(1, size)
-        if isinstance(text, Broken):
+        if isinstance(text, BrokenRecord):
             step.drop(BROKEN + text.kind, size)
             reject(_broken_line(text))
         elif not text:
@@ -100,7 +100,7 @@ def parse(
             documents.files.append(file)
             documents.names.append(item.file)
             documents.numbers.append(item.number)
-            documents.titles.append("" if isinstance(item, Broken) else form.title(item))
+            documents.titles.append("" if isinstance(item, BrokenRecord) else form.title(item))
             documents.texts.append(text)
             documents.sizes.append(utf8_size(text))
     return documents
@@ -185,7 +185,7 @@ def utf8_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
 
 
-def _broken_line(broken: Broken) -> str:
+def _broken_line(broken: BrokenRecord) -> str:
     """Write a broken record as a line of JSON: its first 64 KiB as text, or else in base64."""
     facts = dict(file=broken.file, number=broken.number, reason=broken.render(in_flags), size=broken.size)
     try:

@@ -15,8 +15,8 @@ from data.prepare.cleaning import make_detector, repair
 from data.prepare.inputs import Cursor, Inputs
 from data.prepare.settings import Settings
 from data.text.encoder import end_of_document
-from data.text.records import Raw
-from data.text.trained_vocabulary import around, train_bpe, train_wordpiece
+from data.text.records import RawRecord
+from data.text.trained_vocabulary import train_bpe, train_wordpiece, wrap_tokenizer
 from data.text.vocabulary import missing_roles, read_tokenizer, ready_made
 from recipes.families import TRAINED
 from recipes.problems import Problem, ProblemsError
@@ -56,7 +56,7 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
     others: Counter[str] = Counter()  # languages of skipped documents
     given = 0
     for _, item in inputs.records(Cursor()):
-        text = inputs.format.parse(item) if isinstance(item, Raw) else None
+        text = inputs.format.parse(item) if isinstance(item, RawRecord) else None
         if not isinstance(text, str) or not text:
             continue
         text = repair(text) if settings.repair else text
@@ -85,4 +85,4 @@ def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFa
     first = f"the first {settings.vocabulary_mb} MB of text"
     say(f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on {first}")
     train = train_wordpiece if kind == "trained_wordpiece" else train_bpe
-    return around(kind, train(training_texts(settings, inputs), settings.vocab_size))
+    return wrap_tokenizer(kind, train(training_texts(settings, inputs), settings.vocab_size))

@@ -42,7 +42,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Done:
+class Answer:
     """A worker's answer for a chunk."""
 
     number: int
@@ -60,14 +60,14 @@ class Worker:
         self._detect = make_detector() if plan.settings.language is not None else None
         self._spent = time.process_time()
 
-    def answer(self, chunk: Chunk) -> Done:
+    def answer(self, chunk: Chunk) -> Answer:
         """Run the steps, commit the chunk's file, and return its counts."""
         finished = self._finish(chunk)
         chunk_file.commit(self._plan.directory, chunk.number, finished)
         before, self._spent = self._spent, time.process_time()
-        return Done(chunk.number, finished.tally, chunk.progress, peak_memory(), self._spent - before)
+        return Answer(chunk.number, finished.tally, chunk.progress, peak_memory(), self._spent - before)
 
-    def _finish(self, chunk: Chunk) -> chunk_file.Finished:
+    def _finish(self, chunk: Chunk) -> chunk_file.FinishedChunk:
         plan, settings, tally = self._plan, self._plan.settings, Tally()
         documents = steps.Documents()
         rejected: dict[str, list[str]] = {}
@@ -98,7 +98,7 @@ class Worker:
         flat = [sequence for sequences in documents.tokens for sequence in sequences]
         dtype = token_dtype(plan.vocab_size)
         lined = ("".join(f"{sentence}\n" for sentence in sentences) for sentences in documents.sentences)
-        return chunk_file.Finished(
+        return chunk_file.FinishedChunk(
             end=chunk.end,
             tally=tally,
             rejected={
@@ -145,7 +145,7 @@ def _end_with_the_main_process() -> None:
         os._exit(1)
 
 
-def answer(chunk: Chunk) -> Done:
+def answer(chunk: Chunk) -> Answer:
     """Process one chunk, in a worker process."""
     return _worker.answer(chunk)
 
@@ -162,7 +162,7 @@ class WorkerDied(PreparationFailed):
     exit_code = 1
 
 
-def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Done], None]) -> None:
+def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Answer], None]) -> None:
     """Have every chunk processed and committed; at most one chunk per worker is framed ahead.
 
     Args:
@@ -185,7 +185,7 @@ def run(plan: Plan, chunks: Iterator[Chunk], workers: int, on_done: Callable[[Do
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(path,))
     team: list[BaseProcess] = []
-    running: set[Future[Done]] = set()
+    running: set[Future[Answer]] = set()
     try:
         more = True
         while more or running:

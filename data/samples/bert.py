@@ -163,11 +163,11 @@ def truncate(
         return first, second
     level = min(excess, abs(a - b))  # tokens to drop until both are equally long
     from_a = (level if a > b else 0) + (excess - level) // 2
-    first = _shortened(rng, first, from_a)
-    return first, None if second is None else _shortened(rng, second, excess - from_a)
+    first = _shorten(rng, first, from_a)
+    return first, None if second is None else _shorten(rng, second, excess - from_a)
 
 
-def _shortened(rng: Generator, tokens: np.ndarray, dropped: int) -> np.ndarray:
+def _shorten(rng: Generator, tokens: np.ndarray, dropped: int) -> np.ndarray:
     front = int(rng.binomial(dropped, 0.5)) if dropped else 0
     return tokens[front : len(tokens) - dropped + front]
 

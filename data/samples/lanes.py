@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedDocument:
     """A document and its place, for an encoder."""
 
     place: Place
@@ -52,7 +52,7 @@ class Placed:
         return self.place.record
 
 
-Encode = Callable[[Iterable[Placed]], Iterator[tuple[Placed, Any]]]
+Encode = Callable[[Iterable[PlacedDocument]], Iterator[tuple[PlacedDocument, Any]]]
 
 
 class Reader(Protocol):
@@ -60,7 +60,7 @@ class Reader(Protocol):
 
     source: Source
 
-    def epoch_from(self, place: Place) -> Iterator[tuple[Placed, Any]]:
+    def epoch_from(self, place: Place) -> Iterator[tuple[PlacedDocument, Any]]:
         """Yield (document, its encoded text) from `place` to the end of its epoch."""
         ...
 
@@ -75,10 +75,10 @@ class LaneReader:
     encode: Encode
     is_training: Callable[[int], bool]  # of an index within a file
 
-    def epoch_from(self, place: Place) -> Iterator[tuple[Placed, Any]]:
+    def epoch_from(self, place: Place) -> Iterator[tuple[PlacedDocument, Any]]:
         return self.encode(self._documents(place))
 
-    def _documents(self, place: Place) -> Iterator[Placed]:
+    def _documents(self, place: Place) -> Iterator[PlacedDocument]:
         total = self.source.shards
         every = [(self.lane + i) % total for i in range(total)]
         files = every if place.wide else range(self.lane, total, self.lanes)
@@ -86,7 +86,7 @@ class LaneReader:
             start = place.record if turn == place.turn else 0
             for document in self.source.shard_documents(files[turn], start):
                 if self.is_training(document.index):
-                    yield Placed(place._replace(turn=turn, record=document.index), document.text)
+                    yield PlacedDocument(place._replace(turn=turn, record=document.index), document.text)
 
 
 class Lane(ABC):

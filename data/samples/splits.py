@@ -16,7 +16,7 @@ from data.cache import SAY_EVERY_S, Say
 from data.samples.families import Family
 from data.samples.fields import HELD_OUT_SEED, HeldOut, Parts, spread
 from data.samples.gpt import Stream
-from data.samples.lanes import Lane, LaneReader, Place, Placed, lane_count
+from data.samples.lanes import Lane, LaneReader, Place, PlacedDocument, lane_count
 from data.samples.streamed import Lanes, StreamedSamples
 from data.split_rule import Part, documents_of, part_of
 from data.text.encoder import end_of_document
@@ -38,7 +38,7 @@ _LEAST_BATCH = 1 << 15  # of one lane
 _HEAD_BATCH_CHARACTERS = 1 << 16  # small, to read little too much: 1 document of 20 is held out
 Split = Callable[[int], Part]  # the part of a document, by its index within its file
 # Returns the result of `make`: of several ranks one makes it, and the others receive it.
-Once = Callable[[Callable[[], "Head"]], "Head"]
+MakeOnce = Callable[[Callable[[], "Head"]], "Head"]
 
 
 def store_parts(recipe: Recipe, family: Family, opened: OpenedStore, wanted: int) -> Parts:
@@ -114,7 +114,7 @@ def token_counts(
 
 
 @dataclass
-class _Held:
+class _HeldOutDocuments:
     """Held-out documents of one split, up to enough samples.
 
     It can be read like a `LaneReader`, for one epoch.
@@ -124,7 +124,7 @@ class _Held:
     family: Family
     number: int  # of the lane
     wanted: int
-    documents: list[tuple[Placed, Any]] = field(default_factory=list)
+    documents: list[tuple[PlacedDocument, Any]] = field(default_factory=list)
     measured: int = 0
 
     @property
@@ -136,12 +136,12 @@ class _Held:
     def full(self) -> bool:
         return self.found >= self.wanted
 
-    def add(self, placed: Placed, encoded: Any) -> None:
+    def add(self, placed: PlacedDocument, encoded: Any) -> None:
         if not self.full:
             self.documents.append((placed, encoded))
             self.measured += self.family.measure(self.number, placed.place, encoded)
 
-    def epoch_from(self, place: Place) -> Iterator[tuple[Placed, Any]]:
+    def epoch_from(self, place: Place) -> Iterator[tuple[PlacedDocument, Any]]:
         return iter(self.documents)
 
     def finish(self, sequence_length: int) -> HeldOut:
@@ -170,16 +170,16 @@ def read_head(
     every = f"every {data.validation_every}th document"
     say(f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}")
     held = {
-        name: _Held(source, family.for_held_out(), _FIRST_HELD_OUT + number, wanted)
+        name: _HeldOutDocuments(source, family.for_held_out(), _FIRST_HELD_OUT + number, wanted)
         for number, name in enumerate(("validation", "test") if data.test_every else ("validation",))
     }
     counts = np.zeros(vocabulary, dtype=np.int64)
     counted = documents = 0
     last = time.monotonic()
 
-    def needed() -> Iterator[Placed]:
+    def needed() -> Iterator[PlacedDocument]:
         nonlocal documents, last
-        for placed in in_turn(source):
+        for placed in interleave_files(source):
             documents += 1
             name = part(placed.index)
             # Documents no longer needed are not tokenized.
@@ -211,7 +211,7 @@ def read_head(
     return Head(finished, counts, documents)
 
 
-def in_turn(source: Source) -> Iterator[Placed]:
+def interleave_files(source: Source) -> Iterator[PlacedDocument]:
     """Yield documents of the first files in turn, then of the next files; a place's turn is the file."""
     for first in range(0, source.shards, _FILES_AT_ONCE):
         files = range(first, min(first + _FILES_AT_ONCE, source.shards))
@@ -219,7 +219,7 @@ def in_turn(source: Source) -> Iterator[Placed]:
         while readers:
             file, reader = readers.popleft()
             if (document := next(reader, None)) is not None:
-                yield Placed(Place(turn=file, record=document.index), document.text)
+                yield PlacedDocument(Place(turn=file, record=document.index), document.text)
                 readers.append((file, reader))
 
 
@@ -231,7 +231,7 @@ def stream_parts(
     wanted: int,
     single_lane: bool,
     say: Say,
-    once: Once,
+    once: MakeOnce,
 ) -> Parts:
     """Make the samples of every split of a stream.
 

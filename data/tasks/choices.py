@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from data.tasks.features import Features, encode
-from data.tasks.records import Wrong, label_of, text_of
+from data.tasks.records import WrongRecord, label_of, text_of
 from recipes.schema import Recipe
 from recipes.tasks import TASKS, TaskFacts
 
@@ -24,7 +24,7 @@ BLANK = "_"
 
 
 @dataclass(frozen=True)
-class Scored:
+class SplitScores:
     """Metrics of a split, in shares of 1 (none where labels are hidden), and the files of a submission."""
 
     metrics: Mapping[str, float]
@@ -42,7 +42,7 @@ class Example:
 
 
 def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Example:
-    """Make an example of a record in the hub's schema. Raises Wrong."""
+    """Make an example of a record in the hub's schema. Raises WrongRecord."""
     if facts.head == "choice":
         return _question(facts, record, number, labelled)
     texts = tuple(text_of(record, name) for name in facts.texts)
@@ -56,9 +56,9 @@ def _question(facts: TaskFacts, record: dict[str, Any], number: int, labelled: b
     options = record.get("options")
     if not isinstance(options, (list, tuple)) or len(options) != len(facts.labels):
         count = len(options) if isinstance(options, (list, tuple)) else "no list of"
-        raise Wrong(f"it has {count} options, and {len(facts.labels)} are needed")
+        raise WrongRecord(f"it has {count} options, and {len(facts.labels)} are needed")
     if not all(isinstance(option, str) for option in options):
-        raise Wrong("its options are not texts")
+        raise WrongRecord("its options are not texts")
     choices = tuple((article, with_option(question, option)) for option in options)
     label = label_of(record, facts.label, facts.labels, labelled)
     return Example(str(record.get("example_id", number)), choices, label, question)
@@ -79,14 +79,14 @@ def features(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Seque
 
 def predicted(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, examples: Sequence[Example]
-) -> tuple[Features, Callable[[np.ndarray, Scored | None], Scored]]:
+) -> tuple[Features, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
     """Return samples to predict, and a function to score their logits (n, classes or choices)."""
     assert recipe.task is not None
     facts = TASKS[recipe.task.name]
     return features(recipe, tokenizer, examples), lambda logits, dev: score(facts, split, examples, logits)
 
 
-def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.ndarray) -> Scored:
+def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.ndarray) -> SplitScores:
     """Compute accuracy, F1 if the task has it, and RACE's accuracy by school; write the submission."""
     guesses, metrics = logits.argmax(-1), dict[str, float]()
     if all(each.label is not None for each in examples):
@@ -105,7 +105,7 @@ def score(facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.
             lines.append(json.dumps(answer, ensure_ascii=False))
         else:
             lines.append(f"{each.id}\t{facts.labels[guess] if facts.named_labels else guess}")
-    return Scored(metrics, {facts.submission[split]: "\n".join(lines) + "\n"})
+    return SplitScores(metrics, {facts.submission[split]: "\n".join(lines) + "\n"})
 
 
 def accuracy(guesses: np.ndarray, labels: np.ndarray) -> float:

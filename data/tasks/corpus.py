@@ -15,16 +15,16 @@ from data.cache import Say
 from data.corpus import Corpus, unigram_cross_entropy
 from data.samples.fields import HeldOut
 from data.tasks import choices, squad
-from data.tasks.choices import Scored
+from data.tasks.choices import SplitScores
 from data.tasks.features import Features, TaskSamples
-from data.tasks.records import Examples, check_split, parsed, read_split
+from data.tasks.records import Examples, check_split, parse_examples, read_split
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe, Task
 from recipes.tasks import TASKS, TaskFacts
 
 SPLITS = ("dev", "dev_mismatched", "test", "test_mismatched")  # to predict, in this order
-Score = Callable[[np.ndarray, Scored | None], Scored]
+Score = Callable[[np.ndarray, SplitScores | None], SplitScores]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Kind:
     """Functions for the examples, samples and scores of the tasks of one head.
 
     Attributes:
-        parse: (facts, record, its number from 0, labelled) -> example; raises Wrong.
+        parse: (facts, record, its number from 0, labelled) -> example; raises WrongRecord.
         training: (recipe, tokenizer, examples) -> samples to train on.
         predicted: (recipe, tokenizer, split, examples) -> samples to predict, and their `score`.
     """
@@ -79,12 +79,12 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
     """
     task, tokenizer = _task(recipe), build_vocabulary(recipe, (), Path(), say)
     kind = KINDS[TASKS[task.name].head]
-    examples = {split: _examples(task, split) for split in ("train", *predicted_splits(task))}
+    examples = {split: _examples(task, split) for split in ("train", *split_names(task))}
     for each in examples.values():
         if str(each):
             say(str(each))
     train = kind.training(recipe, tokenizer, examples["train"].sound)
-    predicted = predicted_of(recipe, tokenizer, {s: e for s, e in examples.items() if s != "train"})
+    predicted = make_splits(recipe, tokenizer, {s: e for s, e in examples.items() if s != "train"})
     dev = predicted[0].features.take(range(len(predicted[0].features)))
     counts = np.bincount(train.labels)
     classes = recipe.model.head_classes if recipe.model.task_head != "span" else recipe.sequence_length
@@ -112,7 +112,7 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
     )  # fmt: skip
 
 
-def predicted_of(
+def make_splits(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Mapping[str, Examples[Any]]
 ) -> tuple[PredictedSplit, ...]:
     kind, found = KINDS[TASKS[_task(recipe).name].head], []
@@ -125,9 +125,7 @@ def predicted_of(
 def splits_to_predict(recipe: Recipe, say: Say) -> tuple[PredictedSplit, ...]:
     """Read the splits of a finished run again, to score its saved logits."""
     task, tokenizer = _task(recipe), build_vocabulary(recipe, (), Path(), say)
-    return predicted_of(
-        recipe, tokenizer, {split: _examples(task, split) for split in predicted_splits(task)}
-    )
+    return make_splits(recipe, tokenizer, {split: _examples(task, split) for split in split_names(task)})
 
 
 def check(recipe: Recipe) -> None:
@@ -154,7 +152,7 @@ def check(recipe: Recipe) -> None:
     build_vocabulary(recipe, (), Path(), lambda line: None)
 
 
-def predicted_splits(task: Task) -> list[str]:
+def split_names(task: Task) -> list[str]:
     """List the splits to predict: with local files those with a file, with the hub all."""
     local, facts = task.train is not None, TASKS[task.name]
     return [split for split in SPLITS if getattr(task, split) or (not local and split in facts.splits)]
@@ -164,7 +162,7 @@ def _examples(task: Task, split: str) -> Examples[Any]:
     facts = TASKS[task.name]
     kind = KINDS[facts.head]
     records = read_split(facts, split, getattr(task, split))
-    return parsed(split, records, lambda *of: kind.parse(facts, *of))
+    return parse_examples(split, records, lambda *of: kind.parse(facts, *of))
 
 
 def _task(recipe: Recipe) -> Task:

@@ -18,7 +18,7 @@ KINDS = "JSON, JSON lines, parquet, or a directory that datasets' save_to_disk w
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedRecord:
     """A record and its place; `why`: the reason where it is unusable."""
 
     place: str
@@ -26,7 +26,7 @@ class Located:
     why: str = ""
 
 
-def read_split(facts: TaskFacts, split: str, path: str | None) -> list[Located]:
+def read_split(facts: TaskFacts, split: str, path: str | None) -> list[LocatedRecord]:
     """Read all records of a split, from a file or else from the hub.
 
     Raises ProblemsError: it cannot be had, or has no record with the task's fields.
@@ -59,7 +59,7 @@ def _refuse(key: str, where: str, rule: str, fix: str) -> NoReturn:
     raise ProblemsError([Problem(key, where, rule, fix, where=key)])
 
 
-def _local(path: Path) -> Iterator[Located]:
+def _local(path: Path) -> Iterator[LocatedRecord]:
     kind = path.suffix.lower()
     if path.is_dir():
         yield from _saved(path)
@@ -73,21 +73,23 @@ def _local(path: Path) -> Iterator[Located]:
         files.refuse(path, "is of no kind that is read here", fix=f"give {KINDS}")
 
 
-def _lines(path: Path) -> Iterator[Located]:
+def _lines(path: Path) -> Iterator[LocatedRecord]:
     for number, line in files.lines_of(path, MOST_LINE):
         if line.strip():
             yield _located(f"{path}:{number}", line)
 
 
-def _located(place: str, line: bytes) -> Located:
+def _located(place: str, line: bytes) -> LocatedRecord:
     try:
         value = json.loads(line)
     except ValueError as error:
-        return Located(place, {}, f"not JSON: {error}")
-    return Located(place, value) if isinstance(value, dict) else Located(place, {}, "not an object")
+        return LocatedRecord(place, {}, f"not JSON: {error}")
+    return (
+        LocatedRecord(place, value) if isinstance(value, dict) else LocatedRecord(place, {}, "not an object")
+    )
 
 
-def _json(path: Path) -> Iterator[Located]:
+def _json(path: Path) -> Iterator[LocatedRecord]:
     value = files.read_json(path, MOST_FILE)
     listed = value.get("data") if isinstance(value, dict) else value
     if not isinstance(listed, list):
@@ -96,14 +98,14 @@ def _json(path: Path) -> Iterator[Located]:
     for number, entry in enumerate(listed, 1):
         place = f"{path}: record {number}"
         if not isinstance(entry, dict):
-            yield Located(place, {}, "not an object")
+            yield LocatedRecord(place, {}, "not an object")
         elif "paragraphs" in entry:
             yield from _article(f"{path}: article {number}", entry)
         else:
-            yield Located(place, entry)
+            yield LocatedRecord(place, entry)
 
 
-def _article(place: str, article: dict[str, Any]) -> Iterator[Located]:
+def _article(place: str, article: dict[str, Any]) -> Iterator[LocatedRecord]:
     """Yield the questions of an article in SQuAD's own form: paragraphs with a context and questions."""
     try:
         for paragraph in article["paragraphs"]:
@@ -116,12 +118,12 @@ def _article(place: str, article: dict[str, Any]) -> Iterator[Located]:
                     "context": paragraph["context"],
                     "answers": columns,
                 }
-                yield Located(f"{place}, question {value['id']}", value)
+                yield LocatedRecord(f"{place}, question {value['id']}", value)
     except (KeyError, TypeError) as error:
-        yield Located(place, {}, f"not an article of SQuAD ({type(error).__name__}: {error})")
+        yield LocatedRecord(place, {}, f"not an article of SQuAD ({type(error).__name__}: {error})")
 
 
-def _parquet(path: Path) -> Iterator[Located]:
+def _parquet(path: Path) -> Iterator[LocatedRecord]:
     import pyarrow
     from pyarrow import parquet
 
@@ -129,10 +131,10 @@ def _parquet(path: Path) -> Iterator[Located]:
         rows = parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         files.refuse(path, "cannot be read as parquet", str(error).splitlines()[0])
-    yield from (Located(f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
+    yield from (LocatedRecord(f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _saved(path: Path) -> Iterator[Located]:
+def _saved(path: Path) -> Iterator[LocatedRecord]:
     import datasets
 
     try:
@@ -142,10 +144,10 @@ def _saved(path: Path) -> Iterator[Located]:
         files.refuse(path, "is no directory that datasets' save_to_disk wrote", first, f"give {KINDS}")
     if isinstance(found, datasets.DatasetDict):
         files.refuse(path, f"holds the splits {', '.join(found)}", fix="give the directory of one of them")
-    yield from (Located(f"{path}: row {number}", dict(row)) for number, row in enumerate(found, 1))
+    yield from (LocatedRecord(f"{path}: row {number}", dict(row)) for number, row in enumerate(found, 1))
 
 
-def _hub(facts: TaskFacts, split: str) -> Iterator[Located]:
+def _hub(facts: TaskFacts, split: str) -> Iterator[LocatedRecord]:
     import datasets
 
     name, config = facts.hub
@@ -156,7 +158,7 @@ def _hub(facts: TaskFacts, split: str) -> Iterator[Located]:
         fix = f"give local files with --{split} FILE ({KINDS}), or run once where there is network"
         _refuse(f"--{split}", f"{name} cannot be had from the hub", first, fix)
     yield from (
-        Located(f"{name} {facts.splits[split]}: row {i}", dict(row)) for i, row in enumerate(found, 1)
+        LocatedRecord(f"{name} {facts.splits[split]}: row {i}", dict(row)) for i, row in enumerate(found, 1)
     )
 
 
@@ -190,7 +192,7 @@ class Examples(Generic[E_co]):
         return f"{self.split}: {counted(len(self.broken), 'broken example')} left out: {named}{more}"
 
 
-class Wrong(ValueError):
+class WrongRecord(ValueError):
     """A fault of one record."""
 
 
@@ -198,8 +200,8 @@ class Parse(Protocol[E_co]):
     def __call__(self, record: dict[str, Any], number: int, labelled: bool) -> E_co: ...
 
 
-def parsed(
-    split: str, records: Sequence[Located], parse: Callable[[dict[str, Any], int, bool], E_co]
+def parse_examples(
+    split: str, records: Sequence[LocatedRecord], parse: Callable[[dict[str, Any], int, bool], E_co]
 ) -> Examples[E_co]:
     """Parse the examples of a split; all but a test split need labels.
 
@@ -209,9 +211,9 @@ def parsed(
     for number, record in enumerate(records):
         try:
             if record.why:
-                raise Wrong(record.why)
+                raise WrongRecord(record.why)
             sound.append(parse(record.value, number, labelled))
-        except Wrong as error:
+        except WrongRecord as error:
             broken.append(BrokenExample(record.place, str(error)))
     if not sound:
         named = "; ".join(map(str, broken[:SHOWN]))
@@ -221,19 +223,19 @@ def parsed(
 
 
 def text_of(record: dict[str, Any], name: str) -> str:
-    """Return a text field. Raises Wrong."""
+    """Return a text field. Raises WrongRecord."""
     value = record.get(name)
     if not isinstance(value, str):
-        raise Wrong(
+        raise WrongRecord(
             f"{name} is {type(value).__name__ if name in record else 'missing'}, and a text is needed"
         )
     if not value.strip():
-        raise Wrong(f"{name} is empty")
+        raise WrongRecord(f"{name} is empty")
     return value
 
 
 def label_of(record: dict[str, Any], name: str, labels: Sequence[str], labelled: bool) -> int | None:
-    """Return the number of a label, given as number or name; None: it is hidden. Raises Wrong."""
+    """Return the number of a label, given as number or name; None: it is hidden. Raises WrongRecord."""
     value = record.get(name)
     if value in labels:
         return labels.index(value)
@@ -241,4 +243,6 @@ def label_of(record: dict[str, Any], name: str, labels: Sequence[str], labelled:
         return value
     if not labelled and value in (None, -1, ""):
         return None
-    raise Wrong(f"{name} {value!r} is out of range: it is one of 0..{len(labels) - 1} ({', '.join(labels)})")
+    raise WrongRecord(
+        f"{name} {value!r} is out of range: it is one of 0..{len(labels) - 1} ({', '.join(labels)})"
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.text.hub import HubSource
-from data.text.records import MAX_RECORD_BYTES, Broken, Raw, RecordFormat, decoded
+from data.text.records import MAX_RECORD_BYTES, BrokenRecord, RawRecord, RecordFormat, decode_payload
 from data.text.sources import looks_like
 from data.text.text_files import JsonlFormat, ParquetFormat, numbered_lines
 from recipes import files
@@ -45,9 +45,9 @@ def read_rows(place: Path | HubName, column: str = "text", limit: int | None = N
     read, or no row can be used.
     """
     found = _from_hub(place, column) if isinstance(place, HubName) else _from_file(place, column)
-    texts, broken = list[str](), list[Broken]()
+    texts, broken = list[str](), list[BrokenRecord]()
     for record in found:
-        if isinstance(record, Broken):
+        if isinstance(record, BrokenRecord):
             broken.append(record)
         else:
             texts.append(record)
@@ -61,7 +61,7 @@ def read_rows(place: Path | HubName, column: str = "text", limit: int | None = N
 def read_whole(path: Path) -> str:
     """Read all of a text file. Raises ProblemsError: it cannot be read, is no UTF-8, or holds no text."""
     lines = list(_lines(path))
-    if broken := [line for line in lines if isinstance(line, Broken)]:
+    if broken := [line for line in lines if isinstance(line, BrokenRecord)]:
         raise _refused(path, broken)
     text = "".join(line for line in lines if isinstance(line, str))
     if not text.strip():
@@ -97,28 +97,32 @@ def _format(path: Path, column: str) -> RecordFormat | None:
     return ParquetFormat(column, MAX_RECORD_BYTES) if kind == "parquet" else None
 
 
-def _from_file(path: Path, column: str) -> Iterator[str | Broken]:
+def _from_file(path: Path, column: str) -> Iterator[str | BrokenRecord]:
     """Yield the rows of a file; of plain text its lines, without line breaks."""
     form = _format(path, column)
     if form is None:
         for line in _lines(path):
-            yield line if isinstance(line, Broken) else line.rstrip("\r\n")
+            yield line if isinstance(line, BrokenRecord) else line.rstrip("\r\n")
         return
     for raw in form.frame(path):
-        found = raw if isinstance(raw, Broken) else form.parse(raw)
-        yield found if isinstance(found, Broken) else found or ""
+        found = raw if isinstance(raw, BrokenRecord) else form.parse(raw)
+        yield found if isinstance(found, BrokenRecord) else found or ""
 
 
-def _lines(path: Path) -> Iterator[str | Broken]:
+def _lines(path: Path) -> Iterator[str | BrokenRecord]:
     for number, line in numbered_lines(path, MAX_RECORD_BYTES):
-        yield line if isinstance(line, Broken) else decoded(Raw(str(path), number, bytes(line)))
+        yield (
+            line
+            if isinstance(line, BrokenRecord)
+            else decode_payload(RawRecord(str(path), number, bytes(line)))
+        )
 
 
-def _from_hub(name: HubName, column: str) -> Iterator[str | Broken]:
+def _from_hub(name: HubName, column: str) -> Iterator[str | BrokenRecord]:
     source = HubSource(name.dataset, name.config, name.split, column)
     try:
         for record in source.records():
-            if isinstance(record, Broken):
+            if isinstance(record, BrokenRecord):
                 yield record
             else:
                 assert isinstance(record.payload, str)
@@ -130,14 +134,14 @@ def _from_hub(name: HubName, column: str) -> Iterator[str | Broken]:
         ) from error
 
 
-def _refused(place: Path | HubName, broken: Sequence[Broken]) -> ProblemsError:
+def _refused(place: Path | HubName, broken: Sequence[BrokenRecord]) -> ProblemsError:
     where = f"{FLAG} {place}" if isinstance(place, Path) else str(place)
     if not broken:
         return ProblemsError([Problem(FLAG, where, "holds no text", "give a file with text")])
     return ProblemsError([Problem(FLAG, where, f"no row can be used, the first: {_said(broken[0])}")])
 
 
-def _said(found: Broken) -> str:
+def _said(found: BrokenRecord) -> str:
     """Describe a broken row by place and reason, with the flag of the column."""
 
     def show(words: Words) -> str:

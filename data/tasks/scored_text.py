@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.samples.fields import HeldOut
 from data.tasks.rows import FLAG, HubName, is_plain_text, read_rows, read_whole
-from data.tasks.windows import TaskData, Window, encoded, overlapping, with_full_context
+from data.tasks.windows import TaskData, Window, encode_texts, full_context_windows, overlapping_windows
 from data.text.encoder import end_of_document
 from recipes.problems import Problem, ProblemsError
 
@@ -62,7 +62,7 @@ _REPLACED_LAST = (
 )
 
 
-def detokenized(text: str) -> str:
+def detokenize(text: str) -> str:
     """Turn the word-level tokens of WikiText back into text.
 
     Source: `wikitext_detokenizer` of Megatron-LM, `tasks/zeroshot_gpt/detokenizer.py`, rule after rule; its
@@ -101,8 +101,8 @@ def wikitext103(
     else:
         rows = read_rows(place, column)
         text, broken = "".join(row or BLANK for row in rows.texts), rows.broken
-    (tokens,) = encoded(tokenizer, [detokenized(text.strip())])
-    windows = tuple(overlapping(tokens, length, stride))[:limit]
+    (tokens,) = encode_texts(tokenizer, [detokenize(text.strip())])
+    windows = tuple(overlapping_windows(tokens, length, stride))[:limit]
     words = original_tokens(text)
     if windows and (read := sum(window.counted for window in windows)) < len(tokens) - 1:
         words = max(1, round(words * read / (len(tokens) - 1)))  # of the part that is read
@@ -131,8 +131,8 @@ def lambada(
         elif text.strip():
             broken.append(f"{rows.source}: passage {number} has one word: there is nothing to guess it from")
     _check_variant(variant, [whole for _, whole in passages], rows.source)
-    befores = encoded(tokenizer, [before for before, _ in passages])
-    wholes = encoded(tokenizer, [whole for _, whole in passages])
+    befores = encode_texts(tokenizer, [before for before, _ in passages])
+    wholes = encode_texts(tokenizer, [whole for _, whole in passages])
     windows, cut = list[Window](), 0
     for number, (left, tokens) in enumerate(zip(befores, wholes, strict=True), 1):
         counted = len(tokens) - len(left)
@@ -172,11 +172,11 @@ def documents(
         rows = read_rows(place, column, limit)
         texts, broken = [text for text in rows.texts if text.strip()], rows.broken
     end = np.array([end_of_document(tokenizer)], dtype=np.uint32)
-    found = encoded(tokenizer, texts)
+    found = encode_texts(tokenizer, texts)
     windows = tuple(
         window
         for tokens in found
-        for window in with_full_context(np.concatenate([end, tokens]), length, stride)
+        for window in full_context_windows(np.concatenate([end, tokens]), length, stride)
     )
     words = sum(len(text.split()) for text in texts)
     size = sum(len(text.encode()) for text in texts)

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from data.tasks.choices import Scored
+from data.tasks.choices import SplitScores
 from data.tasks.features import Encoded, Features
-from data.tasks.records import Wrong, text_of
+from data.tasks.records import WrongRecord, text_of
 from recipes.schema import Recipe
 from recipes.tasks import TaskFacts
 
@@ -58,13 +58,13 @@ class Windows:
 
 
 def parse(facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool) -> Question:
-    """Make a question of a record in the hub's schema. Raises Wrong."""
+    """Make a question of a record in the hub's schema. Raises WrongRecord."""
     question, context = (text_of(record, name) for name in facts.texts)
     answers = _answers(record.get(facts.label), context)
     if labelled and answers is None:
-        raise Wrong("answers are missing")
+        raise WrongRecord("answers are missing")
     if labelled and not answers and facts.hub[0].endswith("/squad"):
-        raise Wrong("it has no answer, which only SQuAD 2.0 knows")
+        raise WrongRecord("it has no answer, which only SQuAD 2.0 knows")
     return Question(str(record.get("id", number)), question, context, answers)
 
 
@@ -76,12 +76,12 @@ def _answers(value: Any, context: str) -> tuple[tuple[str, int], ...] | None:
     try:
         pairs = tuple(zip(value["text"], value["answer_start"], strict=True))
     except (KeyError, TypeError, ValueError):
-        raise Wrong("answers are no texts with an answer_start each") from None
+        raise WrongRecord("answers are no texts with an answer_start each") from None
     for text, start in pairs[:1]:
         if not isinstance(text, str) or type(start) is not int:
-            raise Wrong("answers are no texts with an answer_start each")
+            raise WrongRecord("answers are no texts with an answer_start each")
         if start < 0 or context[start : start + len(text)] != text:
-            raise Wrong(f"its answer {text[:40]!r} is not at character {start} of the context")
+            raise WrongRecord(f"its answer {text[:40]!r} is not at character {start} of the context")
     return pairs
 
 
@@ -132,14 +132,14 @@ def training(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, questions: Sequ
 
 def predicted(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, split: str, questions: Sequence[Question]
-) -> tuple[Features, Callable[[np.ndarray, Scored | None], Scored]]:
+) -> tuple[Features, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
     """Return samples to predict, and a function to score their logits (windows, S, 2)."""
     made, task = windows_of(recipe, tokenizer, questions), recipe.task
     assert task is not None
 
-    def score(logits: np.ndarray, dev: Scored | None) -> Scored:
+    def score(logits: np.ndarray, dev: SplitScores | None) -> SplitScores:
         spans = best_spans(made, questions, logits, task.max_answer)
-        return scored(spans, questions, with_none=task.name == "squad2", dev=dev)
+        return score_spans(spans, questions, with_none=task.name == "squad2", dev=dev)
 
     return made.features, score
 
@@ -180,9 +180,9 @@ def best_spans(made: Windows, questions: Sequence[Question], logits: np.ndarray,
     return spans
 
 
-def scored(
-    spans: Sequence[Span], questions: Sequence[Question], *, with_none: bool, dev: Scored | None
-) -> Scored:
+def score_spans(
+    spans: Sequence[Span], questions: Sequence[Question], *, with_none: bool, dev: SplitScores | None
+) -> SplitScores:
     """Compute exact match and F1, and write SQuAD's prediction file.
 
     `with_none`: SQuAD 2.0; its threshold for no answer is tuned for F1 on the first scored split.
@@ -193,23 +193,23 @@ def scored(
     if with_none:
         odds = [span.no_answer for span in spans]
         if dev is None and known:
-            threshold = best_threshold(_judged(texts, questions), odds)
+            threshold = best_threshold(_score_answers(texts, questions), odds)
         else:
             threshold = (dev.metrics if dev else {}).get("no_answer_threshold", 0.0)
         texts = ["" if odd > threshold else text for text, odd in zip(texts, odds, strict=True)]
         metrics["no_answer_threshold"] = threshold
     if known:
-        metrics = {**means(_judged(texts, questions)), **metrics}
+        metrics = {**means(_score_answers(texts, questions)), **metrics}
     ids = [question.id for question in questions]
     files = {"predictions.json": _json(dict(zip(ids, texts, strict=True)))}
     if with_none:
         files["null_odds.json"] = _json(dict(zip(ids, odds, strict=True)))
-    return Scored(metrics, files)
+    return SplitScores(metrics, files)
 
 
-def _judged(texts: Sequence[str], questions: Sequence[Question]) -> list[Judged]:
+def _score_answers(texts: Sequence[str], questions: Sequence[Question]) -> list[AnswerScore]:
     answers = ([text for text, _ in question.answers or ()] for question in questions)
-    return [judged(text, right) for text, right in zip(texts, answers, strict=True)]
+    return [score_answer(text, right) for text, right in zip(texts, answers, strict=True)]
 
 
 def _json(values: dict[str, Any]) -> str:
@@ -221,7 +221,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
 
 
 @dataclass(frozen=True)
-class Judged:
+class AnswerScore:
     """The scores of one answer. `answerable`: the question has an answer; `empty`: the model gave none."""
 
     exact: float
@@ -230,16 +230,16 @@ class Judged:
     empty: bool
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def judged(text: str, answers: Sequence[str]) -> Judged:
+def score_answer(text: str, answers: Sequence[str]) -> AnswerScore:
     """Score an answer against the annotators' `answers`, except those without text when normalised."""
-    right = [each for each in map(normalised, answers) if each] or [""]
-    said = normalised(text)
+    right = [each for each in map(normalise, answers) if each] or [""]
+    said = normalise(text)
     exact = float(said in right)
-    return Judged(exact, max(_f1(said.split(), each.split()) for each in right), bool(answers), not text)
+    return AnswerScore(exact, max(_f1(said.split(), each.split()) for each in right), bool(answers), not text)
 
 
 def _f1(said: Sequence[str], right: Sequence[str]) -> float:
@@ -252,7 +252,7 @@ def _f1(said: Sequence[str], right: Sequence[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def means(every: Sequence[Judged]) -> dict[str, float]:
+def means(every: Sequence[AnswerScore]) -> dict[str, float]:
     """Average the scores over all questions, and if there are both kinds, over each kind."""
     found = _means("", every)
     parts = {
@@ -265,14 +265,14 @@ def means(every: Sequence[Judged]) -> dict[str, float]:
     return found
 
 
-def _means(prefix: str, every: Sequence[Judged]) -> dict[str, float]:
+def _means(prefix: str, every: Sequence[AnswerScore]) -> dict[str, float]:
     return {
         f"{prefix}exact": sum(each.exact for each in every) / len(every),
         f"{prefix}f1": sum(each.f1 for each in every) / len(every),
     }
 
 
-def best_threshold(answered: Sequence[Judged], odds: Sequence[float]) -> float:
+def best_threshold(answered: Sequence[AnswerScore], odds: Sequence[float]) -> float:
     """Return the threshold of the best F1: odds above it mean no answer. It is one of `odds`, or below all.
 
     answered: scores of the best spans; odds: of no answer, for each.

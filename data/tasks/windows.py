@@ -29,7 +29,7 @@ class Window:
         return len(self.tokens) - 1
 
 
-def overlapping(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window]:
+def overlapping_windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window]:
     """Yield windows of `length` tokens, one every `stride` tokens; every target counts once.
 
     The first window counts all its targets, each later one its last `stride`, the last one the rest. So a
@@ -48,12 +48,12 @@ def overlapping(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window
         yield Window(taken, len(taken) - 1 - (length - stride))
 
 
-def with_full_context(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window]:
-    """Yield windows like `overlapping`, with a last window of full `length`, for more context.
+def full_context_windows(tokens: np.ndarray, length: int, stride: int) -> Iterator[Window]:
+    """Yield windows like `overlapping_windows`, with a last window of full `length`, for more context.
 
     With stride = length these are `loglikelihood_rolling`'s of lm-evaluation-harness.
     """
-    found = list(overlapping(tokens, length, stride))
+    found = list(overlapping_windows(tokens, length, stride))
     yield from found[:-1]
     if found:
         yield Window(tokens[max(0, len(tokens) - length - 1) :], found[-1].counted)
@@ -102,7 +102,7 @@ class TaskData:
         return f"{total:08x}"
 
 
-def encoded(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
+def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
     """Encode each text, without special tokens."""
     found = Encoder(tokenizer).encode_sentences([[text] for text in texts])
     return [each[0] if each else NO_TOKENS for each in found]

@@ -57,7 +57,7 @@ T = TypeVar("T")
 D = TypeVar("D", bound=HasText)
 
 
-def grouped(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+def group_items(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
     """Group items in order, in lists of a total size of at least `least`; the last list may be smaller."""
     group: list[T] = []
     held = 0
@@ -116,7 +116,7 @@ class Encoder:
 
     def __call__(self, documents: Iterable[D]) -> Iterator[tuple[D, np.ndarray]]:
         """Yield (document, its uint32 tokens with the end-of-document token) in order."""
-        for batch in grouped(documents, lambda document: len(document.text), self._batch_characters):
+        for batch in group_items(documents, lambda document: len(document.text), self._batch_characters):
             tokens = self._tokens([document.text for document in batch], [self._end])
             yield from zip(batch, tokens, strict=True)
 
@@ -127,7 +127,7 @@ class Encoder:
         get shorter, or empty.
         """
         texts = [sentence for document in documents for sentence in document]
-        batches = grouped(texts, len, self._batch_characters)
+        batches = group_items(texts, len, self._batch_characters)
         tokens = (found for batch in batches for found in self._tokens(batch, []))
         encoded = [[next(tokens) for _ in document] for document in documents]
         return [[found for found in document if found.size] for document in encoded]
@@ -156,6 +156,6 @@ class SentenceEncoder:
         self._encoder, self._how, self._least = Encoder(tokenizer), how, least
 
     def __call__(self, documents: Iterable[D]) -> Iterator[tuple[D, list[np.ndarray]]]:
-        for batch in grouped(documents, lambda document: len(document.text), self._least):
+        for batch in group_items(documents, lambda document: len(document.text), self._least):
             texts = [sentences_of(document.text, self._how) for document in batch]
             yield from zip(batch, self._encoder.encode_sentences(texts), strict=True)

@@ -19,7 +19,15 @@ from http.client import HTTPException
 from typing import Any
 
 from data.cache import Say
-from data.text.records import Broken, Document, Raw, Skipped, broken, field_text, left_out_or_refused
+from data.text.records import (
+    BrokenRecord,
+    Document,
+    RawRecord,
+    SkippedRecords,
+    broken_record,
+    field_text,
+    skip_or_refuse,
+)
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 
 _NETWORK_MODULES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
@@ -65,7 +73,7 @@ class HubSource:
     open_stream: Callable[[], Any] | None = None  # the `datasets.IterableDataset` to read; None: the hub's
     say: Say | None = None  # gets a line per retry; None: standard error does
     backoff: Backoff = Backoff()
-    skipped: Skipped | None = None  # collects the broken records; None: they stop a reader
+    skipped: SkippedRecords | None = None  # collects the broken records; None: they stop a reader
 
     name: str = field(init=False)
     finite: bool = field(default=False, init=False)
@@ -88,7 +96,7 @@ class HubSource:
     def documents(self, start: int = 0) -> Iterator[Document]:
         return self._documents(self.records(start))
 
-    def records(self, start: int = 0) -> Iterator[Raw | Broken]:
+    def records(self, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
         """Yield all records in order after the first `start`, empty and broken ones too.
 
         Raises ValueError: the dataset cannot be opened or read; the message says how to do without the hub.
@@ -110,27 +118,29 @@ class HubSource:
         where = f"{self.name}, shard {shard}" if count > 1 else self.name
         return self._documents(self._records(open_shard, where, start))
 
-    def _documents(self, found: Iterator[Raw | Broken]) -> Iterator[Document]:
+    def _documents(self, found: Iterator[RawRecord | BrokenRecord]) -> Iterator[Document]:
         """Yield the documents of records. Raises ProblemsError: a record is broken."""
         for record in found:
-            if isinstance(record, Broken):
-                left_out_or_refused(f"{record.file}, document {record.number - 1}", record, self.skipped)
+            if isinstance(record, BrokenRecord):
+                skip_or_refuse(f"{record.file}, document {record.number - 1}", record, self.skipped)
             elif record.payload:
                 assert isinstance(record.payload, str)
                 yield Document(record.number - 1, record.payload)
 
-    def _records(self, open_stream: Callable[[], Any], where: str, start: int) -> Iterator[Raw | Broken]:
+    def _records(
+        self, open_stream: Callable[[], Any], where: str, start: int
+    ) -> Iterator[RawRecord | BrokenRecord]:
         def read(done: int) -> Iterator[dict[str, Any]]:
             stream, skipped = open_stream(), start + done
             return iter(stream.skip(skipped) if skipped else stream)
 
         for number, record in enumerate(self._with_retries(read), start + 1):
-            found = field_text(record, self.text_column, Raw(where, number, ""))
-            if isinstance(found, Broken):
+            found = field_text(record, self.text_column, RawRecord(where, number, ""))
+            if isinstance(found, BrokenRecord):
                 payload = json.dumps(record, ensure_ascii=False, default=str)
-                yield broken(where, number, found.kind, found.detail, payload)
+                yield broken_record(where, number, found.kind, found.detail, payload)
             else:
-                yield Raw(where, number, found or "")
+                yield RawRecord(where, number, found or "")
 
     def _open(self) -> Any:
         """Return the dataset, opened once: asking the hub for its files takes seconds."""
@@ -161,7 +171,7 @@ class HubSource:
                 # Nothing answered at all, and the libraries have retried that already: there is no network.
                 unreachable = not self._reached and _status(error) is None
                 if not is_temporary(error) or unreachable or failures >= self.backoff.attempts:
-                    raise self._given_up(error, failures) from error
+                    raise self._failure(error, failures) from error
                 pause = self.backoff.pause_s(failures)
                 what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
                 attempt = f"attempt {failures + 1} of {self.backoff.attempts} in {pause:.1f} s"
@@ -169,7 +179,7 @@ class HubSource:
                 say(f"{self.name}: {what}: {attempt}, from record {done} on")
                 self.backoff.sleep(pause)
 
-    def _given_up(self, error: Exception, failures: int) -> ProblemsError:
+    def _failure(self, error: Exception, failures: int) -> ProblemsError:
         times = f", {failures} times in a row" if failures > 1 else ""
         wanted = f"split={self.split!r}" + (f", revision={self.revision!r}" if self.revision else "")
         called = f"load_dataset({self.dataset!r}, {self.config!r}, {wanted}, streaming=True)"

@@ -3,7 +3,7 @@
 A `RecordFormat` reads one kind of file in two steps. `frame` is cheap and sequential: it decompresses the
 file and cuts it into records, in bounded memory. `parse` turns one record into a document's text and depends
 on nothing else, so that worker processes share the work. Neither raises on bad input: an unusable record
-becomes a `Broken`.
+becomes a `BrokenRecord`.
 
 Training reads strictly: a broken record stops the reader with its place, the reason and the fix. With
 data.broken_records=skip it is counted and left out, like an empty document: it keeps its number, so that
@@ -26,7 +26,7 @@ Payload = bytes | bytearray | str
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class RawRecord:
     """One record of a file, decompressed and unparsed."""
 
     file: str
@@ -35,11 +35,11 @@ class Raw:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenRecord:
     """An unusable record, or the unreadable rest of a file."""
 
     file: str
-    number: int  # as of Raw; for a damaged file the record after the last readable one
+    number: int  # as of RawRecord; for a damaged file the record after the last readable one
     kind: str  # the cause in a few words; reports count records by it
     detail: Text  # more on this record, and the fix; "" where the kind says it all
     excerpt: bytes  # the beginning, at most 64 KiB
@@ -58,24 +58,24 @@ class Broken:
 class RecordFormat(Protocol):
     """Reader of one kind of file; picklable and stateless."""
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
         """Yield the file's records in order, after the first `start`.
 
         Raises ValueError: the file cannot be opened.
         """
 
-    def parse(self, raw: Raw) -> str | Broken | None:
+    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
         """Return the document's text; None where the record is no document (empty, a redirect)."""
 
-    def title(self, raw: Raw) -> str:
+    def title(self, raw: RawRecord) -> str:
         """Return the document's title; "" where this kind of file has none."""
         return ""
 
 
-def broken(
+def broken_record(
     file: Path | str, number: int, kind: str, detail: Text = "", payload: Payload = b"", size: int = 0
-) -> Broken:
-    """Make a `Broken` with the beginning of `payload` as its excerpt.
+) -> BrokenRecord:
+    """Make a `BrokenRecord` with the beginning of `payload` as its excerpt.
 
     Args:
         size: bytes of the record where `payload` is only its beginning.
@@ -83,46 +83,52 @@ def broken(
     if isinstance(payload, str):
         size = size or len(payload.encode("utf-8", "replace"))
         payload = payload[:EXCERPT_BYTES].encode("utf-8", "replace")
-    return Broken(str(file), number, kind, detail, bytes(payload[:EXCERPT_BYTES]), size or len(payload))
+    return BrokenRecord(str(file), number, kind, detail, bytes(payload[:EXCERPT_BYTES]), size or len(payload))
 
 
-def damaged(path: Path, number: int, error: BaseException | str) -> Broken:
-    """Make a `Broken` for the unreadable rest of a file."""
+def damaged_rest(path: Path, number: int, error: BaseException | str) -> BrokenRecord:
+    """Make a `BrokenRecord` for the unreadable rest of a file."""
     detail = f"cannot be read to its end ({error}): it is cut off or damaged; fetch it again"
-    return broken(path, number, "damaged file", detail)
+    return broken_record(path, number, "damaged file", detail)
 
 
-def too_large(path: Path, number: int, payload: Payload, size: int, limit: int, hint: Text = "") -> Broken:
-    """Make a `Broken` for an oversized record of `size` bytes, with `payload` at its beginning."""
+def oversized_record(
+    path: Path, number: int, payload: Payload, size: int, limit: int, hint: Text = ""
+) -> BrokenRecord:
+    """Make a `BrokenRecord` for an oversized record of `size` bytes, with `payload` at its beginning."""
     detail = (f"{size:,} bytes where a record has at most {limit:,}", *pieces(hint))
-    return broken(path, number, "too large", detail, payload, size)
+    return broken_record(path, number, "too large", detail, payload, size)
 
 
-def decoded(raw: Raw) -> str | Broken:
+def decode_payload(raw: RawRecord) -> str | BrokenRecord:
     """Decode a payload to text without a byte-order mark, or report it as broken."""
     text = raw.payload
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8")
         except UnicodeDecodeError as error:
-            return unusable(raw, "invalid UTF-8", f"{error.reason} at byte {error.start} of the record")
+            return unusable_record(
+                raw, "invalid UTF-8", f"{error.reason} at byte {error.start} of the record"
+            )
     if "\0" in text:
         where = f"the first at character {text.index(chr(0))}"
-        return unusable(raw, "NUL bytes", f"{text.count(chr(0))}, {where}")
+        return unusable_record(raw, "NUL bytes", f"{text.count(chr(0))}, {where}")
     return text.removeprefix("\ufeff")
 
 
-def field_text(record: Any, column: str, raw: Raw) -> str | Broken | None:
+def field_text(record: Any, column: str, raw: RawRecord) -> str | BrokenRecord | None:
     """Return the text field of a parsed record, or report it as broken; None where it is empty."""
     if not isinstance(record, dict):
         kind = f"a JSON {type(record).__name__} where an object with a text field is needed"
-        return unusable(raw, "no JSON object", kind)
+        return unusable_record(raw, "no JSON object", kind)
     if column not in record:
-        return unusable(raw, f"no field {column!r}", choose_column(sorted(map(str, record))[:20]))
+        return unusable_record(raw, f"no field {column!r}", choose_column(sorted(map(str, record))[:20]))
     if not isinstance(text := record[column], str):
-        return unusable(raw, f"field {column!r} is {type(text).__name__}, not a string", choose_column(()))
+        return unusable_record(
+            raw, f"field {column!r} is {type(text).__name__}, not a string", choose_column(())
+        )
     if "\0" in text:
-        return unusable(raw, "NUL bytes", f"{text.count(chr(0))} in field {column!r}")
+        return unusable_record(raw, "NUL bytes", f"{text.count(chr(0))} in field {column!r}")
     # Lone surrogates, which JSON can carry and UTF-8 cannot, become '?'.
     return (text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")) or None
 
@@ -133,9 +139,9 @@ def choose_column(names: Sequence[str]) -> Text:
     return "set ", Key("data.text_column"), f" to {which}"
 
 
-def unusable(raw: Raw, kind: str, detail: Text = "") -> Broken:
-    """Make a `Broken` for an unusable record."""
-    return broken(raw.file, raw.number, kind, detail, raw.payload)
+def unusable_record(raw: RawRecord, kind: str, detail: Text = "") -> BrokenRecord:
+    """Make a `BrokenRecord` for an unusable record."""
+    return broken_record(raw.file, raw.number, kind, detail, raw.payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +152,7 @@ class Document:
     text: str
 
 
-class Skipped:
+class SkippedRecords:
     """The broken records left out by this process; a record met again counts once."""
 
     MOST = 100_000  # records to remember; later ones are not counted
@@ -154,7 +160,7 @@ class Skipped:
     def __init__(self) -> None:
         self._found: set[str] = set()
 
-    def add(self, where: str, found: Broken) -> None:
+    def add(self, where: str, found: BrokenRecord) -> None:
         if len(self._found) < self.MOST:
             self._found.add(f"{where}: {found.kind}")
 
@@ -165,7 +171,7 @@ class Skipped:
     @staticmethod
     def describe(found: Sequence[str]) -> str:
         """Tell how many records were left out, and name the first."""
-        least = "at least " if len(found) >= Skipped.MOST else ""
+        least = "at least " if len(found) >= SkippedRecords.MOST else ""
         return f"{least}{counted(len(found), 'broken record')} left out ({some(found)})"
 
 
@@ -194,7 +200,7 @@ class Source(Protocol):
 
 
 def read_strictly(
-    paths: Sequence[Path], format: RecordFormat, start: int, skipped: Skipped | None = None
+    paths: Sequence[Path], format: RecordFormat, start: int, skipped: SkippedRecords | None = None
 ) -> Iterator[Document]:
     """Yield the documents of several files, numbered through; do not parse the records before `start`.
 
@@ -207,15 +213,15 @@ def read_strictly(
         for index, raw in enumerate(format.frame(path, begin), first + begin):
             if index < start:
                 continue
-            found = raw if isinstance(raw, Broken) else format.parse(raw)
-            if isinstance(found, Broken):
-                left_out_or_refused(f"{found.file}:{found.number}", found, skipped)
+            found = raw if isinstance(raw, BrokenRecord) else format.parse(raw)
+            if isinstance(found, BrokenRecord):
+                skip_or_refuse(f"{found.file}:{found.number}", found, skipped)
             elif found:
                 yield Document(index, found)
         first = index + 1
 
 
-def left_out_or_refused(where: str, found: Broken, skipped: Skipped | None) -> None:
+def skip_or_refuse(where: str, found: BrokenRecord, skipped: SkippedRecords | None) -> None:
     """Give a broken record to `skipped`; raises ProblemsError without one."""
     if skipped is not None:
         skipped.add(where, found)

@@ -12,8 +12,8 @@ from data.cache import Say
 from data.packages import package_directory
 from data.text import wiki_markup
 from data.text.hub import HubSource
-from data.text.records import MAX_RECORD_BYTES, Document, RecordFormat, Skipped, Source, read_strictly
-from data.text.text_files import READ_ERRORS, JsonlFormat, ParquetFormat, TextFormat, decompressed
+from data.text.records import MAX_RECORD_BYTES, Document, RecordFormat, SkippedRecords, Source, read_strictly
+from data.text.text_files import READ_ERRORS, JsonlFormat, ParquetFormat, TextFormat, open_decompressed
 from data.text.wikipedia import WikipediaFormat
 from recipes import files
 from recipes.problems import Problem, ProblemsError, Setting, some
@@ -92,7 +92,7 @@ def looks_like(path: Path) -> tuple[str, str | None] | None:
     Only unmistakable types: marks of file types, JSON lines and XML dumps.
     """
     try:
-        with decompressed(path) as file:
+        with open_decompressed(path) as file:
             head = file.read(_LOOKED_AT)
     except (*READ_ERRORS, ValueError):
         return None
@@ -115,7 +115,7 @@ class FileSource:
     """Local files of one kind, sorted by path; every file is a shard."""
 
     def __init__(
-        self, origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES, skipped: Skipped | None = None
+        self, origin: Origin, max_record_bytes: int = MAX_RECORD_BYTES, skipped: SkippedRecords | None = None
     ):
         """Find the files. `skipped` collects the broken records; None: they stop a reader."""
         assert origin.name is not None, "the schema demands a name"
@@ -167,7 +167,7 @@ class PackagedSource(FileSource):
         return self.documents(start)
 
 
-def open_source(origin: Origin, say: Say | None = None, skipped: Skipped | None = None) -> Source:
+def open_source(origin: Origin, say: Say | None = None, skipped: SkippedRecords | None = None) -> Source:
     """Open the source of an origin; `say` gets a line per retry after a network error.
 
     `skipped`: collects the broken records; None: they stop a reader. Raises ValueError: files or packages
@@ -181,7 +181,7 @@ def open_source(origin: Origin, say: Say | None = None, skipped: Skipped | None 
     return FileSource(origin, skipped=skipped)
 
 
-def hub_source(origin: Origin, say: Say | None = None, skipped: Skipped | None = None) -> HubSource:
+def hub_source(origin: Origin, say: Say | None = None, skipped: SkippedRecords | None = None) -> HubSource:
     """Make the hub's dataset of an origin."""
     assert origin.name is not None, "the schema demands a name"
     named = (origin.name, origin.config, origin.split, origin.text_column, origin.revision)

@@ -20,16 +20,16 @@ from backports import zstd  # in Python 3.14's standard library: compression.zst
 from data.text.records import (
     EXCERPT_BYTES,
     MAX_RECORD_BYTES,
-    Broken,
-    Raw,
+    BrokenRecord,
+    RawRecord,
     RecordFormat,
-    broken,
+    broken_record,
     choose_column,
-    damaged,
-    decoded,
+    damaged_rest,
+    decode_payload,
     field_text,
-    too_large,
-    unusable,
+    oversized_record,
+    unusable_record,
 )
 from recipes.problems import Setting, Text
 
@@ -41,12 +41,12 @@ _LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
 
 
 @contextmanager
-def decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
+def open_decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
     """Open a file and decompress all its parts; its first bytes tell the compression, not its name.
 
     Raises ValueError: the file cannot be opened.
     """
-    with opened(path) as file:
+    with open_file(path) as file:
         head = file.read(10)
         file.seek(0)
         content: io.BufferedIOBase = file
@@ -62,7 +62,7 @@ def decompressed(path: Path) -> Iterator[io.BufferedIOBase]:
             yield content
 
 
-def opened(path: Path) -> io.BufferedReader:
+def open_file(path: Path) -> io.BufferedReader:
     """Open a file without decompression. Raises ValueError: it cannot be opened."""
     try:
         return io.BufferedReader(io.FileIO(path), _BUFFER)
@@ -81,19 +81,21 @@ class JsonlFormat(RecordFormat):
     text_column: str = "text"
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
         lines = numbered_lines(path, self.max_record_bytes)
-        filled = ((n, line) for n, line in lines if isinstance(line, Broken) or line.strip())
-        found = (line if isinstance(line, Broken) else Raw(str(path), n, line) for n, line in filled)
+        filled = ((n, line) for n, line in lines if isinstance(line, BrokenRecord) or line.strip())
+        found = (
+            line if isinstance(line, BrokenRecord) else RawRecord(str(path), n, line) for n, line in filled
+        )
         return islice(_or_empty(path, found), start, None)
 
-    def parse(self, raw: Raw) -> str | Broken | None:
-        if isinstance(text := decoded(raw), Broken):
+    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
+        if isinstance(text := decode_payload(raw), BrokenRecord):
             return text
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:  # RecursionError: brackets nested by the thousand
-            return unusable(raw, "not a JSON object", f"{error}: every line must be one")
+            return unusable_record(raw, "not a JSON object", f"{error}: every line must be one")
         return field_text(record, self.text_column, raw)
 
 
@@ -104,54 +106,54 @@ class TextFormat(RecordFormat):
     documents: Literal["file", "blank_line"] = "file"
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
         found = self._whole(path) if self.documents == "file" else self._blocks(path)
         return islice(_or_empty(path, found), start, None)
 
-    def _whole(self, path: Path) -> Iterator[Raw | Broken]:
+    def _whole(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
         limit = self.max_record_bytes
         try:
-            with decompressed(path) as file:
+            with open_decompressed(path) as file:
                 content = file.read(limit + 1)
                 size = len(content)
                 while piece := size > limit and file.read(_PIECE):
                     size += len(piece)
         except READ_ERRORS as error:
-            yield damaged(path, 1, error)
+            yield damaged_rest(path, 1, error)
             return
         if size > limit:
             hint = ("; a file of many documents needs ", Setting("data.documents", "blank_line"))
-            yield too_large(path, 1, content, size, limit, hint)
+            yield oversized_record(path, 1, content, size, limit, hint)
         elif content:
-            yield Raw(str(path), 1, content)
+            yield RawRecord(str(path), 1, content)
 
-    def _blocks(self, path: Path) -> Iterator[Raw | Broken]:
+    def _blocks(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
         """Yield the blocks of lines, numbered by their first lines."""
         block, first, size = bytearray(), 0, 0
         for number, line in numbered_lines(path, self.max_record_bytes):
             # A blank line, or where the file cannot be read on.
-            ends = not line.size if isinstance(line, Broken) else not line.strip()
+            ends = not line.size if isinstance(line, BrokenRecord) else not line.strip()
             if ends and size:
                 yield self._block(path, first, block, size)
                 block, size = bytearray(), 0
             if not ends:
                 first = first if size else number
-                size += line.size if isinstance(line, Broken) else len(line)
+                size += line.size if isinstance(line, BrokenRecord) else len(line)
                 room = EXCERPT_BYTES if size > self.max_record_bytes else self.max_record_bytes
-                block += line.excerpt if isinstance(line, Broken) else line
+                block += line.excerpt if isinstance(line, BrokenRecord) else line
                 del block[room:]
-            elif isinstance(line, Broken):
+            elif isinstance(line, BrokenRecord):
                 yield line
         if size:
             yield self._block(path, first, block, size)
 
-    def _block(self, path: Path, number: int, block: bytearray, size: int) -> Raw | Broken:
+    def _block(self, path: Path, number: int, block: bytearray, size: int) -> RawRecord | BrokenRecord:
         if size > self.max_record_bytes:
-            return too_large(path, number, block, size, self.max_record_bytes)
-        return Raw(str(path), number, bytes(block))
+            return oversized_record(path, number, block, size, self.max_record_bytes)
+        return RawRecord(str(path), number, bytes(block))
 
-    def parse(self, raw: Raw) -> str | Broken | None:
-        if isinstance(text := decoded(raw), Broken):
+    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
+        if isinstance(text := decode_payload(raw), BrokenRecord):
             return text
         text = text.replace("\r\n", "\n")
         return text if text.strip() else None
@@ -165,11 +167,11 @@ class ParquetFormat(RecordFormat):
     max_record_bytes: int = MAX_RECORD_BYTES  # of one row; a longer one is read by pyarrow and then refused
     batch_rows: int = 256
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with opened(path):
+        with open_file(path):
             pass
         if not path.stat().st_size:
             yield from islice(_or_empty(path, iter(())), start, None)
@@ -177,12 +179,12 @@ class ParquetFormat(RecordFormat):
         try:
             file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_PIECE)
         except (pa.ArrowException, OSError) as error:
-            yield from islice([damaged(path, 1, error)], start, None)
+            yield from islice([damaged_rest(path, 1, error)], start, None)
             return
         with file:
             yield from self._rows(file, path, start)
 
-    def _rows(self, file: Any, path: Path, start: int) -> Iterator[Raw | Broken]:
+    def _rows(self, file: Any, path: Path, start: int) -> Iterator[RawRecord | BrokenRecord]:
         import pyarrow as pa
 
         problem = self._column_problem(file)
@@ -204,7 +206,7 @@ class ParquetFormat(RecordFormat):
                     reason = ("damaged file", rule)
             # Every row that is lost is counted, so that a report knows the share.
             if reason:
-                yield from (broken(path, number, *reason) for number in range(row + 1, end + 1))
+                yield from (broken_record(path, number, *reason) for number in range(row + 1, end + 1))
 
     def _column_problem(self, file: Any) -> tuple[str, Text] | None:
         """Return (kind, detail) of a fault of the column, which breaks every row; None for a sound column."""
@@ -231,25 +233,25 @@ class ParquetFormat(RecordFormat):
                 column = column.dictionary_decode()
             yield from column.cast(pa.large_binary()).to_pylist()
 
-    def _record(self, path: Path, row: int, value: bytes | None) -> Raw | Broken:
+    def _record(self, path: Path, row: int, value: bytes | None) -> RawRecord | BrokenRecord:
         if value is None:
-            return broken(path, row, f"field {self.text_column!r} is null, not a string")
+            return broken_record(path, row, f"field {self.text_column!r} is null, not a string")
         if len(value) > self.max_record_bytes:
-            return too_large(path, row, value, len(value), self.max_record_bytes)
-        return Raw(str(path), row, value)
+            return oversized_record(path, row, value, len(value), self.max_record_bytes)
+        return RawRecord(str(path), row, value)
 
-    def parse(self, raw: Raw) -> str | Broken | None:
-        return decoded(raw) or None
+    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
+        return decode_payload(raw) or None
 
 
-def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken]]:
-    """Yield the file's lines, decompressed and numbered from 1; a line over `limit` bytes as a `Broken`.
+def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | BrokenRecord]]:
+    """Yield the file's lines, decompressed and numbered from 1; a line over `limit` as a `BrokenRecord`.
 
-    Where the file cannot be read on, the last item is a `Broken` of size 0.
+    Where the file cannot be read on, the last item is a `BrokenRecord` of size 0.
     """
     number = 0
     try:
-        with decompressed(path) as file:
+        with open_decompressed(path) as file:
             while line := file.readline(limit + 1):
                 number += 1
                 if len(line) > limit and not line.endswith(b"\n"):
@@ -259,14 +261,14 @@ def numbered_lines(path: Path, limit: int) -> Iterator[tuple[int, bytes | Broken
                         size += len(piece)
                         if piece.endswith(b"\n"):
                             break
-                    yield number, too_large(path, number, line, size, limit)
+                    yield number, oversized_record(path, number, line, size, limit)
                 else:
                     yield number, line
     except READ_ERRORS as error:
-        yield number + 1, damaged(path, number + 1, error)
+        yield number + 1, damaged_rest(path, number + 1, error)
 
 
-def _or_empty(path: Path, found: Iterator[Raw | Broken]) -> Iterator[Raw | Broken]:
-    """Yield the records, or one `Broken` for an empty file."""
-    yield next(found, None) or broken(path, 1, "empty file")
+def _or_empty(path: Path, found: Iterator[RawRecord | BrokenRecord]) -> Iterator[RawRecord | BrokenRecord]:
+    """Yield the records, or one `BrokenRecord` for an empty file."""
+    yield next(found, None) or broken_record(path, 1, "empty file")
     yield from found

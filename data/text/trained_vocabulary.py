@@ -75,10 +75,10 @@ def trained_tokenizer(
             raise Damaged(f"{path} does not match its checksum")
         return Tokenizer.from_str(content.decode())
 
-    return around(data.tokenizer.kind, cache.fetch([path], read, write, what, say))
+    return wrap_tokenizer(data.tokenizer.kind, cache.fetch([path], read, write, what, say))
 
 
-def around(kind: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
+def wrap_tokenizer(kind: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
     """Make a tokenizer of `transformers` from the result of `train_bpe` or `train_wordpiece`."""
     if kind == "trained_wordpiece":
         return wordpiece_tokenizer(backend.get_vocab(), lowercase=True)
@@ -91,10 +91,10 @@ def _texts(recipe: Recipe, sources: Sequence[Source]) -> Iterator[str]:
     data, limit = recipe.data, TRAINING_TEXT_LIMIT // len(sources)
     for source in sources:
         parts = ((part_of(d.index, data.validation_every, data.test_every), d) for d in source.documents())
-        yield from _limited((document.text for part, document in parts if part == "train"), limit)
+        yield from _limit_text((document.text for part, document in parts if part == "train"), limit)
 
 
-def _limited(texts: Iterable[str], characters: int) -> Iterator[str]:
+def _limit_text(texts: Iterable[str], characters: int) -> Iterator[str]:
     seen = 0
     for text in texts:
         yield text
@@ -117,7 +117,7 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
     begin: dict[str, Any] = dict(special_tokens=[END_OF_DOCUMENT], initial_alphabet=letters)
     trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, **begin)
     use_all_cores()
-    tokenizer.train_from_iterator(_limited(texts, TRAINING_TEXT_LIMIT), trainer)
+    tokenizer.train_from_iterator(_limit_text(texts, TRAINING_TEXT_LIMIT), trainer)
     _check_size(tokenizer.get_vocab_size(), size)
     return tokenizer
 
@@ -130,7 +130,7 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     vocabulary. Raises ValueError: the text is too short to yield that many tokens, or the vocabulary too
     small for its characters.
     """
-    held = list(_limited(texts, TRAINING_TEXT_LIMIT))
+    held = list(_limit_text(texts, TRAINING_TEXT_LIMIT))
     specials = {token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}
     template = wordpiece_tokenizer(specials, lowercase=True).backend_tokenizer
     letters = _characters(held, template, min(max(FEWEST_CHARACTERS, size // 8), MOST_CHARACTERS))

@@ -76,14 +76,14 @@ def plain_text(wikitext: str) -> str:
     literal = _elements(text, _NOWIKI_TAG)
     text = _replace_spans(text, literal, lambda inside: _NOWIKI_TAG.sub("", inside).translate(_MARKUP))
     text = _replace_spans(text, _elements(text, _DROPPED_TAG))
-    text = _replace_spans(text, _elements(text, _MATH_TAG), formula)
+    text = _replace_spans(text, _elements(text, _MATH_TAG), formula_text)
     text = wiki_templates.resolve(text)
     text = _replace_spans(text, _outermost(_brace_spans(text)))
     text = _resolve_links(text)
     text = _EXTERNAL_LINK.sub(lambda match: "".join(match[1].split(None, 1)[1:]), text)
     text = _KEPT_TAG.sub("", _LINE_TAG.sub("\n", text))
     text = _MAGIC_WORD.sub("", _QUOTES.sub(_apostrophes, text))
-    text = raised_and_lowered(text)
+    text = replace_scripts(text)
     return _paragraphs(text.split("\n"))
 
 
@@ -170,7 +170,7 @@ def _resolve_links(text: str) -> str:
                 raise Pathological(f"links nested more than {MAX_DEPTH} deep")
         elif match[0] == "]]":
             if len(frames) > 1:
-                shown = _shown("".join(frames.pop()))
+                shown = _link_text("".join(frames.pop()))
                 frames[-1].append(shown)
         else:
             if len(frames) > 1 and _namespace(frames[1][0]) not in _DROPPED_LINKS:
@@ -195,7 +195,7 @@ def _namespace(link: str) -> str:
     return name.strip().lower() if colon else ""
 
 
-def _shown(link: str) -> str:
+def _link_text(link: str) -> str:
     """Return the visible text of a [[link]]."""
     target, piped, text = link.partition("|")
     if (namespace := _namespace(link)) in _DROPPED_LINKS:
@@ -304,7 +304,7 @@ _STEPS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (  
 _COMMAND = re.compile(r"\\([A-Za-z]+|[^A-Za-z])")
 
 
-def raised_and_lowered(text: str) -> str:
+def replace_scripts(text: str) -> str:
     """Replace <sup> and <sub>: raised or lowered digits and signs, else x^(a+b) and v_max."""
     for _ in range(_NESTED):
         text, before = _SCRIPT.sub(_script, text), text
@@ -328,7 +328,7 @@ def _script(match: re.Match[str]) -> str:
     return ("^" if high else "_") + html.escape(inside, quote=False)
 
 
-def formula(element: str) -> str:
+def formula_text(element: str) -> str:
     """Turn a short <math>...</math> into text; "" where plain text cannot express it."""
     shown = html.escape(html.unescape(_MATH_TAG.sub("", element)).strip(), quote=False)
     if len(shown) > _LONGEST_FORMULA or "\n" in shown or "\\\\" in shown:

@@ -19,25 +19,25 @@ _NAMED = re.compile(r"([\w -]{1,30}?)\s{0,30}=(.*)", re.DOTALL)
 _MOST_ARGUMENTS = 32
 
 Named = dict[str, str]
-Shows = Callable[[list[str], Named], str]  # (unnamed arguments, named ones) -> text
+Renderer = Callable[[list[str], Named], str]  # (unnamed arguments, named ones) -> text
 
 
 def resolve(text: str) -> str:
     """Replace the known templates by their text; all others stay."""
     for _ in range(_NESTED):
-        text, before = _TEMPLATE.sub(_shown, text), text
+        text, before = _TEMPLATE.sub(_text_of, text), text
         if text == before:
             break
     return text
 
 
-def _shown(match: re.Match[str]) -> str:
+def _text_of(match: re.Match[str]) -> str:
     name = match[1].replace("_", " ").lower()
     if name.startswith("formatnum:"):
-        return _grouped(name.removeprefix("formatnum:").strip())
+        return _group_digits(name.removeprefix("formatnum:").strip())
     if name.startswith("lang-"):
         name = "lang-"
-    if (shows := _SHOWS.get(name)) is None:
+    if (shows := _RENDERERS.get(name)) is None:
         return match[0]
     named: Named = {}
     unnamed: list[str] = []
@@ -61,7 +61,7 @@ def _sup(text: str) -> str:
     return f"<sup>{text}</sup>" if text else ""
 
 
-def _grouped(number: str) -> str:
+def _group_digits(number: str) -> str:
     """Group the digits of a plain number, 1234567.25 -> 1,234,567.25; other text stays."""
     found = re.fullmatch(r"([-−+]?)(\d{5,}|[1-9]\d{3})((?:\.\d+)?(?:\(\d+\))?)", number)
     return f"{found[1]}{int(found[2]):,}{found[3]}" if found else number
@@ -71,24 +71,24 @@ def _with_minus(number: str) -> str:
     return number.replace("-", "−")
 
 
-def _raised(unit: str) -> str:
+def _raise_exponents(unit: str) -> str:
     """Raise the exponents of a unit: m2, s-1."""
     return re.sub(r"(?<=[A-Za-z)])([-−+]?\d{1,2})\b", lambda m: _sup(_with_minus(m[1])), unit)
 
 
-def _last(arguments: list[str], named: Named) -> str:
+def _last_argument(arguments: list[str], named: Named) -> str:
     """Return the last argument of {{lang|fr|mot}}; a code alone shows nothing."""
     return arguments[-1] if len(arguments) > 1 else ""
 
 
-def _joined(with_: str) -> Shows:
+def _joiner(with_: str) -> Renderer:
     return lambda arguments, named: with_.join(filter(None, arguments))
 
 
 def _value(arguments: list[str], named: Named) -> str:
     """Write {{val|number|uncertainty|or less|e=exponent|u=unit|up=denominator|p=prefix|s=suffix}}."""
-    number = _with_minus(_grouped(arguments[0])) if arguments else ""
-    errors = [_grouped(error) for error in arguments[1:3]]
+    number = _with_minus(_group_digits(arguments[0])) if arguments else ""
+    errors = [_group_digits(error) for error in arguments[1:3]]
     if len(errors) == 2:
         number += f"+{errors[0].lstrip('+')}−{errors[1].lstrip('-−')}"
     elif errors and errors[0]:
@@ -97,7 +97,7 @@ def _value(arguments: list[str], named: Named) -> str:
         number = f"({number})" if "±" in number or len(errors) == 2 else number
         number += ("×" if number else "") + f"10{_sup(_with_minus(power))}"
     unit, below = (named.get(key) or named.get(f"{key}l") or "" for key in ("u", "up"))
-    unit = _raised(unit) + (f"/{_raised(below)}" if below else "")
+    unit = _raise_exponents(unit) + (f"/{_raise_exponents(below)}" if below else "")
     close = not unit or (unit[0] in "°%" and unit not in ("°C", "°F"))
     return "".join((named.get("p", ""), number, named.get("s", ""), "" if close else " ", unit))
 
@@ -111,18 +111,18 @@ _UNITS |= {"shortton": "short tons", "longton": "long tons"}
 _PART_OF = {"ft": "in", "foot": "in", "yd": "ft", "mi": "yd", "lb": "oz", "st": "lb"}
 
 
-def _converted(arguments: list[str], named: Named) -> str:
+def _first_measure(arguments: list[str], named: Named) -> str:
     """Write the measure of {{convert|5|to|10|km|mi}} in its first unit, without the conversion."""
     shown, left = "", list(arguments)
     while left:
-        shown += _grouped(left.pop(0))
+        shown += _group_digits(left.pop(0))
         if not left or left[0].lower() not in _RANGES:
             break
         shown += _RANGES[left.pop(0).lower()]
     if not left:
         return shown
     unit = left.pop(0)
-    written = _raised(_UNITS.get(unit.lower(), unit) if unit not in ("c", "f") else unit)
+    written = _raise_exponents(_UNITS.get(unit.lower(), unit) if unit not in ("c", "f") else unit)
     if len(left) > 1 and left[1] == _PART_OF.get(unit):  # 5 ft 9 in
         return f"{shown} {written} {left[0]} {left[1]}"
     return f"{shown}{'-' if named.get('adj') == 'on' else ' '}{written}"
@@ -136,7 +136,7 @@ def _fraction(arguments: list[str], named: Named) -> str:
     return f"{whole} {part}/{of}".strip()
 
 
-def _power_of_ten(before: str) -> Shows:
+def _power_of_ten(before: str) -> Renderer:
     return lambda arguments, named: f"{before}10{_sup(_with_minus(arguments[0]))}" if arguments else ""
 
 
@@ -158,7 +158,7 @@ def _formula(arguments: list[str], named: Named) -> str:
     return shown
 
 
-def _around(arguments: list[str], named: Named) -> str:
+def _circa(arguments: list[str], named: Named) -> str:
     """Write {{circa|1500|1510}}."""
     return " – ".join(f"c. {year}" for year in arguments[:2] if year)
 
@@ -185,7 +185,7 @@ def _as_of(arguments: list[str], named: Named) -> str:
     return f"{word if small else word.capitalize()} {_date(arguments, named)}" if arguments else ""
 
 
-def _named_in_another_script(arguments: list[str], named: Named) -> str:
+def _foreign_name(arguments: list[str], named: Named) -> str:
     """Write {{nihongo|Tokyo|東京|Tōkyō}}."""
     inside = ", ".join(filter(None, arguments[1:3]))
     first = arguments[0] if arguments else ""
@@ -199,7 +199,7 @@ def _ship(arguments: list[str], named: Named) -> str:
     return f"{start} {name}".strip() + (f" ({number})" if number else "")
 
 
-def _quoted(arguments: list[str], named: Named) -> str:
+def _quotation(arguments: list[str], named: Named) -> str:
     return named.get("text") or named.get("quote") or (arguments[0] if arguments else "")
 
 
@@ -259,30 +259,30 @@ _PATTERNS = {  # text, with {1} for the first argument: templates
     "†": "dagger|†",
     "°": "degree|deg|°",
 }
-_FUNCTIONS: dict[str, Shows] = {
-    "lang|transl|transliteration|wikt-lang|color|font color|resize": _last,
-    "quote|blockquote|bquote|cquote|quotation|bq|poemquote": _quoted,
+_FUNCTIONS: dict[str, Renderer] = {
+    "lang|transl|transliteration|wikt-lang|color|font color|resize": _last_argument,
+    "quote|blockquote|bquote|cquote|quotation|bq|poemquote": _quotation,
     "val": _value,
-    "convert|cvt": _converted,
+    "convert|cvt": _first_measure,
     "frac|fraction|sfrac|tfrac": _fraction,
     "e|x10^|xe|×10^": _power_of_ten("×"),
     "10^": _power_of_ten(""),
     "su": _raised_and_lowered,
     "chem|chem2": _formula,
-    "gaps": _joined(""),
-    "hlist|unbulleted list|ubl|ublist": _joined(", "),
-    "key press|keypress": _joined("+"),
-    "circa|c.|ca.": _around,
+    "gaps": _joiner(""),
+    "hlist|unbulleted list|ubl|ublist": _joiner(", "),
+    "key press|keypress": _joiner("+"),
+    "circa|c.|ca.": _circa,
     "reign|r.": _reign,
     "as of": _as_of,
     "start date|end date|birth date|death date|birth date and age|start date and age": _date,
-    "nihongo|nihongo2|nihongo3|korean": _named_in_another_script,
+    "nihongo|nihongo2|nihongo3|korean": _foreign_name,
     "ship|uss|hms|ss|rms|hmas|hmcs|mv|sms": _ship,
     "height": _height,
     "±|+-|plus-minus": _error,
     "music": _accidental,
 }
-_SHOWS: dict[str, str | Shows] = {
+_RENDERERS: dict[str, str | Renderer] = {
     name: shown for shown, names in _PATTERNS.items() for name in names.split("|")
 }
-_SHOWS |= {name: shows for names, shows in _FUNCTIONS.items() for name in names.split("|")}
+_RENDERERS |= {name: shows for names, shows in _FUNCTIONS.items() for name in names.split("|")}

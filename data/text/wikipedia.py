@@ -20,14 +20,14 @@ from xml.etree import ElementTree
 from data.text.records import (
     EXCERPT_BYTES,
     MAX_RECORD_BYTES,
-    Broken,
-    Raw,
-    broken,
-    damaged,
-    too_large,
-    unusable,
+    BrokenRecord,
+    RawRecord,
+    broken_record,
+    damaged_rest,
+    oversized_record,
+    unusable_record,
 )
-from data.text.text_files import READ_ERRORS, decompressed
+from data.text.text_files import READ_ERRORS, open_decompressed
 from data.text.wiki_markup import Pathological, plain_text
 
 _OPEN, _CLOSE, _END = b"<page>", b"</page>", b"</mediawiki>"
@@ -47,21 +47,21 @@ class WikipediaFormat:
 
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[Raw | Broken]:
+    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
         return islice(self._records(path), start, None)
 
-    def _records(self, path: Path) -> Iterator[Raw | Broken]:
+    def _records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
         number = 1
         try:
-            with decompressed(path) as file:
+            with open_decompressed(path) as file:
                 scanner = _Scanner(file)
                 head = scanner.until(_OPEN, _BLOCK)
                 if not head.found:
                     if not head.size:
-                        yield broken(path, 1, "empty file")
+                        yield broken_record(path, 1, "empty file")
                     else:
                         fix = "not a pages-articles dump in UTF-8"
-                        yield broken(path, 1, "no <page>", fix, head.kept, head.size)
+                        yield broken_record(path, 1, "no <page>", fix, head.kept, head.size)
                     return
                 others = frozenset(_NAMESPACE_NAME.findall(head.kept))
                 while True:
@@ -70,47 +70,53 @@ class WikipediaFormat:
                     between = gap.kept.removesuffix(_OPEN).strip()
                     if between and not between.startswith(_END):
                         why = ("text between pages", "a <page> tag is damaged, pages may be lost")
-                        yield broken(path, number, *why, between, gap.size)
+                        yield broken_record(path, number, *why, between, gap.size)
                     if not gap.found:
                         if not between.startswith(_END):
-                            yield damaged(path, number + 1, "no </mediawiki> at the end")
+                            yield damaged_rest(path, number + 1, "no </mediawiki> at the end")
                         return
                     number += 1
         except READ_ERRORS as error:
-            yield damaged(path, number, error)
+            yield damaged_rest(path, number, error)
 
-    def _page(self, path: Path, number: int, span: _Span, others: frozenset[bytes]) -> Iterator[Raw | Broken]:
-        """Yield the page of a span, after a `Broken` for a page before it without an end."""
+    def _page(
+        self, path: Path, number: int, span: _Span, others: frozenset[bytes]
+    ) -> Iterator[RawRecord | BrokenRecord]:
+        """Yield the page of a span, after a `BrokenRecord` for a page before it without an end."""
         page = span.kept
         if (last := page.rfind(_OPEN)) >= 0:
-            yield broken(path, number, "page without an end", "the next one begins within it", page[:last])
+            yield broken_record(
+                path, number, "page without an end", "the next one begins within it", page[:last]
+            )
             page = page[last + len(_OPEN) :]
         if span.size > self.max_record_bytes:
-            yield too_large(path, number, page, span.size, self.max_record_bytes)
+            yield oversized_record(path, number, page, span.size, self.max_record_bytes)
         elif not span.found:
-            yield broken(path, number, "page without an end", "the file ends within it", page, span.size)
+            yield broken_record(
+                path, number, "page without an end", "the file ends within it", page, span.size
+            )
         elif _is_article(page, others):
-            yield Raw(str(path), number, _OPEN + page)
+            yield RawRecord(str(path), number, _OPEN + page)
 
-    def title(self, raw: Raw) -> str:
+    def title(self, raw: RawRecord) -> str:
         assert isinstance(raw.payload, bytes)
         found = _TITLE.search(raw.payload)
         return html.unescape(found[1].decode("utf-8", "replace")).strip() if found else ""
 
-    def parse(self, raw: Raw) -> str | Broken | None:
+    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
         try:
             page = ElementTree.fromstring(raw.payload)
         except ElementTree.ParseError as error:
-            return unusable(raw, "malformed XML", f"{error} of the page")
+            return unusable_record(raw, "malformed XML", f"{error} of the page")
         if not (revisions := page.findall("revision")):
-            return unusable(raw, "page without a <revision>", "nothing to read")
+            return unusable_record(raw, "page without a <revision>", "nothing to read")
         latest = revisions[-1]
         if latest.findtext("model", "wikitext") != "wikitext":  # scripts, style sheets, JSON
             return None
         try:
             return plain_text(latest.findtext("text") or "") or None
         except Pathological as error:
-            return unusable(raw, "wikitext", str(error))
+            return unusable_record(raw, "wikitext", str(error))
 
 
 def _is_article(page: bytes, others: frozenset[bytes]) -> bool:

@@ -21,7 +21,7 @@ from data import cache, durable_files
 from data.cache import SAY_EVERY_S, Say
 from data.durable_files import Damaged, write_atomically
 from data.text.encoder import Encoder, SentenceEncoder
-from data.text.records import Document, Skipped, Source
+from data.text.records import Document, SkippedRecords, Source
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
 from data.tokens.store import Checksum, Store, StoreWriter, bin_path, idx_path, open_store
 from recipes.problems import counted
@@ -54,7 +54,7 @@ def checksum_of(store: Store, directory: Path, say: Say) -> Checksum:
 
     try:
         return cache.fetch((kept,), read, write, f"checksum of {store.prefix}", say)
-    except cache.Unwritable:  # then every process reads for itself
+    except cache.UnwritableCache:  # then every process reads for itself
         return store.checksum(say)
 
 
@@ -78,7 +78,7 @@ def cached_store(
     tokenizer: PreTrainedTokenizerFast,
     directory: Path,
     say: Say,
-    skipped: Skipped | None = None,
+    skipped: SkippedRecords | None = None,
 ) -> OpenedStore:
     """Open the cached token store of a source; make it where the cache lacks it.
 
@@ -102,7 +102,7 @@ def cached_store(
         encode = SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
         writer = StoreWriter(prefix, vocabulary_size(tokenizer))
         facts = made_of | _tokenize(encode(source.documents()), writer, what, say)
-        facts["left_out"] = Skipped.describe(skipped.found()) if skipped and skipped.found() else ""
+        facts["left_out"] = SkippedRecords.describe(skipped.found()) if skipped and skipped.found() else ""
         content = json.dumps(facts, indent=2)
         with durable_files.replacing(facts_path) as file:
             file.write(f"{content}\n{hashlib.sha256(content.encode()).hexdigest()}\n".encode())

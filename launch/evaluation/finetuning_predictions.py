@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from data.durable_files import write_atomically
 from data.samples.fields import HeldOut
-from data.tasks.choices import Scored
+from data.tasks.choices import SplitScores
 from data.tasks.corpus import TaskCorpus
 from data.tasks.features import Features
 from launch.ranks.processes import gathered
@@ -105,7 +105,7 @@ def keep(
     """Scores the logits of splits, and writes these and the submissions below `folder`."""
     scores, dev = list[TaskScore](), None
     for split in splits:
-        scored: Scored = split.score(logits[split.name], dev)
+        scored: SplitScores = split.score(logits[split.name], dev)
         dev = dev or scored
         place = folder / split.name
         place.mkdir(parents=True, exist_ok=True)

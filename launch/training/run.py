@@ -20,7 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from data.corpus import Corpus
 from data.loader import MicroBatch, StepBatches, validation_batches
 from data.samples.fields import HeldOut
-from data.text.records import Skipped
+from data.text.records import SkippedRecords
 from ds_configs.plan import Plan
 from launch.checkpoints import reading
 from launch.checkpoints.engine_state import EngineState
@@ -189,7 +189,7 @@ class TrainingRun:
         found = sorted({each for rank in gathered(own, self.grid.control_group) for each in rank})
         if new := [each for each in found if each not in self._reported]:
             self._reported.update(new)
-            self.recorder.say(f"data.broken_records=skip: {Skipped.describe(new)}")
+            self.recorder.say(f"data.broken_records=skip: {SkippedRecords.describe(new)}")
 
     def _progress(self, step: int) -> Progress:
         engine = self.engine

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from data.corpus import Corpus
-from data.loader import MicroBatch, StepBatches, pinned
+from data.loader import MicroBatch, StepBatches, pin_batch
 from data.samples.fields import TrainingSamples
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
@@ -74,7 +74,7 @@ class StreamBatches(StepBatches):
         if self._reads:
             return found
         ((found, self._state),), self.step = sent, self.step + 1
-        return [pinned(batch) for batch in found]
+        return [pin_batch(batch) for batch in found]
 
     def state(self) -> dict[str, Any]:
         return self._before or super().state()

@@ -25,7 +25,7 @@ from recorded import facts, outcome, plan, recorder
 from stored import write_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from data.text.trained_vocabulary import around, train_bpe
+from data.text.trained_vocabulary import train_bpe, wrap_tokenizer
 from ds_configs.jsonfile import ConfigError, available
 from ds_configs.plan import Machine
 from ds_configs.resolver import resolve
@@ -155,7 +155,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 def save_gpt2(directory: Path) -> None:
     """A model of transformers, with a vocabulary."""
     text = (catalog.FOLDER / "default.yaml").read_text()
-    around("trained_bpe", train_bpe([text], 280)).save_pretrained(directory)
+    wrap_tokenizer("trained_bpe", train_bpe([text], 280)).save_pretrained(directory)
     shape = dict(
         n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=280, bos_token_id=0, eos_token_id=0
     )

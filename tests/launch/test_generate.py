@@ -12,7 +12,7 @@ from launching import ROOT, run, run_ranks
 from stored import model_tensors, write_checkpoint
 from transformers import BertForMaskedLM, GPT2LMHeadModel
 
-from data.text.trained_vocabulary import around, train_bpe, train_wordpiece
+from data.text.trained_vocabulary import train_bpe, train_wordpiece, wrap_tokenizer
 from launch import generate
 from launch.console import ends
 from launch.records import vocabulary
@@ -27,7 +27,7 @@ SIZE = 509
 
 def tokenizer_of(kind: str):
     train = {"trained_bpe": train_bpe, "trained_wordpiece": train_wordpiece}[kind]
-    return around(kind, train([(ROOT / "README.md").read_text()], SIZE))
+    return wrap_tokenizer(kind, train([(ROOT / "README.md").read_text()], SIZE))
 
 
 def make_run(path: Path, name: str, *settings: str) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -240,7 +240,7 @@ def odd(folder) -> Path:
     (folder / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / "bare" / name).symlink_to(folder / "gpt-hf" / name)
-    around("trained_bpe", train_bpe([(ROOT / "README.md").read_text()], 600)).save_pretrained(
+    wrap_tokenizer("trained_bpe", train_bpe([(ROOT / "README.md").read_text()], 600)).save_pretrained(
         folder / "large"
     )
     (folder / "blank.txt").write_text("\n  \n")

@@ -11,7 +11,7 @@ from tasked import sentences, write_lines
 
 from data.tasks import choices
 from data.tasks.choices import accuracy, f1
-from data.tasks.records import Wrong, parsed, read_split
+from data.tasks.records import WrongRecord, parse_examples, read_split
 from recipes.problems import ProblemsError
 from recipes.tasks import TASKS
 
@@ -81,7 +81,7 @@ def test_broken_examples_are_counted_and_named(tmp_path):
     path = write_lines(tmp_path / "dev.jsonl", [*sound, *broken])
     with path.open("a") as file:
         file.write("{\n")
-    found = parsed("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
+    found = parse_examples("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
     assert [example.choices[0][0] for example in found.sound] == [record["sentence"] for record in sound]
     assert "dev: 3 broken examples left out" in str(found)
     assert f"{path}:4: label 2 is out of range: it is one of 0..1 (negative, positive)" in str(found)
@@ -91,7 +91,7 @@ def test_broken_examples_are_counted_and_named(tmp_path):
 def test_a_file_of_broken_examples_alone_is_refused(tmp_path):
     path = write_lines(tmp_path / "dev.jsonl", [{"sentence": "a film", "label": 7}] * 5)
     with pytest.raises(ProblemsError, match="all of its 5 examples are broken: .*label 7 is out") as refused:
-        parsed("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
+        parse_examples("dev", read_split(SST2, "dev", str(path)), lambda *of: choices.parse(SST2, *of))
     assert "--dev" in str(refused.value)
 
 
@@ -99,7 +99,7 @@ def test_labels_may_be_names_and_are_hidden_in_a_test_alone():
     of = {"sentence": "a film"}
     assert choices.parse(SST2, {**of, "label": "positive"}, 0, True).label == 1
     assert choices.parse(SST2, {**of, "label": -1}, 0, False).label is None
-    with pytest.raises(Wrong, match="label -1 is out of range"):
+    with pytest.raises(WrongRecord, match="label -1 is out of range"):
         choices.parse(SST2, {**of, "label": -1}, 0, True)
 
 
@@ -123,5 +123,5 @@ def test_race_fills_blanks_and_scores_schools():
     done = choices.score(facts, "dev", every, logits)
     assert done.metrics == {"accuracy": 2 / 3, "middle_accuracy": 1.0, "high_accuracy": 0.5}
     assert [json.loads(line)["answer"] for line in done.files["race.jsonl"].splitlines()] == ["B", "A", "B"]
-    with pytest.raises(Wrong, match="it has 3 options, and 4 are needed"):
+    with pytest.raises(WrongRecord, match="it has 3 options, and 4 are needed"):
         choices.parse(facts, {**record, "options": ["a", "b", "c"]}, 0, True)

@@ -11,17 +11,17 @@ import pytest
 from tasked import VOCABULARY, WORDS
 from transformers import BertTokenizer
 
-from data.tasks.choices import Scored
-from data.tasks.records import Wrong
+from data.tasks.choices import SplitScores
+from data.tasks.records import WrongRecord
 from data.tasks.squad import (
     Question,
     Span,
     best_spans,
     best_threshold,
-    judged,
     means,
     parse,
-    scored,
+    score_answer,
+    score_spans,
     windows_of,
 )
 from recipes.schema import Recipe
@@ -91,14 +91,14 @@ OFFICIAL = {
 
 def test_metrics_are_those_of_the_official_script():
     said, right, odds = said_and_right()
-    every = [judged(text, answers) for text, answers in zip(said, right, strict=True)]
+    every = [score_answer(text, answers) for text, answers in zip(said, right, strict=True)]
     threshold = best_threshold(every, odds)
     assert threshold == OFFICIAL["best_f1_threshold"]
     plain = means(every)
     assert plain == pytest.approx({name: OFFICIAL[name] for name in plain}, abs=1e-12)
     questions = [Question(str(i), "?", "", tuple((a, 0) for a in answers)) for i, answers in enumerate(right)]
     spans = [Span(text, odd) for text, odd in zip(said, odds, strict=True)]
-    tuned = scored(spans, questions, with_none=True, dev=None)
+    tuned = score_spans(spans, questions, with_none=True, dev=None)
     for name in ("exact", "f1"):
         assert tuned.metrics[name] == pytest.approx(OFFICIAL[f"{name}_above_threshold"], abs=1e-12)
     assert tuned.metrics["no_answer_threshold"] == threshold
@@ -108,9 +108,9 @@ def test_metrics_are_those_of_the_official_script():
 
 def test_a_test_split_takes_the_threshold_of_dev():
     questions = [Question("x", "?", "", None)]
-    dev = Scored({"no_answer_threshold": 1.5}, {})
+    dev = SplitScores({"no_answer_threshold": 1.5}, {})
     for odd, text in ((1.4, "yes"), (1.6, "")):
-        done = scored([Span("yes", odd)], questions, with_none=True, dev=dev)
+        done = score_spans([Span("yes", odd)], questions, with_none=True, dev=dev)
         assert json.loads(done.files["predictions.json"]) == {"x": text} and "f1" not in done.metrics
 
 
@@ -180,5 +180,5 @@ def test_a_broken_question_says_why(changes, said):
     record = {"id": "1", "question": "one?", "context": "a film"}
     record["answers"] = {"text": ["film"], "answer_start": [2]}
     assert parse(TASKS["squad1"], record, 0, True).answers == (("film", 2),)
-    with pytest.raises(Wrong, match=said):
+    with pytest.raises(WrongRecord, match=said):
         parse(TASKS["squad1"], {**record, **changes}, 0, True)

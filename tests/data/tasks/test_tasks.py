@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from scored import PASSAGES, tokenizer_of
 
-from data.tasks.scored_text import detokenized, documents, lambada, original_tokens, wikitext103
+from data.tasks.scored_text import detokenize, documents, lambada, original_tokens, wikitext103
 from recipes.problems import ProblemsError
 
 ORIGINAL = (
@@ -30,7 +30,7 @@ def tokenizer():
 
 
 def test_wikitext_becomes_text_again():
-    assert detokenized(ORIGINAL.strip()) == TEXT
+    assert detokenize(ORIGINAL.strip()) == TEXT
     # The words, punctuation and line breaks of the original.
     assert original_tokens(" = A = \n \n b c . \n") == 8
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.tasks.windows import overlapping, with_full_context
+from data.tasks.windows import full_context_windows, overlapping_windows
 
 
 @given(st.integers(0, 60), st.integers(1, 12), st.data())
 def test_every_target_counts_once_and_in_order(count, length, data):
     stride = data.draw(st.integers(1, length))
     tokens = np.arange(count)
-    for cut in (overlapping, with_full_context):
+    for cut in (overlapping_windows, full_context_windows):
         windows = list(cut(tokens, length, stride))
         counted = [int(t) for w in windows for t in w.tokens[len(w.tokens) - w.counted :]]
         assert counted == list(range(1, count))
@@ -36,7 +36,7 @@ def test_windows_are_those_of_megatron(count, length, stride):
             expected.append((taken, targets))
     found = [
         (w.tokens.tolist(), w.tokens[len(w.tokens) - w.counted :].tolist())
-        for w in overlapping(np.arange(count), length, stride)
+        for w in overlapping_windows(np.arange(count), length, stride)
     ]
     assert found == expected
 
@@ -44,7 +44,7 @@ def test_windows_are_those_of_megatron(count, length, stride):
 def test_windows_of_full_context_are_those_of_lm_eval():
     """`get_rolling_token_windows` with context_len=1, made disjoint, of 10 tokens after a prefix."""
     prefix, tokens, length = 99, list(range(10)), 4
-    windows = list(with_full_context(np.array([prefix, *tokens]), length, length))
+    windows = list(full_context_windows(np.array([prefix, *tokens]), length, length))
     inputs = [w.tokens[:-1].tolist() for w in windows]
     assert inputs == [[99, 0, 1, 2], [3, 4, 5, 6], [5, 6, 7, 8]]
     assert [w.counted for w in windows] == [4, 4, 2]

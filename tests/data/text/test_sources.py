@@ -28,7 +28,7 @@ from data.prepare.settings import Settings, in_flags
 from data.prepare.work import WorkerDied
 from data.text import encoder, wikipedia
 from data.text.hub import Backoff, HubSource, is_temporary
-from data.text.records import EXCERPT_BYTES, Broken, Raw, Skipped
+from data.text.records import EXCERPT_BYTES, BrokenRecord, RawRecord, SkippedRecords
 from data.text.sources import FileSource, PackagedSource, files_of, format_of, open_source
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from data.text.trained_vocabulary import train_bpe, train_wordpiece
@@ -53,8 +53,8 @@ def texts(form, path, start=0):
     """What a format makes of a file: texts, None, and (number, kind) of broken records."""
     found = []
     for item in form.frame(path, start):
-        result = form.parse(item) if isinstance(item, Raw) else item
-        found.append((result.number, result.kind) if isinstance(result, Broken) else result)
+        result = form.parse(item) if isinstance(item, RawRecord) else item
+        found.append((result.number, result.kind) if isinstance(result, BrokenRecord) else result)
     return found
 
 
@@ -119,7 +119,7 @@ def test_a_broken_line_says_why_and_costs_only_itself(tmp_path, line, kind, reas
     form = JsonlFormat(max_record_bytes=400_000)
     assert texts(form, path) == ["before", (3, kind), "after"]
     _, item, _ = form.frame(path)
-    broken = form.parse(item) if isinstance(item, Raw) else item
+    broken = form.parse(item) if isinstance(item, RawRecord) else item
     assert reason in broken.reason and broken.file == str(path)
     assert broken.excerpt == (line + b"\n")[:EXCERPT_BYTES]
     assert len(line) <= broken.size <= len(line) + 1
@@ -327,7 +327,8 @@ def test_cuts_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
     path.write_bytes(dump(page("A", "One."), page("B", "x" * 900), cut, page("D", "Three.")))
     form = WikipediaFormat(max_record_bytes=700)
     whole = list(form.frame(path))
-    assert [type(item) for item in whole] == [Raw, Broken, Broken, Raw] and whole[1].size > 900
+    assert [type(item) for item in whole] == [RawRecord, BrokenRecord, BrokenRecord, RawRecord]
+    assert whole[1].size > 900
     for size in [*range(1, 40), 100, 333, 1000]:
         monkeypatch.setattr(wikipedia, "_BLOCK", size)
         head = len(dump()) - len("</mediawiki>\n")
@@ -416,7 +417,7 @@ def test_broken_records_are_left_out_as_if_they_were_empty(tmp_path, streaming):
     for name, third in (("empty", jsonl("")), ("broken", broken)):
         (tmp_path / f"{name}.jsonl").write_bytes(b"".join([texts[0], texts[1], third, texts[3]]))
     origins = (Origin(source="jsonl", name=str(tmp_path / f"{n}.jsonl")) for n in ("empty", "broken"))
-    skipped = Skipped()
+    skipped = SkippedRecords()
     empty, left_out = (open_source(each, skipped=skipped) for each in origins)
     for start in range(4):
         one, other = (
@@ -568,7 +569,7 @@ BROKEN_RECORDS = [{"text": "one"}, {"text": "a\0b"}, {"body": "x"}, *({"text": t
 def test_broken_records_of_the_hub_come_out_as_such_and_strict_readers_refuse_them(monkeypatch):
     stream = datasets.IterableDataset.from_generator(lambda: iter(BROKEN_RECORDS))
     source = HubSource("a/b", open_stream=lambda: stream)
-    found = [item.kind if isinstance(item, Broken) else item.payload for item in source.records()]
+    found = [item.kind if isinstance(item, BrokenRecord) else item.payload for item in source.records()]
     assert found == ["one", "NUL bytes", "no field 'text'", "field 'text' is int, not a string", "", "six"]
     assert [item.number for item in source.records(2)] == [3, 4, 5, 6]
     assert {item.file for item in source.records()} == {"a/b/train"}
@@ -585,7 +586,8 @@ def test_broken_records_of_the_hub_come_out_as_such_and_strict_readers_refuse_th
     inputs = Inputs(Settings((origin,), "gpt", Tokenizer(kind="gpt2")))
     items = [item for _, item in inputs.records(Cursor())]
     assert items == list(source.records())
-    assert [inputs.format.parse(item) for item in items if isinstance(item, Raw)] == ["one", None, "six"]
+    texts = [inputs.format.parse(item) for item in items if isinstance(item, RawRecord)]
+    assert texts == ["one", None, "six"]
     assert [item for _, item in inputs.records(Cursor(0, 4))] == items[4:]
 
 

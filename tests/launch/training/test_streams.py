@@ -5,7 +5,7 @@ import json
 import pytest
 from launching import WORKERS, run_ranks
 
-from data.text.trained_vocabulary import around, train_bpe
+from data.text.trained_vocabulary import train_bpe, wrap_tokenizer
 from launch.checkpoints.run_checkpoints import newest
 from launch.records.metrics import read_metrics
 
@@ -23,7 +23,7 @@ def stream(tmp_path_factory):
         if file == 2:
             lines[AT] = '{"text": "cut o'
         (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
-    around("trained_bpe", train_bpe([words], 264)).save_pretrained(folder / "vocabulary")
+    wrap_tokenizer("trained_bpe", train_bpe([words], 264)).save_pretrained(folder / "vocabulary")
     data = f"data={{source: jsonl, name: {folder}/*.jsonl, streaming: true, validation_every: 5, "
     data += f"tokenizer: {{kind: file, path: {folder}/vocabulary}}}}"
     return folder, [data, "model.vocab_size=264", "precision=fp32", "steps=30", "run.prompt=null"]
