@@ -55,7 +55,7 @@ exit codes: 0 done (or done before), 1 failed (a killed worker, a full disk),
 130 and 143 stopped by a signal."""
 
 
-class Stopped(BaseException):
+class StopSignal(BaseException):
     """A signal to stop, by number; no Exception, so that no handler of errors catches it."""
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     screen = Screen(sys.stderr)
     try:
         run(args, screen)
-    except Stopped as stop:
+    except StopSignal as stop:
         (number,) = stop.args
         screen.close()
         left = f"the work done is in {args.out}.partial, and the same command resumes from there"
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
 
 def _stop(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_IGN)  # once is enough
-    raise Stopped(number)
+    raise StopSignal(number)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

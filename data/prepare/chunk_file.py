@@ -58,7 +58,7 @@ class Step:
 
 
 class Tally(dict[str, Step]):
-    """Steps by name, in the order of STEPS; a step that did not run is absent."""
+    """Steps by name, in the order of STEPS, without those not run."""
 
     def step(self, name: str) -> Step:
         return self.setdefault(name, Step())

@@ -66,7 +66,7 @@ class BlendedSamples:
         return type(rows[0]).concatenate(rows).rows(np.argsort(np.concatenate(mine)))
 
     def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the part's number (n,), and the position in that part (n,), of positions (n,)."""
+        """Map positions (n,) to numbers of parts (n,) and positions in these parts (n,)."""
         part_of, local = np.empty_like(positions), np.empty_like(positions)
         blocks, within = np.divmod(positions, BLOCK)
         for block in np.unique(blocks).tolist():

@@ -16,7 +16,7 @@ F = TypeVar("F", bound="Fields")
 
 
 class Fields(dict[str, np.ndarray]):
-    """Samples of one family as named arrays, whose first dimension is the number of samples n."""
+    """Samples of one family as named arrays of first dimension n, the number of samples."""
 
     @property
     def labels(self) -> np.ndarray:
@@ -53,7 +53,7 @@ class TrainingSamples(Protocol):
     random_access: bool  # True: any positions at once, from any thread; False: one reader, that goes forward
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
-        """Return the samples at positions, which ascend; reading forward is cheap."""
+        """Return the samples at ascending positions; reading forward is cheap."""
 
     def state(self, position: int) -> dict[str, Any]:
         """Return JSON values for `restore` to continue at `position` without reading up to it."""

@@ -52,7 +52,7 @@ class BertVocabulary:
 
 
 def check_whole_words(vocabulary: BertVocabulary, masking: Masking) -> None:
-    """Check that the vocabulary tells where words begin, if whole words are to be masked."""
+    """Check that the vocabulary marks word beginnings, if masking needs them. Raises ProblemsError."""
     if masking.whole_words and not vocabulary.continuation.any():
         rule = f"no token of the vocabulary begins with {_CONTINUATION}, by which words are known"
         fix = ("set ", Key("data.masking.whole_words"), " to false, or use a WordPiece vocabulary")

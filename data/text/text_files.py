@@ -209,7 +209,7 @@ class ParquetFormat(RecordFormat):
                 yield from (broken_record(path, number, *reason) for number in range(row + 1, end + 1))
 
     def _column_problem(self, file: Any) -> tuple[str, Text] | None:
-        """Return (kind, detail) of a fault of the column, which breaks every row; None for a sound column."""
+        """Return (kind, detail) of a fault of the column in every row; None for a sound column."""
         import pyarrow.types as types
 
         schema = file.schema_arrow
