@@ -1,8 +1,8 @@
 """An engine's state in full precision on this rank: master weights and Adam's moments.
 
-A `Partition` is one buffer of master weights, flat or a whole parameter, with the optimizer's state of it.
-Its fragments say which elements of which parameters lie where in it. This is the only place that knows how
-DeepSpeed 0.19.8 lays them out under every stage:
+A `Partition` is one buffer of master weights, flat or a whole parameter, with its optimizer state. Its
+fragments map parts of parameters to places in the buffer. No other module knows the layouts of DeepSpeed
+0.19.8:
 
 - stage 0: a buffer per parameter, the parameter itself in fp32, whole on every data-parallel rank;
 - stages 1 and 2, and BF16_Optimizer: a flat buffer per group of parameters, cut over the data-parallel ranks
@@ -36,9 +36,9 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # st
 
 
 class Fragment(NamedTuple):
-    """Elements of a partition from `offset` on: those of `parameter` from `first` on.
+    """Elements of a partition from `offset` on, which are `parameter`'s elements from `first` on.
 
-    `parameter`'s elements are those of this rank's tensor-parallel slice.
+    `parameter`: this rank's tensor-parallel slice.
     """
 
     parameter: torch.nn.Parameter
@@ -52,10 +52,10 @@ class Partition:
     """A buffer of master weights.
 
     Attributes:
-        master: the buffer, once it is open.
-        open: reads it in, with its moments, where it is elsewhere; `close` lets it go again.
-        write_back: rounds it into the weights that compute, where that is done one buffer at a time, and puts
-            it back where it was.
+        master: returns the buffer, after `open`.
+        open: reads in the buffer and its moments if they are on NVMe; `close` releases them.
+        write_back: rounds the buffer into the model's weights, if that is done buffer by buffer, and writes
+            it back to NVMe.
     """
 
     fragments: tuple[Fragment, ...]
@@ -72,25 +72,25 @@ class EngineState:
     def __init__(self, engine: DeepSpeedEngine, grid: ProcessGrid):
         self.engine, self.grid, self.zero = engine, grid, engine.optimizer
         self.partitions = tuple(self._partitions())
-        self._opened: Partition | None = None
-        # Where every data-parallel rank has everything, each writes a share.
+        self._open_partition: Partition | None = None
+        # If every data-parallel rank has the whole state, each writes a share.
         self._shared = not isinstance(
             self.zero, (DeepSpeedZeroOptimizer, BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3)
         )
 
     @property
     def adam(self) -> torch.optim.Optimizer:
-        """The optimizer within DeepSpeed's."""
+        """The basic optimizer within DeepSpeed's."""
         return self.engine.basic_optimizer
 
     @property
     def adam_steps(self) -> int:
-        """Updates that Adam made; 0: there are no moments yet."""
+        """Number of Adam's updates; 0: there are no moments yet."""
         steps = (int(state["step"]) for state in self.adam.state.values() if "step" in state)
         return max(steps, default=0)
 
     def owned(self, partition: Partition) -> Iterator[Fragment]:
-        """The fragments that this rank writes: each number is written by one rank."""
+        """Yield the fragments that this rank writes: one rank writes each number."""
         for fragment in partition.fragments:
             if not self._writes(fragment.parameter):
                 continue
@@ -102,16 +102,16 @@ class EngineState:
                 yield fragment
 
     def dtype(self, partition: Partition, kind: str) -> torch.dtype:
-        """The type of the numbers that `read` gives."""
+        """Return the type of the numbers from `read`."""
         if kind == WEIGHT:
             return partition.dtype
         every = (state[kind].dtype for state in self.adam.state.values() if kind in state)
         return next(every, torch.float32)
 
     def read(self, partition: Partition, fragment: Fragment, kind: str) -> torch.Tensor:
-        """Flat elements of a fragment, of the master weights or of a moment; valid until the next `read`.
+        """Read a fragment's flat elements of master weights or a moment; valid until the next `read`.
 
-        Leaves the partition open, for the next fragment of it; `close` closes it.
+        The partition stays open for its next fragment, until `close`.
         """
         self.open(partition)
         master = partition.master()
@@ -119,26 +119,26 @@ class EngineState:
         return buffer.detach().view(-1)[fragment.offset : fragment.offset + fragment.elements]
 
     def open(self, partition: Partition) -> None:
-        """Have the numbers of a partition in memory, and those of no other."""
-        if self._opened is not partition:
+        """Hold a partition in memory, and no other."""
+        if self._open_partition is not partition:
             self.close()
             partition.open()
-            self._opened = partition
+            self._open_partition = partition
 
     def close(self) -> None:
         """Close the open partition."""
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+        if self._open_partition is not None:
+            self._open_partition.close()
+            self._open_partition = None
 
     def write_back(self) -> None:
-        """Keep the new numbers of the open partition, and close it."""
-        assert self._opened is not None, "only an open partition is filled"
-        self._opened.write_back()
-        self._opened = None
+        """Write back the new numbers of the open partition, and close it."""
+        assert self._open_partition is not None, "only an open partition is filled"
+        self._open_partition.write_back()
+        self._open_partition = None
 
     def begin_filling(self) -> None:
-        """Free gathered weights, which are out of date. Collective."""
+        """Free gathered weights, which become out of date. Collective."""
         if isinstance(self.zero, DeepSpeedZeroOptimizer_Stage3):
             self.zero._partition_all_parameters()
 
@@ -171,12 +171,12 @@ class EngineState:
         replay_bias_correction(self.adam)
 
     def scaler(self) -> dict[str, float] | None:
-        """The state of a dynamic fp16 loss scaler; None without one."""
+        """Return the state of a dynamic fp16 loss scaler; None without one."""
         scaler = self._dynamic_scaler()
         return None if scaler is None else {name: getattr(scaler, name) for name in SCALER}
 
     def set_scaler(self, state: dict[str, float] | None) -> None:
-        """Let a dynamic scaler go on from `state`; its rules stay the JSON's. None: it starts afresh."""
+        """Continue a dynamic scaler from `state`, by the JSON's rules. None: it starts afresh."""
         scaler = self._dynamic_scaler()
         if scaler is not None and state is not None:
             whole = {name: int(value) for name, value in state.items() if name != "cur_scale"}
@@ -189,8 +189,8 @@ class EngineState:
         return scaler if scaler.dynamic else None
 
     def _writes(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether no other tensor-parallel rank or pipeline stage writes the same numbers."""
-        if getattr(parameter, "ds_pipe_replicated", False):  # a copy that is tied, on a later stage
+        """Check that this rank writes the parameter, not another tensor-parallel rank or pipeline stage."""
+        if getattr(parameter, "ds_pipe_replicated", False):  # a tied copy on a later stage
             return False
         shard = shard_of(parameter)
         return self.grid.at.tp == 0 or (shard is not None and shard.size > 1)
@@ -233,7 +233,7 @@ class EngineState:
 
 
 def _flat_group(parameters: list[torch.nn.Parameter], master: torch.Tensor) -> Partition:
-    """Of ZeRO 1 and 2: this rank's part of a group's flat master weights."""
+    """Describe this rank's part of a group's flat master weights under ZeRO 1 and 2."""
     fragments = []
     for parameter in parameters:
         if (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]

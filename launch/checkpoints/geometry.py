@@ -1,9 +1,9 @@
 """The place of a piece in its tensor, as rectangles.
 
-A piece is what one rank holds: of its tensor-parallel slice a run of consecutive elements. A tensor is seen
-as a matrix, its first dimension against the rest. A run of elements of a slice of that matrix is at most
-three rectangles: the end of a row, whole rows, the beginning of a row. Two pieces of two layouts share the
-intersections of their rectangles.
+A piece is a run of consecutive elements of one rank's tensor-parallel slice. A tensor is seen as a matrix:
+its first dimension by the rest. A run in a slice of this matrix is at most three rectangles: the end of a
+row, whole rows, the beginning of a row. Two pieces of two layouts share the intersections of their
+rectangles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Cut(NamedTuple):
-    """A slice: `length` entries of dimension `dim` from `start` on; may reach into padding at the end."""
+    """A slice of `length` entries of dimension `dim` from `start` on; its end may be padding."""
 
     dim: int
     start: int
@@ -22,9 +22,9 @@ class Cut(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Rows [top, bottom) and columns [left, right) of a tensor, held by a piece.
+    """Rows [top, bottom) and columns [left, right) of a tensor within a piece.
 
-    `at`: its first element within the piece; `stride`: elements of the piece from one row to the next.
+    `at`: the place of its first element in the piece; `stride`: elements of the piece from row to row.
     """
 
     top: int
@@ -40,7 +40,7 @@ class Rectangle(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """`rows` x `columns` elements common to two pieces, by offset and stride in each."""
+    """A rectangle of elements common to two pieces, with offset and stride in each."""
 
     rows: int
     columns: int
@@ -51,10 +51,10 @@ class Copy(NamedTuple):
 
 
 def rectangles(shape: Sequence[int], cut: Cut | None, first: int, count: int) -> list[Rectangle]:
-    """The part of the full tensor that elements [first, first + count) of a slice cover, without padding.
+    """Return the rectangles of elements [first, first + count) of a slice, without padding.
 
-    `shape`: of the full tensor; `cut` None: the slice is all of it. A cut of another dimension than the first
-    needs a matrix.
+    `shape`: of the full tensor; `cut` None: the slice is the full tensor. A cut of another dimension than the
+    first needs a matrix.
     """
     rows, columns = _matrix(shape)
     top, left, height, width = 0, 0, rows, columns
@@ -82,7 +82,7 @@ def rectangles(shape: Sequence[int], cut: Cut | None, first: int, count: int) ->
 
 
 def copies(source: Iterable[Rectangle], target: Sequence[Rectangle]) -> Iterator[Copy]:
-    """The copies from one piece into another of the same tensor."""
+    """Yield the copies from one piece into another of the same tensor."""
     for have in source:
         for want in target:
             top, bottom = max(have.top, want.top), min(have.bottom, want.bottom)
@@ -94,7 +94,7 @@ def copies(source: Iterable[Rectangle], target: Sequence[Rectangle]) -> Iterator
 
 
 def overlap(pieces: Iterable[Rectangle]) -> bool:
-    """Whether two of the rectangles share an element."""
+    """Check whether two of the rectangles share an element."""
     open_: list[Rectangle] = []
     for each in sorted(pieces):
         open_ = [other for other in open_ if other.bottom > each.top]
@@ -105,7 +105,7 @@ def overlap(pieces: Iterable[Rectangle]) -> bool:
 
 
 def share(count: int, part: int, parts: int) -> tuple[int, int]:
-    """(first, number) of the elements of `count` that fall to `part` of `parts` nearly equal ones."""
+    """Return (first, number) of the elements in `part` of `parts` nearly equal parts of `count`."""
     first = count * part // parts
     return first, count * (part + 1) // parts - first
 

@@ -8,11 +8,11 @@ from ds_configs.plan import Plan
 from launch.checkpoints import manifest, tensor_file
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.manifest import MOMENTS, Manifest, Progress
-from launch.checkpoints.saving import Part, assembled, contents, file_name
+from launch.checkpoints.saving import Part, assemble, contents, file_name
 from launch.ranks.processes import gathered
 from modeling.parallel.process_grid import ProcessGrid
 
-DIRECTORY = "first-gradients"  # of a run
+DIRECTORY = "first-gradients"  # in a run directory
 KIND = MOMENTS[0]
 
 
@@ -21,9 +21,8 @@ def save_first_gradients(
 ) -> None:
     """Write the gradient of every parameter, before clipping, after the first optimizer step. Collective.
 
-    Read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient: that works
-    alike under every ZeRO stage and in the pipeline, where there is no moment between backward and step at
-    which to look.
+    They are read from Adam's first moment, which after one step is (1 - beta1) times the clipped gradient.
+    This works under every ZeRO stage and in the pipeline, which makes backward pass and step in one call.
     """
     adam = plan.recipe.optimizer
     clipped = min(1.0, adam.clip / (norm + 1e-6)) if adam.clip and norm else 1.0
@@ -38,7 +37,7 @@ def save_first_gradients(
     parts = gathered(Part(written, pieces, {}), grid.control_group)
     if grid.rank == 0:
         recipe = plan.recipe.model_dump(mode="json", by_alias=True)
-        files, tensors = assembled(parts)
+        files, tensors = assemble(parts)
         progress = Progress(step=1, adam_steps=1, schedule=1)
         manifest.write(Manifest(progress, {}, None, recipe, {}, {}, files, tensors, (KIND,)), directory)
     gathered(None, grid.control_group)

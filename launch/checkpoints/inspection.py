@@ -1,4 +1,4 @@
-"""Looking into checkpoints: reading every byte of one, and comparing two, a bucket or a tensor at a time."""
+"""Inspection of checkpoints: reading every byte of one, and comparing two tensor by tensor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from recipes import files
 from recipes.problems import Problem, ProblemsError, some
 from recipes.schema import Recipe
 
-SHOWN = 3  # tensors of each problem
-Seen = Callable[[int], None]  # hears the bytes of each part that is read
+SHOWN = 3  # tensors named in each problem
+Seen = Callable[[int], None]  # called with the number of bytes of each part read
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Fault:
     """A fault of one file of a checkpoint.
 
     Attributes:
-        file: its name.
-        came: what is wrong with it.
-        tensors: what that concerns.
-        numbers: the file is as it was written, and holds numbers that are not finite.
+        file: name of the file.
+        came: the fault in words.
+        tensors: names of the affected tensors.
+        numbers: the file is undamaged, but holds numbers that are not finite.
     """
 
     file: str
@@ -48,7 +48,7 @@ class Fault:
 
 
 def faults(directory: Path, seen: Seen = lambda number: None) -> Iterator[Fault]:
-    """Everything wrong with a checkpoint, its numbers included. Reads each file once, a bucket at a time."""
+    """Yield all faults of a checkpoint, also of its numbers. Reads each file once, a bucket at a time."""
     try:
         held = manifest.read(directory)
     except files.FileError as error:
@@ -67,18 +67,18 @@ def faults(directory: Path, seen: Seen = lambda number: None) -> Iterator[Fault]
         yield from _file_faults(directory / file, held, counts, seen)
 
 
-def not_whole(
+def faults_of_kinds(
     directory: Path, kinds: Collection[str], fix: str, seen: Seen = lambda number: None
 ) -> list[Problem]:
-    """The faults that make tensors of some kinds unusable. Reads the whole checkpoint."""
+    """Return the faults that make tensors of these kinds unusable. Reads the whole checkpoint."""
     found = faults(directory, seen)
-    # Other numbers that are not finite are of no concern.
+    # Numbers of other kinds may be not finite.
     used = (f for f in found if not f.numbers or any(name.split("/", 1)[0] in kinds for name in f.tensors))
     return [Problem(each.file, str(each), fix=fix, where=str(directory)) for each in used]
 
 
 def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
-    """Tensors other than those of the recipe's model."""
+    """Yield faults of tensors that differ from the recipe's model."""
     try:
         recipe = Recipe.model_validate(held.recipe)
     except ValidationError as error:
@@ -98,7 +98,7 @@ def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
 
 
 def _file_faults(path: Path, held: Manifest, counts: dict[str, int], seen: Seen) -> Iterator[Fault]:
-    """The faults of a file that should hold `counts` elements of tensors."""
+    """Yield the faults of a file that should hold `counts` elements of each tensor."""
     told, names = held.files[path.name], tuple(counts)
     try:
         size = path.stat().st_size
@@ -137,7 +137,7 @@ def _file_faults(path: Path, held: Manifest, counts: dict[str, int], seen: Seen)
 def _read_through(
     file: BinaryIO, size: int, header: dict[str, files.StoredTensor], seen: Seen
 ) -> tuple[str, list[str]]:
-    """The checksum of a file, and its keys whose numbers are not all finite."""
+    """Return the checksum of a file, and its keys with numbers that are not finite."""
     tensors = sorted(header.items(), key=lambda item: item[1].start)
     begin = size - sum(tensor.end - tensor.start for _, tensor in tensors)
     spans = [("", None, begin)] + [(key, DTYPES.get(t.dtype), t.end - t.start) for key, t in tensors]
@@ -156,13 +156,12 @@ def _read_through(
 
 
 def _finite(numbers: torch.Tensor) -> bool:
-    """Whether there is neither NaN, which any extreme of it is, nor infinity."""
-    # An eighth of the time of `isfinite`.
+    """Check that there is no NaN and no infinity, in an eighth of the time of `isfinite`."""
     return bool(torch.stack(torch.aminmax(numbers)).isfinite().all())
 
 
 def dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """Of each tensor the types of its kinds, by the headers of the files. Raises FileError."""
+    """Map each tensor and kind to its type, from the headers of the files. Raises FileError."""
     found: dict[str, dict[str, str]] = {name: {} for name in checkpoint.manifest.tensors}
     for file in checkpoint.manifest.files:
         for key, tensor in files.read_safetensors_header(checkpoint.directory / file).items():
@@ -174,12 +173,12 @@ def dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor of one kind differs between two checkpoints.
+    """The difference of a tensor of one kind between two checkpoints.
 
     Attributes:
         absolute: the largest difference of an element.
-        relative: that by the largest magnitude of an element in either.
-        equal: to the last bit.
+        relative: `absolute` divided by the largest magnitude of an element in either.
+        equal: the tensors are equal to the last bit.
     """
 
     tensor: str
@@ -192,12 +191,12 @@ class Difference:
 def differences(
     first: Checkpoint, second: Checkpoint, seen: Callable[[str], None] = lambda name: None
 ) -> Iterator[Difference]:
-    """The difference of every tensor of the kinds that both have. `seen` hears which is read next.
+    """Yield the difference of every tensor of the common kinds; call `seen` with the next tensor's name.
 
-    Raises ProblemsError with all tensors that only one has, or that have another shape.
+    Raises ProblemsError with all tensors of only one checkpoint or of different shapes.
     """
     ours, theirs = (StoredTensors(each.directory, each.manifest) for each in (first, second))
-    if problems := list(_other_model(ours, theirs)):
+    if problems := list(_model_differences(ours, theirs)):
         raise ProblemsError(problems)
     for kind in (kind for kind in first.manifest.kinds if kind in second.manifest.kinds):
         for name in ours:
@@ -205,7 +204,7 @@ def differences(
             yield _difference(name, kind, ours.canonical(name, kind), theirs.canonical(name, kind))
 
 
-def _other_model(ours: StoredTensors, theirs: StoredTensors) -> Iterator[Problem]:
+def _model_differences(ours: StoredTensors, theirs: StoredTensors) -> Iterator[Problem]:
     where, rule = f"{ours.directory} and {theirs.directory}", "only checkpoints of one model are compared"
     for one, other in ((ours, theirs), (theirs, ours)):
         if alone := [name for name in one if name not in other]:
@@ -216,7 +215,7 @@ def _other_model(ours: StoredTensors, theirs: StoredTensors) -> Iterator[Problem
 
 
 def _difference(name: str, kind: str, one: torch.Tensor, other: torch.Tensor) -> Difference:
-    """Of two float32 tensors, a bucket at a time."""
+    """Compare two float32 tensors, a bucket at a time."""
     if torch.equal(one.view(torch.int32), other.view(torch.int32)):
         return Difference(name, kind, 0.0, 0.0, True)
     absolute = largest = torch.zeros(())

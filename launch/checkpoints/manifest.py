@@ -1,11 +1,11 @@
-"""The content of a checkpoint: its manifest, written last.
+"""The manifest of a checkpoint, which lists its content and is written last.
 
     step-000100/
-      rank-00000.safetensors ...   of each rank what it alone holds: master weights and moments, in pieces
-      manifest.json                everything else, and where each piece lies
+      rank-00000.safetensors ...   each rank's share of master weights and moments, in pieces
+      manifest.json                all other state, and the place of each piece
 
 A piece is a run of consecutive elements of a rank's tensor-parallel slice (`geometry`), stored flat under the
-key kind/name, e.g. exp_avg/word.weight. Names are canonical: those of the model in one process.
+key kind/name, e.g. exp_avg/word.weight. Names are canonical: the names of the model in one process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from recipes import files
 
 NAME = "manifest.json"
 WEIGHT = "weight"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam, by torch's names
-MOST_BYTES = 4 * 2**30  # of a manifest: that of 193B parameters on 256 ranks has some 10 MB
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of Adam's moments
+MOST_BYTES = 4 * 2**30  # of a manifest; 193B parameters on 256 ranks take some 10 MB
 
 Whole = Annotated[int, Field(ge=0)]
 Form = Literal["canonical", "transformers"]
@@ -35,7 +35,7 @@ Form = Literal["canonical", "transformers"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [first, first + count) of a slice of a tensor; `cut` None: the slice is all of it."""
+    """Elements [first, first + count) of a slice of a tensor; `cut` None: of the full tensor."""
 
     file: str
     cut: Cut | None
@@ -48,9 +48,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor: its full, unpadded shape, and the pieces that make it up.
+    """The full, unpadded shape of a tensor, and its pieces.
 
-    `form` "transformers": shape and pieces are those of the tensor as GPT2LMHeadModel has it.
+    `form` "transformers": shape and pieces are of GPT2LMHeadModel's tensor.
     """
 
     shape: tuple[Whole, ...]
@@ -60,7 +60,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a checkpoint. `crc32`: of all its bytes, in hexadecimal."""
+    """Size and checksum of a file of a checkpoint. `crc32`: of all its bytes, in hexadecimal."""
 
     bytes: Whole
     crc32: Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
@@ -68,13 +68,13 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training was, beyond its tensors.
+    """The progress of training, without its tensors.
 
     Attributes:
-        step: optimizer steps, skipped ones included.
-        adam_steps: updates that the optimizer made; 0: there are no moments yet.
+        step: optimizer steps, with skipped ones.
+        adam_steps: updates by the optimizer; 0: there are no moments yet.
         schedule: steps of the learning rate's schedule.
-        skipped: steps that the loss scaler threw away.
+        skipped: steps that the loss scaler dropped.
         loss_scaler: state of a dynamic fp16 loss scaler; None in other precisions.
     """
 
@@ -87,18 +87,18 @@ class Progress:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts that a checkpoint states of itself.
+    """The facts of a checkpoint: training's state, its origin and its files.
 
     Attributes:
         data: position in the data, of all ranks (`data.loader.merge_states`).
         corpus: checksum of the training tokens; None for a stream.
         recipe: the resolved recipe, as JSON.
-        plan: the rest of the plan it was saved under, without recipe and DeepSpeed configuration.
-        versions: of the packages that wrote it.
-        files: by name.
-        tensors: by canonical name.
-        kinds: what is stored of every tensor.
-        format: of this file.
+        plan: facts of the plan at the save, without recipe and DeepSpeed configuration.
+        versions: versions of the packages that wrote it.
+        files: files by name.
+        tensors: tensors by canonical name.
+        kinds: weight and moments that are stored of every tensor.
+        format: version of the manifest's format.
     """
 
     progress: Progress
@@ -119,15 +119,15 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """The size of all files together."""
         return sum(file.bytes for file in self.files.values())
 
     def held_by(self, file: str) -> list[str]:
-        """Names of the tensors of which `file` holds a piece."""
+        """Return the names of tensors with a piece in `file`."""
         return [n for n, tensor in self.tensors.items() if any(p.file == file for p in tensor.pieces)]
 
     def gaps(self) -> Iterator[str]:
-        """Names of tensors whose pieces do not make them up: each element once."""
+        """Yield the names of tensors whose pieces do not hold each element once."""
         for name, tensor in self.tensors.items():
             covered = [r for piece in tensor.pieces for r in piece.rectangles(tensor.shape)]
             held = -1 if overlap(covered) else sum(each.elements for each in covered)
@@ -147,7 +147,7 @@ def write(manifest: Manifest, directory: Path) -> None:
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of `directory`. Raises FileError: there is none, or it is damaged."""
+    """Read the manifest of `directory`. Raises FileError if it is missing or damaged."""
     path = directory / NAME
     values = files.read_json_object(path, most=MOST_BYTES)
     told = values.pop("sha256", None)
@@ -166,6 +166,6 @@ def read(directory: Path) -> Manifest:
 
 
 def digest(values: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's values; it is the manifest's last value."""
+    """Return the SHA-256 of a manifest's values, which is the manifest's last value."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

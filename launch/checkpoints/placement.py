@@ -1,4 +1,4 @@
-"""The place of a rank's parameter in its canonical tensor, or in that of `transformers`."""
+"""The place of a rank's parameter in its canonical tensor, or in the tensor of `transformers`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from modeling.initialization import Shard, canonical_name, padded_slice, shard_o
 
 
 class Placement(NamedTuple):
-    """A slice of a full tensor: `shape` of that, unpadded; `cut` None: all of it."""
+    """A slice of a full tensor; `shape`: of the full tensor, unpadded; `cut` None: all of it."""
 
     name: str
     form: Form
@@ -21,7 +21,7 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(cls, parameter: torch.nn.Parameter) -> Placement:
-        """The place of a parameter that `modeling.initialization.label` has labelled."""
+        """Return the place of a parameter with a label by `modeling.initialization.label`."""
         name, shard = canonical_name(parameter), shard_of(parameter)
         # ZeRO-3 leaves an empty tensor behind.
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -34,5 +34,5 @@ class Placement(NamedTuple):
         return cls(name, "canonical", full, Cut(shard.dim, shard.rank * length, length))
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
-        """The slice of a full tensor, padding zero."""
+        """Cut the slice from a full tensor; padding is zero."""
         return full if self.cut is None else padded_slice(full, *self.cut)

@@ -1,4 +1,4 @@
-"""Resuming: the choice of a checkpoint, and reading it into an engine of any layout."""
+"""The choice of a checkpoint to resume, and reading it into an engine of any layout."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from launch.checkpoints.stored import StoredTensors
 from launch.ranks.processes import gathered
 from modeling.parallel.process_grid import ProcessGrid
 
-Seen = Callable[[int, int], None]  # hears how many bytes of how many are read
+Seen = Callable[[int, int], None]  # called with the bytes read so far and their total
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from. `passed_over`: newer ones that are damaged, the newest first."""
+    """The checkpoint to resume. `damaged`: newer checkpoints that are damaged, the newest first."""
 
     checkpoint: Checkpoint | None
-    passed_over: tuple[Damaged, ...] = ()
+    damaged: tuple[Damaged, ...] = ()
 
 
 def choose(
     root: Path, grid: ProcessGrid, corpus: str | None, seen: Seen = lambda done, total: None
 ) -> Choice:
-    """The newest checkpoint whose files have the checksums of its manifest, or none. Collective.
+    """Choose the newest checkpoint whose files have the checksums of its manifest. Collective.
 
-    Each rank reads a share of the files. `corpus`: checksum of the training tokens.
-
-    Raises ValueError on every rank where there are checkpoints and all are damaged, where another machine
-    does not see one, or where it was trained on other tokens.
+    Each rank reads a share of the files. `corpus`: checksum of the training tokens. Raises ValueError on
+    every rank if all checkpoints are damaged, if a machine does not see one, or if it was trained on other
+    tokens.
     """
     candidates = [run_checkpoints.found(root) if grid.rank == 0 else []]
     dist.broadcast_object_list(candidates, src=0, group=grid.control_group)
@@ -59,7 +58,7 @@ def choose(
 
 
 def _problem(candidate: Checkpoint, grid: ProcessGrid, seen: Seen) -> str | None:
-    """The damage of a checkpoint's files by their checksums; None: none. Collective."""
+    """Check a checkpoint's files by their checksums; return the damage, or None. Collective."""
     world = dist.get_world_size()
     mine = sorted(candidate.manifest.files)[grid.rank :: world]
     total = sum(candidate.manifest.files[name].bytes for name in mine)
@@ -93,9 +92,9 @@ def _check_corpus(candidate: Checkpoint, corpus: str | None) -> None:
 
 @torch.no_grad()
 def load(state: EngineState, checkpoint: Checkpoint) -> None:
-    """Read weights, moments, loss scaler and schedule into an engine, whatever layout saved them. Collective.
+    """Read weights, moments, loss scaler and schedule of any layout into an engine. Collective.
 
-    Each rank reads the pieces that it needs. Raises FileError: the checkpoint has another model.
+    Each rank reads the pieces that it needs. Raises FileError if the checkpoint has another model.
     """
     progress = checkpoint.manifest.progress
     stored = StoredTensors(checkpoint.directory, checkpoint.manifest)

@@ -1,12 +1,12 @@
-"""The checkpoints of a run: which are whole, which are damaged, and how the old ones go.
+"""The list of a run's checkpoints: finding whole and damaged ones, completing and removing.
 
     checkpoints/
       step-000100/            whole as soon as it has this name (its form: launch/checkpoints/manifest.py)
-      step-000200.writing/    being written; left behind by a run that was killed meanwhile
-      step-000050.pruned/     being removed; likewise
+      step-000200.writing/    being written, or left behind by a killed run
+      step-000050.pruned/     being removed, or left behind by a killed run
 
-A run killed at any moment leaves one of the last two, which the next one removes. What is not saved needs no
-saving: dropout and the order of the data are functions of (seed, step).
+The next run removes what a killed run left behind. Dropout and the order of the data are functions of (seed,
+step) and need no saving.
 """
 
 from __future__ import annotations
@@ -53,36 +53,36 @@ class Checkpoint:
         return self.manifest.corpus
 
     def check_file(self, name: str, seen: Callable[[int], None] = lambda number: None) -> str | None:
-        """The damage of a file by its checksum, with the tensors in it; None: none.
+        """Check a file by its checksum; return the damage with the affected tensors, or None.
 
-        Reads all of it; `seen` hears the bytes of each part.
+        Reads the whole file; `seen` is called with the bytes of each part.
         """
-        told = self.manifest.files[name]
+        expected = self.manifest.files[name]
         try:
             found = tensor_file.checksum(self.directory / name, seen)
         except OSError as error:
-            return self._said(name, f"cannot be read ({error.strerror})")
-        if found.bytes != told.bytes:
-            return self._said(name, f"has {found.bytes} bytes instead of {told.bytes}")
-        if found != told:
-            return self._said(name, f"has checksum {found.crc32} instead of {told.crc32}")
+            return self._describe(name, f"cannot be read ({error.strerror})")
+        if found.bytes != expected.bytes:
+            return self._describe(name, f"has {found.bytes} bytes instead of {expected.bytes}")
+        if found != expected:
+            return self._describe(name, f"has checksum {found.crc32} instead of {expected.crc32}")
         return None
 
-    def _said(self, name: str, problem: str) -> str:
+    def _describe(self, name: str, problem: str) -> str:
         held = self.manifest.held_by(name)
         return f"{name} {problem}; it holds {some(held, 3)}" if held else f"{name} {problem}"
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A directory named like a whole checkpoint that is none. `why`: what shows it."""
+    """A damaged checkpoint under a whole one's name. `why`: the damage."""
 
     directory: Path
     why: str
 
     @property
     def step(self) -> int:
-        """By its name."""
+        """The step in the directory's name."""
         return _step(self.directory)
 
     def __str__(self) -> str:
@@ -93,37 +93,37 @@ def directory_of(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
 
 
-def written_in(root: Path, step: int) -> Path:
-    """The directory of a checkpoint until it is whole."""
+def writing_directory(root: Path, step: int) -> Path:
+    """Return the directory of a checkpoint until it is whole."""
     return directory_of(root, step).with_suffix(WRITING)
 
 
 def read(directory: Path) -> Checkpoint | Damaged:
-    """The checkpoint in a directory; its files are there in their sizes, their content is not read."""
+    """Read the checkpoint in a directory; check the sizes of its files, not their content."""
     try:
         found = Checkpoint(directory, manifest.read(directory))
     except files.FileError as error:
         return Damaged(directory, "; ".join(str(problem) for problem in error.problems))
-    for name, told in found.manifest.files.items():
+    for name, expected in found.manifest.files.items():
         try:
             size = (directory / name).stat().st_size
         except OSError as error:
-            return Damaged(directory, found._said(name, f"cannot be read ({error.strerror})"))
-        if size != told.bytes:
-            return Damaged(directory, found._said(name, f"has {size} bytes instead of {told.bytes}"))
+            return Damaged(directory, found._describe(name, f"cannot be read ({error.strerror})"))
+        if size != expected.bytes:
+            return Damaged(directory, found._describe(name, f"has {size} bytes instead of {expected.bytes}"))
     return found
 
 
 def found(root: Path) -> list[Checkpoint | Damaged]:
-    """Every checkpoint below `root`, whole or damaged, the newest first."""
+    """Find every checkpoint below `root`, whole or damaged, the newest first."""
     every = (entry for entry in root.glob("step-*") if NAME.fullmatch(entry.name))
     return [read(directory) for directory in sorted(every, key=_step, reverse=True)]
 
 
 def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
-    """Every checkpoint of a run directory or of its checkpoints/, the newest first, or the one in `path`.
+    """Find the checkpoints of a run directory or its checkpoints/, the newest first, or the one in `path`.
 
-    `step`: only the one after so many steps. Raises FileError: there is none.
+    `step`: only the one after so many steps. Raises FileError if there is none.
     """
     try:
         there = path.is_dir()
@@ -147,7 +147,7 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | Damaged]:
 
 
 def holds_ours(path: Path) -> bool:
-    """Whether the directory is a run's, its checkpoints/, or a checkpoint."""
+    """Check whether the directory is a run, its checkpoints/, or one checkpoint."""
     try:
         if (path / manifest.NAME).exists():
             return True
@@ -160,9 +160,9 @@ def holds_ours(path: Path) -> bool:
 
 
 def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple[Damaged, ...]]:
-    """The newest checkpoint of `below` that is not seen to be damaged, and the damaged ones before it.
+    """Return the newest undamaged checkpoint of `below`, and newer damaged ones.
 
-    Raises FileError: there is none.
+    Raises FileError if there is none.
     """
     damaged: list[Damaged] = []
     for each in below(path, step):
@@ -175,27 +175,27 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Checkpoint, tuple
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:
-    """Whole checkpoints, oldest first."""
+    """Return all whole checkpoints, the oldest first."""
     return [each for each in reversed(found(root)) if isinstance(each, Checkpoint)]
 
 
 def newest(root: Path) -> Checkpoint | None:
-    """The newest of them, or None."""
+    """Return the newest whole checkpoint, or None."""
     return next((each for each in found(root) if isinstance(each, Checkpoint)), None)
 
 
 def begin(root: Path, step: int) -> Path:
     """Make the directory in which a checkpoint is written. Raises OSError."""
-    directory = written_in(root, step)
+    directory = writing_directory(root, step)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     return directory
 
 
 def complete(directory: Path, held: Manifest) -> Path:
-    """Write the manifest of a checkpoint whose files are on the disk, and give it its name. Raises OSError.
+    """Write the manifest of a checkpoint after its files, and give it its final name. Raises OSError.
 
-    A damaged checkpoint in its place is moved aside.
+    A damaged checkpoint of this name is renamed.
     """
     manifest.write(held, directory)
     place = directory.with_suffix("")
@@ -213,7 +213,7 @@ def abandon(directory: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` whole checkpoints; None: none. Damaged ones stay. Raises OSError."""
+    """Remove all whole checkpoints but the newest `keep`; None: remove none. Raises OSError."""
     for old in complete_checkpoints(root)[:-keep] if keep else []:
         # Renamed first: a killed removal leaves nothing that looks whole.
         doomed = old.directory.with_suffix(PRUNED)
@@ -222,7 +222,7 @@ def prune(root: Path, keep: int | None) -> None:
 
 
 def remove_remains(root: Path) -> None:
-    """Remove half written and half removed checkpoints of killed runs. Needs the run directory's lock."""
+    """Remove half written and half removed checkpoints of killed runs, under the run directory's lock."""
     for left in (*root.glob(f"step-*{WRITING}"), *root.glob(f"step-*{PRUNED}")):
         shutil.rmtree(left, ignore_errors=True)
 

@@ -1,13 +1,13 @@
-"""Saving: every rank writes what it alone holds, in the background where memory allows it.
+"""Saving a checkpoint: every rank writes its own share, in the background if memory allows it.
 
-A save has three parts. All ranks copy their state to host memory, while training waits. A thread of each
-rank writes and flushes its file, while training goes on. When all threads are done, which the ranks ask each
-other between two steps, rank 0 writes the manifest and gives the checkpoint its name. So a checkpoint appears
-whole or not at all, whoever is killed when, and a failing disk costs a checkpoint and not the run.
+A save has three parts. First all ranks copy their state to host memory, and training waits. Then a thread of
+each rank writes and flushes its file, and training goes on. Between two steps the ranks ask each other
+whether all threads are done; then rank 0 writes the manifest and gives the checkpoint its name. So a
+checkpoint appears whole or not at all, and a failing disk costs a checkpoint and not the run.
 
-`torch.distributed.checkpoint` (torch 2.13) was judged first. Its metadata are a pickle, and its tensors too
-but for the Hugging Face writer, which has no checksums. A piece of a tensor is a box to it, and a run of a
-flat ZeRO partition is up to three of them, each of which would be a tensor to plan, save and load.
+`torch.distributed.checkpoint` (torch 2.13) was considered first. It pickles its metadata, and also its
+tensors except by the Hugging Face writer, which has no checksums. It knows pieces as boxes: a run of a flat
+ZeRO partition is up to three boxes, and each would be a tensor to plan, save and load.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from launch.ranks.processes import local_world_size
 from launch.records.facts import SaveOutcome, SilentRecorder
 from modeling.parallel.process_grid import ProcessGrid
 
-SPARE = 0.1  # of a machine's memory, which a copy of the state leaves free
+SPARE = 0.1  # share of a machine's memory that a copy of the state must leave free
 Pieces = dict[str, tuple[Placement, Piece]]
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's share of a checkpoint, as it reports it to rank 0."""
+    """One rank's report to rank 0 on its share of a checkpoint."""
 
     file: StoredFile | None
     pieces: Pieces
@@ -56,7 +56,7 @@ class Part:
 
 @dataclass
 class _Pending:
-    """A save on its way. `written`: this rank's file."""
+    """A save in progress. `written`: this rank's file."""
 
     directory: Path
     progress: Progress
@@ -70,29 +70,29 @@ class _Pending:
 
 
 class Saver:
-    """Saves the state of one engine below `root`. All methods are collective."""
+    """The saver of one engine's state below `root`. All methods are collective."""
 
     def __init__(
         self, state: EngineState, plan: Plan, grid: ProcessGrid, root: Path, listener: SilentRecorder
     ):
         self.state, self.plan, self.grid, self.root, self.listener = state, plan, grid, root, listener
-        self.problem: str | None = None  # of the newest save, once it is over
+        self.problem: str | None = None  # of the last completed save
         self._pending: _Pending | None = None
-        self._told_foreground = False
+        self._warned = False
         if grid.rank == 0:
             run_checkpoints.remove_remains(root)
 
     def save(self, progress: Progress, data: dict[str, Any], corpus: str | None) -> None:
-        """Begin to save, once the save before it is over.
+        """Begin a save after the end of the one before.
 
-        `data`: this rank's position; `corpus`: checksum of the training tokens.
+        `data`: this rank's position in the data; `corpus`: checksum of the training tokens.
         """
         self.finish()
         started = time.perf_counter()
-        directory = run_checkpoints.written_in(self.root, progress.step)
+        directory = run_checkpoints.writing_directory(self.root, progress.step)
         if problem := self._on_rank_0(partial(run_checkpoints.begin, self.root, progress.step)):
             took = time.perf_counter() - started
-            self._over(SaveOutcome(progress.step, 0, took, took, False, problem))
+            self._report(SaveOutcome(progress.step, 0, took, took, False, problem))
             return
         entries, pieces = contents(self.state, kinds_after(progress.adam_steps), self.grid.rank)
         background = self._fits([entry.bytes for entry in entries])
@@ -100,7 +100,7 @@ class Saver:
         written: Future[StoredFile] = Future()
         room = sum(entry.bytes for entry in entries) * dist.get_world_size()
         if background:
-            entries = [_copied(entry) for entry in entries]
+            entries = [_copy_to_host(entry) for entry in entries]
             threading.Thread(target=_write, args=(file, entries, room, written), daemon=True).start()
         else:
             _write(file, entries, room, written)
@@ -111,7 +111,7 @@ class Saver:
         )
 
     def poll(self) -> None:
-        """Complete the save that is on its way, if all ranks have written their files."""
+        """Complete the save in progress if all ranks have written their files."""
         if self._pending is not None:
             done = torch.tensor(int(self._pending.written.done()))
             dist.all_reduce(done, op=dist.ReduceOp.MIN, group=self.grid.control_group)
@@ -119,7 +119,7 @@ class Saver:
                 self.finish()
 
     def finish(self) -> None:
-        """Wait for the save that is on its way and complete it."""
+        """Wait for the save in progress and complete it."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -132,12 +132,12 @@ class Saver:
         problem = self._on_rank_0(lambda: self._complete(pending, parts or []))
         written = sum(part.file.bytes for part in parts or [] if part.file)
         took = time.perf_counter() - pending.started
-        self._over(
+        self._report(
             SaveOutcome(pending.progress.step, written, pending.blocked, took, pending.background, problem)
         )
 
     def _complete(self, pending: _Pending, parts: list[Part]) -> None:
-        """On rank 0: make the checkpoint whole, or remove what was written and raise OSError or _NotSaved."""
+        """Complete the checkpoint on rank 0; on failure remove it and raise OSError or _NotSaved."""
         try:
             problems = [f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem]
             if not problems:
@@ -154,7 +154,7 @@ class Saver:
             self.listener.say(f"an old checkpoint could not be removed: {error}")
 
     def _manifest(self, pending: _Pending, parts: list[Part]) -> Manifest:
-        files, tensors = assembled(parts)
+        files, tensors = assemble(parts)
         return Manifest(
             pending.progress,
             merge_states([part.data for part in parts]),
@@ -169,12 +169,12 @@ class Saver:
         )
 
     def _fits(self, sizes: list[int]) -> bool:
-        """Whether this machine's ranks may copy so much to its memory; says so once if not."""
+        """Check that this machine's memory holds copies of its ranks' entries; if not, say so once."""
         needed, free = sum(sizes) * local_world_size(), memory.available()
         if needed <= free - SPARE * memory.host_memory():
             return True
-        if not self._told_foreground:
-            self._told_foreground = True
+        if not self._warned:
+            self._warned = True
             self.listener.say(
                 f"training waits for the disk at each save: the state of this machine's ranks, "
                 f"{needed / 1e9:.3g} GB, would be copied to memory to be written meanwhile, and of "
@@ -183,12 +183,12 @@ class Saver:
         return False
 
     def _on_rank_0(self, work: Callable[[], Any]) -> str | None:
-        """Have rank 0 do some work with files. Returns on every rank why it failed, or None."""
+        """Do some work with files on rank 0; return the reason of a failure, or None, on every rank."""
         problem = [None] if self.grid.rank else [_problem_of(work, self.root)]
         dist.broadcast_object_list(problem, src=0, group=self.grid.control_group)
         return problem[0]
 
-    def _over(self, saved: SaveOutcome) -> None:
+    def _report(self, saved: SaveOutcome) -> None:
         self.problem = saved.problem
         self.listener.save(saved)
 
@@ -196,9 +196,9 @@ class Saver:
 def contents(
     state: EngineState, kinds: Sequence[str], rank: int, convert: Convert | None = None
 ) -> tuple[list[Entry], Pieces]:
-    """The entries that `rank` writes, in the order of its partitions, and their places.
+    """Return the entries of `rank`'s file, in the order of its partitions, and their places.
 
-    `convert`: makes other numbers of those, of the same number and type.
+    `convert`: converts the numbers, without a change of shape or type.
     """
     entries: list[Entry] = []
     pieces: Pieces = {}
@@ -210,14 +210,14 @@ def contents(
             for kind in kinds:
                 read = partial(state.read, partition, fragment, kind)
                 if convert is not None:
-                    read = partial(_converted, read, convert)
+                    read = partial(_read_converted, read, convert)
                 dtype = state.dtype(partition, kind)
                 entries.append(Entry(f"{kind}/{place.name}", dtype, (fragment.elements,), read))
     return entries, pieces
 
 
-def assembled(parts: Sequence[Part]) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
-    """Files and tensors of a manifest, of what every rank wrote."""
+def assemble(parts: Sequence[Part]) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
+    """Combine all ranks' parts into files and tensors of a manifest."""
     files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
     for rank, part in enumerate(parts):
@@ -230,7 +230,7 @@ def assembled(parts: Sequence[Part]) -> tuple[dict[str, StoredFile], dict[str, S
 
 
 def kinds_after(adam_steps: int) -> tuple[str, ...]:
-    """The kinds of tensors to store after so many updates."""
+    """Return the kinds of tensors to store after so many updates."""
     return (WEIGHT, *MOMENTS) if adam_steps else (WEIGHT,)
 
 
@@ -238,24 +238,24 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _converted(read: Callable[[], torch.Tensor], convert: Convert) -> torch.Tensor:
+def _read_converted(read: Callable[[], torch.Tensor], convert: Convert) -> torch.Tensor:
     return convert(read())
 
 
 class _NotSaved(Exception):
-    """A checkpoint that cannot be completed; the message says why."""
+    """A failure to complete a checkpoint; the message gives the reason."""
 
 
-def _copied(entry: Entry) -> Entry:
-    """The entry with its numbers in host memory, as they are now."""
+def _copy_to_host(entry: Entry) -> Entry:
+    """Copy the numbers of an entry to host memory now."""
     held = entry.read().detach().to("cpu", copy=True)
     return Entry(entry.name, entry.dtype, entry.shape, lambda: held)
 
 
 def _write(path: Path, entries: list[Entry], room: int, written: Future[StoredFile]) -> None:
-    """Write this rank's file, where the disk has `room` bytes for all ranks' files.
+    """Write this rank's file if the disk has `room` bytes for all ranks' files.
 
-    Otherwise it would be filled to the last byte, and whatever else is written meanwhile would fail too.
+    A full disk would make other writers fail too.
     """
     try:
         if shutil.disk_usage(path.parent).free < room:
@@ -267,7 +267,7 @@ def _write(path: Path, entries: list[Entry], room: int, written: Future[StoredFi
 
 
 def _invisible(directory: Path, parts: list[Part]) -> list[str]:
-    """Files that rank 0 does not see as their ranks wrote them."""
+    """List the files that rank 0 does not see with the size that their ranks wrote."""
     found = []
     for rank, part in enumerate(parts):
         path = directory / file_name(rank)
@@ -292,7 +292,7 @@ def _problem_of(work: Callable[[], Any], directory: Path) -> str | None:
 
 
 def _reason(error: BaseException, directory: Path) -> str:
-    """Why a file could not be written, and how much room there is."""
+    """Give the reason why a file could not be written, with the free room."""
     if not isinstance(error, OSError):
         return str(error)
     free = ""

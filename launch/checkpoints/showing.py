@@ -1,4 +1,4 @@
-"""The output of launch/checkpoint.py: a run's checkpoints, their damage, differences of two."""
+"""The commands of launch/checkpoint.py: show, verify and diff."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _one(each: Checkpoint | Damaged) -> str:
 
 
 def _type(types: dict[str, str]) -> str:
-    """One type where all kinds have it, else each."""
+    """Name the type of all kinds, or of each kind if they differ."""
     if len(set(types.values())) == 1:
         return next(iter(types.values()))
     return ", ".join(f"{kind} {type_}" for kind, type_ in types.items())
@@ -84,7 +84,7 @@ def _size(size: int) -> str:
 
 
 def _saved_under(held: Manifest) -> str:
-    """Layout, ZeRO stage, offload and precision."""
+    """Name layout, ZeRO stage, offload and precision."""
     plan, layout = held.plan, held.plan.get("layout") or {}
     degrees = " x ".join(f"{kind} {layout[kind]}" for kind in ("tp", "pp", "dp") if kind in layout)
     stage = f"ZeRO-{plan['zero_stage']}" if "zero_stage" in plan else ""
@@ -96,7 +96,7 @@ def _saved_under(held: Manifest) -> str:
 
 
 def verify(path: Path, step: int | None) -> int:
-    """Read checkpoints and print what is damaged."""
+    """Read checkpoints and print their damage."""
     every = [each.directory for each in run_checkpoints.below(path, step)]
     total = sum(file.stat().st_size for directory in every for file in directory.glob("*.safetensors"))
     found: dict[Path, list[Fault]] = {}
@@ -115,9 +115,9 @@ def verify(path: Path, step: int | None) -> int:
 
 
 def diff(first: Path, second: Path, step: int | None, most: int) -> int:
-    """Print how far the tensors of two checkpoints differ, `most` of them; 0: all."""
+    """Print the `most` largest differences between tensors of two checkpoints; 0: all."""
     found = [run_checkpoints.newest_whole(path, step) for path in (first, second)]
-    for damaged in (each for _, passed_over in found for each in passed_over):
+    for damaged in (each for _, newer in found for each in newer):
         terminal.say(f"WARNING: {damaged}; an older one is compared", sys.stderr)
     a, b = (chosen for chosen, _ in found)
     kinds = [kind for kind in a.manifest.kinds if kind in b.manifest.kinds]

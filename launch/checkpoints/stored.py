@@ -1,4 +1,4 @@
-"""Reading the tensors of a checkpoint, whole or the piece that a rank needs, without a process group."""
+"""The tensors of a checkpoint, read whole or by pieces, without a process group."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from modeling.formats.huggingface.conversion import Form
 from recipes import files
 from recipes.schema import Recipe
 
-MOST_READ = 2**22  # elements that are read at a time
+MOST_READ = 2**22  # elements in one read
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors of one kind in a checkpoint, each read when it is asked for: full, canonical, float32."""
+    """A map of a checkpoint's tensors of one kind, read on access: full, canonical, float32."""
 
     def __init__(self, directory: Path, held: Manifest | None = None, kind: str = WEIGHT):
-        """`held`: the directory's manifest, read where it is not given. Raises FileError: it is damaged."""
+        """Open the checkpoint; `held`: its manifest, if it was read. Raises FileError."""
         self.directory, self.kind = directory, kind
         self.manifest = held or manifest.read(directory)
         self._open: dict[str, Reader] = {}
@@ -43,7 +43,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return self.canonical(name, self.kind)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the full canonical tensor."""
+        """Return the shape of the full canonical tensor."""
         stored = self.manifest.tensors[name]
         if stored.form == "canonical":
             return stored.shape
@@ -51,7 +51,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return tuple(form.to_ours([torch.empty(stored.shape, device="meta")], heads).shape)
 
     def canonical(self, name: str, kind: str) -> torch.Tensor:
-        """The full canonical tensor in float32. Raises KeyError: there is none of this name."""
+        """Read the full canonical tensor in float32. Raises KeyError for an unknown name."""
         stored = self.manifest.tensors[name]
         full = torch.empty(stored.shape, dtype=torch.float32)
         self._copy(full.view(-1), name, kind, stored, Placement(name, stored.form, stored.shape, None), 0)
@@ -63,8 +63,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     def fill(self, target: torch.Tensor, place: Placement, first: int, kind: str) -> None:
         """Fill flat `target` with the elements of the slice `place` from `first` on; padding becomes zero.
 
-        Reads what it needs and no more where the tensor is stored in the form that `place` has; else the
-        whole tensor. Raises FileError: no such tensor, or one of another shape.
+        Reads only these elements if the tensor is stored in the form of `place`, else the whole tensor.
+        Raises FileError for a missing tensor or another shape.
         """
         stored = self.manifest.tensors.get(place.name)
         if stored is None:
@@ -95,7 +95,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
                 self._copy_rectangle(target, piece.file, f"{kind}/{name}", copy)
 
     def _copy_rectangle(self, target: torch.Tensor, file: str, key: str, copy: Copy) -> None:
-        source = self._opened(file)
+        source = self._reader(file)
         step = max(1, MOST_READ // copy.source_stride)
         for row in range(0, copy.rows, step):
             rows = min(step, copy.rows - row)
@@ -105,18 +105,18 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             at = target.storage_offset() + copy.target + row * copy.target_stride
             target.as_strided((rows, copy.columns), (copy.target_stride, 1), at).copy_(part)
 
-    def _opened(self, file: str) -> Reader:
+    def _reader(self, file: str) -> Reader:
         if file not in self._open:
             self._open[file] = Reader(self.directory / file)
         return self._open[file]
 
     @cached_property
     def _forms(self) -> dict[str, tuple[Form, int]]:
-        """The forms by which tensors of `transformers` (GPT-2 under Trainer) become canonical ones."""
+        """The conversions of `transformers` tensors (GPT-2 under Trainer) to canonical ones."""
         model = Recipe.model_validate(self.manifest.recipe).model
         return {e.ours: (e.form, model.heads) for e in gpt2.name_map(model)}
 
 
 def load_weights(directory: Path, kind: str = WEIGHT) -> dict[str, torch.Tensor]:
-    """All tensors of one kind, in memory, full and canonical. Raises FileError."""
+    """Read all tensors of one kind into memory, full and canonical. Raises FileError."""
     return dict(StoredTensors(directory, kind=kind))

@@ -1,6 +1,6 @@
-"""Safetensors files written in one pass: one tensor in memory at a time, summed up and flushed to the disk.
+"""Safetensors files, written and read one tensor at a time, with checksums and a flush to the disk.
 
-`safetensors.torch.save_file` wants all tensors at once and flushes nothing. The format is the same:
+`safetensors.torch.save_file` needs all tensors at once and does not flush. The format is the same:
 https://github.com/huggingface/safetensors, "Format".
 """
 
@@ -19,14 +19,14 @@ import torch
 from launch.checkpoints.manifest import StoredFile
 from recipes import files
 
-BUCKET = 32 * 2**20  # bytes that are copied from a device, and summed up, at a time
+BUCKET = 32 * 2**20  # bytes of one copy from a device, and of one update of a checksum
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file; `read` gives its numbers when they are to be written."""
+    """A tensor of a new file; `read` gives its numbers at the time of writing."""
 
     name: str
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Entry:
 
 
 def write(path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None = None) -> StoredFile:
-    """Write a new file, and wait until it is on the disk. `entries` are read one after the other."""
+    """Write a new file and wait until it is on the disk; read `entries` one after the other."""
     entries = list(entries)
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -63,10 +63,10 @@ def write(path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None 
 
 
 class Reader:
-    """The numbers of a file, read when they are asked for.
+    """A reader of single tensors of a file. Raises FileError.
 
-    It is not mapped into memory: a file that is cut or cannot be read meanwhile would kill the process, and
-    what was read would count as its memory. Raises FileError.
+    The file is not mapped into memory: if it were cut meanwhile, the process would be killed, and pages read
+    would count as its memory.
     """
 
     def __init__(self, path: Path):
@@ -77,18 +77,18 @@ class Reader:
             files.refuse(path, "cannot be read", str(error.strerror))
 
     def whole(self, name: str) -> torch.Tensor:
-        """A tensor in its shape."""
+        """Read a tensor in its shape."""
         shape = torch.Size(self.tensors[name].shape)
         return self.elements(name, 0, shape.numel()).view(shape)
 
     def elements(self, name: str, first: int, count: int) -> torch.Tensor:
-        """Elements [first, first + count) of a tensor, flat."""
+        """Read elements [first, first + count) of a tensor, flat."""
         stored = self.tensors.get(name)
         if stored is None or stored.dtype not in DTYPES:
             refused = "holds no" if stored is None else f"holds as {stored.dtype}, which is no float,"
             files.refuse(self.path, f"{refused} {name}")
         dtype = DTYPES[stored.dtype]
-        # Not torch.empty, which makes another type while `deepspeed.zero.Init` builds a model in bf16.
+        # Not torch.empty: within `deepspeed.zero.Init` for bf16 it makes another type.
         found = torch.from_numpy(np.empty(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
         at = stored.start + first * found.itemsize
         left = found.view(torch.uint8).numpy().data
@@ -103,7 +103,7 @@ class Reader:
 
 
 def checksum(path: Path, seen: Callable[[int], None] = lambda number: None) -> StoredFile:
-    """Size and checksum of a file on the disk. `seen` hears the bytes of each part. Raises OSError."""
+    """Return size and checksum of a file; call `seen` with the bytes of each part. Raises OSError."""
     found = size = 0
     with open(path, "rb", buffering=0) as file:
         while part := file.read(BUCKET):
@@ -113,7 +113,7 @@ def checksum(path: Path, seen: Callable[[int], None] = lambda number: None) -> S
 
 
 def _write_tensor(write: Callable[[memoryview], object], entry: Entry, checksum: int) -> int:
-    """Write the numbers of one tensor in order, a bucket at a time; the checksum with them."""
+    """Write the numbers of one tensor, a bucket at a time; return the updated checksum."""
     tensor = entry.read().detach()
     found = tensor.dtype, tuple(tensor.shape)
     assert found == (entry.dtype, entry.shape), f"{entry.name}: {found}"

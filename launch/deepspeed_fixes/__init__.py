@@ -1,15 +1,15 @@
 """Corrections of DeepSpeed 0.19.8, one file each.
 
-Every docstring has the symptom, upstream's issue, and the test that notices when DeepSpeed has mended it.
+Each docstring names the symptom, upstream's issue, and a test that fails once DeepSpeed is corrected.
 
-    zero0                       stage 0 in fp16 and bf16 trains something else than the JSON says, and its
-                                gradient norm in fp32 is too small on a CPU
+    zero0                       stage 0 in fp16 and bf16 does not train as the JSON says, and its gradient
+                                norm in fp32 is too small on a CPU
     bf16_gradient_sums          the norm of gradients summed in fp32 is too small on a CPU
     loss_scale_growth           a growing loss scale halves the gradients of its step
     loss_scale_floor            an overflow at the smallest loss scale is a bare Exception
     cpu_adam_bias_correction    a resumed CPU Adam differs in the last bits
 
-Corrected where a process starts and ends, in `launch/machine`, which imports nothing from here:
+Corrections at the start and end of a process are in `launch/machine`, which imports nothing from here:
 
     processes.start_processes   collectives on a CPU compile for 20 s and leave 66 MiB per rank in /dev/shm
     compiled_ops                torch's lock file of a killed compilation blocks every later run

@@ -1,11 +1,10 @@
 """DeepSpeed's BF16_Optimizer clips by too small a norm on a CPU, and averages one rank's gradients.
 
-It runs ZeRO-1 in bf16 where gradients are summed in fp32 (`data_types.grad_accum_dtype`), plain and in a
-pipeline. DeepSpeed 0.19.8, `get_global_norm_of_tensors` of `runtime/utils.py`: it adds up the squares of a
-whole gradient in float32, which on a CPU torch does in so few sums that an embedding's norm comes out too
-small (launch/deepspeed_fixes/zero0.py has the figures). And `allreduce_bucket` of `runtime/engine.py` copies
-all gradients, rounds them to `communication_data_type` and copies them back even where one rank averages with
-nobody.
+BF16_Optimizer runs ZeRO-1 in bf16 with gradient sums in fp32 (`data_types.grad_accum_dtype`), plain and in a
+pipeline. DeepSpeed 0.19.8, `get_global_norm_of_tensors` of `runtime/utils.py`, adds up the squares of a whole
+gradient in float32. On a CPU torch does this with too few partial sums, and an embedding's norm comes out too
+small (launch/deepspeed_fixes/zero0.py has the figures). Also, `allreduce_bucket` of `runtime/engine.py`
+copies all gradients, rounds them to `communication_data_type` and copies them back even for a single rank.
 Upstream: https://github.com/pytorch/pytorch/issues/169237 (torch's norm); no issue found for the copies.
 No longer needed when `test_upstream_symptoms.py::test_the_norm_of_bf16_sums_is_added_up_in_float32` fails.
 """
@@ -28,7 +27,7 @@ from modeling.parallel.process_grid import ProcessGrid
 
 
 def mend_bf16_sums(engine: DeepSpeedEngine, grid: ProcessGrid) -> None:
-    """Give an engine with BF16_Optimizer the norm of the other stages; average nothing on one rank."""
+    """Give an engine with BF16_Optimizer the norm of the other stages; skip averaging on one rank."""
     if not isinstance(engine.optimizer, bf16_optimizer.BF16_Optimizer):
         return
     bf16_optimizer.get_global_norm_of_tensors = norm_of_tensors
@@ -39,7 +38,7 @@ def mend_bf16_sums(engine: DeepSpeedEngine, grid: ProcessGrid) -> None:
 
 
 def norm_of_tensors(input_tensors: Iterable[torch.Tensor], mpu: Any = None, **_: Any) -> torch.Tensor:
-    """DeepSpeed's `get_global_norm_of_tensors`, added up in float64: an fp32 scalar."""
+    """Replace DeepSpeed's `get_global_norm_of_tensors` by sums in float64; return an fp32 scalar."""
     total = torch.zeros((), dtype=get_norm_dtype(), device=get_accelerator().current_device_name())
     for tensor in input_tensors:
         total += squared_norm(tensor)

@@ -1,9 +1,9 @@
 """DeepSpeed's CPU Adam computes its bias correction afresh after loading.
 
-DeepSpeed 0.19.8, `csrc/includes/cpu_adam.h`: the compiled half multiplies beta^t up in float32, step by step,
+DeepSpeed 0.19.8, `csrc/includes/cpu_adam.h`: the compiled half multiplies beta^t in float32, step by step,
 and keeps the products outside of the optimizer's state. After loading, the first step takes beta^t from `pow`
-instead, which differs in the last bits once enough steps have gathered rounding, so that a resumed run is not
-the uninterrupted one bit for bit.
+instead. After many roundings the two differ in the last bits, and so does a resumed run from an uninterrupted
+one.
 Upstream: no issue found; `pow` came with https://github.com/deepspeedai/DeepSpeed/pull/564. No longer needed
     when `test_cpu_adam_bias_correction.py::test_deepspeed_alone_does_not_resume_bit_for_bit` fails.
 """
@@ -15,7 +15,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 
 def replay_bias_correction(optimizer: torch.optim.Optimizer) -> None:
-    """Bring DeepSpeed's CPU Adam to the uninterrupted run's bias correction, by updates of one element."""
+    """Restore the bias correction of DeepSpeed's CPU Adam by repeating its steps on one element."""
     if not isinstance(optimizer, DeepSpeedCPUAdam):
         return
     steps = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)

@@ -1,9 +1,9 @@
-"""LAMB (You et al. 2019, arXiv 1904.00962) in torch: DeepSpeed 0.19.8 has it as a CUDA kernel alone.
+"""LAMB (You et al. 2019, arXiv 1904.00962) in torch; DeepSpeed 0.19.8 has only a CUDA kernel.
 
-DeepSpeed's `FusedLamb` has no kernel for a CPU, takes the norms of a tensor-parallel rank's part of a weight
-for the weight's, and is refused by ZeRO, whose flat shards know no parameters. `Lamb` runs anywhere, takes
-norms over the tensor-parallel ranks, and steps whole parameters, so that it is for ZeRO-0 as well.
-Upstream: no issue found. Worth another look when
+DeepSpeed's `FusedLamb` has no kernel for a CPU, and takes the norm of a tensor-parallel rank's part of a
+weight for the norm of the weight. ZeRO refuses it, since its flat shards know no parameters. `Lamb` runs on
+every device, takes norms over the tensor-parallel ranks, and steps whole parameters, so that it too needs
+ZeRO-0. Upstream: no issue found. Worth another look when
     `test_lamb.py::test_deepspeed_has_lamb_for_cuda_alone` fails.
 """
 
@@ -19,21 +19,21 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from launch.deepspeed_fixes.squares import squared_norm
 from modeling.parallel.process_grid import ProcessGrid
 
-LEAST, MOST = 0.01, 10.0  # of the trust ratio, as DeepSpeed's FusedLamb bounds it
+LEAST, MOST = 0.01, 10.0  # bounds of the trust ratio, as in DeepSpeed's FusedLamb
 
 
 class Lamb(torch.optim.AdamW):
-    """AdamW's direction, as long as trust ratio x rate says: |weights| / |direction| of each parameter.
+    """AdamW's direction, scaled by the rate and each parameter's trust ratio |weights| / |direction|.
 
-    Algorithm 2 of the paper with bias correction and decay inside the direction. States are AdamW's: the
-    step and two moments of each parameter, in fp32.
+    Algorithm 2 of the paper with bias correction, and decay inside the direction. States are AdamW's: step
+    and two moments of each parameter, in fp32.
     """
 
     def __init__(self, parameters: Iterable[dict[str, Any]], grid: ProcessGrid, **numbers: Any) -> None:
-        """`parameters`: groups of this rank's; `numbers`: lr, betas, eps, weight_decay."""
+        """Take this rank's groups of `parameters`; `numbers`: lr, betas, eps, weight_decay."""
         super().__init__(parameters, foreach=False, fused=False, **numbers)
         self.grid = grid
-        # By place: the master weights that come into the groups later know no shards.
+        # By position: the master weights, which replace the parameters later, know no shards.
         self.shared = [
             [is_model_parallel_parameter(parameter) for parameter in group["params"]]
             for group in self.param_groups
@@ -66,8 +66,8 @@ class Lamb(torch.optim.AdamW):
         return (first / (1 - beta1**step)).div_(root).add_(parameter, alpha=group["weight_decay"])
 
     def _trust_ratios(self, updates: list[tuple[torch.Tensor, torch.Tensor, float, bool]]) -> torch.Tensor:
-        """|weights| / |direction| of every parameter; 1 where one of them is 0. Collective."""
-        # Duplicated parameters are the same on every tensor-parallel rank: they count once.
+        """Return |weights| / |direction| of every parameter; 1 if either is 0. Collective."""
+        # Duplicated parameters are equal on all tensor-parallel ranks and count once.
         first = self.grid.get_model_parallel_rank() == 0
         squares = torch.stack([
             torch.stack([squared_norm(parameter), squared_norm(direction)]) * (shared or first)

@@ -1,8 +1,8 @@
 """DeepSpeed lets the loss scale grow before it unscales the step's gradients.
 
 DeepSpeed 0.19.8, `step` of `runtime/zero/stage_1_and_2.py` and `stage3.py`: at the end of an
-fp16.loss_scale_window `_update_scale` doubles the scale, and the gradients of that step, scaled by the old
-one, are then divided by the new one. They are half as large as they should be, unless clipping bites; under
+fp16.loss_scale_window `_update_scale` doubles the scale. The gradients of that step, scaled by the old one,
+are then divided by the new one: they are half as large as they should be, unless they are clipped. Under
 ZeRO-3 the reported norm is halved, too.
 Upstream: described in https://github.com/deepspeedai/DeepSpeed/pull/8588 (open); no issue. No longer needed
 when `test_upstream_symptoms.py::test_a_growing_loss_scale_halves_the_norm_of_its_step` fails.
@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 def postpone_growth(engine: DeepSpeedEngine) -> None:
-    """Let the loss scale grow in `engine.settle_loss_scale()`, called after every step, not in the step."""
+    """Move the growth of the loss scale from the step to `engine.settle_loss_scale()` after every step."""
     update = engine.optimizer._update_scale
     postponed: list[bool] = []
 

@@ -1,8 +1,8 @@
-"""DeepSpeed compiles Muon's iteration when it imports it, and imports it whatever the optimizer is.
+"""DeepSpeed imports Muon for every optimizer, and its import loads torch's compiler.
 
-DeepSpeed 0.19.8, `runtime/zero/muon/original_muon.py`: `@compiler.compile()` stands above functions that
-ZeRO's optimizers import when they are made, to ask whether theirs is a Muon. Nothing is compiled yet, but
-torch.compile loads inductor, 0.7 s at the start of every run.
+DeepSpeed 0.19.8, `runtime/zero/muon/original_muon.py`: functions there have the decorator
+`@compiler.compile()`, and ZeRO's optimizers import them to test for a Muon. Nothing is compiled yet, but
+torch.compile loads inductor, which takes 0.7 s at the start of every run.
 Upstream: no issue found. No longer needed when
 `test_start_up.py::test_importing_muon_loads_the_compiler` fails.
 """
@@ -20,7 +20,7 @@ from deepspeed.runtime import compiler
 
 
 def postpone_compilation() -> None:
-    """Import Muon now, with torch.compile put off until its iteration first runs."""
+    """Import Muon now, but call torch.compile at the first call of its iteration."""
     with mock.patch.object(compiler, "compile", lambda: _at_first_call):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from deepspeed.runtime.zero.utils import get_norm_dtype
 
-BLOCK = 512  # elements whose squares float32 adds up without loss
+BLOCK = 512  # elements; float32 adds up so many squares without loss
 
 
 def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in float64, but for blocks of 512: a CPU adds up several times as fast in float32."""
+    """Add up squares: blocks of 512 in float32, several times as fast on a CPU, and the blocks in float64."""
     flat = gradient.flatten()
     blocks = flat.numel() // BLOCK
     parts = flat[: blocks * BLOCK].view(blocks, BLOCK), flat[blocks * BLOCK :].view(1, -1)

@@ -1,25 +1,25 @@
 """DeepSpeed's plain data parallelism, ZeRO stage 0, is wrong in fp16 and bf16, and clips wrongly in fp32.
 
-Stage 0 is what torch's DistributedDataParallel and Megatron-LM's own data parallelism are: every rank holds
-all weights and optimizer states, and gradients are averaged over the data-parallel ranks. In fp16 and bf16
-DeepSpeed 0.19.8 runs it on optimizers (`runtime/fp16/fused_optimizer.py`, `unfused_optimizer.py`) that
+Stage 0 is data parallelism as in torch's DistributedDataParallel and in Megatron-LM: every rank holds all
+weights and optimizer states, and gradients are averaged over the data-parallel ranks. In fp16 and bf16
+DeepSpeed 0.19.8 uses optimizers (`runtime/fp16/fused_optimizer.py`, `unfused_optimizer.py`) that
 
 - step once on zero gradients when they are built: weight decay, at the full learning rate, moves the fp32
   weights away from those of the model, and Adam's bias correction is a step ahead ever after;
 - unscale gradients by the fp16 loss scale, though the engine scales the loss for ZeRO's optimizers only;
-- in the variant for torch's AdamW leave the slices of all tensor-parallel ranks but the first out of the
-  gradient norm, which they report times the loss scale;
-- know neither the hysteresis nor the end at the smallest loss scale that the JSON's fp16 section promises;
-- grow the loss scale before they unscale with it, which halves that step's gradients.
+- in the variant for torch's AdamW count only the first tensor-parallel rank's slices in the gradient norm,
+  and report it times the loss scale;
+- ignore the hysteresis of the JSON's fp16 section, and do not end at its smallest loss scale;
+- increase the loss scale before they unscale by it, which halves that step's gradients.
 
-`MasterWeights` takes their place. Its arithmetic is ZeRO-1's, so that both stages train alike up to the
-rounding of the norm, and of the last elements of a shard, which torch's fused AdamW computes one by one.
+`MasterWeights` replaces them. Its arithmetic is ZeRO-1's: both stages train alike, except for the rounding of
+the norm, and of the last elements of a shard, which torch's fused AdamW computes one by one.
 
-In fp32, `clip_grad_norm_` of `runtime/utils.py` adds up the squares of a whole gradient in float32, which on
-a CPU torch does in so few sums that an embedding's norm comes out too small: by 1.6e-4 of it with 3 million
-elements, by 2.7e-3 with 39 million. DeepSpeed clips by that norm and drops it; where it does not clip, it
-computes none. The other stages add up in float64. `gradient_norm` differs from that by rounding alone.
-Upstream: https://github.com/deepspeedai/DeepSpeed/pull/8393 (the unscaled fp16 loss) and
+In fp32, `clip_grad_norm_` of `runtime/utils.py` adds up the squares of a whole gradient in float32. On a CPU
+torch does this with too few partial sums, and an embedding's norm comes out too small: by a share of 1.6e-4
+with 3 million elements, of 2.7e-3 with 39 million. DeepSpeed clips by that norm and drops it; without
+clipping it computes none. The other stages add up in float64, and `gradient_norm` differs from them only by
+rounding. Upstream: https://github.com/deepspeedai/DeepSpeed/pull/8393 (the unscaled fp16 loss) and
     https://github.com/deepspeedai/DeepSpeed/pull/5104 (the step when they are built), both open;
     https://github.com/pytorch/pytorch/issues/169237 (torch's norm), open too; no issue found for the others.
     Worth another look when
@@ -48,12 +48,12 @@ from launch.deepspeed_fixes.lamb import Lamb
 from launch.deepspeed_fixes.squares import squared_norm
 from modeling.parallel.process_grid import ProcessGrid
 
-LAMB = "lamb"  # optimizer.type of the JSON, as DeepSpeed folds it
-AT_ONCE = 2**26  # elements of a list of tensors that one kernel takes, about
+LAMB = "lamb"  # optimizer.type of the JSON in lower case, as DeepSpeed compares it
+AT_ONCE = 2**26  # elements, about, of a list of tensors for one kernel
 
 
 def initialize(*, config: dict[str, Any], mpu: ProcessGrid, **arguments: Any) -> DataParallelEngine:
-    """Do what `deepspeed.initialize` does for a plain module, with the engine below."""
+    """Replace `deepspeed.initialize` for a plain module; return a `DataParallelEngine`."""
     arguments |= {"config": config, "config_class": DeepSpeedConfig(config, mpu)}
     engine = DataParallelEngine(args=None, optimizer=None, mpu=mpu, **arguments)
     engine._configure_python_gc()
@@ -64,12 +64,12 @@ class DataParallelEngine(DeepSpeedEngine):
     """DeepSpeed's plain engine at stage 0. In fp16 and bf16 its optimizer is `MasterWeights`."""
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Called by DeepSpeed, which at stage 0 knows no other type for sums; `MasterWeights` does."""
+        """Return the parameters' type also for sums (DeepSpeed calls this); `MasterWeights` has its own."""
         own, _ = super().get_data_types()
         return own, own
 
     def _configure_basic_optimizer(self, model_parameters: Any) -> Optimizer:
-        """Called by DeepSpeed, whose own LAMB is a CUDA kernel that knows no tensor parallelism."""
+        """Make our LAMB: DeepSpeed's own knows no tensor parallelism (DeepSpeed calls this)."""
         if self.optimizer_name() == LAMB:
             return Lamb(model_parameters, self.mpu, **self.optimizer_params())
         return super()._configure_basic_optimizer(model_parameters)
@@ -77,7 +77,7 @@ class DataParallelEngine(DeepSpeedEngine):
     def _configure_fp16_optimizer(
         self, optimizer: Optimizer, low_precision_dtype: torch.dtype
     ) -> MasterWeights:
-        """Called by DeepSpeed for both half precisions."""
+        """Make the optimizer of both half precisions (DeepSpeed calls this)."""
         dynamic, rules = self.dynamic_loss_scale(), self.dynamic_loss_scale_args()
         scaler = CreateLossScaler(low_precision_dtype, self.loss_scale(), dynamic, rules)
         skips = low_precision_dtype == torch.float16 or self._config.bfloat16_config.check_grad_overflow
@@ -90,20 +90,20 @@ class DataParallelEngine(DeepSpeedEngine):
         return super().backward(loss * self.optimizer.cur_scale if self.fp16_enabled() else loss, **how)
 
     def allreduce_gradients(self, *how: Any, **more: Any) -> None:
-        """Called by DeepSpeed after each backward pass; it averages gradients after a step's last one."""
+        """Add up gradients after each backward pass; average after a step's last (DeepSpeed calls this)."""
         if isinstance(self.optimizer, MasterWeights):
             self.optimizer.add_gradients()
         if self.mpu.get_data_parallel_world_size() > 1:
             super().allreduce_gradients(*how, **more)
 
     def _take_model_step(self, *how: Any) -> None:
-        """Called by DeepSpeed once the gradients are averaged over the data-parallel ranks."""
+        """Compute the norm in fp32, then step: gradients are averaged by now (DeepSpeed calls this)."""
         if not (self.fp16_enabled() or self.bfloat16_enabled()):
             self._global_grad_norm = gradient_norm(self.module.parameters(), self.mpu)
         super()._take_model_step(*how)
 
     def clip_fp32_gradients(self) -> None:
-        """Called by DeepSpeed in the step where the JSON clips."""
+        """Clip the gradients in a step (DeepSpeed calls this if the JSON clips)."""
         factor = torch.clamp(self.gradient_clipping() / (self._global_grad_norm + 1e-6), max=1.0)
         for parameter in self.module.parameters():
             if parameter.grad is not None:
@@ -113,12 +113,12 @@ class DataParallelEngine(DeepSpeedEngine):
 def gradient_norm(
     parameters: Iterable[torch.nn.Parameter], mpu: ProcessGrid, gradients: Iterable[torch.Tensor | None] = ()
 ) -> torch.Tensor:
-    """L2 norm of a whole model's gradient, an fp32 scalar; `parameters`: this rank's.
+    """Return the L2 norm of a whole model's gradient, an fp32 scalar; `parameters`: this rank's.
 
-    `gradients`: those of the parameters, where these do not hold them. Collective over the tensor-parallel
-    ranks. Not finite where a gradient is not.
+    `gradients`: the gradients, if the parameters do not hold them. Collective over the tensor-parallel ranks.
+    The norm is not finite if a gradient is not.
     """
-    # Duplicated parameters have the same gradient on every tensor-parallel rank: it counts once.
+    # Duplicated parameters have equal gradients on all tensor-parallel ranks: they count once.
     first = mpu.get_model_parallel_rank() == 0
     total = torch.zeros((), dtype=get_norm_dtype(), device=get_accelerator().current_device_name())
     parameters = list(parameters)
@@ -132,21 +132,21 @@ def gradient_norm(
 
 
 class MasterWeights(DeepSpeedOptimizer):
-    """Steps fp32 copies of all fp16 or bf16 parameters and rounds them back.
+    """An optimizer that steps fp32 copies of all fp16 or bf16 parameters and rounds them back.
 
-    Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3. Gradients come averaged over the
-    data-parallel ranks, in the parameters' precision, or are summed over micro-batches and ranks in fp32. Per
-    parameter 16 bytes between backward and step: 2 of weight, 2 of gradient (fp32: 4, and 2 until they are
-    added), 12 of fp32 weight and moments. In a step 18: all gradients are in fp32 at once,
-    in the place of their half-precision ones, until the optimizer has stepped. Kernels take lists of tensors
-    of `AT_ONCE` elements, so that both precisions of the same gradients are few.
+    Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3. Gradients are averaged over the
+    data-parallel ranks in the parameters' precision, or summed over micro-batches and ranks in fp32. A
+    parameter takes 16 bytes between backward and step: 2 of weight, 2 of gradient (fp32: 4, and 2 until they
+    are added), 12 of fp32 weight and moments. In a step it takes 18, since all gradients are in fp32 until
+    the optimizer has stepped. Kernels take lists of tensors of `AT_ONCE` elements, so that few gradients
+    exist in both precisions at once.
     """
 
     def __init__(
         self, optimizer: Optimizer, mpu: ProcessGrid, *, clip: float, scaler: Any, skips_overflow: bool,
         sums_in_fp32: bool = False,
     ):  # fmt: skip
-        """`optimizer`: not stepped yet; `clip`: largest norm, 0: none; `scaler`: DeepSpeed's loss scaler."""
+        """Take over a new `optimizer`; `clip`: largest norm, 0: none; `scaler`: DeepSpeed's loss scaler."""
         self.sums_in_fp32 = sums_in_fp32
         self.optimizer, self.mpu, self.clip = optimizer, mpu, clip
         self.scaler, self.skips_overflow = scaler, skips_overflow
@@ -176,12 +176,12 @@ class MasterWeights(DeepSpeedOptimizer):
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add a micro-batch's gradients to the sums, where these are kept in fp32."""
+        """Add a micro-batch's gradients to the sums, if sums are in fp32."""
         if self.sums_in_fp32:
             self._take_gradients()
 
     def _take_gradients(self) -> None:
-        """Move or add the parameters' gradients to those of their masters, in fp32."""
+        """Move the parameters' gradients to their masters in fp32, or add them there."""
         for parameters, masters in self.lists:
             gradients: Any = [parameter.grad for parameter in parameters]
             if masters[0].grad is None:
@@ -194,7 +194,7 @@ class MasterWeights(DeepSpeedOptimizer):
                 parameter.grad, master.grad = None, total
 
     def get_grads_for_reduction(self) -> tuple[list[torch.Tensor | None], dict]:
-        """Called by DeepSpeed: what it averages over the data-parallel ranks."""
+        """Return the gradients to average over the data-parallel ranks (DeepSpeed calls this)."""
         return self._gradients(), {}
 
     def _gradients(self) -> list[torch.Tensor | None]:
@@ -202,7 +202,7 @@ class MasterWeights(DeepSpeedOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Unscale, clip, step and round; or skip where a gradient is not finite, on all ranks alike."""
+        """Unscale, clip, step and round; if a gradient is not finite, skip the step on all ranks."""
         scaled_norm = self._norm()
         self.overflow = self.skips_overflow and not math.isfinite(scaled_norm)
         if self.overflow:
@@ -226,7 +226,7 @@ class MasterWeights(DeepSpeedOptimizer):
         self._update_scale(False)
 
     def _norm(self) -> torch.Tensor:
-        """L2 norm of the whole model's gradient times the loss scale."""
+        """Return the L2 norm of the whole model's gradient times the loss scale."""
         return gradient_norm((p for p, _ in self.pairs), self.mpu, self._gradients())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -235,19 +235,19 @@ class MasterWeights(DeepSpeedOptimizer):
 
     @torch.no_grad()
     def round_weights(self) -> None:
-        """Round the master weights into those of the model."""
+        """Round the master weights into the model's weights."""
         for parameters, masters in self.lists:
             torch._foreach_copy_([*parameters], masters)
 
     def destroy(self) -> None:
-        """Let go of the weights; called by DeepSpeed."""
+        """Release the weights (DeepSpeed calls this)."""
         self.pairs, self.lists = [], []
 
 
 def _lists(
     pairs: Iterable[tuple[torch.nn.Parameter, torch.Tensor]],
 ) -> Iterator[tuple[list[torch.nn.Parameter], list[torch.Tensor]]]:
-    """The pairs as (parameters, masters), each list of `AT_ONCE` elements or little more."""
+    """Group the pairs into (parameters, masters), each list of `AT_ONCE` elements or little more."""
     parameters: list[torch.nn.Parameter] = []
     masters: list[torch.Tensor] = []
     elements = 0

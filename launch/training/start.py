@@ -318,8 +318,8 @@ def open_recorder(
     given = job.initial_weights
     if given and (warning := vocabulary.foreign_tokens(Path(given.directory), corpus.tokenizer)):
         recorder.say(warning)
-    for damaged in chosen.passed_over:
-        recorder.say(f"WARNING: {damaged}; it is left as it is, and an older checkpoint is taken")
+    for newer in chosen.damaged:
+        recorder.say(f"WARNING: {newer}; it is left as it is, and an older checkpoint is taken")
     if chosen.checkpoint:
         recorder.say(f"resumed from {chosen.checkpoint.directory}")
     return recorder

@@ -181,7 +181,7 @@ def checked_weights(
         f"{name} has shape {list(has)}, not {list(wanted)}" for name, has, wanted in shapes if has != wanted
     ]:
         refuse(checkpoint.directory, some(odd, 3), "they are not of the run's recipe", RESTORE)
-    if problems := inspection.not_whole(checkpoint.directory, (WEIGHT,), RESTORE, seen):
+    if problems := inspection.faults_of_kinds(checkpoint.directory, (WEIGHT,), RESTORE, seen):
         raise FileError(problems)
     return stored
 

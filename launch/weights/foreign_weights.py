@@ -275,7 +275,7 @@ class RunWeights(Saved):
         )
 
     def damage(self, weights: LazyWeights) -> list[Problem]:
-        return inspection.not_whole(self.checkpoint.directory, (WEIGHT,), RESTORE)
+        return inspection.faults_of_kinds(self.checkpoint.directory, (WEIGHT,), RESTORE)
 
 
 class Header(NamedTuple):

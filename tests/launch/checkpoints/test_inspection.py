@@ -168,8 +168,8 @@ def test_overlapping_pieces_of_a_tensor_are_seen_in_any_cut():
 
 def test_numbers_that_are_of_no_concern_do_not_keep_weights_from_being_used(directory):
     rewrite(directory, FILE, lambda tensors: tensors[KEY].fill_(torch.nan))
-    assert inspection.not_whole(directory, [WEIGHT], "") == []
-    assert [problem.key for problem in inspection.not_whole(directory, ["exp_avg_sq"], "")] == [FILE]
+    assert inspection.faults_of_kinds(directory, [WEIGHT], "") == []
+    assert [problem.key for problem in inspection.faults_of_kinds(directory, ["exp_avg_sq"], "")] == [FILE]
 
 
 # --- show
