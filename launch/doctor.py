@@ -90,7 +90,7 @@ def main() -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no JSON
         found = [*launcher, *checks.run(table(recipe, config, listed, directory, environ))]
         if processes.world_size() > 1:
-            found = together(found, directory)
+            found = gather_checks(found, directory)
     if processes.rank() != 0:
         return 0
     if args.json:
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def check_launcher() -> Check:
-    """The launcher's variables; where they contradict each other, this process goes on alone."""
+    """Check the launcher's variables; if they contradict each other, drop them and go on alone."""
     try:
         processes.check_launch(start=False)
     except ProblemsError:
@@ -115,7 +115,7 @@ def check_launcher() -> Check:
 def table(
     recipe: Recipe, config: Path, listed: Hosts | None, directory: Path, environ: Mapping[str, str]
 ) -> dict[str, Function]:
-    """The checks that this process makes alone, in the order of their lines. `listed`: the hostfile."""
+    """Return the checks of this process alone, in the order of their lines. `listed`: the hostfile."""
     machine, memory = abilities.detect_machine(), this_machine()
     if machine.accelerator == "cpu":  # by choice, where there are GPUs
         memory = Memory(0, 0.0, memory.host_bytes)
@@ -157,7 +157,7 @@ def table(
             "batch": partial(ok, plan.layout.identity()),
             "memory": partial(fits, plan, memory, ranks),
             "ops": partial(checkup.ops, plan.ds),
-            "DeepSpeed": partial(judged, plan, config),
+            "DeepSpeed": partial(deepspeed_accepts, plan, config),
             "rest of the JSON": partial(rest, plan, config),
         }
     of_files: dict[str, Function] = {
@@ -171,7 +171,7 @@ def table(
 
 
 def processes_of(recipe: Recipe, listed: Hosts | None, memory: Memory) -> int | None:
-    """Processes by launcher, hostfile or GPUs here; None: as many as the layout asks for."""
+    """Count processes by launcher, hostfile or GPUs here; None: as many as the layout needs."""
     if processes.launched():
         return processes.world_size()
     if recipe.parallel.dp is not None:
@@ -180,7 +180,7 @@ def processes_of(recipe: Recipe, listed: Hosts | None, memory: Memory) -> int | 
 
 
 def ranks_here(plan: Plan, memory: Memory, listed: Hosts | None) -> int:
-    """Processes of the plan on this machine."""
+    """Count the plan's processes on this machine."""
     world = plan.layout.world
     if processes.launched():
         return min(world, processes.local_world_size())
@@ -190,13 +190,13 @@ def ranks_here(plan: Plan, memory: Memory, listed: Hosts | None) -> int:
 
 
 def configuration(plan: Plan) -> list[Check]:
-    """The resolved configuration, and each difference between plan and recipe."""
+    """Report the resolved configuration, and each difference between plan and recipe."""
     said = f"{plan.ds_name}: ZeRO-{plan.zero_stage}, offload {plan.offload}, {plan.precision}"
     return [ok(said), *(warning(str(each)) for each in plan.notices if each.key != "unchecked")]
 
 
 def layout(plan: Plan, memory: Memory, listed: Hosts | None) -> Check:
-    """Whether there are as many GPUs as processes, and tensor ranks on one machine."""
+    """Check that every process has a GPU, and tensor ranks lie on one machine."""
     shape, world = plan.layout, plan.layout.world
     degrees = f"tp {shape.tp} x pp {shape.pp} x dp {shape.dp} = {counted(world, 'process')}"
     smaller = "make it smaller (--set parallel.dp=, parallel.tp=, …)"
@@ -214,7 +214,7 @@ def layout(plan: Plan, memory: Memory, listed: Hosts | None) -> Check:
 
 
 def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
-    """The planner's memory of this machine's `ranks` against what it has."""
+    """Check the planner's memory of this machine's `ranks` against its memory."""
     rank = memory_fit.needs(plan, gpus=memory.gpus > 0)
     host = rank.host * ranks if memory.gpus else (rank.total + rank.host) * ranks
     rooms = [(host, memory.host_bytes, "of the host")]
@@ -229,8 +229,8 @@ def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
     return warning(f"{came}: snug", fix) if share > 1 - SNUG else ok(came)
 
 
-def judged(plan: Plan, config: Path) -> Check:
-    """DeepSpeed's own reading of the resolved JSON."""
+def deepspeed_accepts(plan: Plan, config: Path) -> Check:
+    """Check that DeepSpeed itself accepts the resolved JSON."""
     from launch.training import deepspeed_judgement
 
     deepspeed_judgement.check(plan, str(config))
@@ -238,7 +238,7 @@ def judged(plan: Plan, config: Path) -> Check:
 
 
 def rest(plan: Plan, config: Path) -> Check:
-    """Parts of the JSON without a check."""
+    """List the unchecked parts of the JSON."""
     said = [str(notice) for notice in plan.notices if notice.key == "unchecked"]
     if sections := known_keys.unread(jsonfile.read(config)):
         said.insert(0, f"{', '.join(sections)}: handed to DeepSpeed as written")
@@ -246,7 +246,7 @@ def rest(plan: Plan, config: Path) -> Check:
 
 
 def data(recipe: Recipe) -> Check:
-    """Whether the recipe's text is there, as far as can be told without reading it."""
+    """Check for the recipe's text, without reading it."""
     from data.corpus import check_sources
 
     try:
@@ -259,13 +259,13 @@ def data(recipe: Recipe) -> Check:
 
 
 @dataclass(frozen=True)
-class Told:
+class RankReport:
     """A rank's report to rank 0.
 
     Attributes:
-        sees: rank 0's file in the run directory.
-        ahead: seconds that its clock is ahead of rank 0's.
-        checks: of the first rank of a machine, else none.
+        sees: it sees rank 0's file in the run directory.
+        ahead: seconds of its clock ahead of rank 0's.
+        checks: findings of a machine's first rank; [] of other ranks.
     """
 
     host: str
@@ -275,11 +275,11 @@ class Told:
     checks: list[Check]
 
 
-TOLD = TypeAdapter(Told)
+RANK_REPORT = TypeAdapter(RankReport)
 
 
-def together(own: list[Check], directory: Path) -> list[Check]:
-    """On rank 0 the checks of all machines, with those that take several. Collective."""
+def gather_checks(own: list[Check], directory: Path) -> list[Check]:
+    """Gather the checks of all machines on rank 0, and compare the ranks. Collective."""
     from launch.machine import description
     from launch.records import shared_directory
 
@@ -291,14 +291,17 @@ def together(own: list[Check], directory: Path) -> list[Check]:
         there, token, theirs = meeting.from_rank_0((str(place), name, path))
         sees = first or (path == theirs and shared_directory.wait_for(Path(there), token))
         mine = own if processes.local_rank() == 0 else []
-        told = Told(socket.gethostname(), sees, ahead, description.versions(), mine)
-        every = meeting.to_rank_0(TOLD.dump_python(told, mode="json"))
-    ranks = [TOLD.validate_python(each) for each in every]
-    return [*merged([(rank.host, rank.checks) for rank in ranks if rank.checks]), *compared(ranks, path)]
+        told = RankReport(socket.gethostname(), sees, ahead, description.versions(), mine)
+        every = meeting.to_rank_0(RANK_REPORT.dump_python(told, mode="json"))
+    ranks = [RANK_REPORT.validate_python(each) for each in every]
+    return [
+        *merge_checks([(rank.host, rank.checks) for rank in ranks if rank.checks]),
+        *compare_ranks(ranks, path),
+    ]
 
 
-def compared(ranks: Sequence[Told], path: str) -> list[Check]:
-    """Comparison of the ranks of a launch; `path`: the run directory."""
+def compare_ranks(ranks: Sequence[RankReport], path: str) -> list[Check]:
+    """Compare the ranks of a launch; `path`: the run directory."""
     versions = {rank.host: rank.versions for rank in ranks}
     met = f"{len(ranks)} have met, on {counted(len(versions), 'machine')}: {', '.join(versions)}"
     found = {"ranks": ok(met), "shared files": ok(f"all see in {path} what rank 0 writes there")}
@@ -308,7 +311,7 @@ def compared(ranks: Sequence[Told], path: str) -> list[Check]:
         found["shared files"] = failed(came, fix)
     if len(versions) > 1:
         farthest = max(ranks, key=lambda rank: abs(rank.ahead))
-        found["clock"] = places.compared_clock(
+        found["clock"] = places.judge_clock(
             f"the clock of {farthest.host}, of all the farthest,", farthest.ahead
         )
         names = ranks[0].versions
@@ -322,10 +325,10 @@ def compared(ranks: Sequence[Told], path: str) -> list[Check]:
     return [replace(check, key=key) for key, check in found.items()]
 
 
-def merged(told: Sequence[tuple[str, list[Check]]]) -> list[Check]:
-    """Every check once, in the order of the first machine; with its machines where not all say the same.
+def merge_checks(told: Sequence[tuple[str, list[Check]]]) -> list[Check]:
+    """Merge the checks of all machines, with the machines' names where their findings differ.
 
-    What one machine could not check and another could is left out.
+    A check that only some machines could make is taken from those.
     """
     said: dict[str, dict[Check, list[str]]] = {}
     for host, found in told:
@@ -341,7 +344,7 @@ def merged(told: Sequence[tuple[str, list[Check]]]) -> list[Check]:
 
 
 def text(found: Sequence[Check], width: int | None) -> str:
-    """A line per check, with its fix below it, and how many there are of each verdict."""
+    """Write a line per check, with its fix below it, and the number of each verdict."""
     verdicts = max(len(check.verdict) for check in found) + 2
     column = verdicts + max(len(check.key) for check in found) + 2
     lines = []

@@ -36,7 +36,7 @@ examples:
       several nodes without Slurm
   python launch/pretrain.py --plan --processes 64 \\
       --recipe openwebtext/gpt2-124m
-      the plan of 64 processes, checked on a laptop; nothing is started
+      the plan of 64 processes, training_of on a laptop; nothing is started
   python launch/pretrain.py --ds_config bf16 --set optimizer.lr=3e-4 \\
       --steps 100 --out runs/try1
       one process, one field of the recipe changed
@@ -72,11 +72,11 @@ def main() -> None:
     if args.list:
         print(arguments.list_recipes())
         return
-    launch(args, lambda: checked(args))
+    launch(args, lambda: training_of(args))
 
 
-def checked(args: argparse.Namespace) -> Training:
-    """The training that the flags ask for. Raises ValueError with every problem."""
+def training_of(args: argparse.Namespace) -> Training:
+    """Make the training of the flags. Raises ValueError with every problem."""
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"

@@ -1,4 +1,4 @@
-"""Flags that choose a recipe and a DeepSpeed configuration, shared by the commands."""
+"""Parsers and common flags of the commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELP = argparse.RawDescriptionHelpFormatter  # descriptions and examples keep th
 
 
 def command(description: str, examples: str) -> argparse.ArgumentParser:
-    """A parser whose --help teaches: what the command does, then examples."""
+    """Make a parser with description and examples in its --help."""
     _refuse_another_checkout()
     about = textwrap.fill(description, HELP_WIDTH)
     parser = argparse.ArgumentParser(
@@ -36,14 +36,14 @@ def subcommand(
     about: str,
     examples: str,
 ) -> argparse.ArgumentParser:
-    """The parser of a subcommand whose --help teaches as that of a command."""
+    """Make the parser of a subcommand, with description and examples in its --help."""
     return commands.add_parser(
         name, help=help_line, description=about, epilog=examples, formatter_class=HELP, allow_abbrev=False
     )
 
 
 def _refuse_another_checkout() -> None:
-    """End with code 2 where the file that was started is not of the checkout that Python has installed."""
+    """End with code 2 if the started file is not in the checkout that this Python has installed."""
     started, installed = Path(sys.argv[0]).resolve().parent, Path(__file__).resolve().parents[1]
     if started.name == "launch" and started != installed:
         print(
@@ -56,7 +56,7 @@ def _refuse_another_checkout() -> None:
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that choose a recipe and change it."""
+    """Add the flags that choose a recipe and change it."""
     add = parser.add_argument_group("what to train").add_argument
     recipe = "a row of recipes/ or of your own YAML file, as file.yaml:row (default: %(default)s)"
     setting = "override one field of the recipe, e.g. --set batch.micro=4 --set optimizer.lr=3e-4; repeatable"
@@ -69,7 +69,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
-    """A reader of whole numbers within bounds, for `add_argument(type=...)`."""
+    """Make a reader of whole numbers within bounds, for `add_argument(type=...)`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or not least <= int(text) <= most:
@@ -80,7 +80,7 @@ def whole(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
 
 
 def number(above: float, most: float, bounds: str = "above 0") -> Callable[[str], float]:
-    """A reader of a finite number in (above, most], as `whole`."""
+    """Make a reader of finite numbers in (above, most], for `add_argument(type=...)`."""
 
     def read(text: str) -> float:
         try:
@@ -95,5 +95,5 @@ def number(above: float, most: float, bounds: str = "above 0") -> Callable[[str]
 
 
 def list_recipes() -> str:
-    """Name and title of every recipe, one per line."""
+    """List name and title of every recipe, one per line."""
     return aligned((entry.name, entry.title) for entry in catalog.names())

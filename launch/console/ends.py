@@ -1,4 +1,4 @@
-"""The end of a command: its exit code, and a sentence for Ctrl-C, a closed pipe or a full disk."""
+"""The end of a command: its exit code, and its message for Ctrl-C, a closed pipe or a full disk."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ INTERRUPTED = 130  # as shells report Ctrl-C
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end with its exit code.
 
-    2 where it refuses (ProblemsError), 1 where a disk or a device fails it, 0 where the reader of its output,
-    such as head, has seen enough.
+    The code is 2 for a refusal (ProblemsError), 1 for a failing disk or device, and 0 if the reader of the
+    output, such as head, ends early.
     """
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # of bytes that are no text
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # for bytes that are no text
     code: object
     try:
         try:
             code = main()
         except SystemExit as ended:
             code = ended.code
-        sys.stdout.flush()  # or a full disk is found out when nothing can say so any more
+        sys.stdout.flush()  # else a full disk would show too late for a message
     except ProblemsError as error:
         code = _say(f"\n{error}\n", 2)
     except KeyboardInterrupt:

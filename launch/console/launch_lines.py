@@ -1,4 +1,4 @@
-"""The command lines that launch a recipe: what follows the launcher, and the launcher's own flags."""
+"""Command lines that launch a recipe: the launcher with its flags, and the flags of pretrain.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def arguments(
     tiny: bool = False,
     steps: int | None = None,
 ) -> list[str]:
-    """What pretrain.py is given: one of ds_configs/ by its path, the user's own as it is written."""
+    """Return the flags of pretrain.py; a JSON of ds_configs/ by its path, the user's own as written."""
     json_file = f"ds_configs/{ds_config}.json" if ds_config in available() else ds_config
     sets = [word for setting in settings for word in ("--set", setting)]
     more = ["--tiny"] * tiny + (["--steps", str(steps)] if steps else [])
@@ -27,27 +27,26 @@ def arguments(
 
 
 def run_directory(recipe_name: str, ds_name: str) -> str:
-    """Where a run is kept that no --out says: runs/default-sotu-zero3_offload for recipe "default/sotu"."""
+    """Name the run directory without --out: runs/default-sotu-zero3_offload for "default/sotu"."""
     return "runs/" + re.sub(r"[^A-Za-z0-9._]+", "-", f"{recipe_name}-{ds_name}").strip("-")
 
 
 def quoted(words: Sequence[str]) -> str:
-    """The words as one line of a shell."""
+    """Join the words into one line of a shell."""
     return " ".join(shlex.quote(word) for word in words)
 
 
 def deepspeed(nodes: int, gpus_per_node: int, hostfile: str = "hosts") -> str:
-    """The deepspeed launcher with its flags for `nodes` machines of `gpus_per_node` processes."""
+    """Return the deepspeed launcher's command for `nodes` machines of `gpus_per_node` processes."""
     if nodes == 1:
         return f"deepspeed --num_gpus {gpus_per_node}"
     return f"deepspeed --hostfile {shlex.quote(hostfile)} --num_nodes {nodes} --num_gpus {gpus_per_node}"
 
 
 def torchrun(nodes: int, gpus_per_node: int, first_host: str, port: int) -> str:
-    """torchrun with its flags on each of the machines, on which NODE_RANK is its place among them.
+    """Return torchrun's command for each of the machines; NODE_RANK is the number of a machine.
 
-    With a rank given, global ranks follow the order of the machines; c10d's rendezvous would number them as
-    they come.
+    So global ranks follow the order of the machines; c10d's rendezvous would number them in order of arrival.
     """
     if nodes == 1:
         return f"torchrun --nproc_per_node {gpus_per_node}"

@@ -1,15 +1,15 @@
-"""Numbers as people read them."""
+"""Numbers as text for people."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-NOTHING = "–"  # where nothing was measured
+NOTHING = "–"  # for a missing value
 
 
 def number(value: Any) -> str:
-    """A value in a table: 12,345 for an integer, four significant digits for a float, text as it is."""
+    """Write a value for a table: integers as 12,345, floats with four significant digits, text as it is."""
     if value is None:
         return NOTHING
     if isinstance(value, bool):
@@ -22,7 +22,7 @@ def number(value: Any) -> str:
 
 
 def short(value: float | None) -> str:
-    """A value for a narrow screen: 512, 14.3, 3,657, 65.5k, 1.2M; "-" for None."""
+    """Write a value for a narrow screen: 512, 14.3, 3,657, 65.5k, 1.2M; "-" for None."""
     if value is None:
         return "-"
     if value >= 1e6:
@@ -33,15 +33,15 @@ def short(value: float | None) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Nats with four decimals, which tell two runs apart where four digits do not."""
+    """Write nats with four decimals, since four digits would not tell two runs apart."""
     return NOTHING if value is None else f"{value:.4f}"
 
 
 def ratio(value: float) -> str:
-    """0.9873 as "0.987x"; far from 1 three significant digits, so that 5e-06 is not shown as zero."""
+    """Write 0.9873 as "0.987x"; far from 1 with three significant digits, so that 5e-06 is not zero."""
     return f"{value:.3f}x" if 0.1 <= value < 10 else f"{value:.3g}x"
 
 
 def gigabytes(value: float | None) -> float | None:
-    """Bytes -> GB (1e9)."""
+    """Convert bytes to GB (1e9)."""
     return None if value is None else value / 1e9

@@ -1,4 +1,4 @@
-"""The door for what a command writes where the user says: checked first, never overwriting."""
+"""Checks of a command's output paths: nothing of the user's is ever overwritten."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recipes.problems import Problem, ProblemsError, either
 
 
 def directory(flag: str, text: str | Path) -> Path:
-    """A directory that is there, or can be made. Raises ProblemsError."""
+    """Check that the directory exists or can be made. Raises ProblemsError."""
     path = path_of(text, flag)
     problem = _place_problem(path)
     if not problem and path.exists() and not path.is_dir():
@@ -23,9 +23,9 @@ def directory(flag: str, text: str | Path) -> Path:
 
 
 def new_directory(flag: str, text: str | Path, resumed: str = "") -> Path:
-    """A directory that is not there yet, or is empty. Raises ProblemsError.
+    """Check that the directory is new or empty. Raises ProblemsError.
 
-    `resumed`: what to say where it is not empty, about continuing what is there.
+    `resumed`: words on how to continue in a directory that is not empty.
     """
     path = directory(flag, text)
     if path.exists() and any(path.iterdir()):
@@ -35,10 +35,10 @@ def new_directory(flag: str, text: str | Path, resumed: str = "") -> Path:
 
 
 def new_file(flag: str, text: str | Path, endings: Sequence[str] = (), own: bytes = b"") -> Path:
-    """A file that is not there yet, in a directory that is. Raises ProblemsError.
+    """Check that the file is new, in an existing directory. Raises ProblemsError.
 
-    `endings`: such as ".png", of which its name must have one. `own`: how every file begins that the command
-    itself writes; such a one is replaced.
+    `endings`: the allowed endings of its name, such as ".png". `own`: first bytes of the command's own files,
+    which are replaced.
     """
     path = path_of(text, flag)
     problem = _place_problem(path)
@@ -63,7 +63,7 @@ def _begins_with(path: Path, own: bytes) -> bool:
 
 
 def _place_problem(path: Path) -> tuple[str, str] | None:
-    """Why nothing can be made at the path (what came, the rule): tried, as access rights mislead."""
+    """Try to make something at the path, as access rights mislead; return (what came, the rule) or None."""
     try:
         above = next(each for each in (path, *path.absolute().parents) if each.exists())
         if path.is_symlink() and above != path:

@@ -13,12 +13,12 @@ from launch.console import terminal
 
 LINE_EVERY_SECONDS = 30.0  # in a log, at least one line in this time ...
 LINES_PER_RUN = 20  # ... and about this many in a short run
-# Of the numbers of a step, what a terminal too narrow for all of them does without, first to last.
+# Numbers of a step that a narrow terminal leaves out, in this order.
 DROPPED = ("tflops", "tokens", "scale", "lr", "norm", "samples", "mlm")
 
 
 class Silent:
-    """Shows nothing. `fields` of a step: its numbers as text, by short names."""
+    """A screen that shows nothing. `fields` of a step: its numbers as text, by short names."""
 
     def step(self, step: int, fields: Mapping[str, str]) -> None: ...
 
@@ -28,7 +28,7 @@ class Silent:
 
 
 class Bar(Silent):
-    """Two lines that redraw themselves on a terminal: the numbers of the step above the progress."""
+    """A screen of two lines on a terminal, redrawn: the numbers of the step above the progress."""
 
     def __init__(self, stream: TextIO, start_step: int, total_steps: int) -> None:
         self._numbers = tqdm(file=stream, bar_format="{desc}", dynamic_ncols=True, position=0)
@@ -53,13 +53,13 @@ class Bar(Silent):
 
 
 class Lines(Silent):
-    """Whole lines without carriage returns, for a log file."""
+    """A screen of whole lines without carriage returns, for a log file."""
 
     def __init__(self, stream: TextIO, start_step: int, total_steps: int) -> None:
         self._stream, self._start_step, self._total_steps = stream, start_step, total_steps
         self._every = max(1, (total_steps - start_step) // LINES_PER_RUN)
         self._shown = time.monotonic()
-        # End of the first step, which compiles and allocates: the rate is that of later ones.
+        # End of the first step, which compiles and allocates: the rate is of later steps.
         self._first: float | None = None
 
     def step(self, step: int, fields: Mapping[str, str]) -> None:
@@ -78,7 +78,7 @@ class Lines(Silent):
 
 
 def fitting(fields: Mapping[str, str], width: int | None) -> str:
-    """The numbers of a step in one line that leaves a column of the terminal free, without the `DROPPED`."""
+    """Join the numbers of a step into one line shorter than `width`, leaving out `DROPPED` ones."""
     left = dict(fields)
     for name in DROPPED:
         if width is None or len(" ".join(left.values())) < width:
@@ -88,12 +88,12 @@ def fitting(fields: Mapping[str, str], width: int | None) -> str:
 
 
 def screen(stream: TextIO, start_step: int, total_steps: int) -> Silent:
-    """A bar where `stream` can redraw two lines, lines elsewhere."""
+    """Make a bar if `stream` can redraw two lines, else lines."""
     return (Bar if _redraws(stream) else Lines)(stream, start_step, total_steps)
 
 
 def _redraws(stream: TextIO) -> bool:
-    """Whether it is a terminal of known size: on 0 rows (a pseudo-terminal) tqdm draws nothing."""
+    """Check for a terminal of known size: with 0 rows (a pseudo-terminal) tqdm draws nothing."""
     if not stream.isatty():
         return False
     try:
@@ -103,5 +103,5 @@ def _redraws(stream: TextIO) -> bool:
 
 
 def bar(stream: TextIO, **how: Any) -> Any:
-    """A tqdm bar on a terminal that vanishes at its end; nothing in a log."""
+    """Make a tqdm bar that vanishes at its end; it shows nothing in a log."""
     return tqdm(file=stream, disable=None, leave=False, dynamic_ncols=True, **how)

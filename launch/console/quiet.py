@@ -1,4 +1,4 @@
-"""Keeping the libraries' chatter off the screen."""
+"""Silence for the libraries' messages on the screen."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import logging
 import os
 import warnings
 
-# How torch's warnings begin that it has no kernels for a GPU: all that comes later is an error in the first.
+# Beginnings of torch's warnings about a GPU without kernels, which explain all later errors.
 NO_KERNELS = r"Found GPU\d|\n.* with CUDA capability "
 
 
 def quiet_libraries() -> None:
-    """Keep DeepSpeed's and torch's start-up chatter off the screen; MEGARECIPES_VERBOSE=1 brings it back.
+    """Silence DeepSpeed's and torch's start-up messages, unless MEGARECIPES_VERBOSE=1.
 
-    Has to precede `import deepspeed`, which says that it found no GPU while it is imported.
+    Call it before `import deepspeed`, which prints that it found no GPU.
     """
     if os.environ.get("MEGARECIPES_VERBOSE") == "1":
         return
@@ -21,7 +21,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("default", message=NO_KERNELS)
-    # Not its level, which DeepSpeed sets to WARNING when it is imported.
+    # Not by its level, which DeepSpeed sets to WARNING at its import.
     logging.getLogger("DeepSpeed").addFilter(_is_an_error)
 
 

@@ -1,4 +1,4 @@
-"""Text at the width of a terminal. What goes into a file or through a pipe is left whole."""
+"""Text at the width of a terminal; lines for a file or a pipe stay whole."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import sys
 import textwrap
 from typing import TextIO
 
-GLUE = "\N{NO-BREAK SPACE}"  # holds a flag and its value together
-LEAST = 40  # columns: in fewer, words would stand one below the other
+GLUE = "\N{NO-BREAK SPACE}"  # keeps a flag and its value together
+LEAST = 40  # columns; with fewer, each word would have its own line
 
 
 def columns(stream: TextIO | None = None) -> int | None:
-    """The columns of the terminal that `stream` (standard output) is; None where it is none."""
+    """Return the columns of the terminal `stream` (standard output); None if it is no terminal."""
     stream = stream or sys.stdout
     try:
         found = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
     except (OSError, ValueError):  # a stream without a descriptor
         found = None
-    # A pseudo-terminal may have 0 columns: nobody knows how wide what stands behind it is.
+    # A pseudo-terminal of unknown width has 0 columns.
     return max(found, LEAST) if found else None
 
 
 def wrapped(text: str, width: int | None, hang: int = 2) -> str:
-    """The text with its long lines broken between words, or as it is where `width` is None.
+    """Break long lines between words; `width` None: break none.
 
-    What follows a break is indented as its line, and by `hang` more.
+    A continued line is indented as its first line, and by `hang` more.
     """
     if width is None:
         return text
@@ -38,7 +38,7 @@ def wrapped(text: str, width: int | None, hang: int = 2) -> str:
 
 
 def command(line: str, width: int | None, hang: int = 2) -> str:
-    """A command of a shell at that width, broken before its flags, so that it can still be pasted."""
+    """Break a command of a shell before its flags, so that it can still be pasted."""
     if width is None or len(line) <= width:
         return line
     whole = re.sub(r" (?!-)", GLUE, line.lstrip())
@@ -48,7 +48,7 @@ def command(line: str, width: int | None, hang: int = 2) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print the text at the width of `stream` (standard output), at once."""
+    """Print the text at once, at the width of `stream` (standard output)."""
     print(wrapped(text, columns(stream)), file=stream, flush=True)
 
 

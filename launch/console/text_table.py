@@ -10,16 +10,16 @@ from tabulate import tabulate
 from launch.console.terminal import wrapped
 
 ALIGNMENTS = {"l": "left", "r": "right"}
-PADDING = 2  # that tabulate adds to headings
-LEAST_WRAPPED = 16  # columns: a narrower last column is no longer read as text
+PADDING = 2  # added to headings by tabulate
+LEAST_WRAPPED = 16  # columns; a narrower last column is hard to read
 
 
 def aligned(
     pairs: Iterable[tuple[str, object]], *, indent: int = 0, gap: int = 2, width: int | None = None
 ) -> str:
-    """Labels and values in two columns, `gap` spaces apart, one pair per line.
+    """Align labels and values in two columns, `gap` spaces apart, one pair per line.
 
-    Values are wrapped where that line is longer than `width`.
+    Lines longer than `width` are wrapped.
     """
     pairs = list(pairs)
     column = max((len(label) for label, _ in pairs), default=0) + gap
@@ -30,10 +30,10 @@ def aligned(
 def table(
     rows: Iterable[Sequence[object]], headings: Sequence[str] = (), align: str = "", width: int | None = None
 ) -> str:
-    """Columns two spaces apart under their headings. `align`: a letter for each, l (the default) or r.
+    """Make a table with columns two spaces apart. `align`: l (the default) or r for each column.
 
-    A table wider than `width` wraps its headings and its last column; where that is not enough, each row
-    becomes a paragraph, its first cell on a line of its own.
+    A table wider than `width` wraps its headings and its last column. If that is not enough, each row becomes
+    a paragraph, with its first cell on the first line.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     whole = _tabulated(cells, headings, align)

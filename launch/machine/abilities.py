@@ -15,11 +15,11 @@ from ds_configs.sections.monitors import PACKAGES
 
 
 def emulate_fp16() -> None:
-    """Let any CPU run fp16, to exercise the loss scaler without a GPU. Has to precede `import deepspeed`.
+    """Let any CPU run fp16, to exercise the loss scaler without a GPU. Call it before `import deepspeed`.
 
     DeepSpeed refuses fp16 on CPUs without instructions for it
-    (https://github.com/deepspeedai/DeepSpeed/pull/7207), though torch computes in it on all. Slow (a 1024^3
-    matrix product takes about 150 times as long as in fp32) and named in the results as a deviation.
+    (https://github.com/deepspeedai/DeepSpeed/pull/7207), though torch computes in it on every CPU. It is slow
+    (a 1024^3 matrix product takes about 150 times as long as in fp32), and results name it as a deviation.
     """
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -35,7 +35,7 @@ def emulate_fp16() -> None:
 
 
 def detect_machine(emulated_fp16: bool = False) -> Machine:
-    """Abilities of this process's accelerator and system; imports DeepSpeed's accelerator, starts nothing."""
+    """Return the abilities of this process's accelerator and system, from DeepSpeed and torch."""
     if emulated_fp16:
         emulate_fp16()
     from deepspeed.accelerator import get_accelerator
@@ -63,9 +63,9 @@ def detect_machine(emulated_fp16: bool = False) -> Machine:
 
 
 def _has_bf16_products() -> bool:
-    """Whether torch's library of CPU kernels multiplies in bf16 here, for which x86 needs AVX-512.
+    """Check that torch's library of CPU kernels multiplies in bf16 here; x86 needs AVX-512 for it.
 
-    Without it a loop of torch's own does: 0.85 GFLOP/s for 1024^3 on one core with AVX2, where fp32 has 59.
+    Else torch's own loop multiplies: 0.85 GFLOP/s for 1024^3 on one core with AVX2, where fp32 has 59.
     """
     import torch
 
@@ -73,7 +73,7 @@ def _has_bf16_products() -> bool:
 
 
 def missing_for_compiling() -> list[str]:
-    """Missing tools for DeepSpeed's ops: torch's C++ compiler, ninja, Python's headers."""
+    """List the missing tools for DeepSpeed's ops: torch's C++ compiler, ninja, Python's headers."""
     folder = os.path.dirname(sys.executable)
     if not shutil.which("ninja") and os.path.exists(os.path.join(folder, "ninja")):
         # The ninja wheel puts its program next to the interpreter, which need not be on PATH.

@@ -1,4 +1,4 @@
-"""Findings of checks of a machine or of a launch, and the loop that runs them."""
+"""The findings of checks of a machine or a launch, and the loop over the checks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Verdict = Literal["ok", "warning", "failed", "not checked"]
 
 @dataclass(frozen=True)
 class Check:
-    """One line of what was checked.
+    """The finding of a check, one line.
 
     Attributes:
-        key: what was looked at, e.g. "port"; "" until `run` fills it in.
+        key: subject of the check, e.g. "port"; "" until `run` sets it.
         verdict: `failed` will break a run; `warning` may, or costs speed or results; `not checked`: the
             reason is in `found`.
-        found: what there is, and the rule where that breaks one.
-        fix: what to do; "" where there is nothing to do.
+        found: the state found, and the rule that it breaks.
+        fix: the way to mend it, or "".
     """
 
     key: str
@@ -51,7 +51,7 @@ def unchecked(why: str) -> Check:
 
 
 def run(functions: Mapping[str, Function]) -> list[Check]:
-    """Findings of all functions, in their order; one that breaks gives a failed line."""
+    """Return the findings of all functions in their order; an exception becomes a failed finding."""
     return [
         dataclasses.replace(check, key=key)
         for key, function in functions.items()
@@ -68,7 +68,7 @@ def _findings(function: Function) -> Iterable[Check]:
     except OSError as error:
         told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return [failed(f"the system refuses it ({told[:200]})")]
-    except Exception as error:  # a check must not take the others along
+    except Exception as error:  # a broken check must not end the others
         at = traceback.extract_tb(error.__traceback__)[-1]
         told = " ".join(str(error).split())[:200]
         came = f"the check itself broke: {type(error).__name__}: {told} ({at.name}, line {at.lineno})"
@@ -76,12 +76,12 @@ def _findings(function: Function) -> Iterable[Check]:
 
 
 def refused(problems: Iterable[Problem]) -> list[Check]:
-    """Each problem as a failed check."""
+    """Turn each problem into a failed check."""
     bare = ((dataclasses.replace(problem, fix=""), problem.fix) for problem in problems)
     return [failed(str(found), "".join(map(str, pieces(fix)))) for found, fix in bare]
 
 
 def refuse(checks: Sequence[Check]) -> None:
-    """Raise ProblemsError with all that failed, if anything did."""
+    """Check that no check failed. Raises ProblemsError with all that did."""
     if broken := [check for check in checks if check.verdict == "failed"]:
         raise ProblemsError(Problem(check.key, check.found, "", check.fix) for check in broken)

@@ -1,4 +1,4 @@
-"""Checks of this machine apart from its GPUs: packages, compilers, limits, variables."""
+"""Checks of this machine without its GPUs: packages, compilers, limits, variables."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from recipes.problems import some
 
 # Packages of requirements.txt that no run needs: tests, lint and types.
 TOOLS = re.compile(r"pytest|hypothesis|ruff|mypy|types-")
-# Variables of this project, and what each is for.
+# Variables of this project and their purposes.
 VARIABLES = {
     "MEGARECIPES_CACHE": "directory of vocabularies, tokens and compiled ops",
     "MEGARECIPES_NVME": "directory for NVMe offload",
     "MEGARECIPES_VERBOSE": "1: what the libraries say, too",
     "MEGARECIPES_LOCAL_RANK": "a run's own",
 }
-FILES, FILES_PER_RANK = 128, 8  # that a process may need open: libraries and data; connections
+FILES, FILES_PER_RANK = 128, 8  # open files of a process: libraries and data; connections
 
 
 def python() -> Check:
-    """The interpreter against pyproject's requires-python."""
+    """Check the interpreter against pyproject's requires-python."""
     from packaging.specifiers import SpecifierSet
 
     version, file = platform.python_version(), REPOSITORY / "pyproject.toml"
@@ -43,7 +43,7 @@ def python() -> Check:
 
 
 def packages() -> Check:
-    """The installed packages against the pins of requirements.txt; local versions (+cu126) are as good."""
+    """Check the installed packages against requirements.txt; local versions (+cu126) are right, too."""
     from packaging.requirements import Requirement
 
     file = REPOSITORY / "requirements.txt"
@@ -69,7 +69,7 @@ def packages() -> Check:
 
 
 def compiler() -> Check:
-    """The C++ compiler of DeepSpeed's ops, with ninja and headers."""
+    """Check for the C++ compiler of DeepSpeed's ops, ninja and headers."""
     if missing := abilities.missing_for_compiling():
         slower = "torch's optimizer takes the place of DeepSpeed's compiled one, slower"
         fix = "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)"
@@ -78,7 +78,7 @@ def compiler() -> Check:
 
 
 def ops(ds: dict[str, Any]) -> Check:
-    """DeepSpeed's ops that a run with the resolved JSON `ds` uses: there, or compiled at its first start."""
+    """Check DeepSpeed's ops for the resolved JSON `ds`: built already, or compiled at the first start."""
     from launch.machine import compiled_ops
 
     if not (needed := compiled_ops.needed(ds)):
@@ -96,19 +96,19 @@ def ops(ds: dict[str, Any]) -> Check:
 
 
 def libaio(machine: Machine) -> Check:
-    """The library of NVMe offload; the resolver refuses a configuration that needs it and lacks it."""
+    """Look for the library of NVMe offload; without it the resolver refuses NVMe offload."""
     if machine.libaio:
         return ok("there, for NVMe offload")
     return ok("missing, which only NVMe offload needs (apt-get install libaio-dev)")
 
 
 def files_needed(world: int) -> int:
-    """Files that a process of `world` may need open at once."""
+    """Return the open files that a process of `world` may need at once."""
     return FILES + FILES_PER_RANK * world
 
 
 def open_files(world: int) -> Check:
-    """The hard limit, up to which a run raises the soft one by itself."""
+    """Check the hard limit of open files; a run raises the soft limit up to it by itself."""
     needed, limit = files_needed(world), file_limit()
     if limit == resource.RLIM_INFINITY or limit >= needed:
         allowed = "any number" if limit == resource.RLIM_INFINITY else f"{limit:,}"
@@ -122,7 +122,7 @@ def file_limit() -> int:
 
 
 def variables() -> Check:
-    """MEGARECIPES_*: misspelt ones, and values that mean nothing."""
+    """Check MEGARECIPES_* for misspelt names and meaningless values."""
     given = {name: value for name, value in os.environ.items() if name.startswith("MEGARECIPES_")}
     came, fixes = [], []
     for name in sorted(given.keys() - VARIABLES):

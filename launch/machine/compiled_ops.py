@@ -1,14 +1,14 @@
-"""DeepSpeed's compiled ops: built once per environment, before training, and with a word about it.
+"""DeepSpeed's compiled ops: built once per environment before training, with a message.
 
-DeepSpeed compiles an op at its first use with c++ and ninja and keeps it in torch's extension directory. Left
-to itself it does so in silence and on every rank at once; and torch 2.13 guards the directory by a file named
-`lock`, which a killed compilation leaves behind and on which every later run waits for ever
+DeepSpeed compiles an op at its first use with c++ and ninja and keeps it in torch's extension directory. By
+itself it does so in silence and on every rank at once. Also, torch 2.13 guards the directory by a file named
+`lock`: a killed compilation leaves it behind, and every later run waits for it for ever
 (https://github.com/pytorch/pytorch/issues/189245). No longer needed when
 `test_compiled_ops.py::test_torch_waits_for_a_lock_file_that_a_killed_process_left` fails.
 
-Here every environment has a directory of its own, below $TORCH_EXTENSIONS_DIR or the project's cache, in
-which nobody else compiles, and one process at a time holds a lock of the kernel's there, which dies with its
-holder. So a lock file of torch's that it finds is left over.
+Here every environment has its own directory below $TORCH_EXTENSIONS_DIR or the project's cache. One process
+at a time holds a lock of the kernel's there, which ends with its holder. So a lock file of torch's in the
+directory is left over.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from launch.ranks import ending, processes
 
 Say = Callable[[str], None]
 
-BUILT = "built"  # in an op's directory, once it was compiled whole
-LAST_LINES, LINE_WIDTH = 15, 300  # of the compiler's, that an explanation shows
+BUILT = "built"  # file in an op's directory after a complete compilation
+LAST_LINES, LINE_WIDTH = 15, 300  # of the compiler's output in an explanation
 
 TORCH_ADAM = """set "torch_adam": true in optimizer.params of the DeepSpeed JSON: torch's AdamW, same rule"""
 NO_NVME = "offload to memory instead of NVMe: --ds_config zero3_offload"
 
 
 class CompileError(RuntimeError):
-    """An op cannot be compiled or loaded. The message has the compiler's last lines and the fix."""
+    """A failure to compile or load an op, with the compiler's last lines and the fix."""
 
 
 class Op(NamedTuple):
-    """An op of DeepSpeed's."""
+    """A compiled op of DeepSpeed."""
 
     builder: str  # name of its builder class
     way_round: str  # how to do without the op
 
 
 def needed(ds: dict[str, Any]) -> tuple[Op, ...]:
-    """Ops that a run with the resolved DeepSpeed JSON `ds` uses, as DeepSpeed's engine chooses them."""
+    """List the ops that DeepSpeed's engine will use under the resolved JSON `ds`."""
     offloaded = [lookup(ds, f"zero_optimization.offload_{kind}.device") for kind in ("optimizer", "param")]
     adam = "CPUAdamBuilder" if offloaded[0] in ("cpu", "nvme") else "FusedAdamBuilder"
     by_torch = lookup(ds, "optimizer.params.torch_adam") is True or lookup(ds, "optimizer.type") == "Lamb"
@@ -67,11 +67,11 @@ def needed(ds: dict[str, Any]) -> tuple[Op, ...]:
 
 
 def prepare(ds: dict[str, Any], group: dist.ProcessGroup, say: Say = print) -> None:
-    """Have every op of `ds` compiled, and loaded on every rank of `group`, all of the run. Collective.
+    """Compile every op of `ds`, and load it on every rank of `group`, all of the run. Collective.
 
-    Rank 0 compiles; then the first rank of every other machine, which finds it done where they share the
-    directory; the others follow. Ends the run with exit code 1 on every rank, and one explanation, where an
-    op cannot be built.
+    Rank 0 compiles first, then the first rank of every other machine, unless they share the directory; then
+    the others load. If an op cannot be built, the run ends with exit code 1 on every rank and one
+    explanation.
     """
     ops = needed(ds)
     if not ops:
@@ -91,7 +91,7 @@ def prepare(ds: dict[str, Any], group: dist.ProcessGroup, say: Say = print) -> N
 
 
 def use_own_directory() -> Path:
-    """Have torch keep compiled ops in a directory of this environment alone, for this process."""
+    """Set torch's directory of compiled ops to this environment's own, in this process."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     root = Path(chosen) if chosen else default_directory() / "compiled_ops"
     key = environment_key()
@@ -109,7 +109,7 @@ def use_own_directory() -> Path:
 
 
 def environment_key() -> str:
-    """Name of what a compiled op depends on: interpreter, packages, compiler, processors."""
+    """Name the environment of a compiled op: interpreter, packages, compiler, processors."""
     device = get_accelerator().device_name()
     device = device if device == "cpu" else torch.cuda.get_device_name()
     installed = [os.stat(str(package.__file__)).st_mtime_ns for package in (torch, deepspeed)]
@@ -121,7 +121,7 @@ def environment_key() -> str:
 
 
 def is_built(op: Op) -> bool:
-    """Whether a run would find `op` compiled, by an earlier run or by whoever installed DeepSpeed."""
+    """Check whether `op` is compiled, by an earlier run or at DeepSpeed's installation."""
     builder = get_accelerator().create_op_builder(op.builder)
     if builder is None or _installed(builder.name):
         return True
@@ -129,10 +129,10 @@ def is_built(op: Op) -> bool:
 
 
 def build(op: Op, say: Say = print) -> None:
-    """Load `op`, compiled first where that is not done yet. Raises CompileError."""
+    """Load `op`, and compile it first if needed. Raises CompileError."""
     builder = get_accelerator().create_op_builder(op.builder)
     if builder is None or _installed(builder.name):
-        return  # DeepSpeed itself says what it thinks of an accelerator without this op
+        return  # DeepSpeed itself judges an accelerator without this op
     try:
         directory = Path(_get_build_directory(builder.name, False))
         with locked(directory / BUILT, f"DeepSpeed's {builder.name}", say) as held:
@@ -142,12 +142,12 @@ def build(op: Op, say: Say = print) -> None:
                 say(f"compiling DeepSpeed's {builder.name}, once per environment (about 40 s) …")
                 builder.load(verbose=False)
                 (directory / BUILT).touch()
-    except Exception as e:  # torch, ninja, compiler, file system, dynamic linker: each has its own
+    except Exception as e:  # torch, ninja, compiler, file system, dynamic linker: each raises its own type
         raise CompileError(_explanation(builder.name, e, op.way_round)) from e
 
 
 def _load_built(builder: Any, directory: Path) -> bool:
-    """Load an op that was compiled whole, without its builder's 2 s look at the sources; False: none was."""
+    """Load a completely compiled op, without its builder's 2 s check of sources; False: there is none."""
     name, loaded = builder.name, builder._loaded_ops
     if name not in loaded and (directory / BUILT).exists():
         with contextlib.suppress(ImportError, OSError):  # damaged: it is compiled again
@@ -156,7 +156,7 @@ def _load_built(builder: Any, directory: Path) -> bool:
 
 
 def _installed(name: str) -> bool:
-    """Whether DeepSpeed was installed with this op compiled beforehand (DS_BUILD_OPS=1)."""
+    """Check whether DeepSpeed was installed with this op compiled (DS_BUILD_OPS=1)."""
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
     return bool(installed_ops.get(name)) and accelerator_name == get_accelerator()._name

@@ -20,10 +20,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
-    """Machine, versions and commit; memory in units of 1e9 bytes, of one accelerator.
+    """Describe machine, versions and commit; memory in units of 1e9 bytes, of one accelerator.
 
-    Cores are those that this process may use (containers and taskset give fewer than the machine has), and
-    accelerators those that it sees on this node.
+    Only cores that this process may use are counted (containers and taskset allow fewer than the machine
+    has), and accelerators that it sees on this node.
     """
     import torch
 
@@ -44,19 +44,19 @@ def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
 
 
 def summary(described: Mapping[str, Any]) -> str:
-    """One phrase for tables: "1 x NVIDIA H100", or "CPU: AMD EPYC, 2 cores" without an accelerator."""
+    """Name the hardware in short: "1 x NVIDIA H100", or "CPU: AMD EPYC, 2 cores"."""
     if described["accelerators"]:
         return f"{described['accelerators']} x {described['accelerator']}"
     return f"CPU: {described['cpu']}, {counted(described['cores'], 'core')}"
 
 
 def versions() -> dict[str, str | None]:
-    """Python and the packages that decide the numbers; None where one is not installed."""
+    """Return the versions of Python and of the packages that decide numbers; None: not installed."""
     return {"python": platform.python_version(), **{package: installed(package) for package in PACKAGES}}
 
 
 def installed(package: str) -> str | None:
-    """Version of a package; None where it is not installed."""
+    """Return the version of a package; None: not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -64,9 +64,9 @@ def installed(package: str) -> str | None:
 
 
 def git_state(repository: Path) -> dict[str, Any] | None:
-    """Commit of the checkout and whether files differ from it; None where `repository` is not its top.
+    """Return the commit of the checkout, and if files differ from it; None if `repository` is not its top.
 
-    A package installed inside somebody else's checkout (a virtual environment there) must not report that.
+    A package in a virtual environment inside another checkout must not report that one.
     """
     top = _git(repository, "rev-parse", "--show-toplevel")
     commit = _git(repository, "rev-parse", "HEAD")
@@ -77,12 +77,12 @@ def git_state(repository: Path) -> dict[str, Any] | None:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:
-    """The processor's marketing name where the system tells it."""
+    """Return the processor's marketing name, if the system tells it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -91,7 +91,7 @@ def cpu_model() -> str:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """Output of git, or None where it fails, hangs or is not installed: a run never depends on it."""
+    """Return git's output; None if it fails, hangs or is missing: a run never depends on it."""
     command = ["git", "-C", str(directory), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)

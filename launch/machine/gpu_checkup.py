@@ -1,4 +1,4 @@
-"""Checks of the GPUs, and of what is compiled for them and connects them."""
+"""Checks of the GPUs, their kernels, compilers and shared memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from recipes.problems import counted
 # 9,637,888 bytes (https://github.com/NVIDIA/nccl/issues/342, /525); containers are advised to have 1 GB
 # (--shm-size=1g, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html).
 LEAST_SHARED, ADVISED_SHARED = 64 * 2**20, 10**9
-VOLTA_WHEELS = "12.6"  # CUDA of the newest wheels with kernels for Volta and older
+VOLTA_WHEELS = "12.6"  # CUDA version of the newest wheels for Volta and older
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A visible GPU: name, (major, minor) of its compute capability, bytes in all and free (if asked)."""
+    """A visible GPU: name, (major, minor) of its compute capability, total and free bytes (0: not read)."""
 
     name: str
     capability: tuple[int, int]
@@ -32,12 +32,12 @@ class Gpu:
 
     @property
     def architecture(self) -> str:
-        """As in torch's lists: sm_70."""
+        """The architecture as in torch's lists: sm_70."""
         return "sm_{}{}".format(*self.capability)
 
 
 def accelerator() -> Check:
-    """The GPUs that torch sees, and their free memory."""
+    """Check the GPUs that torch sees, and their free memory."""
     found = gpus(with_free=True)
     if not found:
         why = cpu_only()
@@ -55,9 +55,9 @@ def accelerator() -> Check:
 
 
 def gpus(with_free: bool = False) -> list[Gpu]:
-    """The GPUs that this process sees; none with DS_ACCELERATOR=cpu.
+    """List the GPUs that this process sees; none with DS_ACCELERATOR=cpu.
 
-    `with_free`: with what is free, which takes a context on each of them, and time.
+    `with_free`: with free memory, which needs a context on each GPU, and time.
     """
     import torch
 
@@ -72,7 +72,7 @@ def gpus(with_free: bool = False) -> list[Gpu]:
 
 
 def cpu_only() -> str:
-    """Why no GPU is used though the system shows one; "" where it shows none or the user wants none."""
+    """Say why torch uses no GPU though the system shows one; "" if there is none or none is wanted."""
     import torch
 
     hidden = os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
@@ -83,7 +83,7 @@ def cpu_only() -> str:
 
 
 def kernels() -> Check:
-    """Whether torch has machine code, or code to translate (PTX), for every visible GPU."""
+    """Check that torch has machine code or PTX for every visible GPU."""
     found = gpus()
     if not found:
         return unchecked("no GPU")
@@ -98,7 +98,7 @@ def kernels() -> Check:
 
 
 def built_for() -> list[str]:
-    """Architectures in this torch: sm_80 (machine code), compute_90 (PTX)."""
+    """List the architectures in this torch: sm_80 (machine code), compute_90 (PTX)."""
     import torch
 
     return torch.cuda.get_arch_list()
@@ -111,10 +111,10 @@ def torch_version() -> str:
 
 
 def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
-    """Whether one of `built` runs on a GPU of that compute capability.
+    """Check that one of the architectures `built` runs on a GPU of that compute capability.
 
-    Machine code runs on the same major and an equal or higher minor version, PTX on everything later, and
-    code with a letter on its own architecture alone (CUDA C++ Programming Guide, "Compute Capability").
+    Machine code runs on the same major and an equal or higher minor version, PTX on all later ones, code with
+    a letter only on its own architecture (CUDA C++ Programming Guide, "Compute Capability").
     """
     for each in built:
         if not (parts := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", each)):
@@ -129,9 +129,9 @@ def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
 
 
 def torch_for(capabilities: list[tuple[int, int]]) -> str:
-    """The command that installs the pinned torch with kernels for these GPUs.
+    """Return the command that installs the pinned torch with kernels for these GPUs.
 
-    torch itself lists what its wheels are built for; Volta and older are in those of CUDA 12.6 alone.
+    torch itself lists the architectures of its wheels; only the wheels of CUDA 12.6 have Volta and older.
     """
     import torch
 
@@ -150,7 +150,7 @@ def torch_for(capabilities: list[tuple[int, int]]) -> str:
 
 
 def precision(machine: Machine) -> Check:
-    """Precisions of the accelerator."""
+    """List the precisions of the accelerator."""
     there = {"fp32": True, "bf16": machine.bf16, "fp16": machine.fp16}
     able, unable = ([name for name, has in there.items() if has is wanted] for wanted in (True, False))
     slow = " (no instructions for bf16: slow)" if machine.slow_bf16 else ""
@@ -158,7 +158,7 @@ def precision(machine: Machine) -> Check:
 
 
 def cuda_compiler() -> Check:
-    """nvcc, whose major version has to be that of torch's CUDA: what it compiles is loaded into torch."""
+    """Check that nvcc has the major version of torch's CUDA: torch loads the ops that it compiles."""
     wanted = torch_cuda()
     if wanted is None or not gpus():
         return unchecked("no GPU" if wanted else f"torch {torch_version()} has no CUDA")
@@ -172,14 +172,14 @@ def cuda_compiler() -> Check:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that torch was built with, such as 13.0; None: a build for CPUs."""
+    """Return torch's CUDA version, such as 13.0; None: a build for CPUs."""
     import torch
 
     return torch.version.cuda
 
 
 def nvcc_version() -> str | None:
-    """Version of the nvcc that torch and DeepSpeed compile with, such as 12.6; None: there is none."""
+    """Return the version of torch's and DeepSpeed's nvcc, such as 12.6; None: there is none."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     try:
@@ -191,7 +191,7 @@ def nvcc_version() -> str | None:
 
 
 def shared_memory(ranks: int) -> Check:
-    """Room in /dev/shm for NCCL's connections within a machine; gloo and the loader use none."""
+    """Check the room in /dev/shm for NCCL's connections within a machine; gloo and loader need none."""
     if ranks < 2 or not gpus():
         return ok("none is needed: " + ("one process here" if ranks < 2 else "no GPU"))
     free = free_shared_memory()
@@ -207,7 +207,7 @@ def shared_memory(ranks: int) -> Check:
 
 
 def free_shared_memory() -> float | None:
-    """Bytes free in /dev/shm; None where there is none."""
+    """Return the free bytes in /dev/shm; None without /dev/shm."""
     try:
         facts = os.statvfs("/dev/shm")
     except OSError:

@@ -1,4 +1,4 @@
-"""Checks of what connects the machines of a launch: names, port, hostfile, variables that travel."""
+"""Checks of the connection of a launch's machines: names, port, hostfile, exported variables."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from recipes import files
 from recipes.problems import Problem, counted, some
 
 DEFAULT_PORT = 29500  # of deepspeed and torchrun
-# What the deepspeed launcher of 0.19.8 hands to other machines (launcher/runner.py, cuda_accelerator.py), and
-# beginnings of what is read there all the same. The rest a run takes from rank 0 by itself.
+# Beginnings of variables that the deepspeed launcher of 0.19.8 hands to other machines (launcher/runner.py,
+# cuda_accelerator.py), and of others that are read there. A run takes all further ones from rank 0.
 EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 READ = ("OMP_NUM_THREADS", "LD_LIBRARY_PATH", "DS_", "TRITON_", "XDG_CACHE_HOME", "HF_TOKEN")
 LOCAL = ("localhost", "127.")
@@ -26,7 +26,7 @@ LOCAL = ("localhost", "127.")
 
 @dataclass(frozen=True)
 class Hosts:
-    """A hostfile: slots (processes, one GPU each) of every machine by its name; what is wrong with it."""
+    """A hostfile: every machine's slots (processes, one GPU each) by its name, and the file's problems."""
 
     slots: Mapping[str, int]
     problems: tuple[Problem, ...] = ()
@@ -38,16 +38,16 @@ class Hosts:
 
     @property
     def here(self) -> int | None:
-        """Slots of this machine; None where it is not named."""
+        """Slots of this machine; None: it is not named."""
         name = socket.gethostname()
         own = {name, name.partition(".")[0], "localhost", "127.0.0.1"}
         return next((slots for host, slots in self.slots.items() if host in own), None)
 
 
 def read_hosts(path: str | Path) -> Hosts:
-    """The hostfile as the deepspeed launcher reads it ("name slots=8", "#" for comments).
+    """Read a hostfile as the deepspeed launcher does ("name slots=8", "#" for comments).
 
-    Raises FileError: no such file, or no text.
+    Raises FileError if there is no such file, or no text in it.
     """
     file = files.path_of(path, "--hostfile")
     slots: dict[str, int] = {}
@@ -74,7 +74,7 @@ def read_hosts(path: str | Path) -> Hosts:
 
 
 def several_machines(hosts: Hosts | None, environ: Mapping[str, str]) -> bool:
-    """Whether the launch, by its hostfile or by its launcher's variables, is on more than this machine."""
+    """Check by hostfile or launcher's variables whether the launch has more than this machine."""
     if hosts is not None:
         return len(hosts.slots) > 1
     told = any(name in environ for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
@@ -83,7 +83,7 @@ def several_machines(hosts: Hosts | None, environ: Mapping[str, str]) -> bool:
 
 
 def host_name(several: bool) -> Check:
-    """Whether other machines can reach this one by its name: gloo connects to what it resolves to."""
+    """Check that other machines reach this one by its name: gloo connects to its address."""
     name = socket.gethostname()
     if not several:
         return ok(f"{name}; one machine needs no other to find it")
@@ -100,7 +100,7 @@ def host_name(several: bool) -> Check:
 
 
 def addresses(name: str) -> list[str]:
-    """Addresses of a host name; none where it does not resolve."""
+    """Return the addresses of a host name; [] if it does not resolve."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except (OSError, UnicodeError):
@@ -108,7 +108,7 @@ def addresses(name: str) -> list[str]:
 
 
 def port(environ: Mapping[str, str]) -> Check:
-    """Whether rank 0 can listen where the processes meet."""
+    """Check that rank 0 can listen at the port where the processes meet."""
     number = environ.get("MASTER_PORT", str(DEFAULT_PORT))
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or processes.rank():
         return unchecked(f"{number}: another process listens there, of this launch")
@@ -128,7 +128,7 @@ def port(environ: Mapping[str, str]) -> Check:
 
 
 def why_taken(number: int) -> str | None:
-    """Why nobody can listen at that port; None: one can."""
+    """Return the reason why nobody can listen at the port, or None."""
     try:
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -139,7 +139,7 @@ def why_taken(number: int) -> str | None:
 
 
 def lent_ports() -> tuple[int, int]:
-    """Least and greatest port that the system gives to outgoing connections."""
+    """Return the least and greatest port that the system gives to outgoing connections."""
     try:
         least, most = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
         return int(least), int(most)
@@ -148,7 +148,7 @@ def lent_ports() -> tuple[int, int]:
 
 
 def hostfile(hosts: Hosts, devices: int) -> list[Check]:
-    """Its lines; and this machine's against its `devices`, GPUs, 0 without any."""
+    """Check the hostfile's lines, and this machine's slots against its GPUs (`devices`, 0: none)."""
     found = refused(hosts.problems)
     if hosts.here is not None and devices and hosts.here > devices:
         came = f"slots={hosts.here} for this machine, which has {counted(devices, 'GPU')}"
@@ -161,7 +161,7 @@ def hostfile(hosts: Hosts, devices: int) -> list[Check]:
 
 
 def reachable(hosts: Hosts) -> Check:
-    """Whether the names resolve here, and deepspeed can start processes there."""
+    """Check that the names resolve here, and that deepspeed can start processes there."""
     if len(hosts.slots) < 2:
         return ok("one machine")
     with ThreadPoolExecutor(32) as pool:
@@ -176,7 +176,7 @@ def reachable(hosts: Hosts) -> Check:
 
 
 def environment(hosts: Hosts, environ: Mapping[str, str]) -> Check:
-    """Variables that are set here, and that the deepspeed launcher does not hand to the other machines."""
+    """Check for variables that the deepspeed launcher does not hand to the other machines."""
     if len(hosts.slots) < 2:
         return ok("one machine")
     written = set()

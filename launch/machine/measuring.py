@@ -1,4 +1,4 @@
-"""Measures how fast this machine is: products, memory, copies, a collective, starting an operation."""
+"""Measurement of this machine's rates: products, memory, copies, a collective, start of an operation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from launch.machine.rates import Rates, keep
 from recipes.problems import Problem, ProblemsError
 
 LARGE = {"cpu": 2048, "cuda": 8192}  # rows and columns of large products
-# Tokens and hidden size of a layer that stands for those that such a machine trains.
+# Tokens and hidden size of a typical layer on such a machine.
 LAYER = {"cpu": (1024, 512), "cuda": (8192, 2048)}
 STREAM_BYTES = {"cpu": 2**27, "cuda": 2**31}  # larger than caches
-LINK_ELEMENTS = 2**21  # of an all-reduce: about a layer's activations or gradients on such a machine
+LINK_ELEMENTS = 2**21  # of an all-reduce: about a layer's activations or gradients
 STARTS = 300
-# Of each, at least so many, and for so many seconds; the median counts.
+# Least number of repetitions, and least seconds; the median counts.
 REPEATS, REPEAT_S = 5, 0.4
-# What a training process has imported, and done, before its first tensor.
+# Imports and first operations of a training process before its first tensor.
 BEFORE = """import resource, torch, torch._dynamo, torch.utils.tensorboard, deepspeed, matplotlib.pyplot
 from transformers import PreTrainedTokenizerFast
 torch.ones(1024, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)
@@ -38,7 +38,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"""
 
 
 def measured() -> Rates:
-    """Measure this machine, which takes seconds, and keep that."""
+    """Measure this machine's rates, which takes seconds, and keep them in the cache."""
     rates = _of_gpu() if _has_gpu() else _of_cpu()
     keep(rates)
     return rates
@@ -49,7 +49,7 @@ def _has_gpu() -> bool:
 
 
 def _of_cpu() -> Rates:
-    # First: processes are forked while torch has no threads yet.
+    # First, since processes are forked before torch has threads.
     link = _gloo_gb_s()
     context = _context_bytes()
     precisions = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -64,7 +64,7 @@ def _of_cpu() -> Rates:
             for of in (_large_tflops, _layer_tflops, _attention_tflops)
         )
         between, start = count * _layer_gb_s("cpu", torch.bfloat16), _start_us("cpu")
-        stream = max(together, _stream_gb_s("cpu"))  # one core alone can fill a narrow memory
+        stream = max(together, _stream_gb_s("cpu"))  # one core can fill a narrow memory
     finally:
         torch.set_num_threads(threads)
     return Rates(
@@ -100,9 +100,9 @@ def _of_gpu() -> Rates:
 
 
 def _seconds(work: Callable[[], object], device: str = "cpu") -> float:
-    """The median of several, after one that allocates and compiles.
+    """Return the median seconds of `work`, after a first call that allocates and compiles.
 
-    On a CPU those in which the thread computed: others that wait for the same cores are not the machine.
+    On a CPU only the thread's own computing time counts, not its waits for a core.
     """
     clock = time.perf_counter if device == "cuda" else time.thread_time
     found: list[float] = []
@@ -122,7 +122,7 @@ def _large_tflops(device: str, kind: torch.dtype) -> float:
 
 
 def _layer_tflops(device: str, kind: torch.dtype) -> float:
-    """The four products of a transformer layer's weights, with those for both gradients: 72 T h^2."""
+    """Measure the four weight products of a transformer layer, with both gradients: 72 T h^2."""
     tokens, hidden = LAYER[device]
     linear = torch.nn.functional.linear
     sizes = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
@@ -138,7 +138,7 @@ def _layer_tflops(device: str, kind: torch.dtype) -> float:
 
 
 def _attention_tflops(device: str, kind: torch.dtype) -> float:
-    """Two products forward and five backward, of heads of 64 numbers and sequences of 256 tokens."""
+    """Measure attention, two products forward and five backward: heads of 64, sequences of 256 tokens."""
     tokens, hidden = LAYER[device]
     sequence, head = 256, 64
     shape = (tokens // sequence, hidden // head, sequence, head)
@@ -153,7 +153,7 @@ def _attention_tflops(device: str, kind: torch.dtype) -> float:
 
 
 def _layer_gb_s(device: str, kind: torch.dtype) -> float:
-    """Norm, residual sum, and GELU over 4 h, forward and backward; as many bytes thrice: 13 w T h each."""
+    """Measure norm, residual sum and GELU over 4 h, forward and backward: 3 times 13 w T h bytes."""
     tokens, hidden = LAYER[device]
     functional = torch.nn.functional
     narrow, wide = (torch.randn(tokens, n, device=device).to(kind) for n in (hidden, 4 * hidden))
@@ -188,7 +188,7 @@ def _peer_gb_s() -> float:
 
 
 def _start_us(device: str) -> float:
-    """Of operations on a few numbers, forward and backward, which is as much as three of them."""
+    """Measure the start of an operation; forward and backward of one count as three."""
     few = torch.ones(8, device=device, requires_grad=True)
 
     def work() -> None:
@@ -201,7 +201,7 @@ def _start_us(device: str) -> float:
 
 
 def _gloo_gb_s() -> float | None:
-    """Bytes per second on the bus of an all-reduce between two processes; None: they cannot be forked."""
+    """Measure the bus rate of an all-reduce between two processes; None if they cannot be forked."""
     if not hasattr(os, "fork") or cores() < 2:
         return None
     folder = tempfile.mkdtemp()
@@ -220,7 +220,7 @@ def _gloo_gb_s() -> float | None:
 
 
 def _reduce(rank: int, folder: str) -> NoReturn:
-    """The forked process of a rank; it ends here. All-reduces of two bytes per number, as in training."""
+    """Run all-reduces in the forked process of a rank, of two bytes per number as in training, and exit."""
     code = 1
     try:
         torch.set_num_threads(1)
@@ -237,7 +237,7 @@ def _reduce(rank: int, folder: str) -> NoReturn:
 
 
 def _rounds(work: Callable[[], object]) -> float:
-    """The median of as many as every rank makes, waiting for the other included."""
+    """Return the median seconds of a fixed number of calls, with the wait for the other rank."""
     found = []
     for _ in range(2 * REPEATS):
         start = time.perf_counter()
@@ -247,7 +247,7 @@ def _rounds(work: Callable[[], object]) -> float:
 
 
 def _context_bytes() -> float:
-    """The largest resident set of a process that has imported the libraries and does nothing."""
+    """Return the largest resident set of a process that only imports the libraries."""
     done = subprocess.run([sys.executable, "-c", BEFORE], capture_output=True, text=True, timeout=300)
     lines = done.stdout.split()
     if done.returncode or not lines:

@@ -1,4 +1,4 @@
-"""Memory of this machine: what a process may use, and the most it has used."""
+"""The memory of this machine: limits, use and peaks of a process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from recipes.problems import counted
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Largest memory of this process so far. `kind` says which memory, since the two are not comparable."""
+    """The largest memory use of this process so far. `kind`: GPU or host memory, which do not compare."""
 
     bytes: int
     kind: str
 
 
 def peak_memory() -> PeakMemory:
-    """Peak of this process: allocated by torch on the GPU, or the resident set on a machine without one."""
+    """Return this process's peak: torch's allocations on the GPU, or the resident set without a GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -39,17 +39,17 @@ def peak_memory() -> PeakMemory:
 
 
 def peak_cached_bytes() -> int | None:
-    """Peak of what torch's caching allocator reserved on the GPU (the tables' "cached"); None without one."""
+    """Return the peak that torch reserved on the GPU (the tables' "cached"); None without a GPU."""
     import torch
 
     return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
 
 
 def pin_no_more_than_asked() -> None:
-    """Have torch pin large blocks of host memory as they are, which it else rounds up to powers of two.
+    """Keep torch from rounding large blocks of pinned host memory up to powers of two.
 
-    What is offloaded takes a quarter more so (torch 2.13, ATen/core/CachingHostAllocator.h). Does nothing
-    where PYTORCH_ALLOC_CONF says otherwise.
+    Rounding costs offloaded state a quarter more memory (torch 2.13, ATen/core/CachingHostAllocator.h). A
+    setting in PYTORCH_ALLOC_CONF stays.
     """
     import torch
 
@@ -59,7 +59,7 @@ def pin_no_more_than_asked() -> None:
 
 
 def return_unused_pinned() -> None:
-    """Give the system back the pinned memory that torch keeps and nothing uses."""
+    """Give unused pinned memory back to the system."""
     import torch
 
     if torch.cuda.is_available():
@@ -68,7 +68,7 @@ def return_unused_pinned() -> None:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a machine: of each GPU, if there are any, and of the host."""
+    """The memory of a machine: of each GPU, if there are any, and of the host."""
 
     gpus: int
     gpu_bytes: float
@@ -80,7 +80,7 @@ class Memory:
 
 
 def this_machine() -> Memory:
-    """The smallest visible GPU stands for all; the host's memory is what this process may use."""
+    """Return the memory of this machine: of its smallest visible GPU, and the host's within limits."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -89,12 +89,12 @@ def this_machine() -> Memory:
 
 
 def host_memory(root: Path = Path("/")) -> float:
-    """Bytes: the machine's memory, or the lowest limit of this process's control groups, as in containers."""
+    """Return the bytes of the machine's memory, or the lowest limit of this process's control groups."""
     return min([float(physical_memory()), *(limit for limit, _ in _control_groups(root))])
 
 
 def available(root: Path = Path("/")) -> float:
-    """Bytes that processes can still take without swapping, in this machine and these control groups."""
+    """Return the bytes that processes can still take without swapping, within the control groups."""
     import psutil
 
     left = (limit - used for limit, used in _control_groups(root))
@@ -106,9 +106,9 @@ def physical_memory() -> int:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[float, float]]:
-    """(limit, use) in bytes of the group and of those above it, cgroup v2 and v1; what is limited.
+    """Yield (limit, use) in bytes of this process's control group and its parents, cgroup v2 and v1.
 
-    The cache of files is no use: the system takes it back.
+    The cache of files does not count as use: the system takes it back.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer states of one process under a resolved plan, counted."""
+"""Counted bytes of weights, gradients and optimizer states of one process under a resolved plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLACES: dict[str, cost.Place] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}  
 
 
 def model_states(plan: Plan) -> cost.StateBytes:
-    """Bytes on the fullest pipeline stage, where each lies while the optimizer steps."""
+    """Count the bytes on the fullest pipeline stage, by their place in an optimizer step."""
     recipe, layout = plan.recipe, plan.layout
     zero = plan.ds.get("zero_optimization") or {}
     optimizer, weights = (PLACES[section.get("device") or "none"] for section in offloads(plan))
@@ -41,17 +41,17 @@ def model_states(plan: Plan) -> cost.StateBytes:
 
 
 def offloads(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sections offload_optimizer and offload_param of the resolved JSON; empty where there is none."""
+    """Return the sections offload_optimizer and offload_param of the resolved JSON; {} if missing."""
     zero = plan.ds.get("zero_optimization") or {}
     return zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
 
 
 def state_widths(plan: Plan) -> cost.Widths:
-    """Bytes of a number of each kind, as the resolved JSON has them.
+    """Return the bytes of one number of each kind under the resolved JSON.
 
-    DeepSpeed 0.19.8: `<half>_master_weights_and_grads` keeps the optimizer's weights, and the gradients that
-    it takes, in half precision; Adam's moments follow with `bf16_optimizer_states` on the GPU, and on the CPU
-    with `fp32_optimizer_states: false` (ops/adam/cpu_adam.py); `grad_accum_dtype` is that of the gradients.
+    DeepSpeed 0.19.8: `<half>_master_weights_and_grads` keeps the optimizer's weights and gradients in half
+    precision. So does `bf16_optimizer_states` with Adam's moments on the GPU, and `fp32_optimizer_states:
+    false` on the CPU (ops/adam/cpu_adam.py). `grad_accum_dtype` is the type of the gradients.
     """
     if plan.precision == "fp32":
         return cost.FP32

@@ -1,4 +1,4 @@
-"""Checks of the directory that a run is to be kept in: rights, room, kind of file system, clock."""
+"""Checks of a run's directory: rights, room, kind of file system, clock."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 from launch.console import output
 from launch.machine.checks import Check, failed, ok, unchecked, warning
 
-# File systems that other machines may see as well; all others lie in this machine.
+# File systems that other machines may see; all others belong to this machine.
 NETWORK = re.compile(
     r"nfs|lustre|gpfs|beegfs|ceph|cifs|smb|glusterfs|fuse\.|9p|virtiofs|wekafs|panfs|orangefs|pvfs|afs|daos"
 )
 IN_MEMORY = ("tmpfs", "ramfs")
-CLOCK_S = 2.0  # seconds between two clocks from which on times of files mislead
+CLOCK_S = 2.0  # seconds; with a larger difference of clocks, times of files mislead
 
 
 def writable(directory: Path) -> Check:
-    """Whether the run directory is there or can be made, tried with a file."""
+    """Check by a file that the run directory is writable or can be made."""
     output.directory("--out", directory)
     return ok(f"{directory} " + ("is writable" if directory.exists() else "can be made"))
 
 
 def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
-    """Room for checkpoints, each of `checkpoint` bytes.
+    """Check the room for checkpoints, each of `checkpoint` bytes.
 
-    `kept`: the most that lie there at once; None: all that are saved, of which nobody knows how many.
+    `kept`: the largest number at one time; None: an unknown number, since all are kept.
     """
     free = free_bytes(existing(directory))
     room = f"{amount(free)} free"
@@ -49,7 +49,7 @@ def space(directory: Path, checkpoint: float, kept: int | None) -> Check:
 
 
 def file_system(directory: Path, several: bool) -> Check:
-    """The kind of file system: whether it outlives the machine, and whether `several` machines may see it."""
+    """Check the kind of file system: not in memory, and shared if the run has `several` machines."""
     kind = kind_of(existing(directory))
     if kind is None:
         return unchecked("there is no /proc/mounts")
@@ -63,15 +63,15 @@ def file_system(directory: Path, several: bool) -> Check:
 
 
 def clock(directory: Path) -> Check:
-    """The clock of a file server against this machine's, by the time of a new file."""
+    """Compare a file server's clock with this machine's, by the time of a new file."""
     place = existing(directory)
     if NETWORK.match(kind_of(place) or ""):
-        return compared_clock("the file server", server_time(place) - time.time())
+        return judge_clock("the file server", server_time(place) - time.time())
     return unchecked("the file system is this machine's: no other clock to compare with")
 
 
-def compared_clock(whose: str, ahead: float) -> Check:
-    """`ahead`: seconds that another clock is ahead of this one."""
+def judge_clock(whose: str, ahead: float) -> Check:
+    """Judge another clock, which is `ahead` of this one by so many seconds."""
     if abs(ahead) <= CLOCK_S:
         return ok(f"{whose} is {abs(ahead):.1f} s away")
     came = f"{whose} is {abs(ahead):,.1f} s {'ahead' if ahead > 0 else 'behind'}"
@@ -79,7 +79,7 @@ def compared_clock(whose: str, ahead: float) -> Check:
 
 
 def server_time(place: Path) -> float:
-    """Seconds since 1970 on the machine that keeps the files of `place`."""
+    """Return the seconds since 1970 on the machine with the files of `place`."""
     with tempfile.TemporaryFile(dir=place) as file:
         file.write(b"x")
         file.flush()
@@ -88,18 +88,18 @@ def server_time(place: Path) -> float:
 
 
 def existing(path: Path) -> Path:
-    """The path, or what is above it, as far as it exists."""
+    """Return the path, or its nearest parent that exists."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
 def free_bytes(place: Path) -> float:
-    """Bytes that this user may still write there; quotas are not seen."""
+    """Return the bytes that this user may still write there, without regard to quotas."""
     facts = os.statvfs(place)
     return float(facts.f_bavail * facts.f_frsize)
 
 
 def kind_of(place: Path) -> str | None:
-    """The type of the file system that holds `place`, such as ext4; None where the system does not say."""
+    """Return the type of `place`'s file system, such as ext4; None if the system does not say."""
     try:
         lines = Path("/proc/mounts").read_text().splitlines()
     except OSError:
@@ -107,10 +107,10 @@ def kind_of(place: Path) -> str | None:
     mounts = [(line.split(" ")[1].encode().decode("unicode_escape"), line.split(" ")[2]) for line in lines]
     real = place.resolve()
     holding = [(mount, kind) for mount, kind in mounts if real.is_relative_to(mount)]
-    # The last of equals: what was mounted over the others.
+    # The last of equals was mounted over the others.
     return max(reversed(holding), key=lambda held: len(held[0]))[1] if holding else None
 
 
 def amount(size: float) -> str:
-    """Bytes as 3.73 GB."""
+    """Write bytes as 3.73 GB."""
     return f"{size / 1e9:,.3g} GB" if size >= 1e8 else f"{size / 1e6:,.3g} MB"

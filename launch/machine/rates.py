@@ -1,6 +1,6 @@
 """Rates of this machine, measured once (launch/machine/measuring.py) and kept in the cache.
 
-Nothing here imports torch: the planner reads what is kept.
+The planner reads them, so that nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from launch.machine.description import cores, cpu_model, installed
 class Rates:
     """Measured rates; operations and bytes per second are of all cores, or of one GPU.
 
-    Those of cores are one core's times their number, but for memory, which they share: ranks that compute
-    have a core each, and threads that wait for each other measure what else runs.
+    The rates of cores are one core's times their number, except for the shared memory: training ranks have a
+    core each, and a measurement with threads would depend on other processes.
 
     Attributes:
-        accelerator: its name as torch has it, or "cpu".
+        accelerator: torch's name of it, or "cpu".
         tflops: 10^12 operations/s of the fastest products, by precision.
         layer_tflops: the same of a layer's products, forward and backward; empty: not measured.
-        attention_tflops: the same of causal attention, whose masked half is not counted.
+        attention_tflops: the same of causal attention, without its masked half.
         memory_gb_s: of a stream copy, reading and writing, 10^9 bytes/s.
-        layer_gb_s: of what a layer does between products, each operand read and written once.
+        layer_gb_s: of a layer's work between products, each operand read and written once.
         host_gb_s: of the host's memory.
         copy_gb_s: between host and accelerator, pinned, the slower way.
         link_gb_s: on the bus of an all-reduce of two processes, or of a copy between two GPUs; None: one GPU.
         start_us: microseconds to start an operation.
-        memory_bytes: of the accelerator, or what processes may use.
+        memory_bytes: of the accelerator, or of the memory for processes.
         context_bytes: of a process before its first tensor.
-        watts: the board's power limit; None: nothing says it.
+        watts: the board's power limit; None: unknown.
     """
 
     accelerator: str
@@ -62,7 +62,7 @@ class Rates:
 
 
 def cached() -> Rates | None:
-    """Rates of this machine with this torch; None: not measured, or not readable."""
+    """Read the rates of this machine with this torch from the cache; None: missing or unreadable."""
     try:
         values = json.loads(place().read_text(encoding="utf-8"))
         return Rates(**values["rates"])
@@ -71,20 +71,20 @@ def cached() -> Rates | None:
 
 
 def keep(rates: Rates) -> None:
-    """For `cached`, where the cache can be written."""
+    """Write the rates into the cache, if it is writable."""
     with contextlib.suppress(OSError):
         place().parent.mkdir(parents=True, exist_ok=True)
         write_atomically(place(), json.dumps({"machine": machine(), "rates": asdict(rates)}, indent=2) + "\n")
 
 
 def place() -> Path:
-    """The file of this machine in the cache."""
+    """Return the file of this machine in the cache."""
     digest = sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()[:16]
     return default_directory() / "rates" / f"{digest}.json"
 
 
 def machine() -> dict[str, Any]:
-    """Identity of the machine, found without torch: the same in a command and in a launcher's processes."""
+    """Identify the machine without torch, alike in a command and in a launcher's processes."""
     gpus = sorted(path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
     if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         gpus = []

@@ -1,4 +1,4 @@
-"""The checks of a machine that every start of a run can afford."""
+"""The quick checks of a machine, made at every start of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipes.schema import Recipe
 
 
 def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
-    """Checks of every start, by their keys. `directory`: of the run."""
+    """Return the checks of every start by their keys. `directory`: of the run."""
     chosen: dict[str, Function] = {
         "GPU kernels": gpu_checkup.kernels,
         "variables": checkup.variables,
@@ -26,10 +26,10 @@ def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
 
 
 def checkpoint_bytes(recipe: Recipe) -> tuple[float, int | None]:
-    """(bytes of a checkpoint, the most that lie on the disk at once; None: no bound is known).
+    """Return (bytes of a checkpoint, largest number on the disk at one time; None: unknown).
 
-    A checkpoint holds fp32 weights and Adam's two moments (launch/checkpoints), and an old one goes once the
-    newer one is on the disk.
+    A checkpoint holds fp32 weights and Adam's two moments (launch/checkpoints). An old one is removed after
+    the newer one is on the disk.
     """
     run = recipe.run
     size = 12.0 * cost.parameters(recipe.model, recipe.positions)

@@ -225,20 +225,20 @@ def test_ranks_meet_and_compare_what_they_see(tmp_path):
 
 
 def told(host, sees=True, ahead=0.0, python="3.11.7"):
-    return doctor.Told(host, sees, ahead, {"python": python, "torch": "2.13.0"}, [])
+    return doctor.RankReport(host, sees, ahead, {"python": python, "torch": "2.13.0"}, [])
 
 
 def test_machines_that_differ_are_told_apart():
-    assert [check.verdict for check in doctor.compared([told("a"), told("b")], "/run")] == ["ok"] * 4
-    found = doctor.compared([told("a"), told("b", sees=False, ahead=-60, python="3.10.1")], "/run")
+    assert [check.verdict for check in doctor.compare_ranks([told("a"), told("b")], "/run")] == ["ok"] * 4
+    found = doctor.compare_ranks([told("a"), told("b", sees=False, ahead=-60, python="3.10.1")], "/run")
     assert [check.verdict for check in found] == ["ok", "failed", "warning", "failed"]
     assert "b does not see" in found[1].found and "60.0 s behind" in found[2].found
     assert found[3].found == "a: python 3.11.7; b: python 3.10.1"
     same, other = Check("port", "ok", "free"), Check("port", "failed", "taken")
-    assert doctor.merged([("a", [same]), ("b", [same])]) == [same]
-    assert [c.found for c in doctor.merged([("a", [same]), ("b", [other])])] == ["a: free", "b: taken"]
+    assert doctor.merge_checks([("a", [same]), ("b", [same])]) == [same]
+    assert [c.found for c in doctor.merge_checks([("a", [same]), ("b", [other])])] == ["a: free", "b: taken"]
     blind = Check("port", "not checked", "not mine")
-    assert doctor.merged([("a", [same]), ("b", [blind])]) == [same], "the one that could tell"
+    assert doctor.merge_checks([("a", [same]), ("b", [blind])]) == [same], "the one that could tell"
 
 
 TINY = ["launch/pretrain.py", "--tiny", "--steps", "2", "--set", "precision=fp32", "--ds_config", "zero1"]

@@ -89,10 +89,10 @@ def test_two_launches_on_one_port_are_told_apart(tmp_path):
 def test_a_plan_of_two_processes_is_that_of_two_that_are_started(monkeypatch):
     row = ["--tiny", "--ds_config", "zero2"]
     parse = pretrain.build_parser().parse_args
-    planned = pretrain.checked(parse([*row, "--plan", "--processes", "2"])).job
+    planned = pretrain.training_of(parse([*row, "--plan", "--processes", "2"])).job
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    started = pretrain.checked(parse(row)).job
+    started = pretrain.training_of(parse(row)).job
     assert planned.plan == started.plan and planned.plan.layout.dp == 2
 
 
@@ -105,7 +105,7 @@ def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
         "fp16_dynamic": "planned for GPUs that",
         "zero1": "planned for machines like",
     }.items():
-        job = pretrain.checked(parse([*row, "--processes", "64", "--ds_config", config])).job
+        job = pretrain.training_of(parse([*row, "--processes", "64", "--ds_config", config])).job
         show_plan(job)
         shown = capsys.readouterr().out
         assert "8 data parallel = 64 processes, planned; not started here" in shown and said in shown

@@ -107,7 +107,7 @@ def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys)
     monkeypatch.setattr("launch.machine.abilities.detect_machine", lambda emulate: machine)
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--ds_config", "fp16_dynamic"]
     parse = pretrain.build_parser().parse_args
-    job = pretrain.checked(parse([*row, "--plan"])).job
+    job = pretrain.training_of(parse([*row, "--plan"])).job
     show_plan(job)
     shown = capsys.readouterr().out
     assert "= 512 processes, planned; not started here" in shown
@@ -116,7 +116,7 @@ def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys)
         with monkeypatch.context() as environment, pytest.raises(ValueError) as refused:
             for name, value in launcher.items():
                 environment.setenv(name, value)
-            pretrain.checked(parse(arguments))
+            pretrain.training_of(parse(arguments))
         said = str(refused.value)
         assert "start 512 (deepspeed --num_gpus 512" in said and "has no fp16" in said
 
@@ -127,7 +127,7 @@ def test_deepspeed_judges_what_is_handed_on_unread(monkeypatch, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text('{"compile": {"passes": ["z1", "z4"]}}')
     with pytest.raises(ValueError) as refused:
-        pretrain.checked(pretrain.build_parser().parse_args(["--ds_config", str(path)]))
+        pretrain.training_of(pretrain.build_parser().parse_args(["--ds_config", str(path)]))
     assert f'{path}: compile.passes.1="z4": DeepSpeed refuses it (input should be' in str(refused.value)
 
 
@@ -138,7 +138,7 @@ def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):
     asked = pretrain.build_parser().parse_args(
         ["--recipe", "dgx2_gpt2_data_parallel/40x1536-b8", "--tiny", "--set", "optimizer.lr=3e-4"]
     )
-    training = pretrain.checked(asked)
+    training = pretrain.training_of(asked)
     job, original = training.job, training.original
     assert (
         original == catalog.load("dgx2_gpt2_data_parallel/40x1536-b8")
