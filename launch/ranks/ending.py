@@ -1,4 +1,4 @@
-"""The end of a process: refused, cleanly with the other ranks, or with the cause of a failure last."""
+"""The end of a process: a refusal, a clean end with the other ranks, or a failure with its cause last."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from recipes.problems import ProblemsError
 from recipes.refused_by_system import problem, told_by
 
 LOST_PEER = re.compile("Connection (closed|reset) by peer|Broken pipe|Timed out waiting|NCCL|gloo")
-AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception that a rank meets once asked to stop
-LOST_RANKS = "lost_ranks"  # attribute of an exception over the end of others: what tells of these
+AFTER_STOP_REQUEST = "after_stop_request"  # attribute of an exception after a request to stop
+LOST_RANKS = "lost_ranks"  # attribute of an exception over the end of others: a function that names them
 
 
 class Failed(Exception):
-    """A run fails for a reason that a sentence tells in full; on this rank, which says it. Exit code 1."""
+    """A failure on this rank that needs one sentence and no traceback. Exit code 1."""
 
 
 def refuse(problem: object, code: int = 2) -> NoReturn:
-    """Say what is wrong, once per machine since machines may differ, and end every rank with `code`."""
+    """Print the problem once per machine, since machines may differ, and end this rank with `code`."""
     explain(problem)
     raise SystemExit(code)
 
 
 def explain(problem: object) -> None:
-    """Print on the first rank of every machine; those other than rank 0 say which machine they are."""
+    """Print the problem on the first rank of every machine, with the machine's name unless it is rank 0."""
     if local_rank() == 0:
         where = "" if rank() == 0 else f"on {socket.gethostname()}:\n"
         terminal.say(f"\n{where}{problem}\n", sys.stderr)
 
 
 def keep_error(directory: Path, text: str) -> None:
-    """Leave a failing rank's traceback in the run directory, where a closed terminal cannot lose it."""
+    """Write a failing rank's traceback into the run directory, safe from a closed terminal."""
     with contextlib.suppress(OSError):
         (directory / f"error-rank-{rank()}.txt").write_text(text)
 
 
 @contextlib.contextmanager
-def error_kept(directory: Path, but: type[Exception]) -> Iterator[None]:
-    """Keep a failure of the block, `but` that kind, before what surrounds it cleans up, which may hang."""
+def keep_error_of_block(directory: Path, but: type[Exception]) -> Iterator[None]:
+    """Keep the error of a failing block, `but` not that type, before a cleanup that may hang."""
     try:
         yield
     except Exception as e:
@@ -60,8 +60,8 @@ def error_kept(directory: Path, but: type[Exception]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(advice: str) -> Iterator[None]:
-    """Raise Failed with the advice, if there is any, where memory runs out in the block."""
+def explain_out_of_memory(advice: str) -> Iterator[None]:
+    """Turn an out-of-memory error in the block into Failed with the advice, if there is any."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -103,7 +103,7 @@ def clean_exit(note_failure: Callable[[str], None] = lambda text: None) -> Itera
 
 
 def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
-    """Leave this rank's traceback on the screen and with `note_failure`, unless another's end caused it."""
+    """Print and note this rank's traceback, unless another rank's end caused it."""
     text = "".join(traceback.format_exception(error))
     if world_size() > 1 and lost_peers(error):
         if getattr(error, AFTER_STOP_REQUEST, False):
@@ -129,6 +129,6 @@ def _tell(error: BaseException, note_failure: Callable[[str], None]) -> None:
 
 
 def lost_peers(error: BaseException) -> bool:
-    """Whether this rank fails over the end of another one."""
+    """Check whether this rank fails because another one has ended."""
     lost = isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
     return lost and out_of_memory.said_by(error) is None  # NCCL may be what found no memory

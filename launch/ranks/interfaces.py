@@ -22,13 +22,15 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def follow_nccl() -> None:
-    """Have gloo take the interface that NCCL_SOCKET_IFNAME names, unless gloo's own variable is set."""
-    if GLOO not in os.environ and (chosen := gloo_interface(os.environ.get(NCCL, ""), with_address())):
+    """Set gloo's interface to that of NCCL_SOCKET_IFNAME, unless gloo's own variable is set."""
+    if GLOO not in os.environ and (
+        chosen := gloo_interface(os.environ.get(NCCL, ""), interfaces_with_address())
+    ):
         os.environ[GLOO] = chosen
 
 
 def gloo_interface(nccl: str, interfaces: Sequence[str]) -> str | None:
-    """The one of `interfaces` that NCCL_SOCKET_IFNAME=`nccl` means; None where it leaves that open.
+    """Choose the one of `interfaces` named by NCCL_SOCKET_IFNAME=`nccl`; None if it leaves that open.
 
     NCCL's list has prefixes, exact names after "=", and what is left out after "^" (NCCL 2.29, documentation
     of environment variables); gloo knows exact names alone. Of those left over by "^" one is taken if it is
@@ -46,8 +48,8 @@ def gloo_interface(nccl: str, interfaces: Sequence[str]) -> str | None:
     return next(filter(meant, interfaces), None) if listed else None
 
 
-def with_address() -> list[str]:
-    """Names of the interfaces that have an IPv4 address."""
+def interfaces_with_address() -> list[str]:
+    """List the interfaces with an IPv4 address."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -58,7 +60,7 @@ def with_address() -> list[str]:
 
 
 def check_own_address(environ: Mapping[str, str], several_machines: bool) -> None:
-    """Raise ProblemsError where this machine's name resolves to itself alone, and others have to reach it."""
+    """Check that other machines can reach this one by its own name. Raises ProblemsError."""
     master = environ.get("MASTER_ADDR", "localhost")
     if not several_machines or GLOO in environ or is_loopback(master):
         return
@@ -71,7 +73,7 @@ def check_own_address(environ: Mapping[str, str], several_machines: bool) -> Non
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name means this machine alone; one that does not resolve does, for gloo."""
+    """Check whether a name resolves to a loopback address or, which is the same for gloo, not at all."""
     address = _resolved(host)
     return address is None or ipaddress.ip_address(address).is_loopback
 

@@ -1,6 +1,6 @@
 """The start of a command's ranks: the launcher's environment, a first meeting, devices, the process group.
 
-What any rank refuses on the way ends all of them, with exit code 2 and its sentence.
+If one rank refuses, all ranks end with its message and exit code 2.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def joined(
     out_of_memory_advice: str = "",
     own_devices: bool = True,
 ) -> Iterator[Any]:
-    """The process group of all ranks in the block, which ends the process (`ending.clean_exit`). Collective.
+    """Form the process group for the block, and end the process after it (`ending.clean_exit`). Collective.
 
     Args:
         tp: the largest tensor-parallel degree in the block.
-        admit: settles what is left before the group is formed; its value is yielded.
+        admit: settles the rest before the group is formed; its value is yielded.
         note_failure: takes this rank's traceback.
-        out_of_memory_advice: said in place of a traceback where memory runs out.
+        out_of_memory_advice: printed instead of a traceback if memory runs out.
         own_devices: no two ranks may have one GPU.
     """
     if tp > 1:
@@ -68,15 +68,15 @@ def joined(
     admitted = admit()
     with ending.clean_exit(note_failure):
         processes.start_processes(store=meeting.store)
-        with ending.out_of_memory_explained(out_of_memory_advice):
+        with ending.explain_out_of_memory(out_of_memory_advice):
             yield admitted
         meeting.end()
 
 
 def take_environment(meeting: Meeting) -> None:
-    """Set what rank 0's environment has, and the launcher has not carried to this machine. Collective.
+    """Take over rank 0's variables that the launcher did not carry to this machine. Collective.
 
-    Before anything reads it: libraries do when they are imported.
+    Call it early: libraries read them when they are imported.
     """
     theirs = meeting.from_rank_0(launch_environment.carried(os.environ))
     lacking = {name: value for name, value in theirs.items() if name not in os.environ}
@@ -86,7 +86,7 @@ def take_environment(meeting: Meeting) -> None:
 
 
 def own_place() -> tuple[str, str] | None:
-    """The device of this rank, where it is a GPU. Raises ValueError: there is none, or no way to it."""
+    """Return the identity of this rank's GPU, or None. Raises ValueError for no device or no network."""
     processes.check_device()
     interfaces.follow_nccl()
     interfaces.check_own_address(os.environ, processes.local_world_size() < processes.world_size())

@@ -45,12 +45,12 @@ INDEPENDENT = "they would train independently of each other, into one run direct
 
 @dataclass(frozen=True)
 class Start:
-    """How this process was started among others.
+    """The start of this process among others.
 
     Attributes:
         by: the program that started it.
-        named: the variables that say so, as they came.
-        address, port: where rank 0 listens; address None where `by` does not say.
+        named: the variables of the start, as set.
+        address, port: rank 0's; address None if `by` does not say it.
     """
 
     by: str
@@ -63,19 +63,19 @@ class Start:
     port: int
 
     def variables(self) -> dict[str, str]:
-        """As torchrun sets them."""
+        """Return the variables that torchrun would set."""
         places = {"RANK": self.rank, "WORLD_SIZE": self.size}
         places |= {"LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_size}
         return {**{name: str(value) for name, value in places.items()}, "MASTER_PORT": str(self.port)}
 
 
 def missing_variables(environ: Environ, at_terminal: bool = False) -> dict[str, str]:
-    """What has to be set for this process to find its place; nothing where it is alone, or knows it already.
+    """Return the variables that this process lacks to find its place; {} if it is alone or has them.
 
     `at_terminal`: a person types at its standard input. In a shell that `srun --pty` opened, a command is not
     one of srun's tasks.
 
-    Raises ProblemsError: only some variables, or such that contradict each other.
+    Raises ProblemsError for missing or contradicting variables.
     """
     placed = all(name in environ for name in PLACES)
     try:
@@ -103,7 +103,7 @@ def missing_variables(environ: Environ, at_terminal: bool = False) -> dict[str, 
 
 
 def started(environ: Environ, at_terminal: bool = False) -> Start | None:
-    """By whom and as which of how many this process was started; None where it was started alone.
+    """Find out how this process was started among others; None if it was started alone.
 
     An MPI's own variables count before Slurm's: mpirun starts one task of Slurm on each machine, and its
     ranks inherit from that. Raises ProblemsError.
@@ -126,7 +126,7 @@ def started(environ: Environ, at_terminal: bool = False) -> Start | None:
 
 
 def refuse_tasks(environ: Environ) -> None:
-    """Raise ProblemsError where a command that starts its processes itself was started several times."""
+    """Refuse several starts of a command that starts its processes itself. Raises ProblemsError."""
     start = started(environ)
     if start and start.size > 1:
         rule = f"this command starts its processes itself, and {start.by} started it {start.size} times"
@@ -134,7 +134,7 @@ def refuse_tasks(environ: Environ) -> None:
 
 
 def carried(environ: Environ) -> dict[str, str]:
-    """The variables that a rank on another machine takes from rank 0, where it has none of its own."""
+    """Select the variables that ranks on other machines take from rank 0, unless they have their own."""
     return {
         name: value
         for name, value in environ.items()
@@ -143,7 +143,7 @@ def carried(environ: Environ) -> dict[str, str]:
 
 
 def sees_own_device(environ: Environ, visible: Iterable[str]) -> bool:
-    """Whether the one device that this process sees is meant for it alone, and not for all of its machine.
+    """Check that the only visible device belongs to this process alone, not to all of its machine.
 
     `visible`: the variables that say which devices are visible. What torchrun and deepspeed start sees alike.
     """
@@ -155,7 +155,7 @@ def sees_own_device(environ: Environ, visible: Iterable[str]) -> bool:
 
 
 def forgotten_srun(environ: Environ) -> str | None:
-    """What to say to a single process in a job of Slurm's that has room for more; None elsewhere."""
+    """Return a remark for a single process in a Slurm job with room for more, or None."""
     tasks = environ.get("SLURM_NTASKS", "")
     if "SLURM_JOB_ID" not in environ or not tasks.isdigit() or int(tasks) < 2:
         return None
@@ -165,7 +165,7 @@ def forgotten_srun(environ: Environ) -> str | None:
 
 
 def hosts(written: str) -> list[str]:
-    """The hosts of a list of Slurm's: "node[003-006,010],gpu-b[1-2]". Raises ValueError: it is none."""
+    """Parse a Slurm list of hosts: "node[003-006,010],gpu-b[1-2]". Raises ValueError."""
     names: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[,\[\]]", written):
         if item in "[]":
@@ -180,7 +180,7 @@ def hosts(written: str) -> list[str]:
 
 
 def tasks_per_node(written: str) -> list[int]:
-    """The tasks of each node, in order: "4(x2),3" is 4, 4, 3. Raises ValueError: it is none."""
+    """Parse the tasks of each node, in order: "4(x2),3" is 4, 4, 3. Raises ValueError."""
     counts: list[int] = []
     for item in written.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
@@ -191,7 +191,7 @@ def tasks_per_node(written: str) -> list[int]:
 
 
 def _numbers(written: str) -> Iterator[str]:
-    """ "003-005,010" as 003, 004, 005, 010."""
+    """Expand "003-005,010" to 003, 004, 005, 010."""
     for item in written.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
         if match is None or int(match[2] or match[1]) - int(match[1]) not in range(MOST_HOSTS):
@@ -201,7 +201,7 @@ def _numbers(written: str) -> Iterator[str]:
 
 
 def _slurm(environ: Environ) -> Start | None:
-    """The task of a step that srun started. A batch script and the shell of salloc are none."""
+    """Return this task of a step by srun; None in a batch script or a shell of salloc."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     if not step.isdigit() or int(step) >= STEPS:
         if environ.get("SLURM_PROCID", "0") != "0":
@@ -261,7 +261,7 @@ def _mpi(environ: Environ, by: str, names: tuple[str, ...]) -> Start:
 
 
 def _check_launcher(environ: Environ, start: Start) -> None:
-    """Refuse variables of torchrun's kind that were not set by a launch over all that `start` started."""
+    """Refuse torchrun's variables if their launch does not cover all processes of `start`."""
     rank, world = environ["RANK"], environ["WORLD_SIZE"]
     launches = next((environ[name] for name in LAUNCHES if name in environ), world)
     if launches.isdigit() and int(launches) < start.size:
@@ -289,7 +289,7 @@ def _no_address(start: Start) -> ProblemsError:
 
 
 def _listed(environ: Environ, *names: str) -> tuple[str, str] | None:
-    """The first of the variables that is set, checked to be a list of hosts or of tasks."""
+    """Return the first variable that is set, checked to be a list of hosts or of tasks."""
     name = next((name for name in names if environ.get(name)), None)
     if name is None:
         return None
@@ -308,7 +308,7 @@ def _whole(environ: Environ, name: str) -> int:
 
 
 def _port(launch: int | None) -> int:
-    """A port that another launch, which may share the machine, is unlikely to have."""
+    """Return a port that another launch on the same machine is unlikely to have."""
     return DEFAULT_PORT if launch is None else FIRST_PORT + launch % PORTS
 
 

@@ -1,7 +1,7 @@
-"""Connections of all ranks to rank 0, from their meeting until they train: one death ends all at once.
+"""Connections of all ranks to rank 0 before training, so that one rank's death ends all at once.
 
-The others would wait for half an hour, or for days where a corpus is prepared; srun, unlike torchrun and
-deepspeed, does not end them. Once they train, the process group and the watchdog notice.
+Else the others would wait for half an hour, or for days during the preparation of a corpus: srun, unlike
+torchrun and deepspeed, does not end them. In training the process group and the watchdog notice a death.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 from launch.console import terminal
 
-BYE = b"."  # the last byte of a rank that does not die
+BYE = b"."  # the last byte of a rank that ends well
 CONNECT_S = 10.0
 SETTLE_S = 2.0  # before a death is told: a launcher that ends all of them ends this rank meanwhile
 
 
 class Lifeline:
-    """This rank's end of its connection; on rank 0 the other ends of all."""
+    """This rank's connection to rank 0; on rank 0, all connections."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
-        """`store`: where the ranks meet. A rank that does not reach rank 0 is not watched."""
+        """Connect through the ranks' `store`. A rank that does not reach rank 0 is not watched."""
         self._over = False
         self._connections: dict[socket.socket, str] = {}  # and whose they are
         if rank == 0:
@@ -43,7 +43,7 @@ class Lifeline:
             threading.Thread(target=self._hold, args=(connection,), daemon=True).start()
 
     def end(self) -> None:
-        """From now on a rank may end without ending the others."""
+        """Let ranks end without ending the others from now on."""
         self._over = True
         for connection in list(self._connections):
             with contextlib.suppress(OSError):

@@ -99,7 +99,7 @@ class Meeting:
         return handed
 
     def from_rank_0(self, value: T) -> T:
-        """Rank 0's `value`, which JSON can carry. Collective."""
+        """Return rank 0's `value`, in JSON's types. Collective."""
         if world_size() == 1:
             return value
         key = self._round()
@@ -109,7 +109,7 @@ class Meeting:
         return heard
 
     def to_rank_0(self, value: T) -> list[T]:
-        """Every rank's `value`, which JSON can carry: on rank 0 of all, elsewhere its own. Collective."""
+        """Gather every rank's `value`, in JSON's types, on rank 0; others get their own. Collective."""
         if world_size() == 1:
             return [value]
         key = self._round()
@@ -119,15 +119,15 @@ class Meeting:
         return [value, *(json.loads(self.store.get(f"{key}/{other}")) for other in range(1, world_size()))]
 
     def compare(self, own: T, judge: Callable[[list[T]], None]) -> None:
-        """Have rank 0 `judge` what every rank has, and all ranks end where it refuses. Collective.
+        """Let rank 0 `judge` the values of all ranks; if it refuses, all ranks end. Collective.
 
-        `own` is what JSON can carry; `judge` gets a list in the order of ranks, and raises ValueError.
+        `own` has JSON's types; `judge` gets a list in the order of ranks, and raises ValueError.
         """
         everyone = self.to_rank_0(own)
         self.settle(lambda: judge(everyone) if rank() == 0 else None)
 
     def _hear_all(self, own: str | None, patience: timedelta) -> bool:
-        """Whether any rank refuses; then rank 0 has said why."""
+        """Exchange refusals; return whether there is one, which rank 0 has printed."""
         key = self._round()
         self.store.set_timeout(patience)
         self.store.set(f"{key}/{rank()}", json.dumps((socket.gethostname(), own)))
@@ -158,9 +158,9 @@ class Meeting:
 
 
 def sentences(told: list[tuple[str, str | None]]) -> str:
-    """Every different refusal once, with its hosts and ranks where not all ranks refuse alike.
+    """Write every different refusal once, with hosts and ranks unless all ranks refuse alike.
 
-    `told`: host and refusal of each rank. What rank 0 alone refuses needs no place.
+    `told`: host and refusal of each rank. A refusal of rank 0 alone needs no place.
     """
     refusals: dict[str, list[int]] = {}
     for number, (_, text) in enumerate(told):
@@ -199,7 +199,7 @@ def _join() -> Any:
 
 
 def _attempt(store: Any) -> str:
-    """A name that only the ranks that are alive now agree upon.
+    """Agree on a name among the ranks that are alive now.
 
     torchrun restarts ranks (--max_restarts) at the store of the killed ones, whose addresses and refusals are
     still in there. Each rank says hello with a word of its own; rank 0 repeats what it hears until every rank

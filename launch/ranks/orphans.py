@@ -1,4 +1,4 @@
-"""A rank whose launcher was killed ends by itself: no orphan trains on."""
+"""The end of ranks whose launcher was killed, so that no orphan trains on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_RANK"}  # what torchrun and deepspeed
 
 
 def end_with_launcher() -> None:
-    """Have this rank get SIGTERM when its launcher is gone: before training it ends, later it saves first.
+    """Send this rank SIGTERM when its launcher is gone: before training it ends, later it saves first.
 
     Linux sends it at the parent's death. A thread looks as well, for other systems, and for the parent of
     deepspeed's launcher (the command that was typed, or pdsh's remote shell), which the launcher outlives.
@@ -43,14 +43,14 @@ def _look(parent: int, grandparent: int | None) -> None:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process; "" where it is gone, or the system does not say."""
+    """Return the command line of a process; "" if it is gone or the system does not say."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
     return ""
 
 
 def parent_of(pid: int) -> int | None:
-    """The process that started it; None as above."""
+    """Return the parent of a process; None if it is gone or the system does not say."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return None

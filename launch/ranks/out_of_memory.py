@@ -1,4 +1,4 @@
-"""The rank that ran out of memory, by its exception or by the traceback it leaves.
+"""Recognition of a rank that ran out of memory, by its exception or by its traceback file.
 
 Only rank 0 writes results, and where another rank fails the launcher ends rank 0, often in a collective. So
 `error-rank-N.txt` tells an OOM; the next launch into the directory removes it.
@@ -19,17 +19,17 @@ FILES = "error-rank-*.txt"
 
 
 def line(text: str) -> str | None:
-    """The line of a traceback or message that tells of it, or None; indented source code does not count."""
+    """Find the line of a traceback or message on an OOM, or None; indented source code does not count."""
     return next((each.strip() for each in text.splitlines() if each[:1].strip() and SAID.search(each)), None)
 
 
 def said_by(error: BaseException) -> str | None:
-    """In one line, why this exception is an OOM; None where it is not."""
+    """Return the line of an exception that shows an OOM, or None."""
     return line(f"{type(error).__name__}: {error}") if isinstance(error, RuntimeError | MemoryError) else None
 
 
 def reason(directory: Path) -> str | None:
-    """The lowest rank that left such a traceback, its line, and how many others did; None where none did."""
+    """Name the lowest rank with an OOM traceback, its line and the number of others, or None."""
     found = []
     for path in directory.glob(FILES):
         number = path.stem.rpartition("-")[2]
@@ -44,6 +44,6 @@ def reason(directory: Path) -> str | None:
 
 
 def forget(directory: Path) -> None:
-    """Remove what failing ranks of former launches left."""
+    """Remove the tracebacks of former launches' ranks."""
     for path in directory.glob(FILES):
         path.unlink(missing_ok=True)

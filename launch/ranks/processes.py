@@ -1,4 +1,4 @@
-"""The processes of a run: this one's place among them, joining them, and the device it takes."""
+"""The processes of a run: this one's place among them, the process group, and its device."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """This process's place among those of its machine."""
+    """Return this process's number on its machine."""
     return _variable(OWN_LOCAL_RANK, _variable("LOCAL_RANK", 0))
 
 
 def local_world_size() -> int:
-    """Ranks on this machine."""
+    """Return the number of ranks on this machine."""
     return _variable("LOCAL_WORLD_SIZE", _variable("LOCAL_SIZE", 1))
 
 
@@ -55,19 +55,17 @@ def world_size() -> int:
 
 
 def _variable(name: str, default: int) -> int:
-    """A variable of the launcher; what is no number counts as absent here, and `check_launch` refuses it."""
+    """Read a launcher's variable; a bad number counts as absent here, and `check_launch` refuses it."""
     written = os.environ.get(name, "")
     return int(written) if WHOLE.fullmatch(written) else default
 
 
 def check_launch(start: bool) -> None:
-    """Check the variables by which a launcher tells a process its place, and the port where all meet.
+    """Check the launcher's variables of this process's place, and the port where all ranks meet.
 
-    Those of Slurm and MPIs are translated first, so that everything else knows torchrun's alone.
-
-    `start`: a run is to be started, for which none may be missing; a plan needs none.
-
-    Raises ProblemsError: no numbers, out of range, only some of them, or a port that is taken.
+    Variables of Slurm and MPIs are translated to torchrun's first. `start`: a run is to be started, which
+    needs all variables; a plan needs none. Raises ProblemsError for bad or missing variables, or a taken
+    port.
     """
     os.environ.update(launch_environment.missing_variables(os.environ, at_terminal=os.isatty(0)))
     problems = []
@@ -99,7 +97,7 @@ def check_launch(start: bool) -> None:
 
 
 def port_is_taken(because: str | None) -> ProblemsError:
-    """The refusal where rank 0 cannot listen at the launcher's port."""
+    """Make the refusal of a port at which rank 0 cannot listen."""
     port = os.environ["MASTER_PORT"]
     rule = f"all processes of a launch meet there, and rank 0 cannot listen ({because}): does another run?"
     fix = (
@@ -110,12 +108,12 @@ def port_is_taken(because: str | None) -> ProblemsError:
 
 
 def launched() -> bool:
-    """Whether a launcher says how many processes there are; a plain `python` is one."""
+    """Check whether a launcher started this process; a plain `python` is alone."""
     return "WORLD_SIZE" in os.environ
 
 
 def gathered(own: T, group: ProcessGroup) -> list[T]:
-    """Every rank's `own`, in rank order. Collective."""
+    """Gather every rank's `own`, in rank order. Collective."""
     import torch.distributed as dist
 
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -124,11 +122,9 @@ def gathered(own: T, group: ProcessGroup) -> list[T]:
 
 
 def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None = None) -> None:
-    """Join the process group that the launcher's environment describes; a plain `python` makes one of one.
+    """Join the process group of the launcher's environment; a plain `python` makes a group of one.
 
-    `store`: where the ranks have met already.
-
-    Raises ProblemsError: another launch took the port since `check_launch`.
+    `store`: of the ranks' meeting. Raises ProblemsError if another launch took the port since `check_launch`.
     """
     import torch.distributed as dist
 
@@ -165,7 +161,7 @@ def start_processes(timeout: datetime.timedelta = TIMEOUT, store: Store | None =
 
 @contextlib.contextmanager
 def temporary_groups() -> Iterator[None]:
-    """Destroy in the end the process groups that were made within, DeepSpeed's too. Collective.
+    """Destroy the process groups of the block at its end, DeepSpeed's too. Collective.
 
     Each keeps threads that wake a hundred times a second: a few trainings after each other in the same
     processes, and these take more of the machine than the training.
@@ -183,7 +179,7 @@ def temporary_groups() -> Iterator[None]:
 
 
 def switch_shared_memory_op_off() -> None:
-    """Have DeepSpeed's collectives on a CPU go through gloo alone.
+    """Make DeepSpeed's collectives on a CPU use only gloo.
 
     DeepSpeed 0.19.8, `comm/torch.py`: `init_distributed` compiles an op for collectives through shared
     memory, for 20 s, which only inference uses, and which leaves 66 MiB per rank in /dev/shm in the end.
@@ -196,14 +192,14 @@ def switch_shared_memory_op_off() -> None:
 
 
 def device_limit() -> int | None:
-    """How many ranks this machine's devices carry; None on a CPU, where ranks share cores."""
+    """Return the number of ranks for this machine's devices; None on a CPU, where ranks share cores."""
     from deepspeed.accelerator import get_accelerator
 
     return None if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
 
 
 def check_device() -> int:
-    """Index of the device of this rank. Raises ProblemsError: it has none of its own. CPUs are shared.
+    """Return the index of this rank's device. Raises ProblemsError if it has none; CPUs are shared.
 
     A rank to which Slurm or a wrapper shows one device alone has that one, whatever its local rank.
     """
@@ -240,7 +236,7 @@ def take_device() -> int:
 
 
 def device_identity() -> tuple[str, str] | None:
-    """This machine's name and its GPU's serial number (UUID), by which ranks that share one are found."""
+    """Return this machine's name and its GPU's serial number (UUID), to find ranks with one GPU."""
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() != "cuda":
@@ -251,7 +247,7 @@ def device_identity() -> tuple[str, str] | None:
 
 
 def check_shared_devices(identities: Sequence[Sequence[str] | None]) -> None:
-    """Raise ProblemsError where ranks have the same GPU. `identities`: `device_identity` of each rank."""
+    """Check that no two ranks have one GPU, by their `device_identity`. Raises ProblemsError."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for number, identity in enumerate(identities):
         if identity is not None:

@@ -1,4 +1,4 @@
-"""Seconds from a run's launch to its first optimizer step, and what keeps them few."""
+"""The time from a run's launch to its first optimizer step: its clock, and ways to shorten it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LAUNCHER = re.compile(
 
 
 class StartClock:
-    """Seconds since the launch, part by part, in the order in which they end.
+    """A clock of the parts of a launch, in the order of their ends.
 
-    The launch is that of deepspeed or torchrun where one of them started this process on this machine.
+    A launch begins with deepspeed or torchrun if one of them started this process on this machine.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class StartClock:
         self._since, self._compiled = own, compiling_seconds()
 
     def mark(self, part: str) -> None:
-        """Count the seconds since the last call as those of `part`, and what was compiled as "compiling"."""
+        """Add the seconds since the last call to `part`, and those of compiling to "compiling"."""
         now, compiled = time.clock_gettime(time.CLOCK_BOOTTIME), compiling_seconds()
         passed, aside = now - self._since, 0.0 if part == "compiling" else compiled - self._compiled
         self.parts[part] = self.parts.get(part, 0.0) + passed - aside
@@ -42,7 +42,7 @@ class StartClock:
 
 
 def compiling_seconds() -> float:
-    """Seconds that torch.compile has taken in this process so far."""
+    """Return the seconds of torch.compile in this process so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     spent = dynamo.compilation_time_metrics if dynamo else {}
     # A backward pass is compiled in the first of these, with its forward pass, or when it is needed.
@@ -50,15 +50,15 @@ def compiling_seconds() -> float:
 
 
 def keep_compiled_code() -> None:
-    """Let torch.compile keep its code with what else is prepared once, not in a temporary directory.
+    """Let torch.compile keep its code in the project's cache, not in a temporary directory.
 
-    Has to precede torch's import of its compiler, which settles on a directory.
+    Call it before torch imports its compiler, which then chooses a directory.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.default_directory() / "compiled_code"))
 
 
 def postpone_collections() -> None:
-    """Have Python look for no garbage while libraries are imported.
+    """Switch Python's garbage collection off for the imports of libraries.
 
     They leave little of it, and make a million objects that every full collection looks through: without
     collections the imports of a run took 2.5 s instead of 3.6.
@@ -67,13 +67,13 @@ def postpone_collections() -> None:
 
 
 def resume_collections() -> None:
-    """Collect garbage again, but look at nothing that is there now: libraries are never garbage."""
+    """Collect garbage again, but skip all present objects: libraries are never garbage."""
     gc.freeze()
     gc.enable()
 
 
 def first_launcher() -> int:
-    """The process that was typed to launch this one: a launcher above it, or else itself."""
+    """Return the first launcher above this process, or this process itself."""
     first = above = os.getpid()
     while (parent := orphans.parent_of(above)) and LAUNCHER.match(orphans.command_of(parent)):
         first = above = parent
@@ -81,7 +81,7 @@ def first_launcher() -> int:
 
 
 def started(pid: int) -> float | None:
-    """Seconds from the machine's start to that of the process; None where the system does not say."""
+    """Return the start of a process in seconds since the machine's; None if the system does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[19]) / os.sysconf("SC_CLK_TCK")

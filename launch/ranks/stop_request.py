@@ -17,7 +17,7 @@ REASONS = ("", *(number.name for number in SIGNALS), STOP_FILE)  # the last one 
 
 
 class StopRequest:
-    """A signal or the appearance of `stop_file` asks for an orderly stop after the current step."""
+    """A request for an orderly stop after the current step, by signal or by `stop_file`."""
 
     def __init__(self, stop_file: Path) -> None:
         self.reason = ""  # of REASONS
@@ -40,7 +40,7 @@ class StopRequest:
         self.reason = signal.Signals(number).name
 
     def look(self) -> str:
-        """What has asked this rank to stop, of REASONS. Rank 0 looks for the file, and takes it away."""
+        """Return the reason to stop, of REASONS. Rank 0 looks for the file and removes it."""
         if rank() == 0 and self._stop_file.exists():
             self._stop_file.unlink()  # so that a resumed run does not stop at once
             self.reason = STOP_FILE

@@ -1,9 +1,9 @@
 """A watchdog over the ranks of a run: it ends a run that hangs, and names the rank that hangs.
 
-Without it one rank that stops stops all until a collective times out after half an hour. A thread of every
-rank looks at the clock of its own step. A rank that is overdue asks the others, by sockets of the watchdog's
-own: nothing that a stopped rank serves, such as rank 0's store, answers any more. The lowest rank that
-answers judges: the run hangs where a rank does not answer, or where all are overdue. It keeps all stacks in
+Without it one stopped rank blocks all until a collective times out after half an hour. A thread of every rank
+looks at the clock of its own step. An overdue rank asks the others over the watchdog's own sockets, since a
+stopped rank serves nothing, such as rank 0's store. The lowest rank that answers judges: the run hangs if a
+rank does not answer, or if all are overdue. It keeps all stacks in
 the run directory and ends all ranks with `HANGING`; the launcher ends what does not answer.
 """
 
@@ -45,7 +45,7 @@ SHOWN_RANKS = 8  # names in a row
 
 
 class Phase(enum.Enum):
-    """What a rank is doing, in the order of a step."""
+    """The activity of a rank, in the order of a step."""
 
     STARTING = "starting"
     DATA = "waiting for its data"
@@ -57,7 +57,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank listens."""
+    """The address of a rank's watchdog."""
 
     rank: int
     host: str
@@ -71,7 +71,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank answers. `stack`: of its main thread; `seconds`: in this phase, or since its last pass."""
+    """A rank's answer. `stack`: of its main thread; `seconds`: in this phase, or since its last pass."""
 
     rank: int
     step: int
@@ -99,17 +99,17 @@ class Status:
 
 
 class Unreachable(Exception):
-    """A rank does not answer. The message says how that shows."""
+    """The silence of a rank; the message gives its form."""
 
 
 class Watchdog:
-    """Of this rank: what it is doing, and the threads that watch and answer.
+    """This rank's activity, with the threads that watch it and answer other ranks.
 
-    `enter` and `advance` are called by the loop. The other ranks' watchdogs ask by way of `places`.
+    The loop calls `enter` and `advance`. The other ranks' watchdogs ask through `places`.
     """
 
     def __init__(self, directory: Path | None, hang_after: float) -> None:
-        """`hang_after`: seconds (run.hang_after); `directory`: of the run; None: nothing is kept."""
+        """Take `hang_after` in seconds (run.hang_after); `directory`: of the run; None: nothing is kept."""
         self.places: Sequence[Place] = ()
         self._directory, self._hang_after = directory, hang_after
         self._rank, self._token = 0, b""
@@ -132,7 +132,7 @@ class Watchdog:
         self._phase, self._since = phase, now
 
     def advance(self) -> None:
-        """One more forward pass is done."""
+        """Count a forward pass."""
         self._passes += 1
         if self._phase is Phase.VALIDATING:  # which may be long
             self._since = time.monotonic()
@@ -147,7 +147,7 @@ class Watchdog:
         return Status(self._rank, self._step, self._phase, self._passes, seconds, overdue, stack)
 
     def limit(self) -> float:
-        """Seconds that the current phase may take."""
+        """Return the seconds that the current phase may take."""
         if self._phase in (Phase.COMPUTING, Phase.COMPUTED) and self._usual:
             return max(self._hang_after, USUAL_STEPS * statistics.median(self._usual))
         return LONG * self._hang_after
@@ -158,7 +158,7 @@ class Watchdog:
     def running(self, group: dist.ProcessGroup, say: Callable[[str], None]) -> Iterator[Watchdog]:
         """Watch in the block. Nothing is watched with hang_after 0, or in a run of one. Collective.
 
-        `say` is told where the ranks cannot reach each other, and so do not watch.
+        `say` prints that the ranks cannot reach each other, and so do not watch.
         """
         if not self._hang_after or dist.get_world_size(group) == 1:
             yield self
@@ -197,7 +197,7 @@ class Watchdog:
                 server.close()
 
     def _lost(self) -> Callable[[], None] | None:
-        """What tells which ranks are gone, said by the lowest that is left; None where all answer."""
+        """Make a function that names the lost ranks, on the lowest that is left; None if all answer."""
         if not self._is_judge():
             return lambda: None
         left, silent = self._ask_all([place for place in self.places if place.rank != self._rank])
@@ -248,7 +248,7 @@ class Watchdog:
             looked = time.monotonic()
 
     def _is_judge(self) -> bool:
-        """Whether no lower rank answers."""
+        """Check that no lower rank answers."""
         for place in self.places[: self._rank]:
             with contextlib.suppress(Unreachable):
                 self._ask(place)
@@ -280,7 +280,7 @@ class Watchdog:
     def _ask_all(
         self, places: Sequence[Place], wish: bytes = b"status"
     ) -> tuple[dict[int, Status], dict[int, str]]:
-        """Answers by rank, and how silence shows by rank."""
+        """Return answers by rank, and the forms of silence by rank."""
         statuses, silent = {}, {}
 
         def ask(place: Place) -> None:
@@ -308,7 +308,7 @@ class Watchdog:
             raise Unreachable("ended while it answered") from None
 
     def _keep_stacks(self) -> None:
-        """All threads' stacks in the run directory."""
+        """Write all threads' stacks into the run directory."""
         if self._directory is None:
             return
         with contextlib.suppress(OSError), open(self._directory / STACKS.format(self._rank), "w") as file:
@@ -347,13 +347,13 @@ class Watchdog:
 
 
 def forget(directory: Path) -> None:
-    """Remove what the watchdogs of former launches left."""
+    """Remove the reports of former launches' watchdogs."""
     for path in (directory / REPORT, *directory.glob(STACKS.format("*"))):
         path.unlink(missing_ok=True)
 
 
 def _stacks(statuses: Mapping[int, Status], frames: int | None = None) -> Iterator[str]:
-    """Where ranks stand; those with the same stack together."""
+    """Yield the ranks' stacks; ranks with equal stacks together."""
     alike: dict[tuple[object, ...], list[Status]] = {}
     for _, status in sorted(statuses.items()):
         alike.setdefault((status.step, status.phase, status.stack), []).append(status)
@@ -367,7 +367,7 @@ def _stacks(statuses: Mapping[int, Status], frames: int | None = None) -> Iterat
 
 
 def _own_address(rank: int) -> str:
-    """By which other ranks reach this one: as the launcher says of rank 0, else on the way there."""
+    """Return the address at which others reach this rank: rank 0's from the launcher."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if rank == 0:
         return master

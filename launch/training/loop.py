@@ -38,7 +38,7 @@ def train(start: Start, after: Callable[[TrainingRun], None] = lambda run: None)
         stack.enter_context(release_at_end(engine))
         stack.enter_context(contextlib.closing(batches))
         stop = stack.enter_context(StopRequest(job.stop_file))
-        stack.enter_context(ending.error_kept(job.directory, but=EarlyEnd))
+        stack.enter_context(ending.keep_error_of_block(job.directory, but=EarlyEnd))
         run = stack.enter_context(TrainingRun(start, engine, batches, stop, watchdog))
         for step in range(run.start_step + 1, recipe.steps + 1):
             watchdog.enter(Phase.DATA, step)

@@ -73,7 +73,7 @@ def train(start: Start) -> EarlyStop | None:
         def begin(engine: DeepSpeedEngine) -> FollowRun:
             recorder.mark("engine")
             stack.enter_context(steps.release_at_end(engine))
-            stack.enter_context(ending.error_kept(job.directory, but=EarlyEnd))
+            stack.enter_context(ending.keep_error_of_block(job.directory, but=EarlyEnd))
             run = stack.enter_context(TrainingRun(start, engine, batches, stop, watchdog, forward))
             return FollowRun(run, trainer)
 

@@ -18,7 +18,7 @@ from ds_configs.plan import Machine
 from launch import export_hf, report
 from launch.evaluation.scores import read_scores
 from launch.evaluation.scoring_job import ScoringTask, Wishes, open_model, plan_scoring
-from launch.ranks.ending import Failed, out_of_memory_explained
+from launch.ranks.ending import Failed, explain_out_of_memory
 from launch.score import less_memory
 from recipes.problems import ProblemsError
 
@@ -232,7 +232,7 @@ def test_running_out_of_memory_is_explained(made):
     model = open_model(str(made / "run"), Wishes("fp32", 8, 1))
     plan = plan_scoring(model, "zero0", 1, CPU)
     said = r"(?s)out of memory: OutOfMemoryError: .*20 GiB.*lower --batch, which is 8, or share.*bf16"
-    with pytest.raises(Failed, match=said), out_of_memory_explained(less_memory(plan)):
+    with pytest.raises(Failed, match=said), explain_out_of_memory(less_memory(plan)):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
-    with pytest.raises(RuntimeError, match="^shapes differ$"), out_of_memory_explained(less_memory(plan)):
+    with pytest.raises(RuntimeError, match="^shapes differ$"), explain_out_of_memory(less_memory(plan)):
         raise RuntimeError("shapes differ")

@@ -14,13 +14,13 @@ def test_a_failure_is_kept_before_what_surrounds_it_is_released(tmp_path):
     seen = []
     with pytest.raises(OSError):
         try:
-            with ending.error_kept(tmp_path, but=(KeyError,)):
+            with ending.keep_error_of_block(tmp_path, but=(KeyError,)):
                 raise OSError("planted")
         finally:
             seen.append(kept.read_text())
     assert "OSError: planted" in seen[0]
     kept.unlink()
-    with pytest.raises(KeyError), ending.error_kept(tmp_path, but=(KeyError,)):
+    with pytest.raises(KeyError), ending.keep_error_of_block(tmp_path, but=(KeyError,)):
         raise KeyError
     assert not kept.exists()
 

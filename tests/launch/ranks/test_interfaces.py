@@ -28,7 +28,7 @@ def test_gloo_takes_the_interface_that_nccl_is_told(nccl):
 
 
 def test_only_what_nobody_chose_is_set(monkeypatch):
-    monkeypatch.setattr(interfaces, "with_address", lambda: INTERFACES)
+    monkeypatch.setattr(interfaces, "interfaces_with_address", lambda: INTERFACES)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     interfaces.follow_nccl()
@@ -39,7 +39,7 @@ def test_only_what_nobody_chose_is_set(monkeypatch):
 
 
 def test_the_loopback_of_this_machine_has_an_address():
-    assert "lo" in interfaces.with_address()
+    assert "lo" in interfaces.interfaces_with_address()
 
 
 def test_a_machine_whose_name_is_its_loopback_is_refused(monkeypatch):

@@ -239,7 +239,7 @@ def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are
     }
     for name, value in made.items():
         monkeypatch.setattr(loop, name, value)
-    monkeypatch.setattr(loop.ending, "error_kept", lambda *of, **how: nothing())
+    monkeypatch.setattr(loop.ending, "keep_error_of_block", lambda *of, **how: nothing())
     job = SimpleNamespace(
         plan=SimpleNamespace(recipe=catalog.load(tiny=True, steps=2)), stop_file=None, directory=None
     )
